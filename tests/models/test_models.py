@@ -1,0 +1,116 @@
+"""Networks by name: sizes, shapes, seeds and errors."""
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from evigrad.errors import ConfigurationError
+from evigrad.models import MODELS, make_model
+
+
+def num_parameters(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+SHAPES = {"mlp": (3, 5), "digitsnet": (1, 8, 8), "mininet": (1, 28, 28)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_maps_a_batch_to_outputs(name: str) -> None:
+    model = make_model(name, SHAPES[name], 10, seed=0)
+    assert model(torch.randn(4, *SHAPES[name])).shape == (4, 10)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_data_do_not_influence_each_other(name: str) -> None:
+    model = make_model(name, SHAPES[name], 10, seed=0).double()
+    x = torch.randn(4, *SHAPES[name], dtype=torch.float64)
+    torch.testing.assert_close(model(x)[1:2], model(x[1:2]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_can_be_pickled(name: str) -> None:
+    model = make_model(name, SHAPES[name], 10, seed=0)
+    x = torch.randn(2, *SHAPES[name])
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+
+
+def test_mininet_is_the_papers() -> None:
+    model = make_model("mininet", (1, 28, 28), 10)
+    assert num_parameters(model) == 14_538
+    # What determines the padding: 32 features reach the last layer.
+    assert model.get_parameter("output.weight").shape == (10, 32)
+    kernels = [model.get_parameter(f"conv{i}.weight").shape for i in (1, 2, 3)]
+    assert kernels == [(8, 1, 5, 5), (16, 8, 3, 3), (32, 16, 5, 5)]
+
+
+def test_mininet_takes_larger_images() -> None:
+    assert make_model("mininet", (3, 32, 36), 10)(torch.randn(2, 3, 32, 36)).shape == (2, 10)
+
+
+def test_digitsnet_is_small() -> None:
+    assert num_parameters(make_model("digitsnet", (1, 8, 8), 10)) == 6_090
+
+
+@pytest.mark.parametrize(("hidden", "count"), [([], 16 * 3 + 3), ([5], 16 * 5 + 5 + 5 * 3 + 3)])
+def test_mlp_widths(hidden: list[int], count: int) -> None:
+    assert num_parameters(make_model("mlp", (4, 4), 3, hidden=hidden)) == count
+
+
+def test_mlp_activation() -> None:
+    model = make_model("mlp", (2,), 1, hidden=[3], activation="tanh")
+    x = torch.randn(5, 2)
+    hidden = torch.tanh(
+        x @ model.get_parameter("linear1.weight").T + model.get_parameter("linear1.bias")
+    )
+    expected = hidden @ model.get_parameter("output.weight").T + model.get_parameter("output.bias")
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_seed_determines_the_weights_alone(name: str) -> None:
+    torch.manual_seed(5)
+    first = make_model(name, SHAPES[name], 10, seed=1).state_dict()
+    state = torch.get_rng_state()
+    torch.manual_seed(6)
+    again = make_model(name, SHAPES[name], 10, seed=1).state_dict()
+    other = make_model(name, SHAPES[name], 10, seed=2).state_dict()
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert not all(torch.equal(first[key], other[key]) for key in first)
+    torch.manual_seed(5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_without_a_seed_the_global_state_is_used() -> None:
+    torch.manual_seed(0)
+    first = make_model("mlp", (2,), 1).state_dict()
+    second = make_model("mlp", (2,), 1).state_dict()
+    torch.manual_seed(0)
+    again = make_model("mlp", (2,), 1).state_dict()
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert not all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "outputs", "settings", "words"),
+    [
+        ("mininett", (1, 28, 28), 10, {}, "Did you mean 'mininet'"),
+        ("mlp", (4,), 2, {"hiden": [3]}, "no setting 'hiden'. Did you mean 'hidden'"),
+        ("digitsnet", (1, 8, 8), 10, {"width": 3}, "no setting 'width'. It has none"),
+        ("mlp", (4,), 2, {"activation": "rellu"}, "Did you mean 'relu'"),
+        ("mlp", (4,), 2, {"hidden": [3, 0]}, "every width"),
+        ("mlp", (4, 0), 2, {}, "1 or more"),
+        ("mlp", (4,), 0, {}, "1 or more"),
+        ("mlp", (), 1, {}, "1 or more"),
+        ("mininet", (1, 27, 28), 10, {}, "at least 28x28"),
+        ("digitsnet", (64,), 10, {}, "at least 4x4"),
+    ],
+)
+def test_errors_say_what_to_mend(
+    name: str, shape: tuple[int, ...], outputs: int, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        make_model(name, shape, outputs, **settings)
+    assert words in str(error.value)
