@@ -1,0 +1,246 @@
+"""What a likelihood is: one class with ``log_prob``; everything else has a default."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from evigrad.errors import ConfigurationError, InputError
+from evigrad.likelihoods.roots import (
+    RootRows,
+    check_not_negative,
+    check_root,
+    diagonal_rows,
+    hessian_rows,
+)
+
+# Two Hessians by autodiff count as equal up to this many √eps of their size.
+SAME_HESSIAN = 10.0
+
+
+class Likelihood(nn.Module, ABC):
+    """The distribution of a target y given the outputs f of the network.
+
+    Attributes:
+        name: As in ``LIKELIHOODS``.
+        couples_outputs: Whether Λ has entries off its diagonal.
+        is_classification: Whether targets are classes and ``metrics`` counts right ones.
+    """
+
+    name: ClassVar[str]
+    couples_outputs: ClassVar[bool] = True
+    is_classification: ClassVar[bool] = False
+
+    @abstractmethod
+    def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
+        """The normalised log p(y|f) of each datum in nats, differentiable in f and parameters.
+
+        Args:
+            f: Outputs.
+            y: Targets, as ``validate`` demands them.
+        """
+
+    def forward(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
+        """The same as ``log_prob``."""
+        return self.log_prob(f, y)
+
+    def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
+        """Refuse targets that do not fit, before anything happens.
+
+        Subclasses call this one first and then check dtype, shape and range.
+
+        Args:
+            f_shape: Shape of the outputs, (m, C).
+            y: Targets.
+
+        Raises:
+            InputError: If the outputs are not (m, C), there are no data, y has another number of
+                data or holds NaN or infinite values.
+        """
+        shape = tuple(f_shape)
+        if len(shape) != 2:
+            hint = "return f.unsqueeze(1)" if len(shape) == 1 else "flatten or average the rest"
+            raise InputError(
+                f"The outputs must have the shape (m, C), one row for each datum, not {shape};"
+                f" {hint} in the model."
+            )
+        if not isinstance(y, Tensor):
+            raise InputError(f"Targets must be a tensor, not {type(y).__name__}.")
+        if 0 in shape:
+            raise InputError(f"Nothing to evaluate: the outputs are empty, of shape {shape}.")
+        if y.ndim == 0 or len(y) != shape[0]:
+            raise InputError(
+                f"Outputs {shape} and targets {tuple(y.shape)} do not fit: {shape[0]} data need"
+                f" {shape[0]} targets."
+            )
+        if y.is_floating_point():
+            refuse_where(~torch.isfinite(y), y, "is not finite; remove or impute such data")
+
+    def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
+        """Λ = −∇²_f log p(y|f), which must not depend on y; differentiable.
+
+        The default differentiates ``log_prob`` at the first of ``reference_targets``.
+
+        Args:
+            f: Outputs.
+
+        Returns:
+            One symmetric matrix for each datum.
+
+        Raises:
+            ConfigurationError: If the Hessian depends on the targets.
+        """
+        first, second = self.reference_targets(f)
+        with torch.no_grad():  # one datum is enough to tell, and costs next to nothing
+            one = self._differentiated(f[:1].detach(), first[:1])
+            other = self._differentiated(f[:1].detach(), second[:1])
+        if _differ(one, other):
+            raise ConfigurationError(
+                f"The Hessian of {type(self).__name__}.log_prob depends on the targets. Override"
+                " hessian(f) with a matrix that does not, such as the Fisher information."
+            )
+        return self._differentiated(f, first)
+
+    def _differentiated(self, f: Tensor, y: Tensor) -> Tensor:
+        def total_score(f: Tensor) -> Tensor:
+            # Data are independent: the derivative of the sum holds each datum's own Hessian.
+            return torch.func.grad(lambda f: self.log_prob(f, y).sum())(f).sum(dim=0)
+
+        # Reverse over reverse: many kernels have no forward mode.
+        return -torch.func.jacrev(total_score)(f).transpose(0, 1)
+
+    def reference_targets(self, f: Float[Tensor, "m C"]) -> tuple[Tensor, Tensor]:
+        """Two valid sets of targets that differ, for the default ``hessian``.
+
+        Args:
+            f: Outputs.
+
+        Returns:
+            Class labels 0 and C − 1 where the outputs are the scores of one label; else zeros and
+            ones (m, C). Override where these are no valid targets.
+        """
+        if self.is_classification and self.couples_outputs:
+            label = torch.zeros(len(f), dtype=torch.long, device=f.device)
+            return label, label + f.shape[1] - 1
+        return torch.zeros_like(f), torch.ones_like(f)
+
+    def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
+        """The score ∇_f log p(y|f), differentiable in f and parameters.
+
+        Args:
+            f: Outputs.
+            y: Targets.
+
+        Returns:
+            One gradient for each datum.
+        """
+        return torch.func.grad(lambda f: self.log_prob(f, y).sum())(f)
+
+    def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Tensor:
+        """Draw targets from p(y|f), without a graph.
+
+        Args:
+            f: Outputs.
+            generator: The only source of randomness.
+
+        Raises:
+            ConfigurationError: If the likelihood does not say how.
+        """
+        del f, generator
+        raise ConfigurationError(
+            f"{type(self).__name__} has no sample(f, generator), which the sampled Fisher ('mc')"
+            " needs; add one or take another curvature."
+        )
+
+    def root(
+        self,
+        f: Float[Tensor, "m C"],
+        columns: Int[Tensor, "m k"] | None = None,
+        kind: str = "subblock",
+    ) -> RootRows:
+        """Columns of a root of Λ: the cotangents of the rows, at temperature 1.
+
+        The default takes them from ``hessian``; where that depends on parameters of the
+        likelihood, so do its vectors.
+
+        Args:
+            f: Outputs.
+            columns: The root columns of each datum, distinct in each row, in 0 … C − 1; −1 is
+                padding and gives a row of zeros. None takes all C in their order.
+            kind: One of ``ROOTS`` (see ``evigrad.roots``). Where outputs are not coupled, all
+                kinds give the column e_d √λ_d for output d.
+
+        Returns:
+            The rows, differentiable in f.
+
+        Raises:
+            ConfigurationError: If the kind is unknown, or Λ has entries off its diagonal in spite
+                of ``couples_outputs``.
+            NotPositiveDefiniteError: If Λ has a negative eigenvalue.
+        """
+        check_root(kind)
+        curvature = self.hessian(f)
+        if self.couples_outputs:
+            return RootRows(hessian_rows(curvature, columns, kind))
+        diagonal = curvature.diagonal(dim1=1, dim2=2)
+        if _differ(curvature.detach(), diagonal.detach().diag_embed()):
+            raise ConfigurationError(
+                f"The Hessian of {type(self).__name__} has entries off its diagonal: set"
+                " couples_outputs = True."
+            )
+        check_not_negative(diagonal.detach())
+        # No derivative of √ at 0, where it is infinite.
+        positive = diagonal > 0
+        root = torch.where(positive, diagonal, 1.0).sqrt() * positive
+        return RootRows(diagonal_rows(f, root, columns))
+
+    def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
+        """Sums over the batch, for reports.
+
+        Args:
+            f: Outputs.
+            y: Targets.
+
+        Returns:
+            ``log_likelihood`` in nats; ``correct``, the number of right labels, where the
+            outputs are the scores of one label.
+        """
+        sums = {"log_likelihood": total(self.log_prob(f.detach(), y))}
+        if self.is_classification and self.couples_outputs:
+            sums["correct"] = total(f.argmax(dim=1) == y)
+        return sums
+
+
+def check_one_per_output(f_shape: Sequence[int], y: Tensor) -> None:
+    """Targets (m, C): a missing axis would broadcast to m × m without a word."""
+    if tuple(y.shape) != tuple(f_shape):
+        hint = "; use y.unsqueeze(1)" if y.ndim == 1 and f_shape[1] == 1 else ""
+        raise InputError(
+            f"Targets must have the shape of the outputs, {tuple(f_shape)}, not"
+            f" {tuple(y.shape)}{hint}."
+        )
+
+
+def refuse_where(wrong: Tensor, y: Tensor, words: str) -> None:
+    """Name the first offending target, if there is one."""
+    if bool(wrong.any()):
+        where = [int(i) for i in wrong.nonzero()[0]]
+        raise InputError(
+            f"Target {y[tuple(where)].item()} at index {where[0] if len(where) == 1 else where}"
+            f" {words}."
+        )
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Whether two Hessians differ by more than rounding."""
+    eps = torch.finfo(one.dtype).eps
+    size = torch.maximum(one.abs().amax(), other.abs().amax()) + eps**0.5
+    return bool(((one - other).abs() > SAME_HESSIAN * eps**0.5 * size).any())
+
+
+def total(values: Tensor) -> float:
+    """The sum, in double precision: a batch of float32 would lose digits."""
+    return float(values.detach().double().sum())

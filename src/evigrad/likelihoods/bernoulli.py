@@ -1,0 +1,71 @@
+"""Independent yes-or-no labels."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from evigrad.errors import InputError
+from evigrad.likelihoods.base import Likelihood, check_one_per_output, refuse_where, total
+from evigrad.likelihoods.roots import RootRows, check_root, diagonal_rows
+
+
+class Bernoulli(Likelihood):
+    """C yes-or-no labels, each with its own logit: p(y_c=1|f) = sigmoid(f_c); y is (m, C)."""
+
+    name = "bernoulli"
+    couples_outputs = False
+    is_classification = True
+
+    def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
+        """See ``Likelihood.log_prob``."""
+        return logsigmoid((2.0 * y.to(f) - 1.0) * f).sum(dim=1)
+
+    def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
+        """Refuse anything but C zeros and ones for each datum (floating point, integer or bool).
+
+        Args:
+            f_shape: Shape of the outputs, (m, C).
+            y: Labels.
+
+        Raises:
+            InputError: If outputs or labels do not fit.
+        """
+        super().validate(f_shape, y)
+        check_one_per_output(f_shape, y)
+        if y.is_complex():
+            raise InputError(f"Labels must be zeros and ones, not {y.dtype}.")
+        refuse_where(
+            (y != 0) & (y != 1), y, "is neither 0 nor 1 (for one of many classes use Categorical)"
+        )
+
+    def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
+        """Λ = diag(p(1 − p))."""
+        return (logsigmoid(f) + logsigmoid(-f)).exp().diag_embed()
+
+    def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
+        """Labels minus probabilities."""
+        return y.to(f) - f.sigmoid()
+
+    def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m C"]:
+        """Zeros and ones in the dtype of f; see ``Likelihood.sample``."""
+        uniform = torch.rand(f.shape, generator=generator, device=generator.device, dtype=f.dtype)
+        return (uniform.to(f.device) < f.detach().sigmoid()).to(f.dtype)
+
+    def root(
+        self,
+        f: Float[Tensor, "m C"],
+        columns: Int[Tensor, "m k"] | None = None,
+        kind: str = "subblock",
+    ) -> RootRows:
+        """Column d is e_d √(p_d(1 − p_d)); see ``Likelihood.root``."""
+        check_root(kind)
+        root = (0.5 * (logsigmoid(f) + logsigmoid(-f))).exp()
+        return RootRows(diagonal_rows(f, root, columns))
+
+    def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
+        """Sums of ``log_likelihood`` (nats) and ``correct`` (a datum's share of right labels)."""
+        right = (f > 0) == (y > 0.5)
+        return super().metrics(f, y) | {"correct": total(right) / f.shape[1]}

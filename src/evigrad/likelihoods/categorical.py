@@ -1,0 +1,83 @@
+"""One of C classes."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int, Integer
+from torch import Tensor
+
+from evigrad.errors import InputError
+from evigrad.likelihoods.base import Likelihood, refuse_where
+from evigrad.likelihoods.roots import RootRows, check_root, one_hot, softmax_rows
+
+
+class Categorical(Likelihood):
+    """One of C classes, with logits f: p(y=c|f) = softmax(f)_c; y is an integer (m,)."""
+
+    name = "categorical"
+    couples_outputs = True
+    is_classification = True
+
+    def log_prob(self, f: Float[Tensor, "m C"], y: Integer[Tensor, " m"]) -> Float[Tensor, " m"]:
+        """See ``Likelihood.log_prob``."""
+        return f.log_softmax(dim=1).gather(1, y.long().unsqueeze(1)).squeeze(1)
+
+    def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
+        """Refuse anything but one integer in 0 … C − 1 for each datum.
+
+        Args:
+            f_shape: Shape of the outputs, (m, C) with C ≥ 2.
+            y: Labels.
+
+        Raises:
+            InputError: If outputs or labels do not fit.
+        """
+        super().validate(f_shape, y)
+        num_data, num_outputs = f_shape
+        if num_outputs == 1:
+            raise InputError(
+                "A softmax over one output is always 1 and learns nothing. For two classes take"
+                " Bernoulli() with y.float().unsqueeze(1), or give the model two outputs."
+            )
+        if y.ndim != 1:
+            hint = ""
+            if y.shape == (num_data, 1):
+                hint = "; use y.squeeze(1)"
+            elif y.shape == (num_data, num_outputs):
+                hint = "; for one-hot targets use y.argmax(1)"
+            raise InputError(
+                f"Class labels must have the shape ({num_data},), not {tuple(y.shape)}{hint}."
+            )
+        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+            raise InputError(f"Class labels must be integers, not {y.dtype}; use y.long().")
+        label = y.long()
+        refuse_where(
+            (label < 0) | (label >= num_outputs),
+            label,
+            f"is outside 0 … {num_outputs - 1} (the model has {num_outputs} outputs; labels count"
+            " from 0)",
+        )
+
+    def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
+        """Λ = diag(p) − ppᵀ."""
+        p = f.softmax(dim=1)
+        return p.diag_embed() - p.unsqueeze(2) * p.unsqueeze(1)
+
+    def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
+        """The label's unit vector minus the probabilities."""
+        return one_hot(f, y.long().unsqueeze(1)).squeeze(1) - f.softmax(dim=1)
+
+    def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Int[Tensor, " m"]:
+        """Labels from the softmax; see ``Likelihood.sample``."""
+        p = f.detach().softmax(dim=1).to(generator.device)
+        return p.multinomial(1, generator=generator).squeeze(1).to(f.device)
+
+    def root(
+        self,
+        f: Float[Tensor, "m C"],
+        columns: Int[Tensor, "m k"] | None = None,
+        kind: str = "subblock",
+    ) -> RootRows:
+        """The closed forms of ``evigrad.roots.softmax_rows``; see ``Likelihood.root``."""
+        check_root(kind)
+        return RootRows(softmax_rows(f, columns, kind))

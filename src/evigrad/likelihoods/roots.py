@@ -1,0 +1,233 @@
+"""Roots of Λ = −∇²_f log p(y|f): matrices R with R Rᵀ = Λ, whose columns give the rows of the Gram.
+
+Three kinds, named in ``ROOTS``. They give the same log-determinant when a block holds all outputs,
+and differ in how Λ is split when it does not:
+
+- ``"subblock"``: a root of Λ restricted to the datum's listed outputs (the paper's output-wise
+  estimators). For a Λ that couples the outputs, blocks of it add up to no bound.
+- ``"fisher"``: columns of one root of the whole Λ, column d belonging to output d. For the softmax
+  it is diag(√p) − p√pᵀ, whose column d is √p_d times the score of label d.
+- ``"eigen"``: the same root turned so that its columns are orthogonal, largest first. The rotation
+  is a free variational parameter of the bound and is held constant in derivatives.
+
+Everything here is differentiable in f (and in the likelihood's parameters, where Λ depends on them)
+and stays finite, value and gradient, where probabilities underflow.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from evigrad.errors import ConfigurationError, NotPositiveDefiniteError, nearest
+
+ROOTS = ("subblock", "fisher", "eigen")
+
+# Eigenvalues below this multiple of C·eps·(largest) are rounding: they get no column, since their
+# inverses in the derivative of the root would be noise.
+RANK_TOLERANCE = 1.0
+# Second derivatives by autodiff are off by a few eps in units of the outputs; below this many eps
+# (and below √eps of the largest eigenvalue) a negative eigenvalue says nothing about the model.
+NEGATIVE_TOLERANCE = 16.0
+
+
+@dataclass(frozen=True)
+class RootRows:
+    """Cotangents of the outputs: one per row of the Gram matrix.
+
+    The row of index (n, j) is ``scale[n, j] * vectors[n, j]ᵀ J_n P0^{-1/2}``.
+
+    Attributes:
+        vectors: Column j of the root of datum n, zero where the datum has no such column.
+        scale: Factor of each row, or None for 1. The built-in likelihoods keep their own
+            hyperparameters (the noise) out of ``vectors`` and in here, so that the rows need no
+            graph for them.
+    """
+
+    vectors: Float[Tensor, "m k C"]
+    scale: Float[Tensor, "m k"] | None = None
+
+
+def check_root(kind: str) -> None:
+    """Refuse an unknown kind of root.
+
+    Args:
+        kind: The name asked for.
+
+    Raises:
+        ConfigurationError: If it is not one of ``ROOTS``.
+    """
+    if kind not in ROOTS:
+        raise ConfigurationError(
+            f"root is one of {', '.join(ROOTS)}, not {kind!r}.{nearest(str(kind), ROOTS)}"
+        )
+
+
+def one_hot(f: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None) -> Float[Tensor, "m k C"]:
+    """Unit vectors of the listed outputs: of all outputs for None, zero vectors for −1."""
+    num_data, num_outputs = f.shape
+    if columns is None:
+        eye = torch.eye(num_outputs, dtype=f.dtype, device=f.device)
+        return eye.expand(num_data, num_outputs, num_outputs)
+    return (columns.unsqueeze(-1) == torch.arange(num_outputs, device=f.device)).to(f.dtype)
+
+
+def diagonal_rows(
+    f: Float[Tensor, "m C"], root: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None
+) -> Float[Tensor, "m k C"]:
+    """Rows of a diagonal Λ, for which all kinds agree: column d is e_d √λ_d.
+
+    Args:
+        f: The outputs.
+        root: √λ of each output.
+        columns: As in ``Likelihood.root``.
+
+    Returns:
+        The rows' cotangents.
+    """
+    return one_hot(f, columns) * root.unsqueeze(1)
+
+
+def softmax_rows(
+    f: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None, kind: str
+) -> Float[Tensor, "m k C"]:
+    """Rows of the softmax's Λ = diag(p) − ppᵀ in closed form.
+
+    For a sub-block O with q the probability of the outputs outside O and u = √p_O,
+    R = D^{1/2} (I − u uᵀ/(1+√q)) has R Rᵀ = D − p_O p_Oᵀ, D = diag(p_O); its column j is
+    u_j (e_j − p_O/(1+√q)). For O all outputs, q = 0, it is the Fisher root.
+
+    Args:
+        f: Logits.
+        columns: As in ``Likelihood.root``.
+        kind: One of ``ROOTS``.
+
+    Returns:
+        The rows' cotangents.
+    """
+    log_p = f.log_softmax(dim=1)
+    pick = one_hot(f, columns)
+    if kind == "eigen":
+        # Row d of `fisher` is column d of R, hence fisher @ fisherᵀ = RᵀR, and (R Q)ᵀ = Qᵀ fisher.
+        fisher = _label_rows(log_p, one_hot(f, None), None)
+        frozen = fisher.detach()
+        _, rotation = _descending_eigh(frozen @ frozen.mT)
+        rows = rotation.mT.to(f.dtype) @ fisher
+        return rows if columns is None else pick @ rows
+    whole = columns is None or kind == "fisher"
+    return _label_rows(log_p, pick, None if whole else pick.sum(dim=1) == 0)
+
+
+def _label_rows(
+    log_p: Float[Tensor, "m C"], pick: Float[Tensor, "m k C"], outside: Tensor | None
+) -> Float[Tensor, "m k C"]:
+    """u_j (e_j − p_O/(1+√q)) for the picked outputs j; `outside` is not O, None for q = 0."""
+    p = log_p.exp()
+    # exp(½ log p) and not √p: the derivative of the latter is infinite where p underflows.
+    u = (pick @ (0.5 * log_p).exp().unsqueeze(-1)).squeeze(-1)
+    if outside is None:
+        root_q = log_p.new_zeros(())
+        shrink = 1.0 + root_q
+    else:
+        p = p.masked_fill(outside, 0.0)
+        # A logsumexp over nothing has no gradient; such data keep all outputs in it, and q is 0.
+        none_outside = ~outside.any(dim=1, keepdim=True)
+        log_q = log_p.masked_fill(~(outside | none_outside), -torch.inf).logsumexp(1, keepdim=True)
+        root_q = (0.5 * log_q).exp().masked_fill(none_outside, 0.0)
+        shrink = (1.0 + root_q).unsqueeze(-1)
+    others = p.unsqueeze(1) * (1.0 - pick) / shrink
+    # 1 − p_j/(1+√q) as a sum of positive terms: no digits are lost where p_j is close to 1.
+    own = root_q + others.sum(dim=-1)
+    return u.unsqueeze(-1) * (pick * own.unsqueeze(-1) - others)
+
+
+def hessian_rows(
+    curvature: Float[Tensor, "m C C"], columns: Int[Tensor, "m k"] | None, kind: str
+) -> Float[Tensor, "m k C"]:
+    """Rows of any positive semidefinite Λ, without derivatives of eigenvectors.
+
+    ``"fisher"`` and ``"subblock"`` are symmetric square roots (of Λ, of its sub-block), so that
+    column d belongs to output d; ``"eigen"`` has orthogonal columns, largest first.
+
+    Args:
+        curvature: Λ, with a graph wherever derivatives are wanted.
+        columns: As in ``Likelihood.root``.
+        kind: One of ``ROOTS``.
+
+    Returns:
+        The rows' cotangents.
+
+    Raises:
+        NotPositiveDefiniteError: If Λ has a negative eigenvalue.
+    """
+    if columns is None:
+        return differentiable_root(curvature, symmetric=kind != "eigen").mT
+    pick = one_hot(curvature[:, 0], columns)
+    if kind == "subblock":
+        rows = differentiable_root(pick @ curvature @ pick.mT, symmetric=True).mT
+        return (rows * pick.sum(dim=-1, keepdim=True)) @ pick
+    return pick @ differentiable_root(curvature, symmetric=kind != "eigen").mT
+
+
+def differentiable_root(
+    curvature: Float[Tensor, "m n n"], symmetric: bool
+) -> Float[Tensor, "m n n"]:
+    """A root R of positive semidefinite matrices Λ with R Rᵀ = Λ to first order.
+
+    R = R₀ + (I − ½Π)(Λ − Λ₀)R₀⁺ᵀ, where Λ₀ is Λ without its graph, R₀ a root of it and
+    Π = R₀R₀⁺ the projector on its range: the value is R₀, and the first derivative of R Rᵀ is that
+    of Λ wherever its rank does not change. No eigenvector is differentiated, so that equal
+    eigenvalues do no harm; second derivatives are not those of a root.
+
+    Args:
+        curvature: Λ, symmetric.
+        symmetric: R₀ = V√λVᵀ if true; else V√λ, largest eigenvalue first.
+
+    Returns:
+        R.
+
+    Raises:
+        NotPositiveDefiniteError: If Λ has a negative eigenvalue.
+    """
+    frozen = curvature.detach()
+    values, vectors = _descending_eigh(0.5 * (frozen + frozen.mT))
+    eps = torch.finfo(curvature.dtype).eps
+    if values.numel():
+        check_not_negative(values)
+    keep = values > RANK_TOLERANCE * values.shape[-1] * eps * values[..., :1].clamp(min=0)
+    roots = torch.where(keep, values, 0.0).sqrt()
+    inverses = torch.where(keep, values, 1.0).rsqrt() * keep
+    right = vectors.mT if symmetric else torch.eye(values.shape[-1]).to(vectors)
+    root = ((vectors * roots.unsqueeze(-2)) @ right).to(curvature.dtype)
+    inverse = ((vectors * inverses.unsqueeze(-2)) @ right).to(curvature.dtype)
+    projector = ((vectors * keep.unsqueeze(-2)) @ vectors.mT).to(curvature.dtype)
+    change = (curvature - frozen) @ inverse
+    return root + change - 0.5 * projector @ change
+
+
+def check_not_negative(eigenvalues: Tensor) -> None:
+    """Refuse a Λ with negative eigenvalues, rounding aside.
+
+    Args:
+        eigenvalues: Of any shape, not empty.
+
+    Raises:
+        NotPositiveDefiniteError: If one is negative.
+    """
+    eps = torch.finfo(eigenvalues.dtype).eps
+    floor = -(eps**0.5) * eigenvalues.abs().max() - NEGATIVE_TOLERANCE * eps
+    if bool((eigenvalues < floor).any()):
+        raise NotPositiveDefiniteError(
+            f"The negative log likelihood is not convex in the outputs: its Hessian Λ has the"
+            f" eigenvalue {eigenvalues.min().item():.3g}, and no root. Override hessian(f) of the"
+            " likelihood with a positive semidefinite matrix, such as its Fisher information."
+        )
+
+
+def _descending_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, largest first, and eigenvectors; in float32 at least, as eigh demands."""
+    if matrix.dtype.itemsize < torch.float32.itemsize:
+        matrix = matrix.float()
+    values, vectors = torch.linalg.eigh(matrix)
+    return values.flip(-1), vectors.flip(-1)
