@@ -1,0 +1,271 @@
+"""The names of the estimators: ``STRUCTURE-SUBSET-OUTPUTS[-MODIFIER...]``, as in ``kfac-150-1``.
+
+A name says which *structure* of the curvature is taken (the whole Gram matrix, the whole Hessian,
+its blocks, ...) and into which blocks the data and the outputs are *partitioned*. This module only
+knows the spelling, which combinations make sense, and whether the result is a bound; the blocks
+themselves are drawn in `evigrad.partitions`.
+"""
+
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from evigrad.errors import ConfigurationError, nearest
+
+STRUCTURES = ("ntk", "full", "blockdiag", "kfac", "diag")
+MODIFIERS = ("iid", "grouped", "anchored", "ef", "mc", "hessian")
+CURVATURES = ("ggn", "ef", "mc", "hessian")
+ROOTS = ("subblock", "fisher", "eigen")
+
+GRAMMAR = (
+    "A name is STRUCTURE-SUBSET-OUTPUTS[-MODIFIER...]: "
+    f"STRUCTURE {' | '.join(STRUCTURES)}, SUBSET an integer or N, OUTPUTS an integer, C or rows, "
+    f"MODIFIER {' | '.join(MODIFIERS)}; for instance 'kfac-150-1' or 'ntk-N-C'."
+)
+
+# Without leading zeros and ASCII only, so that every estimator has exactly one spelling; 18 digits
+# fit into an int64.
+_INTEGER = re.compile(r"0|[1-9][0-9]{0,17}")
+
+
+@dataclass(frozen=True)
+class EstimatorSpec:
+    """What the name of an estimator says.
+
+    Attributes:
+        structure: One of `STRUCTURES`.
+        subset: Number of data points in a block (with `rows`: number of rows); ``None`` is all N.
+        outputs: Number of outputs in a block; ``None`` is all C. For ``ef`` it is 1, for ``mc``
+            the number of labels sampled for each datum.
+        rows: Whether a block is made of single rows (datum, output) drawn freely.
+        iid: Whether each datum of a block draws its own outputs.
+        grouped: Whether blocks are filled from one class before the next.
+        anchored: Whether blocks are conditioned on a set of anchors.
+        curvature: One of `CURVATURES`: generalised Gauss-Newton, empirical Fisher, sampled Fisher
+            or exact Hessian.
+
+    Raises:
+        ConfigurationError: If the parts do not go together.
+    """
+
+    structure: str
+    subset: int | None = None
+    outputs: int | None = None
+    rows: bool = False
+    iid: bool = False
+    grouped: bool = False
+    anchored: bool = False
+    curvature: str = "ggn"
+
+    def __post_init__(self) -> None:
+        """Refuse combinations without a meaning, whichever way the spec was made."""
+        for kind, value, known in (
+            ("structure", self.structure, STRUCTURES),
+            ("curvature", self.curvature, CURVATURES),
+        ):
+            if value not in known:
+                raise ConfigurationError(
+                    f"unknown {kind} {value!r}; known are {', '.join(known)}."
+                    f"{nearest(str(value), known)}"
+                )
+        for part, size in (("SUBSET", self.subset), ("OUTPUTS", self.outputs)):
+            if size is not None and size < 1:
+                raise ConfigurationError(f"{part} must be at least 1, not {size}.")
+        if self.rows:
+            self._check_rows()
+        if self.iid and (self.outputs is None or self.curvature != "ggn"):
+            raise ConfigurationError(
+                "'iid' draws outputs for each datum, so OUTPUTS must be an integer and none of "
+                "'ef', 'mc', 'hessian' may stand beside it."
+            )
+        if self.curvature == "ef" and self.outputs != 1:
+            raise ConfigurationError(
+                "'ef' has one row for each datum, so OUTPUTS must be 1, "
+                f"as in '{self.structure}-{self.subset or 'N'}-1-ef'."
+            )
+        if self.curvature == "mc" and self.outputs is None:
+            raise ConfigurationError(
+                "'mc' samples labels, so OUTPUTS must be an integer, their number for each datum, "
+                f"as in '{self.structure}-{self.subset or 'N'}-1-mc'."
+            )
+        if self.curvature == "hessian":
+            if self.structure not in ("full", "blockdiag", "diag"):
+                raise ConfigurationError(
+                    "'hessian' needs the structure 'full', 'blockdiag' or 'diag': the exact "
+                    f"Hessian has no rows that '{self.structure}' could use."
+                )
+            if self.outputs is not None:
+                raise ConfigurationError(
+                    "'hessian' cannot split the outputs, so OUTPUTS must be C, "
+                    f"as in '{self.structure}-{self.subset or 'N'}-C-hessian'."
+                )
+
+    def _check_rows(self) -> None:
+        if self.outputs is not None:
+            raise ConfigurationError("OUTPUTS is either 'rows' or a number of outputs, not both.")
+        if self.subset is None:
+            raise ConfigurationError(
+                "with OUTPUTS 'rows', SUBSET counts rows and must be an integer, "
+                f"as in '{self.structure}-400-rows'; all rows are '{self.structure}-N-C'."
+            )
+        clashing = [name for name in ("iid", "grouped") if getattr(self, name)]
+        if self.curvature != "ggn":
+            clashing.append(self.curvature)
+        if clashing:
+            raise ConfigurationError(
+                f"'rows' draws single rows freely and cannot be combined with '{clashing[0]}'."
+            )
+
+    @classmethod
+    def parse(cls, name: str) -> "EstimatorSpec":
+        """Read a name.
+
+        Args:
+            name: For instance ``"ntk-400-1"``. Modifiers may come in any order.
+
+        Returns:
+            The spec, whose `name` is the canonical spelling.
+
+        Raises:
+            ConfigurationError: If the name is not in the grammar or combines what does not go
+                together; the text gives the reason, the nearest valid spelling and the grammar.
+        """
+        try:
+            return cls._read(name)
+        except ConfigurationError as error:
+            reason = str(error)
+        repaired = _repair(name)
+        try:
+            hint = f" Did you mean '{cls._read(repaired)}'?"
+        except ConfigurationError:
+            hint = ""
+        raise ConfigurationError(f"Estimator name {name!r}: {reason}{hint} {GRAMMAR}")
+
+    @classmethod
+    def _read(cls, name: str) -> "EstimatorSpec":
+        structure, *rest = name.split("-")
+        if structure not in STRUCTURES:
+            raise ConfigurationError(
+                f"unknown structure {structure!r}; known are {', '.join(STRUCTURES)}."
+            )
+        if not rest:
+            raise ConfigurationError(
+                "SUBSET and OUTPUTS are missing, "
+                f"as in '{structure}-100-1', '{structure}-100-C' or '{structure}-N-C'."
+            )
+        subset = _read_size("SUBSET", rest[0], "N")
+        if len(rest) == 1 or rest[1] in MODIFIERS:
+            raise ConfigurationError(
+                f"OUTPUTS is missing, as in '{structure}-{rest[0]}-1' (one output drawn for each "
+                f"block) or '{structure}-{rest[0]}-C' (all outputs)."
+            )
+        rows = rest[1] == "rows"
+        outputs = None if rows else _read_size("OUTPUTS", rest[1], "C")
+        return cls(structure, subset, outputs, rows, **_read_modifiers(rest[2:]))
+
+    @property
+    def name(self) -> str:
+        """The canonical name: modifiers in the order of `MODIFIERS`."""
+        subset = "N" if self.subset is None else str(self.subset)
+        outputs = "rows" if self.rows else "C" if self.outputs is None else str(self.outputs)
+        chosen = {self.curvature, *(m for m in ("iid", "grouped", "anchored") if getattr(self, m))}
+        modifiers = [modifier for modifier in MODIFIERS if modifier in chosen]
+        return "-".join([self.structure, subset, outputs, *modifiers])
+
+    def __str__(self) -> str:
+        """The canonical name."""
+        return self.name
+
+    @property
+    def default_root(self) -> str:
+        """The root of the likelihood's Hessian when the user names none.
+
+        Single rows want the curvature of a datum in as few of them as possible ("eigen"); blocks
+        that share an output would have an exploding variance with it and take the paper's
+        "subblock".
+        """
+        return "eigen" if self.rows else "subblock"
+
+    def is_bound(self, root: str, couples_outputs: bool) -> bool:
+        """Whether the expected log-determinant is at least the exact one, hence the evidence less.
+
+        Args:
+            root: How the likelihood's Hessian is split over outputs, one of `ROOTS`.
+            couples_outputs: Whether that Hessian has off-diagonal entries (softmax).
+
+        Returns:
+            True where theory guarantees the bound (Theorems 1 and 2). For an integer OUTPUTS it is
+            assumed that there are more outputs than that.
+
+        Raises:
+            ConfigurationError: If the root is unknown.
+        """
+        if root not in ROOTS:
+            raise ConfigurationError(
+                f"Unknown root {root!r}; known are {', '.join(ROOTS)}.{nearest(root, ROOTS)}"
+            )
+        if self.structure == "kfac" or self.curvature == "mc":
+            return False
+        if self.curvature == "hessian":
+            # The Hessians of blocks need not be positive definite: Theorem 2 does not apply.
+            return self.subset is None
+        if self.curvature == "ef":
+            return True
+        splits_outputs = self.rows or self.outputs is not None
+        # Sub-blocks of a Hessian that couples the outputs are not rows of one matrix root.
+        return not (splits_outputs and couples_outputs and root == "subblock")
+
+
+def _read_size(part: str, text: str, everything: str) -> int | None:
+    if text == everything:
+        return None
+    if not _INTEGER.fullmatch(text):
+        also = ", 'rows'" if part == "OUTPUTS" else ""
+        raise ConfigurationError(
+            f"{part} must be a positive integer{also} or '{everything}', not {text!r}."
+        )
+    return int(text)
+
+
+def _read_modifiers(modifiers: list[str]) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for modifier in modifiers:
+        if modifier not in MODIFIERS:
+            raise ConfigurationError(
+                f"unknown modifier {modifier!r}; known are {', '.join(MODIFIERS)}."
+            )
+        if modifiers.count(modifier) > 1:
+            raise ConfigurationError(f"the modifier '{modifier}' is given twice.")
+        if modifier not in CURVATURES:
+            settings[modifier] = True
+        elif "curvature" in settings:
+            raise ConfigurationError(
+                f"'{settings['curvature']}' and '{modifier}' exclude each other: "
+                "there is one kind of curvature."
+            )
+        else:
+            settings["curvature"] = modifier
+    return settings
+
+
+def _repair(name: str) -> str:
+    """The name that was probably meant; not necessarily a valid one."""
+    words = [word for word in re.split(r"[^A-Za-z0-9]+", name) if word]
+    if not words:
+        return ""
+    close = get_close_matches(words[0].lower(), STRUCTURES, n=1, cutoff=0.5)
+    repaired = close or words[:1]
+    for word in words[1:]:
+        if word.isdecimal():
+            word = word.lstrip("0") or "0"
+        elif word.upper() in ("N", "C"):
+            word = word.upper()
+        else:
+            known = [*MODIFIERS, "rows"]
+            word = next(iter(get_close_matches(word.lower(), known, n=1, cutoff=0.5)), word)
+        if len(repaired) == 2 and word in MODIFIERS:
+            repaired.append("1")
+        if word not in repaired or word not in MODIFIERS:
+            repaired.append(word)
+    return "-".join(repaired)

@@ -1,0 +1,201 @@
+"""One way to read the data by position, whatever the user holds it in."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from evigrad.errors import InputError
+
+_ACCEPTED = (
+    "a pair (x, y) of tensors, a TensorDataset of two tensors, or a map-style dataset of (x, y)"
+)
+
+
+class Source(ABC):
+    """A finite set of data (x_n, y_n) that can be read at any positions."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of data, N."""
+
+    @abstractmethod
+    def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Tensor, Tensor]:
+        """Read some of the data.
+
+        Args:
+            indices: Positions in 0..N-1, on the CPU.
+
+        Returns:
+            Inputs (m, ...) and targets (m, ...), in the order of the positions.
+
+        Raises:
+            InputError: If the items cannot be made into one tensor each.
+        """
+
+    @abstractmethod
+    def _targets(self) -> Tensor:
+        """All targets (N, ...)."""
+
+    def labels(self) -> Int[Tensor, " N"]:
+        """The class of every datum, for classification; reads all the data where it must.
+
+        Returns:
+            Labels (N,), int64, on the CPU.
+
+        Raises:
+            InputError: If the targets are not one integer for each datum.
+        """
+        return class_labels(self._targets(), len(self))
+
+
+def class_labels(targets: Tensor, num_data: int) -> Int[Tensor, " N"]:
+    """Check that targets are class labels.
+
+    Args:
+        targets: What should be one integer for each datum.
+        num_data: N.
+
+    Returns:
+        The labels (N,), int64, on the CPU.
+
+    Raises:
+        InputError: If the shape or the dtype is another.
+    """
+    if targets.shape != (num_data,):
+        raise InputError(
+            f"Class labels need the shape ({num_data},), one for each datum, "
+            f"not {tuple(targets.shape)}."
+        )
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        raise InputError(
+            f"Class labels must be integers, not {targets.dtype}; if these numbers are classes, "
+            "convert them with .long()."
+        )
+    return targets.detach().to("cpu", torch.int64)
+
+
+class _TensorSource(Source):
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self._inputs, self._all_targets = inputs, targets
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Tensor, Tensor]:
+        return self._inputs[indices], self._all_targets[indices]
+
+    def _targets(self) -> Tensor:
+        return self._all_targets
+
+
+class _DatasetSource(Source):
+    def __init__(self, dataset: Any, length: int) -> None:
+        self._dataset, self._length = dataset, length
+        self._labels: Tensor | None = None
+        self._item(0)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def _item(self, index: int) -> tuple[Tensor, Tensor]:
+        item = self._dataset[index]
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise InputError(
+                f"Item {index} of the data set is not a pair (x, y) but a {type(item).__name__}; "
+                f"the data must be {_ACCEPTED}."
+            )
+        return _as_tensor(item[0], "x", index), _as_tensor(item[1], "y", index)
+
+    def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Tensor, Tensor]:
+        positions = indices.tolist()
+        inputs, targets = zip(*(self._item(index) for index in positions), strict=True)
+        return _stack(inputs, "x"), _stack(targets, "y")
+
+    def _targets(self) -> Tensor:
+        return _stack([self._item(index)[1] for index in range(self._length)], "y")
+
+    def labels(self) -> Int[Tensor, " N"]:
+        if self._labels is None:  # a whole pass over the data set: once is enough
+            self._labels = super().labels()
+        return self._labels
+
+
+def _as_tensor(value: Any, name: str, index: int) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, bool | int | float | np.ndarray | np.generic):
+        return torch.as_tensor(value)
+    raise InputError(
+        f"The {name} of item {index} is a {type(value).__name__}, not a tensor or a number; "
+        "give the data set a transform that makes tensors."
+    )
+
+
+def _stack(values: Any, name: str) -> Tensor:
+    shapes = {tuple(value.shape) for value in values}
+    if len(shapes) > 1:
+        raise InputError(
+            f"The {name} of different items have different shapes, {sorted(shapes)[:3]}: they "
+            "cannot be stacked."
+        )
+    return torch.stack(list(values))
+
+
+def as_source(data: Any) -> Source:
+    """Make data readable by position.
+
+    Args:
+        data: A tuple or list (x, y) of two tensors whose first dimension counts the data, a
+            `TensorDataset` of two tensors, a map-style data set (anything with a length and
+            positions) of pairs (x, y), or a `Source`, which is returned as it is. Inputs may have
+            any dtype (token ids too); the items' y may be numbers. A data set should give the same
+            item every time it is asked.
+
+    Returns:
+        The source.
+
+    Raises:
+        InputError: If the data is something else, empty, or the lengths differ.
+    """
+    if isinstance(data, Source):
+        return data
+    if isinstance(data, TensorDataset):
+        return _tensor_source(data.tensors)
+    if isinstance(data, tuple) or (
+        isinstance(data, list) and data and all(isinstance(part, Tensor) for part in data)
+    ):
+        return _tensor_source(data)
+    if isinstance(data, DataLoader):
+        raise InputError(
+            "A DataLoader draws its own batches, but the blocks of an estimator need the data by "
+            "position: pass loader.dataset."
+        )
+    no_positions = not hasattr(data, "__getitem__") or not hasattr(data, "__len__")
+    if isinstance(data, Tensor | Mapping | IterableDataset) or no_positions:
+        raise InputError(f"Data must be {_ACCEPTED}, not a {type(data).__name__}.")
+    length = len(data)
+    if length == 0:
+        raise InputError("The data set is empty.")
+    return _DatasetSource(data, length)
+
+
+def _tensor_source(parts: Any) -> Source:
+    if len(parts) != 2 or not all(isinstance(part, Tensor) for part in parts):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise InputError(
+            f"Data must be {_ACCEPTED}, not ({kinds}); torch.as_tensor makes a tensor of an array."
+        )
+    inputs, targets = parts
+    if inputs.dim() == 0 or targets.dim() == 0:
+        raise InputError("The first dimension of x and of y counts the data; a scalar has none.")
+    if len(inputs) != len(targets):
+        raise InputError(f"x holds {len(inputs)} data and y {len(targets)}: they must be as many.")
+    if len(inputs) == 0:
+        raise InputError("The data set is empty.")
+    return _TensorSource(inputs, targets)
