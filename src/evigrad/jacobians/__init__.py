@@ -1,0 +1,7 @@
+"""The rows of the Jacobian: closed forms where they exist, any other module one datum at a time."""
+
+from evigrad.jacobians.linearization import JacobianPlan, Linearization, linearize
+from evigrad.jacobians.plan import plan
+from evigrad.jacobians.rules import KroneckerUse
+
+__all__ = ["JacobianPlan", "KroneckerUse", "Linearization", "linearize", "plan"]

@@ -1,0 +1,81 @@
+"""Refusing what would give wrong rows, or none, without a word."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from evigrad.errors import ConfigurationError, InputError, nearest
+
+
+def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor) -> None:
+    """Make sure that the rows in these weights are defined and can be had.
+
+    Args:
+        model: Any module.
+        weights: Name → parameter.
+        x: Inputs; dim 0 counts the data.
+
+    Raises:
+        InputError: If there are no data.
+        ConfigurationError: If a weight is not a real parameter of the model that requires a
+            gradient, or a hook may change its gradient, or gradients are off by
+            ``torch.inference_mode``.
+    """
+    if x.dim() == 0 or len(x) == 0:
+        raise InputError("There are no data: x must hold one datum or more along dim 0.")
+    if torch.is_inference_mode_enabled():  # where nothing can have a gradient
+        raise ConfigurationError(
+            "There are no gradients inside torch.inference_mode(). Leave it out; torch.no_grad()"
+            " does no harm."
+        )
+    parameters = dict(model.named_parameters())
+    for name, p in weights.items():
+        if parameters.get(name) is not p:
+            raise ConfigurationError(
+                f"{name!r} is not that parameter of this model, whose parameters may have been"
+                f" replaced since.{nearest(name, parameters)}"
+            )
+        if not p.is_floating_point() or not p.requires_grad:
+            raise ConfigurationError(
+                f"{name!r} cannot be a weight of the evidence: it must be a real floating-point"
+                " parameter that requires a gradient. Freeze it before, or let it require one."
+            )
+        if p._backward_hooks:
+            raise ConfigurationError(
+                f"A hook (register_hook) on {name!r} may change its gradient, which would make"
+                " the curvature that of another function. Remove the hook, or keep it only"
+                " for the training steps."
+            )
+
+
+def check_output(output: object, m: int) -> Tensor:
+    """Make sure that the model maps m data to an (m, C) tensor.
+
+    Args:
+        output: What the model returned.
+        m: Number of data it was given.
+
+    Returns:
+        The output.
+
+    Raises:
+        InputError: If it is anything else.
+    """
+    if not isinstance(output, Tensor):
+        raise InputError(
+            f"The model returned a {type(output).__name__}; evigrad needs one tensor of shape"
+            " (data, outputs). Wrap the model in a module that returns only that tensor."
+        )
+    if output.dim() != 2 or output.shape[0] != m:
+        hint = (
+            "Flatten each datum's outputs into one dimension (and give a single output a"
+            " dimension of its own, as in f[:, None])."
+            if output.dim() > 0 and output.shape[0] == m
+            else "Dim 0 of inputs and outputs must count the data."
+        )
+        raise InputError(
+            f"For {m} data the model returned a tensor of shape {tuple(output.shape)}; evigrad"
+            f" needs ({m}, outputs). {hint}"
+        )
+    return output

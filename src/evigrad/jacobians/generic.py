@@ -1,0 +1,112 @@
+"""Rows of any module, one datum at a time.
+
+``loop_rows`` is the reference: a forward pass of the model itself for each datum and
+one backward pass for each row. ``vmap_rows`` computes the same with all data at once, where the
+module's operations can be vectorised.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+
+from evigrad.jacobians.arguments import check_output
+
+
+def loop_rows(
+    model: nn.Module,
+    weights: Mapping[str, nn.Parameter],
+    names: Sequence[str],
+    x: Tensor,
+    vectors: Float[Tensor, "m k C"],
+    differentiable: bool,
+) -> dict[str, Tensor]:
+    """Rows by plain automatic differentiation, datum by datum and row by row.
+
+    Args:
+        model: Maps m data to (m, C).
+        weights: Name → parameter of the model.
+        names: Which of them.
+        x: The m data.
+        vectors: k cotangents for each datum.
+        differentiable: Whether the rows get a graph into everything else.
+
+    Returns:
+        Name → ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter``, (m, k, *parameter shape).
+    """
+    m, k, _ = vectors.shape
+    parameters = [weights[name] for name in names]
+    rows: dict[str, list[Tensor]] = {name: [] for name in names}
+    with torch.enable_grad():
+        for n in range(m):
+            # A copy, because the model may change its input in place.
+            output = check_output(model(x[n : n + 1].clone()), 1)
+            for j in range(k):
+                gradients: Sequence[Tensor | None] = [None] * len(names)
+                if output.requires_grad:
+                    gradients = torch.autograd.grad(
+                        output,
+                        parameters,
+                        grad_outputs=vectors[n : n + 1, j],
+                        retain_graph=differentiable or j < k - 1,
+                        create_graph=differentiable,
+                        allow_unused=True,
+                    )
+                for name, p, g in zip(names, parameters, gradients, strict=True):
+                    rows[name].append(torch.zeros_like(p) if g is None else _dense(g))
+    stacked = {}
+    for name, p in zip(names, parameters, strict=True):
+        with torch.set_grad_enabled(differentiable):
+            stacked[name] = torch.stack(rows.pop(name)).reshape(m, k, *p.shape)
+    return stacked
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
+
+
+def vmap_rows(
+    model: nn.Module,
+    weights: Mapping[str, nn.Parameter],
+    names: Sequence[str],
+    x: Tensor,
+    vectors: Float[Tensor, "m k C"],
+    differentiable: bool,
+) -> dict[str, Tensor]:
+    """The same as ``loop_rows``, vectorised over the data.
+
+    Not every module can be vectorised: some raise an error, and a module that keeps references to
+    its parameters (as recurrent ones do) even gives other numbers. Compare with ``loop_rows``
+    before relying on it.
+
+    Args:
+        model: Maps m data to (m, C).
+        weights: Name → parameter of the model.
+        names: Which of them.
+        x: The m data.
+        vectors: k cotangents for each datum.
+        differentiable: Whether the rows get a graph into everything else.
+
+    Returns:
+        Name → ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter``, (m, k, *parameter shape).
+    """
+    constant = {name: p.detach() for name, p in weights.items()}
+    wanted = {name: constant.pop(name) for name in names}
+
+    def output(parameters: dict[str, Tensor], datum: Tensor) -> Tensor:
+        given = (datum.unsqueeze(0),)
+        return check_output(functional_call(model, {**constant, **parameters}, given), 1)[0]
+
+    def rows_of_datum(datum: Tensor, cotangents: Tensor) -> dict[str, Tensor]:
+        pull = vjp(lambda parameters: output(parameters, datum), wanted)[1]
+        if len(cotangents) == 1:  # spares the model's backward functions a level of vmap
+            return {name: row.unsqueeze(0) for name, row in pull(cotangents[0])[0].items()}
+        return vmap(lambda cotangent: pull(cotangent)[0])(cotangents)
+
+    with torch.set_grad_enabled(differentiable), warnings.catch_warnings():
+        # An operation without a rule of its own is looped over, which still beats ``loop_rows``.
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        return vmap(rows_of_datum)(x.clone(), vectors)

@@ -1,0 +1,335 @@
+"""Closed forms: one entry per function that a layer calls with its parameters.
+
+A rule turns the input of a call and the gradients of the rows in its output into the rows' part
+in each parameter of the call. It looks at functions, not at modules, so that ``F.linear(x, w)``
+in a forward method is the same to it as ``nn.Linear``. A new layer type is one new rule in
+``RULES``; everything else, the check against the reference included, follows from there.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from evigrad.jacobians.convolutions import convolution_patches, convolution_rows
+from evigrad.jacobians.rules import KroneckerUse, Match, Rule, given, sum_to, sum_to_channels
+
+
+class Linear(Rule):
+    """z = x Wᵀ + b, with any number of dimensions between the data and the features."""
+
+    name = "linear"
+    kronecker = frozenset({"weight"})
+
+    def match(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Match | None:
+        """See ``Rule.match``."""
+        if input.dim() < 2 or weight.dim() != 2:
+            return None
+        return Match(input, given(weight=weight, bias=bias), {})
+
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k *out"]) -> Tensor:
+        """See ``Rule.rows``."""
+        a, g = self._positions(match, gradient)
+        if slot == "bias":
+            return g.sum(2)
+        m, k, positions, out = g.shape
+        if positions == 1:
+            return g.transpose(2, 3) * a[:, None]
+        return (g.transpose(2, 3).reshape(m, k * out, positions) @ a).reshape(m, k, out, -1)
+
+    def factors(self, match: Match, gradient: Float[Tensor, "m k *out"]) -> KroneckerUse:
+        """See ``Rule.factors``."""
+        a, g = self._positions(match, gradient)
+        return KroneckerUse(a[:, None], g[:, :, None])
+
+    @staticmethod
+    def _positions(
+        match: Match, gradient: Float[Tensor, "m k *out"]
+    ) -> tuple[Float[Tensor, "m T i"], Float[Tensor, "m k T o"]]:
+        a, (m, k) = match.input, gradient.shape[:2]
+        positions = prod(a.shape[1:-1])
+        a = a.reshape(m, positions, a.shape[-1])
+        return a, gradient.reshape(m, k, positions, gradient.shape[-1])
+
+
+class Convolution(Rule):
+    """Convolutions with 1 to 3 spatial dimensions.
+
+    Padding modes other than zeros arrive as a padded input.
+    """
+
+    kronecker = frozenset({"weight"})
+
+    def __init__(self, dimensions: int) -> None:
+        self.name = f"conv{dimensions}d"
+        self.dimensions = dimensions
+
+    def match(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: int | Sequence[int] = 1,
+        padding: int | str | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+    ) -> Match | None:
+        """See ``Rule.match``."""
+        if input.dim() != self.dimensions + 2:  # one datum without a batch dimension
+            return None
+        kernel, dilation = tuple(weight.shape[2:]), self._each(dilation)
+        if isinstance(padding, str):
+            spans = [d * (size - 1) for size, d in zip(kernel, dilation, strict=True)]
+            pads = tuple((s // 2, s - s // 2) if padding == "same" else (0, 0) for s in spans)
+        else:
+            pads = tuple((p, p) for p in self._each(padding))
+        settings = {
+            "kernel": kernel,
+            "stride": self._each(stride),
+            "pads": pads,
+            "dilation": dilation,
+            "groups": groups,
+        }
+        return Match(input, given(weight=weight, bias=bias), settings)
+
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k *out"]) -> Tensor:
+        """See ``Rule.rows``."""
+        if slot == "bias":
+            return sum_to_channels(gradient)
+        return convolution_rows(match.input, gradient, **match.settings)
+
+    def factors(self, match: Match, gradient: Float[Tensor, "m k *out"]) -> KroneckerUse:
+        """See ``Rule.factors``."""
+        groups = match.settings["groups"]
+        g = gradient.flatten(3).unflatten(2, (groups, -1)).mT
+        return KroneckerUse(convolution_patches(match.input, **match.settings).mT, g)
+
+    def _each(self, setting: int | Sequence[int]) -> tuple[int, ...]:
+        values = (setting,) if isinstance(setting, int) else tuple(setting)
+        return values * self.dimensions if len(values) == 1 else values
+
+
+class Embedding(Rule):
+    """z = W[indices]; the padding index gets no gradient."""
+
+    name = "embedding"
+
+    def match(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Match | None:
+        """See ``Rule.match``."""
+        # The first changes the weight, the second makes of the gradient something else.
+        if max_norm is not None or scale_grad_by_freq or input.dim() == 0:
+            return None
+        if padding_idx is not None and padding_idx < 0:
+            padding_idx += weight.shape[0]
+        return Match(input, {"weight": weight}, {"padding_idx": padding_idx})
+
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k *out"]) -> Tensor:
+        """See ``Rule.rows``."""
+        weight = match.slots["weight"]
+        (m, k), (entries, size) = gradient.shape[:2], weight.shape
+        indices = match.input.reshape(m, 1, -1)
+        gradient = gradient.reshape(m, k, indices.shape[-1], size)
+        padding_idx = match.settings["padding_idx"]
+        if padding_idx is not None:
+            gradient = gradient * (indices != padding_idx)[..., None]
+        # One long table of the tables of all rows: a single scatter fills it.
+        table = entries * torch.arange(m * k, device=indices.device).reshape(m, k, 1)
+        rows = gradient.new_zeros(m * k * entries, size)
+        rows = rows.index_add(0, (indices + table).flatten(), gradient.flatten(0, 2))
+        return rows.reshape(m, k, entries, size)
+
+
+class Normalisation(Rule):
+    """z = W x̂ + b for an input x̂ standardised without parameters; the function gives x̂.
+
+    The parameters have either the trailing dimensions of the output (layer norm) or its channels.
+    """
+
+    def __init__(self, name: str, read: Callable[..., Match | None], channels: bool) -> None:
+        self.name = name
+        self.channels = channels
+        self._read = read
+
+    def match(self, *args: Any, **kwargs: Any) -> Match | None:
+        """See ``Rule.match``."""
+        found = self._read(*args, **kwargs)
+        if found is None:
+            return None
+        # Trailing dimensions that take in dim 0 leave no dimension for the data.
+        trailing = 1 if self.channels else max(p.dim() for p in found.slots.values())
+        return found if found.input.dim() > trailing else None
+
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k *out"]) -> Tensor:
+        """See ``Rule.rows``."""
+        if slot == "weight":
+            gradient = gradient * match.settings["standardise"]()[:, None]
+        if self.channels:
+            return sum_to_channels(gradient)
+        return sum_to(gradient, match.slots[slot].shape)
+
+
+def _read_layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Match:
+    settings = {"standardise": lambda: F.layer_norm(input, list(normalized_shape), eps=eps)}
+    return Match(input, given(weight=weight, bias=bias), settings)
+
+
+def _read_rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Match:
+    settings = {"standardise": lambda: F.rms_norm(input, list(normalized_shape), eps=eps)}
+    return Match(input, given(weight=weight), settings)
+
+
+def _read_group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Match:
+    settings = {"standardise": lambda: F.group_norm(input, num_groups, eps=eps)}
+    return Match(input, given(weight=weight, bias=bias), settings)
+
+
+def _read_instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Match | None:
+    if use_input_stats and running_mean is not None:  # would move the running statistics
+        return None
+    settings = {
+        "standardise": lambda: F.instance_norm(
+            input, running_mean, running_var, use_input_stats=use_input_stats, eps=eps
+        )
+    }
+    return Match(input, given(weight=weight, bias=bias), settings)
+
+
+def _read_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Match | None:
+    if training or running_mean is None or running_var is None:  # the data mix
+        return None
+    settings = {"standardise": lambda: F.batch_norm(input, running_mean, running_var, eps=eps)}
+    return Match(input, given(weight=weight, bias=bias), settings)
+
+
+class PReLU(Rule):
+    """z = max(x, 0) + w min(x, 0), one w in all or one per channel."""
+
+    name = "prelu"
+
+    def match(self, input: Tensor, weight: Tensor) -> Match | None:
+        """See ``Rule.match``."""
+        if input.dim() < (1 if weight.numel() == 1 else 2):
+            return None
+        return Match(input, {"weight": weight}, {})
+
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k *out"]) -> Tensor:
+        """See ``Rule.rows``."""
+        values = gradient * match.input.clamp(max=0)[:, None]
+        shape = match.slots["weight"].shape
+        return sum_to(values, shape) if shape.numel() == 1 else sum_to_channels(values)
+
+
+class Elementwise(Rule):
+    """A parameter combined with a tensor element by element, broadcast over the data."""
+
+    def __init__(
+        self, name: str, derivatives: Mapping[str, Callable[[Tensor, Tensor, Any], Any]]
+    ) -> None:
+        """Name the derivative for each side on which the parameter can stand.
+
+        Args:
+            name: Of the rule.
+            derivatives: For the slots "input" (left) and "other" (right): (the tensor, the
+                parameter, alpha) → the derivative of the result, a number or a tensor that
+                broadcasts.
+        """
+        self.name = name
+        self._derivatives = derivatives
+
+    def match(self, input: Any, other: Any, *, alpha: Any = 1) -> Match | None:
+        """See ``Rule.match``."""
+        if not isinstance(input, Tensor) or not isinstance(other, Tensor):
+            return None
+        slot = "input" if isinstance(input, torch.nn.Parameter) else "other"
+        tensor, parameter = (other, input) if slot == "input" else (input, other)
+        # The parameter must not have the batch dimension, nor make up for a missing one.
+        room = tensor.dim() - parameter.dim()
+        if tensor.dim() == 0 or room < 0 or (room == 0 and parameter.shape[0] != 1):
+            return None
+        return Match(tensor, {slot: parameter}, {"alpha": alpha})
+
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k *out"]) -> Tensor:
+        """See ``Rule.rows``."""
+        parameter = match.slots[slot]
+        # Detached: rows have no graph into the weights.
+        derivative = self._derivatives[slot](
+            match.input, parameter.detach(), match.settings["alpha"]
+        )
+        if isinstance(derivative, Tensor):
+            derivative = derivative[:, None]
+        return sum_to(gradient * derivative, parameter.shape)
+
+
+_ADD = Elementwise("add", {"input": lambda x, p, alpha: 1, "other": lambda x, p, alpha: alpha})
+_SUB = Elementwise("sub", {"input": lambda x, p, alpha: 1, "other": lambda x, p, alpha: -alpha})
+_MUL = Elementwise("mul", {"input": lambda x, p, alpha: x, "other": lambda x, p, alpha: x})
+_DIV = Elementwise(
+    "div", {"input": lambda x, p, alpha: 1 / x, "other": lambda x, p, alpha: -x / p**2}
+)
+
+# Every function that has a closed form. An operator and its method arrive as the same function.
+RULES: dict[Callable[..., Any], Rule] = {
+    F.linear: Linear(),
+    torch.conv1d: Convolution(1),
+    torch.conv2d: Convolution(2),
+    torch.conv3d: Convolution(3),
+    F.embedding: Embedding(),
+    F.layer_norm: Normalisation("layer_norm", _read_layer_norm, channels=False),
+    F.rms_norm: Normalisation("rms_norm", _read_rms_norm, channels=False),
+    F.group_norm: Normalisation("group_norm", _read_group_norm, channels=True),
+    F.batch_norm: Normalisation("batch_norm", _read_batch_norm, channels=True),
+    F.instance_norm: Normalisation("instance_norm", _read_instance_norm, channels=True),
+    torch.prelu: PReLU(),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _ADD),
+    **dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), _SUB),
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _MUL),
+    **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__), _DIV),
+}

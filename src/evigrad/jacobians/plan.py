@@ -1,0 +1,187 @@
+"""Choosing a path for each parameter, and checking the choice before anything relies on it."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evigrad.errors import ConfigurationError
+from evigrad.jacobians.arguments import check_call, check_output
+from evigrad.jacobians.generic import vmap_rows
+from evigrad.jacobians.linearization import JacobianPlan, Linearization, uses_of
+from evigrad.jacobians.recorder import Recorder, graph_nodes, reachable
+from evigrad.jacobians.state import model_run
+from evigrad.jacobians.verification import Reference, close
+
+# Two batch sizes tell the dimension of the data from every other one; the larger is also the
+# number of data on which rows are compared.
+_PROBE_SIZES = (2, 3)
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """What the recorder saw in every forward pass of the probe alike.
+
+    Attributes:
+        uses: Name → structure of each use, for the parameters whose every use has a closed form.
+        rules: Name → name of the rule of each use.
+        kronecker: Those of them whose every use has Kronecker factors.
+        idle: Parameters that are not used at all.
+        without_effect: Parameters that are used, but not for the outputs.
+    """
+
+    uses: dict[str, tuple[tuple[Any, ...], ...]] = field(default_factory=dict)
+    rules: dict[str, list[str]] = field(default_factory=dict)
+    kronecker: set[str] = field(default_factory=set)
+    idle: set[str] = field(default_factory=set)
+    without_effect: set[str] = field(default_factory=set)
+
+
+def plan(model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor) -> JacobianPlan:
+    """Find out which parameters have closed-form rows, and how to get the others.
+
+    A parameter takes the closed forms only if every use of it has one, if dim 0 counts the data
+    in all of them, and if the numbers agree with plain automatic differentiation on the probe,
+    derivatives included. All others take the generic path, vectorised if that agrees too.
+
+    The model must be in evaluation mode. Its attributes, buffers, hooks and gradients stay as they
+    are.
+
+    Args:
+        model: Maps m inputs to (m, C).
+        weights: Name → trainable parameter of the model.
+        x_probe: Typical inputs, at best 3 different ones; dim 0 counts the data.
+
+    Returns:
+        The plan, for inputs of this shape.
+
+    Raises:
+        InputError: If there are no data, or the outputs are not of shape (m, C).
+        ConfigurationError: If the rows would not be defined: the output for a datum depends on
+            the other data or is random, or a weight is not a real parameter of the model that
+            requires a gradient, or a hook may change its gradient, or gradients are off by
+            ``torch.inference_mode``.
+    """
+    check_call(model, weights, x_probe)
+    x = x_probe.detach()[torch.arange(_PROBE_SIZES[-1], device=x_probe.device) % len(x_probe)]
+    outputs = _independent_outputs(model, x)
+    reference = Reference(model, weights, x, outputs)
+
+    recording = _record(model, weights, x, outputs)
+    closed = _verified_closed(reference, recording)
+    idle = {name for name in recording.idle if not reference.rows[name].any()}
+    generic = [name for name in weights if name not in closed and name not in idle]
+    vectorised = _verified_vectorised(reference, generic)
+
+    words = {}
+    for name in weights:
+        if name in idle or (name in closed and name in recording.without_effect):
+            words[name] = "unused"
+        elif name in closed:
+            counts = Counter(recording.rules[name])
+            words[name] = " + ".join(f"{n} x {r}" if n > 1 else r for r, n in counts.items())
+        else:
+            words[name] = "generic: vmap" if name in vectorised else "generic: loop"
+    return JacobianPlan(
+        words=words,
+        uses={name: recording.uses[name] for name in weights if name in closed},
+        vectorised=frozenset(vectorised),
+        kronecker=frozenset(closed & recording.kronecker),
+        datum_shape=tuple(x.shape[1:]),
+    )
+
+
+def _independent_outputs(model: nn.Module, x: Tensor) -> Tensor:
+    """The outputs for the probe, made sure that each depends on its datum alone."""
+    with model_run(model), torch.no_grad():
+        joint = check_output(model(x.clone()), len(x))
+        alone = torch.cat([check_output(model(x[n : n + 1].clone()), 1) for n in range(len(x))])
+    if not close(joint, alone) and joint.isfinite().all():
+        raise ConfigurationError(
+            "The model's output for a datum changes from call to call, or with the other data of"
+            " the batch, so that its Jacobian is not defined. Make sure that the forward pass is"
+            " deterministic in evaluation mode and that no layer mixes data (as a normalisation"
+            " with batch statistics does; track_running_stats=True helps)."
+        )
+    return joint
+
+
+def _record(
+    model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor, outputs: Tensor
+) -> _Recording:
+    """Run the recorder at two batch sizes and keep what holds in both."""
+    recordings = []
+    for size in _PROBE_SIZES:
+        try:
+            recordings.append(_record_once(model, weights, x[:size], outputs[:size]))
+        except Exception:  # a model that cannot be recorded; the generic path asks less of it
+            return _Recording()
+    small, large = recordings
+    same = {name for name in large.uses if small.uses.get(name) == large.uses[name]}
+    return _Recording(
+        {name: large.uses[name] for name in large.uses if name in same},
+        large.rules,
+        large.kronecker & same,
+        large.idle & small.idle,
+        large.without_effect & small.without_effect,
+    )
+
+
+def _record_once(
+    model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor, outputs: Tensor
+) -> _Recording:
+    recorder = Recorder(weights)
+    with model_run(model), torch.enable_grad(), recorder:
+        recorded = check_output(model(x.clone()), len(x))
+    if not close(recorded, outputs):
+        return _Recording()
+    elsewhere = reachable(recorded, weights)
+    all_uses = uses_of(recorder.calls)
+    nodes = graph_nodes(recorded)
+    recording = _Recording(idle={n for n in weights if n not in elsewhere and n not in all_uses})
+    for name, uses in all_uses.items():
+        by_datum = all(set(call.batch_sizes) == {len(x)} for call, _ in uses)
+        if name in elsewhere or not by_datum:
+            continue
+        recording.uses[name] = tuple(call.structure(slot) for call, slot in uses)
+        recording.rules[name] = [call.rule.name for call, _ in uses]
+        if all(slot in call.rule.kronecker for call, slot in uses):
+            recording.kronecker.add(name)
+        if not any(call.edge.node in nodes for call, _ in uses):
+            recording.without_effect.add(name)
+    return recording
+
+
+def _verified_closed(reference: Reference, recording: _Recording) -> set[str]:
+    """The parameters whose closed-form rows are right on the probe."""
+    if not recording.uses:
+        return set()
+    model, weights = reference.model, reference.weights
+    none: frozenset[str] = frozenset()
+    datum_shape = tuple(reference.x.shape[1:])
+    candidate = JacobianPlan({}, recording.uses, none, none, datum_shape)
+
+    def rows(
+        names: list[str], x: Tensor, vectors: Tensor, differentiable: bool
+    ) -> dict[str, Tensor]:
+        linearization = Linearization(model, weights, x, candidate, differentiable)
+        return linearization.rows(vectors, [n for n in names if linearization.is_closed(n)])
+
+    return reference.agreeing(list(recording.uses), rows)
+
+
+def _verified_vectorised(reference: Reference, names: list[str]) -> set[str]:
+    """The parameters whose vectorised generic rows are right on the probe."""
+    if not names:
+        return set()
+
+    def rows(
+        names: list[str], x: Tensor, vectors: Tensor, differentiable: bool
+    ) -> dict[str, Tensor]:
+        with model_run(reference.model):
+            return vmap_rows(reference.model, reference.weights, names, x, vectors, differentiable)
+
+    return reference.agreeing(names, rows)

@@ -1,0 +1,178 @@
+"""One forward pass that records what the closed forms need.
+
+A mode intercepts the functions that have a closed form, whoever calls them. A call that takes a
+tracked parameter runs with the parameter *detached* and leaves a ``Call``. Every other use of the
+parameter (through a parametrization, a view, a scripted module, a custom function, ...) therefore
+still shows in the autograd graph of the outputs, where ``reachable`` finds it: what a closed form
+misses cannot be missed in silence.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from evigrad.jacobians.layers import RULES
+from evigrad.jacobians.rules import KroneckerUse, Match, Rule
+
+_PLAIN_TENSORS = (Tensor, nn.Parameter)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A recorded call.
+
+    Attributes:
+        rule: Its closed form.
+        match: Its arguments.
+        names: Slot → name of the parameter, for the tracked parameters among the arguments.
+        edge: Where the gradient in the output is found, even after the output changed in place.
+        output_shape: Shape of the output.
+        version: How often the input had been changed in place.
+    """
+
+    rule: Rule
+    match: Match
+    names: Mapping[str, str]
+    edge: GradientEdge
+    output_shape: torch.Size
+    version: int
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Dim 0 of the input and of the output, as far as they have one."""
+        return tuple(self.match.input.shape[:1] + self.output_shape[:1])
+
+    @property
+    def input_changed(self) -> bool:
+        """Whether the input was changed in place after the call."""
+        return self.match.input._version != self.version
+
+    def structure(self, slot: str) -> tuple[Any, ...]:
+        """All that must stay the same from batch to batch in one use of a parameter."""
+        settings = {k: v for k, v in self.match.settings.items() if not callable(v)}
+        return (
+            self.rule.name,
+            slot,
+            tuple(self.match.input.shape[1:]),
+            tuple(self.output_shape[1:]),
+            repr(settings),
+        )
+
+    def rows(self, slot: str, gradient: Float[Tensor, "m k *out"]) -> Tensor:
+        """The rows' part in one parameter, (m, k, *parameter shape)."""
+        return self.rule.rows(slot, self.match, gradient)
+
+    def factors(self, gradient: Float[Tensor, "m k *out"]) -> KroneckerUse:
+        """The Kronecker factors of the rows' part in the weight."""
+        return self.rule.factors(self.match, gradient)
+
+
+class Recorder(TorchFunctionMode):
+    """Records the calls of closed-form functions with tracked parameters.
+
+    Args:
+        weights: Name → parameter to track.
+    """
+
+    def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self._names = {id(p): name for name, p in weights.items()}
+        self._detached = {id(p): p.detach() for p in weights.values()}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Record the call if it has a closed form; call the function."""
+        kwargs = kwargs or {}
+        found = self._match(func, args, kwargs)
+        if found is None:
+            return func(*args, **kwargs)
+        rule, match, names = found
+        output = func(
+            *(self._detached.get(id(a), a) for a in args),
+            **{key: self._detached.get(id(a), a) for key, a in kwargs.items()},
+        )
+        # Another type than the parameters': autocast, say, whose rounding is not ours to repeat.
+        if any(match.slots[slot].dtype != output.dtype for slot in names):
+            return func(*args, **kwargs)
+        if output.requires_grad:
+            result = output
+        else:
+            # Nothing before this call needs a gradient, so the output becomes a leaf; what is
+            # handed on is a copy, which may be changed in place.
+            output = output.detach().requires_grad_()
+            result = output.clone()
+        edge = get_gradient_edge(output)
+        version = match.input._version
+        self.calls.append(Call(rule, match, names, edge, output.shape, version))
+        return result
+
+    def _match(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Rule, Match, dict[str, str]] | None:
+        rule = RULES.get(func)
+        tracked = {id(a) for a in (*args, *kwargs.values()) if id(a) in self._names}
+        # Inside a function transform, tensors are not what they will be outside; without
+        # gradients there is nothing to record, and nothing in the graph either.
+        if rule is None or not tracked or not torch.is_grad_enabled() or _is_transformed():
+            return None
+        try:
+            match = rule.match(*args, **kwargs)
+        except TypeError:  # an argument that the closed form does not know, as ``out=``
+            return None
+        if match is None or type(match.input) not in _PLAIN_TENSORS:
+            return None
+        if match.input.layout != torch.strided or id(match.input) in tracked:
+            return None
+        names = {
+            slot: self._names[id(p)] for slot, p in match.slots.items() if id(p) in self._names
+        }
+        if {id(match.slots[slot]) for slot in names} != tracked:
+            return None
+        return rule, match, names
+
+
+def _is_transformed() -> bool:
+    return peek_interpreter_stack() is not None
+
+
+def graph_nodes(outputs: Tensor) -> set[Node]:
+    """All nodes of the autograd graph of a tensor."""
+    if outputs.grad_fn is None:
+        return set()
+    stack, seen = [outputs.grad_fn], {outputs.grad_fn}
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                stack.append(node)
+    return seen
+
+
+def reachable(outputs: Tensor, weights: Mapping[str, nn.Parameter]) -> set[str]:
+    """Names of the parameters that the autograd graph of the outputs leads to.
+
+    Args:
+        outputs: Any tensor.
+        weights: Name → parameter.
+
+    Returns:
+        Those of the names whose parameter the outputs depend on, past all detached uses.
+    """
+    names = {id(p): name for name, p in weights.items()}
+    # Only the nodes that stand for leaves have a variable.
+    leaves = (id(getattr(node, "variable", None)) for node in graph_nodes(outputs))
+    found = {names[leaf] for leaf in leaves if leaf in names}
+    return found | {names[id(outputs)]} if id(outputs) in names else found
