@@ -1,0 +1,91 @@
+"""The curvature of a block of data: accumulate a statistic of its rows, take its log-determinant.
+
+One file per structure; each estimates ℓ = log|I + P0^{-1/2} H P0^{-1/2}| (see ``base``).
+"""
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evigrad.curvature.base import PlanLike, Statistic, Structure
+from evigrad.curvature.block_diagonal import BlockDiagonal, ParameterPartition, partition_names
+from evigrad.curvature.diagonal import Diagonal
+from evigrad.curvature.full import Full
+from evigrad.curvature.hessian import hessian_statistic
+from evigrad.curvature.kfac import DENSE_LIMIT, Kfac, check_sharing
+from evigrad.curvature.memory import available_bytes, check_memory
+from evigrad.curvature.ntk import Ntk
+from evigrad.errors import ConfigurationError, nearest
+
+STRUCTURES = ("ntk", "full", "blockdiag", "kfac", "diag")
+
+__all__ = [
+    "STRUCTURES",
+    "BlockDiagonal",
+    "Diagonal",
+    "Full",
+    "Kfac",
+    "Ntk",
+    "ParameterPartition",
+    "Statistic",
+    "Structure",
+    "available_bytes",
+    "check_memory",
+    "hessian_statistic",
+    "make_structure",
+]
+
+
+def make_structure(
+    structure: str,
+    weights: Mapping[str, Tensor],
+    plan: PlanLike,
+    *,
+    precision_groups: Mapping[str, Hashable] | None = None,
+    parameter_partition: ParameterPartition = "tensor",
+    sharing: str = "expand",
+    gram_dtype: torch.dtype | None = None,
+    dense_limit: int = DENSE_LIMIT,
+) -> Structure[Any]:
+    """The structure of a name.
+
+    Args:
+        structure: One of ``STRUCTURES``.
+        weights: The model's weights by name.
+        plan: Tells which weights have Kronecker factors (kfac).
+        precision_groups: A label of its prior group for each parameter whose precision is one
+            number; a parameter that is missing has a precision that varies inside it. None: every
+            parameter has one number of its own.
+        parameter_partition: ``"tensor"``, ``"module"`` or groups of names (blockdiag).
+        sharing: ``"expand"`` or ``"reduce"`` (kfac).
+        gram_dtype: Dtype of the statistic's matrices and their factorisations; None takes that of
+            the rows.
+        dense_limit: Largest parameter without Kronecker factors to get a dense block (kfac).
+
+    Returns:
+        The structure.
+
+    Raises:
+        ConfigurationError: A setting is unknown or does not fit, also one that this structure does
+            not use.
+    """
+    check_sharing(sharing)
+    partition_names(list(weights), parameter_partition)
+    labels = {name: name for name in weights} if precision_groups is None else precision_groups
+    constant = {name: name in labels for name in weights}
+    if structure == "ntk":
+        return Ntk(weights, labels, gram_dtype)
+    if structure == "full":
+        return Full(weights, gram_dtype)
+    if structure == "blockdiag":
+        return BlockDiagonal(weights, parameter_partition, gram_dtype)
+    if structure == "kfac":
+        return Kfac(weights, plan, constant, sharing, gram_dtype, dense_limit)
+    if structure == "diag":
+        return Diagonal(weights, gram_dtype)
+    raise ConfigurationError(
+        f"structure {structure!r} is unknown: take one of {', '.join(STRUCTURES)}."
+        f"{nearest(structure, STRUCTURES)}"
+    )

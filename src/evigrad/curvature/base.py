@@ -1,0 +1,216 @@
+"""What a curvature structure is, and what it reads.
+
+Conventions of the whole package. A *row* of index (n, j) is ``scale[n, j] * vectors[n, j]ᵀ J_n``
+over all weights, before the prior; H is the sum of the outer products of the rows, and
+ℓ = log|I + P0^{-1/2} H P0^{-1/2}| = log|I + S| is what every structure computes or approximates, in
+nats, for the rows that it was given and nothing else (no factor N/m). The temperature is part of
+``scale``. A row of zeros (padding) adds nothing to H.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
+from typing import ClassVar, Generic, Protocol, TypeVar, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from evigrad.errors import ConfigurationError
+
+# Copies of a dense n x n block that live at once besides the statistic, when a log-determinant is
+# taken and differentiated: the scaled matrix, its factor, the inverse and one product.
+DENSE_WORKING_COPIES = 4
+
+
+@runtime_checkable
+class RootLike(Protocol):
+    """Cotangents of the rows; ``evigrad.likelihoods.RootRows`` is one."""
+
+    @property
+    def vectors(self) -> Float[Tensor, "m k C"]:
+        """Cotangents of the outputs, one per row."""
+        ...
+
+    @property
+    def scale(self) -> Float[Tensor, "m k"] | None:
+        """Factor of each row, or None for 1."""
+        ...
+
+
+@runtime_checkable
+class KroneckerUseLike(Protocol):
+    """One use of a weight as a matrix: its rows are Σ_T gradients ⊗ inputs, per channel group."""
+
+    @property
+    def inputs(self) -> Float[Tensor, "m G T i"]:
+        """What the matrix was multiplied with."""
+        ...
+
+    @property
+    def gradients(self) -> Float[Tensor, "m k G T o"]:
+        """Gradients of the rows in what came out."""
+        ...
+
+
+@runtime_checkable
+class LinearizationLike(Protocol):
+    """One forward pass of the model over a micro-batch of m data."""
+
+    def rows(
+        self, vectors: Float[Tensor, "m k C"], names: Sequence[str] | None = None
+    ) -> Mapping[str, Tensor]:
+        """Per parameter, ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter`` of shape (m, k, *shape)."""
+        ...
+
+    def factors(
+        self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
+    ) -> Mapping[str, Sequence[KroneckerUseLike]]:
+        """Per parameter, the factors of the rows in each use."""
+        ...
+
+
+@runtime_checkable
+class PlanLike(Protocol):
+    """What is known of the model before the first row."""
+
+    @property
+    def kronecker(self) -> Collection[str]:
+        """Parameters whose every use has Kronecker factors."""
+        ...
+
+
+@runtime_checkable
+class HessianLike(Protocol):
+    """The exact Hessian of a scalar in the weights (see ``evigrad.curvature.hessian``)."""
+
+    def block(self, names: Sequence[str]) -> Float[Tensor, "n n"]:
+        """The dense block of some parameters."""
+        ...
+
+    def diagonal(self, name: str) -> Float[Tensor, " n"]:
+        """The diagonal of one parameter."""
+        ...
+
+
+class Statistic(ABC):
+    """What a structure keeps of the data: small, additive, enough for the log-determinant."""
+
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """The tensors through which a log-determinant depends on the data, in a fixed order."""
+
+    @abstractmethod
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "Statistic":
+        """The same statistic with other tensors.
+
+        Args:
+            tensors: As many as ``tensors()`` gives, of the same shapes and in the same order.
+        """
+
+
+StatisticT = TypeVar("StatisticT", bound=Statistic)
+
+
+class Structure(ABC, Generic[StatisticT]):
+    """One way to compute or approximate ℓ from rows.
+
+    Attributes:
+        name: How an estimator's name spells it.
+        cheaper: What to take instead where memory does not suffice.
+    """
+
+    name: ClassVar[str]
+    cheaper: ClassVar[str]
+
+    @abstractmethod
+    def accumulate(
+        self, statistic: StatisticT | None, linearization: LinearizationLike, root: RootLike
+    ) -> StatisticT:
+        """Add a micro-batch; differentiable wherever its rows or its scale are.
+
+        Args:
+            statistic: What was accumulated so far, None at the start. It is not changed.
+            linearization: The forward pass of the micro-batch.
+            root: Its cotangents.
+
+        Returns:
+            The statistic of everything so far.
+        """
+
+    @abstractmethod
+    def log_det(self, statistic: StatisticT, precisions: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """ℓ of the rows in the statistic, in nats; differentiable (once) in both arguments.
+
+        Args:
+            statistic: From ``accumulate``.
+            precisions: Prior precision of each parameter, 0-dimensional or of its shape.
+
+        Returns:
+            A scalar.
+        """
+
+    @abstractmethod
+    def predicted_bytes(self, num_rows: int) -> int:
+        """Bytes of the statistic and of the working copies of a differentiated ``log_det``.
+
+        The forward pass and the rows of one micro-batch come on top, and where the rows carry a
+        graph, what autograd keeps of it and the cotangents of the rows.
+
+        Args:
+            num_rows: Rows of the whole block, m times k.
+        """
+
+    @abstractmethod
+    def describe(self) -> dict[str, str]:
+        """In words, what each parameter gets."""
+
+    def accumulate_hessian(self, statistic: StatisticT | None, hessian: HessianLike) -> StatisticT:
+        """Add the exact Hessian of a micro-batch in the place of the products of its rows.
+
+        Args:
+            statistic: What was accumulated so far, None at the start.
+            hessian: The Hessian of the micro-batch.
+
+        Raises:
+            ConfigurationError: This structure is made of rows, which a Hessian does not have.
+        """
+        raise ConfigurationError(
+            f"the exact Hessian has no {self.name!r} form: it is not a sum over rows. Take"
+            " 'full', 'blockdiag' or 'diag', or the GGN."
+        )
+
+
+def working_dtype(rows: torch.dtype, gram_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of matrices made of rows.
+
+    Args:
+        rows: The dtype of the rows.
+        gram_dtype: What the user asked for.
+
+    Returns:
+        ``gram_dtype``, else that of the rows; half precisions have no Cholesky and become float32.
+    """
+    if gram_dtype is not None:
+        return gram_dtype
+    return torch.float32 if rows.itemsize < torch.float32.itemsize else rows
+
+
+def flatten_rows(rows: Tensor, dtype: torch.dtype) -> Float[Tensor, "R n"]:
+    """The rows of one parameter, (m, k, *shape), as a matrix."""
+    return rows.reshape(rows.shape[0] * rows.shape[1], prod(rows.shape[2:])).to(dtype)
+
+
+def scaled_rows(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Float[Tensor, "R n"]:
+    """The rows of one parameter times their scale, as a matrix.
+
+    Args:
+        rows: Of shape (m, k, *shape).
+        scale: Of shape (m, k), or None for 1.
+        dtype: Of the result.
+
+    Returns:
+        m times k rows, the parameter flattened.
+    """
+    flat = flatten_rows(rows, dtype)
+    return flat if scale is None else flat * scale.reshape(-1, 1).to(dtype)

@@ -1,0 +1,223 @@
+"""Dense blocks of H over a partition of the parameters (Theorem 1 of the paper).
+
+The sum of the log-determinants of the blocks over-estimates ℓ, never under-estimates it, and the
+more the finer the partition is.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from evigrad.curvature.base import (
+    DENSE_WORKING_COPIES,
+    HessianLike,
+    LinearizationLike,
+    RootLike,
+    Statistic,
+    Structure,
+    scaled_rows,
+    working_dtype,
+)
+from evigrad.curvature.linalg import log_det_dense
+from evigrad.errors import ConfigurationError, nearest
+
+# "tensor", "module", or groups of name prefixes or patterns, with or without names of their own.
+ParameterPartition = str | Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
+
+# torch.nn.utils.parametrize keeps the tensors behind ``layer.weight`` in
+# ``layer.parametrizations.weight``; the module that they belong to is ``layer``.
+PARAMETRIZATIONS = ".parametrizations."
+
+
+@dataclass(frozen=True)
+class BlockStatistic(Statistic):
+    """Blocks (or diagonals) of H.
+
+    Attributes:
+        blocks: Per block, its part of H.
+        positive: Whether H is a sum of outer products, and not an exact Hessian.
+    """
+
+    blocks: dict[str, Tensor]
+    positive: bool = True
+
+    def tensors(self) -> list[Tensor]:
+        """The blocks."""
+        return list(self.blocks.values())
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "BlockStatistic":
+        """The same statistic with other blocks."""
+        return replace(self, blocks=dict(zip(self.blocks, tensors, strict=True)))
+
+
+class BlockDiagonal(Structure[BlockStatistic]):
+    """One dense block of H per part of a partition of the parameters.
+
+    Args:
+        weights: The parameters.
+        parameter_partition: ``"tensor"``: each parameter its own block; ``"module"``: all
+            parameters of the same module; or groups of names, prefixes of names, or patterns, which
+            must hold every parameter exactly once.
+        gram_dtype: Dtype of the blocks and their factors; None takes that of the rows.
+    """
+
+    name = "blockdiag"
+    cheaper = "a finer parameter_partition ('tensor'), 'kfac', 'diag', or 'ntk' on a small subset"
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        parameter_partition: ParameterPartition = "tensor",
+        gram_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._blocks = partition_names(list(weights), parameter_partition)
+        self._numel = {name: weight.numel() for name, weight in weights.items()}
+        self._itemsize = max((weight.dtype.itemsize for weight in weights.values()), default=4)
+        self._gram_dtype = gram_dtype
+
+    def accumulate(
+        self, statistic: BlockStatistic | None, linearization: LinearizationLike, root: RootLike
+    ) -> BlockStatistic:
+        """See ``Structure.accumulate``."""
+        rows = linearization.rows(root.vectors, list(self._numel))
+        blocks = {}
+        for block, names in self._blocks.items():
+            dtype = working_dtype(rows[names[0]].dtype, self._gram_dtype)
+            flat = [scaled_rows(rows[name], root.scale, dtype) for name in names]
+            matrix = flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
+            blocks[block] = add_outer_products(
+                None if statistic is None else statistic.blocks[block], matrix
+            )
+        return BlockStatistic(blocks)
+
+    def accumulate_hessian(
+        self, statistic: BlockStatistic | None, hessian: HessianLike
+    ) -> BlockStatistic:
+        """See ``Structure.accumulate_hessian``."""
+        blocks = {}
+        for block, names in self._blocks.items():
+            found = hessian.block(names)
+            found = found.to(working_dtype(found.dtype, self._gram_dtype))
+            blocks[block] = found if statistic is None else statistic.blocks[block] + found
+        return BlockStatistic(blocks, positive=False)
+
+    def log_det(
+        self, statistic: BlockStatistic, precisions: Mapping[str, Tensor]
+    ) -> Float[Tensor, ""]:
+        """See ``Structure.log_det``."""
+        terms = [
+            log_det_dense(
+                statistic.blocks[block],
+                self._precision(names, precisions),
+                positive=statistic.positive,
+            )
+            for block, names in self._blocks.items()
+        ]
+        return torch.stack(terms).sum()
+
+    def predicted_bytes(self, num_rows: int) -> int:
+        """See ``Structure.predicted_bytes``: the blocks, their scaled copies, and their factors."""
+        item = self._itemsize if self._gram_dtype is None else self._gram_dtype.itemsize
+        sizes = [sum(self._numel[name] for name in names) ** 2 for names in self._blocks.values()]
+        # Of each block, the statistic, the scaled copy and the factor stay until the backward pass.
+        return item * (3 * sum(sizes) + (DENSE_WORKING_COPIES - 2) * max(sizes, default=0))
+
+    def describe(self) -> dict[str, str]:
+        """See ``Structure.describe``."""
+        words = {}
+        for block, names in self._blocks.items():
+            size = sum(self._numel[name] for name in names)
+            shared = f" (block {block!r} of {len(names)} parameters)" if len(names) > 1 else ""
+            words.update(dict.fromkeys(names, f"dense {size}x{size}{shared}"))
+        return {name: words[name] for name in self._numel}
+
+    def _precision(self, names: Sequence[str], precisions: Mapping[str, Tensor]) -> Tensor:
+        if len(names) == 1:
+            precision = precisions[names[0]]
+            return precision if precision.ndim == 0 else precision.reshape(-1)
+        return torch.cat(
+            [
+                precisions[name].reshape(-1).expand(self._numel[name])
+                if precisions[name].ndim == 0
+                else precisions[name].reshape(-1)
+                for name in names
+            ]
+        )
+
+
+def add_outer_products(
+    matrix: Float[Tensor, "n n"] | None, rows: Float[Tensor, "R n"]
+) -> Float[Tensor, "n n"]:
+    """Add rowsᵀ rows to a matrix, as a new tensor."""
+    return rows.mT @ rows if matrix is None else torch.addmm(matrix, rows.mT, rows)
+
+
+def partition_names(names: Sequence[str], partition: ParameterPartition) -> dict[str, list[str]]:
+    """A partition of parameters into named blocks, in the order of the parameters.
+
+    Args:
+        names: The parameters.
+        partition: See ``BlockDiagonal``.
+
+    Returns:
+        Per block, its parameters.
+
+    Raises:
+        ConfigurationError: The partition is unknown, or does not hold every parameter exactly once.
+    """
+    if isinstance(partition, str):
+        if partition == "tensor":
+            return {name: [name] for name in names}
+        if partition == "module":
+            blocks: dict[str, list[str]] = {}
+            for name in names:
+                owner = name.split(PARAMETRIZATIONS)[0] if PARAMETRIZATIONS in name else None
+                blocks.setdefault(owner or name.rpartition(".")[0], []).append(name)
+            return blocks
+        raise ConfigurationError(
+            f"parameter_partition={partition!r} is unknown: take 'tensor', 'module', or groups of"
+            f" parameter names.{nearest(partition, ['tensor', 'module'])}"
+        )
+    if not isinstance(partition, Mapping):
+        partition = {str(index): group for index, group in enumerate(partition)}
+    return _grouped(names, partition)
+
+
+def _grouped(names: Sequence[str], groups: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    block_of: dict[str, str] = {}
+    for block, prefixes in groups.items():
+        if isinstance(prefixes, str):
+            raise ConfigurationError(
+                f"group {block!r} of parameter_partition is the string {prefixes!r}; give a list"
+                " of names."
+            )
+        for prefix in prefixes:
+            found = [name for name in names if _matches(name, prefix)]
+            if not found:
+                raise ConfigurationError(
+                    f"{prefix!r} in group {block!r} of parameter_partition is no parameter and no"
+                    f" prefix of one.{nearest(prefix, names)}"
+                )
+            for name in found:
+                if block_of.setdefault(name, block) != block:
+                    raise ConfigurationError(
+                        f"parameter {name!r} is in two groups of parameter_partition,"
+                        f" {block_of[name]!r} and {block!r}; every parameter belongs to one."
+                    )
+    missing = [name for name in names if name not in block_of]
+    if missing:
+        raise ConfigurationError(
+            f"parameter_partition leaves out {missing}; every parameter belongs to one group."
+        )
+    blocks: dict[str, list[str]] = {}
+    for name in names:
+        blocks.setdefault(block_of[name], []).append(name)
+    return blocks
+
+
+def _matches(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.") or fnmatchcase(name, prefix)

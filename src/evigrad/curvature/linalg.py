@@ -1,0 +1,265 @@
+"""Log-determinants: of I + S by one Cholesky, and of I + τ A ⊗ B from eigenvalues.
+
+The cotangents are closed forms, so that one factorisation serves value and gradient. First
+derivatives only: ``create_graph=True`` is an error, lest a second derivative lack their part.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd import Function
+from torch.linalg import LinAlgError  # pyright: ignore[reportAttributeAccessIssue]
+
+from evigrad.errors import ConfigurationError, EvigradWarning, NotPositiveDefiniteError
+
+# The elements of a Gram matrix are known to a few units of rounding, relative to the norms of their
+# rows; its smallest eigenvalue therefore to a few units of eps * trace. A jitter below that repairs
+# rounding, a larger one would hide a matrix that is indefinite in earnest.
+JITTER_LIMIT_IN_ROUNDINGS = 10.0
+# Tenfold steps: the answer is at most ten times further off than it has to be.
+JITTER_GROWTH = 10.0
+
+
+def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the backward pass of an autograd function refuse ``create_graph=True``.
+
+    ``once_differentiable`` would pass it by without a word where no cotangent has a graph.
+
+    Args:
+        backward: From the context and the cotangents to those of the arguments.
+
+    Returns:
+        The same, which raises a ``ConfigurationError`` in that case.
+    """
+
+    @wraps(backward)
+    def wrapped(ctx: Any, *cotangents: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise ConfigurationError(
+                "the log-determinants of evigrad have first derivatives only: leave out"
+                " create_graph=True."
+            )
+        return backward(ctx, *cotangents)
+
+    return wrapped
+
+
+def log_det_identity_plus(
+    matrix: Float[Tensor, "n n"], *, positive: bool = True
+) -> Float[Tensor, ""]:
+    """log|I + matrix| in nats, by one Cholesky factorisation.
+
+    Its cotangent is (I + matrix)^{-1}. A factorisation that fails in float32 is repeated in
+    float64; if that fails too, a sum of outer products (``positive``) gets the smallest jitter on
+    its diagonal that helps, with a warning that says how much.
+
+    Args:
+        matrix: Symmetric.
+        positive: Whether the matrix is positive semidefinite but for rounding, as Gram matrices
+            are. A Hessian is not, and gets no jitter.
+
+    Returns:
+        A scalar of the matrix's dtype.
+
+    Raises:
+        NotPositiveDefiniteError: I + matrix is not positive definite, beyond rounding, or not
+            finite.
+    """
+    return _LogDetIdentityPlus.apply(matrix, positive)
+
+
+def log_det_dense(
+    matrix: Float[Tensor, "n n"], precision: Tensor, *, positive: bool = True
+) -> Float[Tensor, ""]:
+    """log|I + P0^{-1/2} matrix P0^{-1/2}| for a diagonal P0.
+
+    Args:
+        matrix: Symmetric.
+        precision: The diagonal of P0, 0-dimensional or of shape (n,).
+        positive: As in ``log_det_identity_plus``.
+
+    Returns:
+        A scalar, in nats.
+    """
+    precision = precision.to(matrix.dtype)
+    if precision.ndim == 0:
+        return log_det_identity_plus(matrix / precision, positive=positive)
+    root = precision.rsqrt()
+    return log_det_identity_plus(root[:, None] * matrix * root, positive=positive)
+
+
+def log_det_diagonal(
+    diagonal: Tensor, precision: Tensor, *, positive: bool = True
+) -> Float[Tensor, ""]:
+    """log|I + P0^{-1/2} D P0^{-1/2}| for diagonal D and P0.
+
+    Args:
+        diagonal: The diagonal of D, of any shape.
+        precision: That of P0, 0-dimensional or of the same shape.
+        positive: As in ``log_det_identity_plus``.
+
+    Returns:
+        A scalar, in nats.
+
+    Raises:
+        NotPositiveDefiniteError: An element of I + P0^{-1} D is not positive or not finite.
+    """
+    ratio = diagonal / precision.to(diagonal.dtype)
+    if not bool((ratio > -1).all()) or not bool(ratio.isfinite().all()):
+        raise NotPositiveDefiniteError(_why_not(bool(ratio.isfinite().all()), positive))
+    return ratio.log1p().sum()
+
+
+def psd_eigenvalues(matrix: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n"]:
+    """Eigenvalues of positive semidefinite matrices, those below zero by rounding set to zero.
+
+    Differentiable once, for functions that treat equal eigenvalues equally (spectral functions):
+    the cotangent V diag(v̄) Vᵀ needs no gaps between eigenvalues. It passes through the clamp, so
+    that null directions keep their one-sided derivative.
+
+    Args:
+        matrix: Symmetric positive semidefinite.
+
+    Returns:
+        In ascending order.
+
+    Raises:
+        NotPositiveDefiniteError: The matrix is not finite.
+    """
+    return _PsdEigenvalues.apply(matrix)
+
+
+def log_det_kronecker(
+    left: Float[Tensor, "*batch i"], right: Float[Tensor, "*batch j"], factor: Tensor
+) -> Float[Tensor, ""]:
+    """Σ log|I + factor · A ⊗ B| over a batch, from the eigenvalues of A and B.
+
+    Args:
+        left: Eigenvalues of A.
+        right: Eigenvalues of B.
+        factor: 0-dimensional: one over the count of examples and over the prior precision.
+
+    Returns:
+        A scalar, in nats.
+    """
+    products = (factor.to(left.dtype) * left).unsqueeze(-1) * right.unsqueeze(-2)
+    return products.log1p().sum()
+
+
+def _why_not(finite: bool, positive: bool) -> str:
+    """Words for a matrix without a log-determinant, and what to do."""
+    if not finite:
+        return (
+            "the curvature is NaN or infinite. Look for non-finite weights, inputs or outputs of"
+            " the network, or a prior precision or noise that has run to zero; in float32 an"
+            " overflow can be avoided with gram_dtype=torch.float64."
+        )
+    if positive:
+        return (
+            "I + S is not positive definite, and not by rounding alone: the curvature is no sum of"
+            " outer products of rows. Check that the precisions are positive; in float32, try"
+            " gram_dtype=torch.float64."
+        )
+    return (
+        "I + P0^{-1/2} H P0^{-1/2} is not positive definite for the exact Hessian H: the weights"
+        " are at no maximum of the posterior. Raise the prior precision, train longer, or use the"
+        " GGN, which is always positive semidefinite (leave out 'hessian')."
+    )
+
+
+def _shifted(matrix: Tensor, shift: float) -> Tensor:
+    result = matrix.clone()
+    result.diagonal().add_(shift)
+    return result
+
+
+def _factor(matrix: Tensor) -> Tensor | None:
+    """The Cholesky factor, or None where there is none (also for NaN)."""
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    return factor if int(info) == 0 else None
+
+
+def _factor_identity_plus(matrix: Tensor, positive: bool) -> Tensor:
+    factor = _factor(_shifted(matrix, 1.0))
+    if factor is not None:
+        return factor
+    if not bool(matrix.isfinite().all()):
+        raise NotPositiveDefiniteError(_why_not(False, positive))
+    precise = _shifted(matrix.to(torch.float64), 1.0)
+    if matrix.dtype != torch.float64 and (factor := _factor(precise)) is not None:
+        return factor
+    if not positive:
+        raise NotPositiveDefiniteError(_why_not(True, positive))
+    # Rounding is that of the dtype in which the matrix was made, whatever it is factored in.
+    rounding = torch.finfo(matrix.dtype).eps * float(precise.diagonal().mean())
+    jitter, limit = rounding, JITTER_LIMIT_IN_ROUNDINGS * rounding * len(matrix)
+    while 0 < jitter <= limit:
+        if (factor := _factor(_shifted(precise, jitter))) is not None:
+            warnings.warn(
+                f"I + S was not positive definite by rounding: {jitter:.3g} was added to its"
+                f" diagonal, whose mean is {float(precise.diagonal().mean()):.3g}. The"
+                " log-determinant is a little too large; gram_dtype=torch.float64 avoids this.",
+                EvigradWarning,
+                stacklevel=2,
+            )
+            return factor
+        jitter *= JITTER_GROWTH
+    raise NotPositiveDefiniteError(_why_not(True, positive))
+
+
+class _LogDetIdentityPlus(Function):
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, positive: bool) -> Tensor:
+        factor = _factor_identity_plus(matrix, positive)
+        ctx.save_for_backward(factor)
+        ctx.dtype = matrix.dtype
+        value = 2 * factor.diagonal().log().sum()
+        if not bool(value.isfinite()):
+            raise NotPositiveDefiniteError(_why_not(False, positive))
+        return value.to(matrix.dtype)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
+        (factor,) = ctx.saved_tensors
+        inverse = torch.cholesky_inverse(factor)
+        return inverse.mul_(cotangent).to(ctx.dtype), None
+
+
+class _PsdEigenvalues(Function):
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        if not bool(matrix.isfinite().all()):
+            raise NotPositiveDefiniteError(_why_not(False, True))
+        if ctx.needs_input_grad[0]:
+            values, vectors = _eigh(matrix)
+            ctx.save_for_backward(vectors)
+        else:
+            values = _eigvalsh(matrix)
+        return values.clamp(min=0)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        (vectors,) = ctx.saved_tensors
+        return (vectors * cotangent.unsqueeze(-2)) @ vectors.mT
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except LinAlgError:  # no convergence, seen in float32 with repeated eigenvalues
+        values, vectors = torch.linalg.eigh(matrix.to(torch.float64))
+    return values.to(matrix.dtype), vectors.to(matrix.dtype)
+
+
+def _eigvalsh(matrix: Tensor) -> Tensor:
+    try:
+        return torch.linalg.eigvalsh(matrix)
+    except LinAlgError:
+        return torch.linalg.eigvalsh(matrix.to(torch.float64)).to(matrix.dtype)
