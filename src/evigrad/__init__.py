@@ -1,0 +1,23 @@
+"""Learn a network's hyperparameters by stochastic gradient on the marginal likelihood.
+
+The names listed here, with ``evigrad.likelihoods``, ``evigrad.priors`` and ``evigrad.errors``, are
+the public face; everything else may change.
+"""
+
+from evigrad.errors import EvigradError, EvigradWarning
+from evigrad.estimate import Estimate, ParameterReport
+from evigrad.evidence import Evidence
+from evigrad.partitions import Block
+from evigrad.training import FitResult, fit
+
+__all__ = [
+    "Block",
+    "Estimate",
+    "EvigradError",
+    "EvigradWarning",
+    "Evidence",
+    "FitResult",
+    "ParameterReport",
+    "fit",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,58 @@
+"""What an evaluation of the evidence returns."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One estimate of the log evidence of the whole data set, in nats.
+
+    ``log_evidence = log_likelihood + log_prior - log_det / 2``: the linearised Laplace
+    approximation with all constants in (DESIGN section 1; the paper's Algorithm 1).
+
+    Attributes:
+        log_evidence: Estimate of log q(D|h).
+        log_likelihood: Estimate of (1/T) log p(D|w,h).
+        log_prior: −½ wᵀP0w, exact. (The rest of log p(w|h) cancels in the determinant.)
+        log_det: Estimate of ℓ(I) = log|I + S|, scaled to the whole data set.
+        log_hyperprior: Log density of the hyperparameters, not part of ``log_evidence``.
+        is_bound: Whether the expectation of ``log_evidence`` is a lower bound on the log
+            evidence of the same curvature. No single draw is one.
+        num_data: N.
+        estimator: Canonical name of the estimator.
+    """
+
+    log_evidence: float
+    log_likelihood: float
+    log_prior: float
+    log_det: float
+    log_hyperprior: float
+    is_bound: bool
+    num_data: int
+    estimator: str
+
+    @property
+    def per_datum(self) -> float:
+        """The log evidence divided by N, in nats per datum."""
+        return self.log_evidence / self.num_data
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """What one weight tensor gets from an estimator.
+
+    Attributes:
+        name: Its name in the model.
+        shape: Its shape.
+        rows: How its derivatives are computed: a closed form, or a generic path.
+        curvature: Its block of the curvature.
+        group: The prior group that it belongs to.
+        precision: Its prior precision (the mean, where it varies inside the tensor).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: str
+    curvature: str
+    group: str
+    precision: float

@@ -1,0 +1,425 @@
+"""The log evidence of a network and its gradient in the hyperparameters (Algorithm 1)."""
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evigrad.assembly import (
+    PROBE_SIZE,
+    Assembly,
+    Batch,
+    Collected,
+    ParameterPartition,
+    Prepared,
+    Settings,
+)
+from evigrad.checks import check_choice, check_count, check_inputs, check_outputs, check_positive
+from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, InputError
+from evigrad.estimate import Estimate, ParameterReport
+from evigrad.estimators import EstimatorSpec
+from evigrad.likelihoods import ROOTS, Likelihood
+from evigrad.modes import normalisation_layers
+from evigrad.parameters import call_fixed, select, trainable
+from evigrad.partitions import Block, BlockStream
+from evigrad.priors import GaussianPrior
+from evigrad.sources import as_source
+
+Data = Tensor | Block | Iterable[Batch] | Collected
+
+
+class Evidence:
+    """The linearised-Laplace log evidence of a model, its estimates and their gradients.
+
+    The weights are the model's trainable parameters that are not hyperparameters; the prior is
+    bound to them. A generator of its own supplies every random choice and advances with every
+    call; the global random state is not touched. During estimates dropout is off and batch
+    normalisation uses its statistics, whatever mode the model is in.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        prior: GaussianPrior,
+        *,
+        estimator: str,
+        num_data: int,
+        hyperparameters: Sequence[str] = (),
+        root: str | None = None,
+        sharing: str = "expand",
+        parameter_partition: ParameterPartition = "tensor",
+        temperature: float = 1.0,
+        micro_batch: int | None = None,
+        gram_dtype: torch.dtype | None = None,
+        generator: torch.Generator | int | None = None,
+    ) -> None:
+        """Bind a prior and a likelihood to a model.
+
+        Args:
+            model: Any module that maps inputs (m, ...) to outputs (m, C), each datum by itself.
+            likelihood: Log density of the targets given the outputs.
+            prior: Gaussian prior, bound here to the weights.
+            estimator: Name of the estimator, as ``ntk-100-1`` or ``kfac-N-C``.
+            num_data: N, the number of training data.
+            hyperparameters: Names, or prefixes of names, of parameters of the model that the
+                evidence learns instead of the MAP.
+            root: How the curvature of a datum is split over its rows when a block holds some of
+                the outputs: ``subblock``, ``fisher`` or ``eigen``. Default: the estimator's.
+            sharing: Weight sharing in KFAC, ``expand`` or ``reduce``.
+            parameter_partition: Blocks of ``blockdiag``: ``tensor``, ``module`` or groups of
+                name prefixes.
+            temperature: T of the likelihood p^(1/T).
+            micro_batch: Data per forward pass; changes memory, not the result. Default: all.
+            gram_dtype: Type of kernels and factors. Default: the weights'.
+            generator: CPU generator or seed. Default: PyTorch's initial seed.
+
+        Raises:
+            ConfigurationError: If a name or a value does not exist or does not fit.
+        """
+        self.spec = EstimatorSpec.parse(estimator)
+        check_count("num_data", num_data)
+        _check_spec(self.spec, num_data)
+        self.root = self.spec.default_root if root is None else root
+        check_choice("root", self.root, ROOTS)
+        check_choice("sharing", sharing, ("expand", "reduce"))
+        check_positive("temperature", temperature)
+        if micro_batch is not None:
+            check_count("micro_batch", micro_batch)
+        self.model = model
+        self.likelihood = likelihood
+        self.prior = prior
+        self.num_data = num_data
+        self.temperature = float(temperature)
+        self.generator = _as_generator(generator)
+        self._model_hyperparameters = select(model, hyperparameters)
+        self._weights = trainable(model, excluded=self._model_hyperparameters)
+        prior.bind(self._weights)
+        first = next(iter(self._weights.values()))
+        likelihood.to(device=first.device, dtype=first.dtype)
+        settings = Settings(
+            spec=self.spec,
+            num_data=num_data,
+            root=self.root,
+            sharing=sharing,
+            parameter_partition=parameter_partition,
+            temperature=self.temperature,
+            micro_batch=micro_batch,
+            gram_dtype=gram_dtype,
+        )
+        self._assembly = Assembly(model, self._weights, likelihood, prior, settings, self.generator)
+        _warn_of_normalisation(model)
+
+    # ------------------------------------------------------------ what there is to learn
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The weights by name: what the MAP learns and the prior is on."""
+        return dict(self._weights)
+
+    def hyperparameters(self) -> dict[str, nn.Parameter]:
+        """The learnable hyperparameters by name: ``prior.…``, ``likelihood.…``, ``model.…``."""
+        named = {
+            **{f"prior.{name}": p for name, p in self.prior.named_parameters()},
+            **{f"likelihood.{name}": p for name, p in self.likelihood.named_parameters()},
+            **{f"model.{name}": p for name, p in self._model_hyperparameters.items()},
+        }
+        return {name: p for name, p in named.items() if p.requires_grad}
+
+    # ------------------------------------------------------------ the weights' objective
+
+    def map_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Training loss of the weights: mean NLL + (T/2N) wᵀP0w, in nats per datum.
+
+        It is −(T/N) times the log joint up to constants in the weights. The model runs in the
+        mode that it is in. No gradient reaches a hyperparameter.
+
+        Args:
+            x: Inputs (m, ...).
+            y: Targets in the likelihood's form.
+
+        Returns:
+            The scalar loss.
+
+        Raises:
+            InputError: If inputs, outputs and targets do not fit.
+        """
+        f = call_fixed(self.model, self._model_hyperparameters, x)
+        check_outputs(f, x)
+        self.likelihood.validate(f.shape, y)
+        log_prob = call_fixed(self.likelihood, dict(self.likelihood.named_parameters()), f, y)
+        with torch.no_grad():
+            precisions = self.prior.precisions()
+        decay = sum((precisions[name] * w.square()).sum() for name, w in self._weights.items())
+        return -log_prob.mean() + 0.5 * self.temperature / self.num_data * decay
+
+    # ------------------------------------------------------------ the evidence
+
+    def estimate(self, x: Data, y: Tensor | None = None) -> Estimate:
+        """Estimate the log evidence of the whole data set.
+
+        Args:
+            x: Inputs (m, ...) of a uniformly random subset of the data; or a ``Block`` of
+                ``blocks``; or, for names with ``N``, an iterable of batches of all the data; or
+                what ``collect`` returned.
+            y: Targets, where ``x`` is a tensor.
+
+        Returns:
+            The estimate in nats, without a graph.
+
+        Raises:
+            InputError: If the data do not fit the model, the likelihood or the estimator.
+            MemoryBudgetError: If the structure would not fit the free memory.
+        """
+        with torch.no_grad():
+            return self._assemble(self._collect(x, y, differentiable=False))[0]
+
+    def backward(self, x: Data, y: Tensor | None = None) -> Estimate:
+        """Estimate, and add the gradient of −log evidence / N to the hyperparameters' ``.grad``.
+
+        A log hyperprior of the prior, if any, is part of what is differentiated. Nothing but
+        the hyperparameters' ``.grad`` changes, and nothing at all when an exception is raised.
+
+        Args:
+            x: As for ``estimate``.
+            y: As for ``estimate``.
+
+        Returns:
+            The estimate in nats, without a graph.
+
+        Raises:
+            ConfigurationError: If there is no learnable hyperparameter.
+            InputError: If the data do not fit the model, the likelihood or the estimator.
+            MemoryBudgetError: If the structure would not fit the free memory.
+        """
+        learnable = list(self.hyperparameters().values())
+        if not learnable:
+            raise ConfigurationError(
+                "There is nothing to differentiate in: the prior and the likelihood are fixed"
+                " and no parameter of the model is named in hyperparameters=[...]."
+            )
+        with torch.enable_grad():
+            collected = self._collect(x, y, differentiable=bool(self._model_hyperparameters))
+            estimate, objective = self._assemble(collected)
+            gradients = torch.autograd.grad(objective, learnable, allow_unused=True)
+        for parameter, gradient in zip(learnable, gradients, strict=True):
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return estimate
+
+    def blocks(self, data: Any) -> BlockStream:
+        """The estimator's own blocks of a data set, drawn uniformly.
+
+        Args:
+            data: A pair of tensors, or a map-style data set of (x, y) items, of all N data.
+
+        Returns:
+            An endless stream of blocks; ``.take(n)`` ends it, ``.epoch()`` is one partition.
+
+        Raises:
+            InputError: If ``data`` does not hold N data.
+        """
+        source = as_source(data)
+        if len(source) != self.num_data:
+            raise InputError(f"num_data is {self.num_data}, but the data set has {len(source)}.")
+        x, y = source.fetch(torch.arange(min(PROBE_SIZE, len(source))))
+        prepared = self._checked(x, y)
+        return BlockStream(prepared.partition, source, self.generator)
+
+    def collect(self, x: Data, y: Tensor | None = None) -> Collected:
+        """Pass over a block once, for many estimates and steps on the prior.
+
+        As long as the weights stay, ``estimate`` and ``backward`` take the result in place of
+        the block and cost no pass through the network.
+
+        Args:
+            x: As for ``estimate``.
+            y: As for ``estimate``.
+
+        Returns:
+            The block's statistic.
+
+        Raises:
+            ConfigurationError: If a hyperparameter besides the prior's is learnable: the
+                statistic would depend on it.
+            InputError: If the data do not fit the model, the likelihood or the estimator.
+        """
+        beside = [name for name in self.hyperparameters() if not name.startswith("prior.")]
+        if beside:
+            raise ConfigurationError(
+                f"A pass can only be kept where the prior alone is learned; {', '.join(beside)}"
+                " changes it. Use estimate and backward on the data."
+            )
+        with torch.no_grad():
+            return self._collect(x, y, differentiable=False)
+
+    def _collect(self, x: Data, y: Tensor | None, differentiable: bool) -> Collected:
+        """One pass over the data, all input checked before anything is drawn."""
+        if isinstance(x, Collected):
+            if x.weight_versions != self._assembly.weight_versions():
+                raise InputError("The weights have changed since collect(): pass the data again.")
+            return x
+        if isinstance(x, Block):
+            if x.inputs is None or x.targets is None:
+                raise InputError("The block holds no data: use one of evidence.blocks(data).")
+            prepared = self._checked(x.inputs, x.targets)
+            return self._assembly.collect(prepared, [(x.inputs, x.targets)], x, differentiable)
+        if isinstance(x, Tensor):
+            if y is None:
+                raise InputError("Inputs need their targets: estimate(x, y).")
+            prepared = self._checked(x, y)
+            block = prepared.partition.subset(len(x), self.generator)
+            return self._assembly.collect(prepared, [(x, y)], block, differentiable)
+        if self.spec.subset is not None:
+            raise InputError(
+                f"{self.spec.name} takes one subset (x, y) or a block; batches of all the data"
+                " are for names with N."
+            )
+        iterator = iter(x)
+        first = next(iterator, None)
+        if first is None:
+            raise InputError("The set is empty: there is no batch of data.")
+        prepared = self._checked(*first)
+        block = prepared.partition.subset(self.num_data, self.generator)
+        batches = self._checked_batches(first, iterator)
+        return self._assembly.collect(prepared, batches, block, differentiable)
+
+    def _checked(self, x: Tensor, y: Tensor) -> Prepared:
+        check_inputs(x, self._assembly.device)
+        prepared = self._assembly.prepare(x)
+        self.likelihood.validate(torch.Size((len(x), prepared.partition.num_outputs)), y)
+        return prepared
+
+    def _checked_batches(self, first: Batch, rest: Iterator[Batch]) -> Iterator[Batch]:
+        yield first
+        for x, y in rest:
+            self._checked(x, y)
+            yield x, y
+
+    def _assemble(self, collected: Collected) -> tuple[Estimate, Tensor]:
+        """The number, and the objective −(log evidence + log hyperprior) / N."""
+        terms = self._assembly.terms(collected)
+        weights = {name: w.detach() for name, w in self._weights.items()}
+        log_prior = -0.5 * self.prior.quadratic(weights)
+        log_hyperprior = self.prior.log_hyperprior()
+        log_evidence = terms.log_likelihood + log_prior - 0.5 * terms.log_det
+        parts = (log_evidence, terms.log_likelihood, log_prior, terms.log_det, log_hyperprior)
+        value, log_likelihood, log_prior_value, log_det, log_hyper = (p.item() for p in parts)
+        if not math.isfinite(value):
+            raise EvigradError(
+                f"The log evidence is {value} (log likelihood {log_likelihood:.4g}, log prior"
+                f" {log_prior_value:.4g}, log-determinant {log_det:.4g}): weights or"
+                " hyperparameters have diverged; lower their learning rates."
+            )
+        estimate = Estimate(
+            log_evidence=value,
+            log_likelihood=log_likelihood,
+            log_prior=log_prior_value,
+            log_det=log_det,
+            log_hyperprior=log_hyper,
+            is_bound=terms.is_bound,
+            num_data=self.num_data,
+            estimator=self.spec.name,
+        )
+        return estimate, -(log_evidence + log_hyperprior) / self.num_data
+
+    # ------------------------------------------------------------ telling and keeping
+
+    def describe(self, x: Tensor | None = None) -> list[ParameterReport]:
+        """What each weight tensor gets: path of its derivatives, curvature, precision.
+
+        Args:
+            x: Some inputs; needed before the first estimate.
+
+        Returns:
+            One report for each weight tensor, in the model's order.
+
+        Raises:
+            ConfigurationError: If no input was seen yet and none is given.
+        """
+        if x is not None:
+            check_inputs(x, self._assembly.device)
+            prepared = self._assembly.prepare(x)
+        else:
+            prepared = self._assembly.latest()
+        if prepared is None:
+            raise ConfigurationError("Call describe(x) with some inputs before any estimate.")
+        rows, curvature = prepared.plan.describe(), prepared.structure.describe()
+        precisions = self.prior.precisions()
+        return [
+            ParameterReport(
+                name=name,
+                shape=tuple(w.shape),
+                rows=rows[name],
+                curvature=curvature[name],
+                group=self.prior.group_name(name),
+                precision=float(precisions[name].detach().double().mean()),
+            )
+            for name, w in self._weights.items()
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of prior, likelihood and generator; the model keeps its own."""
+        return {
+            "estimator": self.spec.name,
+            "prior": self.prior.state_dict(),
+            "likelihood": self.likelihood.state_dict(),
+            "generator": self.generator.get_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state of ``state_dict``.
+
+        Args:
+            state: What ``state_dict`` returned.
+
+        Raises:
+            ConfigurationError: If it is the state of another estimator.
+        """
+        if state["estimator"] != self.spec.name:
+            raise ConfigurationError(
+                f"The state is one of {state['estimator']}, this evidence is {self.spec.name}."
+            )
+        self.prior.load_state_dict(state["prior"])
+        self.likelihood.load_state_dict(state["likelihood"])
+        self.generator.set_state(state["generator"])
+
+
+def _check_spec(spec: EstimatorSpec, num_data: int) -> None:
+    if spec.anchored:
+        raise ConfigurationError(
+            f"{spec.name}: the anchored bound is not available yet; use the estimator without"
+            " -anchored."
+        )
+    if spec.subset is not None and not spec.rows and spec.subset > num_data:
+        raise ConfigurationError(
+            f"{spec.name} takes subsets of {spec.subset} data, but num_data is {num_data}; use a"
+            " smaller subset, or N for all the data."
+        )
+
+
+def _as_generator(generator: torch.Generator | int | None) -> torch.Generator:
+    if isinstance(generator, torch.Generator):
+        if generator.device.type != "cpu":
+            raise ConfigurationError("The generator must be a CPU generator.")
+        return generator
+    seed = torch.initial_seed() if generator is None else generator
+    return torch.Generator().manual_seed(seed)
+
+
+def _warn_of_normalisation(model: nn.Module) -> None:
+    layers = normalisation_layers(model)
+    if not layers:
+        return
+    named = ", ".join(layers[:3]) + (", …" if len(layers) > 3 else "")
+    warnings.warn(
+        f"The model has normalisation layers ({named}). They make the function invariant to the"
+        " scale of the weights before them, so a Gaussian prior on those weights and its learned"
+        " precision mean little; networks without normalisation (Fixup initialisation) suit the"
+        " evidence better. Estimates use these layers in evaluation mode.",
+        EvigradWarning,
+        stacklevel=3,
+    )

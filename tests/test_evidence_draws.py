@@ -1,0 +1,304 @@
+"""Expectations by enumerating every draw on a tiny case: N = 7, m = 3, C = 3."""
+
+import oracle
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evigrad import Evidence
+from evigrad.estimators import EstimatorSpec
+from evigrad.likelihoods import Categorical, Gaussian
+from evigrad.partitions import Block, Partition
+from evigrad.priors import GaussianPrior
+
+N, M, C = 7, 3, 3
+
+SPLITS = ["1", "2", "C", "1-iid", "2-iid"]
+NAMES = [
+    *(f"{s}-3-{o}" for s in ("ntk", "full", "blockdiag", "diag", "kfac") for o in SPLITS),
+    *(f"{s}-N-{o}" for s in ("ntk", "full", "kfac") for o in ("1", "2", "C")),
+    *(f"{s}-2-rows" for s in ("ntk", "full", "diag", "kfac")),
+    *(f"{s}-3-1-ef" for s in ("ntk", "full", "blockdiag", "diag", "kfac")),
+    *(f"{s}-3-1-grouped" for s in ("ntk", "full", "kfac")),
+    "ntk-3-C-grouped",
+    "ntk-4-rows",
+    "ntk-3-1-mc",
+    "full-N-C-hessian",
+    "blockdiag-3-C-hessian",
+    "diag-3-C-hessian",
+]
+
+
+class Net(nn.Module):
+    """Two Linear layers with a gate: KFAC's formula is short, and h acts inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.gate = nn.Parameter(torch.tensor([0.5, -0.3]))
+        self.second = nn.Linear(2, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)) * self.gate.exp())
+
+
+def problem(seed: int = 0) -> tuple[Net, Tensor, Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Net().double()
+        x = torch.randn(N, 2, dtype=torch.float64)
+        y = torch.randint(C, (N,))
+    return model, x, y
+
+
+def build(estimator: str, root: str | None = None) -> tuple[Evidence, Tensor, Tensor]:
+    model, x, y = problem()
+    precision = 20.0 if "hessian" in estimator else 2.0  # the exact Hessian is indefinite
+    evidence = Evidence(
+        model,
+        Categorical(),
+        GaussianPrior("layerwise", precision=precision),
+        estimator=estimator,
+        num_data=N,
+        hyperparameters=["gate"],
+        root=root,
+        generator=3,
+    )
+    return evidence, x, y
+
+
+def with_data(block: Block, x: Tensor, y: Tensor) -> Block:
+    i = block.indices
+    return Block(i, block.columns, block.scale, block.likelihood_weights, x[i], y[i])
+
+
+def kfac_log_det(evidence: Evidence, x: Tensor, rows: list[list[Tensor]]) -> Tensor:
+    """The formula: (Σ a aᵀ) ⊗ (Σ g gᵀ) / m for weights, exact blocks for biases.
+
+    ``rows[n]`` are the cotangents of datum n, vectors of length C.
+    """
+    model = evidence.model
+    assert isinstance(model, Net)
+    precisions = evidence.prior.precisions()
+    z1 = model.first(x)
+    a2 = torch.tanh(z1) * model.gate.exp()
+    f = model.second(a2)
+    factors = {"first": (x, []), "second": (a2, [])}
+    for n, cotangents in enumerate(rows):
+        for v in cotangents:
+            g1, g2 = torch.autograd.grad((f[n] * v).sum(), [z1, f], create_graph=True)
+            factors["first"][1].append(g1[n])
+            factors["second"][1].append(g2[n])
+    total = torch.zeros((), dtype=torch.float64)
+    for layer, (inputs, gradients) in factors.items():
+        if not gradients:
+            continue
+        g = torch.stack(gradients)
+        b = g.T @ g
+        kron = torch.kron(b, inputs.T @ inputs) / len(x)
+        for name, h in ((f"{layer}.weight", kron), (f"{layer}.bias", b)):
+            precision = precisions[name].expand(len(h))
+            total = total + oracle.log_det(h, precision)
+    return total
+
+
+def dense_terms(evidence: Evidence, block: Block, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """(log likelihood, log-determinant) estimates of a block by dense matrices, with a graph."""
+    spec = evidence.spec
+    i = block.indices
+    xs, ys = x[i], y[i]
+    weights = evidence.weights()
+    f = oracle.outputs(evidence.model, xs)
+    log_prob = f.log_softmax(-1).gather(1, ys[:, None])[:, 0]
+    log_lik = (block.likelihood_weights * log_prob).sum()
+    hessian = oracle.categorical_hessian(f)
+    score = nn.functional.one_hot(ys, C) - f.softmax(-1)
+    if spec.structure == "kfac":
+        rows: list[list[Tensor]] = []
+        for n in range(len(i)):
+            if spec.curvature == "ef":
+                rows.append([score[n]])
+                continue
+            columns = (
+                list(range(C))
+                if block.columns is None
+                else [int(c) for c in block.columns[n] if c >= 0]
+            )
+            if not columns:
+                rows.append([])
+            elif evidence.root == "subblock" and len(columns) < C:
+                # any root of the sub-block: the eigen decomposition would have a bad gradient
+                sub = torch.linalg.cholesky(hessian[n][columns][:, columns])
+                embed = torch.zeros(C, len(columns), dtype=f.dtype)
+                embed = embed.index_put((torch.tensor(columns),), sub)
+                rows.append(list(embed.T))
+            else:
+                kind = "fisher" if evidence.root == "subblock" else evidence.root
+                rows.append(
+                    list(oracle.root_matrix(hessian[n : n + 1], kind, f[n : n + 1])[0].T[columns])
+                )
+        return log_lik, block.scale * kfac_log_det(evidence, xs, rows)
+    jac = torch.cat(list(oracle.jacobian(evidence.model, weights, xs).values()), dim=-1)
+    if spec.curvature == "ef":
+        rows_ef = torch.einsum("nc,ncp->np", score, jac)
+        h = rows_ef.T @ rows_ef
+    elif spec.curvature == "hessian":
+        first = torch.autograd.grad(-log_prob.sum(), list(weights.values()), create_graph=True)
+        entries = torch.cat([g.flatten() for g in first])
+        h = torch.stack(
+            [
+                torch.cat(
+                    [
+                        g.flatten()
+                        for g in torch.autograd.grad(
+                            e, list(weights.values()), create_graph=True, materialize_grads=True
+                        )
+                    ]
+                )
+                for e in entries
+            ]
+        )
+    else:
+        h = oracle.block_matrix(jac, hessian, block.columns, evidence.root, f)
+    precision = oracle.flat(evidence.prior.precisions(), weights)
+    parts = oracle.parts_of(spec.structure, {n: w.numel() for n, w in weights.items()})
+    return log_lik, block.scale * oracle.log_det(h, precision, parts)
+
+
+def expected_objective(
+    evidence: Evidence, blocks: list[Block], x: Tensor, y: Tensor
+) -> tuple[Tensor, ...]:
+    terms = [dense_terms(evidence, block, x, y) for block in blocks]
+    log_lik = torch.stack([t[0] for t in terms]).mean()
+    log_det = torch.stack([t[1] for t in terms]).mean()
+    precision = oracle.flat(evidence.prior.precisions(), evidence.weights())
+    flat = torch.cat([w.detach().flatten() for w in evidence.weights().values()])
+    return log_lik, log_det, log_lik - 0.5 * (precision * flat**2).sum() - 0.5 * log_det
+
+
+def check_blocks(
+    evidence: Evidence, blocks: list[Block], x: Tensor, y: Tensor
+) -> tuple[float, float]:
+    """Mean of value and gradient over the blocks against the dense expectation."""
+    estimates = [evidence.backward(with_data(block, x, y)) for block in blocks]
+    value = sum(e.log_evidence for e in estimates) / len(blocks)
+    log_lik, log_det, objective = expected_objective(evidence, blocks, x, y)
+    assert value == pytest.approx(objective.item(), rel=1e-9)
+    named = evidence.hyperparameters()
+    wanted = torch.autograd.grad(-objective / N, list(named.values()))
+    for (name, parameter), gradient in zip(named.items(), wanted, strict=True):
+        assert parameter.grad is not None
+        error = (parameter.grad / len(blocks) - gradient).norm() / gradient.norm()
+        assert error < 1e-8, f"{name}: {error:.1e}"
+    return log_lik.item(), log_det.item()
+
+
+def full_terms(evidence: Evidence, x: Tensor, y: Tensor) -> tuple[float, float]:
+    """The exact log likelihood, and ℓ of the same structure with everything in one block."""
+    everything = Block(torch.arange(N), None, 1.0, torch.ones(N, dtype=torch.float64))
+    log_lik, log_det = dense_terms(evidence, everything, x, y)
+    return log_lik.item(), log_det.item()
+
+
+def roots_for(name: str) -> list[str]:
+    spec = EstimatorSpec.parse(name)
+    if spec.curvature != "ggn" or (spec.outputs is None and not spec.rows):
+        return [spec.default_root]
+    return ["subblock", "fisher", "eigen"]
+
+
+CASES = [(name, root) for name in NAMES for root in roots_for(name)]
+
+
+@pytest.mark.parametrize(
+    ("name", "root"), [c for c in CASES if "grouped" not in c[0] and "mc" not in c[0]]
+)
+def test_every_draw_of_a_random_subset(name: str, root: str) -> None:
+    evidence, x, y = build(name, root)
+    spec = evidence.spec
+    size = N if spec.subset is None else (2 if "rows" in name or "iid" in name else M)
+    blocks = list(Partition(spec, N, C).draws(size))
+    if len(blocks) > 400:  # a fixed sample of the draws: value and gradient agree draw by draw
+        blocks = blocks[:: len(blocks) // 400 + 1]
+        check_blocks(evidence, blocks, x, y)
+        return
+    log_lik, log_det = check_blocks(evidence, blocks, x, y)
+    exact_lik, exact_det = full_terms(evidence, x, y)
+    assert log_lik == pytest.approx(exact_lik, rel=1e-10)
+    if spec.is_bound(root, couples_outputs=True):
+        assert log_det >= exact_det - 1e-9
+
+
+@pytest.mark.parametrize(("name", "root"), [c for c in CASES if "mc" not in c[0]])
+def test_every_block_of_a_partition(name: str, root: str) -> None:
+    """M times the mean block is Σ_m ℓ(B_m), the ragged last block (7 = 3 + 3 + 1) included."""
+    evidence, x, y = build(name, root)
+    blocks = list(evidence.blocks((x, y)).epoch())
+    for block in blocks:
+        assert block.inputs is not None
+        assert torch.equal(block.inputs, x[block.indices])
+    log_lik, log_det = check_blocks(evidence, blocks, x, y)
+    exact_lik, exact_det = full_terms(evidence, x, y)
+    assert log_lik == pytest.approx(exact_lik, rel=1e-10)
+    if evidence.spec.is_bound(root, couples_outputs=True):
+        assert log_det >= exact_det - 1e-9
+
+
+def test_sampled_fisher_averages_to_the_fisher() -> None:
+    """All 3^N label draws of `mc`, weighted by their probability: H has expectation H_GGN."""
+    evidence, x, y = build("full-N-1-mc")
+    weights = evidence.weights()
+    f = oracle.outputs(evidence.model, x)
+    jac = torch.cat(list(oracle.jacobian(evidence.model, weights, x).values()), dim=-1)
+    exact = oracle.block_matrix(jac, oracle.categorical_hessian(f), None, "subblock", f)
+    p = f.softmax(-1)
+    total = torch.zeros_like(exact)
+    for label in range(C):
+        score = nn.functional.one_hot(torch.full((N,), label), C) - p
+        rows = torch.einsum("nc,ncp->np", score, jac) * p[:, label : label + 1].sqrt()
+        total = total + rows.T @ rows
+    torch.testing.assert_close(total, exact)
+    # and one draw of the library is the log-determinant of one such set of rows
+    state = evidence.generator.get_state()
+    value = evidence.estimate(x, y).log_det
+    found = []
+    evidence.generator.set_state(state)
+    for labels in torch.cartesian_prod(*[torch.arange(C)] * N):
+        rows = torch.einsum("nc,ncp->np", nn.functional.one_hot(labels, C) - p, jac)
+        gram = rows / oracle.flat(evidence.prior.precisions(), weights) @ rows.T
+        found.append(torch.linalg.slogdet(torch.eye(N, dtype=f.dtype) + gram)[1].item())
+    assert min(abs(value - other) for other in found) < 1e-9 * abs(value)
+
+
+def test_theorem_3_ntk_and_full_draw_by_draw() -> None:
+    """Theorem 3: the kernel of a block and its Gauss-Newton matrix have the same determinant."""
+    ntk, x, y = build("ntk-3-1")
+    full, _, _ = build("full-3-1")
+    for block in ntk.blocks((x, y)).take(12):
+        assert ntk.estimate(block).log_det == pytest.approx(full.estimate(block).log_det, rel=1e-10)
+
+
+def test_ntk_and_full_on_all_the_data() -> None:
+    ntk, x, y = build("ntk-N-C")
+    full, _, _ = build("full-N-C")
+    assert ntk.backward(x, y).log_evidence == pytest.approx(
+        full.backward(x, y).log_evidence, rel=1e-11
+    )
+    for one, other in zip(
+        ntk.hyperparameters().values(), full.hyperparameters().values(), strict=True
+    ):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_single_output_regression_has_no_factor_of_outputs() -> None:
+    """N/m alone scales a single-output regression, in every spelling of the outputs."""
+    model = nn.Linear(2, 1).double()
+    x, y = torch.randn(6, 2).double(), torch.randn(6, 1).double()
+    values = []
+    for name in ("ntk-3-1", "ntk-3-C", "ntk-3-1-iid"):
+        evidence = Evidence(model, Gaussian(), GaussianPrior(), estimator=name, num_data=6)
+        estimate = evidence.estimate(x[:3], y[:3])
+        assert estimate.is_bound
+        values.append(estimate.log_det)
+    assert values[1] == pytest.approx(values[0], rel=1e-12)
+    assert values[2] == pytest.approx(values[0], rel=1e-12)

@@ -1,0 +1,212 @@
+"""Bad input gets an EvigradError that says what and how to mend it, before any state changes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evigrad import Evidence
+from evigrad.errors import ConfigurationError, EvigradError, InputError, MemoryBudgetError
+from evigrad.likelihoods import Bernoulli, Categorical, Gaussian
+from evigrad.priors import GaussianPrior
+
+N = 8
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def build(estimator: str = "ntk-4-1", **kwargs: Any) -> Evidence:
+    arguments = {
+        "model": network(),
+        "likelihood": Categorical(),
+        "prior": GaussianPrior(),
+        **kwargs,
+    }
+    model, likelihood, prior = (arguments.pop(n) for n in ("model", "likelihood", "prior"))
+    return Evidence(
+        model,
+        likelihood,
+        prior,
+        estimator=estimator,
+        **{"num_data": N, "generator": 0, **arguments},
+    )
+
+
+X = torch.linspace(-1, 1, 2 * N).reshape(N, 2)
+Y = torch.arange(N) % 3
+
+
+def log_precision(evidence: Evidence) -> nn.Parameter:
+    return evidence.hyperparameters()["prior.log_precision"]
+
+
+def with_value(x: Tensor, value: float) -> Tensor:
+    x = x.clone()
+    x[1, 0] = value
+    return x
+
+
+@pytest.mark.parametrize("method", ["estimate", "backward", "blocks", "map_loss"])
+@pytest.mark.parametrize(
+    ("x", "y", "words"),
+    [
+        (X, Y + 1, ["3", "0"]),
+        (X, Y - 1, ["-1"]),
+        (X, Y.float(), ["int"]),
+        (X, Y[:, None], ["shape", "squeeze"]),
+        (X, Y[:5], ["5", "8"]),
+    ],
+)
+def test_labels(method: str, x: Tensor, y: Tensor, words: list[str]) -> None:
+    evidence = build("ntk-N-1")
+    before = evidence.generator.get_state()
+    with pytest.raises(InputError) as caught:
+        if method == "blocks":
+            next(iter(evidence.blocks((x, y))))
+        else:
+            getattr(evidence, method)(x, y)
+    assert torch.equal(evidence.generator.get_state(), before)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("method", ["estimate", "backward"])
+def test_inputs_must_be_finite(value: float, method: str) -> None:
+    evidence = build("ntk-N-1")
+    before = evidence.generator.get_state()
+    with pytest.raises(InputError, match="NaN or infinite"):
+        getattr(evidence, method)(with_value(X, value), Y)
+    assert torch.equal(evidence.generator.get_state(), before)
+    assert log_precision(evidence).grad is None
+
+
+@pytest.mark.parametrize("likelihood", [Gaussian(), Bernoulli()])
+def test_targets_must_be_finite(likelihood: Any) -> None:
+    evidence = build("ntk-N-1", likelihood=likelihood)
+    y = with_value(torch.zeros(N, 3), float("nan"))
+    with pytest.raises(InputError, match="NaN|finite"):
+        evidence.estimate(X, y)
+
+
+def test_empty_and_too_large_sets() -> None:
+    evidence = build()
+    with pytest.raises(InputError, match="empty"):
+        evidence.estimate(X[:0], Y[:0])
+    with pytest.raises(InputError, match="9"):
+        evidence.estimate(torch.zeros(9, 2), torch.zeros(9, dtype=torch.long))
+    with pytest.raises(InputError, match="empty"):
+        build("ntk-N-1").estimate(iter([]))
+    with pytest.raises(InputError, match="num_data is 8, but the data set has 5"):
+        evidence.blocks((X[:5], Y[:5]))
+
+
+def test_n_needs_all_the_data() -> None:
+    evidence = build("kfac-N-C")
+    with pytest.raises(InputError, match="all 8"):
+        evidence.estimate(X[:7], Y[:7])
+    with pytest.raises(InputError, match="7 data, but kfac-N-C needs all 8"):
+        evidence.backward([(X[:3], Y[:3]), (X[3:7], Y[3:7])])
+    with pytest.raises(InputError, match="more than the 8"):
+        evidence.backward([(X, Y), (X[:1], Y[:1])])
+    assert log_precision(evidence).grad is None
+    with pytest.raises(InputError, match="for names with N"):
+        build("kfac-4-C").estimate([(X, Y)])
+
+
+def test_subset_larger_than_the_data() -> None:
+    with pytest.raises(EvigradError, match="subsets of 9.*num_data is 8"):
+        build("ntk-9-1")
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)), "one row of C numbers"),
+        (nn.Unflatten(1, (1, 2)), "trainable weights"),
+        (nn.Sequential(nn.Linear(2, 4), nn.Unflatten(1, (2, 2))), "outputs"),
+    ],
+)
+def test_outputs_must_be_a_matrix(model: nn.Module, words: str) -> None:
+    with pytest.raises(EvigradError, match=words):
+        build(model=model, likelihood=Gaussian()).estimate(X[:4], torch.zeros(4, 1))
+
+
+def test_outputs_and_targets_that_do_not_fit() -> None:
+    evidence = build(likelihood=Gaussian())
+    with pytest.raises(InputError, match="shape"):
+        evidence.estimate(X[:4], torch.zeros(4, 2))
+    with pytest.raises(InputError):
+        evidence.estimate(X[:4], torch.zeros(4))
+
+
+def test_diverged_weights() -> None:
+    model = network()
+    evidence = build(model=model)
+    evidence.describe(X)
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    with pytest.raises(EvigradError, match="NaN or infinite"):
+        evidence.estimate(X[:4], Y[:4])
+
+
+@pytest.mark.parametrize(
+    ("build_it", "words"),
+    [
+        (lambda: build("kfacc-4-1"), "kfac-4-1"),
+        (lambda: build("ntk-4"), "OUTPUTS"),
+        (lambda: build("ntk-4-rows-anchored"), "not available yet"),
+        (lambda: build(root="fischer"), "fisher"),
+        (lambda: build(sharing="reduced"), "reduce"),
+        (lambda: build("blockdiag-4-1", parameter_partition="tensors"), "tensor"),
+        (lambda: build(temperature=0.0), "temperature must be a positive number"),
+        (lambda: build(micro_batch=0), "micro_batch must be a positive integer"),
+        (lambda: build(num_data=0), "num_data must be a positive integer"),
+        (lambda: build(hyperparameters=["0.wieght"]), "0.weight"),
+        (lambda: build(hyperparameters="0.weight"), "list of names"),
+        (lambda: build(hyperparameters=["0", "2"]), "no trainable weights"),
+        (lambda: GaussianPrior("layerwize"), "layerwise"),
+        (lambda: build("ntk-4-4").estimate(X, Y), "only 3"),
+    ],
+)
+def test_unknown_names_and_bad_settings(build_it: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        evidence = build_it()
+        evidence.estimate(X[:4], Y[:4])  # what depends on the inputs' shape is checked here
+    assert words in str(caught.value)
+
+
+def test_predicted_memory_above_what_is_free() -> None:
+    model = nn.Sequential(nn.Linear(2, 400), nn.Tanh(), nn.Linear(400, 400), nn.Linear(400, 3))
+    evidence = build("full-4-1", model=model)
+    with pytest.raises(MemoryBudgetError, match="GiB") as caught:
+        evidence.estimate(X[:4], Y[:4])
+    assert "blockdiag" in str(caught.value) or "ntk" in str(caught.value)
+
+
+def test_nothing_to_learn() -> None:
+    evidence = build(prior=GaussianPrior(learnable=False))
+    with pytest.raises(ConfigurationError, match="nothing to differentiate"):
+        evidence.backward(X[:4], Y[:4])
+    assert evidence.estimate(X[:4], Y[:4]).log_evidence < 0
+
+
+def test_kfac_refuses_a_precision_that_varies_inside_a_block() -> None:
+    with pytest.raises(ConfigurationError, match="kfac|Kronecker"):
+        build("kfac-4-1", prior=GaussianPrior("diagonal")).estimate(X[:4], Y[:4])
+
+
+def test_hessian_that_is_not_positive_definite() -> None:
+    model = network()
+    with torch.no_grad():
+        for w in model.parameters():
+            w.mul_(5)
+    evidence = build("full-N-C-hessian", model=model, prior=GaussianPrior(precision=1e-4))
+    with pytest.raises(EvigradError, match="positive definite"):
+        evidence.estimate(X, Y)

@@ -1,0 +1,329 @@
+"""Every structure's number and gradients against dense float64 matrices."""
+
+import math
+import warnings
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import CASES, HYPERPARAMETERS, OUTPUTS, Case
+
+from evigrad import Evidence
+from evigrad.errors import EvigradWarning
+from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from evigrad.priors import GaussianPrior
+
+TOLERANCE = 1e-8
+
+
+def make(
+    case: Case,
+    likelihood: Likelihood,
+    prior: GaussianPrior,
+    estimator: str,
+    m: int = 3,
+    **kwargs: Any,
+) -> tuple[Evidence, Tensor, Tensor]:
+    model, x = case.build(m)
+    names = [n for n in HYPERPARAMETERS if hasattr(model, n)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if case.normalised else "error", EvigradWarning)
+        evidence = Evidence(
+            model,
+            likelihood,
+            prior,
+            estimator=estimator,
+            num_data=m,
+            hyperparameters=names,
+            generator=0,
+            **kwargs,
+        )
+    generator = torch.Generator().manual_seed(1)
+    if isinstance(likelihood, Categorical):
+        y = torch.randint(OUTPUTS, (m,), generator=generator)
+    elif isinstance(likelihood, Bernoulli):
+        y = torch.randint(2, (m, OUTPUTS), generator=generator).double()
+    else:
+        y = torch.randn(m, OUTPUTS, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in prior.parameters():
+            parameter += torch.linspace(-0.5, 0.7, parameter.numel()).reshape(parameter.shape)
+    return evidence, x, y
+
+
+def dense(evidence: Evidence, x: Tensor, y: Tensor, structure: str, by: str = "tensor") -> Tensor:
+    """The full-data log evidence with a graph, from dense matrices."""
+    weights, likelihood = evidence.weights(), evidence.likelihood
+    f = oracle.outputs(evidence.model, x)
+    jacobians = oracle.jacobian(evidence.model, weights, x)
+    jac = torch.cat(list(jacobians.values()), dim=-1)
+    if isinstance(likelihood, Categorical):
+        hessian = oracle.categorical_hessian(f)
+        log_lik = f.log_softmax(-1).gather(1, y[:, None]).sum()
+    elif isinstance(likelihood, Gaussian):
+        variance = (2 * likelihood.log_noise).exp().expand(f.shape)
+        hessian = torch.diag_embed(1 / variance)
+        log_lik = -0.5 * ((y - f) ** 2 / variance + (2 * torch.pi * variance).log()).sum()
+    else:
+        p = f.sigmoid()
+        hessian = torch.diag_embed(p * (1 - p))
+        log_lik = (y * p.log() + (1 - y) * (1 - p).log()).sum()
+    t = evidence.temperature
+    h = oracle.block_matrix(jac, hessian / t, None, "subblock", f)
+    precision = oracle.flat(evidence.prior.precisions(), weights)
+    parts = oracle.parts_of(structure, {n: w.numel() for n, w in weights.items()}, by)
+    flat = torch.cat([w.detach().flatten() for w in weights.values()])
+    decay = (precision * flat**2).sum()
+    return log_lik / t - 0.5 * decay - 0.5 * oracle.log_det(h, precision, parts)
+
+
+def assert_gradients(evidence: Evidence, x: Tensor, y: Tensor, expected: Tensor) -> None:
+    """Value and the gradient of every hyperparameter, norm-wise per tensor."""
+    estimate = evidence.backward(x, y)
+    assert estimate.log_evidence == pytest.approx(expected.item(), rel=TOLERANCE)
+    parts = estimate.log_likelihood + estimate.log_prior - 0.5 * estimate.log_det
+    assert parts == pytest.approx(estimate.log_evidence, rel=1e-12)
+    named = evidence.hyperparameters()
+    wanted = torch.autograd.grad(-expected / evidence.num_data, list(named.values()))
+    for (name, parameter), gradient in zip(named.items(), wanted, strict=True):
+        assert parameter.grad is not None
+        error = (parameter.grad - gradient).norm() / gradient.norm()
+        assert error < TOLERANCE, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("structure", ["ntk", "full", "blockdiag", "diag"])
+def test_every_module_and_structure(name: str, structure: str) -> None:
+    evidence, x, y = make(
+        CASES[name], Categorical(), GaussianPrior("layerwise"), f"{structure}-N-C"
+    )
+    assert_gradients(evidence, x, y, dense(evidence, x, y, structure))
+
+
+@pytest.mark.parametrize("likelihood", [Gaussian, Bernoulli, Categorical])
+@pytest.mark.parametrize("structure", ["ntk", "full", "blockdiag", "diag"])
+@pytest.mark.parametrize("prior", ["scalar", "layerwise", "diagonal", "groups"])
+def test_every_likelihood_and_prior(
+    likelihood: type[Likelihood], structure: str, prior: str
+) -> None:
+    groups: Any = {"body": ["body"], "head": ["head.*"]} if prior == "groups" else prior
+    evidence, x, y = make(
+        CASES["in-place"],
+        likelihood(),
+        GaussianPrior(groups, precision=0.8),
+        f"{structure}-N-C",
+        m=4,
+        temperature=0.7,
+    )
+    assert_gradients(evidence, x, y, dense(evidence, x, y, structure))
+
+
+@pytest.mark.parametrize("structure", ["ntk", "full", "blockdiag", "diag"])
+def test_noise_per_output(structure: str) -> None:
+    evidence, x, y = make(
+        CASES["linear"], Gaussian([0.5, 1.0, 2.0]), GaussianPrior("layerwise"), f"{structure}-N-C"
+    )
+    assert_gradients(evidence, x, y, dense(evidence, x, y, structure))
+
+
+@pytest.mark.parametrize("structure", ["ntk", "diag"])
+def test_only_prior_and_noise(structure: str) -> None:
+    """Without a hyperparameter of the forward pass no graph is kept, and nothing is lost."""
+    model, x = CASES["conv2d"].build(4)
+    for name in HYPERPARAMETERS:
+        getattr(model, name).requires_grad_(False)
+    evidence = Evidence(
+        model, Gaussian(0.7), GaussianPrior("layerwise"), estimator=f"{structure}-N-C", num_data=4
+    )
+    assert set(evidence.hyperparameters()) == {"prior.log_precision", "likelihood.log_noise"}
+    y = torch.sin(torch.arange(4 * OUTPUTS, dtype=torch.float64)).reshape(4, OUTPUTS)
+    assert_gradients(evidence, x, y, dense(evidence, x, y, structure))
+
+
+@pytest.mark.parametrize("structure", ["full", "blockdiag"])
+def test_partition_of_the_parameters_by_module(structure: str) -> None:
+    evidence, x, y = make(
+        CASES["in-place"],
+        Categorical(),
+        GaussianPrior("layerwise"),
+        f"{structure}-N-C",
+        parameter_partition="module",
+    )
+    assert_gradients(evidence, x, y, dense(evidence, x, y, structure, by="module"))
+
+
+def test_partition_of_the_parameters_by_groups() -> None:
+    groups = {"one": ["body.0.weight", "head"], "two": ["body.0.bias", "body.2"]}
+    evidence, x, y = make(
+        CASES["in-place"],
+        Categorical(),
+        GaussianPrior("layerwise"),
+        "blockdiag-N-C",
+        parameter_partition=groups,
+    )
+    sizes = {n: w.numel() for n, w in evidence.weights().items()}
+    indices = dict(
+        zip(sizes, torch.arange(sum(sizes.values())).split(list(sizes.values())), strict=True)
+    )
+    parts = [
+        torch.cat([i for n, i in indices.items() if any(n.startswith(p) for p in prefixes)])
+        for prefixes in groups.values()
+    ]
+    f = oracle.outputs(evidence.model, x)
+    jac = torch.cat(list(oracle.jacobian(evidence.model, evidence.weights(), x).values()), dim=-1)
+    h = oracle.block_matrix(jac, oracle.categorical_hessian(f), None, "subblock", f)
+    precision = oracle.flat(evidence.prior.precisions(), evidence.weights())
+    expected = oracle.log_det(h, precision, parts).item()
+    assert evidence.estimate(x, y).log_det == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["conv2d", "twice", "transformer", "lstm"])
+@pytest.mark.parametrize("structure", ["ntk", "full", "blockdiag", "diag", "kfac"])
+def test_micro_batches_change_nothing(name: str, structure: str) -> None:
+    results = []
+    for micro_batch in (None, 1, 2):
+        evidence, x, y = make(
+            CASES[name],
+            Categorical(),
+            GaussianPrior("layerwise"),
+            f"{structure}-N-C",
+            m=5,
+            micro_batch=micro_batch,
+        )
+        estimate = evidence.backward(x, y)
+        grads = [p.grad for p in evidence.hyperparameters().values() if p.grad is not None]
+        results.append((estimate.log_evidence, torch.cat([g.flatten() for g in grads])))
+    for value, gradient in results[1:]:
+        assert value == pytest.approx(results[0][0], rel=1e-11)
+        torch.testing.assert_close(gradient, results[0][1], rtol=1e-8, atol=1e-11)
+
+
+def test_batches_of_all_the_data_equal_the_data_at_once() -> None:
+    for estimator in ("ntk-N-C", "kfac-N-1", "diag-N-2-iid"):
+        evidence, x, y = make(CASES["conv1d"], Categorical(), GaussianPrior(), estimator, m=5)
+        state = evidence.generator.get_state()
+        at_once = evidence.estimate(x, y)
+        evidence.generator.set_state(state)
+        streamed = evidence.estimate(iter([(x[:2], y[:2]), (x[2:], y[2:])]))
+        assert streamed.log_evidence == pytest.approx(at_once.log_evidence, rel=1e-11)
+
+
+def test_finite_differences_of_the_library_itself() -> None:
+    """The gradient against central differences of estimate(), no autograd in the oracle."""
+    evidence, x, y = make(CASES["conv2d"], Gaussian(0.6), GaussianPrior("layerwise"), "ntk-N-C")
+    evidence.backward(x, y)
+    step = 1e-5
+    for name, parameter in evidence.hyperparameters().items():
+        direction = (
+            torch.sin(torch.arange(parameter.numel()) + 1.0).reshape(parameter.shape).double()
+        )
+        values = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                parameter += sign * step * direction
+                values.append(-evidence.estimate(x, y).per_datum)
+                parameter -= sign * step * direction
+        assert parameter.grad is not None
+        slope = (values[0] - values[1]) / (2 * step)
+        assert slope == pytest.approx((parameter.grad * direction).sum().item(), rel=1e-6), name
+
+
+def test_linear_model_against_its_closed_form_evidence() -> None:
+    """A Bayesian linear regression: y ~ N(0, σ² I + Φ P0⁻¹ Φᵀ) exactly, at the posterior mean."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(12, 4, generator=generator, dtype=torch.float64)
+    y = torch.randn(12, 1, generator=generator, dtype=torch.float64)
+    noise, precision = 0.6, 1.7
+    model = nn.Linear(4, 1).double()
+    phi = torch.cat([x, torch.ones(12, 1, dtype=torch.float64)], dim=1)
+    posterior = phi.T @ phi / noise**2 + precision * torch.eye(5, dtype=torch.float64)
+    mean = torch.linalg.solve(posterior, phi.T @ y / noise**2)
+    with torch.no_grad():
+        model.weight.copy_(mean[:4].T)
+        model.bias.copy_(mean[4])
+    covariance = noise**2 * torch.eye(12, dtype=torch.float64) + phi @ phi.T / precision
+    zero = torch.zeros(12, dtype=torch.float64)
+    exact = torch.distributions.MultivariateNormal(zero, covariance).log_prob(y[:, 0]).item()
+    for structure in ("ntk", "full"):
+        likelihood = Gaussian(noise)
+        evidence = Evidence(
+            model,
+            likelihood,
+            GaussianPrior("scalar", precision),
+            estimator=f"{structure}-N-C",
+            num_data=12,
+        )
+        with torch.no_grad():  # made in float32
+            likelihood.log_noise.fill_(math.log(noise))
+        estimate = evidence.estimate(x, y)
+        assert estimate.log_evidence == pytest.approx(exact, rel=1e-10)
+        assert estimate.is_bound
+
+
+@pytest.mark.parametrize("estimator", ["ntk-N-1-ef", "full-N-1-ef"])
+def test_empirical_fisher(estimator: str) -> None:
+    evidence, x, y = make(
+        CASES["linear"], Gaussian(0.8), GaussianPrior(), estimator, m=4, temperature=1.3
+    )
+    likelihood = evidence.likelihood
+    assert isinstance(likelihood, Gaussian)
+    f = oracle.outputs(evidence.model, x)
+    jac = torch.cat(list(oracle.jacobian(evidence.model, evidence.weights(), x).values()), dim=-1)
+    variance = (2 * likelihood.log_noise).exp()
+    rows = torch.einsum("nc,ncp->np", (y - f) / variance, jac)
+    precision = oracle.flat(evidence.prior.precisions(), evidence.weights())
+    flat = torch.cat([w.detach().flatten() for w in evidence.weights().values()])
+    log_lik = -0.5 * ((y - f) ** 2 / variance + (2 * torch.pi * variance).log()).sum()
+    det = oracle.log_det(rows.T @ rows / 1.3, precision)
+    expected = log_lik / 1.3 - 0.5 * (precision * flat**2).sum() - 0.5 * det
+    assert_gradients(evidence, x, y, expected)
+
+
+@pytest.mark.parametrize("structure", ["full", "blockdiag", "diag"])
+def test_exact_hessian(structure: str) -> None:
+    evidence, x, y = make(
+        CASES["linear"],
+        Categorical(),
+        GaussianPrior(precision=3.0),
+        f"{structure}-N-C-hessian",
+        m=4,
+        temperature=0.9,
+    )
+    weights = evidence.weights()
+    f = oracle.outputs(evidence.model, x)
+    log_lik = f.log_softmax(-1).gather(1, y[:, None]).sum() / 0.9
+    first = torch.autograd.grad(-log_lik, list(weights.values()), create_graph=True)
+    gradient = torch.cat([g.flatten() for g in first])
+    rows = [
+        torch.cat(
+            [
+                g.flatten()
+                for g in torch.autograd.grad(
+                    entry, list(weights.values()), create_graph=True, materialize_grads=True
+                )
+            ]
+        )
+        for entry in gradient
+    ]
+    precision = oracle.flat(evidence.prior.precisions(), weights)
+    parts = oracle.parts_of(structure, {n: w.numel() for n, w in weights.items()})
+    flat = torch.cat([w.detach().flatten() for w in weights.values()])
+    det = oracle.log_det(torch.stack(rows), precision, parts)
+    assert_gradients(evidence, x, y, log_lik - 0.5 * (precision * flat**2).sum() - 0.5 * det)
+
+
+def test_sampled_fisher_is_the_fisher_in_the_limit_of_many_samples() -> None:
+    model, x = CASES["linear"].build(3)
+    y = torch.zeros(3, dtype=torch.long)
+
+    def log_det(estimator: str) -> float:
+        evidence = Evidence(
+            model, Categorical(), GaussianPrior(), estimator=estimator, num_data=3, generator=0
+        )
+        return evidence.estimate(x, y).log_det
+
+    exact = log_det("full-N-C")
+    assert log_det("full-N-4000-mc") == pytest.approx(exact, rel=0.03)
+    assert log_det("full-N-1-mc") != pytest.approx(exact, rel=0.01)
