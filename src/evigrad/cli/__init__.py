@@ -1,0 +1,54 @@
+"""The command ``evigrad``: one module for each subcommand."""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from evigrad.errors import EvigradError, EvigradWarning
+
+_NEEDS = "The command line needs more packages than the library: pip install 'evigrad[all]'"
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: The arguments after the program's name. Default: those of the process.
+
+    Returns:
+        The exit code: 0, 2 for a mistake that the user can mend, 130 after Ctrl-C.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    missing = [name for name in ("jsonargparse", "rich", "yaml") if find_spec(name) is None]
+    if missing:
+        print(f"{_NEEDS} ({', '.join(missing)} missing).", file=sys.stderr)
+        return 2
+    from evigrad.cli.commands import run
+    from evigrad.cli.messages import show
+
+    said: set[str] = set()
+
+    def show_warning(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+        if not issubclass(category, EvigradWarning):
+            return plain(message, category, *rest)
+        if str(message) not in said:  # two runs in one command warn of the same model once
+            said.add(str(message))
+            show("warning", str(message))
+
+    plain = warnings.showwarning
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", EvigradWarning)
+        warnings.showwarning = show_warning
+        try:
+            return run(arguments)
+        except EvigradError as error:
+            show("error", str(error))
+            return 2
+        except KeyboardInterrupt:
+            show(
+                "error", "Interrupted. What was finished is in the run directory, if there is one."
+            )
+            return _INTERRUPTED

@@ -1,0 +1,246 @@
+"""``evigrad doctor``: what an estimator would do to a network, and what it costs."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jsonargparse import Namespace
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from evigrad.cli.messages import show
+from evigrad.cli.parser import Options, Parser
+from evigrad.cli.setup import SETUP_TYPES, set_up
+from evigrad.cli.train import FIT_TYPES, FIT_WORDS
+from evigrad.errors import ConfigurationError
+from evigrad.estimate import Estimate, ParameterReport
+from evigrad.evidence import Evidence
+from evigrad.likelihoods import make_likelihood
+from evigrad.priors import GaussianPrior
+from evigrad.training import fit
+
+SUMMARY = "Show what an estimator does with each parameter of a network, and its cost"
+
+_DESCRIPTION = """\
+Show what each parameter of a network gets from an estimator, how much memory the estimator
+needs, and how long an estimate and its gradient take beside a plain training step. Nothing is
+trained and nothing is written.
+
+example:
+  evigrad doctor --data digits --model digitsnet --estimator kfac-100-1"""
+
+_PRIOR = ("estimator", "likelihood", "prior", "precision")
+_ESTIMATOR = ("temperature", "root", "sharing", "parameter_partition", "micro_batch")
+
+# Repetitions stop after this time each: a doctor should answer in seconds.
+_SECONDS_EACH = 2.0
+_MOST_REPETITIONS = 20
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Median times in seconds, over as many repetitions as fit a short while.
+
+    Attributes:
+        batch_step: A forward and backward pass of the training loss over a batch.
+        block_step: The same over the data of a block of the estimator: the yardstick.
+        estimate: One estimate.
+        backward: One estimate and its gradient.
+        first: What the estimate was.
+        block_size: Data in a block.
+    """
+
+    batch_step: float
+    block_step: float
+    estimate: float
+    backward: float
+    first: Estimate
+    block_size: int
+
+
+def make_parser() -> Parser:
+    """The options of ``evigrad doctor``.
+
+    Returns:
+        The parser.
+    """
+    parser = Parser(description=_DESCRIPTION, usage="evigrad doctor [options]")
+    options = Options(parser)
+    options.add_group(
+        "network and data", set_up, ("data", "data_dir", "subset", "model"), SETUP_TYPES
+    )
+    options.add_group("prior and evidence", fit, _PRIOR, FIT_TYPES, {"likelihood": None}, FIT_WORDS)
+    options.add_group("details of the estimator", fit, _ESTIMATOR, FIT_TYPES)
+    options.add_group("training", fit, ("batch_size",), FIT_TYPES)
+    options.add_group("machine", set_up, ("seed", "device", "threads"), SETUP_TYPES)
+    return parser
+
+
+def run(parser: Parser, options: Namespace) -> int:
+    """Examine a network as the options say.
+
+    Args:
+        parser: The parser of the options.
+        options: The options.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigurationError: If a setting does not exist or does not fit.
+    """
+    if options.estimator in (None, "map"):
+        raise ConfigurationError("The doctor examines an estimator: name one, as ntk-100-1.")
+    if options.batch_size < 1:
+        raise ConfigurationError(f"batch_size must be at least 1, not {options.batch_size}.")
+    setup = set_up(**{name: options[name] for name in SETUP_TYPES})
+    evidence = Evidence(
+        setup.make_model(),
+        make_likelihood(options.likelihood or setup.data.likelihood),
+        GaussianPrior(structure=options.prior, precision=options.precision),
+        estimator=options.estimator,
+        num_data=len(setup.data.train[0]),
+        generator=torch.Generator().manual_seed(setup.seed),
+        **{name: options[name] for name in _ESTIMATOR},
+    )
+    data = setup.data.train
+    batch_size = min(options.batch_size, len(data[0]))
+    console = Console()
+    show("note", f"{setup.data.describe()}; {setup.model_name} on {setup.device}")
+    console.print(_parameter_table(evidence, evidence.describe(data[0])))
+    memory = predicted_bytes(evidence, data[0])
+    console.print(_cost_table(evidence, measure(evidence, data, batch_size), memory, batch_size))
+    return 0
+
+
+def measure(evidence: Evidence, data: tuple[Tensor, Tensor], batch_size: int) -> Cost:
+    """Time a training step, an estimate and its gradient.
+
+    Args:
+        evidence: Of any network; its weights stay.
+        data: Training data on the network's device.
+        batch_size: Data in a training step.
+
+    Returns:
+        The median times.
+    """
+    x, y = data
+    weights = list(evidence.weights().values())
+    (block,) = evidence.blocks(data).take(1)
+    chosen = block.indices.to(x.device)
+
+    def step(inputs: Tensor, targets: Tensor) -> None:
+        loss = evidence.map_loss(inputs, targets)
+        torch.autograd.grad(loss, weights, allow_unused=True)
+
+    def backward() -> None:
+        evidence.backward(block)
+        for parameter in evidence.hyperparameters().values():
+            parameter.grad = None
+
+    batch, same = (x[:batch_size], y[:batch_size]), (x[chosen], y[chosen])
+    return Cost(
+        batch_step=_median_time(lambda: step(*batch), x.device),
+        block_step=_median_time(lambda: step(*same), x.device),
+        estimate=_median_time(lambda: evidence.estimate(block), x.device),
+        backward=_median_time(backward, x.device),
+        first=evidence.estimate(block),
+        block_size=len(chosen),
+    )
+
+
+def predicted_bytes(evidence: Evidence, x: Tensor) -> int:
+    """Memory that a block's statistic and its log-determinant will take.
+
+    Args:
+        evidence: Of any network.
+        x: Some inputs.
+
+    Returns:
+        Bytes, by the same formula that refuses what would not fit.
+    """
+    prepared = evidence._assembly.prepare(x)
+    spec, partition = evidence.spec, prepared.partition
+    data = spec.subset or partition.num_data
+    rows = data if spec.rows else data * (spec.outputs or partition.num_outputs)
+    return prepared.structure.predicted_bytes(rows)
+
+
+def _median_time(action: Callable[[], Any], device: torch.device) -> float:
+    action()  # the first call allocates and plans
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < _SECONDS_EACH and len(times) < _MOST_REPETITIONS):
+        _wait(device)
+        start = time.perf_counter()
+        action()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+        if times[0] > _SECONDS_EACH:
+            break
+    return statistics.median(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _parameter_table(evidence: Evidence, reports: list[ParameterReport]) -> Table:
+    total = sum(w.numel() for w in evidence.weights().values())
+    table = Table(
+        box=SIMPLE_HEAD,
+        title=f"{evidence.spec.name}: {len(reports)} parameter tensors, {total:,} weights",
+        caption=(
+            "derivatives: how they are computed. curvature: the tensor's block of it. prior group:"
+            " tensors with one precision."
+        ),
+        caption_justify="left",
+    )
+    for name in ("parameter", "shape", "derivatives", "curvature", "prior group"):
+        table.add_column(name, overflow="fold")
+    table.add_column("precision", justify="right")
+    for report in reports:
+        shape = "x".join(map(str, report.shape)) or "scalar"
+        table.add_row(
+            report.name, shape, report.rows, report.curvature, report.group, f"{report.precision:g}"
+        )
+    return table
+
+
+def _cost_table(evidence: Evidence, cost: Cost, memory: int, batch_size: int) -> Table:
+    name = evidence.spec.name
+    bound = "is a lower bound" if cost.first.is_bound else "is not a guaranteed lower bound"
+    table = Table(
+        box=SIMPLE_HEAD,
+        title=f"Cost of {name}",
+        caption=(
+            f"Predicted memory of the curvature: {_bytes(memory)}. The expected log evidence"
+            f" {bound}. Times are medians, of this machine as busy as it is."
+        ),
+        caption_justify="left",
+    )
+    table.add_column("what")
+    table.add_column("time", justify="right")
+    table.add_column("ratio", justify="right")
+    rows = (
+        (f"training step on a batch of {batch_size}", cost.batch_step),
+        (f"training step on the {cost.block_size} data of a block", cost.block_step),
+        ("one estimate on that block", cost.estimate),
+        ("one estimate and its gradient on that block", cost.backward),
+    )
+    for label, seconds in rows:
+        table.add_row(label, f"{1e3 * seconds:.3g} ms", f"{seconds / cost.block_step:.3g}")
+    return table
+
+
+def _bytes(count: int) -> str:
+    size, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1000
+        units.pop(0)
+    return f"{size:.3g} {units[0]}"

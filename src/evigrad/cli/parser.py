@@ -1,0 +1,232 @@
+"""Command line options and YAML files from the signatures and docstrings of functions."""
+
+import inspect
+import re
+from argparse import Action, RawDescriptionHelpFormatter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from jsonargparse import ActionYesNo, ArgumentParser
+
+from evigrad.errors import ConfigurationError, nearest
+
+_HELP_WIDTH = 96
+_HELP_COLUMN = 30
+
+
+class CommandLineError(Exception):
+    """A mistake in the arguments; not a ``ValueError``, which the parser would take for its own."""
+
+
+class Formatter(RawDescriptionHelpFormatter):
+    """Help with the default behind each description, and no internal types."""
+
+    def __init__(self, prog: str, **keywords: Any) -> None:
+        super().__init__(prog, max_help_position=_HELP_COLUMN, width=_HELP_WIDTH)
+
+    def _format_action_invocation(self, action: Action) -> str:
+        if isinstance(action, ActionYesNo):  # not four values behind each of two spellings
+            return ", ".join(action.option_strings)
+        return super()._format_action_invocation(action)
+
+    def _get_help_string(self, action: Action) -> str:
+        text = action.help or ""
+        if not action.option_strings or action.default in (None, "==SUPPRESS=="):
+            return text
+        if isinstance(action.default, bool):
+            return f"{text} (default: {'yes' if action.default else 'no'})"
+        return f"{text} (default: %(default)s)"
+
+
+class Parser(ArgumentParser):
+    """A parser whose mistakes become one clean sentence with the nearest option's name."""
+
+    def __init__(self, **keywords: Any) -> None:
+        """Make a parser that reads ``--config FILE`` and prints ``--print-config``.
+
+        Args:
+            **keywords: As for ``jsonargparse.ArgumentParser``.
+        """
+        super().__init__(
+            formatter_class=Formatter, print_config="--print-config", add_help=False, **keywords
+        )
+        self.add_argument("-h", "--help", action="help", help="Show this help and exit.")
+        self.add_argument("--config", action="config", metavar="FILE", help="YAML file of options.")
+        for action in self._actions:
+            if "--print-config" in action.option_strings:
+                action.help, action.metavar = "Print all options as such a file and exit.", ""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise the mistake instead of printing usage and leaving.
+
+        Args:
+            message: What the parser found.
+            ex: Its cause.
+
+        Raises:
+            CommandLineError: Always.
+        """
+        if isinstance(ex, CommandLineError):
+            raise ex
+        raise CommandLineError(message) from ex
+
+
+class Options:
+    """Options of one subcommand, taken from the signatures and docstrings of functions."""
+
+    def __init__(self, parser: ArgumentParser) -> None:
+        """Take up a parser.
+
+        Args:
+            parser: Where the options go.
+        """
+        self.parser = parser
+
+    def add_group(
+        self,
+        title: str,
+        function: Callable[..., Any],
+        names: Sequence[str],
+        types: Mapping[str, Any],
+        defaults: Mapping[str, Any] | None = None,
+        words: Mapping[str, str] | None = None,
+    ) -> None:
+        """Add keywords of a function as options.
+
+        Args:
+            title: Title of the group in the help.
+            function: Has the keywords, with defaults and a Google docstring.
+            names: The keywords that become options.
+            types: Type of each option: ``int``, ``float``, ``str``, ``bool``, a ``Literal``, or
+                one of them ``| None``.
+            defaults: Defaults that differ from the function's.
+            words: Descriptions that differ from the function's.
+        """
+        group = self.parser.add_argument_group(title)
+        descriptions = argument_descriptions(function)
+        parameters = inspect.signature(function).parameters
+        for name in names:
+            default = (defaults or {}).get(name, parameters[name].default)
+            flag, kind = f"--{name.replace('_', '-')}", types[name]
+            text = (words or {}).get(name, descriptions[name])
+            text = re.sub(r"\s*\([Ii]n Python[^)]*\)", "", text)
+            text = text.replace("``", "").replace("%", "%%")
+            if kind is bool:
+                action = ActionYesNo(no_prefix="no-")
+                group.add_argument(flag, action=action, nargs="?", default=default, help=text)
+            else:
+                metavar = "DIR" if name.endswith("_dir") else _metavar(kind)
+                group.add_argument(flag, type=kind, metavar=metavar, default=default, help=text)
+
+
+def argument_descriptions(function: Callable[..., Any]) -> dict[str, str]:
+    """The descriptions under ``Args:`` of a Google docstring.
+
+    Args:
+        function: Anything with a docstring.
+
+    Returns:
+        Name to description, in one line each.
+    """
+    found: dict[str, str] = {}
+    name = ""
+    inside = False
+    for line in inspect.cleandoc(function.__doc__ or "").splitlines():
+        if re.fullmatch(r"\w+:", line):
+            inside = line == "Args:"
+        elif inside and (match := re.match(r"    (\w+): (.*)", line)):
+            name = match[1]
+            found[name] = match[2]
+        elif inside and name and line.strip():
+            found[name] += f" {line.strip()}"
+    return found
+
+
+def with_hyphens(arguments: Sequence[str]) -> list[str]:
+    """Options in the spelling of the help, whether they were typed with ``_`` or with ``-``.
+
+    Args:
+        arguments: As typed.
+
+    Returns:
+        The same with ``--run_dir`` as ``--run-dir``.
+    """
+    spelled = []
+    for argument in arguments:
+        if argument.startswith("--"):
+            option, equals, value = argument.partition("=")
+            argument = f"--{option[2:].replace('_', '-')}{equals}{value}"
+        spelled.append(argument)
+    return spelled
+
+
+def explain(message: str, parser: ArgumentParser | None, command: str) -> ConfigurationError:
+    """Reword what the parser found, for a reader who did not write the parser.
+
+    Args:
+        message: The parser's words.
+        parser: The subcommand's parser, if the mistake is in its options.
+        command: The words that were typed before the options, as ``evigrad train``.
+
+    Returns:
+        The error.
+    """
+    text = " ".join(message.split())
+    help_hint = f" See {command} --help."
+    options = [] if parser is None else _option_names(parser)
+    if match := re.search(r"unrecognized arguments: (\S+)", text):
+        typed = match[1]
+        if typed.startswith("-"):
+            typed = typed.partition("=")[0]
+            return ConfigurationError(
+                f"There is no option {typed}.{nearest(typed, options)}{help_hint}"
+            )
+        return ConfigurationError(
+            f"'{typed}' is not understood here: options start with --.{help_hint}"
+        )
+    if match := re.search(r"(?:does not accept option|Option) '([^']+)'", text):
+        plain = [option.removeprefix("--").replace("-", "_") for option in options]
+        return ConfigurationError(
+            f"The configuration has an unknown key '{match[1]}'."
+            f"{nearest(match[1].replace('-', '_'), plain)}{help_hint}"
+        )
+    if match := re.search(r'Parser key "([^"]+)": ?(.*)', text):
+        key = match[1].rpartition(".")[2].replace("_", "-")
+        return ConfigurationError(f"--{key}: {_expected(match[2])}{help_hint}")
+    if match := re.search(r"argument (--[\w-]+)[^:]*: invalid _boolean_type value: (.*)", text):
+        return ConfigurationError(f"{match[1]}: give yes or no, not {match[2]}.{help_hint}")
+    if match := re.search(r"argument (--[\w-]+)[^:]*: expected .*argument", text):
+        return ConfigurationError(f"{match[1]} needs a value.{help_hint}")
+    return ConfigurationError(f"{text[:1].upper()}{text[1:].rstrip('.')}.{help_hint}")
+
+
+def _expected(text: str) -> str:
+    """The parser's words about a value of a wrong type, without its Python."""
+    kinds = {"int": "a whole number", "float": "a number", "bool": "yes or no", "str": "a text"}
+    value = re.search(r"(?:Got value|Given value): (.*)$", text)
+    given = f", not '{value[1].strip()}'" if value else ""
+    if choices := re.search(r"Literal\[([^\]]*)\]", text):
+        names = re.findall(r"'([^']*)'", choices[1])
+        hint = nearest(value[1].strip(), names) if value else ""
+        return f"choose one of {', '.join(names)}{given}.{hint}"
+    named = [words for kind, words in kinds.items() if f"<class '{kind}'>" in text]
+    if named:
+        return f"give {named[0]}{given}."
+    return text if text.endswith(".") else f"{text}."
+
+
+def _option_names(parser: ArgumentParser) -> list[str]:
+    return [
+        option
+        for action in parser._actions
+        for option in action.option_strings
+        if option.startswith("--") and not option.startswith("--no-")
+    ]
+
+
+def _metavar(kind: Any) -> str:
+    """How the help shows a value."""
+    text = str(kind)
+    if "Literal" in text:
+        return "|".join(re.findall(r"'([^']*)'", text))
+    return "N" if "int" in text else "X" if "float" in text else "NAME"

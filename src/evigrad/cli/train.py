@@ -1,0 +1,300 @@
+"""``evigrad train``: train a network, learn its prior, and compare with plain MAP training."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from jsonargparse import Namespace
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from evigrad import plots
+from evigrad.cli.messages import show
+from evigrad.cli.parser import Options, Parser
+from evigrad.cli.setup import SETUP_TYPES, Setup, set_up
+from evigrad.errors import ConfigurationError
+from evigrad.estimators import EstimatorSpec
+from evigrad.training import (
+    EvidenceValue,
+    FitResult,
+    Run,
+    RunDirectory,
+    Settings,
+    describe_estimator,
+    evaluate_evidence,
+    fit,
+    prepare,
+    tight_estimator,
+)
+
+SUMMARY = "Train a network and learn its weight decay for each layer"
+
+_DESCRIPTION = """\
+Train a network and learn its hyperparameters on the training data alone.
+
+The weights are trained by MAP. Between epochs, a few gradient steps on an estimate of the log
+marginal likelihood (the log evidence) learn the precision of the Gaussian prior of each layer,
+which is its weight decay. The test set is only evaluated.
+
+examples:
+  evigrad train                                     digits, a small network, ntk-100-1
+  evigrad train --compare-map                       ... beside plain MAP training, as a table
+  evigrad train --config FILE.yaml --epochs 50      options after a file replace what it says
+  evigrad train --estimator kfac-N-C --print-config > FILE.yaml"""
+
+FIT_TYPES: dict[str, Any] = {
+    "estimator": str | None,
+    "likelihood": str | None,
+    "prior": Literal["scalar", "layerwise", "diagonal"],
+    "precision": float,
+    "epochs": int,
+    "batch_size": int,
+    "optimizer": Literal["adam", "sgd"],
+    "lr": float,
+    "lr_min": float,
+    "momentum": float,
+    "burn_in": int,
+    "every": int,
+    "steps": int,
+    "prior_lr": float,
+    "prior_lr_min": float,
+    "temperature": float,
+    "root": Literal["subblock", "fisher", "eigen"] | None,
+    "sharing": Literal["expand", "reduce"],
+    "parameter_partition": Literal["tensor", "module"],
+    "micro_batch": int | None,
+    "eval_every": int,
+    "checkpoint_every": int,
+    "progress": bool,
+}
+# Where the command line has other words than Python.
+FIT_WORDS = {
+    "estimator": "Evidence estimator, STRUCTURE-SUBSET-OUTPUTS: structure ntk, full, blockdiag,"
+    " kfac or diag; data in a block, or N for all; outputs in a block, or C for all. map learns"
+    " no hyperparameters (plain MAP training).",
+    "likelihood": "Of the targets: categorical, gaussian or bernoulli. Default: what the data set"
+    " is for.",
+}
+_OWN_TYPES: dict[str, Any] = {
+    "compare_map": bool,
+    "evaluate_with": str,
+    "run_dir": str | None,
+    "figures": bool,
+}
+_SETUP = ("data", "data_dir", "subset", "model")
+_PRIOR = ("estimator", "likelihood", "prior", "precision")
+_WEIGHTS = ("epochs", "batch_size", "optimizer", "lr", "lr_min", "momentum")
+_HYPER = ("burn_in", "every", "steps", "prior_lr", "prior_lr_min")
+_ESTIMATOR = ("temperature", "root", "sharing", "parameter_partition", "micro_batch")
+_MACHINE = ("seed", "device", "threads")
+# Those of fit that only networks with hyperparameters of their own need, or only Python can say.
+_FIXED: dict[str, Any] = {
+    "hyperparameters": (),
+    "hyper_lr": 0.05,
+    "hyper_lr_min": 0.005,
+    "gram_dtype": None,
+}
+
+
+def make_parser() -> Parser:
+    """The options of ``evigrad train``.
+
+    Returns:
+        The parser.
+    """
+    parser = Parser(description=_DESCRIPTION, usage="evigrad train [options]")
+    options = Options(parser)
+    options.add_group("what to train", set_up, _SETUP, SETUP_TYPES)
+    options.add_group("prior and evidence", fit, _PRIOR, FIT_TYPES, {"likelihood": None}, FIT_WORDS)
+    options.add_group("training of the weights", fit, _WEIGHTS, FIT_TYPES)
+    options.add_group("learning of the hyperparameters", fit, _HYPER, FIT_TYPES)
+    options.add_group("details of the estimator", fit, _ESTIMATOR, FIT_TYPES)
+    options.add_group("results", report, tuple(_OWN_TYPES), _OWN_TYPES)
+    recorded = ("eval_every", "checkpoint_every", "progress")
+    options.add_group("record", fit, recorded, FIT_TYPES)
+    options.add_group("machine", set_up, _MACHINE, SETUP_TYPES)
+    return parser
+
+
+def run(parser: Parser, options: Namespace) -> int:
+    """Train as the options say.
+
+    Args:
+        parser: The parser of the options.
+        options: The options.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigurationError: If a setting does not exist or does not fit, before anything is
+            computed or written.
+    """
+    setup = set_up(**{name: options[name] for name in SETUP_TYPES})
+    if options.evaluate_with != "auto":
+        EstimatorSpec.parse(options.evaluate_with)
+    runs = _prepare(setup, options)
+    directory = RunDirectory(options.run_dir or _default_directory(options))
+    configuration = parser.dump(_without_files(options))
+    (directory.path / "config.yaml").write_text(configuration, encoding="utf-8")
+    show("note", f"{setup.data.describe()}; {_describe_model(setup, runs[-1])}")
+    show("note", f"Writing to {directory.path}")
+    results = {}
+    for each in runs:
+        folder = directory if each is runs[-1] else RunDirectory(directory.path / "map")
+        results[each.name] = each.train(folder, progress=options.progress)
+    report(
+        results,
+        setup,
+        directory,
+        compare_map=options.compare_map,
+        evaluate_with=options.evaluate_with,
+        figures=options.figures,
+    )
+    return 0
+
+
+def report(
+    results: dict[str, FitResult],
+    setup: Setup,
+    directory: RunDirectory,
+    *,
+    compare_map: bool = False,
+    evaluate_with: str = "auto",
+    run_dir: str | None = None,
+    figures: bool = True,
+) -> None:
+    """Evaluate trained networks with one common estimator, print the table, draw the figures.
+
+    Args:
+        results: Name of each run to its result.
+        setup: Data and network.
+        directory: Where the results go.
+        compare_map: Whether to train by MAP first, with the same settings and no hyperparameter
+            steps, and to show both.
+        evaluate_with: Estimator of the log evidence in the final table, the same for all rows.
+            auto takes the tightest one that is a matter of seconds.
+        run_dir: Folder of the run. One that holds something is not overwritten: NAME-2, NAME-3,
+            ... is taken then. Default: runs/DATA-MODEL-ESTIMATOR.
+        figures: Whether to draw learning curves and precisions into the folder.
+    """
+    name = evaluate_with
+    if name == "auto":
+        weights = next(iter(results.values())).evidence.weights().values()
+        x, _ = setup.data.train
+        name = tight_estimator(sum(w.numel() for w in weights), len(x), setup.data.num_outputs)
+    show("note", f"Evaluating the log evidence with {name}")
+    values = {
+        key: evaluate_evidence(result.evidence, setup.data.train, name)
+        for key, result in results.items()
+    }
+    Console().print(_table(results, values))
+    directory.write_json("results.json", _record(results, values))
+    if figures:
+        histories = {key: result.history for key, result in results.items()}
+        learned = [key for key, result in results.items() if result.estimator is not None]
+        files = plots.save_all(histories, directory.figures, learned[-1] if learned else None)
+        show("note", "Figures: " + ", ".join(map(str, files)))
+
+
+def _prepare(setup: Setup, options: Namespace) -> list[Run]:
+    """The runs, checked; the MAP baseline first."""
+    named = {name: options[name] for name in FIT_TYPES if name != "progress"}
+    if named["estimator"] == "map":
+        named["estimator"] = None
+    named["likelihood"] = named["likelihood"] or setup.data.likelihood
+    known = {field.name for field in fields(Settings)}
+    given = {**_FIXED, **named, "seed": setup.seed}
+    settings = Settings(**{name: value for name, value in given.items() if name in known})
+    wanted = [settings]
+    if options.compare_map:
+        if settings.estimator is None:
+            raise ConfigurationError("compare_map needs an estimator to compare MAP with.")
+        wanted.insert(0, replace(settings, estimator=None))
+    data = setup.data
+    return [prepare(setup.make_model(), data.train, each, test=data.test) for each in wanted]
+
+
+def _without_files(options: Namespace) -> Namespace:
+    """The options as one flat configuration, whichever files they came from."""
+    kept = options.clone()
+    kept.pop("config", None)
+    return kept
+
+
+def _default_directory(options: Namespace) -> Path:
+    parts: Sequence[str] = (options.data, options.model, options.estimator or "map")
+    return Path("runs") / "-".join(parts).replace("/", "-").replace(":", "-")
+
+
+def _describe_model(setup: Setup, run: Run) -> str:
+    weights = sum(w.numel() for w in run.evidence.weights().values())
+    return f"{setup.model_name} with {weights:,} weights on {setup.device}"
+
+
+def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue]) -> Table:
+    value = next(iter(values.values()))
+    what = describe_estimator(value.estimator, value.blocks)
+    classifies = "accuracy" in next(iter(results.values())).test_metrics
+    table = Table(
+        box=SIMPLE_HEAD,
+        title="Trained on the training data alone",
+        caption=(
+            "Log evidence and test log likelihood in nats per datum, higher is better. The log"
+            f" evidence is by {what}. Seconds of training, without evaluation."
+        ),
+        caption_justify="left",
+    )
+    table.add_column("method")
+    for column in (
+        "log evidence",
+        "test log likelihood",
+        "test accuracy" if classifies else "test squared error",
+        "seconds",
+    ):
+        table.add_column(column, justify="right")
+    for key, result in results.items():
+        test = result.test_metrics
+        last = f"{100 * test['accuracy']:.2f} %" if classifies else f"{test['squared_error']:.4g}"
+        table.add_row(
+            key if result.estimator is None else f"{key}, learned precisions",
+            f"{values[key].per_datum:.4f}",
+            f"{test['log_likelihood']:.4f}",
+            last,
+            f"{result.seconds:.1f}",
+        )
+    return table
+
+
+def _record(
+    results: dict[str, FitResult], values: dict[str, EvidenceValue]
+) -> dict[str, dict[str, Any]]:
+    return {
+        key: {
+            "evidence": asdict(values[key]),
+            "train": result.train_metrics,
+            "test": result.test_metrics,
+            "seconds": result.seconds,
+            "hyperparameters": {
+                name: value
+                for name, value in result.history[-1].items()
+                if name.partition("/")[0] in ("precision", "noise", "model")
+            },
+        }
+        for key, result in results.items()
+    }
+
+
+def load_results(path: str | Path) -> dict[str, dict[str, Any]]:
+    """Read a ``results.json``.
+
+    Args:
+        path: The file.
+
+    Returns:
+        For each run its evidence, metrics, seconds and final hyperparameters.
+    """
+    return json.loads(Path(path).read_text(encoding="utf-8"))

@@ -1,0 +1,28 @@
+"""Training: the interleaved scheme of weights and hyperparameters, and what it records."""
+
+from evigrad.training.compare import (
+    EvidenceValue,
+    describe_estimator,
+    evaluate_evidence,
+    tight_estimator,
+)
+from evigrad.training.fit import fit, prepare
+from evigrad.training.metrics import evaluate, read_metrics
+from evigrad.training.run import FitResult, Run
+from evigrad.training.run_directory import RunDirectory
+from evigrad.training.settings import Settings
+
+__all__ = [
+    "EvidenceValue",
+    "FitResult",
+    "Run",
+    "RunDirectory",
+    "Settings",
+    "describe_estimator",
+    "evaluate",
+    "evaluate_evidence",
+    "fit",
+    "prepare",
+    "read_metrics",
+    "tight_estimator",
+]

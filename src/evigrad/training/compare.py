@@ -1,0 +1,178 @@
+"""The log evidence of trained models by one common, tight estimator.
+
+Estimators of different tightness cannot be compared with each other: the number that a run shows
+while it trains is its own bound. After training time matters less, and one estimator near the
+exact value serves for all runs.
+"""
+
+import time
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from evigrad.errors import EvigradWarning
+from evigrad.estimators import EstimatorSpec
+from evigrad.evidence import Evidence
+from evigrad.modes import evaluation_mode
+from evigrad.sources import as_source
+
+# Work and numbers in memory at once that take seconds to half a minute on a laptop.
+_MAX_OPERATIONS = 2e12
+_MAX_NUMBERS = 2e8
+_NUMBERS_IN_A_PASS = 2.5e7
+
+
+@dataclass(frozen=True)
+class EvidenceValue:
+    """The log evidence of a trained model, averaged over all blocks of a partition.
+
+    Attributes:
+        per_datum: Log evidence in nats per datum.
+        log_likelihood: Its data term, nats per datum.
+        log_prior: Its −½ wᵀP0w, nats per datum.
+        log_det_term: Its −½ ℓ, nats per datum.
+        estimator: Name of the estimator.
+        blocks: Number of blocks; all of the partition.
+        is_bound: Whether the value is a lower bound on the log evidence.
+        seconds: Time of the evaluation.
+    """
+
+    per_datum: float
+    log_likelihood: float
+    log_prior: float
+    log_det_term: float
+    estimator: str
+    blocks: int
+    is_bound: bool
+    seconds: float
+
+
+def tight_estimator(num_weights: int, num_data: int, num_outputs: int) -> str:
+    """The tightest estimator whose evaluation on all the data still takes seconds.
+
+    ``full-N-C`` and ``ntk-N-C`` are the same number, the exact log-determinant; which one is
+    affordable depends on the sizes. Where neither is, the answer is the largest subsets with all
+    outputs whose whole partition is.
+
+    Args:
+        num_weights: P.
+        num_data: N.
+        num_outputs: C.
+
+    Returns:
+        A name.
+    """
+    p, n, c = float(num_weights), float(num_data), float(num_outputs)
+    full = (2 * n * c * p**2 + p**3 / 3, 3 * p**2)
+    ntk = (2 * (n * c) ** 2 * p + (n * c) ** 3 / 3, n * c * p + 3 * (n * c) ** 2)
+    affordable = [
+        (work, name)
+        for name, (work, numbers) in (("full-N-C", full), ("ntk-N-C", ntk))
+        if work <= _MAX_OPERATIONS and numbers <= _MAX_NUMBERS
+    ]
+    if affordable:
+        return min(affordable)[1]
+    subset = int(min(n, _MAX_OPERATIONS / (2 * n * c**2 * p), _MAX_NUMBERS / (c * p)))
+    # A round number is easier to name again.
+    size = max(1, subset)
+    rounded = 10 ** (len(str(size)) - 1)
+    return f"ntk-{size // rounded * rounded}-C"
+
+
+def evaluate_evidence(
+    evidence: Evidence,
+    data: Any,
+    estimator: str,
+    *,
+    seed: int = 0,
+    micro_batch: int | None = None,
+    **options: Any,
+) -> EvidenceValue:
+    """Evaluate the log evidence of a trained model with another estimator.
+
+    The estimate is averaged over every block of one random partition, which is the bound itself
+    for that partition and not a draw from it. With ``N`` and ``C`` in the name it is the exact
+    log evidence of the structure.
+
+    Args:
+        evidence: Of the trained model, as ``FitResult.evidence``; left as it is.
+        data: All training data, on the model's device.
+        estimator: Name of the estimator.
+        seed: Of the partition.
+        micro_batch: Data in a pass. Default: as many as keep the rows of a pass below 100 MB.
+        **options: Other keywords of ``Evidence``: root, sharing, parameter_partition, gram_dtype.
+
+    Returns:
+        The mean and its parts.
+
+    Raises:
+        ConfigurationError: If there is no such estimator.
+        InputError: If the data do not fit.
+        MemoryBudgetError: If it would not fit the free memory.
+    """
+    start = time.perf_counter()
+    with warnings.catch_warnings():
+        # What it says about the model was said when the model's own evidence was made.
+        warnings.simplefilter("ignore", EvigradWarning)
+        other = Evidence(
+            evidence.model,
+            evidence.likelihood,
+            evidence.prior,
+            estimator=estimator,
+            num_data=evidence.num_data,
+            hyperparameters=_model_hyperparameters(evidence),
+            temperature=evidence.temperature,
+            micro_batch=micro_batch or _default_micro_batch(evidence, data),
+            generator=torch.Generator().manual_seed(seed),
+            **options,
+        )
+    estimates = [other.estimate(block) for block in other.blocks(data).epoch()]
+    return EvidenceValue(
+        per_datum=_mean(e.per_datum for e in estimates),
+        log_likelihood=_mean(e.log_likelihood / e.num_data for e in estimates),
+        log_prior=_mean(e.log_prior / e.num_data for e in estimates),
+        log_det_term=_mean(-0.5 * e.log_det / e.num_data for e in estimates),
+        estimator=other.spec.name,
+        blocks=len(estimates),
+        is_bound=estimates[0].is_bound,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def describe_estimator(estimator: str, blocks: int) -> str:
+    """Say in words what the number of an estimator is.
+
+    Args:
+        estimator: Its name.
+        blocks: Number of blocks that were averaged.
+
+    Returns:
+        As ``"full-N-C, exact"`` or ``"ntk-400-C, mean over the 4 blocks of a partition"``.
+    """
+    spec = EstimatorSpec.parse(estimator)
+    if blocks > 1:
+        return f"{spec.name}, mean over the {blocks} blocks of a partition"
+    exact = spec.structure in ("ntk", "full") and spec.curvature in ("ggn", "hessian")
+    whole = spec.subset is None and spec.outputs is None
+    return f"{spec.name}, exact" if exact and whole else spec.name
+
+
+def _model_hyperparameters(evidence: Evidence) -> list[str]:
+    prefix = "model."
+    return [n.removeprefix(prefix) for n in evidence.hyperparameters() if n.startswith(prefix)]
+
+
+def _default_micro_batch(evidence: Evidence, data: Any) -> int:
+    x, _ = as_source(data).fetch(torch.arange(2))
+    with evaluation_mode(evidence.model, torch.Generator().manual_seed(0)), torch.no_grad():
+        num_outputs = evidence.model(x).shape[1]
+    num_weights = sum(w.numel() for w in evidence.weights().values())
+    return max(1, int(_NUMBERS_IN_A_PASS / (num_outputs * num_weights)))
+
+
+def _mean(values: Iterable[float]) -> float:
+    kept = list(values)
+    return sum(kept) / len(kept)

@@ -1,0 +1,263 @@
+"""Train a network and learn its hyperparameters, in one call."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evigrad.checks import check_inputs, check_outputs
+from evigrad.errors import ConfigurationError
+from evigrad.evidence import Evidence
+from evigrad.likelihoods import Likelihood, make_likelihood
+from evigrad.modes import evaluation_mode
+from evigrad.priors import GaussianPrior
+from evigrad.sources import as_source
+from evigrad.training.loop import Loop
+from evigrad.training.randomness import stream
+from evigrad.training.run import Callback, FitResult, Run
+from evigrad.training.run_directory import RunDirectory
+from evigrad.training.settings import OptimizerFactory, Settings
+
+
+def fit(
+    model: nn.Module,
+    train: Any,
+    *,
+    likelihood: str | Likelihood = "categorical",
+    estimator: str | None = "ntk-100-1",
+    prior: str | GaussianPrior = "layerwise",
+    precision: float = 1.0,
+    hyperparameters: Sequence[str] = (),
+    epochs: int = 100,
+    batch_size: int = 250,
+    optimizer: str | OptimizerFactory = "adam",
+    lr: float = 1e-3,
+    lr_min: float = 1e-6,
+    momentum: float = 0.9,
+    burn_in: int = 10,
+    every: int = 5,
+    steps: int = 10,
+    prior_lr: float = 0.1,
+    prior_lr_min: float = 0.01,
+    hyper_lr: float = 0.05,
+    hyper_lr_min: float = 0.005,
+    temperature: float = 1.0,
+    root: str | None = None,
+    sharing: str = "expand",
+    parameter_partition: str | Mapping[str, Sequence[str]] = "tensor",
+    micro_batch: int | None = None,
+    gram_dtype: torch.dtype | None = None,
+    test: Any = None,
+    eval_every: int = 0,
+    seed: int = 0,
+    device: str | torch.device | None = None,
+    run_dir: str | Path | RunDirectory | None = None,
+    checkpoint_every: int = 10,
+    progress: bool = True,
+    callbacks: Sequence[Callback] = (),
+) -> FitResult:
+    """Train the weights by MAP and, between epochs, the hyperparameters by the evidence.
+
+    The paper's interleaved scheme: the weights minimise the mean negative log likelihood plus the
+    prior's decay; after ``burn_in`` epochs, and every ``every`` epochs from there, ``steps`` steps
+    of Adam on the prior's log precisions, the noise and the model's own hyperparameters, along
+    the gradient of the estimator's log evidence. All of it sees the training data alone; test
+    data are evaluated, and nothing depends on the result.
+
+    The global random state is not touched: ``seed`` gives the order of the data, the blocks and
+    what the model draws (dropout) each a stream of its own. The initial weights are the model's.
+
+    Args:
+        model: Any module that maps inputs (m, ...) to outputs (m, C). It is trained in place;
+            frozen parameters stay as they are.
+        train: Training data: a pair (x, y) of tensors, a ``TensorDataset``, or a map-style data
+            set of (x, y) items, which is read once.
+        likelihood: Of the targets: categorical, gaussian or bernoulli.
+        estimator: Name of the evidence estimator, STRUCTURE-SUBSET-OUTPUTS, as ntk-100-1 or
+            kfac-N-C. None trains by MAP only: the same without hyperparameter steps.
+        prior: What has its own prior precision (weight decay): scalar (one for all weights),
+            layerwise (one for each parameter tensor) or diagonal (one for each weight).
+        precision: Prior precision at the start. Weight decay in the usual sense is precision / N.
+        hyperparameters: Names, or prefixes of names, of parameters of the model that the evidence
+            learns instead of the MAP.
+        epochs: Passes over the training data.
+        batch_size: Data in a step of the weights, at most; all batches are about as large.
+        optimizer: Optimiser of the weights: adam or sgd. (In Python also a function that makes
+            one from the named weights.)
+        lr: Learning rate of the weights at the start.
+        lr_min: Learning rate of the weights at the end; a cosine leads there, epoch by epoch.
+        momentum: Momentum of sgd.
+        burn_in: Epochs before the first steps on the hyperparameters.
+        every: Epochs from one round of hyperparameter steps to the next.
+        steps: Hyperparameter steps in a round, each on a block of its own.
+        prior_lr: Learning rate of log precisions and log noise at the start.
+        prior_lr_min: The same at the last step; a cosine leads there, step by step.
+        hyper_lr: Learning rate of the model's own hyperparameters at the start.
+        hyper_lr_min: The same at the last step.
+        temperature: T of the likelihood p^(1/T).
+        root: How the curvature of a datum is split over outputs: subblock, fisher or eigen.
+            Default: the estimator's own.
+        sharing: Weight sharing in KFAC: expand or reduce.
+        parameter_partition: Blocks of blockdiag: tensor or module (in Python also groups of name
+            prefixes).
+        micro_batch: Data in a pass of an estimate; changes memory, not results. Default: all.
+        gram_dtype: Type of kernels and factors. Default: the weights'.
+        test: Test data, like ``train``.
+        eval_every: Epochs between evaluations on training and test data; 0 is only at the end.
+        seed: Seed of everything random in training.
+        device: Where to train, as cpu or cuda. Default: where the model is.
+        run_dir: Folder for configuration, metrics (one row for each epoch, as they come) and
+            checkpoint. One that holds something is not written into: the first free one of
+            NAME-2, NAME-3, ... is taken. None writes nothing.
+        checkpoint_every: Epochs between checkpoints; the last epoch has one in any case.
+        progress: Whether to show progress on standard error.
+        callbacks: Called after every epoch with its row of metrics.
+
+    Returns:
+        The trained model, its evidence, the history and the final metrics.
+
+    Raises:
+        ConfigurationError: If a setting does not exist or does not fit, before anything is
+            computed or written.
+        InputError: If the data do not fit the model, the likelihood or the estimator.
+        EvigradError: If training diverges; the metrics of the epochs before are kept.
+    """
+    settings = Settings(
+        likelihood=likelihood,
+        estimator=estimator,
+        prior=prior,
+        precision=precision,
+        hyperparameters=hyperparameters,
+        epochs=epochs,
+        batch_size=batch_size,
+        optimizer=optimizer,
+        lr=lr,
+        lr_min=lr_min,
+        momentum=momentum,
+        burn_in=burn_in,
+        every=every,
+        steps=steps,
+        prior_lr=prior_lr,
+        prior_lr_min=prior_lr_min,
+        hyper_lr=hyper_lr,
+        hyper_lr_min=hyper_lr_min,
+        temperature=temperature,
+        root=root,
+        sharing=sharing,
+        parameter_partition=parameter_partition,
+        micro_batch=micro_batch,
+        gram_dtype=gram_dtype,
+        eval_every=eval_every,
+        checkpoint_every=checkpoint_every,
+        seed=seed,
+    )
+    run = prepare(model, train, settings, test=test, device=device)
+    return run.train(run_dir, progress=progress, callbacks=callbacks)
+
+
+def prepare(
+    model: nn.Module,
+    train: Any,
+    settings: Settings,
+    *,
+    test: Any = None,
+    device: str | torch.device | None = None,
+) -> Run:
+    """Check everything that can be checked, and compute and write nothing yet.
+
+    Args:
+        model: As for ``fit``.
+        train: As for ``fit``.
+        settings: All settings.
+        test: As for ``fit``.
+        device: As for ``fit``.
+
+    Returns:
+        The run, which ``train`` starts.
+
+    Raises:
+        ConfigurationError: If a setting does not exist or does not fit.
+        InputError: If the data do not fit the model, the likelihood or the estimator.
+    """
+    place = _place(model, device)
+    x, y = _tensors(train, place)
+    held_out = None if test is None else _tensors(test, place)
+    evidence = Evidence(
+        model,
+        make_likelihood(settings.likelihood),
+        _make_prior(settings.prior, settings.precision),
+        estimator=settings.estimator or _placeholder(len(x)),
+        num_data=len(x),
+        hyperparameters=settings.hyperparameters,
+        root=settings.root,
+        sharing=settings.sharing,
+        parameter_partition=settings.parameter_partition,
+        temperature=settings.temperature,
+        micro_batch=settings.micro_batch,
+        gram_dtype=settings.gram_dtype,
+        generator=stream(settings.seed, "evidence"),
+    )
+    _check_data(evidence, x, y, place)
+    if held_out is not None:
+        _check_data(evidence, *held_out, place)
+    if settings.estimator is not None:
+        _check_learnable(evidence)
+        evidence.blocks((x, y))  # raises now what the first round would, epochs later
+    return Run(Loop(evidence, x, y, settings), held_out)
+
+
+def _place(model: nn.Module, device: str | torch.device | None) -> torch.device:
+    """Move the model, where a device is named; else find it."""
+    first = next(model.parameters(), None)
+    if first is None:
+        raise ConfigurationError("The model has no parameters: there is nothing to train.")
+    if device is None:
+        return first.device
+    try:
+        model.to(torch.device(device))
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigurationError(f"The device '{device}' cannot be used: {error}") from error
+    return next(model.parameters()).device
+
+
+def _tensors(data: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    source = as_source(data)
+    x, y = source.fetch(torch.arange(len(source)))
+    return x.to(device), y.to(device)
+
+
+def _make_prior(prior: str | GaussianPrior, precision: float) -> GaussianPrior:
+    if not isinstance(prior, GaussianPrior):
+        return GaussianPrior(structure=prior, precision=precision)
+    if precision != 1.0:
+        raise ConfigurationError(
+            "The prior is given with its precision; leave precision=... away, or name the prior's"
+            " structure instead."
+        )
+    return prior
+
+
+def _placeholder(num_data: int) -> str:
+    """Some estimator that exists for any data; MAP training never evaluates it."""
+    return f"ntk-{min(num_data, 100)}-1"
+
+
+def _check_data(evidence: Evidence, x: Tensor, y: Tensor, device: torch.device) -> None:
+    """Refuse all unfit data before the first step, not in the batch where they turn up."""
+    check_inputs(x, device)
+    probe = x[:2]
+    with evaluation_mode(evidence.model, torch.Generator().manual_seed(0)), torch.no_grad():
+        f = evidence.model(probe)
+    check_outputs(f, probe)
+    evidence.likelihood.validate(torch.Size((len(x), f.shape[1])), y)
+
+
+def _check_learnable(evidence: Evidence) -> None:
+    if not evidence.hyperparameters():
+        raise ConfigurationError(
+            "There is nothing for the estimator to learn: prior and likelihood are fixed and no"
+            " parameter of the model is named in hyperparameters. Say estimator=None for MAP"
+            " training, or make the prior learnable."
+        )

@@ -1,0 +1,118 @@
+"""Metrics on a data set, and the table of one row for each epoch."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor, nn
+
+from evigrad.errors import InputError
+from evigrad.likelihoods import Likelihood
+from evigrad.modes import evaluation_mode
+
+# A value that was not computed in an epoch is None, and an empty cell in the file.
+Row = dict[str, float | None]
+
+
+def evaluate(
+    model: nn.Module,
+    likelihood: Likelihood,
+    x: Tensor,
+    y: Tensor,
+    *,
+    batch_size: int = 1000,
+    generator: torch.Generator | None = None,
+) -> dict[str, float]:
+    """Metrics of a model on a data set, in evaluation mode and at temperature 1.
+
+    Args:
+        model: Maps inputs (m, ...) to outputs (m, C). Its mode is left as it was.
+        likelihood: Of the targets given the outputs.
+        x: Inputs (n, ...) on the model's device.
+        y: Targets.
+        batch_size: Data per forward pass.
+        generator: Seeds what the model draws, if it draws anything. Default: seed 0.
+
+    Returns:
+        Means over the data: ``log_likelihood`` (nats per datum) and ``accuracy`` (a fraction)
+        or ``squared_error`` (summed over the outputs), as the likelihood gives them.
+
+    Raises:
+        InputError: If there are no data, or they do not fit the likelihood.
+    """
+    if len(x) == 0 or len(x) != len(y):
+        raise InputError(f"There are {len(x)} inputs and {len(y)} targets; give one for each.")
+    totals: dict[str, float] = {}
+    generator = generator or torch.Generator().manual_seed(0)
+    with evaluation_mode(model, generator), torch.no_grad():
+        for inputs, targets in zip(x.split(batch_size), y.split(batch_size), strict=True):
+            f = model(inputs)
+            likelihood.validate(f.shape, targets)
+            for name, value in likelihood.metrics(f, targets).items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+    means = {name: value / len(x) for name, value in totals.items()}
+    if "correct" in means:
+        means["accuracy"] = means.pop("correct")
+    return means
+
+
+class MetricsFile:
+    """A CSV file with one row for each epoch, on the disk as soon as it is written."""
+
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        """Write the header.
+
+        Args:
+            path: The file; replaced if it exists.
+            columns: Names of the values.
+        """
+        self._file: IO[str] = path.open("w", newline="", encoding="utf-8")
+        self._writer = csv.DictWriter(self._file, list(columns))
+        self._writer.writeheader()
+        self._file.flush()
+
+    def write(self, row: Mapping[str, float | None]) -> None:
+        """Append a row.
+
+        Args:
+            row: A value, or None, for every column.
+        """
+        # Six digits are more than any of these numbers is worth, and keep the file readable.
+        self._writer.writerow({name: _cell(value) for name, value in row.items()})
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: str | Path) -> list[Row]:
+    """Read a ``metrics.csv``.
+
+    Args:
+        path: The file.
+
+    Returns:
+        One row for each epoch.
+
+    Raises:
+        InputError: If there is no such file, or it is not one of these.
+    """
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            return [
+                {name: float(cell) if cell else None for name, cell in row.items()}
+                for row in csv.DictReader(file)
+            ]
+    except FileNotFoundError:
+        raise InputError(f"There is no file {path}; name the metrics.csv of a run.") from None
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{path} is not a table of metrics: {error}.") from error
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) else f"{value:.6g}"

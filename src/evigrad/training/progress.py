@@ -1,0 +1,130 @@
+"""Telling how a run goes: a live line in a terminal, a few plain lines elsewhere."""
+
+import importlib.util
+import sys
+from typing import TextIO
+
+from evigrad.training.metrics import Row
+
+# Plain output gets about this many lines, whatever the number of epochs.
+_PLAIN_LINES = 10
+
+
+class PlainProgress:
+    """About ten lines of text over a run."""
+
+    def __init__(self, title: str, epochs: int, stream: TextIO | None = None) -> None:
+        """Take up a run.
+
+        Args:
+            title: Name of the run.
+            epochs: Epochs in all.
+            stream: Where to write. Default: standard error, which leaves the output to results.
+        """
+        self.title, self.epochs = title, epochs
+        self.stream = sys.stderr if stream is None else stream
+        self.interval = max(1, -(-epochs // _PLAIN_LINES))
+        self.known: Row = {}
+
+    def update(self, row: Row) -> None:
+        """Tell about an epoch.
+
+        Args:
+            row: Its metrics.
+        """
+        _remember(self.known, row)
+        epoch = int(row["epoch"] or 0)
+        if epoch == 1 or epoch == self.epochs or epoch % self.interval == 0:
+            count = f"{epoch:>{len(str(self.epochs))}}/{self.epochs}"
+            print(
+                f"{self.title}: epoch {count}  {summary(self.known)}", file=self.stream, flush=True
+            )
+
+    def close(self) -> None:
+        """Nothing is left to close."""
+
+
+class RichProgress:
+    """A bar with the latest values, redrawn in place."""
+
+    def __init__(self, title: str, epochs: int) -> None:
+        """Start the bar.
+
+        Args:
+            title: Name of the run.
+            epochs: Epochs in all.
+        """
+        # Imported here, because the core must work without rich.
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import TimeRemainingColumn as Remaining
+
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            Remaining(compact=True, elapsed_when_finished=True),
+            TextColumn("{task.fields[values]}"),
+            console=Console(stderr=True),
+        )
+        self._known: Row = {}
+        self._task = self._progress.add_task(title, total=epochs, values="")
+        self._progress.start()
+
+    def update(self, row: Row) -> None:
+        """Tell about an epoch.
+
+        Args:
+            row: Its metrics.
+        """
+        _remember(self._known, row)
+        values = summary(self._known)
+        self._progress.update(self._task, completed=row["epoch"] or 0, values=values)
+
+    def close(self) -> None:
+        """Leave the last state of the bar on the screen."""
+        self._progress.stop()
+
+
+def make_progress(title: str, epochs: int) -> PlainProgress | RichProgress:
+    """The bar where rich is installed and a terminal is watching, plain lines elsewhere.
+
+    Args:
+        title: Name of the run.
+        epochs: Epochs in all.
+
+    Returns:
+        Something with ``update(row)`` and ``close()``.
+    """
+    if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
+        return RichProgress(title, epochs)
+    return PlainProgress(title, epochs)
+
+
+def summary(row: Row) -> str:
+    """The values of an epoch that are worth a look while it runs.
+
+    Args:
+        row: The latest known value of each metric.
+
+    Returns:
+        A short text: loss and log evidence in nats per datum, the range of the precisions.
+    """
+    parts = [_part(row, "loss", "loss", ".4f"), _part(row, "log_evidence", "log evidence", ".3f")]
+    precisions = [v for name, v in row.items() if name.startswith("precision/") and v is not None]
+    if precisions:
+        least, most = min(precisions), max(precisions)
+        text = f"{least:.3g}" if most <= least * 1.001 else f"{least:.3g}..{most:.3g}"
+        parts.append(f"precision {text}")
+    parts.append(_part(row, "test_log_likelihood", "test log lik.", ".3f"))
+    return "  ".join(part for part in parts if part)
+
+
+def _remember(known: Row, row: Row) -> None:
+    """Keep the last value of what is not computed in every epoch."""
+    known.update({name: value for name, value in row.items() if value is not None})
+
+
+def _part(row: Row, name: str, label: str, form: str) -> str:
+    value = row.get(name)
+    return "" if value is None else f"{label} {value:{form}}"

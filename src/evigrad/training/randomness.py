@@ -1,0 +1,72 @@
+"""One seed for a run, and from it an own stream for every use and epoch.
+
+Each stream is seeded from (seed, use, epoch) by a hash, so that no stream depends on how much
+another has consumed: evaluating more often, or continuing from a later epoch, changes no draw.
+The global random state is put back after every use.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import numpy as np
+import torch
+
+# What a stream is for. The position in this list is part of the seed: append, do not reorder.
+_USES = ("shuffle", "model", "evidence", "evaluation")
+
+Use = Literal["shuffle", "model", "evidence", "evaluation"]
+
+
+def derived_seed(seed: int, use: Use, epoch: int = 0) -> int:
+    """The seed of one stream of a run.
+
+    Args:
+        seed: The run's seed.
+        use: What the stream is for: the order of the training data (``shuffle``), what the
+            model draws while its weights train (``model``, as dropout), the blocks of the
+            evidence (``evidence``), or what the model draws on test data (``evaluation``).
+        epoch: The epoch, where the stream starts anew in each.
+
+    Returns:
+        A seed below 2^63.
+    """
+    sequence = np.random.SeedSequence([seed, _USES.index(use), epoch])
+    return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def stream(seed: int, use: Use, epoch: int = 0) -> torch.Generator:
+    """A CPU generator for one use.
+
+    Args:
+        seed: The run's seed.
+        use: As for ``derived_seed``.
+        epoch: As for ``derived_seed``.
+
+    Returns:
+        A generator at the start of its stream.
+    """
+    return torch.Generator().manual_seed(derived_seed(seed, use, epoch))
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed what a model draws from the global generators, and restore them on the way out.
+
+    Args:
+        seed: Seed of the CPU's and the device's generator.
+        device: The model's device.
+    """
+    # Not torch.manual_seed: it would also reseed every other GPU and not put those back.
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

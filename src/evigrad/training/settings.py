@@ -1,0 +1,116 @@
+"""The settings of a training run, checked before anything is computed or written."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from evigrad.errors import ConfigurationError, nearest
+from evigrad.likelihoods import Likelihood
+from evigrad.priors import GaussianPrior
+
+OPTIMIZERS = ("adam", "sgd")
+
+OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is trained and how; ``evigrad.fit`` documents each field and has the defaults."""
+
+    likelihood: str | Likelihood
+    estimator: str | None
+    prior: str | GaussianPrior
+    precision: float
+    hyperparameters: Sequence[str]
+    epochs: int
+    batch_size: int
+    optimizer: str | OptimizerFactory
+    lr: float
+    lr_min: float
+    momentum: float
+    burn_in: int
+    every: int
+    steps: int
+    prior_lr: float
+    prior_lr_min: float
+    hyper_lr: float
+    hyper_lr_min: float
+    temperature: float
+    root: str | None
+    sharing: str
+    parameter_partition: str | Mapping[str, Sequence[str]]
+    micro_batch: int | None
+    gram_dtype: torch.dtype | None
+    eval_every: int
+    checkpoint_every: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work.
+
+        Without an estimator the settings of the hyperparameter steps are not used and not
+        checked. What concerns the evidence alone, ``Evidence`` checks.
+
+        Raises:
+            ConfigurationError: If a setting is out of its range.
+        """
+        for name in ("epochs", "batch_size", "checkpoint_every"):
+            self._check_integer(name, 1)
+        for name in ("eval_every", "seed"):
+            self._check_integer(name, 0)
+        self._check_rates("lr", "lr_min")
+        if not 0 <= self.momentum < 1:
+            raise ConfigurationError(f"momentum must lie in [0, 1), not {self.momentum}.")
+        if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZERS:
+            raise ConfigurationError(
+                f"optimizer is one of {', '.join(OPTIMIZERS)}, or a function from named weights"
+                f" to an optimiser, not '{self.optimizer}'."
+                f"{nearest(self.optimizer, OPTIMIZERS)}"
+            )
+        if self.estimator is None:
+            return
+        self._check_integer("burn_in", 0)
+        for name in ("every", "steps"):
+            self._check_integer(name, 1)
+        self._check_rates("prior_lr", "prior_lr_min")
+        self._check_rates("hyper_lr", "hyper_lr_min")
+        if max(self.burn_in, 1) > self.epochs:
+            raise ConfigurationError(
+                f"burn_in is {self.burn_in}, but training ends after {self.epochs} epochs: no"
+                " hyperparameter would ever be learned. Lower burn_in or raise epochs."
+                " (Plain MAP training is estimator=None, on the command line --estimator map.)"
+            )
+
+    def as_record(self) -> dict[str, Any]:
+        """The settings as plain numbers and strings, for a configuration file."""
+        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+
+    def _check_integer(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigurationError(f"{name} must be an integer of at least {least}, not {value}.")
+
+    def _check_rates(self, first: str, last: str) -> None:
+        start, end = getattr(self, first), getattr(self, last)
+        if not (math.isfinite(start) and start > 0):
+            raise ConfigurationError(f"{first} must be a positive number, not {start}.")
+        if not 0 <= end <= start:
+            raise ConfigurationError(
+                f"{last} must lie between 0 and {first} = {start}, not {end}: the learning rate"
+                f" falls from {first} to {last}."
+            )
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return str(value)

@@ -1,0 +1,107 @@
+"""A linearization with a Jacobian that the test chose, and dense matrices made from it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from evigrad.curvature.base import Structure
+
+
+@dataclass(frozen=True)
+class Root:
+    vectors: Tensor
+    scale: Tensor | None = None
+
+    def part(self, chosen: slice) -> "Root":
+        scale = None if self.scale is None else self.scale[chosen]
+        return Root(self.vectors[chosen], scale)
+
+
+@dataclass(frozen=True)
+class Use:
+    inputs: Tensor
+    gradients: Tensor
+
+
+@dataclass(frozen=True)
+class Fake:
+    """jacobian: name → (m, C, *shape); uses: name → [(inputs (m,G,T,i), d output (m,C,G,T,o))]."""
+
+    jacobian: Mapping[str, Tensor]
+    uses: Mapping[str, Sequence[tuple[Tensor, Tensor]]]
+
+    def rows(self, vectors: Tensor, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        chosen = list(self.jacobian) if names is None else names
+        return {n: torch.einsum("mkc,mc...->mk...", vectors, self.jacobian[n]) for n in chosen}
+
+    def factors(self, vectors: Tensor, names: Sequence[str]) -> dict[str, list[Use]]:
+        return {
+            n: [Use(a, torch.einsum("mkc,mcgto->mkgto", vectors, d)) for a, d in self.uses[n]]
+            for n in names
+        }
+
+    def part(self, chosen: slice) -> "Fake":
+        return Fake(
+            {n: j[chosen] for n, j in self.jacobian.items()},
+            {n: [(a[chosen], d[chosen]) for a, d in uses] for n, uses in self.uses.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    kronecker: frozenset[str] = frozenset()
+
+
+SHAPES = {"a.weight": (2, 3), "a.bias": (2,), "b.weight": (2, 2), "scalar": ()}
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def make_fake(
+    m: int, outputs: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES, seed: int = 0
+) -> Fake:
+    return Fake(
+        {n: random(m, outputs, *s, seed=seed + i) for i, (n, s) in enumerate(shapes.items())}, {}
+    )
+
+
+def weights_of(fake: Fake) -> dict[str, Tensor]:
+    return {n: torch.zeros(j.shape[2:], dtype=j.dtype) for n, j in fake.jacobian.items()}
+
+
+def dense_rows(fake: Fake, root: Root) -> Tensor:
+    """All rows over all weights, (m k, P)."""
+    rows = [row.reshape(*row.shape[:2], -1) for row in fake.rows(root.vectors).values()]
+    whole = torch.cat(rows, dim=2)
+    if root.scale is not None:
+        whole = whole * root.scale[:, :, None]
+    return whole.flatten(0, 1)
+
+
+def flat_precision(precisions: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([precisions[n].expand_as(w).flatten() for n, w in weights.items()])
+
+
+def dense_log_det(hessian: Tensor, precision: Tensor) -> Tensor:
+    """log|H + P0| − log|P0|, by LU: not how the library does it."""
+    sign, value = torch.linalg.slogdet(hessian + torch.diag(precision))
+    assert sign > 0
+    return value - precision.log().sum()
+
+
+def accumulated(structure: Structure, fake: Fake, root: Root, sizes: Sequence[int] = ()):
+    """The statistic of a batch cut into micro-batches of these sizes and a rest."""
+    statistic, start = None, 0
+    m = len(root.vectors)
+    for stop in [*torch.tensor([0, *sizes]).cumsum(0).tolist()[1:], m]:
+        if stop > start:
+            part = slice(start, stop)
+            statistic = structure.accumulate(statistic, fake.part(part), root.part(part))
+        start = stop
+    assert statistic is not None
+    return statistic

@@ -1,0 +1,354 @@
+"""Log probabilities, their derivatives in the outputs, samples and metrics, against oracles."""
+
+import itertools
+
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd import gradcheck
+from torch.distributions import Bernoulli as BernoulliOracle
+from torch.distributions import Categorical as CategoricalOracle
+from torch.distributions import Normal as NormalOracle
+
+from evigrad.errors import ConfigurationError, InputError, NotPositiveDefiniteError
+from evigrad.likelihoods import (
+    LIKELIHOODS,
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Likelihood,
+    make_likelihood,
+)
+
+M, C = 5, 3
+
+
+class Poisson(Likelihood):
+    """Counts with log rates f: all that a new likelihood has to say."""
+
+    name = "poisson"
+    couples_outputs = False
+
+    def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
+        return (y * f - f.exp() - torch.lgamma(y + 1)).sum(dim=1)
+
+
+class StudentT(Likelihood):
+    """Its Hessian depends on y, and is negative for outliers."""
+
+    name = "student"
+    couples_outputs = False
+
+    def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
+        return -2.0 * torch.log1p((y - f).square()).sum(dim=1)
+
+
+class Concave(Likelihood):
+    """No likelihood at all: its log is convex."""
+
+    name = "concave"
+    couples_outputs = True
+
+    def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
+        return f.square().sum(dim=1)
+
+
+class Coupled(Likelihood):
+    """Outputs are coupled, but it says they are not."""
+
+    name = "coupled"
+    couples_outputs = False
+
+    def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
+        return -f.sum(dim=1).square()
+
+
+def outputs(seed: int = 0, spread: float = 1.5, num_outputs: int = C) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return spread * torch.randn(M, num_outputs, generator=generator, dtype=torch.float64)
+
+
+def targets(likelihood: Likelihood, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(likelihood, Categorical):
+        return torch.randint(0, C, (M,), generator=generator)
+    if isinstance(likelihood, Bernoulli):
+        return torch.randint(0, 2, (M, C), generator=generator).double()
+    if isinstance(likelihood, Poisson):
+        return torch.randint(0, 5, (M, C), generator=generator).double()
+    return torch.randn(M, C, generator=generator, dtype=torch.float64)
+
+
+CASES = {
+    "categorical": Categorical,
+    "gaussian": lambda: Gaussian(noise=0.7).double(),
+    "gaussian-each": lambda: Gaussian(noise=[0.3, 0.9, 2.0]).double(),
+    "bernoulli": Bernoulli,
+    "poisson": Poisson,
+}
+
+
+@pytest.fixture(params=CASES, ids=list(CASES))
+def likelihood(request: pytest.FixtureRequest) -> Likelihood:
+    return CASES[request.param]()
+
+
+def test_log_prob_against_distributions() -> None:
+    f = outputs()
+    y = targets(Categorical())
+    torch.testing.assert_close(
+        Categorical().log_prob(f, y), CategoricalOracle(logits=f).log_prob(y), rtol=1e-12, atol=0
+    )
+    y = targets(Bernoulli())
+    oracle = BernoulliOracle(logits=f).log_prob(y).sum(1)
+    torch.testing.assert_close(Bernoulli().log_prob(f, y), oracle, rtol=1e-12, atol=0)
+    gaussian = Gaussian(noise=[0.3, 0.9, 2.0]).double()
+    y = targets(gaussian)
+    oracle = NormalOracle(f, gaussian.log_noise.exp()).log_prob(y).sum(1)
+    torch.testing.assert_close(gaussian.log_prob(f, y), oracle, rtol=1e-12, atol=0)
+
+
+def test_one_noise_counts_for_every_output() -> None:
+    f, y = outputs(), targets(Gaussian())
+    one, each = Gaussian(noise=0.4), Gaussian(noise=[0.4] * C)
+    torch.testing.assert_close(one.log_prob(f, y), each.log_prob(f, y), rtol=1e-12, atol=0)
+
+
+def test_bernoulli_probabilities_add_up_to_one() -> None:
+    f = outputs()
+    every = itertools.product([0.0, 1.0], repeat=C)
+    total = sum(Bernoulli().log_prob(f, torch.tensor(y).expand(M, C)).exp() for y in every)
+    torch.testing.assert_close(total, torch.ones(M, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.float32])
+def test_bernoulli_takes_every_dtype_of_labels(dtype: torch.dtype) -> None:
+    f, y = outputs(), targets(Bernoulli())
+    torch.testing.assert_close(Bernoulli().log_prob(f, y.to(dtype)), Bernoulli().log_prob(f, y))
+
+
+def test_score_and_hessian_are_derivatives_of_log_prob(likelihood: Likelihood) -> None:
+    f, y = outputs(), targets(likelihood)
+    with torch.enable_grad():
+        variable = f.clone().requires_grad_()
+        (score,) = torch.autograd.grad(likelihood.log_prob(variable, y).sum(), variable)
+    torch.testing.assert_close(likelihood.score(f, y), score, rtol=1e-10, atol=1e-12)
+    hessian = likelihood.hessian(f)
+    assert hessian.shape == (M, C, C)
+    for n in range(M):
+        oracle = torch.autograd.functional.hessian(
+            lambda row, n=n: -likelihood.log_prob(row[None], y[n : n + 1]).sum(), f[n]
+        )
+        torch.testing.assert_close(hessian[n], oracle, rtol=1e-10, atol=1e-12)
+
+
+def test_score_and_hessian_are_differentiable_in_outputs_and_parameters(
+    likelihood: Likelihood,
+) -> None:
+    f, y = outputs().requires_grad_(), targets(likelihood)
+    parameters = tuple(likelihood.parameters())
+    # Finite differences perturb the parameters in place, so the functions see them.
+    assert gradcheck(lambda f, *_: likelihood.log_prob(f, y), (f, *parameters))
+    assert gradcheck(lambda f, *_: likelihood.score(f, y), (f, *parameters))
+    assert gradcheck(lambda f, *_: likelihood.hessian(f), (f, *parameters))
+
+
+def test_default_derivatives_work_without_grad_mode() -> None:
+    f, y = outputs(), targets(Poisson())
+    with torch.no_grad():
+        score, hessian = Poisson().score(f, y), Poisson().hessian(f)
+    torch.testing.assert_close(score, y - f.exp())
+    torch.testing.assert_close(hessian, f.exp().diag_embed())
+    assert not score.requires_grad and not hessian.requires_grad
+
+
+@pytest.mark.parametrize("size", [50.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_saturated_logits(size: float, dtype: torch.dtype) -> None:
+    f = torch.tensor([[size, -size, 0.0]], dtype=dtype, requires_grad=True)
+    (log_prob,) = Categorical().log_prob(f, torch.tensor([1]))
+    assert log_prob.item() == pytest.approx(-2 * size)
+    (gradient,) = torch.autograd.grad(log_prob, f)
+    torch.testing.assert_close(gradient, torch.tensor([[-1.0, 1.0, 0.0]], dtype=dtype))
+    (log_prob,) = Bernoulli().log_prob(f[:, :2], torch.tensor([[0.0, 1.0]]))
+    assert log_prob.item() == pytest.approx(-2 * size)
+    (gradient,) = torch.autograd.grad(log_prob, f)
+    torch.testing.assert_close(gradient, torch.tensor([[-1.0, 1.0, 0.0]], dtype=dtype))
+
+
+def test_targets_of_another_precision() -> None:
+    f, y = outputs().float(), targets(Gaussian())
+    assert Gaussian().double().log_prob(f, y).dtype == torch.float32
+    torch.testing.assert_close(Gaussian().log_prob(f, y), Gaussian().log_prob(f, y.float()))
+
+
+# ---------------------------------------------------------------- samples
+
+
+@pytest.mark.parametrize("name", ["categorical", "gaussian", "gaussian-each", "bernoulli"])
+def test_samples_come_from_the_given_generator_alone(name: str) -> None:
+    likelihood, f = CASES[name](), outputs().requires_grad_()
+    before = torch.get_rng_state()
+    generator = torch.Generator().manual_seed(3)
+    first, second = likelihood.sample(f, generator), likelihood.sample(f, generator)
+    again = likelihood.sample(f, torch.Generator().manual_seed(3))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(first, again) and not torch.equal(first, second)
+    assert not first.requires_grad
+    likelihood.validate(f.shape, first)
+
+
+def test_sample_frequencies() -> None:
+    draws = 40_000
+    f = outputs()[:1].expand(draws, C)
+    generator = torch.Generator().manual_seed(0)
+    five_sigma = 5 * 0.5 / draws**0.5
+    labels = Categorical().sample(f, generator).bincount(minlength=C) / draws
+    torch.testing.assert_close(labels.double(), f[0].softmax(0), rtol=0, atol=five_sigma)
+    yes = Bernoulli().sample(f, generator).mean(0)
+    torch.testing.assert_close(yes, f[0].sigmoid(), rtol=0, atol=five_sigma)
+    noise = torch.tensor([0.3, 0.9, 2.0], dtype=torch.float64)
+    y = Gaussian(noise=noise).double().sample(f, generator)
+    torch.testing.assert_close(y.mean(0), f[0], rtol=0, atol=5 * 2.0 / draws**0.5)
+    torch.testing.assert_close(y.std(0), noise, rtol=5 / (2 * draws) ** 0.5, atol=0)
+
+
+def test_no_sample_by_default() -> None:
+    with pytest.raises(ConfigurationError, match="Poisson has no sample"):
+        Poisson().sample(outputs(), torch.Generator())
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def test_metrics_are_sums() -> None:
+    f = torch.tensor([[2.0, 1.0], [0.0, 1.0], [3.0, -1.0]])
+    y = torch.tensor([0, 0, 0])
+    metrics = Categorical().metrics(f, y)
+    assert metrics["correct"] == 2
+    assert metrics["log_likelihood"] == pytest.approx(Categorical().log_prob(f, y).sum().item())
+    labels = torch.tensor([[1, 1], [1, 1], [1, 1]])
+    assert Bernoulli().metrics(f, labels)["correct"] == pytest.approx(1 + 0.5 + 0.5)
+    metrics = Gaussian(noise=0.5).metrics(f, f + torch.tensor([1.0, 2.0]))
+    assert metrics["squared_error"] == pytest.approx(15.0)
+    assert metrics["log_likelihood"] == pytest.approx(
+        NormalOracle(f, 0.5).log_prob(f + torch.tensor([1.0, 2.0])).sum().item(), rel=1e-6
+    )
+    assert set(Poisson().metrics(f, labels)) == {"log_likelihood"}
+
+
+# ---------------------------------------------------------------- defaults that would be wrong
+
+
+def test_default_hessian_refuses_one_that_depends_on_targets() -> None:
+    with pytest.raises(ConfigurationError, match="StudentT.log_prob depends on the targets"):
+        StudentT().hessian(outputs())
+
+
+@pytest.mark.parametrize("kind", ["subblock", "fisher", "eigen"])
+def test_default_root_refuses_an_indefinite_hessian(kind: str) -> None:
+    with pytest.raises(NotPositiveDefiniteError, match="Override hessian"):
+        Concave().root(outputs(), None, kind)
+
+    class Independent(Concave):
+        couples_outputs = False
+
+    with pytest.raises(NotPositiveDefiniteError, match="eigenvalue -2"):
+        Independent().root(outputs(), None, kind)
+
+
+def test_default_root_refuses_a_diagonal_that_is_none() -> None:
+    with pytest.raises(ConfigurationError, match="couples_outputs = True"):
+        Coupled().root(outputs())
+
+
+# ---------------------------------------------------------------- making one
+
+
+def test_names() -> None:
+    assert {name: made.name for name, made in LIKELIHOODS.items()} == {n: n for n in LIKELIHOODS}
+    assert isinstance(make_likelihood("bernoulli"), Bernoulli)
+    gaussian = make_likelihood("gaussian", noise=0.5, num_outputs=2, learnable=False)
+    assert isinstance(gaussian, Gaussian)
+    torch.testing.assert_close(gaussian.log_noise.exp(), torch.tensor([0.5, 0.5]))
+    assert not gaussian.log_noise.requires_grad
+    assert make_likelihood(gaussian) is gaussian
+    with pytest.raises(ConfigurationError, match="Did you mean 'categorical'"):
+        make_likelihood("categorial")
+    with pytest.raises(ConfigurationError, match="Did you mean 'noise'"):
+        make_likelihood("gaussian", noize=1.0)
+    with pytest.raises(ConfigurationError, match="not an instance"):
+        make_likelihood(gaussian, noise=1.0)
+
+
+@pytest.mark.parametrize("noise", [0.0, -1.0, float("nan"), float("inf"), [1.0, 0.0], []])
+def test_noise_must_be_positive(noise: float | list[float]) -> None:
+    with pytest.raises(ConfigurationError, match="standard deviation"):
+        Gaussian(noise=noise)
+
+
+@pytest.mark.parametrize("noise", [[1.0, 2.0], torch.ones(2, 2)])
+def test_noise_must_fit_the_number_of_outputs(noise: list[float] | Tensor) -> None:
+    with pytest.raises(ConfigurationError, match="one for each output"):
+        Gaussian(noise=noise, num_outputs=3)
+
+
+def test_gaussian_state_dict_round_trip() -> None:
+    saved = Gaussian(noise=[0.2, 0.4]).state_dict()
+    other = Gaussian(num_outputs=2)
+    other.load_state_dict(saved)
+    torch.testing.assert_close(other.log_noise.exp(), torch.tensor([0.2, 0.4]))
+
+
+# ---------------------------------------------------------------- bad targets
+
+NAN, INF = float("nan"), float("inf")
+
+BAD = {
+    "label too large": (Categorical(), (3, 4), torch.tensor([0, 4, 1]), r"4 at index 1.*0 … 3"),
+    "label negative": (Categorical(), (2, 4), torch.tensor([-100, 1]), r"-100 at index 0"),
+    "label float": (Categorical(), (2, 3), torch.tensor([0.0, 1.0]), r"y\.long\(\)"),
+    "label bool": (Categorical(), (2, 3), torch.tensor([True, False]), r"y\.long\(\)"),
+    "label (m, 1)": (Categorical(), (2, 3), torch.tensor([[0], [1]]), r"y\.squeeze\(1\)"),
+    "label one-hot": (Categorical(), (3, 3), torch.eye(3).long(), r"y\.argmax\(1\)"),
+    "one softmax output": (Categorical(), (2, 1), torch.tensor([0, 0]), "Bernoulli"),
+    "target (m,)": (Gaussian(), (3, 1), torch.zeros(3), r"y\.unsqueeze\(1\)"),
+    "target (m, 1)": (Gaussian(), (3, 2), torch.zeros(3, 1), r"\(3, 2\), not \(3, 1\)"),
+    "target integer": (Gaussian(), (3, 1), torch.zeros(3, 1).long(), r"y\.float\(\)"),
+    "target NaN": (Gaussian(), (2, 1), torch.tensor([[0.0], [NAN]]), r"nan at index \[1, 0\]"),
+    "target infinite": (Gaussian(), (2, 1), torch.tensor([[INF], [0.0]]), r"inf at index \[0, 0\]"),
+    "noises": (Gaussian([1.0, 1.0]), (2, 3), torch.zeros(2, 3), r"2 noises.*3 outputs"),
+    "yes-no (m,)": (Bernoulli(), (3, 1), torch.zeros(3), r"y\.unsqueeze\(1\)"),
+    "yes-no range": (Bernoulli(), (1, 2), torch.tensor([[0, 2]]), r"2 at index \[0, 1\].*0 nor 1"),
+    "yes-no soft": (Bernoulli(), (1, 2), torch.tensor([[0.5, 1.0]]), "neither 0 nor 1"),
+    "yes-no NaN": (Bernoulli(), (1, 2), torch.tensor([[NAN, 1.0]]), "not finite"),
+    "yes-no complex": (
+        Bernoulli(),
+        (1, 1),
+        torch.zeros(1, 1, dtype=torch.complex64),
+        "zeros and ones",
+    ),
+    "empty": (Categorical(), (0, 3), torch.zeros(0).long(), "empty"),
+    "no outputs": (Gaussian(), (2, 0), torch.zeros(2, 0), "empty"),
+    "number of data": (Categorical(), (3, 3), torch.tensor([0, 1]), "3 data need 3 targets"),
+    "scalar target": (Categorical(), (3, 3), torch.tensor(1), "3 data need 3 targets"),
+    "outputs (m,)": (Gaussian(), (3,), torch.zeros(3), r"f\.unsqueeze\(1\)"),
+    "outputs (m, T, C)": (Categorical(), (3, 2, 4), torch.zeros(3).long(), "flatten or average"),
+    "default": (Poisson(), (2, 1), torch.tensor([[0.0], [NAN]]), "not finite"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_targets_are_refused_with_words(case: str) -> None:
+    likelihood, f_shape, y, words = BAD[case]
+    with pytest.raises(InputError, match=words):
+        likelihood.validate(torch.Size(f_shape), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_labels_of_any_integer_dtype(dtype: torch.dtype) -> None:
+    f, y = outputs(), targets(Categorical())
+    Categorical().validate(f.shape, y.to(dtype))
+    torch.testing.assert_close(Categorical().log_prob(f, y.to(dtype)), Categorical().log_prob(f, y))
+    torch.testing.assert_close(Categorical().score(f, y.to(dtype)), Categorical().score(f, y))

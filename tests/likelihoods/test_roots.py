@@ -1,0 +1,370 @@
+"""Roots of Λ: they multiply to it, and so do their derivatives."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from evigrad.errors import ConfigurationError
+from evigrad.likelihoods import ROOTS, Bernoulli, Categorical, Gaussian, Likelihood
+from evigrad.likelihoods.roots import differentiable_root
+
+SEEDS = st.integers(0, 2**31 - 1)
+
+
+class PlainCategorical(Likelihood):
+    """The categorical from its log probability alone."""
+
+    name = "plain"
+    couples_outputs = True
+    is_classification = True
+
+    def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
+        return f.log_softmax(dim=1).gather(1, y[:, None]).squeeze(1)
+
+
+class PlainPoisson(Likelihood):
+    """A diagonal Λ from the log probability alone, with a parameter of its own."""
+
+    name = "poisson"
+    couples_outputs = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_exposure = torch.nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+
+    def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
+        rate = f + self.log_exposure
+        return (y * rate - rate.exp() - torch.lgamma(y + 1)).sum(dim=1)
+
+
+MAKERS = {
+    "categorical": Categorical,
+    "plain categorical": PlainCategorical,
+    "bernoulli": Bernoulli,
+    "gaussian": lambda: Gaussian(noise=0.6).double(),
+    "plain poisson": PlainPoisson,
+}
+
+
+def random_outputs(seed: int, m: int, c: int, spread: float = 1.5) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return spread * torch.randn(m, c, generator=generator, dtype=torch.float64)
+
+
+def random_columns(seed: int, m: int, c: int, k: int) -> Tensor:
+    """Distinct outputs for each datum, some of them replaced by padding."""
+    generator = torch.Generator().manual_seed(seed)
+    columns = torch.stack([torch.randperm(c, generator=generator)[:k] for _ in range(m)])
+    return columns.masked_fill(torch.rand(m, k, generator=generator) < 0.3, -1)
+
+
+def scaled(likelihood: Likelihood, f: Tensor, columns: Tensor | None, kind: str) -> Tensor:
+    """The columns of R as rows (m, k, C), scale included."""
+    root = likelihood.root(f, columns, kind)
+    return root.vectors if root.scale is None else root.vectors * root.scale.unsqueeze(-1)
+
+
+def product(rows: Tensor) -> Tensor:
+    """R Rᵀ of rows (m, k, C)."""
+    return rows.mT @ rows
+
+
+def restricted(curvature: Tensor, columns: Tensor) -> Tensor:
+    """Λ with zeros outside each datum's listed outputs."""
+    m, c, _ = curvature.shape
+    inside = torch.zeros(m, c, dtype=curvature.dtype)
+    for n in range(m):
+        inside[n, [d for d in columns[n].tolist() if d >= 0]] = 1.0
+    return curvature * inside.unsqueeze(1) * inside.unsqueeze(2)
+
+
+def same_gradient(one: Tensor, other: Tensor, inputs: list[Tensor], tolerance: float) -> None:
+    first = torch.autograd.grad(one, inputs, allow_unused=True, retain_graph=True)
+    second = torch.autograd.grad(other, inputs, allow_unused=True, retain_graph=True)
+    for a, b, x in zip(first, second, inputs, strict=True):
+        a = torch.zeros_like(x) if a is None else a
+        b = torch.zeros_like(x) if b is None else b
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+# ---------------------------------------------------------------- value
+
+
+@pytest.mark.parametrize("kind", ROOTS)
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=list(MAKERS))
+@given(seed=SEEDS, c=st.integers(2, 6))
+def test_all_columns_multiply_to_the_hessian(maker, kind: str, seed: int, c: int) -> None:
+    likelihood, f = maker(), random_outputs(seed, 3, c)
+    torch.testing.assert_close(
+        product(scaled(likelihood, f, None, kind)), likelihood.hessian(f), rtol=1e-9, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=list(MAKERS))
+@given(seed=SEEDS, c=st.integers(2, 6), data=st.data())
+def test_listed_columns_multiply_to_the_sub_block(maker, seed: int, c: int, data) -> None:
+    k = data.draw(st.integers(1, c))
+    likelihood, f, columns = maker(), random_outputs(seed, 4, c), random_columns(seed, 4, c, k)
+    rows = scaled(likelihood, f, columns, "subblock")
+    oracle = restricted(likelihood.hessian(f), columns)
+    torch.testing.assert_close(product(rows), oracle, rtol=1e-9, atol=1e-12)
+    assert rows[columns < 0].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("kind", ["fisher", "eigen"])
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=list(MAKERS))
+@given(seed=SEEDS, c=st.integers(2, 6), data=st.data())
+def test_listed_columns_are_of_the_whole_root(maker, kind: str, seed: int, c: int, data) -> None:
+    k = data.draw(st.integers(1, c))
+    likelihood, f, columns = maker(), random_outputs(seed, 4, c), random_columns(seed, 4, c, k)
+    every, listed = scaled(likelihood, f, None, kind), scaled(likelihood, f, columns, kind)
+    for n in range(4):
+        for j in range(k):
+            d = int(columns[n, j])
+            oracle = every[n, d] if d >= 0 else torch.zeros(c, dtype=torch.float64)
+            torch.testing.assert_close(listed[n, j], oracle, rtol=1e-10, atol=1e-13)
+
+
+@given(seed=SEEDS, c=st.integers(2, 6))
+def test_fisher_columns_are_scores(seed: int, c: int) -> None:
+    f = random_outputs(seed, 1, c)
+    p = f.softmax(1)
+    rows = Categorical().root(f, None, "fisher").vectors
+    for d in range(c):
+        score = Categorical().score(f, torch.tensor([d]))
+        torch.testing.assert_close(rows[:, d], p[:, d : d + 1].sqrt() * score)
+
+
+@pytest.mark.parametrize("maker", [Categorical, PlainCategorical])
+@given(seed=SEEDS, c=st.integers(2, 6))
+def test_eigen_columns_are_orthogonal_and_descend(maker, seed: int, c: int) -> None:
+    f = random_outputs(seed, 3, c)
+    rows = maker().root(f, None, "eigen").vectors
+    values = torch.linalg.eigvalsh(Categorical().hessian(f)).flip(-1).clamp(min=0)
+    torch.testing.assert_close(rows @ rows.mT, values.diag_embed(), rtol=1e-9, atol=1e-12)
+
+
+def test_diagonal_kinds_agree() -> None:
+    f = random_outputs(0, 3, 4)
+    columns = random_columns(0, 3, 4, 2)
+    for maker in (Bernoulli, lambda: Gaussian(noise=[0.1, 0.2, 0.3, 0.4]).double(), PlainPoisson):
+        likelihood = maker()
+        for chosen in (None, columns):
+            first = scaled(likelihood, f, chosen, ROOTS[0])
+            for kind in ROOTS[1:]:
+                assert torch.equal(first, scaled(likelihood, f, chosen, kind))
+
+
+# ---------------------------------------------------------------- derivative
+
+
+@pytest.mark.parametrize("kind", ROOTS)
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=list(MAKERS))
+@given(seed=SEEDS, c=st.integers(2, 5))
+def test_derivative_of_the_product_is_that_of_the_hessian(
+    maker, kind: str, seed: int, c: int
+) -> None:
+    likelihood, f = maker(), random_outputs(seed, 3, c).requires_grad_()
+    probe = random_outputs(seed + 1, 3 * c, c).view(3, c, c)
+    root = (probe * product(scaled(likelihood, f, None, kind))).sum()
+    hessian = (probe * likelihood.hessian(f)).sum()
+    same_gradient(root, hessian, [f, *likelihood.parameters()], 1e-8)
+
+
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=list(MAKERS))
+@given(seed=SEEDS, c=st.integers(2, 5), data=st.data())
+def test_derivative_of_the_product_is_that_of_the_sub_block(maker, seed: int, c: int, data) -> None:
+    k = data.draw(st.integers(1, c))
+    likelihood, f = maker(), random_outputs(seed, 3, c).requires_grad_()
+    columns = random_columns(seed, 3, c, k)
+    probe = random_outputs(seed + 1, 3 * c, c).view(3, c, c)
+    root = (probe * product(scaled(likelihood, f, columns, "subblock"))).sum()
+    hessian = (probe * restricted(likelihood.hessian(f), columns)).sum()
+    same_gradient(root, hessian, [f, *likelihood.parameters()], 1e-8)
+
+
+@pytest.mark.parametrize("kind", ["subblock", "fisher"])
+@pytest.mark.parametrize(
+    "columns", [None, [[0, 1, 2], [2, 0, 1]], [[1, -1, 2], [0, -1, -1]], [[2], [0]]]
+)
+def test_softmax_vectors_against_finite_differences(kind: str, columns) -> None:
+    f = random_outputs(0, 2, 3).requires_grad_()
+    picked = None if columns is None else torch.tensor(columns)
+    assert gradcheck(lambda f: Categorical().root(f, picked, kind).vectors, (f,))
+
+
+@pytest.mark.parametrize("columns", [None, [[0, 2], [-1, 1]]])
+def test_eigen_rotation_is_constant_in_derivatives(columns) -> None:
+    f = random_outputs(0, 2, 3)
+    picked = None if columns is None else torch.tensor(columns)
+    fisher = Categorical().root(f, None, "fisher").vectors
+    rotation = torch.linalg.eigh(fisher @ fisher.mT).eigenvectors.flip(-1)
+    frozen = f.clone().requires_grad_()
+    oracle = rotation.mT @ Categorical().root(frozen, None, "fisher").vectors
+    if picked is not None:
+        oracle = oracle.gather(1, picked.clamp(min=0)[..., None].expand(-1, -1, 3))
+        oracle = oracle * (picked >= 0)[..., None]
+    variable = f.clone().requires_grad_()
+    rows = Categorical().root(variable, picked, "eigen").vectors
+    torch.testing.assert_close(rows, oracle)
+    probe = random_outputs(5, 2 * rows.shape[1], 3).view_as(rows)
+    (one,) = torch.autograd.grad((probe * rows).sum(), variable)
+    (other,) = torch.autograd.grad((probe * oracle).sum(), frozen)
+    torch.testing.assert_close(one, other)
+
+
+def test_differentiable_root_where_the_range_turns() -> None:
+    """Λ = g gᵀ of rank one: every derivative leaves the range of Λ."""
+    x = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
+    probe = random_outputs(2, 3, 3).unsqueeze(0)
+    for symmetric in (True, False):
+        g = torch.stack([x.cos(), x.sin(), 2 * x])
+        curvature = torch.outer(g, g).unsqueeze(0)
+        root = differentiable_root(curvature, symmetric)
+        torch.testing.assert_close(root @ root.mT, curvature)
+        same_gradient((probe * (root @ root.mT)).sum(), (probe * curvature).sum(), [x], 1e-9)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_differentiable_root_of_equal_eigenvalues(symmetric: bool) -> None:
+    x = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    curvature = torch.eye(3, dtype=torch.float64) + torch.outer(x, x) + torch.diag(x)
+    root = differentiable_root(curvature.unsqueeze(0), symmetric)[0]
+    probe = random_outputs(2, 3, 3)
+    same_gradient((probe * (root @ root.mT)).sum(), (probe * curvature).sum(), [x], 1e-12)
+
+
+# ---------------------------------------------------------------- saturation
+
+
+SATURATED = [[1e4, -1e4, 0.0], [-1e4, 1e4, 1e4], [0.0, 0.0, -1e4], [1e4, 1e4, 1e4]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ROOTS)
+@pytest.mark.parametrize(
+    "columns", [None, [0, 1, 2], [2, 1, 0], [0, -1, 1], [1, -1, -1], [-1, -1, -1], [2]]
+)
+def test_saturated_softmax(dtype: torch.dtype, kind: str, columns: list[int] | None) -> None:
+    """Value and gradient stay finite and are those of Λ where probabilities underflow."""
+    f = torch.tensor(SATURATED, dtype=dtype, requires_grad=True)
+    picked = None if columns is None else torch.tensor(columns).expand(len(f), -1)
+    rows = Categorical().root(f, picked, kind).vectors
+    probe = random_outputs(0, 4 * rows.shape[1], 3).view_as(rows).to(dtype)
+    (gradient,) = torch.autograd.grad((probe * rows).sum(), f, retain_graph=True)
+    assert rows.isfinite().all() and gradient.isfinite().all()
+    whole = picked is None or sorted(columns or []) == [0, 1, 2]
+    if kind == "subblock" or whole:
+        curvature = Categorical().hessian(f)
+        if picked is not None:
+            curvature = restricted(curvature, picked)
+        torch.testing.assert_close(product(rows), curvature)
+        probe = random_outputs(1, 12, 3).view(4, 3, 3).to(dtype)
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+        same_gradient((probe * product(rows)).sum(), (probe * curvature).sum(), [f], tolerance)
+
+
+@pytest.mark.parametrize("maker", [Bernoulli, PlainCategorical])
+@pytest.mark.parametrize("kind", ROOTS)
+def test_saturated_others_stay_finite(maker, kind: str) -> None:
+    f = torch.tensor(SATURATED, requires_grad=True)
+    rows = maker().root(f, None, kind).vectors
+    (gradient,) = torch.autograd.grad(rows.square().sum() + rows.sum(), f)
+    assert rows.isfinite().all() and gradient.isfinite().all()
+    torch.testing.assert_close(product(rows), maker().hessian(f), rtol=1e-3, atol=1e-6)
+
+
+def test_a_diagonal_root_that_underflows_has_a_gradient() -> None:
+    f = torch.tensor([[-1e4, 0.0]], dtype=torch.float64, requires_grad=True)
+    rows = scaled(PlainPoisson(), f, None, "fisher")
+    (gradient,) = torch.autograd.grad(rows.sum(), f)
+    assert rows[0, 0, 0] == 0 and gradient[0, 0] == 0
+    assert gradient[0, 1].item() == pytest.approx(0.5 * rows[0, 1, 1].item())
+
+
+@pytest.mark.parametrize("columns", [[[0]], [[0, 2]], [[0, 1, 2]], None])
+@pytest.mark.parametrize("kind", ["subblock", "fisher"])
+def test_confident_predictions_keep_their_digits(columns, kind: str) -> None:
+    """With p = 1 − 1e-10, one minus p is rounding in float32, but the root is not."""
+    f = torch.tensor([[23.0, 0.0, -1.0]])
+    picked = None if columns is None else torch.tensor(columns)
+    single = Categorical().root(f, picked, kind).vectors.double()
+    double = Categorical().root(f.double(), picked, kind).vectors
+    # log p itself is off by one eps of the largest logit, hence 23 eps and a factor.
+    torch.testing.assert_close(single, double, rtol=1e-5, atol=0)
+
+
+def test_no_nan_passes_through_the_graph_of_an_empty_outside() -> None:
+    """Not even one that a mask would stop: users debug with anomaly detection."""
+    f = random_outputs(0, 2, 3).requires_grad_()
+    with torch.autograd.set_detect_anomaly(True):
+        rows = Categorical().root(f, torch.tensor([[0, 1, 2], [1, -1, 2]]), "subblock").vectors
+        (gradient,) = torch.autograd.grad(rows.square().sum(), f)
+    assert gradient.isfinite().all()
+
+
+def test_all_listed_outputs_are_the_fisher_root_exactly() -> None:
+    f = random_outputs(0, 3, 4).requires_grad_()
+    order = torch.tensor([[3, 1, 0, 2], [0, 1, 2, 3], [2, 3, 1, 0]])
+    rows = Categorical().root(f, order, "subblock").vectors
+    oracle = Categorical().root(f, order, "fisher").vectors
+    torch.testing.assert_close(rows, oracle, rtol=1e-14, atol=0)
+    probe = random_outputs(1, 12, 4).view_as(rows)
+    same_gradient((probe * rows).sum(), (probe * oracle).sum(), [f], 1e-13)
+
+
+# ---------------------------------------------------------------- what carries which gradient
+
+
+@pytest.mark.parametrize("columns", [None, [[2, -1], [0, 1]]])
+def test_gaussian_noise_is_in_the_scale_alone(columns) -> None:
+    gaussian = Gaussian(noise=[0.5, 1.0, 2.0]).double()
+    f = random_outputs(0, 2, 3)
+    picked = None if columns is None else torch.tensor(columns)
+    root = gaussian.root(f, picked, "subblock")
+    assert not root.vectors.requires_grad
+    assert root.scale is not None
+
+    def weighted(log_noise: Tensor) -> Tensor:
+        scale = torch.func.functional_call(
+            _Scale(gaussian), {"gaussian.log_noise": log_noise}, (f, picked)
+        )
+        return scale * root.vectors.sum(-1)
+
+    assert gradcheck(weighted, (gaussian.log_noise,))
+    expected = torch.tensor([2.0, 1.0, 0.5], dtype=torch.float64)
+    if columns is None:
+        torch.testing.assert_close(root.scale, expected.expand(2, 3))
+    else:
+        torch.testing.assert_close(root.scale[0, 0], expected[2])
+        torch.testing.assert_close(root.scale[1], expected[:2])
+
+
+class _Scale(torch.nn.Module):
+    def __init__(self, gaussian: Gaussian) -> None:
+        super().__init__()
+        self.gaussian = gaussian
+
+    def forward(self, f: Tensor, columns: Tensor | None) -> Tensor | None:
+        return self.gaussian.root(f, columns, "subblock").scale
+
+
+def test_dtype_follows_the_outputs() -> None:
+    f = random_outputs(0, 2, 3).float()
+    root = Gaussian().double().root(f)
+    assert root.scale is not None
+    assert root.vectors.dtype == root.scale.dtype == torch.float32
+    for kind in ROOTS:
+        assert Categorical().root(f, None, kind).vectors.dtype == torch.float32
+        assert PlainCategorical().root(f, None, kind).vectors.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["eigne", "cholesky"])
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=list(MAKERS))
+def test_unknown_kind(maker, kind: str) -> None:
+    with pytest.raises(ConfigurationError, match="root is one of subblock, fisher, eigen"):
+        maker().root(random_outputs(0, 2, 3), None, kind)

@@ -1,0 +1,387 @@
+"""Gaussian priors: values against torch.distributions, groups, binding, keeping."""
+
+import copy
+import io
+import math
+import pickle
+from collections.abc import Mapping
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd import gradcheck
+from torch.distributions import Normal
+
+from evigrad.errors import ConfigurationError
+from evigrad.priors import GaussianPrior, NormalHyperprior
+
+GROUPS = {"first": ["encoder"], "rest": ["*.weight_*", "head.bias", "gain"]}
+STRUCTURES = ["scalar", "layerwise", "diagonal", GROUPS]
+IDS = ["scalar", "layerwise", "diagonal", "groups"]
+
+
+def weights(dtype: torch.dtype = torch.float64, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {
+        "encoder.weight": (3, 2),
+        "encoder.bias": (3,),
+        "head.weight_v": (1, 3),
+        "head.bias": (1,),
+        "gain": (),
+    }
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def bound(structure: str | Mapping[str, list[str]], seed: int = 3, **settings) -> GaussianPrior:
+    """A prior with a different value in each log precision."""
+    prior = GaussianPrior(structure, **settings)
+    prior.bind(weights())
+    values = parameter(prior)
+    with torch.no_grad():
+        values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(seed)))
+    return prior
+
+
+def parameter(prior: GaussianPrior) -> nn.Parameter:
+    assert prior.log_precision is not None
+    return prior.log_precision
+
+
+# ---------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=IDS)
+def test_the_density_is_that_of_normals(structure) -> None:
+    prior, w = bound(structure), weights(seed=1)
+    precisions = prior.precisions()
+    oracle = sum(Normal(0.0, precisions[n] ** -0.5).log_prob(w[n]).sum() for n in w)
+    count = sum(t.numel() for t in w.values())
+    density = 0.5 * prior.log_det() - 0.5 * prior.quadratic(w) - 0.5 * count * math.log(2 * math.pi)
+    torch.testing.assert_close(density, torch.as_tensor(oracle), rtol=1e-12, atol=0)
+
+
+def test_which_log_precision_belongs_to_which_weight() -> None:
+    w = weights()
+    scalar = bound("scalar")
+    assert scalar.group_names == ["all"] and set(scalar.group_of.values()) == {0}
+    for precision in scalar.precisions().values():
+        assert torch.equal(precision, parameter(scalar).exp()[0])
+    layerwise = bound("layerwise")
+    assert layerwise.group_names == list(w)
+    for index, precision in enumerate(layerwise.precisions().values()):
+        assert torch.equal(precision, parameter(layerwise).exp()[index])
+    groups = bound(GROUPS)
+    assert groups.group_names == ["first", "rest"]
+    assert groups.group_of == {name: int(not name.startswith("encoder")) for name in w}
+    for name, precision in groups.precisions().items():
+        assert torch.equal(precision, parameter(groups).exp()[groups.group_of[name]])
+    diagonal = bound("diagonal")
+    assert diagonal.group_names == [] and diagonal.group_of == {}
+    flat = torch.cat([p.flatten() for p in diagonal.precisions().values()])
+    assert torch.equal(flat, parameter(diagonal).exp())
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=IDS)
+def test_shapes_and_names_of_precisions(structure) -> None:
+    prior, w = bound(structure), weights()
+    varies = structure == "diagonal"
+    for name, precision in prior.precisions().items():
+        assert precision.shape == (w[name].shape if varies else ())
+        assert prior.constant_within(name) is not varies
+    labels = prior.constant_groups()
+    assert list(labels) == ([] if varies else list(w))
+    for name in w:
+        assert prior.group_name(name) == labels.get(name, name)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=IDS)
+def test_gradients_reach_log_precisions_and_weights(structure) -> None:
+    prior, w = bound(structure, hyperprior=NormalHyperprior(0.5, 2.0)), weights()
+    tensors = [t.requires_grad_() for t in w.values()]
+
+    def everything(log_precision: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        # Finite differences perturb the parameter itself, in place.
+        assert log_precision is prior.log_precision
+        named = dict(zip(w, values, strict=True))
+        return (
+            prior.quadratic(named),
+            prior.log_det(),
+            prior.log_hyperprior(),
+            *prior.precisions().values(),
+        )
+
+    assert gradcheck(everything, (parameter(prior), *tensors))
+
+
+@given(
+    mean=st.floats(-3, 3),
+    std=st.floats(0.1, 5),
+    values=st.lists(st.floats(-5, 5), min_size=1, max_size=4),
+)
+def test_normal_hyperprior(mean: float, std: float, values: list[float]) -> None:
+    x = torch.tensor(values, dtype=torch.float64)
+    oracle = Normal(torch.tensor(mean).double(), torch.tensor(std).double()).log_prob(x).sum()
+    torch.testing.assert_close(NormalHyperprior(mean, std)(x), oracle, rtol=1e-6, atol=1e-6)
+
+
+def test_hyperpriors() -> None:
+    assert bound("layerwise").log_hyperprior().item() == 0.0
+    prior = bound("layerwise", hyperprior=lambda log_precision: -log_precision.sum())
+    assert prior.log_hyperprior().item() == pytest.approx(-parameter(prior).sum().item())
+    with pytest.raises(ConfigurationError, match="0-dimensional"):
+        bound("layerwise", hyperprior=lambda log_precision: log_precision).log_hyperprior()
+
+
+# ---------------------------------------------------------------- initial values
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=IDS)
+def test_initial_precision(structure) -> None:
+    prior = GaussianPrior(structure, precision=25)
+    prior.bind(weights())
+    for precision in prior.precisions().values():
+        torch.testing.assert_close(precision, torch.full_like(precision, 25.0))
+
+
+def test_initial_precision_of_each_group() -> None:
+    prior = GaussianPrior(GROUPS, precision={"rest": 0.5, "first": 4})
+    prior.bind(weights())
+    torch.testing.assert_close(parameter(prior).exp(), torch.tensor([4.0, 0.5]).double())
+    prior = GaussianPrior("scalar", precision={"all": 3.0})
+    prior.bind(weights())
+    torch.testing.assert_close(parameter(prior).exp(), torch.tensor([3.0]).double())
+    wanted = {name: float(index + 1) for index, name in enumerate(weights())}
+    prior = GaussianPrior("layerwise", precision=wanted)
+    prior.bind(weights())
+    assert {n: p.item() for n, p in prior.precisions().items()} == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("precision", [0.0, -1.0, float("nan"), float("inf"), {"all": 0.0}])
+def test_precisions_must_be_positive(precision) -> None:
+    with pytest.raises(ConfigurationError, match="positive and finite"):
+        GaussianPrior("scalar", precision=precision)
+
+
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 0.0), (0.0, -1.0), (float("nan"), 1.0)])
+def test_hyperprior_numbers_must_make_sense(mean: float, std: float) -> None:
+    with pytest.raises(ConfigurationError):
+        NormalHyperprior(mean, std)
+
+
+def test_precisions_must_name_the_groups() -> None:
+    with pytest.raises(ConfigurationError, match="Did you mean 'first'"):
+        GaussianPrior(GROUPS, precision={"frist": 1.0, "rest": 1.0})
+    with pytest.raises(ConfigurationError, match="lacks a value for 'rest'"):
+        GaussianPrior(GROUPS, precision={"first": 1.0})
+    with pytest.raises(ConfigurationError, match="one initial precision"):
+        GaussianPrior("diagonal", precision={"all": 1.0})
+    prior = GaussianPrior("layerwise", precision={"encoder.wieght": 1.0})
+    with pytest.raises(ConfigurationError, match="Did you mean 'encoder.weight'"):
+        prior.bind(weights())
+    assert prior.log_precision is None
+
+
+# ---------------------------------------------------------------- groups
+
+
+def test_a_name_is_no_prefix_of_a_longer_name() -> None:
+    prior = GaussianPrior({"one": ["conv1"], "ten": ["conv10."]})
+    prior.bind({"conv1.weight": torch.ones(2), "conv10.weight": torch.ones(2)})
+    assert prior.group_of == {"conv1.weight": 0, "conv10.weight": 1}
+
+
+def test_one_pattern_needs_no_list() -> None:
+    prior = GaussianPrior({"all of it": "*"})
+    prior.bind(weights())
+    assert set(prior.group_of.values()) == {0}
+
+
+def test_each_weight_is_in_one_group() -> None:
+    w = weights()
+    with pytest.raises(ConfigurationError, match="In no group: 'head.weight_v', 'head.bias'"):
+        GaussianPrior({"a": ["encoder"], "b": ["gain"]}).bind(w)
+    with pytest.raises(ConfigurationError, match="'encoder.bias' is in several: a, b"):
+        GaussianPrior({"a": ["encoder", "gain"], "b": ["head", "*.bias"]}).bind(w)
+    with pytest.raises(ConfigurationError, match="'encodr' names.*Did you mean 'encoder'"):
+        GaussianPrior({"a": ["encodr"], "b": ["*"]}).bind(w)
+    # Twice in one group is no contradiction.
+    prior = GaussianPrior({"a": ["encoder", "*.bias"], "b": ["head.weight_v", "gain"]})
+    prior.bind(w)
+    assert prior.group_of["encoder.bias"] == 0
+
+
+@pytest.mark.parametrize("groups", [{}, {"a": []}])
+def test_groups_must_not_be_empty(groups) -> None:
+    with pytest.raises(ConfigurationError, match="need names of weights"):
+        GaussianPrior(groups)
+
+
+def test_unknown_structure() -> None:
+    with pytest.raises(ConfigurationError, match="Did you mean 'layerwise'"):
+        GaussianPrior("layerwse")
+
+
+# ---------------------------------------------------------------- binding
+
+
+def test_an_unbound_prior_says_so() -> None:
+    prior = GaussianPrior()
+    assert list(prior.parameters()) == []
+    for call in (prior.precisions, prior.log_det, prior.log_hyperprior, prior.constant_groups):
+        with pytest.raises(ConfigurationError, match="bind"):
+            call()
+    for call in (prior.constant_within, prior.group_name):
+        with pytest.raises(ConfigurationError, match="bind"):
+            call("gain")
+
+
+@pytest.mark.parametrize("learnable", [True, False])
+def test_learnable(learnable: bool) -> None:
+    assert parameter(bound("layerwise", learnable=learnable)).requires_grad is learnable
+
+
+@pytest.mark.parametrize(
+    ("of_weights", "expected"),
+    [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+    ],
+)
+def test_dtype_follows_the_weights(of_weights: torch.dtype, expected: torch.dtype) -> None:
+    prior = GaussianPrior("layerwise", precision=0.1)
+    prior.bind(weights(of_weights))
+    assert parameter(prior).dtype == expected
+    if expected == torch.float64:  # nothing was rounded to float32 on the way
+        assert parameter(prior)[0].item() == math.log(0.1)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=IDS)
+def test_binding_again_keeps_the_values(structure) -> None:
+    prior = bound(structure)
+    before = parameter(prior)
+    values, precisions = before.detach().clone(), prior.precisions()
+    prior.bind(dict(reversed(weights(seed=5).items())))
+    assert prior.log_precision is before and torch.equal(before, values)
+    for name, precision in prior.precisions().items():
+        assert torch.equal(precision, precisions[name])
+
+
+def test_binding_again_moves_to_the_weights() -> None:
+    prior = bound("layerwise")
+    before = parameter(prior)
+    prior.bind(weights(torch.float32))
+    assert prior.log_precision is before and before.dtype == torch.float32
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=IDS)
+def test_binding_to_other_weights_is_refused(structure) -> None:
+    prior, w = bound(structure), weights()
+    values = parameter(prior).detach().clone()
+    without = {name: t for name, t in w.items() if name != "gain"}
+    with pytest.raises(ConfigurationError, match="without 'gain'"):
+        prior.bind(without)
+    with pytest.raises(ConfigurationError, match="with 'encoder.extra'"):
+        prior.bind(w | {"encoder.extra": torch.ones(2)})
+    with pytest.raises(ConfigurationError, match=r"'gain' is \(2,\), not \(\)"):
+        prior.bind(w | {"gain": torch.ones(2)})
+    with pytest.raises(ConfigurationError, match="without 'gain'"):
+        prior.quadratic(without)
+    assert torch.equal(parameter(prior), values)
+
+
+def test_weights_that_cannot_have_a_prior() -> None:
+    with pytest.raises(ConfigurationError, match="no trainable"):
+        GaussianPrior().bind({})
+    with pytest.raises(ConfigurationError, match="'index' are not"):
+        GaussianPrior().bind({"index": torch.ones(2).long()})
+
+
+def test_unknown_weight() -> None:
+    for call in (bound("scalar").constant_within, bound("scalar").group_name):
+        with pytest.raises(ConfigurationError, match="Did you mean 'encoder.bias'"):
+            call("encoder.bais")
+
+
+# ---------------------------------------------------------------- keeping
+
+
+def through_a_file(state: dict) -> dict:
+    """A state as a checkpoint gives it back, without the trust that pickle needs."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=IDS)
+def test_state_dict_round_trip(structure) -> None:
+    prior = bound(structure)
+    state = through_a_file(prior.state_dict())
+    same, unbound = bound(structure, seed=8), GaussianPrior(structure)
+    for other in (same, unbound):
+        other.load_state_dict(state)
+        assert other.group_of == prior.group_of and other.group_names == prior.group_names
+        assert parameter(other).dtype == torch.float64
+        # As it stands, and once `Evidence` has bound it.
+        for _ in range(2):
+            for name, precision in prior.precisions().items():
+                assert torch.equal(other.precisions()[name], precision)
+            other.bind(weights())
+
+
+def test_a_state_inside_another_module() -> None:
+    holder = nn.ModuleDict({"prior": bound("layerwise")})
+    other = nn.ModuleDict({"prior": GaussianPrior("layerwise", learnable=False)})
+    other.load_state_dict(through_a_file(holder.state_dict()))
+    (loaded,), (saved,) = other.parameters(), holder.parameters()
+    assert torch.equal(loaded, saved) and not loaded.requires_grad
+
+
+def test_an_unbound_state_round_trips() -> None:
+    prior = GaussianPrior("scalar")
+    prior.load_state_dict(through_a_file(GaussianPrior("scalar").state_dict()))
+    assert prior.log_precision is None
+
+
+def test_a_state_of_another_prior_is_refused() -> None:
+    state = bound("layerwise").state_dict()
+    with pytest.raises(ConfigurationError, match="saved prior is layerwise, this one scalar"):
+        GaussianPrior("scalar").load_state_dict(state)
+    other = GaussianPrior("layerwise")
+    other.bind({name: t for name, t in weights().items() if name != "gain"} | {"g": torch.ones(())})
+    with pytest.raises(ConfigurationError, match="other weights"):
+        other.load_state_dict(state)
+    swapped = GaussianPrior({"rest": GROUPS["rest"], "first": GROUPS["first"]})
+    with pytest.raises(ConfigurationError, match="other groups"):
+        swapped.load_state_dict(bound(GROUPS).state_dict())
+    assert swapped.log_precision is None
+    reordered = GaussianPrior("diagonal")
+    reordered.bind(dict(reversed(weights().items())))
+    with pytest.raises(ConfigurationError, match="in another order"):
+        reordered.load_state_dict(bound("diagonal").state_dict())
+
+
+def test_a_loaded_prior_is_bound() -> None:
+    prior = GaussianPrior("layerwise")
+    prior.load_state_dict(bound("layerwise").state_dict())
+    with pytest.raises(ConfigurationError, match="without 'gain'"):
+        prior.bind({name: t for name, t in weights().items() if name != "gain"})
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=IDS)
+def test_copies_are_independent(structure) -> None:
+    prior = bound(structure, hyperprior=NormalHyperprior(1.0, 2.0))
+    for other in (copy.deepcopy(prior), pickle.loads(pickle.dumps(prior))):
+        assert torch.equal(parameter(other), parameter(prior))
+        assert torch.equal(other.log_hyperprior(), prior.log_hyperprior())
+        with torch.no_grad():
+            parameter(other).add_(1.0)
+        expected = prior.log_det() + sum(t.numel() for t in weights().values())
+        torch.testing.assert_close(other.log_det(), expected)
+    copy.deepcopy(GaussianPrior(structure)).bind(weights())
