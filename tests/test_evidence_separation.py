@@ -390,3 +390,25 @@ def test_a_kept_pass_is_refused_once_it_would_be_wrong() -> None:
         model.head.bias.add_(0.1)
     with pytest.raises(InputError, match="weights have changed"):
         plain.estimate(collected)
+
+
+def test_map_loss_of_a_module_under_two_names() -> None:
+    """What a model registers twice stays one module with parameters."""
+    model = nn.ModuleDict({"a": nn.Linear(3, 3)})
+    model["b"] = model["a"]
+    gated = nn.Sequential(nn.Linear(3, 3), model["a"], model["b"], nn.PReLU())
+    evidence = Evidence(
+        gated.double(),
+        Categorical(),
+        GaussianPrior(),
+        estimator="ntk-2-1",
+        num_data=4,
+        hyperparameters=["1", "3"],
+    )
+    x = torch.randn(4, 3).double()
+    before = snapshot(gated)
+    evidence.map_loss(x, torch.arange(4) % 3).backward()
+    assert isinstance(gated[1].weight, nn.Parameter)
+    for w in evidence.weights().values():
+        w.grad = None
+    assert_same(before, snapshot(gated))

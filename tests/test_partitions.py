@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.estimators import EstimatorSpec
-from evigrad.partitions import BlockStream, Partition, as_source
+from evigrad.partitions import Partition
+from evigrad.sources import as_source
+from evigrad.streams import BlockStream
 
 N, M, C = 7, 3, 3
 SPLIT = ["3-1", "3-2", "3-3", "3-C", "3-1-iid", "3-2-iid", "N-1", "N-2", "N-C", "N-1-iid"]

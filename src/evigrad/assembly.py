@@ -12,10 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.checks import check_finite, check_inputs, check_outputs
-from evigrad.curvature import Structure, check_memory, hessian_statistic, make_structure
+from evigrad.curvature import (
+    ParameterPartition,
+    Structure,
+    check_memory,
+    hessian_statistic,
+    make_structure,
+)
 from evigrad.errors import InputError
 from evigrad.estimators import EstimatorSpec
-from evigrad.jacobians import JacobianPlan, linearize, plan
+from evigrad.jacobians import JacobianPlan, linearize, model_run, plan
 from evigrad.likelihoods import Likelihood, RootRows
 from evigrad.modes import evaluation_mode
 from evigrad.partitions import Block, Partition
@@ -25,7 +31,6 @@ from evigrad.priors import GaussianPrior
 PROBE_SIZE = 3
 
 Batch = tuple[Tensor, Tensor]
-ParameterPartition = str | Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,7 @@ class Assembly:
         versions = self.weight_versions()
         statistic: Any = None
         log_likelihood = torch.zeros((), dtype=torch.float64, device=self.device)
-        with evaluation_mode(self.model, self.generator):
+        with evaluation_mode(self.model, self.generator), model_run(self.model):
             for chunk in self._chunks(batches, block):
                 if self.settings.spec.curvature == "hessian":
                     statistic, f = self._add_hessian(prepared, statistic, chunk, differentiable)

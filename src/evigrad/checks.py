@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from evigrad.errors import ConfigurationError, InputError, nearest
+from evigrad.estimators import EstimatorSpec
 
 
 def check_inputs(x: Tensor, device: torch.device) -> None:
@@ -52,3 +53,27 @@ def check_count(what: str, value: int) -> None:
     """A positive integer."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigurationError(f"{what} must be a positive integer, not {value!r}.")
+
+
+def check_spec(spec: EstimatorSpec, num_data: int) -> None:
+    """An estimator that exists, on subsets no larger than the data."""
+    if spec.anchored:
+        raise ConfigurationError(
+            f"{spec.name}: the anchored bound is not available yet; use the estimator without"
+            " -anchored."
+        )
+    if spec.subset is not None and not spec.rows and spec.subset > num_data:
+        raise ConfigurationError(
+            f"{spec.name} takes subsets of {spec.subset} data, but num_data is {num_data}; use a"
+            " smaller subset, or N for all the data."
+        )
+
+
+def as_generator(generator: torch.Generator | int | None) -> torch.Generator:
+    """A CPU generator from one, a seed, or PyTorch's initial seed."""
+    if isinstance(generator, torch.Generator):
+        if generator.device.type != "cpu":
+            raise ConfigurationError("The generator must be a CPU generator.")
+        return generator
+    seed = torch.initial_seed() if generator is None else generator
+    return torch.Generator().manual_seed(seed)

@@ -1,7 +1,6 @@
 """The log evidence of a network and its gradient in the hyperparameters (Algorithm 1)."""
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,20 +12,29 @@ from evigrad.assembly import (
     Assembly,
     Batch,
     Collected,
-    ParameterPartition,
     Prepared,
     Settings,
 )
-from evigrad.checks import check_choice, check_count, check_inputs, check_outputs, check_positive
-from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, InputError
+from evigrad.checks import (
+    as_generator,
+    check_choice,
+    check_count,
+    check_inputs,
+    check_outputs,
+    check_positive,
+    check_spec,
+)
+from evigrad.curvature import ParameterPartition
+from evigrad.errors import ConfigurationError, EvigradError, InputError
 from evigrad.estimate import Estimate, ParameterReport
 from evigrad.estimators import EstimatorSpec
 from evigrad.likelihoods import ROOTS, Likelihood
-from evigrad.modes import normalisation_layers
-from evigrad.parameters import call_fixed, select, trainable
-from evigrad.partitions import Block, BlockStream
+from evigrad.modes import warn_of_normalisation
+from evigrad.parameters import held_constant, select, trainable
+from evigrad.partitions import Block
 from evigrad.priors import GaussianPrior
 from evigrad.sources import as_source
+from evigrad.streams import BlockStream
 
 Data = Tensor | Block | Iterable[Batch] | Collected
 
@@ -82,7 +90,7 @@ class Evidence:
         """
         self.spec = EstimatorSpec.parse(estimator)
         check_count("num_data", num_data)
-        _check_spec(self.spec, num_data)
+        check_spec(self.spec, num_data)
         self.root = self.spec.default_root if root is None else root
         check_choice("root", self.root, ROOTS)
         check_choice("sharing", sharing, ("expand", "reduce"))
@@ -94,7 +102,7 @@ class Evidence:
         self.prior = prior
         self.num_data = num_data
         self.temperature = float(temperature)
-        self.generator = _as_generator(generator)
+        self.generator = as_generator(generator)
         self._model_hyperparameters = select(model, hyperparameters)
         self._weights = trainable(model, excluded=self._model_hyperparameters)
         prior.bind(self._weights)
@@ -111,7 +119,7 @@ class Evidence:
             gram_dtype=gram_dtype,
         )
         self._assembly = Assembly(model, self._weights, likelihood, prior, settings, self.generator)
-        _warn_of_normalisation(model)
+        warn_of_normalisation(model)
 
     # ------------------------------------------------------------ what there is to learn
 
@@ -146,10 +154,12 @@ class Evidence:
         Raises:
             InputError: If inputs, outputs and targets do not fit.
         """
-        f = call_fixed(self.model, self._model_hyperparameters, x)
-        check_outputs(f, x)
-        self.likelihood.validate(f.shape, y)
-        log_prob = call_fixed(self.likelihood, dict(self.likelihood.named_parameters()), f, y)
+        hyperparameters = [*self._model_hyperparameters.values(), *self.likelihood.parameters()]
+        with held_constant(hyperparameters):
+            f = self.model(x)
+            check_outputs(f, x)
+            self.likelihood.validate(f.shape, y)
+            log_prob = self.likelihood.log_prob(f, y)
         with torch.no_grad():
             precisions = self.prior.precisions()
         decay = sum((precisions[name] * w.square()).sum() for name, w in self._weights.items())
@@ -386,40 +396,3 @@ class Evidence:
         self.prior.load_state_dict(state["prior"])
         self.likelihood.load_state_dict(state["likelihood"])
         self.generator.set_state(state["generator"])
-
-
-def _check_spec(spec: EstimatorSpec, num_data: int) -> None:
-    if spec.anchored:
-        raise ConfigurationError(
-            f"{spec.name}: the anchored bound is not available yet; use the estimator without"
-            " -anchored."
-        )
-    if spec.subset is not None and not spec.rows and spec.subset > num_data:
-        raise ConfigurationError(
-            f"{spec.name} takes subsets of {spec.subset} data, but num_data is {num_data}; use a"
-            " smaller subset, or N for all the data."
-        )
-
-
-def _as_generator(generator: torch.Generator | int | None) -> torch.Generator:
-    if isinstance(generator, torch.Generator):
-        if generator.device.type != "cpu":
-            raise ConfigurationError("The generator must be a CPU generator.")
-        return generator
-    seed = torch.initial_seed() if generator is None else generator
-    return torch.Generator().manual_seed(seed)
-
-
-def _warn_of_normalisation(model: nn.Module) -> None:
-    layers = normalisation_layers(model)
-    if not layers:
-        return
-    named = ", ".join(layers[:3]) + (", …" if len(layers) > 3 else "")
-    warnings.warn(
-        f"The model has normalisation layers ({named}). They make the function invariant to the"
-        " scale of the weights before them, so a Gaussian prior on those weights and its learned"
-        " precision mean little; networks without normalisation (Fixup initialisation) suit the"
-        " evidence better. Estimates use these layers in evaluation mode.",
-        EvigradWarning,
-        stacklevel=3,
-    )

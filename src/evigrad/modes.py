@@ -1,10 +1,13 @@
 """Leaving a model and the global random state as they were."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+from evigrad.errors import EvigradWarning
 
 _NORMALISATION_LAYERS = (
     nn.modules.batchnorm._NormBase,
@@ -46,3 +49,19 @@ def normalisation_layers(model: nn.Module) -> list[str]:
     return [
         name for name, module in model.named_modules() if isinstance(module, _NORMALISATION_LAYERS)
     ]
+
+
+def warn_of_normalisation(model: nn.Module) -> None:
+    """One warning about what normalisation layers mean for a Gaussian prior, if there are any."""
+    layers = normalisation_layers(model)
+    if not layers:
+        return
+    named = ", ".join(layers[:3]) + (", …" if len(layers) > 3 else "")
+    warnings.warn(
+        f"The model has normalisation layers ({named}). They make the function invariant to the"
+        " scale of the weights before them, so a Gaussian prior on those weights and its learned"
+        " precision mean little; networks without normalisation (Fixup initialisation) suit the"
+        " evidence better. Estimates use these layers in evaluation mode.",
+        EvigradWarning,
+        stacklevel=3,  # the caller of Evidence
+    )

@@ -1,28 +1,32 @@
 """Which parameters of a model are weights, and which are hyperparameters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from evigrad.errors import ConfigurationError, nearest
+from evigrad.groups import matches
 
 
-def call_fixed(module: nn.Module, fixed: Mapping[str, nn.Parameter], *args: Tensor) -> Tensor:
-    """Call a module with some of its parameters held constant.
+@contextmanager
+def held_constant(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let no gradient reach some parameters from what is computed inside.
+
+    They are marked for the time being rather than replaced: ``torch.func.functional_call`` leaves
+    modules that are registered under two names with plain tensors in the place of parameters.
 
     Args:
-        module: Any module.
-        fixed: The parameters, by their names in it, that get no gradient.
-        *args: Arguments of its forward pass.
-
-    Returns:
-        What the module returns.
+        parameters: Leaves, marked as they were again on the way out.
     """
-    if not fixed:
-        return module(*args)
-    detached = {name: p.detach() for name, p in fixed.items()}
-    return torch.func.functional_call(module, detached, args)
+    marked = [p for p in parameters if p.requires_grad]
+    try:
+        for parameter in marked:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in marked:
+            parameter.requires_grad_(True)
 
 
 def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -65,7 +69,7 @@ def select(model: nn.Module, prefixes: Sequence[str]) -> dict[str, nn.Parameter]
     named = dict(model.named_parameters(remove_duplicate=False))
     chosen: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix in prefixes:
-        found = {n: p for n, p in named.items() if n == prefix or n.startswith(f"{prefix}.")}
+        found = {n: p for n, p in named.items() if matches(prefix, n)}
         if not found:
             known = [*named, *sorted({n.split(".")[0] for n in named})]
             raise ConfigurationError(

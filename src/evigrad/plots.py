@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-History = Sequence[Mapping[str, float | None]]
+History = Sequence[Mapping[str, int | float | None]]
 
 # Okabe and Ito's palette, told apart with every common colour vision deficiency; its yellow is
 # left out because it is too light for a line on white.
@@ -23,8 +23,9 @@ _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5
 _MUTED = "#555555"
 # More labels than this at the end of the lines cannot be told apart.
 _MAX_LABELS = 24
-# Room that a label needs, as a share of the height of the axes.
-_LABEL_HEIGHT = 0.042
+# Inches: the height that a label needs, and what title and axis take of the figure's.
+_LABEL_HEIGHT = 0.17
+_SURROUNDINGS = 0.9
 
 
 def learning_curves(histories: Mapping[str, History]) -> "Figure":
@@ -52,6 +53,7 @@ def learning_curves(histories: Mapping[str, History]) -> "Figure":
     for position, (column, title, unit) in enumerate(panels, start=1):
         axes = figure.add_subplot(1, len(panels), position)
         _decorate(axes, title, unit)
+        axes.set_xlim(0, max(len(history) for history in histories.values()))
         drawn = []
         for number, (name, history) in enumerate(histories.items()):
             epochs, values = _series(history, column)
@@ -129,7 +131,7 @@ def precision_paths(history: History, title: str = "prior precision of each laye
     if many:
         axes.set_title(f"{title} ({len(names)} groups)", loc="left", fontsize=11)
     else:
-        _label_ends(axes, lines)
+        _label_ends(axes, lines, figure.get_figheight())
     return figure
 
 
@@ -211,17 +213,19 @@ def _cut_burst(axes: "Axes", values: list[float]) -> None:
         axes.set_ylim(typical - 2 * spread, ordered[-1] + 0.15 * spread)
 
 
-def _label_ends(axes: "Axes", lines: Mapping[str, tuple[float, float, str]]) -> None:
+def _label_ends(
+    axes: "Axes", lines: Mapping[str, tuple[float, float, str]], figure_height: float
+) -> None:
     """Write each name to the right of its line, apart from its neighbours."""
     transform = axes.transData + axes.transAxes.inverted()
     ends = {name: float(transform.transform((x, y))[1]) for name, (x, y, _) in lines.items()}
     order = sorted(ends, key=ends.__getitem__)
-    height = min(_LABEL_HEIGHT * 3.6 / axes.figure.get_figheight() * 1.4, 1.0 / len(order))
+    height = min(_LABEL_HEIGHT / (figure_height - _SURROUNDINGS), 1.0 / len(order))
     places = _spread([ends[name] for name in order], height)
     for name, place in zip(order, places, strict=True):
         value, colour = lines[name][1], lines[name][2]
         axes.annotate(
-            f"{name}  {value:.3g}",
+            f"{name}  {_number(value)}",
             xy=(1.0, ends[name]),
             xytext=(1.04, place),
             xycoords="axes fraction",
@@ -232,6 +236,13 @@ def _label_ends(axes: "Axes", lines: Mapping[str, tuple[float, float, str]]) -> 
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkB": 0},
         )
     axes.margins(x=0)
+
+
+def _number(value: float) -> str:
+    """Three digits, without an exponent over eight decades."""
+    if 1e-4 <= value < 1e4:
+        return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:.1e}"
 
 
 def _spread(places: Sequence[float], distance: float) -> list[float]:
@@ -260,7 +271,7 @@ def _handle(name: str, colour: str) -> Any:
 def _series(history: History, column: str) -> tuple[list[float], list[float]]:
     """Epochs and values where there is a value."""
     pairs = [
-        (epoch, value)
+        (float(epoch), float(value))
         for row in history
         if (value := row.get(column)) is not None and (epoch := row.get("epoch")) is not None
     ]

@@ -8,7 +8,6 @@ that they stay positive and a step changes them by a factor.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import reduce
 from typing import Any
 
@@ -17,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, nearest
+from evigrad.groups import assign, checked_groups, listed
 
 STRUCTURES = ("scalar", "layerwise", "diagonal")
 SCALAR_GROUP = "all"
@@ -87,7 +87,7 @@ class GaussianPrior(nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(structure, Mapping):
-            self.structure, self._patterns = "groups", _patterns(structure)
+            self.structure, self._patterns = "groups", checked_groups(structure, "a prior")
         elif structure in STRUCTURES:
             self.structure, self._patterns = structure, {}
         else:
@@ -135,7 +135,7 @@ class GaussianPrior(nn.Module):
             raise ConfigurationError("A prior needs weights: the model has no trainable ones.")
         wrong = [name for name, w in weights.items() if not w.is_floating_point()]
         if wrong:
-            raise ConfigurationError(f"Weights must be floating point; {_listed(wrong)} are not.")
+            raise ConfigurationError(f"Weights must be floating point; {listed(wrong)} are not.")
         shapes = {name: w.shape for name, w in weights.items()}
         # A log precision in half precision would not move by a small step: float32 at least.
         dtype = reduce(torch.promote_types, (w.dtype for w in weights.values()), torch.float32)
@@ -162,29 +162,9 @@ class GaussianPrior(nn.Module):
             return [SCALAR_GROUP], dict.fromkeys(shapes, 0)
         if self.structure == "layerwise":
             return list(shapes), {name: index for index, name in enumerate(shapes)}
-        owners = {
-            name: [g for g, ps in self._patterns.items() if any(_matches(p, name) for p in ps)]
-            for name in shapes
-        }
-        problems = []
-        for patterns in self._patterns.values():
-            for pattern in patterns:
-                if not any(_matches(pattern, name) for name in shapes):
-                    known = {name.rsplit(".", 1)[0] for name in shapes} | shapes.keys()
-                    problems.append(f"'{pattern}' names no weight.{nearest(pattern, known)}")
-        if missing := [name for name, groups in owners.items() if not groups]:
-            problems.append(f"In no group: {_listed(missing)}.")
-        problems += [
-            f"'{name}' is in several: {', '.join(groups)}."
-            for name, groups in owners.items()
-            if len(groups) > 1
-        ]
-        if problems:
-            raise ConfigurationError(
-                "Each weight must be in one group of the prior. " + " ".join(problems)
-            )
+        owners = assign(list(shapes), self._patterns, "the prior")
         order = list(self._patterns)
-        return order, {name: order.index(groups[0]) for name, groups in owners.items()}
+        return order, {name: order.index(group) for name, group in owners.items()}
 
     def _initial(self, names: Sequence[str], shapes: Mapping[str, torch.Size]) -> Tensor:
         """Initial log precisions, in float64."""
@@ -393,37 +373,17 @@ def _positive(value: object, what: str) -> float:
     return number
 
 
-def _patterns(groups: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Groups as given by the user, each with at least one pattern."""
-    taken = {
-        name: [patterns] if isinstance(patterns, str) else list(patterns)
-        for name, patterns in groups.items()
-    }
-    empty = [name for name, patterns in taken.items() if not patterns]
-    if empty or not taken:
-        raise ConfigurationError(
-            f"Groups of a prior need names of weights; without any: {_listed(empty) or 'all'}."
-        )
-    return taken
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern is the name, a module above it, or a wildcard for it."""
-    above = pattern if pattern.endswith(".") else f"{pattern}."
-    return name == pattern or name.startswith(above) or fnmatchcase(name, pattern)
-
-
 def _check_names(what: str, given: Iterable[str], known: Sequence[str]) -> None:
     """One value for each group, no more and no fewer."""
     given = list(given)
     for name in given:
         if name not in known:
             raise ConfigurationError(
-                f"{what} names '{name}', but the prior's groups are {_listed(known)}."
+                f"{what} names '{name}', but the prior's groups are {listed(known)}."
                 f"{nearest(name, known)}"
             )
     if missing := [name for name in known if name not in given]:
-        raise ConfigurationError(f"{what} lacks a value for {_listed(missing)}.")
+        raise ConfigurationError(f"{what} lacks a value for {listed(missing)}.")
 
 
 def _difference(bound: Mapping[str, torch.Size], other: Mapping[str, torch.Size]) -> str:
@@ -436,8 +396,3 @@ def _difference(bound: Mapping[str, torch.Size], other: Mapping[str, torch.Size]
         if name in other and other[name] != shape
     ]
     return "; ".join(parts[:3]) + ("; …" if len(parts) > 3 else "") or "in another order"
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:5])
-    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -353,10 +353,10 @@ def test_describe():
     ("partition", "message"),
     [
         ("modul", "Did you mean 'module'"),
-        ({"x": ["a"]}, r"leaves out \['b.weight', 'scalar'\]"),
-        ({"x": ["a", "b"], "y": ["scalar", "a.bias"]}, "'a.bias' is in two groups"),
+        ({"x": ["a"]}, "In no group: 'b.weight', 'scalar'"),
+        ({"x": ["a", "b"], "y": ["scalar", "a.bias"]}, "'a.bias' is in several: x, y"),
         ({"x": ["a", "b.wieght", "scalar"]}, "Did you mean 'b.weight'"),
-        ([["a", "b"], "scalar"], "give a list"),
+        ([["a", "b", "scalar"], []], "without any: '1'"),
     ],
 )
 def test_a_partition_that_is_none_is_refused_whatever_the_structure(partition, message):

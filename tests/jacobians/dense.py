@@ -32,9 +32,8 @@ def jacobian(
                 )
                 for (name, w), g in zip(weights.items(), gradients, strict=True):
                     columns[name].append(torch.zeros_like(w) if g is None else g)
-            outputs = len(f)
     return {
-        name: torch.stack(entries).reshape(len(x), outputs, *weights[name].shape)
+        name: torch.stack(entries).reshape(len(x), -1, *weights[name].shape)
         for name, entries in columns.items()
     }
 

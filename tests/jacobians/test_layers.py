@@ -1,6 +1,7 @@
 """Every closed form, in all its variations, against the dense Jacobian."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from jacobians.dense import assert_rows, jacobian, random, rows, weights_of
 from torch import Tensor, nn
 
-from evigrad.jacobians import JacobianPlan, linearize, plan
+from evigrad.jacobians import JacobianPlan, Linearization, linearize, plan
 from evigrad.jacobians.convolutions import _GROUPED_COLUMNS
 
 M, K, C = 4, 2, 3
@@ -55,13 +56,20 @@ def check(layer: nn.Module, x: Tensor, word: str, *, k: int = K, first: bool = F
     check_factors(linearization, made, vectors, expected)
 
 
-def check_factors(linearization, made: JacobianPlan, vectors: Tensor, expected) -> None:
+def check_factors(
+    linearization: Linearization,
+    made: JacobianPlan,
+    vectors: Tensor,
+    expected: Mapping[str, Tensor],
+) -> None:
     """Σ_T gradients ⊗ inputs, summed over the uses, are the rows."""
     factors = linearization.factors(vectors, sorted(made.kronecker))
     for name, uses in factors.items():
         e = expected[name]
         products = [torch.einsum("nkgto,ngti->nkgoi", u.gradients, u.inputs) for u in uses]
-        torch.testing.assert_close(sum(products).reshape(e.shape), e, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            torch.stack(products).sum(0).reshape(e.shape), e, rtol=1e-10, atol=1e-10
+        )
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (5,), (2, 3), (2, 1, 3)])
@@ -127,7 +135,7 @@ def test_convolution_with_uneven_padding(k: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-def test_convolution_with_padding_mode(mode: str) -> None:
+def test_convolution_with_padding_mode(mode: Any) -> None:
     layer = nn.Conv2d(2, 2, 3, padding="same", dilation=2, padding_mode=mode)
     check(layer, random(M, 2, 5, 6), "conv2d")
 
@@ -163,9 +171,10 @@ def test_embedding(shape: tuple[int, ...], padding_idx: int | None, sparse: bool
         check(layer, x, "embedding")
 
 
-def check_sparse(layer: nn.Module, x: Tensor) -> None:
+def check_sparse(layer: nn.Embedding, x: Tensor) -> None:
     """Autograd's sparse gradient is the dense one's."""
-    model = Wrapped(randomised(layer), layer(x).flatten(1).shape[1], True)
+    randomised(layer)
+    model = Wrapped(layer, layer(x).flatten(1).shape[1], True)
     weights, vectors = weights_of(model), random(M, K, C, seed=1)
     expected = rows(jacobian(model, weights, x), vectors)
     layer.sparse = True
@@ -176,12 +185,12 @@ def check_sparse(layer: nn.Module, x: Tensor) -> None:
 
 @pytest.mark.parametrize("shape, size", [((3,), (3,)), ((2, 3), (3,)), ((4, 2, 3), (2, 3))])
 @pytest.mark.parametrize("bias", [True, False])
-def test_layer_norm(shape: tuple[int, ...], size: tuple[int, ...], bias: bool) -> None:
+def test_layer_norm(shape: tuple[int, ...], size: Any, bias: bool) -> None:
     check(nn.LayerNorm(size, bias=bias), random(M, *shape), "layer_norm")
 
 
 @pytest.mark.parametrize("shape, size", [((3,), (3,)), ((4, 2, 3), (2, 3))])
-def test_rms_norm(shape: tuple[int, ...], size: tuple[int, ...]) -> None:
+def test_rms_norm(shape: tuple[int, ...], size: Any) -> None:
     check(nn.RMSNorm(size, eps=1e-3), random(M, *shape), "rms_norm")
 
 
@@ -199,7 +208,7 @@ def test_group_norm(shape: tuple[int, ...]) -> None:
         (nn.BatchNorm3d, (3, 2, 1, 2)),
     ],
 )
-def test_batch_norm(layer: type[nn.Module], shape: tuple[int, ...]) -> None:
+def test_batch_norm(layer: Any, shape: tuple[int, ...]) -> None:
     made = layer(3)
     made.running_mean.copy_(random(3))
     made.running_var.copy_(random(3, seed=1).exp())
@@ -210,7 +219,7 @@ def test_batch_norm(layer: type[nn.Module], shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     "layer, shape", [(nn.InstanceNorm1d, (3, 4)), (nn.InstanceNorm2d, (3, 2, 3))]
 )
-def test_instance_norm(layer: type[nn.Module], shape: tuple[int, ...], track: bool) -> None:
+def test_instance_norm(layer: Any, shape: tuple[int, ...], track: bool) -> None:
     made = layer(3, affine=True, track_running_stats=track)
     if track:
         made.running_mean.copy_(random(3))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from jacobians.dense import random, weights_of
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 from zoo import CASES, HYPERPARAMETERS
 
 from evigrad.jacobians import linearize, plan
@@ -38,7 +39,7 @@ def global_state() -> tuple[Any, ...]:
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
         torch.get_default_dtype(),
-        torch.overrides._len_torch_function_stack(),  # pyright: ignore[reportAttributeAccessIssue]
+        len(_get_current_function_mode_stack()),
     )
 
 
@@ -90,7 +91,9 @@ def test_model_is_as_before(case: str, differentiable: bool) -> None:
     model.eval()
     for i, p in enumerate(model.parameters()):
         p.grad = random(*p.shape, seed=i)
-    grads = {n: (p.grad, p.grad.clone()) for n, p in model.named_parameters()}
+    grads = {
+        n: (p.grad, random(*p.shape, seed=i)) for i, (n, p) in enumerate(model.named_parameters())
+    }
     state = {n: (t, t.detach().clone()) for n, t in model.state_dict(keep_vars=True).items()}
     handle = model.register_forward_hook(lambda *_: None)
     before, around = snapshot(model), global_state()
@@ -100,6 +103,7 @@ def test_model_is_as_before(case: str, differentiable: bool) -> None:
     assert snapshot(model) == before
     assert global_state() == around
     for n, p in model.named_parameters():
+        assert p.grad is not None
         assert p.grad is grads[n][0] and torch.equal(p.grad, grads[n][1]), n
     for n, t in model.state_dict(keep_vars=True).items():
         assert t is state[n][0] and torch.equal(t, state[n][1]), n

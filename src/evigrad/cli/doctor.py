@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from jsonargparse import Namespace
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from evigrad.cli.messages import show
+from evigrad.cli.messages import results_console, show
 from evigrad.cli.parser import Options, Parser
 from evigrad.cli.setup import SETUP_TYPES, set_up
 from evigrad.cli.train import FIT_TYPES, FIT_WORDS
@@ -110,7 +109,7 @@ def run(parser: Parser, options: Namespace) -> int:
     )
     data = setup.data.train
     batch_size = min(options.batch_size, len(data[0]))
-    console = Console()
+    console = results_console()
     show("note", f"{setup.data.describe()}; {setup.model_name} on {setup.device}")
     console.print(_parameter_table(evidence, evidence.describe(data[0])))
     memory = predicted_bytes(evidence, data[0])
@@ -192,23 +191,26 @@ def _wait(device: torch.device) -> None:
 
 def _parameter_table(evidence: Evidence, reports: list[ParameterReport]) -> Table:
     total = sum(w.numel() for w in evidence.weights().values())
+    grouped = any(report.group != report.name for report in reports)
     table = Table(
         box=SIMPLE_HEAD,
         title=f"{evidence.spec.name}: {len(reports)} parameter tensors, {total:,} weights",
         caption=(
-            "derivatives: how they are computed. curvature: the tensor's block of it. prior group:"
-            " tensors with one precision."
+            "derivatives: how they are computed. curvature: the tensor's block of it."
+            + (" prior group: tensors with one precision." if grouped else "")
         ),
         caption_justify="left",
     )
-    for name in ("parameter", "shape", "derivatives", "curvature", "prior group"):
+    for name in ("parameter", "shape", "derivatives", "curvature"):
         table.add_column(name, overflow="fold")
+    if grouped:
+        table.add_column("prior group", overflow="fold")
     table.add_column("precision", justify="right")
     for report in reports:
         shape = "x".join(map(str, report.shape)) or "scalar"
-        table.add_row(
-            report.name, shape, report.rows, report.curvature, report.group, f"{report.precision:g}"
-        )
+        group = [report.group] if grouped else []
+        cells = (report.name, shape, report.rows, report.curvature, *group)
+        table.add_row(*cells, f"{report.precision:g}")
     return table
 
 

@@ -3,6 +3,9 @@
 from rich.console import Console
 from rich.text import Text
 
+# Width of tables in a file or a pipe, where no terminal tells its own.
+_FILE_WIDTH = 100
+
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
@@ -18,3 +21,13 @@ def show(kind: str, text: str) -> None:
     # A Text is not searched for markup: brackets in a message are brackets. The terminal wraps.
     message = Text(f"{label}{line}", style=_STYLES[kind])
     Console(stderr=True, soft_wrap=True, highlight=False).print(message)
+
+
+def results_console() -> Console:
+    """Where tables of results go: standard output.
+
+    Returns:
+        The console.
+    """
+    console = Console()
+    return console if console.is_terminal else Console(width=_FILE_WIDTH)

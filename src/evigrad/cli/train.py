@@ -8,11 +8,10 @@ from typing import Any, Literal
 
 from jsonargparse import Namespace
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from evigrad import plots
-from evigrad.cli.messages import show
+from evigrad.cli.messages import results_console, show
 from evigrad.cli.parser import Options, Parser
 from evigrad.cli.setup import SETUP_TYPES, Setup, set_up
 from evigrad.errors import ConfigurationError
@@ -191,7 +190,7 @@ def report(
         key: evaluate_evidence(result.evidence, setup.data.train, name)
         for key, result in results.items()
     }
-    Console().print(_table(results, values))
+    results_console().print(_table(results, values))
     directory.write_json("results.json", _record(results, values))
     if figures:
         histories = {key: result.history for key, result in results.items()}

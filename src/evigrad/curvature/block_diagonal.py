@@ -6,7 +6,6 @@ more the finer the partition is.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
 import torch
 from jaxtyping import Float
@@ -24,6 +23,7 @@ from evigrad.curvature.base import (
 )
 from evigrad.curvature.linalg import log_det_dense
 from evigrad.errors import ConfigurationError, nearest
+from evigrad.groups import assign, checked_groups
 
 # "tensor", "module", or groups of name prefixes or patterns, with or without names of their own.
 ParameterPartition = str | Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
@@ -184,40 +184,9 @@ def partition_names(names: Sequence[str], partition: ParameterPartition) -> dict
         )
     if not isinstance(partition, Mapping):
         partition = {str(index): group for index, group in enumerate(partition)}
-    return _grouped(names, partition)
-
-
-def _grouped(names: Sequence[str], groups: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    block_of: dict[str, str] = {}
-    for block, prefixes in groups.items():
-        if isinstance(prefixes, str):
-            raise ConfigurationError(
-                f"group {block!r} of parameter_partition is the string {prefixes!r}; give a list"
-                " of names."
-            )
-        for prefix in prefixes:
-            found = [name for name in names if _matches(name, prefix)]
-            if not found:
-                raise ConfigurationError(
-                    f"{prefix!r} in group {block!r} of parameter_partition is no parameter and no"
-                    f" prefix of one.{nearest(prefix, names)}"
-                )
-            for name in found:
-                if block_of.setdefault(name, block) != block:
-                    raise ConfigurationError(
-                        f"parameter {name!r} is in two groups of parameter_partition,"
-                        f" {block_of[name]!r} and {block!r}; every parameter belongs to one."
-                    )
-    missing = [name for name in names if name not in block_of]
-    if missing:
-        raise ConfigurationError(
-            f"parameter_partition leaves out {missing}; every parameter belongs to one group."
-        )
-    blocks: dict[str, list[str]] = {}
-    for name in names:
-        blocks.setdefault(block_of[name], []).append(name)
-    return blocks
-
-
-def _matches(name: str, prefix: str) -> bool:
-    return name == prefix or name.startswith(f"{prefix}.") or fnmatchcase(name, prefix)
+    what = "parameter_partition"
+    block_of = assign(names, checked_groups(partition, what), what)
+    grouped: dict[str, list[str]] = {}
+    for name, block in block_of.items():
+        grouped.setdefault(block, []).append(name)
+    return grouped

@@ -3,5 +3,6 @@
 from evigrad.jacobians.linearization import JacobianPlan, Linearization, linearize
 from evigrad.jacobians.plan import plan
 from evigrad.jacobians.rules import KroneckerUse
+from evigrad.jacobians.state import model_run
 
-__all__ = ["JacobianPlan", "KroneckerUse", "Linearization", "linearize", "plan"]
+__all__ = ["JacobianPlan", "KroneckerUse", "Linearization", "linearize", "model_run", "plan"]

@@ -16,9 +16,10 @@ _WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
     3: convolution_gradients.conv3d_weight,
 }
 
-# Up to here a convolution with one group per datum beat patches and a batched product on a CPU;
-# it then reads the input without copying it kernel-size times.
-_GROUPED_COLUMNS = 64
+# Up to so many row columns times output channels, a convolution with one group per datum beats
+# patches and a batched product on a CPU: it reads the input without a copy for each entry of the
+# kernel. It needs more positions than such entries to pay.
+_GROUPED_COLUMNS = 32
 
 
 def _padded(x: Float[Tensor, "m c *space"], pads: Pads) -> Float[Tensor, "m c *padded"]:
@@ -85,7 +86,8 @@ def convolution_rows(
     """
     m, k, out = gradient.shape[:3]
     shape = (m, k, out, x.shape[1] // groups, *kernel)
-    if not x.is_cuda and k * out <= _GROUPED_COLUMNS * groups:
+    spread = 1 < prod(kernel) < prod(gradient.shape[3:])
+    if spread and not x.is_cuda and k * out <= _GROUPED_COLUMNS * groups:
         return _grouped_rows(x, gradient, kernel, stride, pads, dilation, groups).reshape(shape)
     patches = convolution_patches(x, kernel, stride, pads, dilation, groups)
     # (m, k, G, o', T) → (m, G, k o', T): one product for each datum and group.

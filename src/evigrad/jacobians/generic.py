@@ -102,9 +102,9 @@ def vmap_rows(
 
     def rows_of_datum(datum: Tensor, cotangents: Tensor) -> dict[str, Tensor]:
         pull = vjp(lambda parameters: output(parameters, datum), wanted)[1]
-        if len(cotangents) == 1:  # spares the model's backward functions a level of vmap
-            return {name: row.unsqueeze(0) for name, row in pull(cotangents[0])[0].items()}
-        return vmap(lambda cotangent: pull(cotangent)[0])(cotangents)
+        # A loop, as a second level of vmap takes some backward functions past what they support.
+        rows = [pull(cotangent)[0] for cotangent in cotangents]
+        return {name: torch.stack([row[name] for row in rows]) for name in names}
 
     with torch.set_grad_enabled(differentiable), warnings.catch_warnings():
         # An operation without a rule of its own is looped over, which still beats ``loop_rows``.

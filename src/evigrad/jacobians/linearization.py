@@ -145,10 +145,7 @@ class Linearization:
         with torch.set_grad_enabled(self._differentiable):
             gradients = self._gradients(vectors, names)
             return {
-                name: [
-                    call.factors(self._gradient(gradients, call, vectors))
-                    for call, _ in self._uses[name]
-                ]
+                name: [self._factors_of(call, gradients, vectors) for call, _ in self._uses[name]]
                 for name in names
             }
 
@@ -210,14 +207,19 @@ class Linearization:
             for call, of_call in zip(calls, zip(*columns, strict=True), strict=True)
         }
 
-    @staticmethod
-    def _gradient(
-        gradients: Mapping[int, Tensor | None], call: Call, vectors: Float[Tensor, "m k C"]
-    ) -> Tensor:
+    def _factors_of(
+        self, call: Call, gradients: Mapping[int, Tensor | None], vectors: Float[Tensor, "m k C"]
+    ) -> KroneckerUse:
         gradient = gradients[id(call)]
         if gradient is None:  # the outputs do not use the call's
             gradient = vectors.new_zeros(*vectors.shape[:2], *call.output_shape[1:])
-        return gradient
+        use = call.factors(gradient)
+        # Detached, because a view of the recorded input keeps that one's claim to a gradient.
+        return (
+            use
+            if self._differentiable
+            else KroneckerUse(use.inputs.detach(), use.gradients.detach())
+        )
 
     def _generic_rows(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]

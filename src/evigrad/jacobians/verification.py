@@ -101,6 +101,9 @@ class Reference:
 
         First derivatives that are right do not vouch for the second: layer normalisation under
         ``vmap``, for one, takes its own statistics for constants.
+
+        Returns:
+            The names for which they agree; all where the reference has no such gradient.
         """
         x, vectors = self.x[:2].clone(), self._vectors[:2, :1].clone().requires_grad_()
         own = {id(p) for p in self.weights.values()}

@@ -170,8 +170,8 @@ class Likelihood(nn.Module, ABC):
             f: Outputs.
             columns: The root columns of each datum, distinct in each row, in 0 … C − 1; −1 is
                 padding and gives a row of zeros. None takes all C in their order.
-            kind: One of ``ROOTS`` (see ``evigrad.roots``). Where outputs are not coupled, all
-                kinds give the column e_d √λ_d for output d.
+            kind: One of ``ROOTS`` (see ``evigrad.likelihoods.roots``). Where outputs are not
+                coupled, all kinds give the column e_d √λ_d for output d.
 
         Returns:
             The rows, differentiable in f.

@@ -78,6 +78,6 @@ class Categorical(Likelihood):
         columns: Int[Tensor, "m k"] | None = None,
         kind: str = "subblock",
     ) -> RootRows:
-        """The closed forms of ``evigrad.roots.softmax_rows``; see ``Likelihood.root``."""
+        """Closed forms, from ``softmax_rows``; see ``Likelihood.root``."""
         check_root(kind)
         return RootRows(softmax_rows(f, columns, kind))

@@ -13,7 +13,7 @@ from evigrad.likelihoods import Likelihood
 from evigrad.modes import evaluation_mode
 
 # A value that was not computed in an epoch is None, and an empty cell in the file.
-Row = dict[str, float | None]
+Row = dict[str, int | float | None]
 
 
 def evaluate(
@@ -73,7 +73,7 @@ class MetricsFile:
         self._writer.writeheader()
         self._file.flush()
 
-    def write(self, row: Mapping[str, float | None]) -> None:
+    def write(self, row: Mapping[str, int | float | None]) -> None:
         """Append a row.
 
         Args:
@@ -112,7 +112,7 @@ def read_metrics(path: str | Path) -> list[Row]:
         raise InputError(f"{path} is not a table of metrics: {error}.") from error
 
 
-def _cell(value: float | None) -> str:
+def _cell(value: int | float | None) -> str:
     if value is None:
         return ""
     return str(value) if isinstance(value, int) else f"{value:.6g}"

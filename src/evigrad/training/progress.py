@@ -2,7 +2,6 @@
 
 import importlib.util
 import sys
-from typing import TextIO
 
 from evigrad.training.metrics import Row
 
@@ -11,18 +10,16 @@ _PLAIN_LINES = 10
 
 
 class PlainProgress:
-    """About ten lines of text over a run."""
+    """About ten lines of text over a run, on standard error."""
 
-    def __init__(self, title: str, epochs: int, stream: TextIO | None = None) -> None:
+    def __init__(self, title: str, epochs: int) -> None:
         """Take up a run.
 
         Args:
             title: Name of the run.
             epochs: Epochs in all.
-            stream: Where to write. Default: standard error, which leaves the output to results.
         """
         self.title, self.epochs = title, epochs
-        self.stream = sys.stderr if stream is None else stream
         self.interval = max(1, -(-epochs // _PLAIN_LINES))
         self.known: Row = {}
 
@@ -37,7 +34,7 @@ class PlainProgress:
         if epoch == 1 or epoch == self.epochs or epoch % self.interval == 0:
             count = f"{epoch:>{len(str(self.epochs))}}/{self.epochs}"
             print(
-                f"{self.title}: epoch {count}  {summary(self.known)}", file=self.stream, flush=True
+                f"{self.title}: epoch {count}  {summary(self.known)}", file=sys.stderr, flush=True
             )
 
     def close(self) -> None:

@@ -1,0 +1,263 @@
+import inspect
+import json
+import sys
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("jsonargparse")
+pytest.importorskip("rich")
+pytest.importorskip("sklearn")
+
+import yaml
+
+from evigrad.cli import main
+from evigrad.cli.parser import argument_descriptions, with_hyphens
+from evigrad.cli.setup import SETUP_TYPES, set_up
+from evigrad.cli.train import _FIXED, FIT_TYPES
+from evigrad.errors import EvigradWarning
+from evigrad.training import fit, read_metrics
+
+QUICK = (
+    "--data digits --subset 60 --model mlp --estimator ntk-20-1 --epochs 4 --burn-in 2 --every 2"
+    " --steps 2 --evaluate-with ntk-20-C --no-progress --device cpu"
+).split()
+
+
+def run(*arguments, code=0):
+    assert main([str(argument) for argument in arguments]) == code
+
+
+def error_of(capsys, *arguments):
+    run(*arguments, code=2)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1  # one line, no traceback
+    return captured.err
+
+
+def test_train_compares_and_leaves_a_whole_run_directory(capsys, tmp_path):
+    run("train", *QUICK, "--compare-map", "--eval-every", 2, "--run-dir", tmp_path / "run")
+    output = capsys.readouterr().out
+    assert "MAP" in output
+    assert "ntk-20-1, learned precisions" in output
+    assert "log evidence" in output
+    assert "mean over the 3 blocks of a partition" in output
+    folder = tmp_path / "run"
+    assert {p.name for p in folder.iterdir()} == {
+        "checkpoint.pt",
+        "config.json",
+        "config.yaml",
+        "figures",
+        "map",
+        "metrics.csv",
+        "results.json",
+    }
+    assert {p.name for p in (folder / "figures").iterdir()} == {
+        "learning_curves.png",
+        "precisions.png",
+    }
+    assert {p.name for p in (folder / "map").iterdir()} == {
+        "checkpoint.pt",
+        "config.json",
+        "metrics.csv",
+    }
+    learned, fixed = (read_metrics(folder / p / "metrics.csv") for p in (".", "map"))
+    assert learned[0]["loss"] == fixed[0]["loss"]  # the same initial weights and order
+    assert learned[-1]["hyper_steps"] == 4
+    assert fixed[-1]["hyper_steps"] == 0
+    results = json.loads((folder / "results.json").read_text())
+    assert list(results) == ["MAP", "ntk-20-1"]
+    assert results["MAP"]["hyperparameters"]["precision/linear1.weight"] == 1.0
+    assert results["MAP"]["evidence"]["estimator"] == "ntk-20-C"
+    assert f"{results['MAP']['evidence']['per_datum']:.4f}" in output
+    assert f"{results['ntk-20-1']['test']['log_likelihood']:.4f}" in output
+
+
+def test_a_run_can_be_repeated_from_its_own_configuration(tmp_path):
+    run("train", *QUICK, "--run-dir", tmp_path / "run", "--no-figures")
+    run("train", "--config", tmp_path / "run" / "config.yaml")
+    run("train", "--config", tmp_path / "run" / "config.yaml", "--seed", 1)
+    rows = [read_metrics(tmp_path / name / "metrics.csv") for name in ("run", "run-2", "run-3")]
+    losses = [[row["loss"] for row in each] for each in rows]
+    assert losses[0] == losses[1]
+    assert losses[0] != losses[2]
+    assert not (tmp_path / "run-2" / "figures").exists()
+
+
+def test_options_after_a_file_replace_what_it_says(capsys, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("epochs: 50\nlr: 0.5\ncompare_map: true\n")
+    run("train", "--config", file, "--epochs", 7, "--lr_min=0.1", "--print_config")
+    options = yaml.safe_load(capsys.readouterr().out)
+    assert (options["epochs"], options["lr"], options["lr_min"]) == (7, 0.5, 0.1)
+    assert options["compare_map"] is True
+    assert options["estimator"] == "ntk-100-1"
+    run("train", "--config", file, "--no-compare-map", "--print-config")
+    assert yaml.safe_load(capsys.readouterr().out)["compare_map"] is False
+
+
+def test_map_alone(capsys, tmp_path):
+    run("train", *QUICK, "--estimator", "map", "--run-dir", tmp_path / "run")
+    assert "learned" not in capsys.readouterr().out
+    assert [p.name for p in (tmp_path / "run" / "figures").iterdir()] == ["learning_curves.png"]
+    run("train", *QUICK, "--estimator", "map", "--compare-map", code=2)
+
+
+def test_the_default_folder_is_named_for_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run("train", *QUICK, "--no-figures")
+    assert (tmp_path / "runs" / "digits-mlp-ntk-20-1" / "results.json").is_file()
+
+
+def test_the_experiment_of_make_run_is_valid(capsys, request):
+    file = request.config.rootpath / "experiments" / "digits.yaml"
+    run("train", "--config", file, "--print-config")
+    options = yaml.safe_load(capsys.readouterr().out)
+    assert options["compare_map"] is True
+    assert (options["data"], options["model"]) == ("digits", "digitsnet")
+
+
+def test_the_doctor_lists_every_parameter_and_the_cost(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("evigrad.cli.doctor._SECONDS_EACH", 0.01)
+    arguments = "--data digits --subset 60 --model mlp --estimator kfac-20-1 --prior scalar"
+    run("doctor", *arguments.split(), "--device", "cpu")
+    output = capsys.readouterr().out
+    for word in ("linear1.weight", "64x64", "kronecker", "output.bias", "prior group", "all"):
+        assert word in output
+    for word in ("training step on a batch of 60", "20 data of a block", "gradient", "ratio"):
+        assert word in output
+    assert "Predicted memory" in output
+    assert "not a guaranteed lower bound" in " ".join(output.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [[], ["--help"], ["train", "--help"], ["doctor", "-h"]])
+def test_help_is_complete_and_narrow(capsys, command):
+    run(*command)
+    output = capsys.readouterr().out
+    assert output.startswith("usage: evigrad")
+    assert max(map(len, output.splitlines())) <= 100
+    for noise in ("``", "(type:", "None", "{true", "In Python", "%"):
+        assert noise not in output
+    if command and command[0] == "train":
+        assert "--batch-size N" in output
+        assert "(default: ntk-100-1)" in output
+        assert "nats" not in output or "per datum" in output
+
+
+def test_every_option_of_fit_is_on_the_command_line():
+    # Those that only Python can give, or that the command gives itself.
+    beside = {"model", "train", "test", "seed", "device", "run_dir", "callbacks"}
+    assert set(inspect.signature(fit).parameters) == set(FIT_TYPES) | set(_FIXED) | beside
+    for function, types in ((fit, FIT_TYPES), (set_up, SETUP_TYPES)):
+        assert set(types) <= set(argument_descriptions(function))
+    defaults = inspect.signature(fit).parameters
+    assert all(defaults[name].default == value for name, value in _FIXED.items())
+
+
+def test_the_version(capsys):
+    run("--version")
+    assert capsys.readouterr().out.startswith("evigrad ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("trian", "no command 'trian'. Did you mean 'train'?"),
+        ("train --estimater ntk-10-1", "no option --estimater. Did you mean '--estimator'?"),
+        ("train --run_dri x", "no option --run-dri. Did you mean '--run-dir'?"),
+        ("train --epochs many", "--epochs: give a whole number, not 'many'"),
+        ("train --lr fast", "--lr: give a number, not 'fast'"),
+        ("train --optimizer sdg", "choose one of adam, sgd, not 'sdg'. Did you mean 'sgd'?"),
+        ("train --compare-map perhaps", "--compare-map: give yes or no, not 'perhaps'"),
+        ("train --epochs", "--epochs needs a value"),
+        ("train digits", "'digits' is not understood here"),
+        ("train --config nowhere.yaml", "--config: File does not exist"),
+        ("train --data digit", "Did you mean 'digits'?"),
+        ("train --model digitnet", "Did you mean 'digitsnet'?"),
+        ("train --estimator nkt-100-1", "Did you mean 'ntk-100-1'?"),
+        ("train --evaluate-with nkt-100-1", "Did you mean 'ntk-100-1'?"),
+        ("train --likelihood categoricl", "Did you mean 'categorical'?"),
+        ("train --likelihood gaussian", "argets"),
+        ("train --subset 50", "num_data is 50"),
+        ("train --epochs 3", "burn_in is 10"),
+        ("train --model mininet", "at least 28x28"),
+        ("train --device gpu", "'gpu' cannot be used here"),
+        ("train --threads 0", "threads must be at least 1"),
+        ("train --seed -1", "seed must be 0 or more"),
+        ("doctor --estimator map", "name one"),
+        ("doctor --batch-size 0", "batch_size must be at least 1"),
+    ],
+)
+def test_mistakes_are_one_clean_line(capsys, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("EVIGRAD_DATA", raising=False)
+    assert words in error_of(capsys, *arguments.split())
+    assert list(tmp_path.iterdir()) == []  # and nothing was written
+
+
+def test_mistakes_in_a_file(capsys, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("epoch: 4\n")
+    words = error_of(capsys, "train", "--config", file)
+    assert "unknown key 'epoch'. Did you mean 'epochs'?" in words
+    file.write_text("epochs: four\n")
+    assert "--epochs: give a whole number, not 'four'" in error_of(
+        capsys, "train", "--config", file
+    )
+    file.write_text("a: b: c\n")
+    assert "config" in error_of(capsys, "train", "--config", file)
+
+
+def test_options_may_be_typed_with_either_dash():
+    typed = ["--run_dir", "a_b", "--lr_min=1e_3", "-h", "x_y"]
+    assert with_hyphens(typed) == ["--run-dir", "a_b", "--lr-min=1e_3", "-h", "x_y"]
+
+
+def test_interruption_is_no_traceback(capsys, monkeypatch):
+    def interrupt(setup, options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("evigrad.cli.train._prepare", interrupt)
+    run("train", code=130)
+    assert capsys.readouterr().err.startswith("error: Interrupted.")
+
+
+def test_our_warnings_are_one_line_once_and_others_pass(capsys, monkeypatch):
+    def warn(setup, options):
+        for _ in range(2):
+            warnings.warn("The model [has] layers.", EvigradWarning, stacklevel=1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("evigrad.cli.train._prepare", warn)
+    run("train", code=130)
+    assert capsys.readouterr().err.splitlines()[0] == "warning: The model [has] layers."
+    shown = warnings.showwarning
+
+    def warn_of_another(setup, options):
+        warnings.warn("other", UserWarning, stacklevel=1)
+
+    monkeypatch.setattr("evigrad.cli.train._prepare", warn_of_another)
+    with pytest.raises(UserWarning, match="other"):
+        main(["train"])
+    assert warnings.showwarning is shown
+
+
+def test_without_the_extra_the_command_says_what_to_install(capsys, monkeypatch):
+    find = sys.modules["importlib.util"].find_spec
+    monkeypatch.setattr("evigrad.cli.find_spec", lambda n: None if n == "rich" else find(n))
+    run("train", code=2)
+    assert "pip install 'evigrad[all]' (rich missing)" in capsys.readouterr().err
+
+
+def test_threads_are_only_set_when_asked_for(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch, "set_num_threads", calls.append)
+    set_up("digits", subset=20, model="mlp", device="cpu")
+    assert calls == []
+    set_up("digits", subset=20, model="mlp", device="cpu", threads=1)
+    assert calls == [1]

@@ -1,0 +1,121 @@
+import math
+import sys
+
+import numpy as np
+import pytest
+
+from evigrad import plots
+from evigrad.errors import ConfigurationError, InputError
+
+pytest.importorskip("matplotlib")
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+
+
+def make_history(epochs=20, groups=3, learned=True):
+    rows = []
+    for epoch in range(1, epochs + 1):
+        due = learned and epoch % 5 == 0
+        row = {
+            "epoch": epoch,
+            "loss": 2.0 * math.exp(-epoch / 5),
+            "log_evidence": -1.0 - 1.0 / epoch if due else None,
+            "log_evidence_sem": 0.1 if due else None,
+            "test_log_likelihood": -1.0 / epoch if epoch % 5 == 0 else None,
+        }
+        row |= {f"precision/layer{g}": 10.0 ** (g * epoch / epochs - 1) for g in range(groups)}
+        rows.append(row)
+    return rows
+
+
+def test_learning_curves_show_what_was_recorded():
+    histories = {"MAP": make_history(learned=False), "ntk-100-1": make_history()}
+    figure = plots.learning_curves(histories)
+    loss, evidence, test = figure.axes
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "training loss",
+        "log evidence",
+        "test log likelihood",
+    ]
+    assert all(axes.get_xlabel() == "epoch" for axes in figure.axes)
+    assert "nats per datum" in loss.get_ylabel()
+    assert loss.get_yscale() == "log"
+    assert np.asarray(loss.lines[0].get_xdata()).tolist() == list(range(1, 21))
+    assert [len(axes.lines) for axes in (loss, evidence, test)] == [2, 1, 2]
+    # The learned run keeps its colour in every panel.
+    assert evidence.lines[0].get_color() == loss.lines[1].get_color()
+    assert np.asarray(evidence.lines[0].get_xdata()).tolist() == [5, 10, 15, 20]
+    assert len(evidence.collections) == 1  # the standard error
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(histories)
+
+
+def test_a_panel_without_data_is_left_out():
+    history = make_history(learned=False)
+    for row in history:
+        row["test_log_likelihood"] = None
+    assert len(plots.learning_curves({"MAP": history}).axes) == 1
+
+
+def test_every_line_of_the_precisions_is_labelled_with_name_and_value():
+    figure = plots.precision_paths(make_history(groups=3))
+    (axes,) = figure.axes
+    assert axes.get_yscale() == "log"
+    assert "1 / variance" in axes.get_ylabel()
+    assert [text.get_text() for text in axes.texts] == ["layer0  0.1", "layer1  1", "layer2  10"]
+    assert len({line.get_color() for line in axes.lines}) == 3
+
+
+def test_labels_of_equal_lines_do_not_overlap():
+    history = make_history(groups=6)
+    for row in history:
+        row.update({name: 1.0 for name in row if name.startswith("precision/")})
+    figure = plots.precision_paths(history)
+    FigureCanvasAgg(figure).draw()
+    # The words alone: an annotation's own extent includes the line that leads to it.
+    boxes = [Text.get_window_extent(text) for text in figure.axes[0].texts]
+    assert len(boxes) == 6
+    for i, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:i])
+
+
+def test_many_groups_are_drawn_without_labels():
+    figure = plots.precision_paths(make_history(groups=40))
+    assert not figure.axes[0].texts
+    assert len(figure.axes[0].lines) == 40
+    assert "40 groups" in figure.axes[0].get_title(loc="left")
+
+
+def test_labels_move_apart_as_little_as_possible():
+    assert plots._spread([0.1, 0.5, 0.9], 0.1) == pytest.approx([0.1, 0.5, 0.9])
+    assert plots._spread([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
+    # Those that touch are centred on their mean; the first has room.
+    mean = (0.2 + 0.25 + 0.27) / 3
+    moved = plots._spread([0.0, 0.2, 0.25, 0.27], 0.1)
+    assert moved == pytest.approx([0.0, mean - 0.1, mean, mean + 0.1])
+
+
+def test_files_are_small_and_pyplot_is_not_used(tmp_path):
+    loaded = "matplotlib.pyplot" in sys.modules
+    histories = {"MAP": make_history(200, 6, learned=False), "ntk-100-1": make_history(200, 6)}
+    files = plots.save_all(histories, tmp_path, "ntk-100-1")
+    assert [file.name for file in files] == ["learning_curves.png", "precisions.png"]
+    for file in files:
+        assert file.read_bytes().startswith(b"\x89PNG")
+        assert 10_000 < file.stat().st_size < 300_000
+    assert ("matplotlib.pyplot" in sys.modules) == loaded
+    assert len(plots.save_all(histories, tmp_path)) == 1
+
+
+def test_nothing_to_draw():
+    with pytest.raises(InputError, match="no epoch"):
+        plots.learning_curves({})
+    with pytest.raises(InputError, match="no epoch"):
+        plots.precision_paths([])
+    with pytest.raises(InputError, match="precision"):
+        plots.precision_paths([{"epoch": 1, "loss": 1.0}])
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'evigrad\[plots\]'"):
+        plots.learning_curves({"MAP": make_history()})

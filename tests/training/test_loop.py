@@ -1,0 +1,264 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from evigrad import Evidence
+from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.likelihoods import Categorical, Gaussian
+from evigrad.priors import GaussianPrior
+from evigrad.training import Settings
+from evigrad.training.loop import (
+    Loop,
+    make_hyper_optimizer,
+    make_weight_optimizer,
+    training_mode,
+)
+from evigrad.training.schedules import cosine
+
+_DEFAULTS: dict[str, Any] = {
+    "likelihood": "categorical",
+    "estimator": "ntk-20-1",
+    "prior": "layerwise",
+    "precision": 1.0,
+    "hyperparameters": (),
+    "epochs": 10,
+    "batch_size": 25,
+    "optimizer": "adam",
+    "lr": 0.01,
+    "lr_min": 0.0001,
+    "momentum": 0.9,
+    "burn_in": 2,
+    "every": 2,
+    "steps": 3,
+    "prior_lr": 0.1,
+    "prior_lr_min": 0.01,
+    "hyper_lr": 0.05,
+    "hyper_lr_min": 0.005,
+    "temperature": 1.0,
+    "root": None,
+    "sharing": "expand",
+    "parameter_partition": "tensor",
+    "micro_batch": None,
+    "gram_dtype": None,
+    "eval_every": 0,
+    "checkpoint_every": 10,
+    "seed": 0,
+}
+
+
+def make_settings(**changes) -> Settings:
+    return Settings(**{**_DEFAULTS, **changes})
+
+
+def make_loop(net, data, **changes) -> Loop:
+    settings = make_settings(**changes)
+    evidence = Evidence(
+        net,
+        Categorical(),
+        GaussianPrior(),
+        estimator=settings.estimator or "ntk-20-1",
+        num_data=len(data[0]),
+        generator=0,
+    )
+    x, y = data
+    return Loop(evidence, x, y, settings)
+
+
+def log_precision_of(loop: Loop) -> nn.Parameter:
+    return loop.evidence.hyperparameters()["prior.log_precision"]
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.tensor([0.5]))
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.linear(self.gate * x)
+
+
+def test_each_optimiser_holds_its_own_parameters_and_no_decay():
+    evidence = Evidence(
+        Gated(),
+        Gaussian(noise=1.0),
+        GaussianPrior(),
+        estimator="ntk-20-1",
+        num_data=60,
+        hyperparameters=["gate"],
+    )
+    for name in ("adam", "sgd"):
+        optimizer = make_weight_optimizer(evidence.weights(), make_settings(optimizer=name))
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        assert held == {id(p) for p in evidence.weights().values()}
+        assert all(group["weight_decay"] == 0 for group in optimizer.param_groups)
+    settings = make_settings(prior_lr=0.3, hyper_lr=0.2)
+    optimizer = make_hyper_optimizer(evidence.hyperparameters(), settings)
+    named = {id(p): name for name, p in evidence.hyperparameters().items()}
+    groups = {
+        group["lr"]: {named[id(p)] for p in group["params"]} for group in optimizer.param_groups
+    }
+    assert groups == {
+        0.3: {"prior.log_precision", "likelihood.log_noise"},
+        0.2: {"model.gate"},
+    }
+    assert all(group["weight_decay"] == 0 for group in optimizer.param_groups)
+
+
+def test_hyperparameters_without_a_gradient_stay(blobs, make_net, monkeypatch):
+    # Weight decay would shrink them also where the evidence is flat.
+    loop = make_loop(make_net(), blobs[0])
+    log_precision = log_precision_of(loop)
+    with torch.no_grad():
+        log_precision.fill_(3.0)
+
+    backward = loop.evidence.backward
+
+    def flat(block):
+        estimate = backward(block)
+        log_precision.grad = torch.zeros_like(log_precision)
+        return estimate
+
+    monkeypatch.setattr(loop.evidence, "backward", flat)
+    loop.learn(2)
+    assert loop.hyper_steps == 3
+    assert torch.equal(log_precision.detach(), torch.full_like(log_precision, 3.0))
+
+
+def test_an_epoch_is_plain_gradient_descent_on_the_map_loss(blobs, make_net):
+    # One batch of all data, no momentum: the step can be written down.
+    data = blobs[0]
+    loop = make_loop(make_net(), data, optimizer="sgd", momentum=0.0, batch_size=60, lr=0.1)
+    twin = make_net()
+    before = log_precision_of(loop).detach().clone()
+    x, y = data
+    loss = nn.functional.cross_entropy(twin(x), y)
+    loss = loss + 0.5 / 60 * sum(w.square().sum() for w in twin.parameters())
+    gradients = torch.autograd.grad(loss, list(twin.parameters()))
+    mean = loop.train_epoch(1)
+    assert mean == pytest.approx(loss.item(), rel=1e-5)
+    for w, start, gradient in zip(
+        loop.evidence.weights().values(), twin.parameters(), gradients, strict=True
+    ):
+        torch.testing.assert_close(w.detach(), start.detach() - 0.1 * gradient)
+        assert w.grad is None
+    assert torch.equal(log_precision_of(loop).detach(), before)
+
+
+def test_learning_rates_follow_their_cosines(blobs, make_net):
+    loop = make_loop(make_net(), blobs[0], epochs=6, burn_in=2, every=2, steps=2)
+    weight_rates, prior_rates = [], []
+    loop.hyper_optimizer.register_step_pre_hook(
+        lambda optimizer, *_: prior_rates.append(optimizer.param_groups[0]["lr"])
+    )
+    for epoch in range(1, 7):
+        loop.train_epoch(epoch)
+        weight_rates.append(loop.weight_optimizer.param_groups[0]["lr"])
+        if loop.is_round(epoch):
+            loop.learn(epoch)
+    assert weight_rates == pytest.approx([cosine(e / 6, 0.01, 0.0001) for e in range(6)])
+    assert prior_rates == pytest.approx([cosine(s / 6, 0.1, 0.01) for s in range(6)])
+
+
+def test_an_optimiser_of_the_users_own(blobs, make_net):
+    def slow_biases(weights):
+        biases = [w for name, w in weights.items() if name.endswith("bias")]
+        rest = [w for name, w in weights.items() if not name.endswith("bias")]
+        groups = [{"params": biases, "lr": 0.001}, {"params": rest}]
+        return torch.optim.SGD(groups, lr=0.01)
+
+    loop = make_loop(make_net(), blobs[0], optimizer=slow_biases)
+    loop.train_epoch(6)
+    slow, fast = (group["lr"] for group in loop.weight_optimizer.param_groups)
+    assert fast == pytest.approx(cosine(0.5, 0.01, 0.0001))
+    assert slow == pytest.approx(fast / 10)
+
+    def decaying(weights):
+        return torch.optim.SGD(weights.values(), lr=0.01, weight_decay=0.1)
+
+    with pytest.raises(ConfigurationError, match="weight decay"):
+        make_loop(make_net(), blobs[0], optimizer=decaying)
+
+    def forgetful(weights):
+        return torch.optim.SGD(list(weights.values())[1:], lr=0.01)
+
+    with pytest.raises(ConfigurationError, match="every weight"):
+        make_loop(make_net(), blobs[0], optimizer=forgetful)
+
+
+def test_batches_cover_the_data_once_and_are_about_as_large(blobs, make_net, monkeypatch):
+    loop = make_loop(make_net(), blobs[0], batch_size=59)
+    seen = []
+    map_loss = loop.evidence.map_loss
+
+    def record(x, y):
+        seen.append(x)
+        return map_loss(x, y)
+
+    monkeypatch.setattr(loop.evidence, "map_loss", record)
+    loop.train_epoch(1)
+    assert [len(x) for x in seen] == [30, 30]  # 59 and a batch of one would be no better
+    first = torch.cat(seen)
+    assert not torch.equal(first, blobs[0][0])
+    assert torch.equal(first.sort(dim=0).values, blobs[0][0].sort(dim=0).values)
+    seen.clear()
+    loop.train_epoch(2)
+    assert not torch.equal(torch.cat(seen), first)
+
+
+def test_modules_kept_in_evaluation_mode_stay_so():
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.5))
+    model.train()
+    model[0].eval()
+    with training_mode(model):
+        assert model[1].training
+        assert not model[0].training
+    model.eval()
+    with pytest.raises(KeyError), training_mode(model):
+        assert model[0].training
+        raise KeyError
+    assert not any(module.training for module in model.modules())
+
+
+def test_divergence_names_the_epoch_and_the_cure(blobs, make_net):
+    loop = make_loop(make_net(), blobs[0], optimizer="sgd", lr=1e30, lr_min=0.0, momentum=0.0)
+    with pytest.raises(EvigradError, match=r"diverged in epoch 1 of 10.*Lower lr"):
+        loop.train_epoch(1)
+
+
+def test_an_estimate_that_fails_names_the_epoch(blobs, make_net):
+    loop = make_loop(make_net(), blobs[0])
+    with torch.no_grad():
+        log_precision_of(loop).fill_(float("inf"))
+    with pytest.raises(EvigradError, match="after epoch 7"):
+        loop.learn(7)
+    assert log_precision_of(loop).grad is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"epochs": 0}, "epochs must be an integer of at least 1"),
+        ({"batch_size": True}, "batch_size must be an integer"),
+        ({"lr": -1.0}, "lr must be a positive number"),
+        ({"lr": float("nan")}, "lr must be a positive number"),
+        ({"lr_min": 0.5}, "lr_min must lie between 0 and lr"),
+        ({"momentum": 1.0}, "momentum"),
+        ({"optimizer": "sdg"}, "Did you mean 'sgd'"),
+        ({"burn_in": 11}, "no hyperparameter would ever be learned"),
+        ({"every": 0}, "every must be an integer of at least 1"),
+        ({"steps": 0}, "steps must be"),
+        ({"prior_lr": 0.0}, "prior_lr must be a positive"),
+        ({"hyper_lr_min": 1.0}, "hyper_lr_min must lie between"),
+        ({"seed": -1}, "seed must be an integer of at least 0"),
+    ],
+)
+def test_settings_out_of_range(changes, words):
+    with pytest.raises(ConfigurationError, match=words):
+        make_settings(**changes)
+
+
+def test_map_training_does_not_look_at_the_settings_of_hyperparameters():
+    assert make_settings(estimator=None, burn_in=11).burn_in == 11
