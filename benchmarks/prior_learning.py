@@ -134,7 +134,8 @@ def summarise(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for key in ("log_evidence", "log_likelihood", "accuracy", "seconds"):
             values = [r[key] for r in runs]
             summary[key] = statistics.fmean(values)
-            spread = statistics.stdev(values) if len(values) > 1 else math.nan
+            known = len(values) > 1 and all(map(math.isfinite, values))
+            spread = statistics.stdev(values) if known else math.nan
             summary[f"{key}_error"] = spread / len(values) ** 0.5
         rows.append(summary)
     return rows
@@ -164,6 +165,14 @@ def write_table(name: str, results: list[dict[str, Any]], folder: Path) -> str:
             f" | {r['seconds']:.0f} | {r['seconds'] / baseline:.1f} | {r['seeds']} |"
         )
     return "\n".join(lines)
+
+
+def insert(page: Path, marker: str, text: str) -> None:
+    """Replace what stands between a page's markers, where it has them."""
+    before, found, rest = page.read_text().partition(f"<!-- {marker} -->\n")
+    if found:
+        _, end, after = rest.partition(f"<!-- end {marker} -->")
+        page.write_text(f"{before}{found}{text}\n{end}{after}")
 
 
 def main() -> None:
@@ -196,7 +205,11 @@ def main() -> None:
             path.write_text(json.dumps(result, indent=1))
             print({k: v for k, v in result.items() if not isinstance(v, dict)}, flush=True)
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    print(write_table(arguments.data, results, arguments.tables))
+    table = write_table(arguments.data, results, arguments.tables)
+    print(table)
+    for page in (Path("README.md"), Path("docs/results.md")):
+        if page.exists():
+            insert(page, f"prior_learning {arguments.data}", table)
 
 
 if __name__ == "__main__":

@@ -42,9 +42,9 @@ def test_train_compares_and_leaves_a_whole_run_directory(capsys, tmp_path):
     run("train", *QUICK, "--compare-map", "--eval-every", 2, "--run-dir", tmp_path / "run")
     output = capsys.readouterr().out
     assert "MAP" in output
-    assert "ntk-20-1, learned precisions" in output
+    assert "ntk-20-1, learned" in output
     assert "log evidence" in output
-    assert "mean over the 3 blocks of a partition" in output
+    assert "mean over the 3 blocks of a partition" in " ".join(output.split())
     folder = tmp_path / "run"
     assert {p.name for p in folder.iterdir()} == {
         "checkpoint.pt",
@@ -101,7 +101,7 @@ def test_options_after_a_file_replace_what_it_says(capsys, tmp_path):
 
 def test_map_alone(capsys, tmp_path):
     run("train", *QUICK, "--estimator", "map", "--run-dir", tmp_path / "run")
-    assert "learned" not in capsys.readouterr().out
+    assert ", learned" not in capsys.readouterr().out
     assert [p.name for p in (tmp_path / "run" / "figures").iterdir()] == ["learning_curves.png"]
     run("train", *QUICK, "--estimator", "map", "--compare-map", code=2)
 

@@ -302,3 +302,16 @@ def test_single_output_regression_has_no_factor_of_outputs() -> None:
         values.append(estimate.log_det)
     assert values[1] == pytest.approx(values[0], rel=1e-12)
     assert values[2] == pytest.approx(values[0], rel=1e-12)
+
+
+def test_kernel_of_rows_holds_no_padding() -> None:
+    """A datum with two rows of the block must not double the kernel of all the others."""
+    evidence, x, y = build("ntk-8-rows")
+    block = next(iter(evidence.blocks((x, y))))
+    assert block.columns is not None
+    assert block.columns.numel() > 8
+    evidence.hyperparameters()["model.gate"].requires_grad_(False)
+    plain = Evidence(
+        evidence.model, Categorical(), GaussianPrior(), estimator="ntk-8-rows", num_data=N
+    )
+    assert plain.collect(block).statistic.num_rows == 8

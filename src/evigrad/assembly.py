@@ -5,7 +5,7 @@ Gram (``jacobians``) → statistic → log-determinant (``curvature``).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -254,11 +254,13 @@ class Assembly:
         else:
             columns = None if columns is None else columns.to(f.device)
             root = self.likelihood.root(f, columns, self.settings.root)
+            if columns is not None and (columns < 0).any():
+                root = replace(root, present=columns >= 0)
         if self.settings.temperature == 1.0:
             return root
         cooling = self.settings.temperature**-0.5
         scale = torch.ones_like(root.vectors[:, :, 0]) if root.scale is None else root.scale
-        return RootRows(root.vectors, scale * cooling)
+        return replace(root, scale=scale * cooling)
 
     def _sample_labels(self, batches: Sequence[Batch], samples: int) -> list[Tensor]:
         """Labels drawn from the model, once for the block: micro-batches change no draw."""

@@ -13,10 +13,12 @@ from evigrad.curvature.base import Structure
 class Root:
     vectors: Tensor
     scale: Tensor | None = None
+    present: Tensor | None = None
 
     def part(self, chosen: slice) -> "Root":
         scale = None if self.scale is None else self.scale[chosen]
-        return Root(self.vectors[chosen], scale)
+        present = None if self.present is None else self.present[chosen]
+        return Root(self.vectors[chosen], scale, present)
 
 
 @dataclass(frozen=True)

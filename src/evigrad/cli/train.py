@@ -243,14 +243,15 @@ def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue]) -> T
         title="Trained on the training data alone",
         caption=(
             "Log evidence and test log likelihood in nats per datum, higher is better. The log"
-            f" evidence is by {what}. Seconds of training, without evaluation."
+            f" evidence is by {what}. Seconds are those of training,"
+            " without evaluation. MAP keeps its prior; a named estimator learned it."
         ),
         caption_justify="left",
     )
     table.add_column("method")
     for column in (
         "log evidence",
-        "test log likelihood",
+        "test log lik.",
         "test accuracy" if classifies else "test squared error",
         "seconds",
     ):
@@ -259,7 +260,7 @@ def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue]) -> T
         test = result.test_metrics
         last = f"{100 * test['accuracy']:.2f} %" if classifies else f"{test['squared_error']:.4g}"
         table.add_row(
-            key if result.estimator is None else f"{key}, learned precisions",
+            key if result.estimator is None else f"{key}, learned",
             f"{values[key].per_datum:.4f}",
             f"{test['log_likelihood']:.4f}",
             last,

@@ -13,7 +13,7 @@ from math import prod
 from typing import ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from evigrad.errors import ConfigurationError
@@ -35,6 +35,11 @@ class RootLike(Protocol):
     @property
     def scale(self) -> Float[Tensor, "m k"] | None:
         """Factor of each row, or None for 1."""
+        ...
+
+    @property
+    def present(self) -> Bool[Tensor, "m k"] | None:
+        """Which rows are none of padding, or None for all."""
         ...
 
 

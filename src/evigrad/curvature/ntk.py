@@ -133,8 +133,10 @@ class Ntk(Structure[NtkStatistic]):
         """See ``Structure.accumulate``; the rows themselves are kept."""
         names = list(self._numel)
         found = linearization.rows(root.vectors, names)
-        rows = {name: (flatten_rows(found[name], found[name].dtype),) for name in names}
-        scales = (None if root.scale is None else root.scale.reshape(-1),)
+        # Padding is left out here, where the cost is cubic in the rows.
+        present = slice(None) if root.present is None else root.present.reshape(-1)
+        rows = {name: (flatten_rows(found[name], found[name].dtype)[present],) for name in names}
+        scales = (None if root.scale is None else root.scale.reshape(-1)[present],)
         if statistic is None:
             return NtkStatistic(rows, scales)
         # The Grams between the new rows and the old are missing from those kept: drop them.

@@ -17,7 +17,7 @@ and stays finite, value and gradient, where probabilities underflow.
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from evigrad.errors import ConfigurationError, NotPositiveDefiniteError, nearest
@@ -43,10 +43,13 @@ class RootRows:
         scale: Factor of each row, or None for 1. The built-in likelihoods keep their own
             hyperparameters (the noise) out of ``vectors`` and in here, so that the rows need no
             graph for them.
+        present: Which (datum, column) there are, or None for all. The others are padding: their
+            vectors are zero, and a structure may leave them out.
     """
 
     vectors: Float[Tensor, "m k C"]
     scale: Float[Tensor, "m k"] | None = None
+    present: Bool[Tensor, "m k"] | None = None
 
 
 def check_root(kind: str) -> None:

@@ -7,6 +7,8 @@ from evigrad.training.metrics import Row
 
 # Plain output gets about this many lines, whatever the number of epochs.
 _PLAIN_LINES = 10
+# Columns of a terminal from which the bar fits beside the values.
+_WIDE = 120
 
 
 class PlainProgress:
@@ -55,14 +57,20 @@ class RichProgress:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
         from rich.progress import TimeRemainingColumn as Remaining
+        from rich.table import Column
 
+        console = Console(stderr=True)
+        # Where there is no room for both, the values say more than the bar.
+        wide = console.width >= _WIDE
+        remaining = Remaining(compact=True, elapsed_when_finished=True)
+        count = Column(min_width=2 * len(str(epochs)) + 1)
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            Remaining(compact=True, elapsed_when_finished=True),
-            TextColumn("{task.fields[values]}"),
-            console=Console(stderr=True),
+            TextColumn("{task.description}", table_column=Column(min_width=len(title))),
+            *([BarColumn(bar_width=20)] if wide else []),
+            MofNCompleteColumn(table_column=count),
+            *([remaining] if wide else []),
+            TextColumn("{task.fields[values]}", table_column=Column(no_wrap=True)),
+            console=console,
         )
         self._known: Row = {}
         self._task = self._progress.add_task(title, total=epochs, values="")
