@@ -327,3 +327,44 @@ def test_sampled_fisher_is_the_fisher_in_the_limit_of_many_samples() -> None:
     exact = log_det("full-N-C")
     assert log_det("full-N-4000-mc") == pytest.approx(exact, rel=0.03)
     assert log_det("full-N-1-mc") != pytest.approx(exact, rel=0.01)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("name", CASES)
+def test_kfac_gradient_on_every_module(name: str, sharing: str) -> None:
+    """KFAC's numbers have tests of their own; here its gradient, by central differences."""
+    prior = GaussianPrior("layerwise")
+    evidence, x, y = make(CASES[name], Categorical(), prior, "kfac-N-C", sharing=sharing)
+    evidence.backward(x, y)
+    step, slope, values = 1e-5, 0.0, []
+    named = evidence.hyperparameters()
+    directions = {
+        name: torch.cos(torch.arange(p.numel()) + 1.0).reshape(p.shape).to(p)
+        for name, p in named.items()
+    }
+    for sign in (1, -1):
+        for shift in (sign * step, -sign * step):
+            with torch.no_grad():
+                for key, parameter in named.items():
+                    parameter.add_(shift * directions[key])
+            if shift == sign * step:
+                values.append(-evidence.estimate(x, y).per_datum)
+    for key, parameter in named.items():
+        assert parameter.grad is not None
+        slope += (parameter.grad * directions[key]).sum().item()
+    assert (values[0] - values[1]) / (2 * step) == pytest.approx(slope, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["layer-norm", "bias-and-scale", "lstm", "loose"])
+def test_kfac_without_kronecker_factors_is_exact_by_tensor(name: str) -> None:
+    """What has no Kronecker form gets its exact dense block: ℓ differs in the head alone."""
+    found = {}
+    for structure in ("kfac", "blockdiag"):
+        prior = GaussianPrior("layerwise")
+        evidence, x, y = make(CASES[name], Categorical(), prior, f"{structure}-N-C")
+        with torch.no_grad():  # a prior that pins the head's weight takes its block away
+            pinned = prior.group_of["head.weight"]
+            assert prior.log_precision is not None
+            prior.log_precision[pinned] = 60.0
+        found[structure] = evidence.estimate(x, y).log_det
+    assert found["kfac"] == pytest.approx(found["blockdiag"], rel=1e-9)

@@ -145,7 +145,7 @@ class Assembly:
             gram_dtype=settings.gram_dtype,
         )
         partition = Partition(settings.spec, settings.num_data, f.shape[1])
-        check_memory(structure, _rows_of_a_block(partition), x.device)
+        check_memory(structure, partition.block_rows, x.device)
         self._prepared[key] = Prepared(made, structure, partition)
         return self._prepared[key]
 
@@ -301,10 +301,3 @@ class Assembly:
                 f"The batches hold {start} data, but {self.settings.spec.name} needs all"
                 f" {expected}."
             )
-
-
-def _rows_of_a_block(partition: Partition) -> int:
-    spec = partition.spec
-    if spec.rows and spec.subset is not None:
-        return spec.subset
-    return (spec.subset or partition.num_data) * (spec.outputs or partition.num_outputs)

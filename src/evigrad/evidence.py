@@ -371,6 +371,19 @@ class Evidence:
             for name, w in self._weights.items()
         ]
 
+    def predicted_bytes(self, x: Tensor) -> int:
+        """Memory that a block's statistic and its log-determinant take, beside the passes.
+
+        Args:
+            x: Some inputs.
+
+        Returns:
+            Bytes, by the formula that refuses what does not fit.
+        """
+        check_inputs(x, self._assembly.device)
+        prepared = self._assembly.prepare(x)
+        return prepared.structure.predicted_bytes(prepared.partition.block_rows)
+
     def state_dict(self) -> dict[str, Any]:
         """State of prior, likelihood and generator; the model keeps its own."""
         return {

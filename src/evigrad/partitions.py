@@ -111,6 +111,13 @@ class Partition:
         self.num_blocks = self._data_groups * self._output_groups
         self.splits_outputs = spec.rows or draws_outputs
 
+    @property
+    def block_rows(self) -> int:
+        """The rows in a whole block."""
+        if self.spec.rows or self.spec.curvature == "ef":
+            return self._size
+        return self._size * (self.spec.outputs or self.num_outputs)
+
     def blocks(self, generator: torch.Generator, labels: Tensor | None = None) -> Sequence[Block]:
         """One random partition of the index set.
 

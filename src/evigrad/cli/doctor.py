@@ -112,7 +112,7 @@ def run(parser: Parser, options: Namespace) -> int:
     console = results_console()
     show("note", f"{setup.data.describe()}; {setup.model_name} on {setup.device}")
     console.print(_parameter_table(evidence, evidence.describe(data[0])))
-    memory = predicted_bytes(evidence, data[0])
+    memory = evidence.predicted_bytes(data[0])
     console.print(_cost_table(evidence, measure(evidence, data, batch_size), memory, batch_size))
     return 0
 
@@ -151,23 +151,6 @@ def measure(evidence: Evidence, data: tuple[Tensor, Tensor], batch_size: int) ->
         first=evidence.estimate(block),
         block_size=len(chosen),
     )
-
-
-def predicted_bytes(evidence: Evidence, x: Tensor) -> int:
-    """Memory that a block's statistic and its log-determinant will take.
-
-    Args:
-        evidence: Of any network.
-        x: Some inputs.
-
-    Returns:
-        Bytes, by the same formula that refuses what would not fit.
-    """
-    prepared = evidence._assembly.prepare(x)
-    spec, partition = evidence.spec, prepared.partition
-    data = spec.subset or partition.num_data
-    rows = data if spec.rows else data * (spec.outputs or partition.num_outputs)
-    return prepared.structure.predicted_bytes(rows)
 
 
 def _median_time(action: Callable[[], Any], device: torch.device) -> float:
