@@ -1,6 +1,11 @@
 """Bad input gets an EvigradError that says what and how to mend it, before any state changes."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,3 +215,89 @@ def test_hessian_that_is_not_positive_definite() -> None:
     evidence = build("full-N-C-hessian", model=model, prior=GaussianPrior(precision=1e-4))
     with pytest.raises(EvigradError, match="positive definite"):
         evidence.estimate(X, Y)
+
+
+def test_objects_of_the_wrong_type() -> None:
+    """In a process of its own, without the checker of annotations that the tests install."""
+    here = Path(__file__).parent
+    found = subprocess.run(
+        [sys.executable, str(here / "wrong_types.py")],
+        env={**os.environ, "PYTHONPATH": str(here.parent / "src")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = found.stdout.splitlines()
+    assert len(lines) > 20
+    assert not [line for line in lines if not line.startswith("ok: ")]
+
+
+def test_a_kept_pass_of_another_evidence() -> None:
+    model = network()
+    collected = build("ntk-N-C", model=model).collect(X, Y)
+    with pytest.raises(InputError, match="another evidence"):
+        build("diag-N-C", model=model).estimate(collected)
+
+
+def test_blocks_with_columns_that_do_not_exist() -> None:
+    evidence = build("ntk-4-1")
+    block = next(iter(evidence.blocks((X, Y))))
+    assert block.columns is not None
+    for columns in (block.columns + 5, block.columns - 3):
+        with pytest.raises(InputError, match="columns must be 0 to 2"):
+            evidence.estimate(replace(block, columns=columns))
+    with pytest.raises(InputError, match="different lengths"):
+        evidence.estimate(replace(block, inputs=X[:2], targets=Y[:2]))
+
+
+def test_the_generator_stays_where_it_was_when_an_estimate_fails() -> None:
+    evidence = build("ntk-N-1")
+    evidence.describe(X)
+    state = evidence.generator.get_state()
+    for batches in ([(X[:3], Y[:3])], [(X[:4], Y[:4]), (X[4:], Y[4:] + 7)]):
+        for call in (evidence.estimate, evidence.backward):
+            with pytest.raises(InputError):
+                call(batches)
+            assert torch.equal(evidence.generator.get_state(), state)
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    evidence = build(likelihood=Gaussian())
+    before = evidence.state_dict()["prior"]["log_precision"].clone()
+    other = build(likelihood=Gaussian([1.0, 2.0, 3.0]), generator=7)
+    with torch.no_grad():
+        log_precision(other).add_(1)
+    with pytest.raises(ConfigurationError, match="likelihood does not fit"):
+        evidence.load_state_dict(other.state_dict())
+    assert torch.equal(evidence.state_dict()["prior"]["log_precision"], before)
+
+
+def test_trainable_parameters_that_changed_since() -> None:
+    model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 3))
+    model[0].requires_grad_(False)
+    evidence = build(model=model)
+    evidence.estimate(X[:4], Y[:4])
+    model[0].requires_grad_(True)
+    with pytest.raises(ConfigurationError, match="new: '0.weight', '0.bias'"):
+        evidence.estimate(X[:4], Y[:4])
+
+
+@pytest.mark.parametrize("structure", ["full", "blockdiag", "diag"])
+def test_rows_of_a_pass_count_as_memory(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little is kept, but all rows of a pass would be formed at once."""
+    model = nn.Sequential(nn.Linear(2, 40), nn.Tanh(), nn.Linear(40, 3))
+    x, y = torch.randn(4000, 2), torch.zeros(4000, dtype=torch.long)
+    free = 8 * 2**20
+    monkeypatch.setattr("evigrad.curvature.memory.available_bytes", lambda device: free)
+    arguments = {"model": model, "num_data": 4000}
+    with pytest.raises(MemoryBudgetError, match="micro_batch"):
+        build(f"{structure}-N-C", **arguments).estimate(x, y)
+    build(f"{structure}-N-C", micro_batch=100, **arguments).estimate(x, y)
+
+
+def test_memory_is_that_of_the_data_given() -> None:
+    model = nn.Sequential(nn.Linear(2, 300), nn.Tanh(), nn.Linear(300, 3))
+    evidence = build("ntk-2-C", model=model, num_data=10**9)
+    x, y = torch.zeros(10**7, 1).expand(10**7, 2), torch.zeros(10**7, dtype=torch.long)
+    with pytest.raises(MemoryBudgetError, match="30000000 rows"):
+        evidence.estimate(x, y)

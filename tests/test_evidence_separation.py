@@ -5,6 +5,7 @@ import io
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -412,3 +413,74 @@ def test_map_loss_of_a_module_under_two_names() -> None:
     for w in evidence.weights().values():
         w.grad = None
     assert_same(before, snapshot(gated))
+
+
+class ChangesItsInput(nn.Module):
+    """Scales its input in place, and keeps things from its last pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.get_buffer("calls").add_(1)
+        self.last = self.linear(x.mul_(2.0))
+        self.kept.append(self.last)
+        return self.last
+
+
+@pytest.mark.parametrize("estimator", ["ntk-N-C", "kfac-N-1", "full-N-C-hessian", "diag-N-2-mc"])
+def test_the_users_inputs_stay_as_they_are(estimator: str) -> None:
+    model = ChangesItsInput().double()
+    evidence = Evidence(
+        model,
+        Categorical(),
+        GaussianPrior(precision=9.0),
+        estimator=estimator,
+        num_data=5,
+        generator=0,
+    )
+    x, y = torch.randn(5, 3).double(), torch.arange(5) % 3
+    before = x.clone()
+    first = evidence.estimate(x, y)
+    evidence.backward(x, y)
+    evidence.map_loss(x, y)
+    assert torch.equal(x, before)
+    plain = Evidence(
+        nn.Sequential(model.linear),
+        Categorical(),
+        GaussianPrior(precision=9.0),
+        estimator=estimator,
+        num_data=5,
+        generator=0,
+    )
+    assert first.log_evidence == pytest.approx(plain.estimate(2 * x, y).log_evidence, rel=1e-10)
+
+
+def test_nothing_of_a_first_estimate_stays_in_the_model() -> None:
+    model = ChangesItsInput().double()
+    evidence = Evidence(model, Categorical(), GaussianPrior(), estimator="ntk-N-C", num_data=5)
+    before = sorted(vars(model))
+    evidence.backward(torch.randn(5, 3).double(), torch.arange(5) % 3)
+    assert sorted(vars(model)) == before
+    assert model.kept == []
+    assert model.get_buffer("calls") == 0
+    copy.deepcopy(model)
+
+
+def test_random_state_of_numpy_stays() -> None:
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            np.random.rand()
+            return self.linear(x)
+
+    evidence = Evidence(Draws(), Categorical(), GaussianPrior(), estimator="ntk-N-C", num_data=5)
+    before = np.random.get_state(legacy=True)
+    evidence.backward(torch.randn(5, 3), torch.arange(5) % 3)
+    assert str(np.random.get_state(legacy=True)) == str(before)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zoo import CASES, HYPERPARAMETERS, OUTPUTS, Case
 
 from evigrad import Evidence
-from evigrad.errors import EvigradWarning
+from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
 
@@ -368,3 +368,93 @@ def test_kfac_without_kronecker_factors_is_exact_by_tensor(name: str) -> None:
             prior.log_precision[pinned] = 60.0
         found[structure] = evidence.estimate(x, y).log_det
     assert found["kfac"] == pytest.approx(found["blockdiag"], rel=1e-9)
+
+
+def test_exact_hessian_of_a_weight_held_by_reference() -> None:
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 2)
+            self.held = [self.inner.weight]
+            self.head = nn.Linear(2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(nn.functional.linear(x, self.held[0], self.inner.bias)))
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Holds().double()
+    plain = nn.Sequential(model.inner, nn.Tanh(), model.head)
+    x, y = torch.linspace(-1, 1, 12).double().reshape(4, 3), torch.arange(4) % 3
+    found = [
+        Evidence(
+            m, Categorical(), GaussianPrior(precision=8.0), estimator="full-N-C-hessian", num_data=4
+        ).estimate(x, y)
+        for m in (model, plain)
+    ]
+    assert found[0].log_det == pytest.approx(found[1].log_det, rel=1e-12)
+
+
+@pytest.mark.parametrize("likelihood", [Gaussian, Categorical])
+def test_sampled_fisher_has_the_fishers_gradient(likelihood: type[Likelihood]) -> None:
+    """Also where the labels' distribution moves with the hyperparameter: many samples, one draw."""
+    gradients = []
+    for estimator in ("full-N-C", "full-N-6000-mc"):
+        prior = GaussianPrior("scalar", precision=2.0)
+        evidence, x, y = make(CASES["linear"], likelihood(), prior, estimator)
+        evidence.backward(x, y)
+        named = evidence.hyperparameters()
+        gradients.append({name: p.grad for name, p in named.items()})
+    for name, exact in gradients[0].items():
+        assert exact is not None
+        error = (gradients[1][name] - exact).norm()
+        assert error < 0.1 * exact.norm() + 0.05, f"{name}: {error:.2f}"
+
+
+class Sorts(nn.Module):
+    """Puts the data of a batch into another order for a while: a closed form would mix them up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort(stable=True)
+        return self.head(torch.tanh(self.inner(x))[order])[order.argsort()]
+
+
+def test_a_plan_that_the_first_data_could_not_refute_is_refuted_by_the_next() -> None:
+    """The probe's data tie in the key, so that the order shows only later."""
+    model = Sorts().double()
+    x = torch.linspace(-1, 1, 24).double().flip(0).reshape(8, 3)
+    y = torch.arange(8) % 3
+    tied = x[:3].clone()
+    tied[:, 0] = 0.5
+    evidence = Evidence(model, Categorical(), GaussianPrior(), estimator="ntk-N-C", num_data=8)
+    evidence.describe(tied)
+    plain = nn.Sequential(model.inner, nn.Tanh(), model.head)
+    right = Evidence(plain, Categorical(), GaussianPrior(), estimator="ntk-N-C", num_data=8)
+    expected = right.estimate(x, y).log_det
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EvigradWarning)
+        values = [evidence.estimate(x, y).log_det for _ in range(3)]
+    assert values[-1] == pytest.approx(expected, rel=1e-10)
+
+
+def test_a_model_that_mixes_its_data_is_refused() -> None:
+    class Mixes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x - x.mean(0))
+
+    evidence = Evidence(
+        Mixes().double(), Categorical(), GaussianPrior(), estimator="ntk-N-C", num_data=4
+    )
+    x = torch.linspace(-1, 1, 12).double().reshape(4, 3)
+    with pytest.raises(ConfigurationError, match="other data of the batch"):
+        evidence.describe(x[:1])
+        evidence.estimate(x, torch.arange(4) % 3)

@@ -4,6 +4,7 @@ Data flows one way: micro-batch → outputs → cotangents of the likelihood's r
 Gram (``jacobians``) → statistic → log-determinant (``curvature``).
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evigrad.checks import check_finite, check_inputs, check_outputs
+from evigrad.checks import called, check_finite, check_inputs, check_outputs
 from evigrad.curvature import (
     ParameterPartition,
     Structure,
@@ -19,9 +20,17 @@ from evigrad.curvature import (
     hessian_statistic,
     make_structure,
 )
-from evigrad.errors import InputError
+from evigrad.errors import EvigradWarning, InputError
 from evigrad.estimators import EstimatorSpec
-from evigrad.jacobians import JacobianPlan, linearize, model_run, plan
+from evigrad.groups import listed
+from evigrad.jacobians import (
+    JacobianPlan,
+    demote,
+    linearize,
+    model_run,
+    plan,
+    spot_check,
+)
 from evigrad.likelihoods import Likelihood, RootRows
 from evigrad.modes import evaluation_mode
 from evigrad.partitions import Block, Partition
@@ -42,23 +51,27 @@ class Prepared:
     partition: Partition
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Collected:
     """One pass over a block: all that the log evidence needs of the data, whatever the prior.
 
     Attributes:
+        owner: The assembly that made it.
         prepared: The structure that the statistic belongs to.
         log_likelihood: (1/T) log p(D|w,h), scaled to the whole data set, in nats.
         statistic: Of the structure.
         scale: What the statistic's log-determinant is multiplied with.
+        splits_outputs: Whether the block holds some of a datum's rows only.
         weight_versions: Of the weights that it was made with.
     """
 
+    owner: "Assembly"
     prepared: Prepared
     log_likelihood: Tensor
     statistic: Any
     scale: float
-    weight_versions: tuple[int, ...]
+    splits_outputs: bool
+    weight_versions: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -121,21 +134,27 @@ class Assembly:
         self.generator = generator
         self.device = next(iter(self.weights.values())).device
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
+        self._passes = 0
 
     def prepare(self, x: Tensor) -> Prepared:
         """Plan the derivatives and build the structure for inputs of this shape, once."""
         key = (x.shape[1:], x.dtype, x.device)
         if key in self._prepared:
             return self._prepared[key]
-        settings = self.settings
         probe = x[:PROBE_SIZE].detach()
         # Planning happens once, so it draws from a generator of its own.
-        with evaluation_mode(self.model, torch.Generator().manual_seed(0)):
+        with evaluation_mode(self.model, torch.Generator().manual_seed(0)), model_run(self.model):
             with torch.no_grad():
-                f = self.model(probe)
+                f = called(self.model, probe)
             check_outputs(f, probe)
             made = plan(self.model, self.weights, probe)
-        structure = make_structure(
+        partition = Partition(self.settings.spec, self.settings.num_data, f.shape[1])
+        self._prepared[key] = Prepared(made, self._structure(made), partition)
+        return self._prepared[key]
+
+    def _structure(self, made: JacobianPlan) -> Structure[Any]:
+        settings = self.settings
+        return make_structure(
             settings.spec.structure,
             self.weights,
             made,
@@ -144,10 +163,6 @@ class Assembly:
             sharing=settings.sharing,
             gram_dtype=settings.gram_dtype,
         )
-        partition = Partition(settings.spec, settings.num_data, f.shape[1])
-        check_memory(structure, partition.block_rows, x.device)
-        self._prepared[key] = Prepared(made, structure, partition)
-        return self._prepared[key]
 
     def latest(self) -> Prepared | None:
         """What was prepared last, if anything."""
@@ -170,11 +185,14 @@ class Assembly:
         Raises:
             InputError: If batches and block do not fit, or outputs are not finite.
         """
+        self._check_memory(prepared, block)
         versions = self.weight_versions()
         statistic: Any = None
         log_likelihood = torch.zeros((), dtype=torch.float64, device=self.device)
         with evaluation_mode(self.model, self.generator), model_run(self.model):
             for chunk in self._chunks(batches, block):
+                if statistic is None and self._check_is_due():
+                    prepared = self._spot_checked(prepared, chunk.x)
                 if self.settings.spec.curvature == "hessian":
                     statistic, f = self._add_hessian(prepared, statistic, chunk, differentiable)
                 else:
@@ -182,7 +200,8 @@ class Assembly:
                 log_prob = self.likelihood.log_prob(f, chunk.y)
                 weighted = chunk.likelihood_weights.to(log_prob) * log_prob
                 log_likelihood = log_likelihood + weighted.sum() / self.settings.temperature
-        return Collected(prepared, log_likelihood, statistic, block.scale, versions)
+        splits = block.columns is not None and _splits(block.columns, prepared.partition)
+        return Collected(self, prepared, log_likelihood, statistic, block.scale, splits, versions)
 
     def terms(self, collected: Collected) -> Terms:
         """The data-dependent parts of the log evidence, under the present prior.
@@ -195,13 +214,58 @@ class Assembly:
         """
         prepared = collected.prepared
         log_det = prepared.structure.log_det(collected.statistic, self.prior.precisions())
-        coupled = self.likelihood.couples_outputs and prepared.partition.splits_outputs
+        coupled = self.likelihood.couples_outputs and collected.splits_outputs
         is_bound = self.settings.spec.is_bound(self.settings.root, coupled)
         return Terms(collected.log_likelihood, collected.scale * log_det, is_bound)
 
-    def weight_versions(self) -> tuple[int, ...]:
-        """Numbers that change with every change of a weight in place."""
-        return tuple(w._version for w in self.weights.values())
+    def weight_versions(self) -> tuple[tuple[int, int], ...]:
+        """Numbers that change with a weight, unless it is changed through ``.data``."""
+        return tuple((w.data_ptr(), w._version) for w in self.weights.values())
+
+    def _check_memory(self, prepared: Prepared, block: Block) -> None:
+        size = len(block.indices)
+        width = prepared.partition.num_outputs if block.columns is None else block.columns.shape[1]
+        pass_bytes = 0
+        if self.settings.spec.structure != "ntk" and self.settings.spec.curvature != "hessian":
+            formed = [w for n, w in self.weights.items() if not self._is_factored(prepared, n)]
+            rows = min(self.settings.micro_batch or size, size) * width
+            pass_bytes = rows * sum(w.numel() * w.element_size() for w in formed)
+        check_memory(prepared.structure, size * width, self.device, pass_bytes)
+
+    def _is_factored(self, prepared: Prepared, name: str) -> bool:
+        return self.settings.spec.structure == "kfac" and name in prepared.plan.kronecker
+
+    def _check_is_due(self) -> bool:
+        """At passes 1, 2, 4, 8, …: what a plan could not see, the first data and weights show."""
+        self._passes += 1
+        is_due = self._passes & (self._passes - 1) == 0
+        return is_due and self.settings.spec.curvature != "hessian"
+
+    def _spot_checked(self, prepared: Prepared, x: Tensor) -> Prepared:
+        """One datum of the pass against plain automatic differentiation of it alone."""
+        linearization = linearize(self.model, self.weights, x, prepared.plan, False)
+        own = torch.Generator().manual_seed(self._passes)  # the evidence's draws are not shifted
+        f = linearization.outputs
+        vectors = torch.randn(len(f), 1, f.shape[1], generator=own).to(f)
+        index = int(torch.randint(len(f), (), generator=own))
+        wrong = spot_check(
+            self.model, self.weights, x, prepared.plan, linearization, vectors, index
+        )
+        if not wrong:
+            return prepared
+        warnings.warn(
+            f"The fast derivatives of {listed(sorted(wrong))} are wrong for this model (it may"
+            " reorder its data, or use a weight in an unusual way): from here on they are"
+            " computed one datum at a time. Earlier estimates of this evidence may be wrong.",
+            EvigradWarning,
+            stacklevel=2,
+        )
+        made = demote(prepared.plan, wrong)
+        better = Prepared(made, self._structure(made), prepared.partition)
+        for key, old in self._prepared.items():
+            if old is prepared:
+                self._prepared[key] = better
+        return better
 
     def _add_rows(
         self, prepared: Prepared, statistic: Any, chunk: _Chunk, differentiable: bool
@@ -227,7 +291,7 @@ class Assembly:
             return -self.likelihood.log_prob(f, chunk.y).sum() / self.settings.temperature
 
         with torch.set_grad_enabled(differentiable):
-            f = self.model(chunk.x)
+            f = self.model(chunk.x.clone())
         check_finite("The model's outputs", f)
         learnable = any(p.requires_grad for p in self.likelihood.parameters())
         graph = torch.is_grad_enabled() and (differentiable or learnable)
@@ -250,7 +314,11 @@ class Assembly:
         elif curvature == "mc":  # outer products of sampled labels' scores average to Λ
             labels = chunk.sampled_labels
             scores = torch.stack([self.likelihood.score(f, label) for label in labels], dim=1)
-            root = RootRows(scores * len(labels) ** -0.5, None)
+            log_prob = torch.stack([self.likelihood.log_prob(f, label) for label in labels], dim=1)
+            # One, with the gradient that the labels' distribution has in f and in the noise: the
+            # labels are held fixed, and the gradient of H stays unbiased.
+            ratio = (0.5 * (log_prob - log_prob.detach())).exp()
+            root = RootRows(scores * len(labels) ** -0.5, ratio)
         else:
             columns = None if columns is None else columns.to(f.device)
             root = self.likelihood.root(f, columns, self.settings.root)
@@ -270,7 +338,7 @@ class Assembly:
 
     def _outputs(self, x: Tensor) -> Iterator[Tensor]:
         for part in x.split(self.settings.micro_batch or len(x)):
-            yield self.model(part)
+            yield self.model(part.clone())  # a model may change its input in place
 
     def _chunks(self, batches: Iterable[Batch], block: Block) -> Iterator[_Chunk]:
         """Micro-batches with their share of the block."""
@@ -301,3 +369,7 @@ class Assembly:
                 f"The batches hold {start} data, but {self.settings.spec.name} needs all"
                 f" {expected}."
             )
+
+
+def _splits(columns: Tensor, partition: Partition) -> bool:
+    return columns.shape[1] < partition.num_outputs or bool((columns < 0).any())

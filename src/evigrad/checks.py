@@ -1,22 +1,57 @@
 """Checks of what a user gives, each with words on how to mend it."""
 
 from collections.abc import Sequence
+from numbers import Integral, Real
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from evigrad.errors import ConfigurationError, InputError, nearest
+from evigrad.errors import ConfigurationError, EvigradError, InputError, nearest
 from evigrad.estimators import EstimatorSpec
+from evigrad.partitions import Block, Partition
 
 
-def check_inputs(x: Tensor, device: torch.device) -> None:
+def check_inputs(x: object, device: torch.device) -> None:
     """Inputs of at least one datum, finite, and where the weights are."""
+    if not isinstance(x, Tensor):
+        raise not_data(x)
     if x.ndim == 0 or len(x) == 0:
         raise InputError("The set of inputs is empty: give at least one datum, (m, ...).")
     if x.device != device:
         raise InputError(f"Inputs are on {x.device}, weights on {device}: move one of them.")
     if x.is_floating_point() and not torch.isfinite(x).all():
         raise InputError("Inputs hold NaN or infinite values: clean or impute them.")
+
+
+def not_data(x: object) -> InputError:
+    """The error for what is no data."""
+    return InputError(
+        f"Inputs must be a tensor, not {type(x).__name__}: give estimate(x, y), a block of"
+        " blocks(data), or (for names with N) an iterable of batches (x, y)."
+    )
+
+
+def called(model: nn.Module, x: Tensor) -> Tensor:
+    """The model's outputs for a copy of the inputs, which a model may change in place.
+
+    Args:
+        model: Any module.
+        x: Inputs (m, ...).
+
+    Returns:
+        What the model returns.
+
+    Raises:
+        InputError: If the model cannot take these inputs; the text holds the model's own words.
+    """  # noqa: DOC501 - the model's own errors pass where they are evigrad's or out of memory
+    try:
+        return model(x.clone())
+    except (RuntimeError, TypeError, IndexError) as error:
+        if isinstance(error, EvigradError | torch.OutOfMemoryError):
+            raise error
+        raise InputError(
+            f"The model does not take inputs of shape {tuple(x.shape)} and type {x.dtype}: {error}"
+        ) from error
 
 
 def check_outputs(f: object, x: Tensor) -> None:
@@ -35,23 +70,29 @@ def check_finite(what: str, value: Tensor) -> None:
         raise InputError(f"{what} hold NaN or infinite values: training has diverged.")
 
 
-def check_choice(what: str, value: str, choices: Sequence[str]) -> None:
+def check_choice(what: str, value: object, choices: Sequence[str]) -> None:
     """One of the named choices."""
     if value not in choices:
         raise ConfigurationError(
-            f"{what} is one of {', '.join(choices)}, not '{value}'.{nearest(value, choices)}"
+            f"{what} is one of {', '.join(choices)}, not '{value}'.{nearest(str(value), choices)}"
         )
 
 
-def check_positive(what: str, value: float) -> None:
+def check_positive(what: str, value: object) -> None:
     """A positive finite number."""
-    if not 0 < value < float("inf"):
+    if not isinstance(value, Real) or not 0 < float(value) < float("inf"):
         raise ConfigurationError(f"{what} must be a positive number, not {value}.")
 
 
-def check_count(what: str, value: int) -> None:
+def check_type(what: str, value: object, kind: type, hint: str) -> None:
+    """Of the class that is needed."""
+    if not isinstance(value, kind):
+        raise ConfigurationError(f"{what} must be {hint}, not {value!r}.")
+
+
+def check_count(what: str, value: object) -> None:
     """A positive integer."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise ConfigurationError(f"{what} must be a positive integer, not {value!r}.")
 
 
@@ -76,4 +117,28 @@ def as_generator(generator: torch.Generator | int | None) -> torch.Generator:
             raise ConfigurationError("The generator must be a CPU generator.")
         return generator
     seed = torch.initial_seed() if generator is None else generator
+    if not isinstance(seed, int):
+        raise ConfigurationError(f"generator is a CPU generator or a seed, not {generator!r}.")
     return torch.Generator().manual_seed(seed)
+
+
+def as_pair(batch: object) -> tuple[Tensor, Tensor]:
+    """A batch as a pair of inputs and targets."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise InputError(f"A batch is a pair (inputs, targets), not {type(batch).__name__}.")
+    x, y = batch
+    return x, y
+
+
+def check_block(block: Block, partition: Partition) -> None:
+    """A block whose columns exist and whose parts have one length."""
+    columns, size = block.columns, len(block.indices)
+    lengths = {size, len(block.likelihood_weights)}
+    lengths |= {len(part) for part in (block.inputs, columns) if part is not None}
+    if len(lengths) > 1:
+        raise InputError(f"The block's parts have different lengths: {sorted(lengths)}.")
+    if columns is None or partition.spec.curvature != "ggn":
+        return
+    last = partition.num_outputs - 1
+    if columns.min() < -1 or columns.max() > last:
+        raise InputError(f"The block's columns must be 0 to {last}, or -1 for padding.")

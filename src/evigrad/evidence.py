@@ -1,7 +1,9 @@
 """The log evidence of a network and its gradient in the hyperparameters (Algorithm 1)."""
 
+import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,33 +12,31 @@ from torch import Tensor, nn
 from evigrad.assembly import (
     PROBE_SIZE,
     Assembly,
-    Batch,
     Collected,
-    Prepared,
     Settings,
 )
 from evigrad.checks import (
     as_generator,
+    called,
     check_choice,
     check_count,
     check_inputs,
     check_outputs,
     check_positive,
     check_spec,
+    check_type,
 )
-from evigrad.curvature import ParameterPartition
+from evigrad.curvature import ParameterPartition, partition_names
 from evigrad.errors import ConfigurationError, EvigradError, InputError
 from evigrad.estimate import Estimate, ParameterReport
 from evigrad.estimators import EstimatorSpec
+from evigrad.intake import Data, checked, resolve
 from evigrad.likelihoods import ROOTS, Likelihood
 from evigrad.modes import warn_of_normalisation
-from evigrad.parameters import held_constant, select, trainable
-from evigrad.partitions import Block
+from evigrad.parameters import check_unchanged, held_constant, select, trainable
 from evigrad.priors import GaussianPrior
 from evigrad.sources import as_source
 from evigrad.streams import BlockStream
-
-Data = Tensor | Block | Iterable[Batch] | Collected
 
 
 class Evidence:
@@ -88,8 +88,13 @@ class Evidence:
         Raises:
             ConfigurationError: If a name or a value does not exist or does not fit.
         """
+        check_type("model", model, nn.Module, "an nn.Module")
+        check_type("likelihood", likelihood, Likelihood, "a Likelihood, as Categorical()")
+        check_type("prior", prior, GaussianPrior, "a GaussianPrior")
+        check_type("estimator", estimator, str, "a name, as 'ntk-100-1'")
         self.spec = EstimatorSpec.parse(estimator)
         check_count("num_data", num_data)
+        num_data = int(num_data)
         check_spec(self.spec, num_data)
         self.root = self.spec.default_root if root is None else root
         check_choice("root", self.root, ROOTS)
@@ -97,6 +102,10 @@ class Evidence:
         check_positive("temperature", temperature)
         if micro_batch is not None:
             check_count("micro_batch", micro_batch)
+        if gram_dtype not in (None, torch.float32, torch.float64):
+            raise ConfigurationError(
+                f"gram_dtype is torch.float32, torch.float64 or None, not {gram_dtype!r}."
+            )
         self.model = model
         self.likelihood = likelihood
         self.prior = prior
@@ -105,6 +114,7 @@ class Evidence:
         self.generator = as_generator(generator)
         self._model_hyperparameters = select(model, hyperparameters)
         self._weights = trainable(model, excluded=self._model_hyperparameters)
+        partition_names(list(self._weights), parameter_partition)
         prior.bind(self._weights)
         first = next(iter(self._weights.values()))
         likelihood.to(device=first.device, dtype=first.dtype)
@@ -154,9 +164,10 @@ class Evidence:
         Raises:
             InputError: If inputs, outputs and targets do not fit.
         """
+        check_inputs(x, self._assembly.device)
         hyperparameters = [*self._model_hyperparameters.values(), *self.likelihood.parameters()]
         with held_constant(hyperparameters):
-            f = self.model(x)
+            f = called(self.model, x)
             check_outputs(f, x)
             self.likelihood.validate(f.shape, y)
             log_prob = self.likelihood.log_prob(f, y)
@@ -183,7 +194,7 @@ class Evidence:
             InputError: If the data do not fit the model, the likelihood or the estimator.
             MemoryBudgetError: If the structure would not fit the free memory.
         """
-        with torch.no_grad():
+        with torch.no_grad(), self._undrawn_on_error():
             return self._assemble(self._collect(x, y, differentiable=False))[0]
 
     def backward(self, x: Data, y: Tensor | None = None) -> Estimate:
@@ -210,7 +221,7 @@ class Evidence:
                 "There is nothing to differentiate in: the prior and the likelihood are fixed"
                 " and no parameter of the model is named in hyperparameters=[...]."
             )
-        with torch.enable_grad():
+        with torch.enable_grad(), self._undrawn_on_error():
             collected = self._collect(x, y, differentiable=bool(self._model_hyperparameters))
             estimate, objective = self._assemble(collected)
             gradients = torch.autograd.grad(objective, learnable, allow_unused=True)
@@ -236,7 +247,7 @@ class Evidence:
         if len(source) != self.num_data:
             raise InputError(f"num_data is {self.num_data}, but the data set has {len(source)}.")
         x, y = source.fetch(torch.arange(min(PROBE_SIZE, len(source))))
-        prepared = self._checked(x, y)
+        prepared = checked(self._assembly, x, y)
         return BlockStream(prepared.partition, source, self.generator)
 
     def collect(self, x: Data, y: Tensor | None = None) -> Collected:
@@ -263,51 +274,32 @@ class Evidence:
                 f"A pass can only be kept where the prior alone is learned; {', '.join(beside)}"
                 " changes it. Use estimate and backward on the data."
             )
-        with torch.no_grad():
+        with torch.no_grad(), self._undrawn_on_error():
             return self._collect(x, y, differentiable=False)
+
+    @contextmanager
+    def _undrawn_on_error(self) -> Iterator[None]:
+        """Put the generator back where an exception passes."""
+        state = self.generator.get_state()
+        try:
+            yield
+        except BaseException:
+            self.generator.set_state(state)
+            raise
 
     def _collect(self, x: Data, y: Tensor | None, differentiable: bool) -> Collected:
         """One pass over the data, all input checked before anything is drawn."""
+        check_unchanged(self.model, self._weights, self._model_hyperparameters)
         if isinstance(x, Collected):
+            if x.owner is not self._assembly:
+                raise InputError("This pass was collected by another evidence.")
             if x.weight_versions != self._assembly.weight_versions():
                 raise InputError("The weights have changed since collect(): pass the data again.")
             return x
-        if isinstance(x, Block):
-            if x.inputs is None or x.targets is None:
-                raise InputError("The block holds no data: use one of evidence.blocks(data).")
-            prepared = self._checked(x.inputs, x.targets)
-            return self._assembly.collect(prepared, [(x.inputs, x.targets)], x, differentiable)
-        if isinstance(x, Tensor):
-            if y is None:
-                raise InputError("Inputs need their targets: estimate(x, y).")
-            prepared = self._checked(x, y)
-            block = prepared.partition.subset(len(x), self.generator)
-            return self._assembly.collect(prepared, [(x, y)], block, differentiable)
-        if self.spec.subset is not None:
-            raise InputError(
-                f"{self.spec.name} takes one subset (x, y) or a block; batches of all the data"
-                " are for names with N."
-            )
-        iterator = iter(x)
-        first = next(iterator, None)
-        if first is None:
-            raise InputError("The set is empty: there is no batch of data.")
-        prepared = self._checked(*first)
-        block = prepared.partition.subset(self.num_data, self.generator)
-        batches = self._checked_batches(first, iterator)
-        return self._assembly.collect(prepared, batches, block, differentiable)
-
-    def _checked(self, x: Tensor, y: Tensor) -> Prepared:
-        check_inputs(x, self._assembly.device)
-        prepared = self._assembly.prepare(x)
-        self.likelihood.validate(torch.Size((len(x), prepared.partition.num_outputs)), y)
-        return prepared
-
-    def _checked_batches(self, first: Batch, rest: Iterator[Batch]) -> Iterator[Batch]:
-        yield first
-        for x, y in rest:
-            self._checked(x, y)
-            yield x, y
+        request = resolve(self._assembly, x, y)
+        return self._assembly.collect(
+            request.prepared, request.batches, request.block, differentiable
+        )
 
     def _assemble(self, collected: Collected) -> tuple[Estimate, Tensor]:
         """The number, and the objective −(log evidence + log hyperprior) / N."""
@@ -400,12 +392,21 @@ class Evidence:
             state: What ``state_dict`` returned.
 
         Raises:
-            ConfigurationError: If it is the state of another estimator.
+            ConfigurationError: If it is the state of another estimator, or does not fit; nothing
+                changes then.
         """
+        expected = self.state_dict()
+        if missing := expected.keys() - state.keys():
+            raise ConfigurationError(f"The state lacks {', '.join(sorted(missing))}.")
         if state["estimator"] != self.spec.name:
             raise ConfigurationError(
                 f"The state is one of {state['estimator']}, this evidence is {self.spec.name}."
             )
+        for module, key in ((self.prior, "prior"), (self.likelihood, "likelihood")):
+            try:
+                copy.deepcopy(module).load_state_dict(state[key])
+            except RuntimeError as error:
+                raise ConfigurationError(f"The state of the {key} does not fit: {error}") from error
         self.prior.load_state_dict(state["prior"])
         self.likelihood.load_state_dict(state["likelihood"])
         self.generator.set_state(state["generator"])

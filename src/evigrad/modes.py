@@ -1,9 +1,11 @@
 """Leaving a model and the global random state as they were."""
 
+import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -31,17 +33,43 @@ def evaluation_mode(model: nn.Module, generator: torch.Generator) -> Iterator[No
         generator: A CPU generator; advances by one draw.
     """
     training = [(module, module.training) for module in model.modules()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    first = next(model.parameters(), None)
+    device = torch.device("cpu") if first is None else first.device
     seed = int(torch.randint(2**62, (), generator=generator))
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         for module, _ in training:
             module.training = False
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed)
+        with seeded(seed, device):
             yield
     finally:
         for module, mode in training:
             module.training = mode
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed what a model draws from the global generators, and restore them on the way out.
+
+    Args:
+        seed: Seed of the CPU's and the device's generator.
+        device: The model's device.
+    """
+    # Not torch.manual_seed: it would also reseed every other GPU and not put those back.
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def normalisation_layers(model: nn.Module) -> list[str]:

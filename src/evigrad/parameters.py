@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from evigrad.errors import ConfigurationError, nearest
-from evigrad.groups import matches
+from evigrad.groups import listed, matches
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def select(model: nn.Module, prefixes: Sequence[str]) -> dict[str, nn.Parameter]
     Raises:
         ConfigurationError: If a prefix names nothing that is trainable.
     """
-    if isinstance(prefixes, str):
+    if isinstance(prefixes, str) or not isinstance(prefixes, Sequence):
         raise ConfigurationError("hyperparameters is a list of names, as ['invariance'].")
     named = dict(model.named_parameters(remove_duplicate=False))
     chosen: dict[int, tuple[str, nn.Parameter]] = {}
@@ -82,3 +82,28 @@ def select(model: nn.Module, prefixes: Sequence[str]) -> dict[str, nn.Parameter]
             if parameter.requires_grad:
                 chosen.setdefault(id(parameter), (name, parameter))
     return dict(chosen.values())
+
+
+def check_unchanged(
+    model: nn.Module, weights: Mapping[str, nn.Parameter], others: Mapping[str, nn.Parameter]
+) -> None:
+    """Refuse a model whose trainable parameters are no longer those that the prior is bound to.
+
+    Args:
+        model: The model.
+        weights: What was trainable when the evidence was made, without hyperparameters.
+        others: The hyperparameters.
+
+    Raises:
+        ConfigurationError: If a parameter was unfrozen, frozen, added or replaced since.
+    """
+    known = {id(p) for p in (*weights.values(), *others.values())}
+    now = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    new = [name for key, name in now.items() if key not in known]
+    gone = [name for name, p in (*weights.items(), *others.items()) if id(p) not in now]
+    if new or gone:
+        raise ConfigurationError(
+            "The model's trainable parameters have changed since the evidence was made"
+            f" (new: {listed(new) or 'none'}; gone or frozen: {listed(gone) or 'none'}):"
+            " make a new one."
+        )

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from collections import OrderedDict, defaultdict, deque
 from typing import Any
 
 import pytest
@@ -130,6 +131,66 @@ def test_model_is_as_before_after_an_exception() -> None:
         assert snapshot(model) == before
         assert global_state() == around
     assert model.calls == 0
+    copy.deepcopy(model)
+
+
+class Diary:
+    """Somebody's own object, in which a model writes."""
+
+    def __init__(self) -> None:
+        self.pages: list[Tensor] = []
+        self.latest: Any = None
+        self.owner: Any = self
+
+
+class Collector(nn.Module):
+    """Keeps what it computes in containers of all kinds, nested, one of them in itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.recent: deque[Any] = deque([1, 2], maxlen=2)
+        self.nested: dict[str, Any] = {"a": [{"b": deque()}], "t": ([],)}
+        self.nested["self"] = self.nested
+        self.ordered: OrderedDict[str, Any] = OrderedDict(one=1)
+        self.default: defaultdict[str, list[Any]] = defaultdict(list)
+        self.diary = Diary()
+        self.hidden = [nn.Identity()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        self.recent.append(h)
+        self.nested["a"][0]["b"].append(h)
+        self.nested["a"][0]["c"] = h
+        self.nested["t"][0].append(h)
+        self.ordered["two"] = h
+        self.ordered.move_to_end("one")
+        self.default["new"].append(h)
+        self.diary.pages.append(h)
+        self.diary.latest = h
+        self.hidden[0].kept = h
+        return h
+
+
+def test_containers_are_as_before_however_deep() -> None:
+    model, x = Collector().double(), random(4, 3)
+    containers = [
+        model.recent,
+        model.nested["a"][0]["b"],
+        model.ordered,
+        model.default,
+        model.diary,
+    ]
+    run(model, x, True)
+    assert list(model.recent) == [1, 2] and model.recent.maxlen == 2
+    assert model.nested["a"] == [{"b": deque()}] and model.nested["t"] == ([],)
+    assert model.nested["self"] is model.nested
+    assert list(model.ordered) == ["one"]
+    assert model.default == {} and model.default.default_factory is list
+    assert model.diary.pages == [] and model.diary.latest is None
+    assert not hasattr(model.hidden[0], "kept")
+    after = [model.recent, model.nested["a"][0]["b"], model.ordered, model.default, model.diary]
+    assert all(a is b for a, b in zip(containers, after, strict=True))
     copy.deepcopy(model)
 
 

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from evigrad.training.randomness import derived_seed, seeded, stream
+from evigrad.modes import seeded
+from evigrad.training.randomness import derived_seed, stream
 
 
 def test_streams_of_other_seeds_uses_and_epochs_differ():

@@ -35,6 +35,7 @@ __all__ = [
     "check_memory",
     "hessian_statistic",
     "make_structure",
+    "partition_names",
 ]
 
 

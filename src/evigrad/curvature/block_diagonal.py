@@ -182,6 +182,11 @@ def partition_names(names: Sequence[str], partition: ParameterPartition) -> dict
             f"parameter_partition={partition!r} is unknown: take 'tensor', 'module', or groups of"
             f" parameter names.{nearest(partition, ['tensor', 'module'])}"
         )
+    if not isinstance(partition, Mapping | Sequence):
+        raise ConfigurationError(
+            "parameter_partition is 'tensor', 'module', or groups of parameter names, not"
+            f" {partition!r}."
+        )
     if not isinstance(partition, Mapping):
         partition = {str(index): group for index, group in enumerate(partition)}
     what = "parameter_partition"

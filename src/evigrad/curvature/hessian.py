@@ -10,7 +10,6 @@ from typing import TypeVar
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from evigrad.curvature.base import Statistic, Structure
 from evigrad.jacobians.state import model_run
@@ -117,8 +116,8 @@ def hessian_statistic(
         ConfigurationError: The structure is made of rows (ntk, kfac).
     """
     with model_run(model), torch.enable_grad():
-        leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
-        # The model may change its input in place.
-        value = negative_log_likelihood(functional_call(model, leaves, (x.clone(),)))
-        hessian = ExactHessian(value, leaves, differentiable)
+        # In the model's own parameters: replaced ones miss what a module holds by reference. The
+        # model may change its input in place.
+        value = negative_log_likelihood(model(x.clone()))
+        hessian = ExactHessian(value, weights, differentiable)
         return structure.accumulate_hessian(statistic, hessian)

@@ -35,23 +35,29 @@ def available_bytes(device: torch.device) -> int | None:
     return min(known, default=None)
 
 
-def check_memory(structure: Structure[Any], num_rows: int, device: torch.device) -> None:
+def check_memory(
+    structure: Structure[Any], num_rows: int, device: torch.device, pass_bytes: int = 0
+) -> None:
     """Refuse a structure whose predicted memory is above what is free.
 
     Args:
         structure: The structure.
-        num_rows: Rows of the largest block.
+        num_rows: Rows of the block.
         device: Where the weights are.
+        pass_bytes: The rows of one pass, where the structure does not keep them.
 
     Raises:
         MemoryBudgetError: With the number, what is free, and the cheaper choice.
     """
-    needed, free = structure.predicted_bytes(num_rows), available_bytes(device)
-    if free is not None and needed > free:
-        raise MemoryBudgetError(
-            f"{structure.name!r} with {num_rows} rows needs about {needed / GIB:.3g} GiB on"
-            f" {device}, where {free / GIB:.3g} GiB are free. Cheaper: {structure.cheaper}."
-        )
+    kept = structure.predicted_bytes(num_rows)
+    free = available_bytes(device)
+    if free is None or kept + pass_bytes <= free:
+        return
+    cheaper = structure.cheaper if kept > pass_bytes else "a smaller micro_batch"
+    raise MemoryBudgetError(
+        f"{structure.name!r} with {num_rows} rows needs about {(kept + pass_bytes) / GIB:.3g} GiB"
+        f" on {device}, where {free / GIB:.3g} GiB are free. Cheaper: {cheaper}."
+    )
 
 
 def _system_bytes() -> int | None:

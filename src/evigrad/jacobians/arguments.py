@@ -7,6 +7,13 @@ from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, InputError, nearest
 
+DATA_MIX = (
+    "The model's output for a datum changes from call to call, or with the other data of"
+    " the batch, so that its Jacobian is not defined. Make sure that the forward pass is"
+    " deterministic in evaluation mode and that no layer mixes data (as a normalisation"
+    " with batch statistics does; track_running_stats=True helps)."
+)
+
 
 def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor) -> None:
     """Make sure that the rows in these weights are defined and can be had.
@@ -47,6 +54,55 @@ def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor)
                 " the curvature that of another function. Remove the hook, or keep it only"
                 " for the training steps."
             )
+
+
+def check_storage(weights: Mapping[str, nn.Parameter]) -> None:
+    """Make sure that no two parameters are the same numbers in memory.
+
+    Args:
+        weights: Name → parameter, each parameter once.
+
+    Raises:
+        ConfigurationError: If two share an entry: the evidence would count it twice.
+    """
+    by_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    for name, p in weights.items():
+        if p.layout == torch.strided and p.numel() > 0 and p.untyped_storage().data_ptr() != 0:
+            by_storage.setdefault(p.untyped_storage().data_ptr(), []).append((name, p))
+    for sharing in by_storage.values():
+        for i, (name, p) in enumerate(sharing):
+            for other, q in sharing[:i]:
+                if _overlap(p, q):
+                    raise ConfigurationError(
+                        f"{other!r} and {name!r} are two parameters on the same memory, which"
+                        " the evidence would count twice. To tie them, assign the same Parameter"
+                        " to both (not its .data); else clone one of them."
+                    )
+
+
+def _overlap(p: Tensor, q: Tensor) -> bool:
+    """Whether two strided tensors on one storage have an entry in common."""
+    (first, end), (other_first, other_end) = _extent(p), _extent(q)
+    if end <= other_first or other_end <= first:
+        return False
+    if p.is_contiguous() and q.is_contiguous() or p.element_size() != q.element_size():
+        return True
+    return bool(torch.isin(_entries(p), _entries(q)).any())
+
+
+def _extent(p: Tensor) -> tuple[int, int]:
+    """First byte in the storage, and the one behind the last."""
+    last = sum((size - 1) * step for size, step in zip(p.shape, p.stride(), strict=True))
+    first, width = p.storage_offset(), p.element_size()
+    return int(first * width), int((first + last + 1) * width)
+
+
+def _entries(p: Tensor) -> Tensor:
+    """Position in the storage of each entry."""
+    positions = torch.tensor([p.storage_offset()])
+    for size, step in zip(p.shape, p.stride(), strict=True):
+        positions = (positions[:, None] + step * torch.arange(size)).flatten()
+    return positions
 
 
 def check_output(output: object, m: int) -> Tensor:

@@ -38,30 +38,61 @@ def loop_rows(
         Name → ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter``, (m, k, *parameter shape).
     """
     m, k, _ = vectors.shape
+    rows: dict[str, list[Tensor]] = {name: [] for name in names}
+    for n in range(m):
+        _, of_datum = datum_rows(
+            model, weights, names, x[n : n + 1], vectors[n : n + 1], differentiable
+        )
+        for name in names:
+            rows[name] += of_datum[name]
+    stacked = {}
+    for name in names:
+        with torch.set_grad_enabled(differentiable):
+            stacked[name] = torch.stack(rows.pop(name)).reshape(m, k, *weights[name].shape)
+    return stacked
+
+
+def datum_rows(
+    model: nn.Module,
+    weights: Mapping[str, nn.Parameter],
+    names: Sequence[str],
+    x: Tensor,
+    vectors: Float[Tensor, "1 k C"],
+    differentiable: bool,
+) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    """One datum's forward pass and its k rows, by plain automatic differentiation.
+
+    Args:
+        model: Maps one datum to (1, C).
+        weights: Name → parameter of the model.
+        names: Which of them.
+        x: The datum, with its dim 0.
+        vectors: k cotangents.
+        differentiable: Whether the rows get a graph into everything else.
+
+    Returns:
+        The output (1, C), detached, and name → k rows of the parameter's shape.
+    """
+    k = vectors.shape[1]
     parameters = [weights[name] for name in names]
     rows: dict[str, list[Tensor]] = {name: [] for name in names}
     with torch.enable_grad():
-        for n in range(m):
-            # A copy, because the model may change its input in place.
-            output = check_output(model(x[n : n + 1].clone()), 1)
-            for j in range(k):
-                gradients: Sequence[Tensor | None] = [None] * len(names)
-                if output.requires_grad:
-                    gradients = torch.autograd.grad(
-                        output,
-                        parameters,
-                        grad_outputs=vectors[n : n + 1, j],
-                        retain_graph=differentiable or j < k - 1,
-                        create_graph=differentiable,
-                        allow_unused=True,
-                    )
-                for name, p, g in zip(names, parameters, gradients, strict=True):
-                    rows[name].append(torch.zeros_like(p) if g is None else _dense(g))
-    stacked = {}
-    for name, p in zip(names, parameters, strict=True):
-        with torch.set_grad_enabled(differentiable):
-            stacked[name] = torch.stack(rows.pop(name)).reshape(m, k, *p.shape)
-    return stacked
+        # A copy, because the model may change its input in place.
+        output = check_output(model(x.clone()), 1)
+        for j in range(k):
+            gradients: Sequence[Tensor | None] = [None] * len(names)
+            if output.requires_grad:
+                gradients = torch.autograd.grad(
+                    output,
+                    parameters,
+                    grad_outputs=vectors[:, j],
+                    retain_graph=differentiable or j < k - 1,
+                    create_graph=differentiable,
+                    allow_unused=True,
+                )
+            for name, p, g in zip(names, parameters, gradients, strict=True):
+                rows[name].append(torch.zeros_like(p) if g is None else _dense(g))
+    return output.detach(), rows
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The rows of a micro-batch: one forward pass, then one backward pass for each root column."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from evigrad.jacobians.recorder import Call, Recorder, reachable
 from evigrad.jacobians.rules import KroneckerUse
 from evigrad.jacobians.state import model_run
 
+LOOP = "generic: loop"
+
 
 @dataclass(frozen=True)
 class JacobianPlan:
@@ -26,6 +28,7 @@ class JacobianPlan:
         vectorised: Names whose generic rows may be computed for all data at once.
         kronecker: Names whose every use has Kronecker factors.
         datum_shape: Shape of one input.
+        demoted: Names that take the plain loop whatever a pass shows; see ``demote``.
     """
 
     words: Mapping[str, str]
@@ -33,10 +36,40 @@ class JacobianPlan:
     vectorised: frozenset[str]
     kronecker: frozenset[str]
     datum_shape: tuple[int, ...]
+    demoted: frozenset[str] = frozenset()
 
     def describe(self) -> dict[str, str]:
         """Name → "linear", "conv2d", ..., "generic: vmap", "generic: loop" or "unused"."""
         return dict(self.words)
+
+
+def demote(plan: JacobianPlan, names: Collection[str]) -> JacobianPlan:
+    """Send parameters through the plain loop from now on, which is slow and always right.
+
+    Args:
+        plan: Any plan.
+        names: Of parameters in it.
+
+    Returns:
+        A plan that differs in these parameters alone; they have no Kronecker factors in it.
+
+    Raises:
+        ConfigurationError: If a name is not in the plan.
+    """
+    for name in names:
+        if name not in plan.words:
+            raise ConfigurationError(
+                f"The plan has no parameter named {name!r}.{nearest(name, plan.words)}"
+            )
+    gone = frozenset(names)
+    return JacobianPlan(
+        words={name: LOOP if name in gone else word for name, word in plan.words.items()},
+        uses={name: uses for name, uses in plan.uses.items() if name not in gone},
+        vectorised=plan.vectorised - gone,
+        kronecker=plan.kronecker - gone,
+        datum_shape=plan.datum_shape,
+        demoted=plan.demoted | gone,
+    )
 
 
 def uses_of(calls: Sequence[Call]) -> dict[str, list[tuple[Call, str]]]:
@@ -111,6 +144,45 @@ class Linearization:
                     rows[name] = self._weights[name].new_zeros(*shape, *self._weights[name].shape)
         return {name: rows[name] for name in names}
 
+    def fast_rows_of_datum(
+        self, vectors: Float[Tensor, "m k C"], index: int
+    ) -> dict[str, Tensor | None]:
+        """One datum's part of ``rows``, by the same fast paths as there, for a check.
+
+        Args:
+            vectors: Cotangents of the outputs of all data.
+            index: Of the datum.
+
+        Returns:
+            Name → rows (1, k, *parameter shape), detached, or None where the path fails; for
+            all names that do not take the loop in this pass.
+        """
+        vectors, one = vectors.detach(), slice(index, index + 1)
+        rows: dict[str, Tensor | None] = {}
+        with torch.no_grad():
+            closed = [name for name in self._weights if self.is_closed(name)]
+            # The cotangents of all data, as a path that takes one's rows for another's is wrong.
+            gradients = self._gradients(vectors, closed, differentiable=False)
+            for name in closed:
+                for call, slot in self._uses[name]:
+                    gradient = gradients[id(call)]
+                    if gradient is not None:
+                        part = call.datum(index).rows(slot, gradient[one])
+                        before = rows.get(name)
+                        rows[name] = part if before is None else before + part
+            for name, p in self._weights.items():
+                if name not in rows and (name in closed or self._is_idle(name)):
+                    rows[name] = p.new_zeros(1, vectors.shape[1], *p.shape)
+            vectorised = [n for n in self._weights if n not in rows and self._is_vectorised(n)]
+            if vectorised:
+                arguments = (self._model, self._weights, vectorised, self._x[one], vectors[one])
+                try:
+                    with model_run(self._model):
+                        rows |= vmap_rows(*arguments, differentiable=False)
+                except Exception:  # of whatever kind: no path for this datum
+                    rows |= dict.fromkeys(vectorised)
+        return rows
+
     def factors(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
     ) -> dict[str, list[KroneckerUse]]:
@@ -169,7 +241,9 @@ class Linearization:
                 )
 
     def _is_idle(self, name: str) -> bool:
-        return name not in self._uses and name not in self._elsewhere
+        # Whoever demoted a parameter knows better than this pass whether it is used.
+        used = name in self._uses or name in self._elsewhere or name in self._plan.demoted
+        return not used
 
     def _closed_rows(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
@@ -185,9 +259,13 @@ class Linearization:
         return rows
 
     def _gradients(
-        self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
+        self,
+        vectors: Float[Tensor, "m k C"],
+        names: Sequence[str],
+        differentiable: bool | None = None,
     ) -> dict[int, Tensor | None]:
         """id(call) → gradients of the k rows of each datum in the call's output, (m, k, *out)."""
+        graph = self._differentiable if differentiable is None else differentiable
         calls = list({id(c): c for name in names for c, _ in self._uses[name]}.values())
         if not calls or not self._graph.requires_grad:
             return {id(call): None for call in calls}
@@ -197,7 +275,7 @@ class Linearization:
                 [call.edge for call in calls],
                 grad_outputs=vectors[:, j],
                 retain_graph=True,
-                create_graph=self._differentiable,
+                create_graph=graph,
                 allow_unused=True,
             )
             for j in range(vectors.shape[1])

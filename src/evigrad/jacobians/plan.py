@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evigrad.errors import ConfigurationError
-from evigrad.jacobians.arguments import check_call, check_output
+from evigrad.errors import ConfigurationError, InputError
+from evigrad.jacobians.arguments import DATA_MIX, check_call, check_output, check_storage
 from evigrad.jacobians.generic import vmap_rows
-from evigrad.jacobians.linearization import JacobianPlan, Linearization, uses_of
+from evigrad.jacobians.linearization import LOOP, JacobianPlan, Linearization, uses_of
+from evigrad.jacobians.probes import distinct_probe, moved_copy, refuse_reentrant
 from evigrad.jacobians.recorder import Recorder, graph_nodes, reachable
 from evigrad.jacobians.state import model_run
 from evigrad.jacobians.verification import Reference, close
@@ -45,7 +46,9 @@ def plan(model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor)
 
     A parameter takes the closed forms only if every use of it has one, if dim 0 counts the data
     in all of them, and if the numbers agree with plain automatic differentiation on the probe,
-    derivatives included. All others take the generic path, vectorised if that agrees too.
+    derivatives included. All others take the generic path, vectorised if that agrees too. Numbers
+    are compared on a copy of the model whose parameters are moved a little, as a head that starts
+    at zero would make them all zero; fewer than 3 different data are varied to make as many.
 
     The model must be in evaluation mode. Its attributes, buffers, hooks and gradients stay as they
     are.
@@ -59,22 +62,30 @@ def plan(model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor)
         The plan, for inputs of this shape.
 
     Raises:
-        InputError: If there are no data, or the outputs are not of shape (m, C).
+        InputError: If there are no data, or the outputs are not finite or not of shape (m, C).
         ConfigurationError: If the rows would not be defined: the output for a datum depends on
             the other data or is random, or a weight is not a real parameter of the model that
-            requires a gradient, or a hook may change its gradient, or gradients are off by
-            ``torch.inference_mode``.
+            requires a gradient, or shares its memory with another, or a hook may change its
+            gradient, or gradients are off by ``torch.inference_mode``, or the model uses a
+            reentrant checkpoint.
     """
     check_call(model, weights, x_probe)
-    x = x_probe.detach()[torch.arange(_PROBE_SIZES[-1], device=x_probe.device) % len(x_probe)]
+    check_storage(weights)
+    x, distinct = distinct_probe(model, x_probe, _PROBE_SIZES[-1])
     outputs = _independent_outputs(model, x)
-    reference = Reference(model, weights, x, outputs)
+    refuse_reentrant(model, x)
 
-    recording = _record(model, weights, x, outputs)
+    # The structure is the model's own; numbers are compared on a copy with moved weights.
+    moved = moved_copy(model, weights, x)
+    reference = Reference(*(moved or (model, weights)), x, outputs)
+    # Among equal data neither order nor mixing shows: then only the loop can be relied on.
+    recording = _record(model, weights, x, outputs) if distinct else _Recording()
     closed = _verified_closed(reference, recording)
     idle = {name for name in recording.idle if not reference.rows[name].any()}
     generic = [name for name in weights if name not in closed and name not in idle]
-    vectorised = _verified_vectorised(reference, generic)
+    # Vectorised rows have no evidence but their numbers, and zeros say nothing.
+    telling = [name for name in generic if name not in reference.vanishing]
+    vectorised = _verified_vectorised(reference, telling) if moved and distinct else set()
 
     words = {}
     for name in weights:
@@ -84,7 +95,7 @@ def plan(model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor)
             counts = Counter(recording.rules[name])
             words[name] = " + ".join(f"{n} x {r}" if n > 1 else r for r, n in counts.items())
         else:
-            words[name] = "generic: vmap" if name in vectorised else "generic: loop"
+            words[name] = "generic: vmap" if name in vectorised else LOOP
     return JacobianPlan(
         words=words,
         uses={name: recording.uses[name] for name in weights if name in closed},
@@ -99,13 +110,13 @@ def _independent_outputs(model: nn.Module, x: Tensor) -> Tensor:
     with model_run(model), torch.no_grad():
         joint = check_output(model(x.clone()), len(x))
         alone = torch.cat([check_output(model(x[n : n + 1].clone()), 1) for n in range(len(x))])
-    if not close(joint, alone) and joint.isfinite().all():
-        raise ConfigurationError(
-            "The model's output for a datum changes from call to call, or with the other data of"
-            " the batch, so that its Jacobian is not defined. Make sure that the forward pass is"
-            " deterministic in evaluation mode and that no layer mixes data (as a normalisation"
-            " with batch statistics does; track_running_stats=True helps)."
+    if not joint.isfinite().all():
+        raise InputError(
+            "The model's outputs hold NaN or infinite values for these inputs, so that no"
+            " derivatives can be had. Mend the inputs, or the weights (training may have diverged)."
         )
+    if not close(joint, alone):
+        raise ConfigurationError(DATA_MIX)
     return joint
 
 

@@ -8,7 +8,7 @@ misses cannot be missed in silence.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,6 +68,15 @@ class Call:
     def rows(self, slot: str, gradient: Float[Tensor, "m k *out"]) -> Tensor:
         """The rows' part in one parameter, (m, k, *parameter shape)."""
         return self.rule.rows(slot, self.match, gradient)
+
+    def datum(self, index: int) -> "Call":
+        """The same call as far as one datum takes part in it, for the rows of that one."""
+        one, match = slice(index, index + 1), self.match
+        settings = {
+            key: (lambda whole=value: whole()[one]) if callable(value) else value
+            for key, value in match.settings.items()
+        }
+        return replace(self, match=replace(match, input=match.input[one], settings=settings))
 
     def factors(self, gradient: Float[Tensor, "m k *out"]) -> KroneckerUse:
         """The Kronecker factors of the rows' part in the weight."""

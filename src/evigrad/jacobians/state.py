@@ -1,16 +1,18 @@
 """Running a model without leaving traces in it, on kernels that can be differentiated."""
 
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_CONTAINERS = (dict, list, set)
-_MISSING = object()
+_CONTAINERS = (dict, list, set, deque)
+# How deep containers and objects within each other are looked into.
+_DEPTH = 8
 
 
 @contextmanager
@@ -36,6 +38,48 @@ def model_run(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def _holders(model: nn.Module) -> list[Any]:
+    """All that holds things for the model: attributes, containers, and those within them."""
+    found: list[Any] = []
+    seen: set[int] = {id(module) for module in model.modules()}
+    stack = [(module.__dict__, 0) for module in model.modules()]
+    while stack:
+        value, depth = stack.pop()
+        if id(value) in seen or depth > _DEPTH:
+            continue
+        seen.add(id(value))
+        if isinstance(value, _CONTAINERS):
+            found.append(value)
+        elif _is_plain_object(value):
+            stack.append((value.__dict__, depth))
+            continue
+        elif not isinstance(value, tuple):
+            continue
+        entries = value.values() if isinstance(value, dict) else value
+        stack.extend((entry, depth + 1) for entry in entries)
+    return found
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether it is an object of somebody's own class, or a module that is not registered."""
+    if isinstance(value, nn.Module):
+        return True
+    if isinstance(value, type | Tensor) or not isinstance(getattr(value, "__dict__", None), dict):
+        return False
+    package = type(value).__module__.partition(".")[0]
+    return package != "torch" and (package == "__main__" or package not in sys.stdlib_module_names)
+
+
+def held_tensors(model: nn.Module) -> list[Tensor]:
+    """The tensors that a model keeps in attributes and containers, its parameters included."""
+    return [
+        entry
+        for holder in _holders(model)
+        for entry in (holder.values() if isinstance(holder, dict) else holder)
+        if isinstance(entry, Tensor)
+    ]
+
+
 def _contents(container: Any) -> list[Any]:
     """The entries, to be compared by identity."""
     if isinstance(container, dict):
@@ -43,34 +87,27 @@ def _contents(container: Any) -> list[Any]:
     return list(container)
 
 
-def _put_back(container: Any, entries: Any) -> None:
+def _put_back(container: Any, contents: list[Any]) -> None:
     container.clear()
-    (container.extend if isinstance(container, list) else container.update)(entries)
+    if isinstance(container, dict):
+        container.update(zip(contents[::2], contents[1::2], strict=True))
+    elif isinstance(container, set):
+        container.update(contents)
+    else:
+        container.extend(contents)
 
 
 @contextmanager
 def _unchanged_attributes(model: nn.Module) -> Iterator[None]:
     """Put back what modules hold; a tensor of a graph, for one, could not be deep-copied."""
-    before = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
-    containers = [
-        (value, value.copy())
-        for _, attributes in before
-        for value in attributes.values()
-        if isinstance(value, _CONTAINERS) and hasattr(value, "copy")
-    ]
+    before = [(holder, _contents(holder)) for holder in _holders(model)]
     try:
         yield
     finally:
-        for container, copy in containers:
-            now, then = _contents(container), _contents(copy)
+        for holder, then in before:
+            now = _contents(holder)
             if len(now) != len(then) or any(a is not b for a, b in zip(now, then, strict=True)):
-                _put_back(container, copy)
-        for attributes, copy in before:
-            for key in [key for key in attributes if key not in copy]:
-                del attributes[key]
-            for key, value in copy.items():
-                if attributes.get(key, _MISSING) is not value:
-                    attributes[key] = value
+                _put_back(holder, then)
 
 
 @contextmanager

@@ -37,11 +37,32 @@ def close(value: Tensor, expected: Tensor, norm: Tensor | float = 0.0, factor: f
     Returns:
         False also where one is not finite.
     """
-    relative, rounding = _TOLERANCES.get(expected.dtype, _COARSE_TOLERANCES)
-    if expected.is_cuda and expected.dtype == torch.float32:
-        relative *= _TF32_FACTOR
+    relative, rounding = _tolerances(expected)
     allowed = relative * expected.norm() + rounding * norm
     return value.shape == expected.shape and bool((value - expected).norm() <= factor * allowed)
+
+
+def close_outputs(value: Tensor, expected: Tensor, scale: Tensor) -> bool:
+    """Whether outputs of a datum agree, seen next to the largest ones of its batch.
+
+    Args:
+        value: Outputs of a datum.
+        expected: The same by another way.
+        scale: Norm of the largest outputs of a datum.
+
+    Returns:
+        False also where one is not finite.
+    """
+    allowed = _tolerances(expected)[0] * torch.maximum(expected.norm(), scale)
+    return value.shape == expected.shape and bool((value - expected).norm() <= allowed)
+
+
+def _tolerances(like: Tensor) -> tuple[float, float]:
+    """Relative tolerance, and the part of the largest norm that is rounding, for this type."""
+    relative, rounding = _TOLERANCES.get(like.dtype, _COARSE_TOLERANCES)
+    if like.is_cuda and like.dtype == torch.float32:
+        relative *= _TF32_FACTOR
+    return relative, rounding
 
 
 class Reference:
@@ -55,6 +76,7 @@ class Reference:
 
     Attributes:
         rows: Name → rows for random cotangents, (m, 2, *parameter shape).
+        vanishing: The names whose rows are nothing but rounding; anything agrees with them.
     """
 
     def __init__(
@@ -69,6 +91,10 @@ class Reference:
         self._vectors = self._random(outputs[:, None, :].expand(-1, _COLUMNS, -1))
         self.rows = self._loop_rows(list(weights), x, self._vectors, False)
         self._norm = max((r.norm() for r in self.rows.values()), default=torch.tensor(0.0))
+        rounding = _tolerances(outputs)[1]
+        self.vanishing = {
+            name for name, r in self.rows.items() if not r.norm() > rounding * self._norm
+        }
 
     def agreeing(self, names: Sequence[str], compute: Rows) -> set[str]:
         """Compare a way to compute rows with the reference.

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evigrad.checks import check_inputs, check_outputs
+from evigrad.checks import called, check_inputs, check_outputs
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
+from evigrad.jacobians import model_run
 from evigrad.likelihoods import Likelihood, make_likelihood
 from evigrad.modes import evaluation_mode
 from evigrad.priors import GaussianPrior
@@ -248,8 +249,9 @@ def _check_data(evidence: Evidence, x: Tensor, y: Tensor, device: torch.device) 
     """Refuse all unfit data before the first step, not in the batch where they turn up."""
     check_inputs(x, device)
     probe = x[:2]
-    with evaluation_mode(evidence.model, torch.Generator().manual_seed(0)), torch.no_grad():
-        f = evidence.model(probe)
+    generator = torch.Generator().manual_seed(0)
+    with evaluation_mode(evidence.model, generator), model_run(evidence.model), torch.no_grad():
+        f = called(evidence.model, probe)
     check_outputs(f, probe)
     evidence.likelihood.validate(torch.Size((len(x), f.shape[1])), y)
 

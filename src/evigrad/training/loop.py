@@ -14,8 +14,9 @@ from evigrad.assembly import Collected
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimate import Estimate
 from evigrad.evidence import Evidence
+from evigrad.modes import seeded
 from evigrad.partitions import Block
-from evigrad.training.randomness import derived_seed, seeded, stream
+from evigrad.training.randomness import derived_seed, stream
 from evigrad.training.schedules import cosine, count_rounds, is_round
 from evigrad.training.settings import Settings
 

@@ -5,8 +5,6 @@ another has consumed: evaluating more often, or continuing from a later epoch, c
 The global random state is put back after every use.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 import numpy as np
@@ -47,26 +45,3 @@ def stream(seed: int, use: Use, epoch: int = 0) -> torch.Generator:
         A generator at the start of its stream.
     """
     return torch.Generator().manual_seed(derived_seed(seed, use, epoch))
-
-
-@contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed what a model draws from the global generators, and restore them on the way out.
-
-    Args:
-        seed: Seed of the CPU's and the device's generator.
-        device: The model's device.
-    """
-    # Not torch.manual_seed: it would also reseed every other GPU and not put those back.
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
-    states = [generator.get_state() for generator in generators]
-    try:
-        for generator in generators:
-            generator.manual_seed(seed)
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
