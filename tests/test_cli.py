@@ -261,3 +261,14 @@ def test_threads_are_only_set_when_asked_for(monkeypatch):
     assert calls == []
     set_up("digits", subset=20, model="mlp", device="cpu", threads=1)
     assert calls == [1]
+
+
+def test_an_evaluation_that_fails_loses_nothing_else(capsys, tmp_path):
+    arguments = [*QUICK, "--evaluate-with", "ntk-999-1", "--run-dir", tmp_path / "run"]
+    run("train", *arguments)
+    captured = capsys.readouterr()
+    assert "warning: The log evidence could not be evaluated with ntk-999-1" in captured.err
+    assert "could not be evaluated" in " ".join(captured.out.split())
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert all(result["evidence"] is None for result in results.values())
+    assert (tmp_path / "run" / "figures" / "learning_curves.png").exists()

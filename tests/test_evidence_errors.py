@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from evigrad import Evidence
 from evigrad.errors import ConfigurationError, EvigradError, InputError, MemoryBudgetError
-from evigrad.likelihoods import Bernoulli, Categorical, Gaussian
+from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
 
 N = 8
@@ -301,3 +301,34 @@ def test_memory_is_that_of_the_data_given() -> None:
     x, y = torch.zeros(10**7, 1).expand(10**7, 2), torch.zeros(10**7, dtype=torch.long)
     with pytest.raises(MemoryBudgetError, match="30000000 rows"):
         evidence.estimate(x, y)
+
+
+class Wrong(Likelihood):
+    """A density of the user's own, with a mistake."""
+
+    name = "wrong"
+    couples_outputs = False
+
+    def __init__(self, mistake: str) -> None:
+        super().__init__()
+        self.mistake = mistake
+
+    def log_prob(self, f: Any, y: Any) -> Any:
+        value = -0.5 * (y - f) ** 2
+        return {"none": value, "all": value.sum(), "right": value.sum(1)}[self.mistake]
+
+
+@pytest.mark.parametrize("mistake", ["none", "all"])
+@pytest.mark.parametrize("method", ["estimate", "map_loss"])
+def test_density_of_the_wrong_shape(mistake: str, method: str) -> None:
+    evidence = build("ntk-N-C", model=nn.Linear(2, 1), likelihood=Wrong(mistake))
+    with pytest.raises(ConfigurationError, match="one number for each datum"):
+        getattr(evidence, method)(X, torch.zeros(N, 1))
+
+
+def test_targets_that_broadcast_against_the_other_data() -> None:
+    evidence = build("ntk-N-C", model=nn.Linear(2, 1), likelihood=Wrong("right"))
+    y = torch.linspace(0, 3, N)
+    with pytest.raises(InputError, match="unsqueeze"):
+        evidence.estimate(X, y)
+    assert evidence.estimate(X, y[:, None]).log_likelihood < 0

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evigrad.checks import called, check_finite, check_inputs, check_outputs
+from evigrad.checks import (
+    called,
+    check_finite,
+    check_inputs,
+    check_outputs,
+    log_probabilities,
+)
 from evigrad.curvature import (
     ParameterPartition,
     Structure,
@@ -197,7 +203,7 @@ class Assembly:
                     statistic, f = self._add_hessian(prepared, statistic, chunk, differentiable)
                 else:
                     statistic, f = self._add_rows(prepared, statistic, chunk, differentiable)
-                log_prob = self.likelihood.log_prob(f, chunk.y)
+                log_prob = log_probabilities(self.likelihood, f, chunk.y)
                 weighted = chunk.likelihood_weights.to(log_prob) * log_prob
                 log_likelihood = log_likelihood + weighted.sum() / self.settings.temperature
         splits = block.columns is not None and _splits(block.columns, prepared.partition)

@@ -142,3 +142,39 @@ def check_block(block: Block, partition: Partition) -> None:
     last = partition.num_outputs - 1
     if columns.min() < -1 or columns.max() > last:
         raise InputError(f"The block's columns must be 0 to {last}, or -1 for padding.")
+
+
+def log_probabilities(likelihood: nn.Module, f: Tensor, y: Tensor, *, alone: bool = True) -> Tensor:
+    """Log p(y_n|f_n) of each datum, from a likelihood that may be the user's own.
+
+    Args:
+        likelihood: With the log density.
+        f: Outputs (m, C).
+        y: Targets.
+        alone: Whether to compare the first datum with itself alone: targets of a wrong shape can
+            broadcast against the other data without an error.
+
+    Returns:
+        Of shape (m,), in nats.
+
+    Raises:
+        ConfigurationError: If the density does not return one number for each datum.
+        InputError: If it depends on the other data.
+    """
+    log_prob = likelihood.log_prob(f, y)
+    if log_prob.shape != (len(f),):
+        raise ConfigurationError(
+            f"log_prob of {type(likelihood).__name__} must return one number for each datum,"
+            f" ({len(f)},), not {tuple(log_prob.shape)}: sum over the outputs, as in .sum(1)."
+        )
+    if alone and len(f) > 1:
+        with torch.no_grad():
+            first = likelihood.log_prob(f[:1], y[:1])[0]
+        if not torch.isclose(first, log_prob[0].detach(), rtol=1e-3, atol=1e-3):
+            raise InputError(
+                f"log_prob of {type(likelihood).__name__} is {log_prob[0].item():.4g} for a datum"
+                f" among others and {first.item():.4g} for it alone: targets of shape"
+                f" {tuple(y.shape)} broadcast against outputs {tuple(f.shape)}. Give them the"
+                " outputs' shape, as y.unsqueeze(1), or mend log_prob."
+            )
+    return log_prob

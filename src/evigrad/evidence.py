@@ -25,6 +25,7 @@ from evigrad.checks import (
     check_positive,
     check_spec,
     check_type,
+    log_probabilities,
 )
 from evigrad.curvature import ParameterPartition, partition_names
 from evigrad.errors import ConfigurationError, EvigradError, InputError
@@ -170,7 +171,7 @@ class Evidence:
             f = called(self.model, x)
             check_outputs(f, x)
             self.likelihood.validate(f.shape, y)
-            log_prob = self.likelihood.log_prob(f, y)
+            log_prob = log_probabilities(self.likelihood, f, y, alone=False)
         with torch.no_grad():
             precisions = self.prior.precisions()
         decay = sum((precisions[name] * w.square()).sum() for name, w in self._weights.items())

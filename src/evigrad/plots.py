@@ -77,7 +77,7 @@ def learning_curves(histories: Mapping[str, History]) -> "Figure":
                 axes.fill_between(
                     epochs, lower, upper, color=line.get_color(), alpha=0.2, linewidth=0
                 )
-        if column == "loss":
+        if column == "loss" and min(drawn, default=0.0) > 0:  # a density's loss can be negative
             axes.set_yscale("log")
             _plain_ticks(axes)
         else:

@@ -14,7 +14,7 @@ from evigrad import plots
 from evigrad.cli.messages import results_console, show
 from evigrad.cli.parser import Options, Parser
 from evigrad.cli.setup import SETUP_TYPES, Setup, set_up
-from evigrad.errors import ConfigurationError
+from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimators import EstimatorSpec
 from evigrad.training import (
     EvidenceValue,
@@ -186,10 +186,14 @@ def report(
         x, _ = setup.data.train
         name = tight_estimator(sum(w.numel() for w in weights), len(x), setup.data.num_outputs)
     show("note", f"Evaluating the log evidence with {name}")
-    values = {
-        key: evaluate_evidence(result.evidence, setup.data.train, name)
-        for key, result in results.items()
-    }
+    try:
+        values = {
+            key: evaluate_evidence(result.evidence, setup.data.train, name)
+            for key, result in results.items()
+        }
+    except EvigradError as error:  # the training is done: the rest is written all the same
+        show("warning", f"The log evidence could not be evaluated with {name}: {error}")
+        values = {}
     results_console().print(_table(results, values))
     directory.write_json("results.json", _record(results, values))
     if figures:
@@ -235,16 +239,19 @@ def _describe_model(setup: Setup, run: Run) -> str:
 
 
 def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue]) -> Table:
-    value = next(iter(values.values()))
-    what = describe_estimator(value.estimator, value.blocks)
+    value = next(iter(values.values()), None)
+    judged = "The log evidence could not be evaluated."
+    if value is not None:
+        what = describe_estimator(value.estimator, value.blocks)
+        judged = f"The log evidence is by {what}."
     classifies = "accuracy" in next(iter(results.values())).test_metrics
     table = Table(
         box=SIMPLE_HEAD,
         title="Trained on the training data alone",
         caption=(
-            "Log evidence and test log likelihood in nats per datum, higher is better. The log"
-            f" evidence is by {what}. Seconds are those of training,"
-            " without evaluation. MAP keeps its prior; a named estimator learned it."
+            f"Log evidence and test log likelihood in nats per datum, higher is better. {judged}"
+            " Seconds are those of training, without evaluation. MAP keeps its prior and its"
+            " noise; a named estimator learned them."
         ),
         caption_justify="left",
     )
@@ -261,7 +268,7 @@ def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue]) -> T
         last = f"{100 * test['accuracy']:.2f} %" if classifies else f"{test['squared_error']:.4g}"
         table.add_row(
             key if result.estimator is None else f"{key}, learned",
-            f"{values[key].per_datum:.4f}",
+            f"{values[key].per_datum:.4f}" if key in values else "–",
             f"{test['log_likelihood']:.4f}",
             last,
             f"{result.seconds:.1f}",
@@ -274,7 +281,7 @@ def _record(
 ) -> dict[str, dict[str, Any]]:
     return {
         key: {
-            "evidence": asdict(values[key]),
+            "evidence": asdict(values[key]) if key in values else None,
             "train": result.train_metrics,
             "test": result.test_metrics,
             "seconds": result.seconds,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evigrad.checks import called, check_inputs, check_outputs
+from evigrad.checks import called, check_inputs, check_outputs, log_probabilities
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.jacobians import model_run
@@ -82,7 +82,7 @@ def fit(
             layerwise (one for each parameter tensor) or diagonal (one for each weight).
         precision: Prior precision at the start. Weight decay in the usual sense is precision / N.
         hyperparameters: Names, or prefixes of names, of parameters of the model that the evidence
-            learns instead of the MAP.
+            learns instead of the MAP. Without an estimator they keep their values.
         epochs: Passes over the training data.
         batch_size: Data in a step of the weights, at most; all batches are about as large.
         optimizer: Optimiser of the weights: adam or sgd. (In Python also a function that makes
@@ -254,6 +254,7 @@ def _check_data(evidence: Evidence, x: Tensor, y: Tensor, device: torch.device) 
         f = called(evidence.model, probe)
     check_outputs(f, probe)
     evidence.likelihood.validate(torch.Size((len(x), f.shape[1])), y)
+    log_probabilities(evidence.likelihood, f.detach(), y[: len(f)])
 
 
 def _check_learnable(evidence: Evidence) -> None:
