@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, EvigradError, InputError, nearest
 from evigrad.estimators import EstimatorSpec
+from evigrad.likelihoods import Likelihood
 from evigrad.partitions import Block, Partition
 
 
@@ -144,7 +145,9 @@ def check_block(block: Block, partition: Partition) -> None:
         raise InputError(f"The block's columns must be 0 to {last}, or -1 for padding.")
 
 
-def log_probabilities(likelihood: nn.Module, f: Tensor, y: Tensor, *, alone: bool = True) -> Tensor:
+def log_probabilities(
+    likelihood: Likelihood, f: Tensor, y: Tensor, *, alone: bool = True
+) -> Tensor:
     """Log p(y_n|f_n) of each datum, from a likelihood that may be the user's own.
 
     Args:
