@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from jacobians.dense import assert_rows, jacobian, random, rows, weights_of
@@ -142,20 +141,6 @@ def test_convolution_with_padding_mode(mode: Any) -> None:
 
 def test_convolution_whose_stride_leaves_a_rest() -> None:
     check(nn.Conv2d(1, 2, 2, stride=3), random(M, 1, 7, 6), "conv2d")
-
-
-def test_both_ways_to_convolve_agree() -> None:
-    """The grouped convolution and the product of patches are each other's twins."""
-    from evigrad.jacobians import convolutions
-
-    x, g = random(3, 4, 6, 7), random(3, 2, 6, 3, 4, seed=1)
-    settings = ((2, 3), (2, 2), ((0, 0), (1, 1)), (2, 1), 2)
-    assert F.conv2d(x, random(6, 2, 2, 3), None, (2, 2), (0, 1), (2, 1), 2).shape[2:] == (2, 4)
-    g = g[..., :2, :]
-    grouped = convolutions._grouped_rows(x, g, *settings).reshape(3, 2, 6, 2, 2, 3)
-    patches = convolutions.convolution_patches(x, *settings)
-    products = torch.einsum("nkgot,ngit->nkgoi", g.flatten(3).unflatten(2, (2, -1)), patches)
-    torch.testing.assert_close(grouped, products.reshape(grouped.shape))
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])

@@ -314,7 +314,7 @@ def test_windows_in_the_batch_dimension(windows: int) -> None:
         return self.head(h.reshape(len(x), -1))
 
     net: Any = Net(forward, inner=nn.Linear(2, 3), head=nn.Linear(3 * windows, 2))
-    check(net, random(5, windows, 2), {"inner.weight": LINEAR if windows == 1 else VMAP})
+    check(net, random(5, windows, 2), {"inner.weight": LINEAR})
 
 
 def test_data_in_another_order_inside() -> None:

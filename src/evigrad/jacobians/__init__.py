@@ -1,8 +1,10 @@
 """The rows of the Jacobian: closed forms where they exist, any other module one datum at a time."""
 
-from evigrad.jacobians.linearization import JacobianPlan, Linearization, demote, linearize
+from evigrad.jacobians.kronecker import KroneckerUse
+from evigrad.jacobians.linearization import Linearization, linearize
+from evigrad.jacobians.paths import JacobianPlan, demote
 from evigrad.jacobians.plan import plan
-from evigrad.jacobians.rules import KroneckerUse
+from evigrad.jacobians.sizes import MatrixUse, matrix_uses
 from evigrad.jacobians.spot_checks import spot_check
 from evigrad.jacobians.state import model_run
 
@@ -10,8 +12,10 @@ __all__ = [
     "JacobianPlan",
     "KroneckerUse",
     "Linearization",
+    "MatrixUse",
     "demote",
     "linearize",
+    "matrix_uses",
     "model_run",
     "plan",
     "spot_check",

@@ -15,8 +15,21 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from evigrad.jacobians.convolutions import convolution_patches, convolution_rows
-from evigrad.jacobians.rules import KroneckerUse, Match, Rule, given, sum_to, sum_to_channels
+from evigrad.jacobians.convolutions import (
+    Geometry,
+    convolution_inner,
+    convolution_rows,
+    inner_product,
+)
+from evigrad.jacobians.kronecker import ConvolutionUse, KroneckerUse
+from evigrad.jacobians.rules import (
+    Match,
+    Rule,
+    aligned,
+    given,
+    sum_to,
+    sum_to_channels,
+)
 
 
 class Linear(Rule):
@@ -31,7 +44,7 @@ class Linear(Rule):
             return None
         return Match(input, given(weight=weight, bias=bias), {})
 
-    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k *out"]) -> Tensor:
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         """See ``Rule.rows``."""
         a, g = self._positions(match, gradient)
         if slot == "bias":
@@ -41,17 +54,32 @@ class Linear(Rule):
             return g.transpose(2, 3) * a[:, None]
         return (g.transpose(2, 3).reshape(m, k * out, positions) @ a).reshape(m, k, out, -1)
 
-    def factors(self, match: Match, gradient: Float[Tensor, "m k *out"]) -> KroneckerUse:
+    def inner(
+        self,
+        slot: str,
+        match: Match,
+        gradient: Float[Tensor, "m k F *out"],
+        cotangent: Float[Tensor, "m k *parameter"],
+    ) -> Float[Tensor, ""]:
+        """See ``Rule.inner``."""
+        if slot == "bias":
+            return super().inner(slot, match, gradient, cotangent)
+        a, g = self._positions(match, gradient)
+        m, k, positions, out = g.shape
+        products = a @ cotangent.flatten(1, 2).mT  # each datum's input through its own weights
+        return inner_product(products.reshape(m, positions, k, out).transpose(1, 2), g)
+
+    def factors(self, match: Match, gradient: Float[Tensor, "m k F *out"]) -> KroneckerUse:
         """See ``Rule.factors``."""
         a, g = self._positions(match, gradient)
         return KroneckerUse(a[:, None], g[:, :, None])
 
     @staticmethod
     def _positions(
-        match: Match, gradient: Float[Tensor, "m k *out"]
+        match: Match, gradient: Float[Tensor, "m k F *out"]
     ) -> tuple[Float[Tensor, "m T i"], Float[Tensor, "m k T o"]]:
-        a, (m, k) = match.input, gradient.shape[:2]
-        positions = prod(a.shape[1:-1])
+        a, (m, k, parts) = match.input, gradient.shape[:3]
+        positions = parts * prod(a.shape[1:-1])
         a = a.reshape(m, positions, a.shape[-1])
         return a, gradient.reshape(m, k, positions, gradient.shape[-1])
 
@@ -87,26 +115,34 @@ class Convolution(Rule):
             pads = tuple((s // 2, s - s // 2) if padding == "same" else (0, 0) for s in spans)
         else:
             pads = tuple((p, p) for p in self._each(padding))
-        settings = {
-            "kernel": kernel,
-            "stride": self._each(stride),
-            "pads": pads,
-            "dilation": dilation,
-            "groups": groups,
-        }
-        return Match(input, given(weight=weight, bias=bias), settings)
+        geometry = Geometry(kernel, self._each(stride), pads, dilation, groups)
+        return Match(input, given(weight=weight, bias=bias), {"geometry": geometry})
 
-    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k *out"]) -> Tensor:
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         """See ``Rule.rows``."""
         if slot == "bias":
             return sum_to_channels(gradient)
-        return convolution_rows(match.input, gradient, **match.settings)
+        return convolution_rows(match.input, gradient, match.settings["geometry"])
 
-    def factors(self, match: Match, gradient: Float[Tensor, "m k *out"]) -> KroneckerUse:
+    def inner(
+        self,
+        slot: str,
+        match: Match,
+        gradient: Float[Tensor, "m k F *out"],
+        cotangent: Float[Tensor, "m k *parameter"],
+    ) -> Float[Tensor, ""]:
+        """See ``Rule.inner``."""
+        if slot == "bias":
+            return super().inner(slot, match, gradient, cotangent)
+        return convolution_inner(match.input, gradient, cotangent, match.settings["geometry"])
+
+    def factors(self, match: Match, gradient: Float[Tensor, "m k F *out"]) -> KroneckerUse:
         """See ``Rule.factors``."""
-        groups = match.settings["groups"]
-        g = gradient.flatten(3).unflatten(2, (groups, -1)).mT
-        return KroneckerUse(convolution_patches(match.input, **match.settings).mT, g)
+        geometry: Geometry = match.settings["geometry"]
+        # (m, k, F, o, *positions) → (m, k, G, F T, o')
+        g = gradient.flatten(4).unflatten(3, (geometry.groups, -1))
+        g = g.permute(0, 1, 3, 2, 5, 4).flatten(3, 4)
+        return ConvolutionUse(match.input, g, geometry)
 
     def _each(self, setting: int | Sequence[int]) -> tuple[int, ...]:
         values = (setting,) if isinstance(setting, int) else tuple(setting)
@@ -136,7 +172,7 @@ class Embedding(Rule):
             padding_idx += weight.shape[0]
         return Match(input, {"weight": weight}, {"padding_idx": padding_idx})
 
-    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k *out"]) -> Tensor:
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         """See ``Rule.rows``."""
         weight = match.slots["weight"]
         (m, k), (entries, size) = gradient.shape[:2], weight.shape
@@ -172,10 +208,10 @@ class Normalisation(Rule):
         trailing = 1 if self.channels else max(p.dim() for p in found.slots.values())
         return found if found.input.dim() > trailing else None
 
-    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k *out"]) -> Tensor:
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         """See ``Rule.rows``."""
         if slot == "weight":
-            gradient = gradient * match.settings["standardise"]()[:, None]
+            gradient = gradient * aligned(match.settings["standardise"](), gradient)
         if self.channels:
             return sum_to_channels(gradient)
         return sum_to(gradient, match.slots[slot].shape)
@@ -260,9 +296,9 @@ class PReLU(Rule):
             return None
         return Match(input, {"weight": weight}, {})
 
-    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k *out"]) -> Tensor:
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         """See ``Rule.rows``."""
-        values = gradient * match.input.clamp(max=0)[:, None]
+        values = gradient * aligned(match.input.clamp(max=0), gradient)
         shape = match.slots["weight"].shape
         return sum_to(values, shape) if shape.numel() == 1 else sum_to_channels(values)
 
@@ -296,7 +332,7 @@ class Elementwise(Rule):
             return None
         return Match(tensor, {slot: parameter}, {"alpha": alpha})
 
-    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k *out"]) -> Tensor:
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         """See ``Rule.rows``."""
         parameter = match.slots[slot]
         # Detached: rows have no graph into the weights.
@@ -304,7 +340,7 @@ class Elementwise(Rule):
             match.input, parameter.detach(), match.settings["alpha"]
         )
         if isinstance(derivative, Tensor):
-            derivative = derivative[:, None]
+            derivative = aligned(derivative, gradient)
         return sum_to(gradient * derivative, parameter.shape)
 
 

@@ -1,8 +1,7 @@
 """The rows of a micro-batch: one forward pass, then one backward pass for each root column."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from jaxtyping import Float
@@ -11,65 +10,10 @@ from torch import Tensor, nn
 from evigrad.errors import ConfigurationError, InputError, nearest
 from evigrad.jacobians.arguments import check_call, check_output
 from evigrad.jacobians.generic import loop_rows, vmap_rows
+from evigrad.jacobians.kronecker import KroneckerUse
+from evigrad.jacobians.paths import JacobianPlan
 from evigrad.jacobians.recorder import Call, Recorder, reachable
-from evigrad.jacobians.rules import KroneckerUse
-from evigrad.jacobians.state import model_run
-
-LOOP = "generic: loop"
-
-
-@dataclass(frozen=True)
-class JacobianPlan:
-    """Which path the rows in each parameter take; made by ``plan``.
-
-    Attributes:
-        words: Name → the path in words, in the order of the weights.
-        uses: Name → the structure of each use, for the parameters with a closed form.
-        vectorised: Names whose generic rows may be computed for all data at once.
-        kronecker: Names whose every use has Kronecker factors.
-        datum_shape: Shape of one input.
-        demoted: Names that take the plain loop whatever a pass shows; see ``demote``.
-    """
-
-    words: Mapping[str, str]
-    uses: Mapping[str, tuple[tuple[Any, ...], ...]]
-    vectorised: frozenset[str]
-    kronecker: frozenset[str]
-    datum_shape: tuple[int, ...]
-    demoted: frozenset[str] = frozenset()
-
-    def describe(self) -> dict[str, str]:
-        """Name → "linear", "conv2d", ..., "generic: vmap", "generic: loop" or "unused"."""
-        return dict(self.words)
-
-
-def demote(plan: JacobianPlan, names: Collection[str]) -> JacobianPlan:
-    """Send parameters through the plain loop from now on, which is slow and always right.
-
-    Args:
-        plan: Any plan.
-        names: Of parameters in it.
-
-    Returns:
-        A plan that differs in these parameters alone; they have no Kronecker factors in it.
-
-    Raises:
-        ConfigurationError: If a name is not in the plan.
-    """
-    for name in names:
-        if name not in plan.words:
-            raise ConfigurationError(
-                f"The plan has no parameter named {name!r}.{nearest(name, plan.words)}"
-            )
-    gone = frozenset(names)
-    return JacobianPlan(
-        words={name: LOOP if name in gone else word for name, word in plan.words.items()},
-        uses={name: uses for name, uses in plan.uses.items() if name not in gone},
-        vectorised=plan.vectorised - gone,
-        kronecker=plan.kronecker - gone,
-        datum_shape=plan.datum_shape,
-        demoted=plan.demoted | gone,
-    )
+from evigrad.jacobians.state import model_run, without_autocast
 
 
 def uses_of(calls: Sequence[Call]) -> dict[str, list[tuple[Call, str]]]:
@@ -87,10 +31,13 @@ class Linearization:
     Made by ``linearize``. It holds the autograd graph of the pass for as long as it lives.
 
     Attributes:
-        outputs: f(x); has a graph only if ``differentiable``.
+        outputs: f(x), in the weights' type; has a graph only if ``differentiable``.
+        mixed: Whether the pass ran under autocast. Closed forms then have its precision and the
+            weights' type; the other rows are computed without autocast.
     """
 
     outputs: Float[Tensor, "m C"]
+    mixed: bool
 
     def __init__(
         self,
@@ -103,14 +50,18 @@ class Linearization:
         self._model, self._weights, self._x, self._plan = model, weights, x, plan
         self._differentiable = differentiable
         # Where nothing has a closed form there is nothing to record, and recording might disturb.
-        recorder = Recorder(weights if plan.uses else {})
+        recorder = Recorder(weights if plan.uses else {}, len(x))
+        self.mixed = torch.is_autocast_enabled(x.device.type)
         with model_run(model), torch.enable_grad():
             with recorder:
                 output = model(x.clone())  # the model may change its input in place
-        self._graph = check_output(output, len(x))
+            self._graph = check_output(output, len(x))
+            if self.mixed:
+                self._graph = self._graph.to(next(iter(weights.values()), x).dtype)
         self.outputs = self._graph if differentiable else self._graph.detach()
         self._uses = uses_of(recorder.calls)
         self._elsewhere = reachable(self._graph, weights)
+        self._kept: tuple[Tensor, dict[int, Tensor | None]] | None = None
 
     def rows(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str] | None = None
@@ -131,11 +82,9 @@ class Linearization:
         """
         names = list(self._weights) if names is None else list(names)
         self._check_names(names)
-        if not self._differentiable:
-            vectors = vectors.detach()
         closed = [name for name in names if self.is_closed(name)]
         generic = [name for name in names if name not in closed and not self._is_idle(name)]
-        with torch.set_grad_enabled(self._differentiable):
+        with self._computing():
             rows = self._closed_rows(vectors, closed)
             rows.update(self._generic_rows(vectors, generic))
             shape = vectors.shape[:2]
@@ -143,6 +92,43 @@ class Linearization:
                 if name not in rows:
                     rows[name] = self._weights[name].new_zeros(*shape, *self._weights[name].shape)
         return {name: rows[name] for name in names}
+
+    def inner(
+        self, vectors: Float[Tensor, "m k C"], cotangents: Mapping[str, Tensor]
+    ) -> Float[Tensor, ""]:
+        """The inner product of the rows with given cotangents of them.
+
+        Where there are closed forms, no rows are formed: both this value and its gradient cost a
+        pass through the network with weights of its own for each datum.
+
+        Args:
+            vectors: Cotangents of the outputs.
+            cotangents: Name → one number for each entry of the rows, (m, k, *parameter shape);
+                they get no gradient.
+
+        Returns:
+            Σ cotangents · rows. If ``differentiable``, with a graph into all that the rows would
+            have one into.
+
+        Raises:
+            ConfigurationError: If a name is not among the weights.
+        """
+        names = list(cotangents)
+        self._check_names(names)
+        closed = [name for name in names if self.is_closed(name)]
+        generic = [name for name in names if name not in closed and not self._is_idle(name)]
+        with self._computing():
+            total = vectors.new_zeros(())
+            gradients = self._gradients(vectors)
+            for name in closed:
+                cotangent = cotangents[name].detach()
+                for call, slot in self._uses[name]:
+                    gradient = gradients[id(call)]
+                    if gradient is not None:
+                        total = total + call.inner(slot, gradient, cotangent)
+            for name, rows in self._generic_rows(vectors, generic).items():
+                total = total + (cotangents[name].detach() * rows).sum()
+        return total
 
     def fast_rows_of_datum(
         self, vectors: Float[Tensor, "m k C"], index: int
@@ -159,10 +145,10 @@ class Linearization:
         """
         vectors, one = vectors.detach(), slice(index, index + 1)
         rows: dict[str, Tensor | None] = {}
-        with torch.no_grad():
+        with self._computing(), torch.no_grad():
             closed = [name for name in self._weights if self.is_closed(name)]
             # The cotangents of all data, as a path that takes one's rows for another's is wrong.
-            gradients = self._gradients(vectors, closed, differentiable=False)
+            gradients = self._pulled(vectors, closed, differentiable=False)
             for name in closed:
                 for call, slot in self._uses[name]:
                     gradient = gradients[id(call)]
@@ -212,10 +198,8 @@ class Linearization:
                     " was made with, so it has no Kronecker factors here. Plan with inputs of the"
                     " same shape, or choose a structure other than kfac."
                 )
-        if not self._differentiable:
-            vectors = vectors.detach()
-        with torch.set_grad_enabled(self._differentiable):
-            gradients = self._gradients(vectors, names)
+        with self._computing():
+            gradients = self._gradients(vectors)
             return {
                 name: [self._factors_of(call, gradients, vectors) for call, _ in self._uses[name]]
                 for name in names
@@ -229,9 +213,15 @@ class Linearization:
             and name not in self._elsewhere
             and self._x.shape[1:] == self._plan.datum_shape
             and tuple(call.structure(slot) for call, slot in uses) == self._plan.uses[name]
-            and all(set(call.batch_sizes) == {len(self._x)} for call, _ in uses)
+            and all(call.parts > 0 for call, _ in uses)
             and not any(call.input_changed for call, _ in uses)
         )
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """With a graph as asked for, in the types that the forward pass left."""
+        with torch.set_grad_enabled(self._differentiable), without_autocast(self._x.device):
+            yield
 
     def _check_names(self, names: Sequence[str]) -> None:
         for name in names:
@@ -248,7 +238,7 @@ class Linearization:
     def _closed_rows(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
     ) -> dict[str, Tensor]:
-        gradients = self._gradients(vectors, names)
+        gradients = self._gradients(vectors)
         rows: dict[str, Tensor] = {}
         for name in names:
             for call, slot in self._uses[name]:
@@ -258,30 +248,37 @@ class Linearization:
                     rows[name] = rows[name] + part if name in rows else part
         return rows
 
-    def _gradients(
-        self,
-        vectors: Float[Tensor, "m k C"],
-        names: Sequence[str],
-        differentiable: bool | None = None,
+    def _gradients(self, vectors: Float[Tensor, "m k C"]) -> dict[int, Tensor | None]:
+        """id(call) → gradients of the k rows in the call's output, (m, k, F, *out)."""
+        # A backward pass gives those of all closed forms; the next question is about the same.
+        if self._kept is None or self._kept[0] is not vectors:
+            names = [name for name in self._weights if self.is_closed(name)]
+            self._kept = (vectors, self._pulled(vectors, names, self._differentiable))
+        return self._kept[1]
+
+    def _pulled(
+        self, vectors: Float[Tensor, "m k C"], names: Sequence[str], differentiable: bool
     ) -> dict[int, Tensor | None]:
-        """id(call) → gradients of the k rows of each datum in the call's output, (m, k, *out)."""
-        graph = self._differentiable if differentiable is None else differentiable
+        """One backward pass for each column, to the calls of some parameters."""
         calls = list({id(c): c for name in names for c, _ in self._uses[name]}.values())
         if not calls or not self._graph.requires_grad:
             return {id(call): None for call in calls}
+        vectors = vectors if differentiable else vectors.detach()
         columns = [
             torch.autograd.grad(
                 self._graph,
                 [call.edge for call in calls],
                 grad_outputs=vectors[:, j],
                 retain_graph=True,
-                create_graph=graph,
+                create_graph=differentiable,
                 allow_unused=True,
             )
             for j in range(vectors.shape[1])
         ]
         return {
-            id(call): None if of_call[0] is None else torch.stack(of_call, dim=1)
+            id(call): None
+            if of_call[0] is None
+            else torch.stack([g.unflatten(0, (-1, call.parts)) for g in of_call], dim=1)
             for call, of_call in zip(calls, zip(*columns, strict=True), strict=True)
         }
 
@@ -290,19 +287,17 @@ class Linearization:
     ) -> KroneckerUse:
         gradient = gradients[id(call)]
         if gradient is None:  # the outputs do not use the call's
-            gradient = vectors.new_zeros(*vectors.shape[:2], *call.output_shape[1:])
+            shape = (*vectors.shape[:2], call.parts, *call.output_shape[1:])
+            gradient = vectors.new_zeros(shape)
         use = call.factors(gradient)
         # Detached, because a view of the recorded input keeps that one's claim to a gradient.
-        return (
-            use
-            if self._differentiable
-            else KroneckerUse(use.inputs.detach(), use.gradients.detach())
-        )
+        return use if self._differentiable else use.detach()
 
     def _generic_rows(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
     ) -> dict[str, Tensor]:
         rows: dict[str, Tensor] = {}
+        vectors = vectors if self._differentiable else vectors.detach()
         # What was not planned so (a use that is new in this pass) goes the way that needs no plan.
         vectorised = [name for name in names if self._is_vectorised(name)]
         others = [name for name in names if name not in vectorised]

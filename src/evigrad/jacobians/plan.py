@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.jacobians.arguments import DATA_MIX, check_call, check_output, check_storage
 from evigrad.jacobians.generic import vmap_rows
-from evigrad.jacobians.linearization import LOOP, JacobianPlan, Linearization, uses_of
+from evigrad.jacobians.linearization import Linearization, uses_of
+from evigrad.jacobians.paths import LOOP, JacobianPlan
 from evigrad.jacobians.probes import distinct_probe, moved_copy, refuse_reentrant
 from evigrad.jacobians.recorder import Recorder, graph_nodes, reachable
-from evigrad.jacobians.state import model_run
+from evigrad.jacobians.state import model_run, without_autocast
 from evigrad.jacobians.verification import Reference, close
 
 # Two batch sizes tell the dimension of the data from every other one; the larger is also the
@@ -45,13 +46,14 @@ def plan(model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor)
     """Find out which parameters have closed-form rows, and how to get the others.
 
     A parameter takes the closed forms only if every use of it has one, if dim 0 counts the data
-    in all of them, and if the numbers agree with plain automatic differentiation on the probe,
-    derivatives included. All others take the generic path, vectorised if that agrees too. Numbers
-    are compared on a copy of the model whose parameters are moved a little, as a head that starts
-    at zero would make them all zero; fewer than 3 different data are varied to make as many.
+    in all of them (or parts of the data, those of one side by side), and if the numbers agree with
+    plain automatic differentiation on the probe, derivatives included. All others take the generic
+    path, vectorised if that agrees too. Numbers are compared on a copy of the model whose
+    parameters are moved a little, as a head that starts at zero would make them all zero; fewer
+    than 3 different data are varied to make as many.
 
     The model must be in evaluation mode. Its attributes, buffers, hooks and gradients stay as they
-    are.
+    are. Autocast around the call is left out; the plan holds with it too.
 
     Args:
         model: Maps m inputs to (m, C).
@@ -71,6 +73,13 @@ def plan(model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor)
     """
     check_call(model, weights, x_probe)
     check_storage(weights)
+    with without_autocast(x_probe.device):  # whose rounding would hide what is wrong
+        return _checked_plan(model, weights, x_probe)
+
+
+def _checked_plan(
+    model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor
+) -> JacobianPlan:
     x, distinct = distinct_probe(model, x_probe, _PROBE_SIZES[-1])
     outputs = _independent_outputs(model, x)
     refuse_reentrant(model, x)
@@ -144,7 +153,7 @@ def _record(
 def _record_once(
     model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor, outputs: Tensor
 ) -> _Recording:
-    recorder = Recorder(weights)
+    recorder = Recorder(weights, len(x))
     with model_run(model), torch.enable_grad(), recorder:
         recorded = check_output(model(x.clone()), len(x))
     if not close(recorded, outputs):
@@ -154,7 +163,7 @@ def _record_once(
     nodes = graph_nodes(recorded)
     recording = _Recording(idle={n for n in weights if n not in elsewhere and n not in all_uses})
     for name, uses in all_uses.items():
-        by_datum = all(set(call.batch_sizes) == {len(x)} for call, _ in uses)
+        by_datum = all(call.parts > 0 for call, _ in uses)
         if name in elsewhere or not by_datum:
             continue
         recording.uses[name] = tuple(call.structure(slot) for call, slot in uses)

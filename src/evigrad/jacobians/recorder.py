@@ -18,8 +18,10 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from evigrad.draws import current_samples
+from evigrad.jacobians.kronecker import KroneckerUse
 from evigrad.jacobians.layers import RULES
-from evigrad.jacobians.rules import KroneckerUse, Match, Rule
+from evigrad.jacobians.rules import Match, Rule
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 
@@ -35,6 +37,8 @@ class Call:
         edge: Where the gradient in the output is found, even after the output changed in place.
         output_shape: Shape of the output.
         version: How often the input had been changed in place.
+        num_data: m, how many data the model was given.
+        samples: S, how many augmentation samples of each datum were announced (``sampled``).
     """
 
     rule: Rule
@@ -43,11 +47,15 @@ class Call:
     edge: GradientEdge
     output_shape: torch.Size
     version: int
+    num_data: int
+    samples: int
 
     @property
-    def batch_sizes(self) -> tuple[int, ...]:
-        """Dim 0 of the input and of the output, as far as they have one."""
-        return tuple(self.match.input.shape[:1] + self.output_shape[:1])
+    def parts(self) -> int:
+        """F, where dim 0 of input and output has F entries for each datum; 0 where it has not."""
+        sizes = set(self.match.input.shape[:1] + self.output_shape[:1])
+        size = sizes.pop() if len(sizes) == 1 else 0
+        return 0 if size % self.num_data else size // self.num_data
 
     @property
     def input_changed(self) -> bool:
@@ -60,27 +68,69 @@ class Call:
         return (
             self.rule.name,
             slot,
+            self.parts,
+            self.samples,
             tuple(self.match.input.shape[1:]),
             tuple(self.output_shape[1:]),
             repr(settings),
         )
 
-    def rows(self, slot: str, gradient: Float[Tensor, "m k *out"]) -> Tensor:
+    def rows(self, slot: str, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         """The rows' part in one parameter, (m, k, *parameter shape)."""
-        return self.rule.rows(slot, self.match, gradient)
+        return self.rule.rows(slot, self._match_in(gradient), gradient).to(self._dtype(slot))
+
+    def inner(
+        self,
+        slot: str,
+        gradient: Float[Tensor, "m k F *out"],
+        cotangent: Float[Tensor, "m k *parameter"],
+    ) -> Float[Tensor, ""]:
+        """The inner product of cotangents with the rows' part in one parameter."""
+        match = self._match_in(gradient)
+        if cotangent.dtype == gradient.dtype:
+            return self.rule.inner(slot, match, gradient, cotangent)
+        # Half precision may not reach down to the cotangents, but to what is relative to them.
+        scale = cotangent.abs().amax().clamp(min=torch.finfo(cotangent.dtype).tiny)
+        relative = (cotangent / scale).to(gradient.dtype)
+        return self.rule.inner(slot, match, gradient, relative).to(cotangent.dtype) * scale
 
     def datum(self, index: int) -> "Call":
         """The same call as far as one datum takes part in it, for the rows of that one."""
-        one, match = slice(index, index + 1), self.match
+        one, match = slice(index * self.parts, (index + 1) * self.parts), self.match
         settings = {
             key: (lambda whole=value: whole()[one]) if callable(value) else value
             for key, value in match.settings.items()
         }
-        return replace(self, match=replace(match, input=match.input[one], settings=settings))
+        match = replace(match, input=match.input[one], settings=settings)
+        shape = torch.Size((self.parts, *self.output_shape[1:]))
+        return replace(self, match=match, output_shape=shape, num_data=1)
 
-    def factors(self, gradient: Float[Tensor, "m k *out"]) -> KroneckerUse:
-        """The Kronecker factors of the rows' part in the weight."""
-        return self.rule.factors(self.match, gradient)
+    def factors(self, gradient: Float[Tensor, "m k F *out"]) -> KroneckerUse:
+        """The Kronecker factors of the rows' part in the weight.
+
+        Args:
+            gradient: Of the rows in the output.
+
+        Returns:
+            The factors of mean input and summed gradient over the samples of each datum, other
+            parts of it counting as positions.
+        """
+        match = self._match_in(gradient)
+        if self.samples > 1 and self.parts % self.samples == 0:
+            shape = (self.num_data, self.samples, self.parts // self.samples)
+            match = replace(match, input=match.input.unflatten(0, shape).mean(1).flatten(0, 1))
+            gradient = gradient.unflatten(2, shape[1:]).sum(2)
+        return self.rule.factors(match, gradient.to(self._dtype("weight")))
+
+    def _match_in(self, gradient: Tensor) -> Match:
+        """The arguments in the type of the output, as autocast made them."""
+        a = self.match.input
+        if a.dtype == gradient.dtype or not a.is_floating_point():
+            return self.match
+        return replace(self.match, input=a.to(gradient.dtype))
+
+    def _dtype(self, slot: str) -> torch.dtype:
+        return self.match.slots[slot].dtype
 
 
 class Recorder(TorchFunctionMode):
@@ -88,12 +138,16 @@ class Recorder(TorchFunctionMode):
 
     Args:
         weights: Name → parameter to track.
+        num_data: How many data the model is given.
     """
 
-    def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, weights: Mapping[str, nn.Parameter], num_data: int) -> None:
         super().__init__()
+        self._num_data = num_data
         self.calls: list[Call] = []
         self._names = {id(p): name for name, p in weights.items()}
+        # Autocast around the whole pass was not on when the plan was made.
+        self._mixed = any(torch.is_autocast_enabled(p.device.type) for p in weights.values())
         self._detached = {id(p): p.detach() for p in weights.values()}
 
     def __torch_function__(
@@ -113,8 +167,10 @@ class Recorder(TorchFunctionMode):
             *(self._detached.get(id(a), a) for a in args),
             **{key: self._detached.get(id(a), a) for key, a in kwargs.items()},
         )
-        # Another type than the parameters': autocast, say, whose rounding is not ours to repeat.
-        if any(match.slots[slot].dtype != output.dtype for slot in names):
+        # Another type than the parameters': autocast within the model, say, where a plan could not
+        # tell rounding from what is wrong.
+        foreign = any(match.slots[slot].dtype != output.dtype for slot in names)
+        if foreign and not self._mixed:
             return func(*args, **kwargs)
         if output.requires_grad:
             result = output
@@ -124,8 +180,18 @@ class Recorder(TorchFunctionMode):
             output = output.detach().requires_grad_()
             result = output.clone()
         edge = get_gradient_edge(output)
-        version = match.input._version
-        self.calls.append(Call(rule, match, names, edge, output.shape, version))
+        self.calls.append(
+            Call(
+                rule,
+                match,
+                names,
+                edge,
+                output_shape=output.shape,
+                version=match.input._version,
+                num_data=self._num_data,
+                samples=current_samples(),
+            )
+        )
         return result
 
     def _match(

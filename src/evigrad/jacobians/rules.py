@@ -8,13 +8,17 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
+from evigrad.jacobians.convolutions import inner_product
+from evigrad.jacobians.kronecker import KroneckerUse
+
 
 @dataclass(frozen=True)
 class Match:
     """A function call that a closed form covers.
 
     Attributes:
-        input: What the parameters act on; dim 0 must turn out to be the data.
+        input: What the parameters act on; dim 0 must turn out to count the data, each in the same
+            number F of parts that follow each other.
         slots: The call's parameters by their role, "weight" or "bias" for example.
         settings: The other arguments that the rows depend on.
     """
@@ -24,24 +28,12 @@ class Match:
     settings: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class KroneckerUse:
-    """One use of a weight as a matrix, the same at T positions.
-
-    The rows of the weight, reshaped to (G, out, in), are Σ_T gradients ⊗ inputs; G is the number
-    of channel groups, whose blocks are stacked along the weight's dim 0.
-
-    Attributes:
-        inputs: What the matrix is multiplied with.
-        gradients: Gradients of the rows in the product.
-    """
-
-    inputs: Float[Tensor, "m G T i"]
-    gradients: Float[Tensor, "m k G T o"]
-
-
 class Rule(ABC):
     """The closed form of one function.
+
+    Dim 0 of the input counts m data times F parts, augmentation samples or patches for example,
+    those of one datum side by side; F is 1 where it counts the data alone. Gradients in the output
+    come with the two apart, and rows are those of the datum, summed over its parts.
 
     Attributes:
         name: For people, in ``JacobianPlan.describe()``.
@@ -60,12 +52,37 @@ class Rule(ABC):
         """
 
     @abstractmethod
-    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k *out"]) -> Tensor:
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         """The rows in one parameter, (m, k, *parameter shape), from the gradient in the output."""
 
-    def factors(self, match: Match, gradient: Float[Tensor, "m k *out"]) -> KroneckerUse:
+    def inner(
+        self,
+        slot: str,
+        match: Match,
+        gradient: Float[Tensor, "m k F *out"],
+        cotangent: Float[Tensor, "m k *parameter"],
+    ) -> Float[Tensor, ""]:
+        """The inner product of cotangents, which get no gradient, with the rows in one parameter.
+
+        Args:
+            slot: Of the parameter.
+            match: The call.
+            gradient: Of the rows in the output.
+            cotangent: One for each row.
+
+        Returns:
+            Σ cotangent · rows.
+        """
+        return inner_product(self.rows(slot, match, gradient), cotangent)
+
+    def factors(self, match: Match, gradient: Float[Tensor, "m k F *out"]) -> KroneckerUse:
         """The Kronecker factors of the rows in the weight."""
         raise NotImplementedError(f"{self.name} has no Kronecker factors")
+
+
+def aligned(values: Tensor, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
+    """Values of the data and their parts, (m F, ...), as (m, 1, F, ...) beside the gradients."""
+    return values.unflatten(0, (gradient.shape[0], gradient.shape[2]))[:, None]
 
 
 def given(**slots: Tensor | None) -> dict[str, Tensor]:
@@ -74,18 +91,18 @@ def given(**slots: Tensor | None) -> dict[str, Tensor]:
 
 
 def sum_to(
-    values: Float[Tensor, "m k *out"], shape: Sequence[int]
+    values: Float[Tensor, "m k F *out"], shape: Sequence[int]
 ) -> Float[Tensor, "m k *parameter"]:
     """Sum over the dimensions along which a parameter of this shape was broadcast."""
     out = values.shape[2:]
-    aligned = list(shape)[-len(out) :] if out else []
-    aligned = [1] * (len(out) - len(aligned)) + aligned
-    dims = [2 + i for i, (a, b) in enumerate(zip(aligned, out, strict=True)) if a == 1 and b != 1]
+    sizes = list(shape)[-len(out) :]
+    sizes = [1] * (len(out) - len(sizes)) + sizes
+    dims = [2 + i for i, (a, b) in enumerate(zip(sizes, out, strict=True)) if a == 1 and b != 1]
     if dims:
         values = values.sum(dims)
     return values.reshape(*values.shape[:2], *shape)
 
 
-def sum_to_channels(values: Float[Tensor, "m k c *space"]) -> Float[Tensor, "m k c"]:
-    """Sum over all dimensions behind the channels."""
-    return values.flatten(3).sum(-1) if values.dim() > 3 else values
+def sum_to_channels(values: Float[Tensor, "m k F c *space"]) -> Float[Tensor, "m k c"]:
+    """Sum over all dimensions but the channels."""
+    return values.sum((2, *range(4, values.dim())))

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from evigrad.errors import ConfigurationError
 from evigrad.jacobians.arguments import DATA_MIX
 from evigrad.jacobians.generic import datum_rows
-from evigrad.jacobians.linearization import LOOP, JacobianPlan, Linearization
-from evigrad.jacobians.state import model_run
+from evigrad.jacobians.linearization import Linearization, linearize
+from evigrad.jacobians.paths import LOOP, JacobianPlan
+from evigrad.jacobians.state import model_run, without_autocast
 from evigrad.jacobians.verification import close, close_outputs
 
 # On the part of the largest rows below which all is rounding: trained networks cancel more than
@@ -55,6 +56,11 @@ def spot_check(
     """
     if all(word == LOOP for word in plan.words.values()):
         return set()
+    if linearization.mixed:
+        # Rounding would hide what is wrong, or look like it: the same pass in full precision.
+        with without_autocast(x.device):
+            exact = linearize(model, weights, x, plan, differentiable=False)
+            return spot_check(model, weights, x, plan, exact, vectors, index)
     found = _disagreeing(model, weights, x, plan, linearization, vectors, index)
     if found and linearization.outputs.dtype != torch.float64 and len(x) > 1:
         neighbour = (index + 1) % len(x)

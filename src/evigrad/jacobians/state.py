@@ -38,6 +38,20 @@ def model_run(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """Compute in the types at hand, whatever autocast the caller has on.
+
+    Args:
+        device: Where.
+    """
+    if not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    with torch.autocast(device.type, enabled=False):
+        yield
+
+
 def _holders(model: nn.Module) -> list[Any]:
     """All that holds things for the model: attributes, containers, and those within them."""
     found: list[Any] = []

@@ -1,0 +1,205 @@
+"""Kronecker factors of one use of a weight: its inputs, its gradients and sums of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from evigrad.errors import ConfigurationError
+from evigrad.jacobians.convolutions import Geometry, convolution_patches
+from evigrad.jacobians.patch_grams import (
+    patch_gram,
+    patch_gram_pull,
+    patch_sum,
+)
+
+
+class KroneckerUse:
+    """One use of a weight as a matrix, the same at T positions.
+
+    The rows of the weight, reshaped to (G, out, in), are Σ_T gradients ⊗ inputs; G is the number
+    of channel groups, whose blocks are stacked along the weight's dim 0.
+
+    Args:
+        inputs: What the matrix is multiplied with; may have a lower precision.
+        gradients: Gradients of the rows in the product.
+
+    Attributes:
+        gradients: Gradients of the rows in the product.
+    """
+
+    gradients: Float[Tensor, "m k G T o"]
+
+    def __init__(
+        self, inputs: Float[Tensor, "m G T i"] | None, gradients: Float[Tensor, "m k G T o"]
+    ) -> None:
+        self._inputs = inputs
+        self.gradients = gradients
+
+    @property
+    def inputs(self) -> Float[Tensor, "m G T i"]:
+        """What the matrix is multiplied with."""
+        assert self._inputs is not None
+        return self._inputs.to(self.gradients.dtype)
+
+    @property
+    def num_data(self) -> int:
+        """m, the number of data."""
+        return self.gradients.shape[0]
+
+    @property
+    def positions(self) -> int:
+        """T, the number of positions of a datum."""
+        return self.gradients.shape[3]
+
+    def input_gram(self, dtype: torch.dtype) -> Float[Tensor, "G i i"]:
+        """Σ a aᵀ over data and positions.
+
+        Args:
+            dtype: In which it is summed.
+
+        Returns:
+            One matrix for each channel group, once differentiable.
+        """
+        return _Gram.apply(self._flat(dtype), _gram, _gram_pull)
+
+    def inner_input_gram(self, cotangent: Float[Tensor, "G i i"]) -> Float[Tensor, ""]:
+        """The inner product of a matrix, which gets no gradient, with ``input_gram``.
+
+        Value and gradient together cost one product: the one is half of that of the input with
+        the other.
+
+        Args:
+            cotangent: Of any symmetry; its dtype is that of the sums.
+
+        Returns:
+            A scalar, once differentiable in what the inputs have a graph to.
+        """
+        return _Form.apply(self._flat(cotangent.dtype), _symmetric(cotangent), _gram_pull)
+
+    def input_sum(self) -> Float[Tensor, "m G i"]:
+        """The inputs summed over positions."""
+        return self.inputs.sum(2)
+
+    def detach(self) -> "KroneckerUse":
+        """The same factors without a graph."""
+        return KroneckerUse(self.inputs.detach(), self.gradients.detach())
+
+    def _flat(self, dtype: torch.dtype) -> Float[Tensor, "G mT i"]:
+        assert self._inputs is not None
+        return self._inputs.to(dtype).transpose(0, 1).flatten(1, 2)
+
+
+class ConvolutionUse(KroneckerUse):
+    """One use of a convolution's weight, whose inputs are patches that need not be formed.
+
+    Args:
+        x: Input of the convolution.
+        gradients: Gradients of the rows in its output.
+        geometry: Settings of the convolution.
+    """
+
+    def __init__(
+        self,
+        x: Float[Tensor, "mF c *space"],
+        gradients: Float[Tensor, "m k G FT o"],
+        geometry: Geometry,
+    ) -> None:
+        super().__init__(None, gradients)
+        self._x, self._geometry = x, geometry
+
+    @property
+    def inputs(self) -> Float[Tensor, "m G T i"]:
+        """The patches, made whenever they are asked for."""
+        x = self._x.to(self.gradients.dtype)
+        return convolution_patches(x, len(x) // self.num_data, self._geometry).mT
+
+    def input_gram(self, dtype: torch.dtype) -> Float[Tensor, "G i i"]:
+        """See ``KroneckerUse.input_gram``."""
+        geometry = self._geometry
+        return _Gram.apply(
+            self._x.to(dtype),
+            lambda x: patch_gram(x, geometry),
+            lambda x, c: patch_gram_pull(x, c, geometry),
+        )
+
+    def inner_input_gram(self, cotangent: Float[Tensor, "G i i"]) -> Float[Tensor, ""]:
+        """See ``KroneckerUse.inner_input_gram``."""
+        geometry = self._geometry
+        return _Form.apply(
+            self._x.to(cotangent.dtype),
+            _symmetric(cotangent),
+            lambda x, c: patch_gram_pull(x, c, geometry),
+        )
+
+    def input_sum(self) -> Float[Tensor, "m G i"]:
+        """See ``KroneckerUse.input_sum``."""
+        sums = patch_sum(self._x.to(self.gradients.dtype), self._geometry)
+        sums = sums.unflatten(0, (self.num_data, -1)).sum(1)
+        return sums.reshape(self.num_data, self._geometry.groups, -1)
+
+    def detach(self) -> "ConvolutionUse":
+        """See ``KroneckerUse.detach``."""
+        return ConvolutionUse(self._x.detach(), self.gradients.detach(), self._geometry)
+
+
+def _symmetric(matrix: Float[Tensor, "G i i"]) -> Float[Tensor, "G i i"]:
+    return (matrix + matrix.mT).detach() / 2
+
+
+def _gram(a: Float[Tensor, "G R i"]) -> Float[Tensor, "G i i"]:
+    return a.mT @ a
+
+
+def _gram_pull(a: Float[Tensor, "G R i"], matrix: Float[Tensor, "G i i"]) -> Tensor:
+    return a @ matrix
+
+
+# A Gram matrix is quadratic in the inputs x, so ⟨C, gram(x)⟩ with symmetric C is ⟨x, pull(x, C)⟩
+# for a linear map of x that is symmetric too, and its gradient is twice pull(x, C).
+_Pull = Callable[[Tensor, Tensor], Tensor]
+
+
+def _refuse_a_graph() -> None:
+    if torch.is_grad_enabled():
+        raise ConfigurationError(
+            "Sums of Kronecker factors have first derivatives only: leave out create_graph=True."
+        )
+
+
+class _Gram(torch.autograd.Function):
+    """A Gram matrix with one product in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gram: Callable[[Tensor], Tensor], pull: _Pull) -> Tensor:
+        """gram(x)."""
+        ctx.save_for_backward(x)
+        ctx.pull = pull
+        return gram(x)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        """The cotangent of x."""
+        _refuse_a_graph()
+        (x,), (cotangent,) = ctx.saved_tensors, cotangents
+        return 2 * ctx.pull(x, _symmetric(cotangent)), None, None
+
+
+class _Form(torch.autograd.Function):
+    """⟨C, gram(x)⟩ for a symmetric matrix C, with its gradient at hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Tensor, pull: _Pull) -> Tensor:
+        """⟨x, pull(x, C)⟩."""
+        pulled = pull(x, matrix)
+        ctx.save_for_backward(pulled)
+        return (x * pulled).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        """The cotangent of x."""
+        _refuse_a_graph()
+        (pulled,), (cotangent,) = ctx.saved_tensors, cotangents
+        return 2 * cotangent * pulled, None, None

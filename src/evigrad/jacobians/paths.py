@@ -1,0 +1,63 @@
+"""Which way the rows in each parameter are computed."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from evigrad.errors import ConfigurationError, nearest
+
+LOOP = "generic: loop"
+
+
+@dataclass(frozen=True)
+class JacobianPlan:
+    """Which path the rows in each parameter take; made by ``plan``.
+
+    Attributes:
+        words: Name → the path in words, in the order of the weights.
+        uses: Name → the structure of each use, for the parameters with a closed form.
+        vectorised: Names whose generic rows may be computed for all data at once.
+        kronecker: Names whose every use has Kronecker factors.
+        datum_shape: Shape of one input.
+        demoted: Names that take the plain loop whatever a pass shows; see ``demote``.
+    """
+
+    words: Mapping[str, str]
+    uses: Mapping[str, tuple[tuple[Any, ...], ...]]
+    vectorised: frozenset[str]
+    kronecker: frozenset[str]
+    datum_shape: tuple[int, ...]
+    demoted: frozenset[str] = frozenset()
+
+    def describe(self) -> dict[str, str]:
+        """Name → "linear", "conv2d", ..., "generic: vmap", "generic: loop" or "unused"."""
+        return dict(self.words)
+
+
+def demote(plan: JacobianPlan, names: Collection[str]) -> JacobianPlan:
+    """Send parameters through the plain loop from now on, which is slow and always right.
+
+    Args:
+        plan: Any plan.
+        names: Of parameters in it.
+
+    Returns:
+        A plan that differs in these parameters alone; they have no Kronecker factors in it.
+
+    Raises:
+        ConfigurationError: If a name is not in the plan.
+    """
+    for name in names:
+        if name not in plan.words:
+            raise ConfigurationError(
+                f"The plan has no parameter named {name!r}.{nearest(name, plan.words)}"
+            )
+    gone = frozenset(names)
+    return JacobianPlan(
+        words={name: LOOP if name in gone else word for name, word in plan.words.items()},
+        uses={name: uses for name, uses in plan.uses.items() if name not in gone},
+        vectorised=plan.vectorised - gone,
+        kronecker=plan.kronecker - gone,
+        datum_shape=plan.datum_shape,
+        demoted=plan.demoted | gone,
+    )
