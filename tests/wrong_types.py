@@ -58,8 +58,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "gram_dtype of integers": lambda: build(gram_dtype=torch.int64),
     "gram_dtype by name": lambda: build(gram_dtype="float32"),
     "an empty state": lambda: build().load_state_dict({}),
-    "fit with gram_dtype by name": lambda: WRONGLY(
-        nn.Linear(2, 3), (X, Y), estimator="ntk-4-1", gram_dtype="float32", progress=False
+    "fit with gram_dtype of integers": lambda: WRONGLY(
+        nn.Linear(2, 3), (X, Y), estimator="ntk-4-1", gram_dtype="int64", progress=False
     ),
 }
 

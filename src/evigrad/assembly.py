@@ -1,60 +1,26 @@
-"""One pass over a block of data: its log likelihood, and the statistic of its curvature.
+"""The terms of the log evidence of a block, and their gradient in two passes.
 
 Data flows one way: micro-batch → outputs → cotangents of the likelihood's root → rows of the
-Gram (``jacobians``) → statistic → log-determinant (``curvature``).
+Gram (``jacobians``) → statistic → log-determinant (``curvature``), and the same rows once more
+for the derivative in whatever the forward pass depends on.
 """
 
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from evigrad.checks import (
-    called,
-    check_finite,
-    check_inputs,
-    check_outputs,
-    log_probabilities,
-)
-from evigrad.curvature import (
-    ParameterPartition,
-    Structure,
-    check_memory,
-    hessian_statistic,
-    make_structure,
-)
-from evigrad.errors import EvigradWarning, InputError
-from evigrad.estimators import EstimatorSpec
-from evigrad.groups import listed
-from evigrad.jacobians import (
-    JacobianPlan,
-    demote,
-    linearize,
-    model_run,
-    plan,
-    spot_check,
-)
-from evigrad.likelihoods import Likelihood, RootRows
-from evigrad.modes import evaluation_mode
+from evigrad.checks import check_finite, log_probabilities
+from evigrad.curvature import Statistic, check_memory, hessian_statistic, inner_product
+from evigrad.errors import ConfigurationError
+from evigrad.jacobians import linearize
+from evigrad.likelihoods import Likelihood
 from evigrad.partitions import Block, Partition
+from evigrad.passes import Batch, Chunk, Passes, Task
+from evigrad.preparation import Preparation, Prepared, Settings
 from evigrad.priors import GaussianPrior
-
-# Planning tells the batch from other dimensions by two batch sizes, two and three.
-PROBE_SIZE = 3
-
-Batch = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What depends on the shape of the inputs, made once for each."""
-
-    plan: JacobianPlan
-    structure: Structure
-    partition: Partition
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +35,8 @@ class Collected:
         scale: What the statistic's log-determinant is multiplied with.
         splits_outputs: Whether the block holds some of a datum's rows only.
         weight_versions: Of the weights that it was made with.
+        outputs: Micro-batches without inputs, with their outputs: what the likelihood's own
+            hyperparameters need. Kept on demand.
     """
 
     owner: "Assembly"
@@ -78,6 +46,7 @@ class Collected:
     scale: float
     splits_outputs: bool
     weight_versions: tuple[tuple[int, int], ...]
+    outputs: Sequence[tuple[Chunk, Tensor]] = ()
 
 
 @dataclass(frozen=True)
@@ -93,31 +62,6 @@ class Terms:
     log_likelihood: Tensor
     log_det: Tensor
     is_bound: bool
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """A micro-batch and its share of the block."""
-
-    x: Tensor
-    y: Tensor
-    columns: Tensor | None
-    likelihood_weights: Tensor
-    sampled_labels: Sequence[Tensor]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How an evidence computes; see ``Evidence`` for each."""
-
-    spec: EstimatorSpec
-    num_data: int
-    root: str
-    sharing: str
-    parameter_partition: ParameterPartition
-    temperature: float
-    micro_batch: int | None
-    gram_dtype: torch.dtype | None
 
 
 class Assembly:
@@ -139,75 +83,70 @@ class Assembly:
         self.settings = settings
         self.generator = generator
         self.device = next(iter(self.weights.values())).device
-        self._prepared: dict[tuple[Any, ...], Prepared] = {}
-        self._passes = 0
+        self.preparation = Preparation(model, weights, prior, settings)
+        self.passes = Passes(self.preparation, likelihood, settings, self.device)
 
     def prepare(self, x: Tensor) -> Prepared:
-        """Plan the derivatives and build the structure for inputs of this shape, once."""
-        key = (x.shape[1:], x.dtype, x.device)
-        if key in self._prepared:
-            return self._prepared[key]
-        probe = x[:PROBE_SIZE].detach()
-        # Planning happens once, so it draws from a generator of its own.
-        with evaluation_mode(self.model, torch.Generator().manual_seed(0)), model_run(self.model):
-            with torch.no_grad():
-                f = called(self.model, probe)
-            check_outputs(f, probe)
-            made = plan(self.model, self.weights, probe)
-        partition = Partition(self.settings.spec, self.settings.num_data, f.shape[1])
-        self._prepared[key] = Prepared(made, self._structure(made), partition)
-        return self._prepared[key]
+        """See ``Preparation.prepare``."""
+        return self.preparation.prepare(x)
 
-    def _structure(self, made: JacobianPlan) -> Structure[Any]:
-        settings = self.settings
-        return make_structure(
-            settings.spec.structure,
-            self.weights,
-            made,
-            precision_groups=self.prior.constant_groups(),
-            parameter_partition=settings.parameter_partition,
-            sharing=settings.sharing,
-            gram_dtype=settings.gram_dtype,
-        )
+    def task(self, prepared: Prepared, batches: Iterable[Batch], block: Block) -> Task:
+        """See ``Passes.task``; what would not fit is refused before anything is drawn."""
+        self._check_memory(prepared, block)
+        return self.passes.task(prepared, batches, block, self.generator)
 
-    def latest(self) -> Prepared | None:
-        """What was prepared last, if anything."""
-        return next(reversed(self._prepared.values()), None)
+    # ------------------------------------------------------------ the first pass
 
     def collect(
-        self, prepared: Prepared, batches: Iterable[Batch], block: Block, differentiable: bool
+        self,
+        task: Task,
+        differentiable: bool,
+        keep_outputs: bool = False,
+        condense: bool = False,
     ) -> Collected:
         """One pass over a block's data, everything but the prior.
 
         Args:
-            prepared: For inputs of this shape.
-            batches: The block's data, in its order.
-            block: Columns and scale factors.
+            task: The block.
             differentiable: Whether the rows need a graph into the model's hyperparameters.
+            condense: Whether to keep no more than log-determinants need.
+            keep_outputs: Whether to keep what steps on the likelihood's parameters need, and to
+                leave the rows' scale to those.
 
         Returns:
             The log likelihood and the curvature's statistic.
-
-        Raises:
-            InputError: If batches and block do not fit, or outputs are not finite.
         """
-        self._check_memory(prepared, block)
         versions = self.weight_versions()
         statistic: Any = None
         log_likelihood = torch.zeros((), dtype=torch.float64, device=self.device)
-        with evaluation_mode(self.model, self.generator), model_run(self.model):
-            for chunk in self._chunks(batches, block):
-                if statistic is None and self._check_is_due():
-                    prepared = self._spot_checked(prepared, chunk.x)
-                if self.settings.spec.curvature == "hessian":
-                    statistic, f = self._add_hessian(prepared, statistic, chunk, differentiable)
-                else:
-                    statistic, f = self._add_rows(prepared, statistic, chunk, differentiable)
-                log_prob = log_probabilities(self.likelihood, f, chunk.y)
-                weighted = chunk.likelihood_weights.to(log_prob) * log_prob
-                log_likelihood = log_likelihood + weighted.sum() / self.settings.temperature
-        splits = block.columns is not None and _splits(block.columns, prepared.partition)
-        return Collected(self, prepared, log_likelihood, statistic, block.scale, splits, versions)
+        kept: list[tuple[Chunk, Tensor]] = []
+        checks = self.preparation.check_is_due()
+
+        def work(chunk: Chunk) -> None:
+            nonlocal statistic, log_likelihood, task, checks
+            if checks:
+                task, checks = self._spot_checked(task, chunk), False
+            if self.settings.spec.curvature == "hessian":
+                added, f = self._add_hessian(task, statistic, chunk, differentiable)
+            else:
+                alone = condense and chunk.data == slice(0, len(task.block.indices))
+                added, f = self._add_rows(
+                    task, statistic, chunk, differentiable, keep_outputs, alone
+                )
+            log_likelihood = log_likelihood + self._log_likelihood(f, chunk)
+            statistic = added
+            if keep_outputs:
+                # Not a view, which would hold the inputs in memory.
+                kept.append((replace(chunk, x=chunk.x[:0].clone()), f.detach()))
+
+        self.passes.run(task, "first", work)
+        if condense:
+            statistic = task.prepared.structure.condense(statistic)
+        block = task.block
+        splits = block.columns is not None and _splits(block.columns, task.prepared.partition)
+        return Collected(
+            self, task.prepared, log_likelihood, statistic, block.scale, splits, versions, kept
+        )
 
     def terms(self, collected: Collected) -> Terms:
         """The data-dependent parts of the log evidence, under the present prior.
@@ -218,93 +157,132 @@ class Assembly:
         Returns:
             Log likelihood and log-determinant of the whole data set, in nats.
         """
-        prepared = collected.prepared
-        log_det = prepared.structure.log_det(collected.statistic, self.prior.precisions())
+        structure, precisions = collected.prepared.structure, self.prior.precisions()
+        statistic, log_likelihood = collected.statistic, collected.log_likelihood
+        if collected.outputs:
+            statistic, precisions = self._rescaled(collected, precisions)
+            parts = [self._log_likelihood(f, chunk) for chunk, f in collected.outputs]
+            log_likelihood = torch.stack(parts).sum()
+        log_det = structure.log_det(statistic, precisions)
+        return Terms(log_likelihood, collected.scale * log_det, self.is_bound(collected))
+
+    def is_bound(self, collected: Collected) -> bool:
+        """Whether the expectation of the log-determinant is at least ℓ(I)."""
         coupled = self.likelihood.couples_outputs and collected.splits_outputs
-        is_bound = self.settings.spec.is_bound(self.settings.root, coupled)
-        return Terms(collected.log_likelihood, collected.scale * log_det, is_bound)
+        return self.settings.spec.is_bound(self.settings.root, coupled)
 
     def weight_versions(self) -> tuple[tuple[int, int], ...]:
         """Numbers that change with a weight, unless it is changed through ``.data``."""
         return tuple((w.data_ptr(), w._version) for w in self.weights.values())
 
-    def _check_memory(self, prepared: Prepared, block: Block) -> None:
-        size = len(block.indices)
-        width = prepared.partition.num_outputs if block.columns is None else block.columns.shape[1]
-        pass_bytes = 0
-        if self.settings.spec.structure != "ntk" and self.settings.spec.curvature != "hessian":
-            formed = [w for n, w in self.weights.items() if not self._is_factored(prepared, n)]
-            rows = min(self.settings.micro_batch or size, size) * width
-            pass_bytes = rows * sum(w.numel() * w.element_size() for w in formed)
-        check_memory(prepared.structure, size * width, self.device, pass_bytes)
+    # ------------------------------------------------------------ the second pass
 
-    def _is_factored(self, prepared: Prepared, name: str) -> bool:
-        return self.settings.spec.structure == "kfac" and name in prepared.plan.kronecker
+    def pull_back(
+        self, task: Task, cotangent: Statistic, scale: float, arguments: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Gradient of log likelihood − ½ scale · ℓ in what the forward pass depends on.
 
-    def _check_is_due(self) -> bool:
-        """At passes 1, 2, 4, 8, …: what a plan could not see, the first data and weights show."""
-        self._passes += 1
-        is_due = self._passes & (self._passes - 1) == 0
-        return is_due and self.settings.spec.curvature != "hessian"
+        Args:
+            task: The block of the first pass.
+            cotangent: Of ℓ in the statistic of that pass.
+            scale: Factor of ℓ.
+            arguments: Hyperparameters of the model and of the likelihood.
 
-    def _spot_checked(self, prepared: Prepared, x: Tensor) -> Prepared:
-        """One datum of the pass against plain automatic differentiation of it alone."""
-        linearization = linearize(self.model, self.weights, x, prepared.plan, False)
-        own = torch.Generator().manual_seed(self._passes)  # the evidence's draws are not shifted
-        f = linearization.outputs
-        vectors = torch.randn(len(f), 1, f.shape[1], generator=own).to(f)
-        index = int(torch.randint(len(f), (), generator=own))
-        wrong = spot_check(
-            self.model, self.weights, x, prepared.plan, linearization, vectors, index
-        )
-        if not wrong:
-            return prepared
-        warnings.warn(
-            f"The fast derivatives of {listed(sorted(wrong))} are wrong for this model (it may"
-            " reorder its data, or use a weight in an unusual way): from here on they are"
-            " computed one datum at a time. Earlier estimates of this evidence may be wrong.",
-            EvigradWarning,
-            stacklevel=2,
-        )
-        made = demote(prepared.plan, wrong)
-        better = Prepared(made, self._structure(made), prepared.partition)
-        for key, old in self._prepared.items():
-            if old is prepared:
-                self._prepared[key] = better
-        return better
+        Returns:
+            One gradient for each.
+        """
+        gradients = [torch.zeros_like(argument) for argument in arguments]
+
+        def work(chunk: Chunk) -> None:
+            if self.settings.spec.curvature == "hessian":
+                part, f = self._add_hessian(task, None, chunk, True)
+                inner = inner_product(cotangent, part)
+            else:
+                linearization = self.passes.linearized(task, chunk, differentiable=True)
+                f = linearization.outputs
+                root = self.passes.root_rows(f, chunk)
+                structure = task.prepared.structure
+                inner = structure.inner(cotangent, chunk.data, linearization, root)
+            objective = self._log_likelihood(f, chunk) - 0.5 * scale * inner
+            if not objective.requires_grad:
+                return
+            found = torch.autograd.grad(objective, list(arguments), allow_unused=True)
+            with torch.no_grad():
+                for total, gradient in zip(gradients, found, strict=True):
+                    if gradient is not None:
+                        total += gradient
+
+        with torch.enable_grad():
+            self.passes.run(task, "second", work)
+        return gradients
+
+    def rows_depend_on_likelihood(self, num_outputs: int) -> bool:
+        """Whether a parameter of the likelihood is in the rows, and not only in their scale."""
+        if not any(p.requires_grad for p in self.likelihood.parameters()):
+            return False
+        if self.settings.spec.curvature != "ggn":
+            return True
+        first = next(iter(self.weights.values()))
+        with torch.enable_grad():
+            f = first.new_zeros(1, num_outputs, dtype=first.dtype)
+            return self.likelihood.root(f, None, self.settings.root).vectors.requires_grad
+
+    def noise_differs_in_sums(self, num_outputs: int) -> bool:
+        """Whether a structure that sums rows would sum some of different learnable noise."""
+        spec = self.settings.spec
+        one_output = spec.outputs == 1 and not spec.iid and not spec.rows
+        if spec.structure == "ntk" or one_output or num_outputs == 1:
+            return False
+        learned = [p for p in self.likelihood.parameters() if p.requires_grad]
+        first = next(iter(self.weights.values()))
+        with torch.enable_grad():
+            f = first.new_zeros(1, num_outputs, dtype=first.dtype)
+            scale = self.likelihood.root(f, None, self.settings.root).scale
+            return scale is not None and not _is_one_number(scale.flatten(), learned)
+
+    # ------------------------------------------------------------ parts of a pass
 
     def _add_rows(
-        self, prepared: Prepared, statistic: Any, chunk: _Chunk, differentiable: bool
+        self,
+        task: Task,
+        statistic: Any,
+        chunk: Chunk,
+        differentiable: bool,
+        unscaled: bool,
+        alone: bool,
     ) -> tuple[Any, Tensor]:
         """Add a micro-batch's rows to the statistic; also its outputs."""
-        x = chunk.x
-        linearization = linearize(self.model, self.weights, x, prepared.plan, differentiable)
-        check_finite("The model's outputs", linearization.outputs)
-        root = self._root_rows(linearization.outputs, chunk)
+        linearization = self.passes.linearized(task, chunk, differentiable)
+        root = self.passes.root_rows(linearization.outputs, chunk)
         if root.vectors.requires_grad and not differentiable:
             # The cotangents themselves depend on the likelihood's hyperparameters (a score, or a
             # likelihood that does not separate a scale): the rows then need a graph.
-            linearization = linearize(self.model, self.weights, x, prepared.plan, True)
-        statistic = prepared.structure.accumulate(statistic, linearization, root)
-        return statistic, linearization.outputs
+            linearization = self.passes.linearized(task, chunk, True)
+        if unscaled:
+            root = replace(root, scale=None)
+        structure = task.prepared.structure
+        if alone and not root.vectors.requires_grad:
+            return structure.summarise(linearization, root), linearization.outputs
+        return structure.accumulate(statistic, linearization, root), linearization.outputs
 
     def _add_hessian(
-        self, prepared: Prepared, statistic: Any, chunk: _Chunk, differentiable: bool
+        self, task: Task, statistic: Any, chunk: Chunk, differentiable: bool
     ) -> tuple[Any, Tensor]:
         """Add a micro-batch's exact Hessian to the statistic; also its outputs."""
+        prepared = task.prepared
 
         def negative_log_likelihood(f: Tensor) -> Tensor:
             return -self.likelihood.log_prob(f, chunk.y).sum() / self.settings.temperature
 
         with torch.set_grad_enabled(differentiable):
-            f = self.model(chunk.x.clone())
+            f = prepared.model(chunk.x.clone())
         check_finite("The model's outputs", f)
         learnable = any(p.requires_grad for p in self.likelihood.parameters())
         graph = torch.is_grad_enabled() and (differentiable or learnable)
         statistic = hessian_statistic(
             prepared.structure,
             statistic,
-            self.model,
+            prepared.model,
             self.weights,
             chunk.x,
             negative_log_likelihood,
@@ -312,69 +290,75 @@ class Assembly:
         )
         return statistic, f
 
-    def _root_rows(self, f: Tensor, chunk: _Chunk) -> RootRows:
-        """The cotangents whose vector-Jacobian products are the rows, temperature included."""
-        curvature, columns = self.settings.spec.curvature, chunk.columns
-        if curvature == "ef":
-            root = RootRows(self.likelihood.score(f, chunk.y)[:, None, :], None)
-        elif curvature == "mc":  # outer products of sampled labels' scores average to Λ
-            labels = chunk.sampled_labels
-            scores = torch.stack([self.likelihood.score(f, label) for label in labels], dim=1)
-            log_prob = torch.stack([self.likelihood.log_prob(f, label) for label in labels], dim=1)
-            # One, with the gradient that the labels' distribution has in f and in the noise: the
-            # labels are held fixed, and the gradient of H stays unbiased.
-            ratio = (0.5 * (log_prob - log_prob.detach())).exp()
-            root = RootRows(scores * len(labels) ** -0.5, ratio)
-        else:
-            columns = None if columns is None else columns.to(f.device)
-            root = self.likelihood.root(f, columns, self.settings.root)
-            if columns is not None and (columns < 0).any():
-                root = replace(root, present=columns >= 0)
-        if self.settings.temperature == 1.0:
-            return root
-        cooling = self.settings.temperature**-0.5
-        scale = torch.ones_like(root.vectors[:, :, 0]) if root.scale is None else root.scale
-        return replace(root, scale=scale * cooling)
+    def _log_likelihood(self, f: Tensor, chunk: Chunk) -> Tensor:
+        """A micro-batch's share of (1/T) log p(D|w,h), scaled to the whole data set."""
+        log_prob = log_probabilities(self.likelihood, f, chunk.y)
+        weighted = chunk.likelihood_weights.to(log_prob) * log_prob
+        return weighted.sum().double() / self.settings.temperature
 
-    def _sample_labels(self, batches: Sequence[Batch], samples: int) -> list[Tensor]:
-        """Labels drawn from the model, once for the block: micro-batches change no draw."""
-        with torch.no_grad():
-            f = torch.cat([part for x, _ in batches for part in self._outputs(x)])
-        return [self.likelihood.sample(f, self.generator) for _ in range(samples)]
-
-    def _outputs(self, x: Tensor) -> Iterator[Tensor]:
-        for part in x.split(self.settings.micro_batch or len(x)):
-            yield self.model(part.clone())  # a model may change its input in place
-
-    def _chunks(self, batches: Iterable[Batch], block: Block) -> Iterator[_Chunk]:
-        """Micro-batches with their share of the block."""
-        samples: list[Tensor] = []
-        if self.settings.spec.curvature == "mc":
-            batches = list(batches)
-            samples = self._sample_labels(batches, self.settings.spec.outputs or 1)
-        expected = len(block.indices)
-        start = 0
-        for x, y in batches:
-            check_inputs(x, self.device)
-            stop = start + len(x)
-            if stop > expected:
-                raise InputError(f"The batches hold more than the {expected} data expected.")
-            size = self.settings.micro_batch or len(x)
-            for i in range(0, len(x), size):
-                part = slice(start + i, min(start + i + size, stop))
-                yield _Chunk(
-                    x=x[i : i + size],
-                    y=y[i : i + size],
-                    columns=None if block.columns is None else block.columns[part],
-                    likelihood_weights=block.likelihood_weights[part],
-                    sampled_labels=[labels[part] for labels in samples],
-                )
-            start = stop
-        if start != expected:
-            raise InputError(
-                f"The batches hold {start} data, but {self.settings.spec.name} needs all"
-                f" {expected}."
+    def _rescaled(
+        self, collected: Collected, precisions: Mapping[str, Tensor]
+    ) -> tuple[Any, Mapping[str, Tensor]]:
+        """Statistic and precisions with the rows' scale under the likelihood's parameters."""
+        roots = [self.passes.root_rows(f, chunk) for chunk, f in collected.outputs]
+        parts = []
+        for root in roots:
+            if root.scale is None:
+                return collected.statistic, precisions
+            parts.append(root.scale if root.present is None else root.scale[root.present])
+        scale = torch.cat([part.flatten() for part in parts])
+        if hasattr(collected.statistic, "with_scale"):
+            return collected.statistic.with_scale(scale), precisions
+        # r² H under the precisions P0 has the log-determinant of H under P0 / r².
+        first = scale[0]
+        if not _is_one_number(scale, list(self.likelihood.parameters())):
+            raise ConfigurationError(
+                f"{self.settings.spec.name} sums rows of different noise, so that a kept pass"
+                " cannot follow the noise. Take one noise for all outputs, or an 'ntk' estimator."
             )
+        return collected.statistic, {n: p / first.square().to(p) for n, p in precisions.items()}
+
+    def _spot_checked(self, task: Task, chunk: Chunk) -> Task:
+        prepared = task.prepared
+        with torch.enable_grad():
+            linearization = linearize(prepared.model, self.weights, chunk.x, prepared.plan, False)
+        better = self.preparation.checked(prepared, linearization, chunk.x)
+        return task if better is prepared else replace(task, prepared=better)
+
+    def _check_memory(self, prepared: Prepared, block: Block) -> None:
+        settings, size = self.settings, len(block.indices)
+        width = prepared.partition.num_outputs if block.columns is None else block.columns.shape[1]
+        pass_bytes = 0
+        if settings.spec.structure != "ntk" and settings.spec.curvature != "hessian":
+            formed = [w for n, w in self.weights.items() if not self._is_factored(prepared, n)]
+            asked = settings.micro_batch
+            at_once = 1 if asked == "auto" else min(asked if isinstance(asked, int) else size, size)
+            pass_bytes = at_once * width * sum(w.numel() * w.element_size() for w in formed)
+        check_memory(prepared.structure, size * width, self.device, pass_bytes)
+
+    def _is_factored(self, prepared: Prepared, name: str) -> bool:
+        return self.settings.spec.structure == "kfac" and name in prepared.plan.kronecker
+
+
+def _is_one_number(scale: Tensor, parameters: Sequence[Tensor]) -> bool:
+    """Whether all entries are the same, and stay so whatever the parameters become."""
+    if not bool((scale == scale[0]).all()):
+        return False
+    learned = [parameter for parameter in parameters if parameter.requires_grad]
+    if not scale.requires_grad or not learned:
+        return True
+    # Two noises that happen to be equal are not one: their derivatives tell them apart.
+    weights = torch.arange(1, len(scale) + 1, device=scale.device, dtype=scale.dtype)
+    whole = torch.autograd.grad(
+        (weights * scale).sum(), learned, retain_graph=True, allow_unused=True
+    )
+    alone = torch.autograd.grad(
+        weights.sum() * scale[0], learned, retain_graph=True, allow_unused=True
+    )
+    return all(
+        (a is None) == (b is None) and (a is None or b is None or torch.allclose(a, b, rtol=1e-3))
+        for a, b in zip(whole, alone, strict=True)
+    )
 
 
 def _splits(columns: Tensor, partition: Partition) -> bool:

@@ -97,6 +97,31 @@ def check_count(what: str, value: object) -> None:
         raise ConfigurationError(f"{what} must be a positive integer, not {value!r}.")
 
 
+def check_passes(
+    micro_batch: object,
+    memory_budget: object,
+    gram_dtype: object,
+    rows_dtype: object,
+    autocast: object,
+) -> None:
+    """Sizes and types of passes over the data that exist."""
+    if micro_batch not in (None, "auto"):
+        if isinstance(micro_batch, str):
+            raise ConfigurationError(
+                f"micro_batch is a positive integer, 'auto' or None, not '{micro_batch}'."
+            )
+        check_count("micro_batch", micro_batch)
+    if memory_budget is not None:
+        check_count("memory_budget", memory_budget)
+    for what, dtype in (("rows_dtype", rows_dtype), ("autocast", autocast)):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigurationError(f"{what} is a floating-point torch.dtype, not {dtype!r}.")
+    if gram_dtype not in (None, torch.float32, torch.float64):
+        raise ConfigurationError(
+            f"gram_dtype is torch.float32, torch.float64 or None, not {gram_dtype!r}."
+        )
+
+
 def check_spec(spec: EstimatorSpec, num_data: int) -> None:
     """An estimator that exists, on subsets no larger than the data."""
     if spec.anchored:

@@ -1,7 +1,6 @@
 """The log evidence of a network and its gradient in the hyperparameters (Algorithm 1)."""
 
 import copy
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,12 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evigrad.assembly import (
-    PROBE_SIZE,
-    Assembly,
-    Collected,
-    Settings,
-)
+from evigrad.assembly import Assembly, Collected
 from evigrad.checks import (
     as_generator,
     called,
@@ -22,19 +16,23 @@ from evigrad.checks import (
     check_count,
     check_inputs,
     check_outputs,
+    check_passes,
     check_positive,
     check_spec,
     check_type,
     log_probabilities,
 )
 from evigrad.curvature import ParameterPartition, partition_names
-from evigrad.errors import ConfigurationError, EvigradError, InputError
+from evigrad.errors import ConfigurationError, InputError
 from evigrad.estimate import Estimate, ParameterReport
 from evigrad.estimators import EstimatorSpec
-from evigrad.intake import Data, checked, resolve
+from evigrad.gradient import of_data, of_kept
+from evigrad.intake import Data, check_keepable, checked, resolve
 from evigrad.likelihoods import ROOTS, Likelihood
 from evigrad.modes import warn_of_normalisation
 from evigrad.parameters import check_unchanged, held_constant, select, trainable
+from evigrad.passes import Task
+from evigrad.preparation import PROBE_SIZE, Settings
 from evigrad.priors import GaussianPrior
 from evigrad.sources import as_source
 from evigrad.streams import BlockStream
@@ -62,8 +60,13 @@ class Evidence:
         sharing: str = "expand",
         parameter_partition: ParameterPartition = "tensor",
         temperature: float = 1.0,
-        micro_batch: int | None = None,
+        micro_batch: int | str | None = None,
+        memory_budget: int | None = None,
         gram_dtype: torch.dtype | None = None,
+        rows_dtype: torch.dtype | None = None,
+        rows_device: torch.device | str | None = None,
+        autocast: torch.dtype | None = None,
+        gradient: str = "two-pass",
         generator: torch.Generator | int | None = None,
     ) -> None:
         """Bind a prior and a likelihood to a model.
@@ -82,8 +85,19 @@ class Evidence:
             parameter_partition: Blocks of ``blockdiag``: ``tensor``, ``module`` or groups of
                 name prefixes.
             temperature: T of the likelihood p^(1/T).
-            micro_batch: Data per forward pass; changes memory, not the result. Default: all.
+            micro_batch: Data per forward pass; changes memory, not the result. ``"auto"`` takes as
+                many as the memory holds, and half of them where it does not. Default: all.
+            memory_budget: Bytes that a pass may take, for ``"auto"``. Default: most of what is
+                free.
             gram_dtype: Type of kernels and factors. Default: the weights'.
+            rows_dtype: Type in which ``ntk`` keeps its rows, as torch.bfloat16 for half the
+                memory; products are computed in ``gram_dtype``. Default: the weights'.
+            rows_device: Where ``ntk`` keeps its rows; ``"cpu"`` is pinned memory of the host.
+                Default: where the weights are.
+            autocast: Type of mixed-precision forward and backward passes, as torch.bfloat16;
+                kernels and factors stay in ``gram_dtype``. Default: none.
+            gradient: How hyperparameters of the forward pass get theirs: ``"two-pass"``, or
+                ``"one-graph"``, the reference, which holds the whole block in memory.
             generator: CPU generator or seed. Default: PyTorch's initial seed.
 
         Raises:
@@ -101,12 +115,8 @@ class Evidence:
         check_choice("root", self.root, ROOTS)
         check_choice("sharing", sharing, ("expand", "reduce"))
         check_positive("temperature", temperature)
-        if micro_batch is not None:
-            check_count("micro_batch", micro_batch)
-        if gram_dtype not in (None, torch.float32, torch.float64):
-            raise ConfigurationError(
-                f"gram_dtype is torch.float32, torch.float64 or None, not {gram_dtype!r}."
-            )
+        check_passes(micro_batch, memory_budget, gram_dtype, rows_dtype, autocast)
+        check_choice("gradient", gradient, ("two-pass", "one-graph"))
         self.model = model
         self.likelihood = likelihood
         self.prior = prior
@@ -127,7 +137,12 @@ class Evidence:
             parameter_partition=parameter_partition,
             temperature=self.temperature,
             micro_batch=micro_batch,
+            memory_budget=memory_budget,
             gram_dtype=gram_dtype,
+            rows_dtype=rows_dtype,
+            rows_device=None if rows_device is None else torch.device(rows_device),
+            autocast=autocast,
+            gradient=gradient,
         )
         self._assembly = Assembly(model, self._weights, likelihood, prior, settings, self.generator)
         warn_of_normalisation(model)
@@ -196,7 +211,10 @@ class Evidence:
             MemoryBudgetError: If the structure would not fit the free memory.
         """
         with torch.no_grad(), self._undrawn_on_error():
-            return self._assemble(self._collect(x, y, differentiable=False))[0]
+            kept = self._kept(x)
+            if kept is None:
+                kept = [self._assembly.collect(self._task(x, y), False, condense=True)]
+            return of_kept(self._assembly, kept, ())[0]
 
     def backward(self, x: Data, y: Tensor | None = None) -> Estimate:
         """Estimate, and add the gradient of −log evidence / N to the hyperparameters' ``.grad``.
@@ -216,17 +234,20 @@ class Evidence:
             InputError: If the data do not fit the model, the likelihood or the estimator.
             MemoryBudgetError: If the structure would not fit the free memory.
         """
-        learnable = list(self.hyperparameters().values())
+        learnable = self.hyperparameters()
         if not learnable:
             raise ConfigurationError(
                 "There is nothing to differentiate in: the prior and the likelihood are fixed"
                 " and no parameter of the model is named in hyperparameters=[...]."
             )
+        parameters = list(learnable.values())
         with torch.enable_grad(), self._undrawn_on_error():
-            collected = self._collect(x, y, differentiable=bool(self._model_hyperparameters))
-            estimate, objective = self._assemble(collected)
-            gradients = torch.autograd.grad(objective, learnable, allow_unused=True)
-        for parameter, gradient in zip(learnable, gradients, strict=True):
+            kept = self._kept(x)
+            if kept is not None:
+                estimate, gradients = of_kept(self._assembly, kept, parameters)
+            else:
+                estimate, gradients = of_data(self._assembly, self._task(x, y), learnable)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -252,10 +273,10 @@ class Evidence:
         return BlockStream(prepared.partition, source, self.generator)
 
     def collect(self, x: Data, y: Tensor | None = None) -> Collected:
-        """Pass over a block once, for many estimates and steps on the prior.
+        """Pass over a block once, for many estimates and steps on the prior and the noise.
 
         As long as the weights stay, ``estimate`` and ``backward`` take the result in place of
-        the block and cost no pass through the network.
+        the block, or a list of such for their mean, and cost no pass through the network.
 
         Args:
             x: As for ``estimate``.
@@ -265,18 +286,30 @@ class Evidence:
             The block's statistic.
 
         Raises:
-            ConfigurationError: If a hyperparameter besides the prior's is learnable: the
-                statistic would depend on it.
+            ConfigurationError: If a hyperparameter is learnable that the statistic would depend
+                on: one of the model, or a noise that is not a mere scale of the rows.
             InputError: If the data do not fit the model, the likelihood or the estimator.
         """
-        beside = [name for name in self.hyperparameters() if not name.startswith("prior.")]
-        if beside:
-            raise ConfigurationError(
-                f"A pass can only be kept where the prior alone is learned; {', '.join(beside)}"
-                " changes it. Use estimate and backward on the data."
-            )
+        learned = list(self.hyperparameters())
+        beside = any(not name.startswith("prior.") for name in learned)
         with torch.no_grad(), self._undrawn_on_error():
-            return self._collect(x, y, differentiable=False)
+            task = self._task(x, y)
+            check_keepable(self._assembly, task.prepared, learned)
+            return self._assembly.collect(task, False, keep_outputs=beside, condense=True)
+
+    def check_collect(self, x: Tensor) -> None:
+        """Say beforehand whether ``collect`` would refuse, without any pass over a block.
+
+        Args:
+            x: Some inputs.
+
+        Raises:
+            ConfigurationError: If it would; the text says why.
+            InputError: If the inputs do not fit the model.
+        """
+        check_inputs(x, self._assembly.device)
+        prepared = self._assembly.prepare(x)
+        check_keepable(self._assembly, prepared, list(self.hyperparameters()))
 
     @contextmanager
     def _undrawn_on_error(self) -> Iterator[None]:
@@ -288,46 +321,27 @@ class Evidence:
             self.generator.set_state(state)
             raise
 
-    def _collect(self, x: Data, y: Tensor | None, differentiable: bool) -> Collected:
-        """One pass over the data, all input checked before anything is drawn."""
-        check_unchanged(self.model, self._weights, self._model_hyperparameters)
+    def _kept(self, x: Data) -> list[Collected] | None:
+        """The kept passes that were given in the place of data, or None for data."""
         if isinstance(x, Collected):
-            if x.owner is not self._assembly:
+            kept = [x]
+        elif isinstance(x, list | tuple) and x and all(isinstance(p, Collected) for p in x):
+            kept = [p for p in x if isinstance(p, Collected)]
+        else:
+            return None
+        check_unchanged(self.model, self._weights, self._model_hyperparameters)
+        for collected in kept:
+            if collected.owner is not self._assembly:
                 raise InputError("This pass was collected by another evidence.")
-            if x.weight_versions != self._assembly.weight_versions():
+            if collected.weight_versions != self._assembly.weight_versions():
                 raise InputError("The weights have changed since collect(): pass the data again.")
-            return x
-        request = resolve(self._assembly, x, y)
-        return self._assembly.collect(
-            request.prepared, request.batches, request.block, differentiable
-        )
+        return kept
 
-    def _assemble(self, collected: Collected) -> tuple[Estimate, Tensor]:
-        """The number, and the objective −(log evidence + log hyperprior) / N."""
-        terms = self._assembly.terms(collected)
-        weights = {name: w.detach() for name, w in self._weights.items()}
-        log_prior = -0.5 * self.prior.quadratic(weights)
-        log_hyperprior = self.prior.log_hyperprior()
-        log_evidence = terms.log_likelihood + log_prior - 0.5 * terms.log_det
-        parts = (log_evidence, terms.log_likelihood, log_prior, terms.log_det, log_hyperprior)
-        value, log_likelihood, log_prior_value, log_det, log_hyper = (p.item() for p in parts)
-        if not math.isfinite(value):
-            raise EvigradError(
-                f"The log evidence is {value} (log likelihood {log_likelihood:.4g}, log prior"
-                f" {log_prior_value:.4g}, log-determinant {log_det:.4g}): weights or"
-                " hyperparameters have diverged; lower their learning rates."
-            )
-        estimate = Estimate(
-            log_evidence=value,
-            log_likelihood=log_likelihood,
-            log_prior=log_prior_value,
-            log_det=log_det,
-            log_hyperprior=log_hyper,
-            is_bound=terms.is_bound,
-            num_data=self.num_data,
-            estimator=self.spec.name,
-        )
-        return estimate, -(log_evidence + log_hyperprior) / self.num_data
+    def _task(self, x: Data, y: Tensor | None) -> Task:
+        """What was given, all of it checked before anything is drawn."""
+        check_unchanged(self.model, self._weights, self._model_hyperparameters)
+        request = resolve(self._assembly, x, y)
+        return self._assembly.task(request.prepared, request.batches, request.block)
 
     # ------------------------------------------------------------ telling and keeping
 
@@ -347,7 +361,7 @@ class Evidence:
             check_inputs(x, self._assembly.device)
             prepared = self._assembly.prepare(x)
         else:
-            prepared = self._assembly.latest()
+            prepared = self._assembly.preparation.latest()
         if prepared is None:
             raise ConfigurationError("Call describe(x) with some inputs before any estimate.")
         rows, curvature = prepared.plan.describe(), prepared.structure.describe()
@@ -378,12 +392,13 @@ class Evidence:
         return prepared.structure.predicted_bytes(prepared.partition.block_rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of prior, likelihood and generator; the model keeps its own."""
+        """State of prior, likelihood, generator and micro-batches; the model keeps its own."""
         return {
             "estimator": self.spec.name,
             "prior": self.prior.state_dict(),
             "likelihood": self.likelihood.state_dict(),
             "generator": self.generator.get_state(),
+            "micro_batches": dict(self._assembly.passes.sizes.chosen),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -397,7 +412,7 @@ class Evidence:
                 changes then.
         """
         expected = self.state_dict()
-        if missing := expected.keys() - state.keys():
+        if missing := expected.keys() - state.keys() - {"micro_batches"}:
             raise ConfigurationError(f"The state lacks {', '.join(sorted(missing))}.")
         if state["estimator"] != self.spec.name:
             raise ConfigurationError(
@@ -411,3 +426,4 @@ class Evidence:
         self.prior.load_state_dict(state["prior"])
         self.likelihood.load_state_dict(state["likelihood"])
         self.generator.set_state(state["generator"])
+        self._assembly.passes.sizes.chosen = dict(state.get("micro_batches", {}))

@@ -1,17 +1,20 @@
 """What a user gives an evidence to work on, checked before anything is drawn or computed."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from evigrad.assembly import Assembly, Batch, Collected, Prepared
+from evigrad.assembly import Assembly, Collected
 from evigrad.checks import as_pair, check_block, check_inputs, not_data
-from evigrad.errors import InputError
+from evigrad.errors import ConfigurationError, InputError
 from evigrad.partitions import Block
+from evigrad.passes import Batch
+from evigrad.preparation import Prepared
 
-Data = Tensor | Block | Iterable[Batch] | Collected
+Data = Tensor | Block | Iterable[Batch] | Collected | Iterable[Collected]
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,51 @@ class Request:
     prepared: Prepared
     batches: Iterable[Batch]
     block: Block
+
+
+class Batches:
+    """Batches of all the data, checked, the same in every iteration.
+
+    What can be iterated again is not kept; a second iteration is compared with the first.
+
+    Args:
+        assembly: Of the evidence.
+        batches: The user's.
+    """
+
+    def __init__(self, assembly: Assembly, batches: Iterable[Batch]) -> None:
+        self._assembly = assembly
+        self._once = isinstance(batches, Iterator)
+        self._batches = [as_pair(batch) for batch in batches] if self._once else batches
+        self._seen: list[tuple[int, float]] | None = None
+
+    def first(self) -> Batch | None:
+        """The first batch, or None where there is none."""
+        return next((as_pair(batch) for batch in self._batches), None)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches.
+
+        Yields:
+            Inputs and targets.
+
+        Raises:
+            InputError: If a batch does not fit, or is another than in the first iteration.
+        """
+        signatures: list[tuple[int, float]] = []
+        for index, batch in enumerate(self._batches):
+            x, y = as_pair(batch)
+            checked(self._assembly, x, y)
+            signatures.append(_signature(x, y))
+            known = self._seen
+            if known is not None and (index >= len(known) or known[index] != signatures[index]):
+                raise InputError(
+                    "The batches are not the same when they are read a second time, as two passes"
+                    " do for the gradient in hyperparameters of the forward pass: do not shuffle"
+                    " or augment in the loader, or give a list of batches."
+                )
+            yield x, y
+        self._seen = self._seen or signatures
 
 
 def resolve(assembly: Assembly, x: Data, y: Tensor | None) -> Request:
@@ -61,13 +109,12 @@ def resolve(assembly: Assembly, x: Data, y: Tensor | None) -> Request:
             f"{spec.name} takes one subset, estimate(x, y), or a block of blocks(data); batches"
             " of all the data are for names with N."
         )
-    iterator = iter(x)
-    first = next(iterator, None)
+    batches = Batches(assembly, cast(Iterable[Batch], x))
+    first = batches.first()
     if first is None:
         raise InputError("The set is empty: there is no batch of data.")
-    prepared = checked(assembly, *as_pair(first))
-    block = prepared.partition.subset(num_data, assembly.generator)
-    return Request(prepared, _checked_batches(assembly, first, iterator), block)
+    prepared = checked(assembly, *first)
+    return Request(prepared, batches, prepared.partition.subset(num_data, assembly.generator))
 
 
 def checked(assembly: Assembly, x: Tensor, y: Tensor) -> Prepared:
@@ -91,9 +138,37 @@ def checked(assembly: Assembly, x: Tensor, y: Tensor) -> Prepared:
     return prepared
 
 
-def _checked_batches(assembly: Assembly, first: Batch, rest: Iterator[Batch]) -> Iterator[Batch]:
-    yield first
-    for batch in rest:
-        x, y = as_pair(batch)
-        checked(assembly, x, y)
-        yield x, y
+def check_keepable(assembly: Assembly, prepared: Prepared, learned: Sequence[str]) -> None:
+    """Refuse to keep a pass that steps on the hyperparameters would make wrong.
+
+    Args:
+        assembly: Of the evidence.
+        prepared: For the inputs.
+        learned: Names of the learnable hyperparameters.
+
+    Raises:
+        ConfigurationError: If one of them is neither the prior's nor a noise that can be followed.
+    """
+    beside = [name for name in learned if not name.startswith("prior.")]
+    changing = [name for name in beside if name.startswith("model.")]
+    num_outputs = prepared.partition.num_outputs
+    if beside and not changing and assembly.rows_depend_on_likelihood(num_outputs):
+        changing = beside
+    if changing:
+        raise ConfigurationError(
+            "A pass can only be kept where the prior and the noise alone are learned;"
+            f" {', '.join(changing)} changes it. Use estimate and backward on the data."
+        )
+    if beside and assembly.noise_differs_in_sums(num_outputs):
+        raise ConfigurationError(
+            f"{assembly.settings.spec.name} sums rows of different noise, so that a kept pass"
+            f" cannot follow {', '.join(beside)}. Take one noise for all outputs, an 'ntk'"
+            " estimator, or estimate and backward on the data."
+        )
+
+
+def _signature(x: Tensor, y: Tensor) -> tuple[int, float]:
+    """A number that another order or other data would change."""
+    position = torch.arange(1, len(x) + 1, dtype=torch.float64, device=x.device)
+    sums = sum(part.reshape(len(x), -1).double().sum(1) for part in (x, y))
+    return len(x), float((sums * position).sum())

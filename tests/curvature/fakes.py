@@ -26,6 +26,19 @@ class Use:
     inputs: Tensor
     gradients: Tensor
 
+    @property
+    def positions(self) -> int:
+        return self.inputs.shape[2]
+
+    def input_gram(self, dtype: torch.dtype) -> Tensor:
+        return torch.einsum("mgti,mgtj->gij", self.inputs.to(dtype), self.inputs.to(dtype))
+
+    def inner_input_gram(self, cotangent: Tensor) -> Tensor:
+        return (cotangent * self.input_gram(cotangent.dtype)).sum()
+
+    def input_sum(self) -> Tensor:
+        return self.inputs.sum(2)
+
 
 @dataclass(frozen=True)
 class Fake:
@@ -43,6 +56,10 @@ class Fake:
             n: [Use(a, torch.einsum("mkc,mcgto->mkgto", vectors, d)) for a, d in self.uses[n]]
             for n in names
         }
+
+    def inner(self, vectors: Tensor, cotangents: Mapping[str, Tensor]) -> Tensor:
+        rows = self.rows(vectors, list(cotangents))
+        return torch.stack([(c * rows[n]).sum() for n, c in cotangents.items()]).sum()
 
     def part(self, chosen: slice) -> "Fake":
         return Fake(

@@ -3,6 +3,7 @@ import torch
 from curvature.fakes import Plan, Root, make_fake, random, weights_of
 
 from evigrad.curvature import STRUCTURES, available_bytes, check_memory, make_structure, memory
+from evigrad.curvature.kernel_rows import SLAB_BYTES
 from evigrad.errors import MemoryBudgetError
 
 GIB = 2**30
@@ -33,8 +34,9 @@ def test_predictions_by_hand():
     assert made["full"].predicted_bytes(10) == 4 * 5 * p**2
     assert made["diag"].predicted_bytes(10) == 4 * 5 * p
     assert made["blockdiag"].predicted_bytes(10) == 4 * (3 * (60_000**2 + 300**2) + 2 * 60_000**2)
-    # rows, one copy of the largest parameter's, two Grams, five more squares
-    assert made["ntk"].predicted_bytes(50) == 4 * (50 * (p + 60_000) + 7 * 50**2)
+    # rows, two slabs of the largest parameter's columns, two Grams, five more squares
+    assert made["ntk"].predicted_bytes(50) == 4 * (50 * (p + 2 * 60_000) + 7 * 50**2)
+    assert made["ntk"].predicted_bytes(500) == 4 * (500 * p + 7 * 500**2) + 2 * SLAB_BYTES
     kronecker = 3 * (300**2 + 200**2) + 3 * 60_000
     assert made["kfac"].predicted_bytes(10) == 4 * (kronecker + 5 * 300**2)
     assert made["kfac"].predicted_bytes(10) == made["kfac"].predicted_bytes(10_000)
@@ -45,7 +47,7 @@ def test_predictions_by_hand():
 def test_grams_that_are_too_large_to_keep_are_not_predicted():
     weights = {str(i): torch.zeros(2) for i in range(10)}
     structure = make_structure("ntk", weights, Plan())
-    assert structure.predicted_bytes(20_000) == 4 * (20_000 * 22 + 5 * 20_000**2)
+    assert structure.predicted_bytes(20_000) == 4 * (20_000 * 24 + 5 * 20_000**2)
 
 
 @pytest.mark.parametrize(

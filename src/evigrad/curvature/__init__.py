@@ -9,11 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evigrad.curvature.base import PlanLike, Statistic, Structure
+from evigrad.curvature.base import (
+    Differential,
+    PlanLike,
+    Statistic,
+    Structure,
+    inner_product,
+)
 from evigrad.curvature.block_diagonal import BlockDiagonal, ParameterPartition, partition_names
+from evigrad.curvature.contraction import MatrixUseLike, contracted
 from evigrad.curvature.diagonal import Diagonal
 from evigrad.curvature.full import Full
 from evigrad.curvature.hessian import hessian_statistic
+from evigrad.curvature.kernel_rows import Storage
 from evigrad.curvature.kfac import DENSE_LIMIT, Kfac, check_sharing
 from evigrad.curvature.memory import available_bytes, check_memory
 from evigrad.curvature.ntk import Ntk
@@ -25,15 +33,20 @@ __all__ = [
     "STRUCTURES",
     "BlockDiagonal",
     "Diagonal",
+    "Differential",
     "Full",
     "Kfac",
+    "MatrixUseLike",
     "Ntk",
     "ParameterPartition",
     "Statistic",
+    "Storage",
     "Structure",
     "available_bytes",
     "check_memory",
+    "contracted",
     "hessian_statistic",
+    "inner_product",
     "make_structure",
     "partition_names",
 ]
@@ -49,6 +62,8 @@ def make_structure(
     sharing: str = "expand",
     gram_dtype: torch.dtype | None = None,
     dense_limit: int = DENSE_LIMIT,
+    contracted: Mapping[str, MatrixUseLike] | None = None,
+    storage: Storage | None = None,
 ) -> Structure[Any]:
     """The structure of a name.
 
@@ -63,6 +78,8 @@ def make_structure(
         sharing: ``"expand"`` or ``"reduce"`` (kfac).
         gram_dtype: Dtype of the statistic's matrices and their factorisations; None takes that of
             the rows.
+        contracted: Parameters whose rows are not formed (ntk).
+        storage: Where rows are kept, and as what (ntk).
         dense_limit: Largest parameter without Kronecker factors to get a dense block (kfac).
 
     Returns:
@@ -77,7 +94,7 @@ def make_structure(
     labels = {name: name for name in weights} if precision_groups is None else precision_groups
     constant = {name: name in labels for name in weights}
     if structure == "ntk":
-        return Ntk(weights, labels, gram_dtype)
+        return Ntk(weights, labels, gram_dtype, contracted, storage)
     if structure == "full":
         return Full(weights, gram_dtype)
     if structure == "blockdiag":

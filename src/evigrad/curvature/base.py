@@ -9,8 +9,9 @@ nats, for the rows that it was given and nothing else (no factor N/m). The tempe
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import ClassVar, Generic, Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -57,6 +58,23 @@ class KroneckerUseLike(Protocol):
         """Gradients of the rows in what came out."""
         ...
 
+    @property
+    def positions(self) -> int:
+        """T, how often a datum is multiplied with the matrix."""
+        ...
+
+    def input_gram(self, dtype: torch.dtype) -> Float[Tensor, "G i i"]:
+        """Σ a aᵀ over data and positions."""
+        ...
+
+    def inner_input_gram(self, cotangent: Float[Tensor, "G i i"]) -> Float[Tensor, ""]:
+        """⟨cotangent, input_gram⟩ for the cotangent's dtype, differentiable in the inputs."""
+        ...
+
+    def input_sum(self) -> Float[Tensor, "m G i"]:
+        """The inputs summed over positions."""
+        ...
+
 
 @runtime_checkable
 class LinearizationLike(Protocol):
@@ -72,6 +90,12 @@ class LinearizationLike(Protocol):
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
     ) -> Mapping[str, Sequence[KroneckerUseLike]]:
         """Per parameter, the factors of the rows in each use."""
+        ...
+
+    def inner(
+        self, vectors: Float[Tensor, "m k C"], cotangents: Mapping[str, Tensor]
+    ) -> Float[Tensor, ""]:
+        """Σ ⟨cotangents[name], rows[name]⟩, differentiable in whatever the rows depend on."""
         ...
 
 
@@ -117,6 +141,21 @@ class Statistic(ABC):
 StatisticT = TypeVar("StatisticT", bound=Statistic)
 
 
+@dataclass(frozen=True)
+class Differential(Generic[StatisticT]):
+    """ℓ and its derivatives: the small step between the two passes over the data.
+
+    Attributes:
+        log_det: ℓ, without a graph.
+        cotangent: Derivatives of ℓ in the tensors of a statistic, as a statistic of these shapes.
+        gradients: Derivatives of ℓ in the tensors that were asked for, None where there is none.
+    """
+
+    log_det: Float[Tensor, ""]
+    cotangent: StatisticT
+    gradients: Sequence[Tensor | None]
+
+
 class Structure(ABC, Generic[StatisticT]):
     """One way to compute or approximate ℓ from rows.
 
@@ -155,6 +194,81 @@ class Structure(ABC, Generic[StatisticT]):
             A scalar.
         """
 
+    def differentiate(
+        self,
+        statistic: StatisticT,
+        precisions: Mapping[str, Tensor],
+        arguments: Sequence[Tensor],
+    ) -> Differential[StatisticT]:
+        """ℓ with its derivatives in a statistic, from one factorisation.
+
+        Args:
+            statistic: From ``accumulate``, without a graph. It may be used up.
+            precisions: As for ``log_det``.
+            arguments: Leaves of the precisions' graph to differentiate in as well.
+
+        Returns:
+            The value and the derivatives.
+        """
+        leaves = [tensor.detach().requires_grad_() for tensor in statistic.tensors()]
+        with torch.enable_grad():
+            leaf_statistic = cast(StatisticT, statistic.with_tensors(leaves))
+            value = self.log_det(leaf_statistic, precisions)
+            found = torch.autograd.grad(value, [*leaves, *arguments], allow_unused=True)
+        of_leaves, of_arguments = found[: len(leaves)], found[len(leaves) :]
+        filled = [
+            torch.zeros_like(leaf) if gradient is None else gradient
+            for leaf, gradient in zip(leaves, of_leaves, strict=True)
+        ]
+        cotangent = cast(StatisticT, statistic.with_tensors(filled))
+        return Differential(value.detach(), cotangent, of_arguments)
+
+    def inner(
+        self,
+        cotangent: StatisticT,
+        data: slice,
+        linearization: LinearizationLike,
+        root: RootLike,
+    ) -> Float[Tensor, ""]:
+        """⟨cotangent, the part of a micro-batch in the statistic⟩, for its derivative.
+
+        The second pass: its gradient in the hyperparameters, summed over micro-batches, is that
+        of ℓ. The value itself has no meaning where only derivatives are computed.
+
+        Args:
+            cotangent: From ``differentiate``.
+            data: Positions of the micro-batch among the data of the statistic.
+            linearization: The forward pass of the micro-batch, with a graph.
+            root: Its cotangents.
+
+        Returns:
+            A scalar with a graph.
+        """
+        return inner_product(cotangent, self.accumulate(None, linearization, root))
+
+    def summarise(self, linearization: LinearizationLike, root: RootLike) -> StatisticT:
+        """The condensed statistic of a block that is a single micro-batch.
+
+        Args:
+            linearization: The forward pass of the block, without a graph.
+            root: Its cotangents; the scale may have a graph.
+
+        Returns:
+            What ``condense`` would give, without holding what it throws away.
+        """
+        return self.condense(self.accumulate(None, linearization, root))
+
+    def condense(self, statistic: StatisticT) -> StatisticT:
+        """What is left of a statistic that only steps on the prior and on the scale will read.
+
+        Args:
+            statistic: Without a graph.
+
+        Returns:
+            A smaller one with the same log-determinants, or the same.
+        """
+        return statistic
+
     @abstractmethod
     def predicted_bytes(self, num_rows: int) -> int:
         """Bytes of the statistic and of the working copies of a differentiated ``log_det``.
@@ -184,6 +298,12 @@ class Structure(ABC, Generic[StatisticT]):
             f"the exact Hessian has no {self.name!r} form: it is not a sum over rows. Take"
             " 'full', 'blockdiag' or 'diag', or the GGN."
         )
+
+
+def inner_product(cotangent: Statistic, statistic: Statistic) -> Float[Tensor, ""]:
+    """Σ ⟨cotangent, tensor⟩ over the tensors of two statistics of the same shapes."""
+    pairs = zip(cotangent.tensors(), statistic.tensors(), strict=True)
+    return torch.stack([(c * t).sum() for c, t in pairs]).sum()
 
 
 def working_dtype(rows: torch.dtype, gram_dtype: torch.dtype | None) -> torch.dtype:

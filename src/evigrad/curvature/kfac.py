@@ -14,8 +14,9 @@ batch. Not a bound (Theorem 1 covers the exact blocks only). Every datum of the 
 also where its rows are zero.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -34,6 +35,7 @@ from evigrad.curvature.base import (
 )
 from evigrad.curvature.block_diagonal import add_outer_products
 from evigrad.curvature.linalg import (
+    inner_gram,
     log_det_dense,
     log_det_diagonal,
     log_det_kronecker,
@@ -57,6 +59,7 @@ class KfacStatistic(Statistic):
         inputs: Per Kronecker weight, A of shape (G, i, i), G channel groups.
         gradients: Per Kronecker weight, B of shape (G, o, o).
         counts: Per Kronecker weight, the number of examples.
+        num_rows: Per Kronecker weight, the number of outer products in B.
         blocks: Per other parameter, its dense block (n, n) or its diagonal (n,) of H.
         eigenvalues: Kept eigenvalues of A and B; a cache, filled by ``Kfac.log_det``.
     """
@@ -64,6 +67,7 @@ class KfacStatistic(Statistic):
     inputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     counts: dict[str, int]
+    num_rows: dict[str, int]
     blocks: dict[str, Tensor]
     eigenvalues: dict[str, tuple[Tensor, Tensor]] = field(
         default_factory=dict, repr=False, compare=False
@@ -130,28 +134,34 @@ class Kfac(Structure[KfacStatistic]):
     ) -> KfacStatistic:
         """See ``Structure.accumulate``."""
         if statistic is None:
-            statistic = KfacStatistic({}, {}, {}, {})
+            statistic = KfacStatistic({}, {}, {}, {}, {})
         inputs, gradients = dict(statistic.inputs), dict(statistic.gradients)
-        counts, blocks = dict(statistic.counts), dict(statistic.blocks)
-        if self._kronecker:
-            factors = linearization.factors(root.vectors, self._kronecker)
-            for name in self._kronecker:
-                for a, g in self._examples(factors[name], root.scale):
-                    inputs[name] = _add_batched(inputs.get(name), a)
-                    gradients[name] = _add_batched(gradients.get(name), g)
-                    counts[name] = counts.get(name, 0) + a.shape[1]
-        if self._others:
-            rows = linearization.rows(root.vectors, self._others)
-            for name in self._others:
-                dtype = working_dtype(rows[name].dtype, self._gram_dtype)
-                flat = scaled_rows(rows[name], root.scale, dtype)
-                old = blocks.get(name)
-                if name in self._dense:
-                    blocks[name] = add_outer_products(old, flat)
-                else:
-                    new = flat.square().sum(0)
-                    blocks[name] = new if old is None else old + new
-        return KfacStatistic(inputs, gradients, counts, blocks)
+        counts, num_rows = dict(statistic.counts), dict(statistic.num_rows)
+        for name, uses in self._uses(linearization, root).items():
+            for part in self._examples(uses, root.scale):
+                inputs[name] = _sum(inputs.get(name), part.input_gram())
+                gradients[name] = _sum(gradients.get(name), part.gradients.mT @ part.gradients)
+                counts[name] = counts.get(name, 0) + part.count
+                num_rows[name] = num_rows.get(name, 0) + part.gradients.shape[1]
+        blocks = self._add_others(statistic.blocks, linearization, root)
+        return KfacStatistic(inputs, gradients, counts, num_rows, blocks)
+
+    def _add_others(
+        self, blocks: Mapping[str, Tensor], linearization: LinearizationLike, root: RootLike
+    ) -> dict[str, Tensor]:
+        """Exact blocks and diagonals of the parameters without Kronecker factors."""
+        rows = linearization.rows(root.vectors, self._others) if self._others else {}
+        added = dict(blocks)
+        for name in self._others:
+            flat = scaled_rows(
+                rows[name], root.scale, working_dtype(rows[name].dtype, self._gram_dtype)
+            )
+            old = blocks.get(name)
+            if name in self._dense:
+                added[name] = add_outer_products(old, flat)
+            else:
+                added[name] = _sum(old, flat.square().sum(0))
+        return added
 
     def log_det(
         self, statistic: KfacStatistic, precisions: Mapping[str, Tensor]
@@ -196,38 +206,74 @@ class Kfac(Structure[KfacStatistic]):
                 words[name] = f"dense {numel}x{numel}" if name in self._dense else "diagonal"
         return words
 
+    def inner(
+        self,
+        cotangent: KfacStatistic,
+        data: slice,
+        linearization: LinearizationLike,
+        root: RootLike,
+    ) -> Float[Tensor, ""]:
+        """See ``Structure.inner``; one product for each factor."""
+        terms = []
+        for name, uses in self._uses(linearization, root).items():
+            for part in self._examples(uses, root.scale):
+                terms.append(part.inner_input_gram(cotangent.inputs[name]))
+                terms.append(inner_gram(part.gradients, cotangent.gradients[name]))
+        rest = self._add_others({}, linearization, root)
+        terms += [(cotangent.blocks[name] * block).sum() for name, block in rest.items()]
+        return torch.stack([term.to(terms[0]) for term in terms]).sum()
+
+    def _uses(
+        self, linearization: LinearizationLike, root: RootLike
+    ) -> Mapping[str, Sequence[KroneckerUseLike]]:
+        return linearization.factors(root.vectors, self._kronecker) if self._kronecker else {}
+
     def _examples(
         self, uses: Sequence[KroneckerUseLike], scale: Tensor | None
-    ) -> Iterable[tuple[Tensor, Tensor]]:
-        """Inputs (G, examples, i) and gradients (G, examples * k, o)."""
-        pairs = [
-            (
-                use.inputs.to(working_dtype(use.inputs.dtype, self._gram_dtype)),
-                use.gradients.to(working_dtype(use.gradients.dtype, self._gram_dtype)),
-            )
-            for use in uses
-        ]
-        if self._sharing == "reduce" and pairs:
-            positions = sum(a.shape[2] for a, _ in pairs)
-            mean = torch.stack([a.sum(2, keepdim=True) for a, _ in pairs]).sum(0) / positions
-            total = torch.stack([g.sum(3, keepdim=True) for _, g in pairs]).sum(0)
-            pairs = [(mean, total)]
-        for a, g in pairs:
+    ) -> Iterable["_Examples"]:
+        """The examples of a weight, use by use; of all uses together where they are reduced."""
+        if not uses:
+            return
+        scaled = []
+        for use in uses:
+            g = use.gradients.to(working_dtype(use.gradients.dtype, self._gram_dtype))
             if scale is not None:
                 g = g * scale.to(g.dtype)[:, :, None, None, None]
-            yield (
-                a.permute(1, 0, 2, 3).flatten(1, 2),
+            scaled.append(g)
+        dtype = scaled[0].dtype
+        if self._sharing == "reduce":
+            positions = sum(use.positions for use in uses)
+            mean = torch.stack([use.input_sum() for use in uses]).sum(0).to(dtype) / positions
+            total = torch.stack([g.sum(3) for g in scaled]).sum(0)  # (m, k, G, o)
+            rows = mean.transpose(0, 1)
+            yield _Examples(
+                total.permute(2, 0, 1, 3).flatten(1, 2),
+                len(mean),
+                lambda: rows.mT @ rows,
+                lambda cotangent: inner_gram(rows, cotangent),
+            )
+            return
+        for use, g in zip(uses, scaled, strict=True):
+            yield _Examples(
                 g.permute(2, 0, 1, 3, 4).flatten(1, 3),
+                len(g) * use.positions,
+                partial(use.input_gram, dtype),
+                use.inner_input_gram,
             )
 
     @staticmethod
     def _eigenvalues(statistic: KfacStatistic, name: str) -> tuple[Tensor, Tensor]:
         a, b = statistic.inputs[name], statistic.gradients[name]
-        if a.requires_grad or b.requires_grad:
-            return psd_eigenvalues(a), psd_eigenvalues(b)
-        if name not in statistic.eigenvalues:
-            statistic.eigenvalues[name] = (psd_eigenvalues(a), psd_eigenvalues(b))
-        return statistic.eigenvalues[name]
+        graph = a.requires_grad or b.requires_grad
+        if not graph and name in statistic.eigenvalues:
+            return statistic.eigenvalues[name]
+        values = (
+            psd_eigenvalues(a, statistic.counts[name]),
+            psd_eigenvalues(b, statistic.num_rows[name]),
+        )
+        if not graph:
+            statistic.eigenvalues[name] = values
+        return values
 
     @staticmethod
     def _check_constant(varying: Iterable[str]) -> None:
@@ -256,7 +302,22 @@ def check_sharing(sharing: str) -> None:
         )
 
 
-def _add_batched(
-    old: Float[Tensor, "G n n"] | None, rows: Float[Tensor, "G R n"]
-) -> Float[Tensor, "G n n"]:
-    return rows.mT @ rows if old is None else torch.baddbmm(old, rows.mT, rows)
+def _sum(old: Tensor | None, new: Tensor) -> Tensor:
+    return new if old is None else old + new
+
+
+@dataclass(frozen=True)
+class _Examples:
+    """Examples of one weight, as much of them as its factors need.
+
+    Attributes:
+        gradients: Of the examples' rows, (G, R, o).
+        count: Examples.
+        input_gram: Gives Σ a aᵀ, (G, i, i).
+        inner_input_gram: Gives the inner product of that with a cotangent.
+    """
+
+    gradients: Tensor
+    count: int
+    input_gram: Callable[[], Tensor]
+    inner_input_gram: Callable[[Tensor], Tensor]

@@ -23,6 +23,10 @@ from evigrad.errors import ConfigurationError, EvigradWarning, NotPositiveDefini
 JITTER_LIMIT_IN_ROUNDINGS = 10.0
 # Tenfold steps: the answer is at most ten times further off than it has to be.
 JITTER_GROWTH = 10.0
+# Random vectors beyond the rank: with ten, missing a direction has a probability below 1e-10.
+OVERSAMPLING = 10
+# Up to this part of its size a matrix's rank makes the detour by its range the shorter way.
+LOW_RANK_SHARE = 0.4
 
 
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,23 +119,31 @@ def log_det_diagonal(
     return ratio.log1p().sum()
 
 
-def psd_eigenvalues(matrix: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n"]:
+def psd_eigenvalues(
+    matrix: Float[Tensor, "*batch n n"], rank: int | None = None
+) -> Float[Tensor, "*batch r"]:
     """Eigenvalues of positive semidefinite matrices, those below zero by rounding set to zero.
 
     Differentiable once, for functions that treat equal eigenvalues equally (spectral functions):
     the cotangent V diag(v̄) Vᵀ needs no gaps between eigenvalues. It passes through the clamp, so
     that null directions keep their one-sided derivative.
 
+    A matrix that is a sum of few outer products has its eigenvectors in the span of those, which
+    its product with a random matrix finds (Halko, Martinsson & Tropp, 2011, section 4): the
+    eigenvalues outside are zero and left out, as is their derivative, which no change of the
+    outer products themselves has a part in.
+
     Args:
         matrix: Symmetric positive semidefinite.
+        rank: What its rank is at most, if anything is known of it.
 
     Returns:
-        In ascending order.
+        In ascending order; n of them, or fewer where the rest are zero by ``rank``.
 
     Raises:
         NotPositiveDefiniteError: The matrix is not finite.
     """
-    return _PsdEigenvalues.apply(matrix)
+    return _PsdEigenvalues.apply(matrix, rank)
 
 
 def log_det_kronecker(
@@ -149,6 +161,21 @@ def log_det_kronecker(
     """
     products = (factor.to(left.dtype) * left).unsqueeze(-1) * right.unsqueeze(-2)
     return products.log1p().sum()
+
+
+def inner_gram(
+    rows: Float[Tensor, "*batch R n"], cotangent: Float[Tensor, "*batch n n"]
+) -> Float[Tensor, ""]:
+    """⟨cotangent, rowsᵀ rows⟩ with its derivative in the rows, both from one product.
+
+    Args:
+        rows: Any matrices.
+        cotangent: Without a graph.
+
+    Returns:
+        A scalar.
+    """
+    return _InnerGram.apply(rows, cotangent)
 
 
 def _why_not(finite: bool, positive: bool) -> str:
@@ -233,10 +260,14 @@ class _LogDetIdentityPlus(Function):
 
 class _PsdEigenvalues(Function):
     @staticmethod
-    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+    def forward(ctx: Any, matrix: Tensor, rank: int | None) -> Tensor:
         if not bool(matrix.isfinite().all()):
             raise NotPositiveDefiniteError(_why_not(False, True))
-        if ctx.needs_input_grad[0]:
+        if rank is not None and rank + OVERSAMPLING <= LOW_RANK_SHARE * matrix.shape[-1]:
+            basis = _span(matrix, rank + OVERSAMPLING)
+            values, vectors = _eigh(basis.mT @ matrix @ basis)
+            ctx.save_for_backward(basis @ vectors)
+        elif ctx.needs_input_grad[0]:
             values, vectors = _eigh(matrix)
             ctx.save_for_backward(vectors)
         else:
@@ -245,9 +276,17 @@ class _PsdEigenvalues(Function):
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
         (vectors,) = ctx.saved_tensors
-        return (vectors * cotangent.unsqueeze(-2)) @ vectors.mT
+        return (vectors * cotangent.unsqueeze(-2)) @ vectors.mT, None
+
+
+def _span(matrix: Tensor, size: int) -> Tensor:
+    """An orthonormal basis (n, size) of a space that holds the range of a matrix of lower rank."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (*matrix.shape[:-1], size)
+    probes = torch.randn(shape, generator=generator, dtype=torch.float64).to(matrix)
+    return torch.linalg.qr(matrix @ probes).Q
 
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -263,3 +302,17 @@ def _eigvalsh(matrix: Tensor) -> Tensor:
         return torch.linalg.eigvalsh(matrix)
     except LinAlgError:
         return torch.linalg.eigvalsh(matrix.to(torch.float64)).to(matrix.dtype)
+
+
+class _InnerGram(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, cotangent: Tensor) -> Tensor:
+        product = rows @ (cotangent + cotangent.mT).to(rows.dtype)
+        ctx.save_for_backward(product)
+        return 0.5 * (product * rows).sum()
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
+        (product,) = ctx.saved_tensors
+        return cotangent * product, None

@@ -7,7 +7,8 @@ operations each, R rows and L groups.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -16,12 +17,21 @@ from torch import Tensor
 from torch.autograd import Function
 
 from evigrad.curvature.base import (
+    Differential,
     LinearizationLike,
     RootLike,
-    Statistic,
     Structure,
     flatten_rows,
     working_dtype,
+)
+from evigrad.curvature.contraction import MatrixUseLike
+from evigrad.curvature.kernel_rows import (
+    SLAB_BYTES,
+    NtkStatistic,
+    Storage,
+    add_part,
+    part_of,
+    slabs,
 )
 from evigrad.curvature.linalg import first_order_only, log_det_identity_plus
 from evigrad.errors import ConfigurationError
@@ -32,67 +42,8 @@ GRAM_CACHE_BYTES = 2**30
 # R x R matrices that live at once besides the statistic when ℓ is differentiated: the unscaled sum,
 # S, its factor, the inverse, and one product.
 GRAM_WORKING_COPIES = 5
-
-
-@dataclass(frozen=True)
-class NtkStatistic(Statistic):
-    """The rows of every micro-batch, without prior and scale.
-
-    Attributes:
-        rows: Per parameter, one (R_i, n) matrix per micro-batch.
-        scales: One vector (R_i,) per micro-batch, or None for 1.
-        grams: The Gram matrices kept so far; a cache, filled by ``Ntk.log_det``.
-    """
-
-    rows: dict[str, tuple[Tensor, ...]]
-    scales: tuple[Tensor | None, ...]
-    grams: dict[Hashable, Tensor] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def num_rows(self) -> int:
-        """R, the rows so far."""
-        return sum(len(chunk) for chunk in next(iter(self.rows.values())))
-
-    @property
-    def carries_graph(self) -> bool:
-        """Whether the rows themselves (not their scale) are differentiable."""
-        return any(chunk.requires_grad for chunks in self.rows.values() for chunk in chunks)
-
-    def scale(self) -> Float[Tensor, " R"] | None:
-        """The scales of all rows, or None where all are 1."""
-        if all(scale is None for scale in self.scales):
-            return None
-        chunks = next(iter(self.rows.values()))
-        return torch.cat(
-            [
-                chunk.new_ones(len(chunk)) if scale is None else scale
-                for scale, chunk in zip(self.scales, chunks, strict=True)
-            ]
-        )
-
-    def with_scale(self, scale: Float[Tensor, " R"]) -> "NtkStatistic":
-        """The same rows under another scale (a step on the noise); the kept Grams stay valid.
-
-        Args:
-            scale: For all rows, in the order in which they were accumulated.
-
-        Returns:
-            Another statistic, which shares rows and kept Grams with this one.
-        """
-        sizes = [len(chunk) for chunk in next(iter(self.rows.values()))]
-        return replace(self, scales=tuple(scale.split(sizes)))
-
-    def tensors(self) -> list[Tensor]:
-        """All rows, then the scales that are not None."""
-        rows = [chunk for chunks in self.rows.values() for chunk in chunks]
-        return rows + [scale for scale in self.scales if scale is not None]
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> "NtkStatistic":
-        """The same statistic with other rows and scales; nothing is kept from the old ones."""
-        rest = iter(tensors)
-        rows = {name: tuple(next(rest) for _ in chunks) for name, chunks in self.rows.items()}
-        scales = tuple(None if scale is None else next(rest) for scale in self.scales)
-        return NtkStatistic(rows, scales)
+# Slabs of columns at work at once: as read, and its product.
+SLAB_COPIES = 2
 
 
 class Ntk(Structure[NtkStatistic]):
@@ -104,6 +55,9 @@ class Ntk(Structure[NtkStatistic]):
             prior group; those of one label share one precision and one Gram. A parameter that is
             missing has a precision that varies inside it.
         gram_dtype: Dtype of S and its factor; None takes that of the rows.
+        contracted: Parameters with one use as a matrix whose rows are not formed (see
+            ``contraction``); no effect where the precision varies.
+        storage: Where rows are kept, and as what.
     """
 
     name = "ntk"
@@ -117,69 +71,155 @@ class Ntk(Structure[NtkStatistic]):
         weights: Mapping[str, Tensor],
         precision_groups: Mapping[str, Hashable],
         gram_dtype: torch.dtype | None = None,
+        contracted: Mapping[str, MatrixUseLike] | None = None,
+        storage: Storage | None = None,
     ) -> None:
+        self._shapes = {name: weight.shape for name, weight in weights.items()}
         self._numel = {name: weight.numel() for name, weight in weights.items()}
-        self._itemsize = max((weight.dtype.itemsize for weight in weights.values()), default=4)
+        first = next(iter(weights.values()))
+        self._device = first.device
+        self._dtype = reduce(torch.promote_types, (w.dtype for w in weights.values()))
         self._gram_dtype = gram_dtype
+        self._storage = storage or Storage()
         self._groups: dict[Hashable, list[str]] = {}
         for name in weights:
             if name in precision_groups:
                 self._groups.setdefault(precision_groups[name], []).append(name)
         self._varying = [name for name in weights if name not in precision_groups]
+        given = contracted or {}
+        self._contracted = {n: u for n, u in given.items() if n in precision_groups}
+        self._formed = [name for name in weights if name not in self._contracted]
 
     def accumulate(
         self, statistic: NtkStatistic | None, linearization: LinearizationLike, root: RootLike
     ) -> NtkStatistic:
         """See ``Structure.accumulate``; the rows themselves are kept."""
-        names = list(self._numel)
-        found = linearization.rows(root.vectors, names)
-        # Padding is left out here, where the cost is cubic in the rows.
-        present = slice(None) if root.present is None else root.present.reshape(-1)
-        rows = {name: (flatten_rows(found[name], found[name].dtype)[present],) for name in names}
-        scales = (None if root.scale is None else root.scale.reshape(-1)[present],)
-        if statistic is None:
-            return NtkStatistic(rows, scales)
-        # The Grams between the new rows and the old are missing from those kept: drop them.
-        together = {name: statistic.rows[name] + rows[name] for name in names}
-        return NtkStatistic(together, statistic.scales + scales)
+        found = linearization.rows(root.vectors, self._formed)
+        present = _present(root)
+        chosen = slice(None) if bool(present.all()) else present.flatten()
+        keep = self._storage.keep
+        rows = {
+            name: (keep(flatten_rows(found[name], found[name].dtype)[chosen]),)
+            for name in self._formed
+        }
+        factors = self._factors(linearization, root)
+        kept = {
+            name: ((keep(_own(inputs)), keep(_own(gradients))),)
+            for name, (inputs, gradients) in factors.items()
+        }
+        scales = (None if root.scale is None else root.scale.flatten()[chosen],)
+        part = NtkStatistic(rows, kept, scales, (present,))
+        return part if statistic is None else statistic + part
 
     def log_det(
         self, statistic: NtkStatistic, precisions: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
         """See ``Structure.log_det``; equal to that of ``full`` (Theorem 3)."""
-        dtype = working_dtype(next(iter(statistic.rows.values()))[0].dtype, self._gram_dtype)
-        keep = self._keeps_grams(statistic, dtype)
+        like = self._like()
+        keep = self._keeps_grams(statistic, like.dtype)
         parts: list[Tensor] = []
         alone = list(self._varying)
         for group, names in self._groups.items():
             self._check_shared(group, names, precisions)
             if keep:
-                gram = self._kept_gram(statistic, names, dtype)
-                parts.append(gram * precisions[names[0]].to(dtype).reciprocal())
+                gram = self._kept_gram(statistic, names, like)
+                parts.append(gram * precisions[names[0]].to(like).reciprocal())
             else:
                 alone += names
         for name in alone:
             precision = precisions[name].reshape(-1)
-            parts.append(_Gram.apply(dtype, precision, *statistic.rows[name]))
+            if name in self._contracted:
+                gram = statistic.gram(name, like)
+                parts.append(gram * precision.to(like).reciprocal())
+            else:
+                parts.append(_Gram.apply(like, precision, *statistic.rows[name]))
         total = parts[0]
         for part in parts[1:]:
             total = total + part
         scale = statistic.scale()
         if scale is not None:
-            scale = scale.to(dtype)
+            scale = scale.to(like)
             total = scale[:, None] * total * scale
         return log_det_identity_plus(total)
 
+    def differentiate(
+        self,
+        statistic: NtkStatistic,
+        precisions: Mapping[str, Tensor],
+        arguments: Sequence[Tensor],
+    ) -> Differential[NtkStatistic]:
+        """See ``Structure.differentiate``: W = 2 (I + S)^{-1} J̃ P0^{-1}, written over the rows."""
+        like = self._like()
+        names = list(self._numel)
+        for group, members in self._groups.items():
+            self._check_shared(group, members, precisions)
+        total = like.new_zeros(statistic.num_rows, statistic.num_rows)
+        for name in names:
+            total += statistic.gram(name, like, precisions[name].detach())
+        leaf = total.requires_grad_()
+        scale = statistic.scale()
+        scale_leaf = None if scale is None else scale.detach().to(like).requires_grad_()
+        with torch.enable_grad():
+            scaled = leaf if scale_leaf is None else scale_leaf[:, None] * leaf * scale_leaf
+            value = log_det_identity_plus(scaled)
+            leaves = [leaf] if scale_leaf is None else [leaf, scale_leaf]
+            of_total, *of_scale = torch.autograd.grad(value, leaves)
+        of_precisions = [
+            statistic.write_cotangent(name, of_total, precisions[name].detach()) for name in names
+        ]
+        cotangent = replace(statistic, scales=(None,) * len(statistic.scales), grams={})
+        if scale is not None:
+            sizes = [int(part.sum()) for part in statistic.present]
+            cotangent = replace(cotangent, scales=tuple(of_scale[0].to(scale).split(sizes)))
+        return Differential(
+            value.detach(), cotangent, _chain(precisions, names, of_precisions, arguments)
+        )
+
+    def inner(
+        self,
+        cotangent: NtkStatistic,
+        data: slice,
+        linearization: LinearizationLike,
+        root: RootLike,
+    ) -> Float[Tensor, ""]:
+        """See ``Structure.inner``; a layer's rows are not formed where a product will do."""
+        part = cotangent.part(data)
+        present = _present(root)
+        (m, k), flat = present.shape, present.flatten()
+        whole = {}
+        for name, (rows,) in part.rows.items():
+            wanted = rows.to(root.vectors.device, self._dtype)
+            if not bool(flat.all()):
+                wanted = wanted.new_zeros(m * k, rows.shape[1]).index_put((flat,), wanted)
+            whole[name] = wanted
+        terms = [linearization.inner(root.vectors, self._shaped(whole, m, k))]
+        for name, (inputs, gradients) in self._factors(linearization, root).items():
+            ((of_inputs, of_gradients),) = part.factors[name]
+            terms.append((of_inputs.to(inputs) * inputs).sum())
+            terms.append((of_gradients.to(gradients) * gradients).sum())
+        if root.scale is not None:
+            scale = cotangent.scale()
+            assert scale is not None
+            before = int(torch.cat(cotangent.present)[: data.start].sum())
+            own = scale[before : before + int(flat.sum())]
+            terms.append((own.to(root.scale) * root.scale.flatten()[flat]).sum())
+        return torch.stack([term.to(terms[0]) for term in terms]).sum()
+
     def predicted_bytes(self, num_rows: int) -> int:
         """See ``Structure.predicted_bytes``: the rows, the Grams that are kept, and S."""
-        item = self._itemsize if self._gram_dtype is None else self._gram_dtype.itemsize
-        rows = num_rows * sum(self._numel.values()) * self._itemsize
-        # One parameter's rows at a time are copied into one matrix.
-        rows += num_rows * max(self._numel.values(), default=0) * item
-        square = num_rows**2 * item
-        kept = len(self._groups) * square
-        kept = kept if kept <= max(rows, GRAM_CACHE_BYTES) else 0
-        return rows + kept + GRAM_WORKING_COPIES * square
+        item = working_dtype(self._dtype, self._gram_dtype).itemsize
+        kept = (self._storage.dtype or self._dtype).itemsize
+        rows = kept * num_rows * sum(self._numel[name] for name in self._formed)
+        for use in self._contracted.values():
+            rows += kept * num_rows * use.positions * (use.inputs + use.outputs)
+        if self._storage.device not in (None, self._device):
+            rows = 0
+        widest = max((self._numel[name] for name in self._formed), default=0)
+        slab = min(SLAB_BYTES, item * num_rows * widest) * SLAB_COPIES
+        grams = item * num_rows**2 * len(self._groups)
+        if grams > max(rows, GRAM_CACHE_BYTES):
+            grams = 0
+        return rows + slab + grams + GRAM_WORKING_COPIES * item * num_rows**2
 
     def describe(self) -> dict[str, str]:
         """See ``Structure.describe``."""
@@ -187,33 +227,90 @@ class Ntk(Structure[NtkStatistic]):
         for group, names in self._groups.items():
             shared = f" of group {group!r}" if len(names) > 1 else ""
             words.update(dict.fromkeys(names, f"gram{shared}"))
+        for name in self._contracted:
+            words[name] += ", contracted"
         return {name: words[name] for name in self._numel}
+
+    def summarise(self, linearization: LinearizationLike, root: RootLike) -> NtkStatistic:
+        """See ``Structure.summarise``: one parameter's rows at a time, and never all of them."""
+        present = _present(root)
+        chosen = slice(None) if bool(present.all()) else present.flatten()
+        scales = (None if root.scale is None else root.scale.flatten()[chosen],)
+        empty = NtkStatistic({}, {}, scales, (present,))
+        like = self._like()
+        grams = len(self._groups) * empty.num_rows**2 * like.element_size()
+        if self._varying or grams > GRAM_CACHE_BYTES:
+            return self.condense(self.accumulate(None, linearization, root))
+        with torch.no_grad():
+            factors = self._factors(linearization, root)
+            for names in self._groups.values():
+                gram = like.new_zeros(empty.num_rows, empty.num_rows)
+                for name in names:
+                    if name in factors:
+                        part = replace(empty, factors={name: (factors[name],)})
+                    else:
+                        rows = linearization.rows(root.vectors, [name])[name]
+                        part = replace(
+                            empty, rows={name: (flatten_rows(rows, rows.dtype)[chosen],)}
+                        )
+                    gram += part.gram(name, like)
+                empty.grams[(*names, like.dtype)] = gram
+        return empty
+
+    def condense(self, statistic: NtkStatistic) -> NtkStatistic:
+        """Put the Grams of the prior groups in the place of the rows, where they suffice.
+
+        Args:
+            statistic: Without a graph in its rows.
+
+        Returns:
+            A statistic whose rows can be freed; the same one where a precision varies inside a
+            parameter, or where the Grams would be larger than the rows.
+        """
+        like = self._like()
+        if self._varying or not self._keeps_grams(statistic, like.dtype):
+            return statistic
+        if not statistic.rows and not statistic.factors:
+            return statistic
+        for names in self._groups.values():
+            self._kept_gram(statistic, names, like)
+        return replace(statistic, rows={}, factors={})
+
+    def _like(self) -> Tensor:
+        """An empty tensor of the device and dtype of the Grams."""
+        dtype = working_dtype(self._dtype, self._gram_dtype)
+        return torch.empty(0, dtype=dtype, device=self._device)
+
+    def _factors(
+        self, linearization: LinearizationLike, root: RootLike
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Inputs (m, T, i) and gradients (m, k, T, o) of the parameters without rows."""
+        if not self._contracted:
+            return {}
+        uses = linearization.factors(root.vectors, list(self._contracted))
+        return {name: (use.inputs[:, 0], use.gradients[:, :, 0]) for name, (use,) in uses.items()}
+
+    def _shaped(self, rows: Mapping[str, Tensor], m: int, k: int) -> dict[str, Tensor]:
+        return {name: flat.reshape(m, k, *self._shapes[name]) for name, flat in rows.items()}
 
     def _keeps_grams(self, statistic: NtkStatistic, dtype: torch.dtype) -> bool:
         if statistic.carries_graph:
             return False
+        if not statistic.rows and not statistic.factors:
+            return True
         grams = len(self._groups) * statistic.num_rows**2 * dtype.itemsize
-        rows = sum(
-            chunk.numel() * chunk.dtype.itemsize
-            for chunks in statistic.rows.values()
-            for chunk in chunks
-        )
-        return grams <= max(rows, GRAM_CACHE_BYTES)
+        return grams <= max(statistic.num_bytes, GRAM_CACHE_BYTES)
 
     @staticmethod
-    def _kept_gram(
-        statistic: NtkStatistic, names: list[str], dtype: torch.dtype
-    ) -> Float[Tensor, "R R"]:
+    def _kept_gram(statistic: NtkStatistic, names: list[str], like: Tensor) -> Float[Tensor, "R R"]:
         # Another structure may read the same statistic with other groups or another dtype.
-        key = (*names, dtype)
+        key = (*names, like.dtype)
         if key not in statistic.grams:
             with torch.no_grad():
-                first = next(iter(statistic.rows.values()))[0]
-                size = statistic.num_rows
-                gram = first.new_zeros(size, size, dtype=dtype)
-                for name in names:
-                    rows = torch.cat([chunk.to(dtype) for chunk in statistic.rows[name]])
-                    gram.addmm_(rows, rows.mT)
+                first, *others = names
+                gram = statistic.gram(first, like)
+                for name in others:
+                    gram += statistic.gram(name, like)
             statistic.grams[key] = gram
         return statistic.grams[key]
 
@@ -230,6 +327,33 @@ class Ntk(Structure[NtkStatistic]):
             )
 
 
+def _present(root: RootLike) -> Tensor:
+    """Which rows (m, k) are none of padding."""
+    if root.present is not None:
+        return root.present
+    return torch.ones(root.vectors.shape[:2], dtype=torch.bool, device=root.vectors.device)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Memory of its own, that may be written over; the same tensor where it carries a graph."""
+    return tensor if tensor.requires_grad else tensor.detach().clone()
+
+
+def _chain(
+    precisions: Mapping[str, Tensor],
+    names: Sequence[str],
+    cotangents: Sequence[Tensor],
+    arguments: Sequence[Tensor],
+) -> Sequence[Tensor | None]:
+    """Derivatives in what the precisions are made of."""
+    pairs = [(precisions[n], c) for n, c in zip(names, cotangents, strict=True)]
+    pairs = [(precision, c.to(precision)) for precision, c in pairs if precision.requires_grad]
+    if not arguments or not pairs:
+        return [None] * len(arguments)
+    outputs, weights = zip(*pairs, strict=True)
+    return torch.autograd.grad(outputs, list(arguments), list(weights), allow_unused=True)
+
+
 class _Gram(Function):
     """A P0^{-1} Aᵀ of the rows A of one parameter in several chunks.
 
@@ -238,30 +362,33 @@ class _Gram(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, precision: Tensor, *chunks: Tensor) -> Tensor:
-        ctx.dtype = dtype
+    def forward(ctx: Any, like: Tensor, precision: Tensor, *chunks: Tensor) -> Tensor:
+        ctx.like = like
         ctx.save_for_backward(precision, *chunks)
-        rows = torch.cat([chunk.to(dtype) for chunk in chunks])
-        rows.mul_(precision.to(dtype).rsqrt())
-        return rows @ rows.mT
+        gram = like.new_zeros(())
+        for columns, slab in slabs(chunks, like):
+            slab = slab * part_of(precision.to(like), columns).rsqrt()
+            gram = gram + slab @ slab.mT
+        return gram
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         precision, *chunks = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        inverse = precision.to(ctx.dtype).reciprocal()
-        rows = torch.cat([chunk.to(ctx.dtype) for chunk in chunks])
-        # ⟨S̄, A P0^{-1} Aᵀ⟩ has the cotangent (S̄ + S̄ᵀ) A P0^{-1} for A.
-        product = ((cotangent + cotangent.mT) @ rows).mul_(inverse)
-        precision_cotangent = None
-        if wanted[1]:
-            per_element = (product * rows).sum(0).mul_(-0.5 * inverse)
-            total = per_element if precision.numel() > 1 else per_element.sum(0, keepdim=True)
-            precision_cotangent = total.to(precision.dtype)
-        sizes = [len(chunk) for chunk in chunks]
-        rows_cotangents = [
-            part.to(chunk.dtype) if want else None
-            for part, chunk, want in zip(product.split(sizes), chunks, wanted[2:], strict=True)
+        inverse = precision.to(ctx.like).reciprocal()
+        of_precision = torch.zeros_like(inverse) if wanted[1] else None
+        of_chunks = [
+            torch.empty_like(c) if w else None for c, w in zip(chunks, wanted[2:], strict=True)
         ]
-        return None, precision_cotangent, *rows_cotangents
+        for columns, slab in slabs(chunks, ctx.like):
+            weight = part_of(inverse, columns)
+            # ⟨S̄, A P0^{-1} Aᵀ⟩ has the cotangent (S̄ + S̄ᵀ) A P0^{-1} for A.
+            product = ((cotangent + cotangent.mT) @ slab).mul_(weight)
+            if of_precision is not None:
+                add_part(of_precision, columns, -0.5 * weight * (product * slab).sum(0))
+            for chunk, part in zip(of_chunks, product.split([len(c) for c in chunks]), strict=True):
+                if chunk is not None:
+                    chunk[:, columns] = part.to(chunk)
+        of_precision = None if of_precision is None else of_precision.to(precision.dtype)
+        return None, of_precision, *of_chunks

@@ -1,0 +1,288 @@
+"""What the kernel side keeps of the data, and the products that read it.
+
+Rows are kept per parameter and micro-batch, in the dtype and on the device asked for, and read in
+slabs of columns: no second copy of them is ever made, and the derivative of ℓ in the rows can be
+written over the rows themselves.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from evigrad.curvature.base import Statistic
+from evigrad.curvature.contraction import contraction_cotangents, contraction_gram
+
+# Columns of the rows that are at work at once: enough for matrix products at full speed, and small
+# beside the rows of any network for which the memory counts.
+SLAB_BYTES = 2**25
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where rows are kept, and as what.
+
+    Attributes:
+        dtype: Of the kept rows; None keeps them as they come. Products are in ``working``.
+        device: Of the kept rows; None keeps them where they come. On the CPU of a machine with a
+            GPU they are in pinned memory, which copies at full speed.
+    """
+
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+
+    def keep(self, rows: Tensor) -> Tensor:
+        """The rows as they are kept."""
+        if self.dtype is not None:
+            rows = rows.to(self.dtype)
+        if self.device is None or self.device == rows.device:
+            return rows
+        if self.device.type == "cpu" and rows.is_cuda:
+            kept = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            return kept.copy_(rows)
+        return rows.to(self.device)
+
+
+@dataclass(frozen=True)
+class NtkStatistic(Statistic):
+    """The rows of every micro-batch, without prior and scale.
+
+    Attributes:
+        rows: Per parameter whose rows are formed, one (R_i, n) matrix per micro-batch.
+        factors: Per other parameter, per micro-batch, its inputs (m_i, T, i) and gradients
+            (m_i, k, T, o), of which the rows are the products.
+        scales: One vector (R_i,) per micro-batch, or None for 1.
+        present: Per micro-batch, which of the rows (m_i, k) are none of padding; the rows and
+            scales hold these alone, the factors all.
+        grams: The Gram matrices kept so far; a cache, filled by ``Ntk.log_det``.
+    """
+
+    rows: dict[str, tuple[Tensor, ...]]
+    factors: dict[str, tuple[tuple[Tensor, Tensor], ...]]
+    scales: tuple[Tensor | None, ...]
+    present: tuple[Bool[Tensor, "_ _"], ...]
+    grams: dict[Hashable, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def num_rows(self) -> int:
+        """R, the rows so far."""
+        return sum(int(part.sum()) for part in self.present)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the rows and the factors take."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._kept())
+
+    @property
+    def carries_graph(self) -> bool:
+        """Whether the rows themselves (not their scale) are differentiable."""
+        return any(tensor.requires_grad for tensor in self._kept())
+
+    def __add__(self, other: "NtkStatistic") -> "NtkStatistic":
+        """The rows of both. Grams between them are missing from those kept, which are dropped."""
+        return NtkStatistic(
+            {name: chunks + other.rows[name] for name, chunks in self.rows.items()},
+            {name: chunks + other.factors[name] for name, chunks in self.factors.items()},
+            self.scales + other.scales,
+            self.present + other.present,
+        )
+
+    def scale(self) -> Float[Tensor, " R"] | None:
+        """The scales of all rows, or None where all are 1."""
+        given = next((scale for scale in self.scales if scale is not None), None)
+        if given is None:
+            return None
+        return torch.cat(
+            [
+                given.new_ones(int(part.sum())) if scale is None else scale
+                for scale, part in zip(self.scales, self.present, strict=True)
+            ]
+        )
+
+    def with_scale(self, scale: Float[Tensor, " R"]) -> "NtkStatistic":
+        """The same rows under another scale (a step on the noise); the kept Grams stay valid.
+
+        Args:
+            scale: For all rows, in the order in which they were accumulated.
+
+        Returns:
+            Another statistic, which shares rows and kept Grams with this one.
+        """
+        sizes = [int(part.sum()) for part in self.present]
+        return replace(self, scales=tuple(scale.split(sizes)))
+
+    def tensors(self) -> list[Tensor]:
+        """All rows, all factors, then the scales that are not None."""
+        return self._kept() + [scale for scale in self.scales if scale is not None]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "NtkStatistic":
+        """The same statistic with other rows and scales; nothing is kept from the old ones."""
+        rest = iter(tensors)
+        rows = {name: tuple(next(rest) for _ in chunks) for name, chunks in self.rows.items()}
+        factors = {
+            name: tuple((next(rest), next(rest)) for _ in chunks)
+            for name, chunks in self.factors.items()
+        }
+        scales = tuple(None if scale is None else next(rest) for scale in self.scales)
+        return NtkStatistic(rows, factors, scales, self.present)
+
+    def _kept(self) -> list[Tensor]:
+        rows = [chunk for chunks in self.rows.values() for chunk in chunks]
+        return rows + [part for pairs in self.factors.values() for pair in pairs for part in pair]
+
+    # ------------------------------------------------------------ products
+
+    def gram(self, name: str, like: Tensor, precision: Tensor | None = None) -> Tensor:
+        """The Gram matrix of one parameter's rows, A Aᵀ or A P0^{-1} Aᵀ, without a graph.
+
+        Args:
+            name: Of the parameter.
+            like: A tensor of the device and dtype to compute in.
+            precision: The diagonal of P0, one number or one for each element; None for 1.
+
+        Returns:
+            Of shape (R, R), in the order of the rows.
+        """
+        if name in self.factors:
+            inputs, gradients = self._whole_factors(name, like)
+            gram = self._of_present(contraction_gram(inputs, gradients))
+            return gram if precision is None else gram / precision.to(gram)  # one for all
+        gram = like.new_zeros(self.num_rows, self.num_rows)
+        if precision is not None and precision.numel() > 1:
+            root = precision.reshape(-1).to(like).rsqrt()
+            for columns, slab in slabs(self.rows[name], like):
+                slab = slab * root[columns]
+                gram.addmm_(slab, slab.mT)
+            return gram
+        for _, slab in slabs(self.rows[name], like):
+            gram.addmm_(slab, slab.mT)
+        return gram if precision is None else gram / precision.to(gram)
+
+    def write_cotangent(
+        self, name: str, cotangent: Float[Tensor, "R R"], precision: Tensor
+    ) -> Tensor:
+        """Write over a parameter's rows the derivative in them of a function of A P0^{-1} Aᵀ.
+
+        Args:
+            name: Of the parameter.
+            cotangent: Derivative of the function in the Gram matrix, symmetric.
+            precision: The diagonal of P0, one number or one for each element.
+
+        Returns:
+            The derivative in the precision, of its shape.
+        """
+        inverse = precision.detach().reshape(-1).to(cotangent).reciprocal()
+        of_precision = torch.zeros_like(inverse)
+        if name in self.factors:
+            inputs, gradients = self._whole_factors(name, cotangent)
+            spread = self._of_all(cotangent) * inverse
+            of_inputs, of_gradients = contraction_cotangents(inputs, gradients, spread)
+            # The Gram is quadratic in the gradients: ⟨cotangent, it⟩ is half of this product.
+            of_precision.copy_(-0.5 * (of_gradients * gradients).sum() * inverse)
+            start = 0
+            for kept_inputs, kept_gradients in self.factors[name]:
+                stop = start + len(kept_inputs)
+                kept_inputs.copy_(of_inputs[start:stop])
+                kept_gradients.copy_(of_gradients[start:stop])
+                start = stop
+            return of_precision.reshape(precision.shape)
+        for columns, slab in slabs(self.rows[name], cotangent):
+            product = 2 * (cotangent @ slab)  # (S̄ + S̄ᵀ) A
+            weight = part_of(inverse, columns)
+            add_part(of_precision, columns, -0.5 * weight**2 * (product * slab).sum(0))
+            product *= weight
+            start = 0
+            for chunk in self.rows[name]:
+                chunk[:, columns] = product[start : start + len(chunk)].to(chunk.device)
+                start += len(chunk)
+        return of_precision.reshape(precision.shape)
+
+    def part(self, data: slice) -> "NtkStatistic":
+        """What belongs to some consecutive data, without the scales.
+
+        Args:
+            data: Their positions.
+
+        Returns:
+            A statistic of one micro-batch.
+        """
+        present = torch.cat(self.present)
+        before, inside = int(present[: data.start].sum()), int(present[data].sum())
+        span = slice(before, before + inside)
+        rows = {name: (_between(chunks, span),) for name, chunks in self.rows.items()}
+        factors = {
+            name: (
+                (
+                    _between([a for a, _ in chunks], data),
+                    _between([g for _, g in chunks], data),
+                ),
+            )
+            for name, chunks in self.factors.items()
+        }
+        return NtkStatistic(rows, factors, (None,), (present[data],))
+
+    def _whole_factors(self, name: str, like: Tensor) -> tuple[Tensor, Tensor]:
+        inputs, gradients = zip(*self.factors[name], strict=True)
+        return torch.cat([a.to(like) for a in inputs]), torch.cat([g.to(like) for g in gradients])
+
+    def _of_present(self, gram: Tensor) -> Tensor:
+        """Rows and columns of a matrix over all rows that are none of padding."""
+        present = torch.cat(self.present).flatten()
+        return gram if bool(present.all()) else gram[present][:, present]
+
+    def _of_all(self, matrix: Tensor) -> Tensor:
+        """The inverse of ``_of_present``, with zeros for padding."""
+        present = torch.cat(self.present).flatten()
+        if bool(present.all()):
+            return matrix
+        spread = matrix.new_zeros(len(present), len(present))
+        index = present.nonzero().squeeze(1)
+        spread[index[:, None], index] = matrix
+        return spread
+
+
+def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Columns of the rows of one parameter, all micro-batches together.
+
+    Args:
+        chunks: One matrix (R_i, n) for each micro-batch.
+        like: A tensor of the device and dtype to compute in.
+
+    Yields:
+        Which columns, and all rows' entries in them.
+    """
+    num_rows, width = sum(len(chunk) for chunk in chunks), chunks[0].shape[1]
+    step = max(1, SLAB_BYTES // max(1, num_rows * like.element_size()))
+    for start in range(0, width, step):
+        columns = slice(start, min(start + step, width))
+        parts = [chunk[:, columns].to(like) for chunk in chunks]
+        yield columns, parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def part_of(values: Float[Tensor, " n"], columns: slice) -> Tensor:
+    """Entries for some columns, where there is one for each; the single one for all otherwise."""
+    return values[columns] if values.numel() > 1 else values
+
+
+def add_part(values: Float[Tensor, " n"], columns: slice, part: Tensor) -> None:
+    """The adjoint of ``part_of``, added in place."""
+    if values.numel() > 1:
+        values[columns] += part
+    else:
+        values += part.sum()
+
+
+def _between(chunks: Sequence[Tensor], span: slice) -> Tensor:
+    """Entries along dim 0 of several tensors laid end to end; a view where one holds them all."""
+    parts, start = [], 0
+    for chunk in chunks:
+        stop = start + len(chunk)
+        first, last = max(span.start, start), min(span.stop, stop)
+        if first < last:
+            parts.append(chunk[first - start : last - start])
+        start = stop
+    if not parts:
+        return chunks[0][:0]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,135 @@
+"""How many data pass through the network at once: given, or as many as the memory holds."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evigrad.errors import MemoryBudgetError
+
+# Part of the free memory that a measured budget takes: the allocator's fragments, and whoever else
+# is on the machine, need the rest.
+FREE_SHARE = 0.7
+# What a pass needs at once over what autograd holds of it: gradients of the activations are as
+# large as these, and a kernel's workspace comes on top.
+PEAK_FACTOR = 2.0
+
+
+class SavedBytes:
+    """Counts the memory that autograd keeps of what runs inside ``counting``.
+
+    On every device alike, each storage once.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, Tensor] = {}
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what is saved for backward inside."""
+        with torch.autograd.graph.saved_tensors_hooks(self._see, lambda tensor: tensor):
+            yield
+
+    @property
+    def total(self) -> int:
+        """Bytes so far."""
+        return sum(t.untyped_storage().nbytes() for t in self._storages.values())
+
+    def _see(self, tensor: Tensor) -> Tensor:
+        self._storages.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+
+@dataclass
+class MicroBatches:
+    """The sizes of micro-batches, one for each kind of pass.
+
+    Attributes:
+        asked: A number of data, None for all at once, or ``"auto"``.
+        budget: Bytes that a pass may take, or None for a share of what is free.
+        chosen: The sizes found so far, of passes that are automatic or ran out of memory.
+    """
+
+    asked: int | str | None
+    budget: int | None = None
+    chosen: dict[str, int] = field(default_factory=dict)
+
+    def size(self, kind: str, total: int, per_datum: Callable[[], float], free: int | None) -> int:
+        """How many data to take next.
+
+        Args:
+            kind: Of the pass.
+            total: Data at hand.
+            per_datum: Measures the bytes that a datum takes in such a pass.
+            free: Bytes that are free, or None where the system does not tell.
+
+        Returns:
+            At least 1 and at most ``total``.
+        """
+        if kind not in self.chosen and self.asked == "auto":
+            budget = self.budget
+            if budget is None and free is not None:
+                budget = int(FREE_SHARE * free)
+            if budget is not None:
+                needed = max(1.0, PEAK_FACTOR * per_datum())
+                self.chosen[kind] = max(1, int(budget / needed))
+        limits = [total]
+        if kind in self.chosen:
+            limits.append(self.chosen[kind])
+        if isinstance(self.asked, int):
+            limits.append(self.asked)
+        return min(limits)
+
+    def halve(self, kind: str, failed: int) -> None:
+        """Take half of what did not fit from here on.
+
+        Args:
+            kind: Of the pass.
+            failed: Data that did not fit.
+
+        Raises:
+            MemoryBudgetError: If it was a single one.
+        """
+        if failed == 1:
+            raise MemoryBudgetError(
+                "A pass over a single datum does not fit into memory. Take a smaller network,"
+                " fewer augmentation samples, or a machine with more memory."
+            )
+        self.chosen[kind] = failed // 2
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory did not suffice, on whatever device."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    words = str(error)
+    return isinstance(error, RuntimeError) and (
+        "can't allocate memory" in words or "not enough memory" in words
+    )
+
+
+def fits(work: Callable[[], Any]) -> bool:
+    """Run something that can be run again.
+
+    Args:
+        work: Leaves nothing behind where it fails.
+
+    Returns:
+        Whether memory sufficed; if not, what it took is given back.
+    """
+    try:
+        work()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    else:
+        return True
+    # Outside of the handler: the traceback kept the tensors of the failed pass.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return False

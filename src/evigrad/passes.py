@@ -1,0 +1,280 @@
+"""One pass over a block of data: micro-batches, their forward passes, their cotangents.
+
+Whatever is drawn belongs to the block and is drawn before the pass, so that every pass over it
+and every size of micro-batch sees the same.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evigrad.checks import check_finite, check_inputs
+from evigrad.curvature import available_bytes
+from evigrad.draws import Noise
+from evigrad.errors import InputError
+from evigrad.jacobians import Linearization, linearize, model_run
+from evigrad.likelihoods import Likelihood, RootRows
+from evigrad.micro_batches import MicroBatches, SavedBytes, fits
+from evigrad.modes import evaluation_mode
+from evigrad.partitions import Block
+from evigrad.preparation import Preparation, Prepared, Settings
+
+Batch = tuple[Tensor, Tensor]
+
+# Data on which the memory of a pass is measured: the second shows what each one adds.
+_MEASURED = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A block and all that was drawn for it.
+
+    Attributes:
+        prepared: For its inputs.
+        batches: Its data, in its order, the same in every iteration.
+        block: Columns and scale factors.
+        seed: Of what the model draws from global generators.
+        noise: Of the modules that draw through the evidence.
+        labels: Sampled labels of all its data, one tensor for each sample ("mc").
+    """
+
+    prepared: Prepared
+    batches: Iterable[Batch]
+    block: Block
+    seed: int
+    noise: Noise | None
+    labels: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A micro-batch and its share of the block.
+
+    Attributes:
+        x: Inputs, as the prepared model takes them.
+        y: Targets.
+        data: Positions in the block.
+        columns: Of the root, or None for all.
+        likelihood_weights: Of the data's log likelihoods.
+        labels: Sampled ones.
+    """
+
+    x: Tensor
+    y: Tensor
+    data: slice
+    columns: Tensor | None
+    likelihood_weights: Tensor
+    labels: Sequence[Tensor]
+
+
+class Passes:
+    """Runs passes over the micro-batches of a block.
+
+    Args:
+        preparation: Of the evidence.
+        likelihood: Gives the cotangents.
+        settings: Of the evidence.
+        device: Of the weights.
+    """
+
+    def __init__(
+        self,
+        preparation: Preparation,
+        likelihood: Likelihood,
+        settings: Settings,
+        device: torch.device,
+    ) -> None:
+        self._preparation = preparation
+        self._likelihood = likelihood
+        self._settings = settings
+        self._device = device
+        self.sizes = MicroBatches(settings.micro_batch, settings.memory_budget)
+
+    def task(
+        self,
+        prepared: Prepared,
+        batches: Iterable[Batch],
+        block: Block,
+        generator: torch.Generator,
+    ) -> Task:
+        """Draw all that passes over a block need.
+
+        Args:
+            prepared: For inputs of this shape.
+            batches: The block's data, in its order, which can be iterated again.
+            block: Columns and scale factors.
+            generator: Of the evidence.
+
+        Returns:
+            The task.
+        """
+        seed = int(torch.randint(2**62, (), generator=generator))
+        noise = self._preparation.noise(seed) if self._preparation.draws else None
+        task = Task(prepared, batches, block, seed, noise)
+        if self._settings.spec.curvature != "mc":
+            return task
+        outputs: list[Tensor] = []
+        with torch.no_grad():
+            self.run(task, "outputs", lambda chunk: outputs.append(self._forward(task, chunk)))
+        f = torch.cat(outputs)
+        samples = range(self._settings.spec.outputs or 1)
+        return replace(task, labels=[self._likelihood.sample(f, generator) for _ in samples])
+
+    def run(self, task: Task, kind: str, work: Callable[[Chunk], object]) -> None:
+        """Do something with every micro-batch of a block.
+
+        Args:
+            task: The block.
+            kind: Of the pass; passes of one kind take the same memory.
+            work: Leaves nothing behind where memory does not suffice: it is then run again on
+                half of the data.
+
+        Raises:
+            InputError: If the batches do not hold the block's data.
+        """
+        expected, first, model = len(task.block.indices), 0, task.prepared.model
+        own = torch.Generator().manual_seed(task.seed)
+        with evaluation_mode(model, own), model_run(model):
+            for x, y in task.batches:
+                check_inputs(x, self._device)
+                if first + len(x) > expected:
+                    raise InputError(f"The batches hold more than the {expected} data expected.")
+                start = 0
+                while start < len(x):
+                    rest = len(x) - start
+                    stop = start + self._size(task, kind, x, rest)
+                    chunk = self._chunk(task, x[start:stop], y[start:stop], first + start)
+                    if self.sizes.asked != "auto":
+                        work(chunk)
+                    elif not fits(lambda chunk=chunk: work(chunk)):
+                        self.sizes.halve(kind, stop - start)
+                        continue
+                    start = stop
+                first += len(x)
+        if first != expected:
+            raise InputError(
+                f"The batches hold {first} data, but {self._settings.spec.name} needs all"
+                f" {expected}."
+            )
+
+    def linearized(self, task: Task, chunk: Chunk, differentiable: bool) -> Linearization:
+        """The forward pass of a micro-batch.
+
+        Args:
+            task: The block.
+            chunk: The micro-batch.
+            differentiable: Whether its rows shall have a graph into hyperparameters.
+
+        Returns:
+            The linearization, its outputs finite.
+        """
+        prepared = task.prepared
+        with self._autocast():
+            linearization = linearize(
+                prepared.model, self._preparation.weights, chunk.x, prepared.plan, differentiable
+            )
+        check_finite("The model's outputs", linearization.outputs)
+        return linearization
+
+    def root_rows(self, f: Tensor, chunk: Chunk) -> RootRows:
+        """The cotangents whose vector-Jacobian products are the rows, temperature included.
+
+        Args:
+            f: Outputs of the micro-batch.
+            chunk: The micro-batch.
+
+        Returns:
+            The cotangents, with a graph into f and the likelihood's parameters where these have.
+        """
+        curvature, columns = self._settings.spec.curvature, chunk.columns
+        if curvature == "ef":
+            root = RootRows(self._likelihood.score(f, chunk.y)[:, None, :], None)
+        elif curvature == "mc":  # outer products of sampled labels' scores average to Λ
+            labels = chunk.labels
+            scores = torch.stack([self._likelihood.score(f, label) for label in labels], dim=1)
+            log_prob = torch.stack([self._likelihood.log_prob(f, label) for label in labels], dim=1)
+            # One, with the gradient that the labels' distribution has in f and in the noise: the
+            # labels are held fixed, and the gradient of H stays unbiased.
+            ratio = (0.5 * (log_prob - log_prob.detach())).exp()
+            root = RootRows(scores * len(labels) ** -0.5, ratio)
+        else:
+            columns = None if columns is None else columns.to(f.device)
+            root = self._likelihood.root(f, columns, self._settings.root)
+            if columns is not None and (columns < 0).any():
+                root = replace(root, present=columns >= 0)
+        if self._settings.temperature == 1.0:
+            return root
+        cooling = self._settings.temperature**-0.5
+        scale = torch.ones_like(root.vectors[:, :, 0]) if root.scale is None else root.scale
+        return replace(root, scale=scale * cooling)
+
+    def _forward(self, task: Task, chunk: Chunk) -> Tensor:
+        with self._autocast():
+            f = task.prepared.model(chunk.x.clone())  # a model may change its input in place
+        return f.to(next(iter(self._preparation.weights.values())).dtype)
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        dtype = self._settings.autocast
+        context: Any = nullcontext()
+        if dtype is not None:
+            context = torch.autocast(self._device.type, dtype=dtype)
+        with context:
+            yield
+
+    def _chunk(self, task: Task, x: Tensor, y: Tensor, start: int) -> Chunk:
+        data = slice(start, start + len(x))
+        columns = task.block.columns
+        return Chunk(
+            x=task.prepared.pack(x, task.noise, data),
+            y=y,
+            data=data,
+            columns=None if columns is None else columns[data],
+            likelihood_weights=task.block.likelihood_weights[data],
+            labels=[labels[data] for labels in task.labels],
+        )
+
+    # ------------------------------------------------------------ memory
+
+    def _size(self, task: Task, kind: str, x: Tensor, rest: int) -> int:
+        if kind in self.sizes.chosen or self.sizes.asked != "auto":
+            return self.sizes.size(kind, rest, lambda: 0.0, None)
+        free = available_bytes(self._device)
+        if free is not None:  # the statistic comes on top of the pass
+            free -= task.prepared.structure.predicted_bytes(task.prepared.partition.block_rows)
+        return self.sizes.size(kind, rest, lambda: self._bytes_per_datum(task, kind, x), free)
+
+    def _bytes_per_datum(self, task: Task, kind: str, x: Tensor) -> float:
+        """Memory that each further datum of a pass adds, by what autograd keeps for it."""
+        totals: list[int] = []
+
+        def measure(part: Tensor) -> None:
+            totals.append(self._pass_bytes(task, kind, part))
+
+        if not fits(lambda: measure(x[:1])):
+            return math.inf
+        if len(x) < _MEASURED or not fits(lambda: measure(x[:_MEASURED])):
+            return float(totals[0])
+        return float(max(totals[1] - totals[0], 1))
+
+    def _pass_bytes(self, task: Task, kind: str, x: Tensor) -> int:
+        saved = SavedBytes()
+        prepared, weights = task.prepared, self._preparation.weights
+        packed = prepared.pack(x, task.noise, slice(0, len(x)))
+        columns = task.block.columns
+        width = prepared.partition.num_outputs if columns is None else columns.shape[1]
+        with saved.counting(), torch.enable_grad(), self._autocast():
+            second = kind == "second"
+            lin = linearize(prepared.model, weights, packed, prepared.plan, second)
+            if second:
+                shape = (len(x), width)
+                zeros = {n: w.new_zeros(1).expand(*shape, *w.shape) for n, w in weights.items()}
+                vectors = lin.outputs.detach()[:, None].expand(-1, width, -1)
+                lin.inner(vectors.clone().requires_grad_(), zeros)
+        formed = sum(w.numel() * w.element_size() for w in weights.values()) * len(x) * width
+        return saved.total + formed

@@ -1,0 +1,218 @@
+"""What depends on the shape of the inputs: plan, structure and partition, made once for each."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evigrad.checks import called, check_outputs
+from evigrad.curvature import ParameterPartition, Storage, Structure, contracted, make_structure
+from evigrad.draws import Drawn, Noise, stochastic_modules
+from evigrad.errors import EvigradWarning
+from evigrad.estimators import EstimatorSpec
+from evigrad.groups import listed
+from evigrad.jacobians import (
+    JacobianPlan,
+    Linearization,
+    demote,
+    matrix_uses,
+    model_run,
+    plan,
+    spot_check,
+)
+from evigrad.modes import evaluation_mode
+from evigrad.partitions import Partition
+from evigrad.priors import GaussianPrior
+
+# Planning tells the batch from other dimensions by two batch sizes, two and three.
+PROBE_SIZE = 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an evidence computes; see ``Evidence`` for each."""
+
+    spec: EstimatorSpec
+    num_data: int
+    root: str
+    sharing: str
+    parameter_partition: ParameterPartition
+    temperature: float
+    micro_batch: int | str | None = None
+    memory_budget: int | None = None
+    gram_dtype: torch.dtype | None = None
+    rows_dtype: torch.dtype | None = None
+    rows_device: torch.device | None = None
+    autocast: torch.dtype | None = None
+    gradient: str = "two-pass"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is prepared for inputs of one shape.
+
+    Attributes:
+        model: Takes ``pack(x, noise)``.
+        plan: How its derivatives are computed.
+        structure: Of the curvature.
+        partition: Of rows into blocks.
+    """
+
+    model: nn.Module
+    plan: JacobianPlan
+    structure: Structure[Any]
+    partition: Partition
+
+    def pack(self, x: Tensor, noise: Noise | None, data: slice) -> Tensor:
+        """Inputs as the model takes them.
+
+        Args:
+            x: Inputs (m, ...).
+            noise: Of the block, where the model draws.
+            data: Positions of the inputs in the block.
+
+        Returns:
+            The inputs, with their noise behind them where the model draws.
+        """
+        if noise is None or not isinstance(self.model, Drawn):
+            return x
+        return self.model.pack(x, noise.slice(data.start, data.stop))
+
+
+class Preparation:
+    """Makes and keeps what is prepared.
+
+    Args:
+        model: The user's.
+        weights: Its weights by name.
+        prior: Bound to them.
+        settings: Of the evidence.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Mapping[str, nn.Parameter],
+        prior: GaussianPrior,
+        settings: Settings,
+    ) -> None:
+        self.model = model
+        self.weights = dict(weights)
+        self.prior = prior
+        self.settings = settings
+        self._drawing = stochastic_modules(model)
+        self._prepared: dict[tuple[Any, ...], Prepared] = {}
+        self._passes = 0
+
+    def prepare(self, x: Tensor) -> Prepared:
+        """Plan the derivatives and build the structure for inputs of this shape, once.
+
+        Args:
+            x: Some inputs.
+
+        Returns:
+            What is prepared for them.
+        """
+        # How much a module draws may be changed at any time (its number of samples).
+        one = torch.Generator().manual_seed(0)
+        drawn = [module.draw(1, one).shape for module in self._drawing]
+        key = (x.shape[1:], x.dtype, x.device, *drawn)
+        if key in self._prepared:
+            return self._prepared[key]
+        probe, model = x[:PROBE_SIZE].detach(), self.model
+        if self.draws:
+            noise = self.noise(seed=0).slice(0, len(probe))
+            model = Drawn(model, probe, noise)
+            probe = model.pack(probe, noise)
+        # Planning happens once, so it draws from a generator of its own.
+        with evaluation_mode(model, torch.Generator().manual_seed(0)), model_run(model):
+            with torch.no_grad():
+                f = called(model, probe)
+            check_outputs(f, probe)
+            made = plan(model, self.weights, probe)
+        partition = Partition(self.settings.spec, self.settings.num_data, f.shape[1])
+        structure = self._structure(made, partition)
+        self._prepared[key] = Prepared(model, made, structure, partition)
+        return self._prepared[key]
+
+    @property
+    def draws(self) -> bool:
+        """Whether the model draws noise."""
+        return bool(self._drawing)
+
+    def latest(self) -> Prepared | None:
+        """What was prepared last, if anything."""
+        return next(reversed(self._prepared.values()), None)
+
+    def noise(self, seed: int) -> Noise:
+        """The noise of a block, of all modules that draw.
+
+        Args:
+            seed: Of the noise.
+
+        Returns:
+            The noise, drawn as it is read.
+        """
+        return Noise(self._drawing, seed)
+
+    def _structure(self, made: JacobianPlan, partition: Partition) -> Structure[Any]:
+        settings = self.settings
+        rows = partition.block_rows
+        data = rows if settings.spec.rows else min(settings.spec.subset or rows, rows)
+        uses = matrix_uses(made) if settings.gradient != "one-graph" else {}
+        return make_structure(
+            settings.spec.structure,
+            self.weights,
+            made,
+            precision_groups=self.prior.constant_groups(),
+            parameter_partition=settings.parameter_partition,
+            sharing=settings.sharing,
+            gram_dtype=settings.gram_dtype,
+            contracted=contracted(uses, data, max(1, rows // data)),
+            storage=Storage(settings.rows_dtype, settings.rows_device),
+        )
+
+    # ------------------------------------------------------------ checking on real data
+
+    def check_is_due(self) -> bool:
+        """At passes 1, 2, 4, 8, …: what a plan could not see, the first data and weights show."""
+        self._passes += 1
+        is_due = self._passes & (self._passes - 1) == 0
+        return is_due and self.settings.spec.curvature != "hessian"
+
+    def checked(self, prepared: Prepared, linearization: Linearization, x: Tensor) -> Prepared:
+        """One datum of a pass against plain automatic differentiation of it alone.
+
+        Args:
+            prepared: That the pass was made with.
+            linearization: The pass.
+            x: Its inputs, packed.
+
+        Returns:
+            The same, or another one without the fast derivatives that were found to be wrong.
+        """
+        own = torch.Generator().manual_seed(self._passes)  # the evidence's draws are not shifted
+        f = linearization.outputs
+        vectors = torch.randn(len(f), 1, f.shape[1], generator=own).to(f)
+        index = int(torch.randint(len(f), (), generator=own))
+        wrong = spot_check(
+            prepared.model, self.weights, x, prepared.plan, linearization, vectors, index
+        )
+        if not wrong:
+            return prepared
+        warnings.warn(
+            f"The fast derivatives of {listed(sorted(wrong))} are wrong for this model (it may"
+            " reorder its data, or use a weight in an unusual way): from here on they are"
+            " computed one datum at a time. Earlier estimates of this evidence may be wrong.",
+            EvigradWarning,
+            stacklevel=2,
+        )
+        made = demote(prepared.plan, wrong)
+        better = replace(prepared, plan=made, structure=self._structure(made, prepared.partition))
+        for key, old in self._prepared.items():
+            if old is prepared:
+                self._prepared[key] = better
+        return better

@@ -1,0 +1,168 @@
+"""Micro-batches by a budget of memory, and what happens where memory does not suffice."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evigrad import Evidence
+from evigrad.errors import ConfigurationError, MemoryBudgetError
+from evigrad.likelihoods import Categorical
+from evigrad.micro_batches import MicroBatches, SavedBytes, fits, is_out_of_memory
+from evigrad.priors import GaussianPrior
+
+M = 12
+
+
+SEEN: list[int] = []  # sizes of the batches that the network was given
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(20))
+        self.body = nn.Sequential(nn.Linear(6, 20), nn.Tanh())
+        self.head = nn.Linear(20, 3)
+        self.limit = 10**9
+
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.append(len(x))
+        if len(x) > self.limit:
+            raise torch.OutOfMemoryError("no more memory")
+        return self.head(self.body(x) * self.gate.exp())
+
+
+def build(estimator: str = f"ntk-{M}-1", **settings: Any) -> tuple[Evidence, Net, Tensor, Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Net().double()
+        x = torch.randn(M, 6, dtype=torch.float64)
+    evidence = Evidence(
+        model,
+        Categorical(),
+        GaussianPrior("layerwise"),
+        estimator=estimator,
+        num_data=2 * M,
+        hyperparameters=["gate"],
+        generator=0,
+        **settings,
+    )
+    evidence.describe(x)
+    SEEN.clear()
+    return evidence, model, x, torch.arange(M) % 3
+
+
+def gradients(evidence: Evidence, x: Tensor, y: Tensor) -> list[Tensor]:
+    evidence.backward(x, y)
+    found = []
+    for p in evidence.hyperparameters().values():
+        assert p.grad is not None
+        found.append(p.grad)
+    return found
+
+
+@pytest.mark.parametrize("estimator", [f"ntk-{M}-1", f"kfac-{M}-1"])
+def test_a_small_budget_gives_small_micro_batches_and_the_same_result(estimator: str) -> None:
+    evidence, _, x, y = build(estimator)
+    expected = gradients(evidence, x, y)
+    sizes = {}
+    for budget in (1, 40_000, 2**30):
+        evidence, _, x, y = build(estimator, micro_batch="auto", memory_budget=budget)
+        got = gradients(evidence, x, y)
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+        sizes[budget] = dict(evidence.state_dict()["micro_batches"])
+    assert sizes[1] == {"first": 1, "second": 1}
+    assert 1 < sizes[40_000]["second"] < M
+    assert min(sizes[2**30].values()) >= M
+
+
+def test_without_a_budget_it_takes_what_is_free() -> None:
+    evidence, _, x, y = build(micro_batch="auto")
+    gradients(evidence, x, y)
+    assert evidence.state_dict()["micro_batches"]["second"] > M
+
+
+def test_out_of_memory_halves_and_goes_on() -> None:
+    evidence, _, x, y = build()
+    expected = gradients(evidence, x, y)
+    evidence, model, x, y = build(micro_batch="auto")
+    model.limit = 5
+    got = gradients(evidence, x, y)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+    assert evidence.state_dict()["micro_batches"] == {"first": 3, "second": 3}
+    SEEN.clear()
+    evidence.backward(x, y)
+    assert max(SEEN) == 3  # it remembers
+
+
+def test_a_single_datum_that_does_not_fit_is_refused_and_nothing_changes() -> None:
+    evidence, model, x, y = build(micro_batch="auto")
+    state = evidence.generator.get_state()
+    model.limit = 0
+    with pytest.raises(MemoryBudgetError, match="single datum"):
+        evidence.backward(x, y)
+    assert all(p.grad is None for p in evidence.hyperparameters().values())
+    assert torch.equal(state, evidence.generator.get_state())
+
+
+def test_a_given_size_is_never_changed() -> None:
+    evidence, model, x, y = build(micro_batch=4)
+    model.limit = 3
+    with pytest.raises(torch.OutOfMemoryError):
+        evidence.backward(x, y)
+
+
+def test_chosen_sizes_are_kept() -> None:
+    evidence, _, x, y = build(micro_batch="auto", memory_budget=40_000)
+    gradients(evidence, x, y)
+    other, _, _, _ = build(micro_batch="auto", memory_budget=1)
+    other.load_state_dict(evidence.state_dict())
+    other.backward(x, y)
+    assert other.state_dict()["micro_batches"] == evidence.state_dict()["micro_batches"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"micro_batch": 0},
+        {"micro_batch": "all"},
+        {"memory_budget": 0},
+        {"rows_dtype": torch.int32},
+        {"autocast": torch.int8},
+        {"gradient": "three-pass"},
+    ],
+)
+def test_settings_that_do_not_exist(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        build(**settings)
+
+
+def test_what_counts_as_out_of_memory() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("x")) and is_out_of_memory(MemoryError())
+    cpu = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"
+    assert is_out_of_memory(RuntimeError(cpu))
+    assert not is_out_of_memory(RuntimeError("shapes do not fit"))
+    assert fits(lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        fits(lambda: 1 // 0)
+
+
+def test_sizes_by_hand() -> None:
+    sizes = MicroBatches("auto")
+    assert sizes.size("first", 100, lambda: 10.0, None) == 100  # nobody knows what is free
+    assert sizes.size("first", 100, lambda: 10.0, 1000) == 35
+    assert sizes.size("first", 20, lambda: 10.0, 1) == 20  # measured once
+    assert MicroBatches(7).size("first", 100, lambda: 10.0, 1000) == 7
+    assert MicroBatches(None).size("first", 100, lambda: 10.0, 1000) == 100
+
+
+def test_saved_bytes_count_each_storage_once() -> None:
+    x = torch.randn(100, requires_grad=True)
+    saved = SavedBytes()
+    with saved.counting():
+        (x * x).sum()
+        torch.tanh(x)
+    assert saved.total == 2 * 400  # x, and the result of tanh

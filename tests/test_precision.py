@@ -1,0 +1,124 @@
+"""Passes in mixed precision and in channels-last memory, against plain float32 and float64 ones."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evigrad import Estimate, Evidence
+from evigrad.invariances import AffineInvariance, Averaged
+from evigrad.likelihoods import Categorical
+from evigrad.priors import GaussianPrior
+
+pytestmark = pytest.mark.filterwarnings("ignore:The model has normalisation layers")
+
+M, OUTPUTS, NUM_DATA = 8, 4, 500
+
+
+def convolutional() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1),
+            nn.GroupNorm(2, 6),
+            nn.GELU(),
+            nn.Conv2d(6, 8, 3, stride=2, padding=1),
+            nn.GELU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, OUTPUTS),
+        )
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(M, 3, 8, 8, generator=generator), torch.arange(M) % OUTPUTS
+
+
+def make(estimator: str, network: nn.Module, learned: bool, **settings: Any) -> Evidence:
+    model, hyperparameters = network, []
+    if learned:
+        model = Averaged(network, AffineInvariance(), num_samples=2)
+        hyperparameters = ["invariance"]
+    dtype = next(network.parameters()).dtype
+    return Evidence(
+        model.to(dtype),
+        Categorical(),
+        GaussianPrior("layerwise"),
+        estimator=estimator,
+        num_data=NUM_DATA,
+        hyperparameters=hyperparameters,
+        generator=0,
+        **settings,
+    )
+
+
+def gradient(evidence: Evidence, x: Tensor, y: Tensor) -> tuple[Estimate, dict[str, Tensor]]:
+    estimate = evidence.backward(x, y)
+    found = {}
+    for name, parameter in evidence.hyperparameters().items():
+        assert parameter.grad is not None
+        found[name] = parameter.grad
+    return estimate, found
+
+
+def distance(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """The largest error of a tensor, relative to its norm."""
+    return max(
+        float((ours[name].to(reference[name]) - reference[name]).norm() / reference[name].norm())
+        for name in reference
+    )
+
+
+ESTIMATORS = [f"{structure}-{M}-1" for structure in ("ntk", "kfac", "blockdiag", "diag", "full")]
+# Unit roundoff of bfloat16 is 2^-8; a few of them on passes of a dozen operations.
+BFLOAT16 = 0.1
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["precisions", "invariances"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_bfloat16_passes_are_near_float32(estimator: str, learned: bool) -> None:
+    x, y = data()
+    exact, expected = gradient(make(estimator, convolutional(), learned), x, y)
+    mixed = make(estimator, convolutional(), learned, autocast=torch.bfloat16)
+    estimate, found = gradient(mixed, x, y)
+    assert estimate.log_evidence == pytest.approx(exact.log_evidence, rel=0.01)
+    assert estimate.log_det == pytest.approx(exact.log_det, rel=0.05)
+    # Not equal: the passes were in bfloat16 indeed.
+    assert estimate.log_evidence != exact.log_evidence
+    precisions = {"prior.log_precision"}
+    assert distance(_only(found, precisions), _only(expected, precisions)) < BFLOAT16
+    for name, value in found.items():
+        assert value.dtype == torch.float32
+        cosine = torch.cosine_similarity(value.flatten(), expected[name].flatten(), dim=0)
+        assert float(cosine) > 0.97, name
+
+
+def _only(tensors: dict[str, Tensor], names: set[str]) -> dict[str, Tensor]:
+    return {name: tensors[name] for name in names}
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["precisions", "invariances"])
+def test_rows_in_bfloat16_are_near_float32(learned: bool) -> None:
+    x, y = data()
+    exact, expected = gradient(make(ESTIMATORS[0], convolutional(), learned), x, y)
+    stored = make(ESTIMATORS[0], convolutional(), learned, rows_dtype=torch.bfloat16)
+    estimate, found = gradient(stored, x, y)
+    assert estimate.log_det == pytest.approx(exact.log_det, rel=0.01)
+    assert distance(found, expected) < 0.05
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["precisions", "invariances"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_channels_last_changes_nothing(estimator: str, learned: bool) -> None:
+    x, y = data()
+    x = x.double()
+    exact, expected = gradient(make(estimator, convolutional().double(), learned), x, y)
+    network = convolutional().double().to(memory_format=torch.channels_last)
+    weight = network.get_parameter("3.weight")
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    x = x.contiguous(memory_format=torch.channels_last)
+    estimate, found = gradient(make(estimator, network, learned, micro_batch=3), x, y)
+    assert estimate.log_evidence == pytest.approx(exact.log_evidence, rel=1e-12)
+    assert distance(found, expected) < 1e-10

@@ -1,0 +1,265 @@
+"""The gradient in two passes against its twin, one graph over the whole block."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import CASES, HYPERPARAMETERS, OUTPUTS
+
+from evigrad import Evidence
+from evigrad.errors import EvigradWarning, InputError
+from evigrad.invariances import AffineInvariance, Averaged
+from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from evigrad.priors import GaussianPrior
+
+TOLERANCE = 1e-10
+M = 7
+MICRO_BATCHES = (1, 3, None)
+
+
+def targets(likelihood: Likelihood, m: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    if isinstance(likelihood, Categorical):
+        return torch.randint(OUTPUTS, (m,), generator=generator)
+    y = torch.randn(m, OUTPUTS, generator=generator, dtype=torch.float64)
+    return (y > 0).double() if isinstance(likelihood, Bernoulli) else y
+
+
+def evidence_of(model: nn.Module, likelihood: Likelihood, estimator: str, **settings: Any):
+    names = [n for n in (*HYPERPARAMETERS, "invariance") if hasattr(model, n)]
+    prior = settings.pop("prior", "layerwise")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EvigradWarning)  # of normalisation layers
+        return Evidence(
+            model,
+            likelihood,
+            GaussianPrior(prior, precision=settings.pop("precision", 0.7)),
+            estimator=estimator,
+            num_data=settings.pop("num_data", 2 * M),
+            hyperparameters=names,
+            generator=3,
+            **settings,
+        )
+
+
+def result(evidence: Evidence, x: Any, y: Any) -> tuple[list[float], dict[str, Tensor]]:
+    estimate = evidence.backward(x, y)
+    gradients = {}
+    for name, p in evidence.hyperparameters().items():
+        assert p.grad is not None
+        gradients[name], p.grad = p.grad, None
+    numbers = [estimate.log_evidence, estimate.log_likelihood, estimate.log_det]
+    return numbers, gradients
+
+
+def assert_twins(
+    model: nn.Module,
+    likelihood: Likelihood,
+    x: Tensor,
+    estimator: str,
+    micro_batches: tuple[int | None, ...] = MICRO_BATCHES,
+    tolerance: float = TOLERANCE,
+    **settings: Any,
+) -> None:
+    """Value and gradients of both, from the same draws, norm-wise per tensor."""
+    y = targets(likelihood, len(x))
+    twin = evidence_of(
+        model, copy.deepcopy(likelihood), estimator, gradient="one-graph", **settings
+    )
+    numbers, expected = result(twin, x, y)
+    assert any(name.startswith("model.") for name in expected)
+    # As much as is left of a gradient whose parts cancel.
+    floor = 1e-3 * max(float(g.norm()) for g in expected.values())
+    for micro_batch in micro_batches:
+        evidence = evidence_of(
+            model, copy.deepcopy(likelihood), estimator, micro_batch=micro_batch, **settings
+        )
+        got_numbers, got = result(evidence, x, y)
+        assert got_numbers == pytest.approx(numbers, rel=1e-11)
+        assert got.keys() == expected.keys()
+        for name, gradient in expected.items():
+            error = float((got[name] - gradient).norm() / gradient.norm().clamp(min=floor))
+            assert error < tolerance, f"{name}, micro-batches of {micro_batch}: {error:.1e}"
+
+
+STRUCTURES = ["ntk", "full", "blockdiag", "diag", "kfac"]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", CASES)
+def test_every_module(name: str, structure: str) -> None:
+    model, x = CASES[name].build(M)
+    micro_batches = (3,) if structure in ("full", "blockdiag", "diag") else MICRO_BATCHES
+    assert_twins(model, Categorical(), x, f"{structure}-{M}-1", micro_batches)
+
+
+@pytest.mark.parametrize("root", ["subblock", "fisher", "eigen"])
+@pytest.mark.parametrize("outputs", ["1", "2", "C", "1-iid", "rows"])
+@pytest.mark.parametrize("structure", ["ntk", "kfac", "blockdiag"])
+def test_every_root_and_choice_of_outputs(structure: str, outputs: str, root: str) -> None:
+    model, x = CASES["conv2d"].build(M)
+    assert_twins(model, Categorical(), x, f"{structure}-{M}-{outputs}", root=root)
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    ["ntk-7-1-ef", "kfac-7-1-ef", "diag-7-1-ef", "ntk-7-2-mc", "kfac-7-2-mc", "full-7-2-mc"]
+    + ["full-N-C-hessian", "diag-N-C-hessian", "blockdiag-N-C-hessian"],
+)
+@pytest.mark.parametrize("likelihood", [Categorical, Gaussian])
+def test_every_curvature(estimator: str, likelihood: type[Likelihood]) -> None:
+    model, x = CASES["linear"].build(M)
+    settings: dict[str, Any] = {"num_data": M if "N" in estimator else 2 * M}
+    if "hessian" in estimator:
+        settings["precision"] = 50.0  # away from a maximum the Hessian alone is indefinite
+    assert_twins(model, likelihood(), x, estimator, temperature=1.3, **settings)
+
+
+@pytest.mark.parametrize("likelihood", [Gaussian(0.6), Gaussian([0.5, 1.0, 2.0]), Bernoulli()])
+@pytest.mark.parametrize("prior", ["scalar", "layerwise", "diagonal"])
+@pytest.mark.parametrize("structure", ["ntk", "kfac", "full", "diag"])
+def test_every_likelihood_and_prior(likelihood: Likelihood, prior: str, structure: str) -> None:
+    if structure == "kfac" and prior == "diagonal":
+        prior = "layerwise"  # a precision that varies in a Kronecker block has no log-determinant
+    model, x = CASES["linear"].build(M)
+    assert_twins(model, likelihood, x, f"{structure}-{M}-2", prior=prior, temperature=0.8)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("name", ["conv1d", "conv2d", "linear-leading"])
+def test_both_kinds_of_sharing(name: str, sharing: str) -> None:
+    model, x = CASES[name].build(M)
+    assert_twins(model, Categorical(), x, f"kfac-{M}-1", sharing=sharing)
+
+
+# ------------------------------------------------------------------ random transforms
+
+
+def convolutional() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(1, 3, 3, padding=1),
+            nn.Tanh(),
+            nn.Conv2d(3, 4, 3, stride=2),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(4 * 9, OUTPUTS),
+        ).double()
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    ["ntk-7-1", "ntk-7-C", "kfac-7-1", "kfac-7-C", "blockdiag-7-1", "diag-7-1", "full-7-1"],
+)
+def test_random_transforms(estimator: str) -> None:
+    model = Averaged(convolutional(), AffineInvariance(), num_samples=3).double()
+    x = torch.randn(M, 1, 7, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    assert_twins(model, Categorical(), x, estimator)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_random_transforms_and_sharing(sharing: str) -> None:
+    model = Averaged(convolutional(), AffineInvariance(), num_samples=3).double()
+    x = torch.randn(M, 1, 7, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    assert_twins(model, Categorical(), x, "kfac-7-1", sharing=sharing)
+
+
+def test_transforms_do_not_depend_on_the_size_of_micro_batches() -> None:
+    model = Averaged(convolutional(), AffineInvariance(), num_samples=2).double()
+    x = torch.randn(M, 1, 7, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    y = targets(Categorical(), M)
+    values = {
+        evidence_of(model, Categorical(), "ntk-7-1", micro_batch=size).estimate(x, y).log_evidence
+        for size in (2, 5)
+    }
+    assert max(values) == pytest.approx(min(values), rel=1e-12)
+    other = evidence_of(model, Categorical(), "ntk-7-1")
+    first, second = other.estimate(x, y).log_evidence, other.estimate(x, y).log_evidence
+    assert abs(first - second) > 1e-6  # each estimate draws anew
+
+
+# ------------------------------------------------------------------ what comes in batches
+
+
+def batches_of(x: Tensor, y: Tensor, size: int = 3) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+@pytest.mark.parametrize("estimator", ["ntk-N-1", "kfac-N-C", "ntk-N-1-iid"])
+@pytest.mark.parametrize("kind", ["list", "iterator"])
+def test_all_the_data_in_batches(estimator: str, kind: str) -> None:
+    model, x = CASES["linear"].build(M)
+    y = targets(Categorical(), M)
+    numbers, expected = result(
+        evidence_of(model, Categorical(), estimator, num_data=M, gradient="one-graph"), x, y
+    )
+    batches = batches_of(x, y)
+    evidence = evidence_of(model, Categorical(), estimator, num_data=M)
+    got_numbers, got = result(evidence, iter(batches) if kind == "iterator" else batches, None)
+    assert got_numbers == pytest.approx(numbers, rel=1e-11)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_batches_that_change_between_the_passes_are_refused() -> None:
+    class Shuffled:
+        def __init__(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+            self.batches = batches
+
+        def __iter__(self):
+            self.batches = self.batches[1:] + self.batches[:1]
+            return iter(self.batches)
+
+    model, x = CASES["linear"].build(6)
+    evidence = evidence_of(model, Categorical(), "ntk-N-1", num_data=6)
+    before = evidence.generator.get_state()
+    with pytest.raises(InputError, match="do not shuffle"):
+        evidence.backward(Shuffled(batches_of(x, targets(Categorical(), 6))))
+    assert all(p.grad is None for p in evidence.hyperparameters().values())
+    assert torch.equal(before, evidence.generator.get_state())
+
+
+# ------------------------------------------------------------------ how rows are kept
+
+
+def test_rows_in_bfloat16_and_elsewhere() -> None:
+    model, x = CASES["conv2d"].build(M)
+    y = targets(Categorical(), M)
+    settings: dict[str, Any] = {"micro_batch": 3}
+    exact = result(evidence_of(model, Categorical(), "ntk-7-1", **settings), x, y)
+    host = result(evidence_of(model, Categorical(), "ntk-7-1", rows_device="cpu", **settings), x, y)
+    assert host[0] == exact[0]
+    half = result(
+        evidence_of(model, Categorical(), "ntk-7-1", rows_dtype=torch.bfloat16, **settings), x, y
+    )
+    assert half[0] == pytest.approx(exact[0], rel=1e-2)
+    assert half[0] != exact[0]
+    for name, gradient in exact[1].items():
+        assert float((half[1][name] - gradient).norm()) < 0.05 * float(gradient.norm()) + 1e-3, name
+
+
+def test_layers_without_rows() -> None:
+    """Wide layers on few data: the Gram and its derivative from inputs and gradients alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+
+        class Wide(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.gate = nn.Parameter(torch.zeros(30))
+                self.body = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, OUTPUTS))
+
+            def forward(self, x: Tensor) -> Tensor:  # two positions of each datum
+                return self.body(x.unflatten(1, (2, 30)) * self.gate.exp()).mean(1)
+
+        model = Wide().double()
+        x = torch.randn(M, 60, dtype=torch.float64)
+    for estimator in ("ntk-7-1", "ntk-7-2", "ntk-7-rows"):
+        evidence = evidence_of(model, Categorical(), estimator)
+        words = {report.name: report.curvature for report in evidence.describe(x)}
+        assert "contracted" in words["body.0.weight"]
+        assert_twins(model, Categorical(), x, estimator)
