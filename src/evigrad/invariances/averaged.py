@@ -1,0 +1,166 @@
+"""The average of a model's outputs over random transforms of the input (Eq. 14 of the paper)."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from evigrad.draws import Stochastic, sampled
+from evigrad.errors import ConfigurationError, InputError, nearest
+from evigrad.invariances.transform import Transform
+
+AVERAGES = ("logits", "probabilities")
+
+
+class Averaged(nn.Module):
+    """x ↦ (1/S) Σ_s model(g(x, ε_s)), S transforms of each input drawn independently.
+
+    The S·n transformed inputs go through the model in one batch, those of one datum side by side.
+    Noise is drawn from PyTorch's default generator, as dropout does (unlike dropout's, in
+    evaluation mode too); ``Evidence`` draws it from its own, the same for a datum in whatever
+    micro-batch it comes.
+
+    Args:
+        model: Maps inputs (m, ...) to outputs (m, C); must not draw noise of its own by
+            `evigrad.draws.Stochastic`.
+        invariance: The transform; besides a `Transform` any module with its ``sample`` and
+            ``apply``.
+        num_samples: S, the transforms of each input. It can be set anew at any time.
+        average: ``"logits"`` averages the outputs, ``"probabilities"`` gives the logarithms of the
+            averaged class probabilities, log (1/S) Σ_s softmax(f_s), for a categorical likelihood.
+        chunk: Samples of a datum for one pass of the model, to save memory: what a pass keeps for
+            its gradient is computed again when that is taken, at the price of one more forward
+            pass. None takes all at once. It has no effect on evidence passes, where micro-batches
+            do the same and a Kronecker factor is to see the samples together.
+
+    Raises:
+        ConfigurationError: If an option does not exist, a number is below 1, or the model draws.
+    """
+
+    invariance: Any  # whatever has the methods
+
+    def __init__(
+        self,
+        model: nn.Module,
+        invariance: nn.Module,
+        num_samples: int,
+        average: str = "logits",
+        chunk: int | None = None,
+    ) -> None:
+        super().__init__()
+        if average not in AVERAGES:
+            raise ConfigurationError(
+                f"Unknown average '{average}'.{nearest(average, AVERAGES)} Choose one of"
+                f" {', '.join(AVERAGES)}"
+            )
+        if num_samples < 1 or (chunk is not None and chunk < 1):
+            raise ConfigurationError(f"num_samples={num_samples}, chunk={chunk}: must be 1 or more")
+        if not isinstance(invariance, Transform) and not callable(
+            getattr(invariance, "sample", None)
+        ):
+            raise ConfigurationError(
+                f"{type(invariance).__name__} is no transform: it has no sample(n, generator)"
+            )
+        inner = [module for module in model.modules() if isinstance(module, Stochastic)]
+        if inner:
+            raise ConfigurationError(
+                f"The averaged model draws noise itself, in {type(inner[0]).__name__}. Put all that"
+                " is random into one transform."
+            )
+        self.model = model
+        self.invariance = invariance
+        self.num_samples = num_samples
+        self.average = average
+        self.chunk = chunk
+        self._held: Tensor | None = None
+
+    def draw(self, num_data: int, generator: torch.Generator) -> Tensor:
+        """Noise of S transforms for each datum.
+
+        Args:
+            num_data: n.
+            generator: On the CPU.
+
+        Returns:
+            (n, S, ...), on the CPU.
+        """
+        drawn = self.invariance.sample(num_data * self.num_samples, generator)
+        return drawn.unflatten(0, (num_data, self.num_samples))
+
+    @contextmanager
+    def held(self, noise: Tensor) -> Iterator[None]:
+        """Use this noise in every forward pass inside, in place of drawing.
+
+        Args:
+            noise: (n, S, ...) as from ``draw``, for inputs (n, ...).
+        """
+        before, self._held = self._held, noise
+        try:
+            yield
+        finally:
+            self._held = before
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The averaged outputs.
+
+        Args:
+            x: Inputs (n, ...).
+
+        Returns:
+            (n, C).
+
+        Raises:
+            InputError: If the noise that is held is for another number of inputs.
+        """
+        if self._held is None:
+            return self._average(x, self.draw(len(x), torch.default_generator), self.chunk)
+        if len(self._held) != len(x):
+            raise InputError(f"There is noise for {len(self._held)} inputs, not for {len(x)}.")
+        return self._average(x, self._held, None)
+
+    def _average(self, x: Tensor, noise: Tensor, chunk: int | None) -> Tensor:
+        num_samples = noise.shape[1]
+        # Not blocking: the copy to a GPU overlaps with what is still running there.
+        noise = noise.to(x.device, non_blocking=True)
+        if chunk is None or chunk >= num_samples:
+            total = self._total(x, noise)
+        else:
+            again = torch.is_grad_enabled()
+            parts = [
+                checkpoint(self._total, x, part, use_reentrant=False)
+                if again
+                else self._total(x, part)
+                for part in noise.split(chunk, dim=1)
+            ]
+            total = self._sum(torch.stack(parts, dim=1))
+        if self.average == "probabilities":
+            return total - math.log(num_samples)
+        return total / num_samples
+
+    def _total(self, x: Tensor, noise: Tensor) -> Tensor:
+        """The sum over some samples: of outputs, or of probabilities, as its logarithm."""
+        num_data, num_samples = noise.shape[:2]
+        repeated = x.repeat_interleave(num_samples, dim=0)
+        # Entered here and not around all passes: a pass may be run again by another thread.
+        transformed = self.invariance.apply(repeated, noise.flatten(0, 1))
+        with sampled(num_samples):
+            outputs = self.model(transformed)
+        outputs = outputs.unflatten(0, (num_data, num_samples))
+        if self.average == "probabilities":
+            outputs = outputs.log_softmax(-1)
+        return self._sum(outputs)
+
+    def _sum(self, values: Tensor) -> Tensor:
+        """Over dim 1: plain, or of exponentials, as its logarithm."""
+        if self.average == "probabilities":
+            return values.logsumexp(1)
+        return values.sum(1)
+
+    def extra_repr(self) -> str:
+        """The options."""
+        chunk = "" if self.chunk is None else f", chunk={self.chunk}"
+        return f"num_samples={self.num_samples}, average={self.average!r}{chunk}"

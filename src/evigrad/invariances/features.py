@@ -1,0 +1,124 @@
+"""Transforms that take inputs of any shape, tables above all."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from evigrad.errors import ConfigurationError
+from evigrad.invariances.transform import Transform, folded
+
+
+class InputScale(Transform):
+    """x · s with a learnable positive scale for each feature: automatic relevance determination.
+
+    The evidence shrinks the scales of features that do not help (MacKay, 1994). Nothing in it is
+    random: it can stand in front of a network as a layer, as well as inside of ``Averaged``. The
+    scales are to be learned by the evidence: for the training loss of the weights a scale and the
+    first layer's weights are the same thing.
+
+    Args:
+        shape: Shape of one input, or of its last dimensions.
+        scale: Initial scale of every feature.
+
+    Attributes:
+        log_scale: Logarithms of the scales, of this shape.
+
+    Raises:
+        ConfigurationError: If the initial scale is not positive and finite.
+    """
+
+    def __init__(self, shape: int | Sequence[int], scale: float | int = 1.0) -> None:
+        super().__init__()
+        if not 0 < scale < math.inf:
+            raise ConfigurationError(f"scale={scale}: must be positive and finite")
+        self.log_scale = nn.Parameter(torch.full(_sizes(shape), math.log(scale)))
+
+    @property
+    def scales(self) -> Tensor:
+        """The scale of each feature, with a graph to ``log_scale``."""
+        return self.log_scale.exp()
+
+    def sample(self, n: int, generator: torch.Generator) -> Tensor:
+        """Zeros (n, 1): there is nothing to draw, but each input must have some noise.
+
+        Args:
+            n: For how many inputs.
+            generator: Not used.
+
+        Returns:
+            Zeros, (n, 1).
+        """
+        return torch.zeros(n, 1)
+
+    def forward(self, x: Tensor, eps: Tensor | None = None) -> Tensor:
+        """Scale the features.
+
+        Args:
+            x: Inputs (n, ...).
+            eps: Not used.
+
+        Returns:
+            Scaled inputs, of the shape of x.
+        """
+        return x * self.scales
+
+
+class AdditiveNoise(Transform):
+    """x + σ ε with ε standard normal and a learnable noise level σ.
+
+    Args:
+        shape: Shape of one input.
+        level: Initial level, in the units of the inputs.
+        per_feature: Whether each feature has a level of its own.
+
+    Attributes:
+        raw_level: The level where it is positive; a negative one counts by its size, so that steps
+            of an optimiser can go on at 0. Of shape ``shape`` if per feature, else ().
+
+    Raises:
+        ConfigurationError: If the initial level is negative or not finite.
+    """
+
+    def __init__(
+        self, shape: int | Sequence[int], level: float | int = 0.1, per_feature: bool = False
+    ) -> None:
+        super().__init__()
+        if not 0 <= level < math.inf:
+            raise ConfigurationError(f"level={level}: must not be negative, and finite")
+        self.shape = _sizes(shape)
+        self.raw_level = nn.Parameter(torch.full(self.shape if per_feature else (), float(level)))
+
+    @property
+    def level(self) -> Tensor:
+        """The noise level σ, with a graph to ``raw_level``."""
+        return folded(self.raw_level, math.inf)
+
+    def sample(self, n: int, generator: torch.Generator) -> Tensor:
+        """Draw standard normal noise.
+
+        Args:
+            n: For how many inputs.
+            generator: On the CPU.
+
+        Returns:
+            (n, *shape).
+        """
+        return torch.randn(n, *self.shape, generator=generator)
+
+    def forward(self, x: Tensor, eps: Tensor) -> Tensor:
+        """Add noise.
+
+        Args:
+            x: Inputs (n, *shape).
+            eps: Standard normal noise of the same shape.
+
+        Returns:
+            Noisy inputs, of the shape and dtype of x.
+        """
+        return x + (self.level * eps.to(x.dtype)).to(x.dtype)
+
+
+def _sizes(shape: int | Sequence[int]) -> tuple[int, ...]:
+    return (shape,) if isinstance(shape, int) else tuple(shape)
