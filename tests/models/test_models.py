@@ -14,7 +14,18 @@ def num_parameters(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-SHAPES = {"mlp": (3, 5), "digitsnet": (1, 8, 8), "mininet": (1, 28, 28)}
+SHAPES = {
+    "mlp": (3, 5),
+    "digitsnet": (1, 8, 8),
+    "mininet": (1, 28, 28),
+    "lenet": (1, 28, 28),
+    "resnet18": (3, 8, 8),
+    "resnet50": (3, 8, 8),
+    "wrn16-4": (3, 8, 8),
+    "wide_resnet": (3, 8, 8),
+    "transformer": (5, 2),
+    "gru": (5, 2),
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -48,6 +59,16 @@ def test_mininet_is_the_papers() -> None:
 
 def test_mininet_takes_larger_images() -> None:
     assert make_model("mininet", (3, 32, 36), 10)(torch.randn(2, 3, 32, 36)).shape == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"), [((1, 28, 28), 60_170), ((3, 32, 32), 62_006), ((1, 32, 32), 61_706)]
+)
+def test_lenet_shrinks_its_image_to_one_pixel(shape: tuple[int, ...], count: int) -> None:
+    # 61,706 is LeNet-5's well-known number on 32 x 32 pixels of one channel.
+    model = make_model("lenet", shape, 10)
+    assert num_parameters(model) == count
+    assert model.get_parameter("linear.weight").shape == (84, 120)
 
 
 def test_digitsnet_is_small() -> None:
@@ -106,6 +127,14 @@ def test_without_a_seed_the_global_state_is_used() -> None:
         ("mlp", (), 1, {}, "1 or more"),
         ("mininet", (1, 27, 28), 10, {}, "at least 28x28"),
         ("digitsnet", (64,), 10, {}, "at least 4x4"),
+        ("lenet", (1, 24, 28), 10, {}, "at least 28x28"),
+        ("resnet50", (3, 7, 8), 10, {}, "at least 8x8"),
+        ("resnet18", (3, 8, 8), 10, {"shortcut": "cnv"}, "Did you mean 'conv'"),
+        ("resnet18", (3, 8, 8), 10, {"width": 0}, "width=0"),
+        ("wide_resnet", (3, 8, 8), 10, {"depth": 18}, "10, 16, 22"),
+        ("wide_resnet", (3, 8, 8), 10, {"depth": 4}, "10, 16, 22"),
+        ("wide_resnet", (3, 8, 8), 10, {"widen_factor": 0}, "widen_factor=0"),
+        ("wrn16-4", (48,), 10, {}, "at least 8x8"),
     ],
 )
 def test_errors_say_what_to_mend(

@@ -1,7 +1,29 @@
-"""Networks by name: small ones, made for the data sets that evigrad ships or names."""
+"""Networks by name: small ones, the paper's residual networks with Fixup, and sequences."""
 
 from evigrad.models.catalogue import MODELS, make_model
-from evigrad.models.convolutional import digitsnet, mininet
+from evigrad.models.convolutional import digitsnet, lenet, mininet
+from evigrad.models.fixup import fixup_scalars
 from evigrad.models.mlp import ACTIVATIONS, mlp
+from evigrad.models.resnet import ResNet, resnet18, resnet50
+from evigrad.models.sequences import GRU, gru, transformer
+from evigrad.models.wide_resnet import WideResNet, wide_resnet, wrn16_4
 
-__all__ = ["ACTIVATIONS", "MODELS", "digitsnet", "make_model", "mininet", "mlp"]
+__all__ = [
+    "ACTIVATIONS",
+    "GRU",
+    "MODELS",
+    "ResNet",
+    "WideResNet",
+    "digitsnet",
+    "fixup_scalars",
+    "gru",
+    "lenet",
+    "make_model",
+    "mininet",
+    "mlp",
+    "resnet18",
+    "resnet50",
+    "transformer",
+    "wide_resnet",
+    "wrn16_4",
+]

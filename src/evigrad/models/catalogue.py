@@ -9,14 +9,24 @@ import torch
 from torch import nn
 
 from evigrad.errors import ConfigurationError, nearest
-from evigrad.models.convolutional import digitsnet, mininet
+from evigrad.models.convolutional import digitsnet, lenet, mininet
 from evigrad.models.mlp import mlp
+from evigrad.models.resnet import resnet18, resnet50
+from evigrad.models.sequences import gru, transformer
+from evigrad.models.wide_resnet import wide_resnet, wrn16_4
 
 # Each takes (input_shape, num_outputs) and settings of its own.
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,
     "digitsnet": digitsnet,
     "mininet": mininet,
+    "lenet": lenet,
+    "resnet18": resnet18,
+    "resnet50": resnet50,
+    "wrn16-4": wrn16_4,
+    "wide_resnet": wide_resnet,
+    "transformer": transformer,
+    "gru": gru,
 }
 
 

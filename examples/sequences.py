@@ -1,0 +1,163 @@
+"""Sequence models: learn weight decay per layer and one hyperparameter of the forward pass.
+
+scikit-learn's digits are read as sequences: each image of 8x8 pixels is eight rows of eight
+numbers. Two networks classify them, each with something about time that is usually set by hand:
+
+* a transformer encoder whose attention has a range: how far does each head look?
+* a GRU whose head sees a leaky average of the states: how far back does it reach?
+
+Every network is trained twice from the same weights. "MAP" keeps the hyperparameter and the prior
+precisions where they start, "evidence" learns both by gradients of the log marginal likelihood, on
+the training data alone. The test data are only looked at in the end.
+
+It takes half a minute of one core. With seeds 0, 1 and 2 the evidence rises by 0.2 to 0.4 nats per
+datum, all GRUs forget faster, and heads get ranges of their own. On test data it is about level
+with MAP.
+
+    python examples/sequences.py
+    python examples/sequences.py --networks gru --estimator kfac-250-1 --epochs 150
+"""
+
+import argparse
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import evigrad
+from evigrad.data import DataSet, load
+from evigrad.models.sequences import gru, transformer
+from evigrad.training import FitResult, evaluate_evidence
+
+
+@dataclass(frozen=True)
+class Task:
+    """A network and the hyperparameter of its forward pass.
+
+    ``hyperparameter`` is the name that is passed to ``evigrad.fit``: every parameter of the model
+    below this name is learned by the evidence, and no gradient of the training loss reaches it.
+    """
+
+    build: Callable[[DataSet], nn.Module]
+    hyperparameter: str
+    epochs: int
+
+
+TASKS = {
+    # Scores of the attention get −|i − j| / length, with a length for each head of each block.
+    "transformer": Task(
+        lambda data: transformer(data.input_shape, data.num_outputs, attention_length=2.0),
+        "attention_length",
+        epochs=60,
+    ),
+    # Eight steps is nearly a plain mean of all states, which turns out to be too long.
+    "gru": Task(
+        lambda data: gru(data.input_shape, data.num_outputs, pooling_time=8.0),
+        "pooling_time",
+        epochs=120,
+    ),
+}
+
+
+def train(
+    task: Task, data: DataSet, estimator: str | None, options: argparse.Namespace
+) -> FitResult:
+    """Train one network; without an estimator it is trained by MAP alone."""
+    epochs = options.epochs or task.epochs
+    # The same initial weights for both ways.
+    torch.manual_seed(options.seed)
+    return evigrad.fit(
+        task.build(data),
+        data.train,
+        test=data.test,
+        # One block of so many data with one output each, for every hyperparameter step.
+        estimator=estimator,
+        # A prior precision for every weight tensor, all 1 at the start ...
+        prior="layerwise",
+        precision=1.0,
+        # ... and this besides.
+        hyperparameters=[task.hyperparameter],
+        epochs=epochs,
+        batch_size=100,
+        lr=5e-3,
+        # After a quarter of the epochs, 3 hyperparameter steps after every third epoch: what can
+        # be said about weights that have hardly been trained is misleading.
+        burn_in=epochs // 4,
+        every=3,
+        steps=3,
+        # The learning rates of the logarithms of the precisions and of the hyperparameter.
+        prior_lr=0.1,
+        hyper_lr=0.2,
+        hyper_lr_min=0.02,
+        seed=options.seed,
+        progress=False,
+    )
+
+
+def hyperparameter_values(task: Task, result: FitResult) -> str:
+    """The learned lengths or times, with the unit of one step of the sequence."""
+    # The module holds the logarithms; called, it gives the positive numbers.
+    numbers = result.model.get_submodule(task.hyperparameter)().detach().flatten()
+    low, high = numbers.min().item(), numbers.max().item()
+    return f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}"
+
+
+def report(name: str, task: Task, result: FitResult, data: DataSet, judge: str) -> str:
+    """One line of the table."""
+    # Estimators of different tightness cannot be compared: one tight bound judges all runs.
+    evidence = evaluate_evidence(result.evidence, data.train, estimator=judge)
+    metrics = result.test_metrics
+    return (
+        f"{name:12} {result.estimator or 'MAP':10} {hyperparameter_values(task, result):>13} "
+        f"{evidence.per_datum:13.3f} {metrics['log_likelihood']:9.3f} "
+        f"{100 * metrics['accuracy']:7.1f} {result.seconds:8.1f}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
+    """Train all networks both ways and print what came out.
+
+    Returns:
+        The runs that learned their hyperparameters, by the network's name.
+    """
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--networks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--estimator", default="ntk-250-1", help="of the evidence, for learning")
+    parser.add_argument("--judge", default="ntk-50-C", help="estimator of the column 'evidence'")
+    parser.add_argument("--subset", type=int, default=500, help="number of training data")
+    parser.add_argument("--epochs", type=int, help="default: 60 and 120")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+
+    # evigrad warns of every network with normalisation: the scale of weights in front of one may
+    # have no effect. This transformer normalises only inside its branches, and none of its
+    # matrices is without one.
+    warnings.filterwarnings("ignore", message="The model has normalisation layers")
+
+    data = load("digits", subset=options.subset)
+    print(data.describe())
+    print(
+        f"\n{'network':12} {'trained by':10} {'length, steps':>13} {'evidence/datum':>13} "
+        f"{'test LL':>8} {'test %':>7} {'seconds':>8}"
+    )
+    learned = {}
+    for name in options.networks:
+        task = TASKS[name]
+        for estimator in (None, options.estimator):
+            result = train(task, data, estimator, options)
+            print(report(name, task, result, data, options.judge), flush=True)
+        learned[name] = result
+
+    print("\nLearned prior precision of each weight matrix, and how its derivatives are had:")
+    for name, result in learned.items():
+        for weight in result.evidence.describe():
+            if len(weight.shape) > 1:
+                print(f"{name:12} {weight.name:32} {weight.precision:8.2f}   {weight.rows}")
+    return learned
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # such small networks gain nothing from more
+    main()

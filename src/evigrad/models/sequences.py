@@ -1,0 +1,407 @@
+"""Networks for sequences of tokens or of real vectors: a transformer encoder and a GRU.
+
+Both are written so that every weight matrix acts through ``F.linear`` with the data in dim 0. Rows
+of the Jacobian then have closed forms and KFAC gets Kronecker factors, where PyTorch's own
+``nn.MultiheadAttention`` and ``nn.GRU`` go through automatic differentiation, the latter datum by
+datum. Each can have one hyperparameter of its forward pass, to be learned by the evidence.
+"""
+
+import math
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from evigrad.errors import ConfigurationError
+
+# Standard deviation of the position embeddings at the start. Small beside that of the tokens, about
+# 1: at first a network tells what a token is, and learns where it stands.
+_POSITION_SCALE = 0.1
+
+
+def transformer(
+    input_shape: Sequence[int],
+    num_outputs: int,
+    width: int = 32,
+    heads: int = 4,
+    layers: int = 2,
+    hidden: int | None = None,
+    vocabulary: int | None = None,
+    padding: int | None = None,
+    attention_length: float | None = None,
+) -> "Transformer":
+    """A small transformer encoder: pre-norm blocks, mean pooling, a linear head.
+
+    Inputs of shape (T,) with a ``vocabulary`` are T integer tokens. Without one they are real: (T,)
+    is a series of numbers, (T, d) one of vectors, and an image (c, h, w) the sequence of its h
+    rows, each of c·w numbers. Tokens may be fewer than T in a batch.
+
+    With ``attention_length`` the attention has a range: a head looks from position i at j with the
+    scores qᵢ·kⱼ/√(width/heads) − |i − j|/length (Press et al., 2022, *Train Short, Test Long*, with
+    slope 1/length, here in both directions). The lengths, one of each head in each block, are the
+    parameter ``attention_length.log``: learn it by ``hyperparameters=["attention_length"]``.
+
+    Args:
+        input_shape: Shape of one input.
+        num_outputs: Number of outputs C.
+        width: Size of a token's representation, a multiple of ``heads``.
+        heads: Attention heads in each block.
+        layers: Blocks.
+        hidden: Units of a block's feed-forward part. Default: twice the width.
+        vocabulary: Number of different tokens; None for real inputs.
+        padding: A token that is not part of the sequence, wherever it stands.
+        attention_length: Range of the attention at the start, in positions; None does without.
+
+    Returns:
+        A module (m, *input_shape) -> (m, C).
+
+    Raises:
+        ConfigurationError: If sizes or settings do not fit each other.
+    """
+    hidden = 2 * width if hidden is None else hidden
+    _check_sizes("transformer", width=width, heads=heads, layers=layers, hidden=hidden)
+    _check_input("transformer", input_shape, vocabulary, padding)
+    if width % heads:
+        raise ConfigurationError(f"width={width} is no multiple of heads={heads}")
+    lengths = _positive("attention_length", attention_length, layers, heads)
+    return Transformer(
+        tokens=_embedding(input_shape, vocabulary, padding, width),
+        steps=_steps(input_shape),
+        blocks=[Block(width, heads, hidden) for _ in range(layers)],
+        head=nn.Linear(width, num_outputs),
+        padding=padding,
+        attention_length=lengths,
+    )
+
+
+def gru(
+    input_shape: Sequence[int],
+    num_outputs: int,
+    width: int = 32,
+    layers: int = 1,
+    vocabulary: int | None = None,
+    padding: int | None = None,
+    pooling_time: float | None = None,
+) -> "Recurrent":
+    """Gated recurrent units, one or several layers of them, and a linear head.
+
+    Inputs are as for ``transformer``, but real ones are not embedded, as the first layer multiplies
+    them with a matrix anyway, and padding stands at the end.
+
+    The head sees the last state or, with ``pooling_time``, the mean of all states under the weights
+    exp(−s/time) of a leaky average, s steps before the end: the last state for a short time, the
+    plain mean for a long one. The time is the parameter ``pooling_time.log``: learn it by
+    ``hyperparameters=["pooling_time"]``.
+
+    Args:
+        input_shape: Shape of one input.
+        num_outputs: Number of outputs C.
+        width: Units of each layer, and size of a token's embedding.
+        layers: Recurrent layers, one on top of the other.
+        vocabulary: Number of different tokens; None for real inputs.
+        padding: A token that fills up the end of a sequence.
+        pooling_time: Time constant of the average at the start, in steps; None takes the last
+            state.
+
+    Returns:
+        A module (m, *input_shape) -> (m, C).
+
+    Raises:
+        ConfigurationError: If sizes or settings do not fit each other.
+    """
+    _check_sizes("gru", width=width, layers=layers)
+    _check_input("gru", input_shape, vocabulary, padding)
+    time = _positive("pooling_time", pooling_time)
+    real = vocabulary is None
+    return Recurrent(
+        tokens=None if real else _embedding(input_shape, vocabulary, padding, width),
+        recurrence=GRU(_features(input_shape) if real else width, width, layers),
+        head=nn.Linear(width, num_outputs),
+        padding=padding,
+        pooling_time=time,
+    )
+
+
+class Positive(nn.Module):
+    """Positive numbers, learned on the log scale.
+
+    Args:
+        start: Their values at the start.
+
+    Attributes:
+        log: Their logarithms.
+    """
+
+    def __init__(self, start: Tensor) -> None:
+        super().__init__()
+        self.log = nn.Parameter(start.log())
+
+    def forward(self) -> Tensor:
+        """The numbers."""
+        return self.log.exp()
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with a matrix each for queries, keys, values and output."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(width, width)
+        # A bias would add the same to all scores of a query, which the softmax takes out again.
+        self.key = nn.Linear(width, width, bias=False)
+        self.value = nn.Linear(width, width)
+        self.output = nn.Linear(width, width)
+
+    def forward(
+        self, h: Float[Tensor, "m T d"], bias: Float[Tensor, "#m #heads #T T"] | None
+    ) -> Float[Tensor, "m T d"]:
+        """What each position gathers from the others.
+
+        Args:
+            h: Representations.
+            bias: Added to the scores before the softmax.
+
+        Returns:
+            What is to be added to the representations.
+        """
+        query, key, value = (
+            layer(h).unflatten(2, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x))."""
+
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.linear1 = nn.Linear(width, hidden)
+        self.gelu = nn.GELU()
+        self.linear2 = nn.Linear(hidden, width)
+
+    def forward(
+        self, h: Float[Tensor, "m T d"], bias: Float[Tensor, "#m #heads #T T"] | None
+    ) -> Float[Tensor, "m T d"]:
+        """The representations after this block; see ``Attention.forward``."""
+        h = h + self.attention(self.norm1(h), bias)
+        return h + self.linear2(self.gelu(self.linear1(self.norm2(h))))
+
+
+class Transformer(nn.Module):
+    """The network of ``transformer``.
+
+    No normalisation follows the last block: behind one, the scale of all that is added up in front
+    of it would have no effect, and its prior precision no meaning.
+    """
+
+    def __init__(
+        self,
+        tokens: nn.Module,
+        steps: int,
+        blocks: Sequence[Block],
+        head: nn.Linear,
+        padding: int | None,
+        attention_length: Positive | None,
+    ) -> None:
+        super().__init__()
+        self.padding = padding
+        self.attention_length = attention_length
+        self.tokens = tokens
+        self.positions = nn.Embedding(steps, head.in_features)
+        nn.init.normal_(self.positions.weight, std=_POSITION_SCALE)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = head
+
+    def forward(self, x: Tensor) -> Float[Tensor, "m C"]:
+        """The outputs for m sequences."""
+        valid = _valid(x, self.padding)
+        h = self.tokens(_as_sequence(x) if isinstance(self.tokens, nn.Linear) else x)
+        m, steps, _ = h.shape
+        # As many indices as data, so that the embedding's rows have their closed form.
+        position = torch.arange(steps, device=h.device)
+        h = h + self.positions(position.expand(m, steps))
+        lengths = None if self.attention_length is None else self.attention_length()
+        distances = (position[:, None] - position).abs().to(h.dtype)
+        for index, block in enumerate(self.blocks):
+            bias = None
+            if lengths is not None:
+                bias = -(distances / lengths[index][:, None, None])[None]
+            if valid is not None:
+                # The lowest finite number: sequences of padding alone get no NaN.
+                lowest = torch.finfo(h.dtype).min
+                bias = h.new_zeros(1, 1, 1, 1) if bias is None else bias
+                bias = bias.masked_fill(~valid[:, None, None, :], lowest)
+            h = block(h, bias)
+        if valid is None:
+            return self.head(h.mean(1))
+        count = valid.sum(1, keepdim=True).clamp(min=1)
+        return self.head((h * valid[:, :, None]).sum(1) / count)
+
+
+class GRU(nn.GRU):
+    """``nn.GRU`` with the batch first, whose rows have closed forms and Kronecker factors.
+
+    In training mode it is ``nn.GRU`` with its fast kernels. In evaluation mode, in which evidences
+    are computed, it does the same arithmetic step by step, one ``F.linear`` for the inputs of all
+    steps and one for the state of each. Parameters, their initial values and state dictionaries
+    are those of ``nn.GRU``.
+
+    Args:
+        input_size: Features of the input.
+        hidden_size: Units.
+        num_layers: Layers, one on top of the other.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, num_layers: int = 1) -> None:
+        super().__init__(input_size, hidden_size, num_layers, batch_first=True)
+
+    # Not of packed sequences, which nn.GRU takes too.
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input: Float[Tensor, "m T i"], hx: Float[Tensor, "layers m d"] | None = None
+    ) -> tuple[Float[Tensor, "m T d"], Float[Tensor, "layers m d"]]:
+        """The states of the last layer, and the last states of all layers.
+
+        Args:
+            input: Sequences.
+            hx: States at the start; None for zeros.
+
+        Returns:
+            The same as ``nn.GRU``.
+        """
+        if self.training:
+            return super().forward(input, hx)
+        if hx is None:
+            hx = input.new_zeros(self.num_layers, len(input), self.hidden_size)
+        last = []
+        for layer, start in enumerate(hx):
+            input = self._unrolled(input, start, layer)
+            last.append(input[:, -1])
+        return input, torch.stack(last)
+
+    def _unrolled(
+        self, x: Float[Tensor, "m T i"], h: Float[Tensor, "m d"], layer: int
+    ) -> Float[Tensor, "m T d"]:
+        """The states of one layer."""
+        # By name: the list of weights that nn.GRU keeps does not follow a functional call.
+        weight_ih, weight_hh, bias_ih, bias_hh = (
+            getattr(self, f"{kind}_l{layer}")
+            for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        )
+        states = []
+        for of_input in F.linear(x, weight_ih, bias_ih).unbind(1):
+            reset_i, update_i, new_i = of_input.chunk(3, dim=1)
+            reset_h, update_h, new_h = F.linear(h, weight_hh, bias_hh).chunk(3, dim=1)
+            update = torch.sigmoid(update_i + update_h)
+            new = torch.tanh(new_i + torch.sigmoid(reset_i + reset_h) * new_h)
+            h = new + update * (h - new)
+            states.append(h)
+        return torch.stack(states, dim=1)
+
+
+class Recurrent(nn.Module):
+    """The network of ``gru``."""
+
+    def __init__(
+        self,
+        tokens: nn.Module | None,
+        recurrence: GRU,
+        head: nn.Linear,
+        padding: int | None,
+        pooling_time: Positive | None,
+    ) -> None:
+        super().__init__()
+        self.padding = padding
+        self.pooling_time = pooling_time
+        self.tokens = tokens
+        self.recurrence = recurrence
+        self.head = head
+
+    def forward(self, x: Tensor) -> Float[Tensor, "m C"]:
+        """The outputs for m sequences."""
+        valid = _valid(x, self.padding)
+        h, _ = self.recurrence(_as_sequence(x) if self.tokens is None else self.tokens(x))
+        if valid is None:
+            if self.pooling_time is None:
+                return self.head(h[:, -1])
+            valid = torch.ones(h.shape[:2], dtype=torch.bool, device=h.device)
+        # Steps from each position to the last one that is no padding.
+        left = valid.flip(1).cumsum(1).flip(1) - valid.long()
+        if self.pooling_time is None:
+            weights = (valid & (left == 0)).to(h.dtype)
+        else:
+            weights = torch.exp(-left / self.pooling_time()) * valid
+            # The last weight is 1, so that only sequences of padding alone have a smaller sum.
+            weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
+        return self.head((weights[:, :, None] * h).sum(1))
+
+
+def _as_sequence(x: Tensor) -> Float[Tensor, "m T d"]:
+    """Numbers, vectors, or rows of images, as sequences of vectors."""
+    if x.dim() == 2:
+        return x[:, :, None]
+    return x if x.dim() == 3 else x.transpose(1, 2).flatten(2)
+
+
+def _steps(input_shape: Sequence[int]) -> int:
+    return input_shape[0] if len(input_shape) < 3 else input_shape[1]
+
+
+def _features(input_shape: Sequence[int]) -> int:
+    return prod(input_shape) // _steps(input_shape)
+
+
+def _embedding(
+    input_shape: Sequence[int], vocabulary: int | None, padding: int | None, width: int
+) -> nn.Module:
+    if vocabulary is None:
+        return nn.Linear(_features(input_shape), width)
+    return nn.Embedding(vocabulary, width, padding_idx=padding)
+
+
+def _valid(x: Tensor, padding: int | None) -> Bool[Tensor, "m T"] | None:
+    """Which tokens are part of their sequences; None for all."""
+    return None if padding is None else x != padding
+
+
+def _positive(name: str, start: float | None, *shape: int) -> Positive | None:
+    if start is None:
+        return None
+    if not (math.isfinite(start) and start > 0):
+        raise ConfigurationError(f"{name} must be a positive number or None, not {start}")
+    return Positive(torch.full(shape, float(start)))
+
+
+def _check_sizes(model: str, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigurationError(f"{name}={size} of '{model}' must be 1 or more")
+
+
+def _check_input(
+    model: str, input_shape: Sequence[int], vocabulary: int | None, padding: int | None
+) -> None:
+    if len(input_shape) > 3:
+        raise ConfigurationError(
+            f"'{model}' takes sequences (T,) or (T, features), or images (channels, height, width)"
+            f" as sequences of rows, not inputs of shape {tuple(input_shape)}"
+        )
+    if vocabulary is None:
+        if padding is not None:
+            raise ConfigurationError("padding is a token: it needs vocabulary=..., their number")
+        return
+    if vocabulary < 1 or len(input_shape) != 1:
+        raise ConfigurationError(
+            f"vocabulary={vocabulary} is a number of tokens, 1 or more, for inputs of shape (T,);"
+            f" these have shape {tuple(input_shape)}"
+        )
+    if padding is not None and not 0 <= padding < vocabulary:
+        raise ConfigurationError(f"padding={padding} is none of the tokens 0 to {vocabulary - 1}")
