@@ -1,5 +1,6 @@
 import inspect
 import json
+import re
 import sys
 import warnings
 
@@ -99,6 +100,27 @@ def test_options_after_a_file_replace_what_it_says(capsys, tmp_path):
     assert yaml.safe_load(capsys.readouterr().out)["compare_map"] is False
 
 
+def test_how_an_estimate_computes_can_be_said_in_words(tmp_path):
+    words = "--micro-batch auto --memory-budget 20MB --rows-dtype bfloat16 --gram-dtype float64"
+    words += " --prior-update fixed_point --prior-blocks 2"
+    run("train", *QUICK, *words.split(), "--no-figures", "--run-dir", tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["micro_batch"], config["memory_budget"]) == ("auto", "20MB")
+    assert (config["rows_dtype"], config["gram_dtype"]) == ("bfloat16", "float64")
+    assert (config["prior_update"], config["prior_blocks"]) == ("fixed_point", 2)
+    run("train", "--config", tmp_path / "run" / "config.yaml", "--no-figures")
+    rows = [read_metrics(tmp_path / name / "metrics.csv")[-1] for name in ("run", "run-2")]
+    assert rows[0]["precision/linear1.weight"] == rows[1]["precision/linear1.weight"] != 1.0
+
+
+def test_a_number_of_bytes_in_a_file(capsys, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("micro_batch: 7\nmemory_budget: 1000000\n")
+    run("train", "--config", file, "--print-config")
+    options = yaml.safe_load(capsys.readouterr().out)
+    assert (options["micro_batch"], options["memory_budget"]) == (7, 1000000)
+
+
 def test_map_alone(capsys, tmp_path):
     run("train", *QUICK, "--estimator", "map", "--run-dir", tmp_path / "run")
     assert ", learned" not in capsys.readouterr().out
@@ -133,6 +155,14 @@ def test_the_doctor_lists_every_parameter_and_the_cost(capsys, tmp_path, monkeyp
     assert "Predicted memory" in output
     assert "not a guaranteed lower bound" in " ".join(output.split())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_doctor_shows_the_micro_batches_that_it_chose(capsys, monkeypatch):
+    monkeypatch.setattr("evigrad.cli.doctor._SECONDS_EACH", 0.01)
+    arguments = "doctor --data digits --subset 60 --model mlp --estimator kfac-20-1 --device cpu"
+    run(*arguments.split(), "--micro-batch", "auto", "--memory-budget", "100kB")
+    words = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"Micro-batches hold at most: [0-9]+ in the first pass\.", words)
 
 
 @pytest.mark.parametrize("command", [[], ["--help"], ["train", "--help"], ["doctor", "-h"]])
@@ -173,6 +203,12 @@ def test_the_version(capsys):
         ("train --epochs many", "--epochs: give a whole number, not 'many'"),
         ("train --lr fast", "--lr: give a number, not 'fast'"),
         ("train --optimizer sdg", "choose one of adam, sgd, not 'sdg'. Did you mean 'sgd'?"),
+        ("train --micro-batch some", "give a whole number or auto, not 'some'"),
+        ("train --micro-batch 0", "micro_batch must be a positive integer"),
+        ("train --memory-budget 1GiB", "say micro_batch='auto'"),
+        ("train --micro-batch auto --memory-budget lots", "an amount as 8GiB or 500MB, not 'lots'"),
+        ("train --autocast float64", "choose one of bfloat16, float16, not 'float64'"),
+        ("train --prior-update mackay", "choose one of adam, fixed_point, not 'mackay'"),
         ("train --compare-map perhaps", "--compare-map: give yes or no, not 'perhaps'"),
         ("train --epochs", "--epochs needs a value"),
         ("train digits", "'digits' is not understood here"),

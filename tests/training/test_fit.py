@@ -190,6 +190,42 @@ def test_the_run_directory(blobs, make_net, tmp_path):
     assert again.run_dir == tmp_path / "run-2"
 
 
+def test_how_an_estimate_computes_changes_no_result_and_is_recorded(blobs, make_net, tmp_path):
+    plain = fit(make_net(), blobs[0], **SMALL)
+    automatic = fit(
+        make_net(),
+        blobs[0],
+        micro_batch="auto",
+        memory_budget="2 kB",
+        rows_device="cpu",
+        run_dir=tmp_path / "run",
+        **SMALL,
+    )
+    torch.testing.assert_close(state_of(automatic), state_of(plain), rtol=1e-3, atol=1e-4)
+    chosen = automatic.evidence.state_dict()["micro_batches"]
+    assert 1 <= chosen["first"] < 20
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["micro_batch"], config["memory_budget"]) == ("auto", "2 kB")
+    assert (config["rows_device"], config["autocast"]) == ("cpu", None)
+    assert (config["prior_update"], config["prior_blocks"]) == ("adam", None)
+    state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    assert state["evidence"]["micro_batches"] == chosen
+
+
+@pytest.mark.parametrize("name", ["rows_dtype", "autocast"])
+def test_types_by_name_and_as_types(blobs, make_net, tmp_path, name):
+    settings: dict[str, Any] = small(micro_batch=7)  # of one micro-batch no rows are kept
+    kinds: list[Any] = ["bfloat16", torch.bfloat16]
+    runs = [
+        fit(make_net(), blobs[0], run_dir=tmp_path / "run", **{**settings, name: dtype})
+        for dtype in kinds
+    ]
+    assert torch.equal(state_of(runs[0]), state_of(runs[1]))
+    assert not torch.equal(state_of(runs[0]), state_of(fit(make_net(), blobs[0], **settings)))
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config[name] == "bfloat16"
+
+
 def test_the_checkpoint_holds_all_that_is_needed(blobs, make_net, tmp_path):
     result = fit(make_net(), blobs[0], run_dir=tmp_path / "run", **SMALL)
     state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
@@ -248,6 +284,10 @@ def test_divergence_says_where_the_metrics_are(blobs, make_net, tmp_path):
         ),
         ({"hyperparameters": ["gate"]}, ConfigurationError, "gate"),
         ({"optimizer": "lbfgs"}, ConfigurationError, "adam, sgd"),
+        ({"autocast": "int8"}, ConfigurationError, "autocast is one of bfloat16"),
+        ({"memory_budget": "1GiB"}, ConfigurationError, "micro_batch='auto'"),
+        ({"micro_batch": "all"}, ConfigurationError, "micro_batch"),
+        ({"prior_update": "newton"}, ConfigurationError, "adam, fixed_point"),
         ({"lr": 0.0}, ConfigurationError, "lr"),
         ({"device": "gpu"}, ConfigurationError, "'gpu' cannot be used"),
         ({"likelihood": "gaussian"}, InputError, "argets"),

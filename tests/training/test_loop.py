@@ -32,8 +32,12 @@ _DEFAULTS: dict[str, Any] = {
     "burn_in": 2,
     "every": 2,
     "steps": 3,
+    "prior_blocks": None,
+    "prior_update": "adam",
     "prior_lr": 0.1,
     "prior_lr_min": 0.01,
+    "prior_rate": 0.5,
+    "prior_rate_min": 0.05,
     "hyper_lr": 0.05,
     "hyper_lr_min": 0.005,
     "temperature": 1.0,
@@ -41,7 +45,11 @@ _DEFAULTS: dict[str, Any] = {
     "sharing": "expand",
     "parameter_partition": "tensor",
     "micro_batch": None,
+    "memory_budget": None,
     "gram_dtype": None,
+    "rows_dtype": None,
+    "rows_device": None,
+    "autocast": None,
     "eval_every": 0,
     "checkpoint_every": 10,
     "seed": 0,
@@ -52,14 +60,15 @@ def make_settings(**changes) -> Settings:
     return Settings(**{**_DEFAULTS, **changes})
 
 
-def make_loop(net, data, **changes) -> Loop:
+def make_loop(net, data, likelihood=None, prior=None, **changes) -> Loop:
     settings = make_settings(**changes)
     evidence = Evidence(
         net,
-        Categorical(),
-        GaussianPrior(),
+        likelihood or Categorical(),
+        prior or GaussianPrior(),
         estimator=settings.estimator or "ntk-20-1",
         num_data=len(data[0]),
+        hyperparameters=settings.hyperparameters,
         generator=0,
     )
     x, y = data
@@ -105,6 +114,10 @@ def test_each_optimiser_holds_its_own_parameters_and_no_decay():
         0.2: {"model.gate"},
     }
     assert all(group["weight_decay"] == 0 for group in optimizer.param_groups)
+    settings = make_settings(prior_update="fixed_point")
+    optimizer = make_hyper_optimizer(evidence.hyperparameters(), settings)
+    held = {named[id(p)] for group in optimizer.param_groups for p in group["params"]}
+    assert held == {"likelihood.log_noise", "model.gate"}
 
 
 def test_hyperparameters_without_a_gradient_stay(blobs, make_net, monkeypatch):
@@ -253,6 +266,11 @@ def test_an_estimate_that_fails_names_the_epoch(blobs, make_net):
         ({"prior_lr": 0.0}, "prior_lr must be a positive"),
         ({"hyper_lr_min": 1.0}, "hyper_lr_min must lie between"),
         ({"seed": -1}, "seed must be an integer of at least 0"),
+        ({"prior_blocks": 0}, "prior_blocks must be an integer of at least 1"),
+        ({"prior_update": "fixedpoint"}, "Did you mean 'fixed_point'"),
+        ({"prior_rate": 1.5}, "prior_rate must be at most 1"),
+        ({"prior_rate": 0.0}, "prior_rate must be a positive"),
+        ({"prior_rate_min": 0.6}, "prior_rate_min must lie between"),
     ],
 )
 def test_settings_out_of_range(changes, words):

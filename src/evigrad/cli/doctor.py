@@ -21,7 +21,7 @@ from evigrad.estimate import Estimate, ParameterReport
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import make_likelihood
 from evigrad.priors import GaussianPrior
-from evigrad.training import fit
+from evigrad.training import ESTIMATOR_OPTIONS, estimator_options, fit
 
 SUMMARY = "Show what an estimator does with each parameter of a network, and its cost"
 
@@ -34,7 +34,6 @@ example:
   evigrad doctor --data digits --model digitsnet --estimator kfac-100-1"""
 
 _PRIOR = ("estimator", "likelihood", "prior", "precision")
-_ESTIMATOR = ("temperature", "root", "sharing", "parameter_partition", "micro_batch")
 
 # Repetitions stop after this time each: a doctor should answer in seconds.
 _SECONDS_EACH = 2.0
@@ -74,7 +73,7 @@ def make_parser() -> Parser:
         "network and data", set_up, ("data", "data_dir", "subset", "model"), SETUP_TYPES
     )
     options.add_group("prior and evidence", fit, _PRIOR, FIT_TYPES, {"likelihood": None}, FIT_WORDS)
-    options.add_group("details of the estimator", fit, _ESTIMATOR, FIT_TYPES)
+    options.add_group("details of the estimator", fit, ESTIMATOR_OPTIONS, FIT_TYPES)
     options.add_group("training", fit, ("batch_size",), FIT_TYPES)
     options.add_group("machine", set_up, ("seed", "device", "threads"), SETUP_TYPES)
     return parser
@@ -105,7 +104,7 @@ def run(parser: Parser, options: Namespace) -> int:
         estimator=options.estimator,
         num_data=len(setup.data.train[0]),
         generator=torch.Generator().manual_seed(setup.seed),
-        **{name: options[name] for name in _ESTIMATOR},
+        **estimator_options(options.as_dict()),
     )
     data = setup.data.train
     batch_size = min(options.batch_size, len(data[0]))
@@ -205,7 +204,8 @@ def _cost_table(evidence: Evidence, cost: Cost, memory: int, batch_size: int) ->
         title=f"Cost of {name}",
         caption=(
             f"Predicted memory of the curvature: {_bytes(memory)}. The expected log evidence"
-            f" {bound}. Times are medians, of this machine as busy as it is."
+            f" {bound}.{_micro_batches(evidence)} Times are medians, of this machine as busy as it"
+            " is."
         ),
         caption_justify="left",
     )
@@ -221,6 +221,15 @@ def _cost_table(evidence: Evidence, cost: Cost, memory: int, batch_size: int) ->
     for label, seconds in rows:
         table.add_row(label, f"{1e3 * seconds:.3g} ms", f"{seconds / cost.block_step:.3g}")
     return table
+
+
+def _micro_batches(evidence: Evidence) -> str:
+    """What ``micro_batch="auto"`` has chosen; nothing where it was not asked for."""
+    chosen = evidence.state_dict()["micro_batches"]
+    if not chosen:
+        return ""
+    parts = ", ".join(f"{size} in the {kind} pass" for kind, size in chosen.items())
+    return f" Micro-batches hold at most: {parts}."
 
 
 def _bytes(count: int) -> str:

@@ -115,7 +115,7 @@ class Options:
                 action = ActionYesNo(no_prefix="no-")
                 group.add_argument(flag, action=action, nargs="?", default=default, help=text)
             else:
-                metavar = "DIR" if name.endswith("_dir") else _metavar(kind)
+                metavar = _metavar(name, kind)
                 group.add_argument(flag, type=kind, metavar=metavar, default=default, help=text)
 
 
@@ -208,6 +208,8 @@ def _expected(text: str) -> str:
     if choices := re.search(r"Literal\[([^\]]*)\]", text):
         names = re.findall(r"'([^']*)'", choices[1])
         hint = nearest(value[1].strip(), names) if value else ""
+        if "<class 'int'>" in text:
+            return f"give a whole number or {', '.join(names)}{given}.{hint}"
         return f"choose one of {', '.join(names)}{given}.{hint}"
     named = [words for kind, words in kinds.items() if f"<class '{kind}'>" in text]
     if named:
@@ -224,9 +226,13 @@ def _option_names(parser: ArgumentParser) -> list[str]:
     ]
 
 
-def _metavar(kind: Any) -> str:
+def _metavar(name: str, kind: Any) -> str:
     """How the help shows a value."""
     text = str(kind)
+    if name.endswith("_dir"):
+        return "DIR"
+    if name.endswith("_budget"):
+        return "BYTES"
     if "Literal" in text:
-        return "|".join(re.findall(r"'([^']*)'", text))
+        return "|".join(["N"] * bool(re.search(r"\bint\b", text)) + re.findall(r"'([^']*)'", text))
     return "N" if "int" in text else "X" if "float" in text else "NAME"

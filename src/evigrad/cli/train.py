@@ -17,6 +17,7 @@ from evigrad.cli.setup import SETUP_TYPES, Setup, set_up
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimators import EstimatorSpec
 from evigrad.training import (
+    ESTIMATOR_OPTIONS,
     EvidenceValue,
     FitResult,
     Run,
@@ -58,13 +59,22 @@ FIT_TYPES: dict[str, Any] = {
     "burn_in": int,
     "every": int,
     "steps": int,
+    "prior_blocks": int | None,
+    "prior_update": Literal["adam", "fixed_point"],
     "prior_lr": float,
     "prior_lr_min": float,
+    "prior_rate": float,
+    "prior_rate_min": float,
     "temperature": float,
     "root": Literal["subblock", "fisher", "eigen"] | None,
     "sharing": Literal["expand", "reduce"],
     "parameter_partition": Literal["tensor", "module"],
-    "micro_batch": int | None,
+    "micro_batch": int | Literal["auto"] | None,
+    "memory_budget": int | str | None,
+    "gram_dtype": Literal["float32", "float64"] | None,
+    "rows_dtype": Literal["bfloat16", "float16", "float32", "float64"] | None,
+    "rows_device": str | None,
+    "autocast": Literal["bfloat16", "float16"] | None,
     "eval_every": int,
     "checkpoint_every": int,
     "progress": bool,
@@ -86,15 +96,16 @@ _OWN_TYPES: dict[str, Any] = {
 _SETUP = ("data", "data_dir", "subset", "model")
 _PRIOR = ("estimator", "likelihood", "prior", "precision")
 _WEIGHTS = ("epochs", "batch_size", "optimizer", "lr", "lr_min", "momentum")
-_HYPER = ("burn_in", "every", "steps", "prior_lr", "prior_lr_min")
-_ESTIMATOR = ("temperature", "root", "sharing", "parameter_partition", "micro_batch")
+_HYPER = (
+    *("burn_in", "every", "steps", "prior_blocks", "prior_update"),
+    *("prior_lr", "prior_lr_min", "prior_rate", "prior_rate_min"),
+)
 _MACHINE = ("seed", "device", "threads")
 # Those of fit that only networks with hyperparameters of their own need, or only Python can say.
 _FIXED: dict[str, Any] = {
     "hyperparameters": (),
     "hyper_lr": 0.05,
     "hyper_lr_min": 0.005,
-    "gram_dtype": None,
 }
 
 
@@ -110,7 +121,7 @@ def make_parser() -> Parser:
     options.add_group("prior and evidence", fit, _PRIOR, FIT_TYPES, {"likelihood": None}, FIT_WORDS)
     options.add_group("training of the weights", fit, _WEIGHTS, FIT_TYPES)
     options.add_group("learning of the hyperparameters", fit, _HYPER, FIT_TYPES)
-    options.add_group("details of the estimator", fit, _ESTIMATOR, FIT_TYPES)
+    options.add_group("details of the estimator", fit, ESTIMATOR_OPTIONS, FIT_TYPES)
     options.add_group("results", report, tuple(_OWN_TYPES), _OWN_TYPES)
     recorded = ("eval_every", "checkpoint_every", "progress")
     options.add_group("record", fit, recorded, FIT_TYPES)

@@ -6,6 +6,7 @@ from evigrad.training.compare import (
     evaluate_evidence,
     tight_estimator,
 )
+from evigrad.training.estimator_options import ESTIMATOR_OPTIONS, estimator_options
 from evigrad.training.fit import fit, prepare
 from evigrad.training.metrics import evaluate, read_metrics
 from evigrad.training.run import FitResult, Run
@@ -13,12 +14,14 @@ from evigrad.training.run_directory import RunDirectory
 from evigrad.training.settings import Settings
 
 __all__ = [
+    "ESTIMATOR_OPTIONS",
     "EvidenceValue",
     "FitResult",
     "Run",
     "RunDirectory",
     "Settings",
     "describe_estimator",
+    "estimator_options",
     "evaluate",
     "evaluate_evidence",
     "fit",

@@ -88,7 +88,7 @@ def evaluate_evidence(
     estimator: str,
     *,
     seed: int = 0,
-    micro_batch: int | None = None,
+    micro_batch: int | str | None = None,
     **options: Any,
 ) -> EvidenceValue:
     """Evaluate the log evidence of a trained model with another estimator.
@@ -102,8 +102,10 @@ def evaluate_evidence(
         data: All training data, on the model's device.
         estimator: Name of the estimator.
         seed: Of the partition.
-        micro_batch: Data in a pass. Default: as many as keep the rows of a pass below 100 MB.
-        **options: Other keywords of ``Evidence``: root, sharing, parameter_partition, gram_dtype.
+        micro_batch: Data in a pass, or ``"auto"``. Default: as many as keep the rows of a pass
+            below 100 MB.
+        **options: Other keywords of ``Evidence``: root, sharing, parameter_partition, gram_dtype,
+            and more.
 
     Returns:
         The mean and its parts.

@@ -15,6 +15,7 @@ from evigrad.likelihoods import Likelihood, make_likelihood
 from evigrad.modes import evaluation_mode
 from evigrad.priors import GaussianPrior
 from evigrad.sources import as_source
+from evigrad.training.estimator_options import estimator_options
 from evigrad.training.loop import Loop
 from evigrad.training.randomness import stream
 from evigrad.training.run import Callback, FitResult, Run
@@ -40,16 +41,24 @@ def fit(
     burn_in: int = 10,
     every: int = 5,
     steps: int = 10,
+    prior_blocks: int | None = None,
+    prior_update: str = "adam",
     prior_lr: float = 0.1,
     prior_lr_min: float = 0.01,
+    prior_rate: float = 0.5,
+    prior_rate_min: float = 0.05,
     hyper_lr: float = 0.05,
     hyper_lr_min: float = 0.005,
     temperature: float = 1.0,
     root: str | None = None,
     sharing: str = "expand",
     parameter_partition: str | Mapping[str, Sequence[str]] = "tensor",
-    micro_batch: int | None = None,
-    gram_dtype: torch.dtype | None = None,
+    micro_batch: int | str | None = None,
+    memory_budget: int | str | None = None,
+    gram_dtype: torch.dtype | str | None = None,
+    rows_dtype: torch.dtype | str | None = None,
+    rows_device: torch.device | str | None = None,
+    autocast: torch.dtype | str | None = None,
     test: Any = None,
     eval_every: int = 0,
     seed: int = 0,
@@ -64,8 +73,9 @@ def fit(
     The paper's interleaved scheme: the weights minimise the mean negative log likelihood plus the
     prior's decay; after ``burn_in`` epochs, and every ``every`` epochs from there, ``steps`` steps
     of Adam on the prior's log precisions, the noise and the model's own hyperparameters, along
-    the gradient of the estimator's log evidence. All of it sees the training data alone; test
-    data are evaluated, and nothing depends on the result.
+    the gradient of the estimator's log evidence (or of MacKay's fixed-point update, for the
+    precisions). All of it sees the training data alone; test data are evaluated, and nothing
+    depends on the result.
 
     The global random state is not touched: ``seed`` gives the order of the data, the blocks and
     what the model draws (dropout) each a stream of its own. The initial weights are the model's.
@@ -93,8 +103,17 @@ def fit(
         burn_in: Epochs before the first steps on the hyperparameters.
         every: Epochs from one round of hyperparameter steps to the next.
         steps: Hyperparameter steps in a round, each on a block of its own.
-        prior_lr: Learning rate of log precisions and log noise at the start.
+        prior_blocks: Blocks that a round passes over once, all its steps being on their mean: as
+            many steps as you like for the price of these passes. Only where the prior and the
+            noise alone are learned. Default: a block for each step, or one for all of them where
+            every block is the same.
+        prior_update: How precisions are learned: adam, or fixed_point, MacKay's update from the
+            effective number of parameters. Noise and the model's own hyperparameters keep Adam.
+        prior_lr: Learning rate of log precisions and log noise (Adam) at the start.
         prior_lr_min: The same at the last step; a cosine leads there, step by step.
+        prior_rate: Part of the way to the fixed point that a step of fixed_point goes at the
+            start, at most 1. Less than 1 averages over blocks, and converges faster too.
+        prior_rate_min: The same at the last step.
         hyper_lr: Learning rate of the model's own hyperparameters at the start.
         hyper_lr_min: The same at the last step.
         temperature: T of the likelihood p^(1/T).
@@ -103,8 +122,17 @@ def fit(
         sharing: Weight sharing in KFAC: expand or reduce.
         parameter_partition: Blocks of blockdiag: tensor or module (in Python also groups of name
             prefixes).
-        micro_batch: Data in a pass of an estimate; changes memory, not results. Default: all.
-        gram_dtype: Type of kernels and factors. Default: the weights'.
+        micro_batch: Data in a pass of an estimate, or auto, as many as the memory holds; changes
+            memory, not results. Default: all.
+        memory_budget: Memory that such a pass may take, with micro_batch auto: bytes, or an amount
+            as 8GiB. Default: most of what is free.
+        gram_dtype: Type of kernels and factors: float32 or float64. Default: the weights'.
+        rows_dtype: Type in which ntk keeps its rows, as bfloat16 for half the memory. Default: the
+            weights'.
+        rows_device: Where ntk keeps its rows: cpu is the host's memory. Default: where the weights
+            are.
+        autocast: Type of mixed-precision passes, as bfloat16; kernels and factors keep theirs.
+            Default: none.
         test: Test data, like ``train``.
         eval_every: Epochs between evaluations on training and test data; 0 is only at the end.
         seed: Seed of everything random in training.
@@ -140,8 +168,12 @@ def fit(
         burn_in=burn_in,
         every=every,
         steps=steps,
+        prior_blocks=prior_blocks,
+        prior_update=prior_update,
         prior_lr=prior_lr,
         prior_lr_min=prior_lr_min,
+        prior_rate=prior_rate,
+        prior_rate_min=prior_rate_min,
         hyper_lr=hyper_lr,
         hyper_lr_min=hyper_lr_min,
         temperature=temperature,
@@ -149,7 +181,11 @@ def fit(
         sharing=sharing,
         parameter_partition=parameter_partition,
         micro_batch=micro_batch,
+        memory_budget=memory_budget,
         gram_dtype=gram_dtype,
+        rows_dtype=rows_dtype,
+        rows_device=rows_device,
+        autocast=autocast,
         eval_every=eval_every,
         checkpoint_every=checkpoint_every,
         seed=seed,
@@ -192,13 +228,8 @@ def prepare(
         estimator=settings.estimator or _placeholder(len(x)),
         num_data=len(x),
         hyperparameters=settings.hyperparameters,
-        root=settings.root,
-        sharing=settings.sharing,
-        parameter_partition=settings.parameter_partition,
-        temperature=settings.temperature,
-        micro_batch=settings.micro_batch,
-        gram_dtype=settings.gram_dtype,
         generator=stream(settings.seed, "evidence"),
+        **estimator_options(vars(settings)),
     )
     _check_data(evidence, x, y, place)
     if held_out is not None:

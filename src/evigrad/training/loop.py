@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import repeat
+from dataclasses import dataclass
+from itertools import islice, repeat
 from typing import Any
 
 import torch
@@ -14,11 +15,27 @@ from evigrad.assembly import Collected
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimate import Estimate
 from evigrad.evidence import Evidence
+from evigrad.fixed_point import FixedPoint
 from evigrad.modes import seeded
 from evigrad.partitions import Block
+from evigrad.preparation import PROBE_SIZE
 from evigrad.training.randomness import derived_seed, stream
 from evigrad.training.schedules import cosine, count_rounds, is_round
 from evigrad.training.settings import Settings
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round of hyperparameter steps.
+
+    Attributes:
+        estimates: Of each step, made before it.
+        is_shared: Whether the steps were on the same data, so that the spread of the estimates
+            tells nothing about their error.
+    """
+
+    estimates: list[Estimate]
+    is_shared: bool
 
 
 class Loop:
@@ -41,7 +58,8 @@ class Loop:
 
         Raises:
             ConfigurationError: If an optimiser of the user's own has weight decay or does not
-                hold exactly the weights.
+                hold exactly the weights; if the prior has no fixed-point update; if a round
+                cannot keep its passes (``prior_blocks``).
         """
         self.evidence, self.x, self.y, self.settings = evidence, x, y, settings
         self.weight_optimizer = make_weight_optimizer(evidence.weights(), settings)
@@ -49,6 +67,12 @@ class Loop:
         self._base_rates = [group["lr"] for group in self.weight_optimizer.param_groups]
         self.device = next(iter(evidence.weights().values())).device
         self.hyper_steps = 0
+        self.fixed_point: FixedPoint | None = None
+        if settings.estimator is not None:
+            if settings.prior_update == "fixed_point":
+                self.fixed_point = FixedPoint(evidence, settings.prior_rate)
+            if settings.prior_blocks is not None:
+                evidence.check_collect(x[:PROBE_SIZE])
 
     def train_epoch(self, epoch: int) -> float:
         """Show the weights all training data once.
@@ -102,47 +126,63 @@ class Loop:
         """
         return is_round(epoch, self.settings.burn_in, self.settings.every)
 
-    def learn(self, epoch: int) -> list[Estimate]:
+    def learn(self, epoch: int) -> Round:
         """One round of hyperparameter steps, on the blocks of a fresh partition.
 
         Args:
             epoch: The epoch that the round follows; for the words of an error.
 
         Returns:
-            The estimate of each step, made before the step.
+            The estimates.
 
         Raises:
             EvigradError: If an estimate fails; the text names the epoch.
         """
         estimates = []
         try:
-            for block in self._blocks_of_a_round():
+            blocks, is_shared = self._blocks_of_a_round()
+            for block in blocks:
                 self._set_hyper_rates()
-                self.hyper_optimizer.zero_grad(set_to_none=True)
+                self._clear_gradients()
                 estimates.append(self.evidence.backward(block))
                 self.hyper_optimizer.step()
+                if self.fixed_point is not None:
+                    self.fixed_point.step()
                 self.hyper_steps += 1
         except EvigradError as error:
             raise type(error)(f"Hyperparameter step after epoch {epoch}: {error}") from error
         finally:
-            self.hyper_optimizer.zero_grad(set_to_none=True)
-        return estimates
+            self._clear_gradients()
+        return Round(estimates, is_shared)
 
-    def _blocks_of_a_round(self) -> Iterable[Block | Collected]:
-        """As many blocks as a round has steps.
+    def _blocks_of_a_round(self) -> tuple[Iterable[Block | list[Collected]], bool]:
+        """What each step of a round is on, and whether that is the same for all of them.
 
-        Where all the data are one block and the prior alone is learned, the round's steps share
-        one pass through the network: they would repeat the same one.
+        Where all the data are one block, and no more than prior and noise are learned, the steps
+        share one pass through the network: they would repeat the same one.
 
         Returns:
-            The blocks, or the same collected one again and again.
+            A block for each step, or the same kept passes again and again.
         """
-        blocks = self.evidence.blocks((self.x, self.y))
-        names = self.evidence.hyperparameters()
-        if blocks.is_constant and all(name.startswith("prior.") for name in names):
-            (everything,) = blocks.take(1)
-            return repeat(self.evidence.collect(everything), self.settings.steps)
-        return blocks.take(self.settings.steps)
+        blocks, steps = self.evidence.blocks((self.x, self.y)), self.settings.steps
+        count = self.settings.prior_blocks
+        if count is None and blocks.is_constant and self._can_keep_passes():
+            count = 1
+        if count is None:
+            return blocks.take(steps), False
+        kept = [self.evidence.collect(block) for block in islice(blocks.epoch(), count)]
+        return repeat(kept, steps), True
+
+    def _can_keep_passes(self) -> bool:
+        try:
+            self.evidence.check_collect(self.x[:PROBE_SIZE])
+        except ConfigurationError:
+            return False
+        return True
+
+    def _clear_gradients(self) -> None:
+        for parameter in self.evidence.hyperparameters().values():
+            parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on, besides data, settings and the number of the epoch."""
@@ -165,6 +205,8 @@ class Loop:
         total = count_rounds(s.epochs, s.burn_in, s.every) * s.steps
         for group in self.hyper_optimizer.param_groups:
             group["lr"] = cosine(self.hyper_steps / total, group["lr_first"], group["lr_last"])
+        if self.fixed_point is not None:
+            self.fixed_point.rate = cosine(self.hyper_steps / total, s.prior_rate, s.prior_rate_min)
 
     def _diverged(self, what: str, value: float, epoch: int) -> EvigradError:
         rate = self.weight_optimizer.param_groups[0]["lr"]
@@ -213,6 +255,8 @@ def make_weight_optimizer(weights: dict[str, nn.Parameter], settings: Settings) 
 def make_hyper_optimizer(hyperparameters: dict[str, nn.Parameter], settings: Settings) -> Optimizer:
     """Adam on the hyperparameters: one rate for prior and noise, one for the model's own.
 
+    Without the prior where that has its fixed-point update.
+
     Args:
         hyperparameters: ``evidence.hyperparameters()``; may be empty.
         settings: Holds the learning rates.
@@ -221,7 +265,10 @@ def make_hyper_optimizer(hyperparameters: dict[str, nn.Parameter], settings: Set
         The optimiser, without weight decay.
     """
     own = [p for name, p in hyperparameters.items() if name.startswith("model.")]
-    prior = [p for name, p in hyperparameters.items() if not name.startswith("model.")]
+    kinds = (
+        ("likelihood.",) if settings.prior_update == "fixed_point" else ("prior.", "likelihood.")
+    )
+    prior = [p for name, p in hyperparameters.items() if name.startswith(kinds)]
     groups: list[dict[str, Any]] = [
         {"params": prior, "lr_first": settings.prior_lr, "lr_last": settings.prior_lr_min},
         {"params": own, "lr_first": settings.hyper_lr, "lr_last": settings.hyper_lr_min},

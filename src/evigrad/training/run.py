@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, EvigradError
-from evigrad.estimate import Estimate
 from evigrad.evidence import Evidence
-from evigrad.training.loop import Loop
+from evigrad.training.loop import Loop, Round
 from evigrad.training.metrics import Row, evaluate
 from evigrad.training.progress import make_progress
 from evigrad.training.randomness import stream
@@ -144,11 +143,11 @@ class Run:
         loss = self.loop.train_epoch(epoch)
         lr = self.loop.weight_optimizer.param_groups[0]["lr"]
         due = self.settings.estimator is not None and self.loop.is_round(epoch)
-        estimates = self.loop.learn(epoch) if due else []
+        learned = self.loop.learn(epoch) if due else None
         self.seconds += time.perf_counter() - start
         self._evaluate(epoch)
         row: Row = {"epoch": epoch, "seconds": self.seconds, "lr": lr, "loss": loss}
-        row |= _evidence_columns(estimates)
+        row |= _evidence_columns(learned)
         row["hyper_steps"] = self.loop.hyper_steps
         evaluated = self._is_evaluated(epoch)
         for part, metrics in self.metrics.items():
@@ -196,14 +195,14 @@ class Run:
         return self.settings.as_record() | found
 
 
-def _evidence_columns(estimates: list[Estimate]) -> Row:
+def _evidence_columns(learned: Round | None) -> Row:
     """Mean over a round's estimates, nats per datum, and the standard error of the mean."""
-    names = {"log_evidence": "log_evidence", "log_det_term": "log_det"}
-    if not estimates:
-        return dict.fromkeys((*names, "log_evidence_sem"))
+    if learned is None:
+        return dict.fromkeys(("log_evidence", "log_det_term", "log_evidence_sem"))
+    estimates = learned.estimates
     values = torch.tensor([e.per_datum for e in estimates], dtype=torch.float64)
     terms = [-0.5 * e.log_det / e.num_data for e in estimates]
-    many = len(values) > 1
+    many = len(values) > 1 and not learned.is_shared
     return {
         "log_evidence": float(values.mean()),
         "log_det_term": sum(terms) / len(terms),

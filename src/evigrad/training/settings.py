@@ -14,6 +14,7 @@ from evigrad.likelihoods import Likelihood
 from evigrad.priors import GaussianPrior
 
 OPTIMIZERS = ("adam", "sgd")
+PRIOR_UPDATES = ("adam", "fixed_point")
 
 OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], Optimizer]
 
@@ -36,16 +37,24 @@ class Settings:
     burn_in: int
     every: int
     steps: int
+    prior_blocks: int | None
+    prior_update: str
     prior_lr: float
     prior_lr_min: float
+    prior_rate: float
+    prior_rate_min: float
     hyper_lr: float
     hyper_lr_min: float
     temperature: float
     root: str | None
     sharing: str
     parameter_partition: str | Mapping[str, Sequence[str]]
-    micro_batch: int | None
-    gram_dtype: torch.dtype | None
+    micro_batch: int | str | None
+    memory_budget: int | str | None
+    gram_dtype: torch.dtype | str | None
+    rows_dtype: torch.dtype | str | None
+    rows_device: torch.device | str | None
+    autocast: torch.dtype | str | None
     eval_every: int
     checkpoint_every: int
     seed: int
@@ -54,7 +63,7 @@ class Settings:
         """Refuse what cannot work.
 
         Without an estimator the settings of the hyperparameter steps are not used and not
-        checked. What concerns the evidence alone, ``Evidence`` checks.
+        checked. What concerns the evidence alone, ``estimator_options`` and ``Evidence`` check.
 
         Raises:
             ConfigurationError: If a setting is out of its range.
@@ -77,7 +86,19 @@ class Settings:
         self._check_integer("burn_in", 0)
         for name in ("every", "steps"):
             self._check_integer(name, 1)
+        if self.prior_blocks is not None:
+            self._check_integer("prior_blocks", 1)
+        if self.prior_update not in PRIOR_UPDATES:
+            raise ConfigurationError(
+                f"prior_update is one of {', '.join(PRIOR_UPDATES)}, not '{self.prior_update}'."
+                f"{nearest(str(self.prior_update), PRIOR_UPDATES)}"
+            )
         self._check_rates("prior_lr", "prior_lr_min")
+        self._check_rates("prior_rate", "prior_rate_min")
+        if self.prior_rate > 1:
+            raise ConfigurationError(
+                f"prior_rate must be at most 1, a step all the way, not {self.prior_rate}."
+            )
         self._check_rates("hyper_lr", "hyper_lr_min")
         if max(self.burn_in, 1) > self.epochs:
             raise ConfigurationError(

@@ -1,0 +1,114 @@
+"""The keywords of ``Evidence`` that say how it computes, as people write them."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from evigrad.errors import ConfigurationError, nearest
+
+# Keywords of ``Evidence``, of ``fit`` and options of the command line alike.
+ESTIMATOR_OPTIONS = (
+    "temperature",
+    "root",
+    "sharing",
+    "parameter_partition",
+    "micro_batch",
+    "memory_budget",
+    "gram_dtype",
+    "rows_dtype",
+    "rows_device",
+    "autocast",
+)
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+def estimator_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords for ``Evidence``: names of types as types, amounts of memory as bytes.
+
+    Args:
+        given: All of ``ESTIMATOR_OPTIONS``, and maybe more.
+
+    Returns:
+        These alone.
+
+    Raises:
+        ConfigurationError: If a value does not exist or does not fit the others; ``Evidence``
+            checks the rest.
+    """
+    options = {name: given[name] for name in ESTIMATOR_OPTIONS}
+    for name in ("gram_dtype", "rows_dtype", "autocast"):
+        options[name] = as_dtype(name, options[name])
+    options["memory_budget"] = as_bytes("memory_budget", options["memory_budget"])
+    if options["memory_budget"] is not None and options["micro_batch"] != "auto":
+        raise ConfigurationError(
+            "memory_budget is what micro_batch='auto' keeps to: say micro_batch='auto', or leave"
+            " memory_budget away."
+        )
+    if isinstance(options["rows_device"], str):
+        try:
+            options["rows_device"] = torch.device(options["rows_device"])
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"rows_device '{given['rows_device']}' does not exist: say cpu, or leave it away."
+            ) from error
+    return options
+
+
+def as_dtype(what: str, value: torch.dtype | str | None) -> torch.dtype | None:
+    """A floating-point type from its name.
+
+    Args:
+        what: Name of the setting, for the words of an error.
+        value: As ``"bfloat16"`` or ``torch.bfloat16``; None is none.
+
+    Returns:
+        The type.
+
+    Raises:
+        ConfigurationError: If there is no such type.
+    """
+    if not isinstance(value, str):
+        return value
+    name = value.removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigurationError(
+            f"{what} is one of {', '.join(DTYPES)}, not '{value}'.{nearest(name, DTYPES)}"
+        )
+    return getattr(torch, name)
+
+
+def as_bytes(what: str, value: int | str | None) -> int | None:
+    """A number of bytes from words.
+
+    Args:
+        what: Name of the setting, for the words of an error.
+        value: A number of bytes, or one with a unit: ``"8GiB"``, ``"500 MB"``; None is none.
+
+    Returns:
+        The number of bytes.
+
+    Raises:
+        ConfigurationError: If this is no amount of memory, or less than a byte.
+    """
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", value.strip().lower())
+    if match is None or match[2] not in UNITS or float(match[1]) * UNITS[match[2]] < 1:
+        raise ConfigurationError(
+            f"{what} is a number of bytes, or an amount as 8GiB or 500MB, not '{value}'."
+        )
+    return int(float(match[1]) * UNITS[match[2]])

@@ -1,0 +1,264 @@
+"""Rounds of hyperparameter steps: what their blocks are, and how the precisions move."""
+
+import copy
+from dataclasses import fields
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.fixed_point import FixedPoint
+from evigrad.likelihoods import Gaussian
+from evigrad.partitions import Block
+from evigrad.priors import GaussianPrior, NormalHyperprior
+from evigrad.training import Settings, fit, prepare
+from evigrad.training.loop import Loop, make_hyper_optimizer
+from evigrad.training.schedules import cosine
+
+SETTINGS: dict[str, Any] = {
+    "estimator": "ntk-20-1",
+    "epochs": 4,
+    "batch_size": 20,
+    "burn_in": 2,
+    "every": 2,
+    "steps": 3,
+    "lr": 0.02,
+    "progress": False,
+}
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    return {**SETTINGS, **changes}
+
+
+@pytest.fixture
+def regression(blobs) -> tuple[Tensor, Tensor]:
+    x = blobs[0][0]
+    return x, x[:, :3] + 0.3 * x[:, 1:].flip(0)
+
+
+def prepared(net: nn.Module, data: tuple[Tensor, Tensor], **changes: Any) -> Loop:
+    """The loop of a run that has not started."""
+    defaults = {name: p.default for name, p in signature(fit).parameters.items()}
+    given = defaults | SETTINGS | changes
+    settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
+    return prepare(net, data, settings).loop
+
+
+def hyperparameters_of(loop: Loop) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in loop.evidence.hyperparameters().values()])
+
+
+def record_passes(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> list[Block]:
+    """Blocks that are passed over, whether they are kept or not."""
+    seen: list[Block] = []
+    for name in ("collect", "backward"):
+        method = getattr(loop.evidence, name)
+
+        def record(data, method=method):
+            if isinstance(data, Block):
+                seen.append(data)
+            return method(data)
+
+        monkeypatch.setattr(loop.evidence, name, record)
+    return seen
+
+
+@pytest.mark.parametrize("update", ["adam", "fixed_point"])
+@pytest.mark.parametrize("estimator", ["ntk-20-1", "kfac-20-C", "full-20-1"])
+def test_steps_on_kept_blocks_are_steps_on_their_data(
+    make_net, regression, monkeypatch, estimator, update
+):
+    settings: dict[str, Any] = {
+        "likelihood": Gaussian(0.7),
+        "estimator": estimator,
+        "prior_update": update,
+    }
+    loop = prepared(
+        make_net().double(),
+        (regression[0].double(), regression[1].double()),
+        prior_blocks=2,
+        steps=6,
+        **settings,
+    )
+    twin = copy.deepcopy(loop.evidence)
+    seen = record_passes(loop, monkeypatch)
+    learned = loop.learn(2)
+    assert len(seen) == 2
+    assert len({int(i) for block in seen for i in block.indices}) == 40  # of one partition
+    assert (len(learned.estimates), learned.is_shared, loop.hyper_steps) == (6, True, 6)
+    # By hand: the mean of the gradients on the blocks themselves.
+    found = twin.hyperparameters()
+    optimizer = make_hyper_optimizer(found, loop.settings)
+    fixed_point = FixedPoint(twin)
+    for step in range(6):
+        for p in found.values():
+            p.grad = None
+        values = [twin.backward(block).log_evidence for block in seen]
+        for p in found.values():
+            assert p.grad is not None
+            p.grad /= 2
+        assert learned.estimates[step].log_evidence == pytest.approx(sum(values) / 2, rel=1e-9)
+        for group in optimizer.param_groups:
+            group["lr"] = cosine(step / 12, group["lr_first"], group["lr_last"])
+        optimizer.step()
+        if update == "fixed_point":
+            fixed_point.rate = cosine(step / 12, 0.5, 0.05)
+            fixed_point.step()
+    by_hand = torch.cat([p.detach().flatten() for p in found.values()])
+    torch.testing.assert_close(hyperparameters_of(loop), by_hand, rtol=1e-8, atol=1e-10)
+    assert all(p.grad is None for p in loop.evidence.hyperparameters().values())
+
+
+def test_a_block_for_each_step_by_default(make_net, regression, monkeypatch):
+    loop = prepared(make_net(), regression, likelihood=Gaussian(0.7), steps=5)
+    seen = record_passes(loop, monkeypatch)
+    assert not loop.learn(2).is_shared
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize("estimator", ["ntk-N-C", "kfac-N-C"])
+def test_one_pass_where_every_block_is_the_same(make_net, regression, monkeypatch, estimator):
+    """Also with a noise to learn."""
+    loop = prepared(make_net(), regression, likelihood=Gaussian(0.7), estimator=estimator)
+    seen = record_passes(loop, monkeypatch)
+    before = hyperparameters_of(loop)
+    assert loop.learn(2).is_shared
+    assert len(seen) == 1
+    assert (hyperparameters_of(loop) != before).all()
+
+
+def test_passes_that_cannot_be_kept_are_made_again(make_net, regression, monkeypatch):
+    noise = Gaussian(0.7, num_outputs=3)
+    loop = prepared(make_net(), regression, likelihood=noise, estimator="kfac-N-C")
+    seen = record_passes(loop, monkeypatch)
+    assert not loop.learn(2).is_shared
+    assert len(seen) == 3
+
+
+def test_no_more_blocks_than_a_partition_has(make_net, regression, monkeypatch):
+    settings: dict[str, Any] = {"likelihood": Gaussian(0.7), "prior_blocks": 50}
+    loop = prepared(make_net(), regression, **settings)
+    seen = record_passes(loop, monkeypatch)
+    loop.learn(2)
+    assert len(seen) == 9  # three groups of data times three outputs
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.ones(4))
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.gate * x)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hyperparameters": ["gate"], "prior_blocks": 2}, r"model\.gate changes it"),
+        (
+            {"likelihood": Gaussian(0.7), "estimator": "ntk-20-1-ef", "prior_blocks": 2},
+            r"likelihood\.log_noise changes it",
+        ),
+        (
+            {
+                "likelihood": Gaussian(0.7, num_outputs=3),
+                "estimator": "kfac-20-C",
+                "prior_blocks": 2,
+            },
+            "sums rows of different noise",
+        ),
+        (
+            {"prior": GaussianPrior(hyperprior=NormalHyperprior()), "prior_update": "fixed_point"},
+            "hyperprior",
+        ),
+        (
+            {
+                "prior": GaussianPrior(learnable=False),
+                "hyperparameters": ["gate"],
+                "prior_update": "fixed_point",
+            },
+            "learnable prior",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_training(regression, blobs, tmp_path, changes, words):
+    data = regression if "likelihood" in changes else blobs[0]
+    net = Gated()
+    before = net.linear.weight.detach().clone()
+    with pytest.raises(ConfigurationError, match=words):
+        fit(net, data, run_dir=tmp_path / "run", **small(**changes))
+    assert torch.equal(net.linear.weight, before)
+    assert not (tmp_path / "run").exists()
+    # Plain MAP training does not look at it.
+    fit(Gated(), data, **(small(**changes) | {"estimator": None, "epochs": 1}))
+
+
+# ------------------------------------------------------------------ the fixed point in training
+
+
+def test_the_rate_of_the_fixed_point_follows_its_cosine(make_net, blobs, monkeypatch):
+    settings: dict[str, Any] = {"epochs": 6, "prior_update": "fixed_point", "prior_rate": 0.8}
+    loop = prepared(make_net(), blobs[0], **settings)
+    assert loop.fixed_point is not None
+    rates, update = [], loop.fixed_point
+    step = update.step
+
+    def record():
+        rates.append(update.rate)
+        step()
+
+    monkeypatch.setattr(update, "step", record)
+    for epoch in (2, 4, 6):
+        loop.learn(epoch)
+    assert rates == pytest.approx([cosine(s / 9, 0.8, 0.05) for s in range(9)])
+
+
+@pytest.mark.parametrize("start", [1e-2, 1e2])
+def test_the_fixed_point_finds_what_adam_finds(make_net, blobs, start):
+    """All data in one block, trained for long: both end at the same precisions."""
+    found = {}
+    for update in ("adam", "fixed_point"):
+        settings = small(estimator="ntk-N-C", epochs=35, burn_in=5, every=1, lr_min=1e-4)
+        settings |= {"prior_update": update, "precision": start, "steps": 6, "prior_lr": 0.3}
+        result = fit(make_net(), blobs[0], **settings)
+        found[update] = result.evidence.prior.log_precision
+        assert result.history[-1]["log_evidence"] is not None
+    assert float((found["adam"] - found["fixed_point"]).detach().abs().max()) < 0.2
+
+
+def test_noise_and_the_models_own_keep_adam(regression):
+    result = fit(
+        Gated(),
+        regression,
+        hyperparameters=["gate"],
+        likelihood=Gaussian(0.7),
+        prior_update="fixed_point",
+        **SETTINGS,
+    )
+    first, last = result.history[0], result.history[-1]
+    for name in ("noise", "model/gate", "precision/linear.weight"):
+        assert first[name] != last[name]
+
+
+def test_the_standard_error_is_of_independent_steps(make_net, blobs):
+    for changes, known in (({}, True), ({"prior_blocks": 2}, False), ({"steps": 1}, False)):
+        result = fit(make_net(), blobs[0], **small(**changes))
+        assert (result.history[-1]["log_evidence_sem"] is not None) == known
+        assert result.history[-1]["log_evidence"] is not None
+
+
+def test_a_failing_fixed_point_names_the_epoch(make_net, blobs):
+    loop = prepared(make_net(), blobs[0], prior_update="fixed_point", prior_blocks=1)
+    log_precision = loop.evidence.prior.log_precision
+    assert log_precision is not None
+    with torch.no_grad():
+        log_precision.fill_(float("inf"))
+    with pytest.raises(EvigradError, match="after epoch 7"):
+        loop.learn(7)
+    assert log_precision.grad is None
