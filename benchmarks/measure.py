@@ -1,0 +1,132 @@
+"""What the benchmarks share: timing, peak memory in a process of its own, tables."""
+
+import csv
+import gc
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MIB = 2**20
+
+
+def seconds(work: Callable[[], object], repeats: int, warmup: int = 1) -> float:
+    """Median wall time of several runs, the device's queue included."""
+    for _ in range(warmup):
+        work()
+    times = []
+    for _ in range(repeats):
+        _synchronize()
+        start = time.perf_counter()
+        work()
+        _synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def paired(
+    works: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 1
+) -> dict[str, float]:
+    """Median wall times of several things, run in turns so that a noisy machine hits all alike."""
+    for work in works.values():
+        for _ in range(warmup):
+            work()
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(repeats):
+        for name, work in works.items():
+            times[name].append(seconds(work, 1, warmup=0))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+class Peak:
+    """Peak memory of a block of code, in bytes above what was there before it.
+
+    On the CPU it is the resident memory of the process, which never shrinks: one measurement for
+    each process (``in_own_process``).
+    """
+
+    def __enter__(self) -> "Peak":
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+        else:
+            self._before = _resident()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            self.bytes = torch.cuda.max_memory_allocated() - self._before
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            self.bytes = max(0, peak - self._before)
+
+
+def _resident() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("The system does not tell the resident memory.")
+
+
+def in_own_process(script: str, arguments: Sequence[str], timeout: float) -> dict[str, Any]:
+    """Run a benchmark's single case in a process of its own.
+
+    Returns:
+        The JSON of its last line of output, or ``{"failed": reason}``.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, script, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"more than {timeout:.0f} s"}
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        killed = done.returncode in (-9, 137)
+        return {"failed": "out of memory" if killed else last[:200]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def machine() -> str:
+    """The machine, its threads and the date, for the head of a table."""
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+    else:
+        name = platform.processor() or platform.machine()
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+                break
+        name += f", {torch.get_num_threads()} threads"
+    return f"{name}; torch {torch.__version__}; {date.today().isoformat()}"
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows as CSV, columns in the order of their first appearance."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
