@@ -61,7 +61,8 @@ class KfacStatistic(Statistic):
         counts: Per Kronecker weight, the number of examples.
         num_rows: Per Kronecker weight, the number of outer products in B.
         blocks: Per other parameter, its dense block (n, n) or its diagonal (n,) of H.
-        eigenvalues: Kept eigenvalues of A and B; a cache, filled by ``Kfac.log_det``.
+        eigenvalues: Eigenvalues of A and B: a cache, filled by ``Kfac.log_det``, or in the place of
+            the sums (``Kfac.summarise``).
     """
 
     inputs: dict[str, Tensor]
@@ -138,13 +139,31 @@ class Kfac(Structure[KfacStatistic]):
         inputs, gradients = dict(statistic.inputs), dict(statistic.gradients)
         counts, num_rows = dict(statistic.counts), dict(statistic.num_rows)
         for name, uses in self._uses(linearization, root).items():
-            for part in self._examples(uses, root.scale):
+            for part in self._examples(name, uses, root.scale):
                 inputs[name] = _sum(inputs.get(name), part.input_gram())
                 gradients[name] = _sum(gradients.get(name), part.gradients.mT @ part.gradients)
                 counts[name] = counts.get(name, 0) + part.count
                 num_rows[name] = num_rows.get(name, 0) + part.gradients.shape[1]
         blocks = self._add_others(statistic.blocks, linearization, root)
         return KfacStatistic(inputs, gradients, counts, num_rows, blocks)
+
+    def summarise(self, linearization: LinearizationLike, root: RootLike) -> KfacStatistic:
+        """See ``Structure.summarise``; few examples have the eigenvalues of their own Gram."""
+        if root.scale is not None and root.scale.requires_grad:
+            return super().summarise(linearization, root)
+        statistic = KfacStatistic({}, {}, {}, {}, {})
+        for name, uses in self._uses(linearization, root).items():
+            examples = list(self._examples(name, uses, root.scale))
+            statistic.counts[name] = sum(part.count for part in examples)
+            statistic.num_rows[name] = sum(part.gradients.shape[1] for part in examples)
+            if len(examples) == 1:
+                statistic.eigenvalues[name] = examples[0].eigenvalues()
+                continue
+            for part in examples:
+                gram = part.gradients.mT @ part.gradients
+                statistic.inputs[name] = _sum(statistic.inputs.get(name), part.input_gram())
+                statistic.gradients[name] = _sum(statistic.gradients.get(name), gram)
+        return replace(statistic, blocks=self._add_others({}, linearization, root))
 
     def _add_others(
         self, blocks: Mapping[str, Tensor], linearization: LinearizationLike, root: RootLike
@@ -167,9 +186,9 @@ class Kfac(Structure[KfacStatistic]):
         self, statistic: KfacStatistic, precisions: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
         """See ``Structure.log_det``; precisions that vary inside a Kronecker block are refused."""
-        self._check_constant(name for name in statistic.inputs if precisions[name].ndim > 0)
+        self._check_constant(name for name in statistic.counts if precisions[name].ndim > 0)
         terms = []
-        for name in statistic.inputs:
+        for name in statistic.counts:
             left, right = self._eigenvalues(statistic, name)
             factor = (precisions[name].to(left.dtype) * statistic.counts[name]).reciprocal()
             terms.append(log_det_kronecker(left, right, factor))
@@ -216,7 +235,7 @@ class Kfac(Structure[KfacStatistic]):
         """See ``Structure.inner``; one product for each factor."""
         terms = []
         for name, uses in self._uses(linearization, root).items():
-            for part in self._examples(uses, root.scale):
+            for part in self._examples(name, uses, root.scale):
                 terms.append(part.inner_input_gram(cotangent.inputs[name]))
                 terms.append(inner_gram(part.gradients, cotangent.gradients[name]))
         rest = self._add_others({}, linearization, root)
@@ -229,7 +248,7 @@ class Kfac(Structure[KfacStatistic]):
         return linearization.factors(root.vectors, self._kronecker) if self._kronecker else {}
 
     def _examples(
-        self, uses: Sequence[KroneckerUseLike], scale: Tensor | None
+        self, name: str, uses: Sequence[KroneckerUseLike], scale: Tensor | None
     ) -> Iterable["_Examples"]:
         """The examples of a weight, use by use; of all uses together where they are reduced."""
         if not uses:
@@ -249,6 +268,8 @@ class Kfac(Structure[KfacStatistic]):
             yield _Examples(
                 total.permute(2, 0, 1, 3).flatten(1, 2),
                 len(mean),
+                rows.shape[2],
+                lambda: rows,
                 lambda: rows.mT @ rows,
                 lambda cotangent: inner_gram(rows, cotangent),
             )
@@ -257,21 +278,22 @@ class Kfac(Structure[KfacStatistic]):
             yield _Examples(
                 g.permute(2, 0, 1, 3, 4).flatten(1, 3),
                 len(g) * use.positions,
+                self._shapes[name].numel() // self._shapes[name][0],
+                partial(_input_rows, use, dtype),
                 partial(use.input_gram, dtype),
                 use.inner_input_gram,
             )
 
     @staticmethod
     def _eigenvalues(statistic: KfacStatistic, name: str) -> tuple[Tensor, Tensor]:
-        a, b = statistic.inputs[name], statistic.gradients[name]
-        graph = a.requires_grad or b.requires_grad
-        if not graph and name in statistic.eigenvalues:
+        if name in statistic.eigenvalues:
             return statistic.eigenvalues[name]
+        a, b = statistic.inputs[name], statistic.gradients[name]
         values = (
             psd_eigenvalues(a, statistic.counts[name]),
             psd_eigenvalues(b, statistic.num_rows[name]),
         )
-        if not graph:
+        if not (a.requires_grad or b.requires_grad):
             statistic.eigenvalues[name] = values
         return values
 
@@ -306,6 +328,16 @@ def _sum(old: Tensor | None, new: Tensor) -> Tensor:
     return new if old is None else old + new
 
 
+def _input_rows(use: KroneckerUseLike, dtype: torch.dtype) -> Tensor:
+    return use.inputs.to(dtype).transpose(0, 1).flatten(1, 2)
+
+
+def _eigenvalues_of_gram(rows: Float[Tensor, "G R n"]) -> Float[Tensor, "G r"]:
+    """Those of Σ rowᵀ row that are not zero for lack of rows."""
+    few = rows.shape[1] < rows.shape[2]
+    return psd_eigenvalues(rows @ rows.mT if few else rows.mT @ rows)
+
+
 @dataclass(frozen=True)
 class _Examples:
     """Examples of one weight, as much of them as its factors need.
@@ -313,11 +345,23 @@ class _Examples:
     Attributes:
         gradients: Of the examples' rows, (G, R, o).
         count: Examples.
+        num_inputs: i, how many numbers an example's input has.
+        input_rows: Gives the inputs a, (G, count, i).
         input_gram: Gives Σ a aᵀ, (G, i, i).
         inner_input_gram: Gives the inner product of that with a cotangent.
     """
 
     gradients: Tensor
     count: int
+    num_inputs: int
+    input_rows: Callable[[], Tensor]
     input_gram: Callable[[], Tensor]
     inner_input_gram: Callable[[Tensor], Tensor]
+
+    def eigenvalues(self) -> tuple[Tensor, Tensor]:
+        """Of both factors, without those that are zero for lack of examples."""
+        if self.count < self.num_inputs:
+            inputs = _eigenvalues_of_gram(self.input_rows())
+        else:
+            inputs = psd_eigenvalues(self.input_gram())
+        return inputs, _eigenvalues_of_gram(self.gradients)

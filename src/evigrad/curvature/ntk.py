@@ -35,6 +35,7 @@ from evigrad.curvature.kernel_rows import (
 )
 from evigrad.curvature.linalg import first_order_only, log_det_identity_plus
 from evigrad.errors import ConfigurationError
+from evigrad.scratch import lent
 
 # The Grams of the prior groups are kept where they are no larger than the rows that they stand for,
 # or than this: a gibibyte saves repeated passes over the rows on any machine that trains networks.
@@ -236,11 +237,13 @@ class Ntk(Structure[NtkStatistic]):
         present = _present(root)
         chosen = slice(None) if bool(present.all()) else present.flatten()
         scales = (None if root.scale is None else root.scale.flatten()[chosen],)
+        (m, k), like = present.shape, self._like()
         empty = NtkStatistic({}, {}, scales, (present,))
-        like = self._like()
         grams = len(self._groups) * empty.num_rows**2 * like.element_size()
         if self._varying or grams > GRAM_CACHE_BYTES:
             return self.condense(self.accumulate(None, linearization, root))
+        widest = max((self._numel[name] for name in self._formed), default=0)
+        memory = torch.empty(m * k * widest, dtype=self._dtype, device=self._device)
         with torch.no_grad():
             factors = self._factors(linearization, root)
             for names in self._groups.values():
@@ -249,7 +252,8 @@ class Ntk(Structure[NtkStatistic]):
                     if name in factors:
                         part = replace(empty, factors={name: (factors[name],)})
                     else:
-                        rows = linearization.rows(root.vectors, [name])[name]
+                        with lent(memory):
+                            rows = linearization.rows(root.vectors, [name])[name]
                         part = replace(
                             empty, rows={name: (flatten_rows(rows, rows.dtype)[chosen],)}
                         )

@@ -16,6 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import grad as convolution_gradients
 
+from evigrad import scratch
+
 _CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _INPUT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
     1: convolution_gradients.conv1d_input,
@@ -148,29 +150,18 @@ def convolution_inner(
     Returns:
         Σ cotangent · rows, with a graph into input and gradients.
     """
-    m, k, parts, out = gradient.shape[:4]
     x, settings = g.split(x)
     if _work(x, gradient, g) >= _WORTH_A_CALL:
-        products = _convolve_each(x, cotangent, parts, g, settings)
-    else:
-        # One convolution in which every datum is a group.
-        products = _CONVOLUTIONS[len(g.kernel)](
-            _side_by_side(x, m),
-            _by_group(cotangent, g).flatten(0, 3),
-            groups=m * g.groups,
-            **settings,
-        )
-        # (F, m G k o', *positions) → (m, k, F, o, *positions)
-        products = products.unflatten(1, (m, g.groups, k, out // g.groups))
-        products = products.movedim((1, 3), (0, 1)).flatten(3, 4)
-    return inner_product(products, gradient)
+        return _Inner.apply(x, gradient, cotangent, g, settings, _convolve_each, _pull_back_each)
+    return _Inner.apply(x, gradient, cotangent, g, settings, _convolve_all, _pull_back_all)
 
 
 def inner_product(a: Tensor, b: Tensor) -> Float[Tensor, ""]:
     """Σ a b for tensors of one shape, in single precision at least."""
     if a.dtype.itemsize < torch.float32.itemsize:
         a, b = a.float(), b.float()
-    return (a * b).sum()
+    # Not (a * b).sum(), which fills a tensor of their size first.
+    return torch.dot(a.reshape(-1), b.reshape(-1))
 
 
 def _work(x: Tensor, gradient: Tensor, g: Geometry) -> int:
@@ -198,8 +189,7 @@ def _grouped_rows(x: Tensor, gradient: Tensor, g: Geometry) -> Tensor:
     """The rows as the weight gradient of one convolution in which every datum is a group."""
     m, k, parts, out = gradient.shape[:4]
     x, settings = g.split(x)
-    # (m, k, F, o, *positions) → (F, m G k o', *positions)
-    columns = gradient.unflatten(3, (g.groups, -1)).movedim(2, 0).transpose(2, 3).flatten(1, 4)
+    columns = _columns_all(gradient, g)
     inner = (x.shape[1] // g.groups, *g.kernel)
     rows = WEIGHT_GRADIENTS[len(g.kernel)](
         _side_by_side(x, m), (m * k * out, *inner), columns, groups=m * g.groups, **settings
@@ -213,6 +203,12 @@ def _columns_each(gradient: Float[Tensor, "m k F o *positions"], g: Geometry) ->
     return columns.flatten(2, 4).unbind()
 
 
+def _columns_all(gradient: Float[Tensor, "m k F o *positions"], g: Geometry) -> Tensor:
+    """The gradients of all data side by side, (F, m G k o', *positions)."""
+    columns = gradient.unflatten(3, (g.groups, -1)).movedim(2, 0).transpose(2, 3)
+    return columns.flatten(1, 4)
+
+
 def _convolve_each(
     x: Float[Tensor, "mF c *space"],
     weights: Float[Tensor, "m k o i *kernel"],
@@ -220,7 +216,7 @@ def _convolve_each(
     g: Geometry,
     settings: dict[str, Any],
 ) -> Float[Tensor, "m k F o *positions"]:
-    """Each datum convolved with its own k weights."""
+    """Each datum convolved with its own k weights, one after the other."""
     convolve, k = _CONVOLUTIONS[len(g.kernel)], weights.shape[1]
     kernels = _by_group(weights, g).flatten(1, 3)
     data = x.unflatten(0, (-1, parts))
@@ -233,6 +229,26 @@ def _convolve_each(
     # (m, F, G k o', *positions) → (m, k, F, o, *positions)
     products = products.unflatten(2, (g.groups, k, -1)).transpose(2, 3).flatten(3, 4)
     return products.transpose(1, 2)
+
+
+def _convolve_all(
+    x: Float[Tensor, "mF c *space"],
+    weights: Float[Tensor, "m k o i *kernel"],
+    parts: int,
+    g: Geometry,
+    settings: dict[str, Any],
+) -> Float[Tensor, "m k F o *positions"]:
+    """The same by one convolution in which every datum is a group."""
+    m, k, out = weights.shape[:3]
+    products = _CONVOLUTIONS[len(g.kernel)](
+        _side_by_side(x, m),
+        _by_group(weights, g).flatten(0, 3),
+        groups=m * g.groups,
+        **settings,
+    )
+    # (F, m G k o', *positions) → (m, k, F, o, *positions)
+    products = products.unflatten(1, (m, g.groups, k, out // g.groups))
+    return products.movedim((1, 3), (0, 1)).flatten(3, 4)
 
 
 def _pull_back_each(
@@ -254,6 +270,26 @@ def _pull_back_each(
     )
 
 
+def _pull_back_all(
+    shape: torch.Size,
+    weights: Float[Tensor, "m k o i *kernel"],
+    gradient: Float[Tensor, "m k F o *positions"],
+    g: Geometry,
+    settings: dict[str, Any],
+) -> Float[Tensor, "mF c *space"]:
+    """The gradient of ``_convolve_all`` in its input, which has this shape."""
+    m, parts = len(weights), gradient.shape[2]
+    pulled = _INPUT_GRADIENTS[len(g.kernel)](
+        (parts, m * shape[1], *shape[2:]),
+        _by_group(weights, g).flatten(0, 3),
+        _columns_all(gradient, g),
+        groups=m * g.groups,
+        **settings,
+    )
+    # (F, m c, *space) → (m F, c, *space)
+    return pulled.unflatten(1, (m, -1)).transpose(0, 1).flatten(0, 1)
+
+
 class _Rows(torch.autograd.Function):
     """The gradient of ``_convolve_each`` in its weights, one datum after the other.
 
@@ -270,12 +306,9 @@ class _Rows(torch.autograd.Function):
         k, parts, out = gradient.shape[1:4]
         correlate, inner = WEIGHT_GRADIENTS[len(g.kernel)], (x.shape[1] // g.groups, *g.kernel)
         data, columns = x.unflatten(0, (-1, parts)), _columns_each(gradient, g)
-        rows = torch.stack(
-            [
-                correlate(datum, (k * out, *inner), column, groups=g.groups, **settings)
-                for datum, column in zip(data.unbind(), columns, strict=True)
-            ]
-        )
+        rows = scratch.empty((len(data), k * out, *inner), x)
+        for datum, column, row in zip(data.unbind(), columns, rows.unbind(), strict=True):
+            row.copy_(correlate(datum, (k * out, *inner), column, groups=g.groups, **settings))
         return _by_output(rows.unflatten(1, (g.groups, -1)), k, inner)
 
     @staticmethod
@@ -289,3 +322,46 @@ class _Rows(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_gradient = _convolve_each(x, cotangent, gradient.shape[2], g, settings)
         return of_x, of_gradient, None, None
+
+
+class _Inner(torch.autograd.Function):
+    """Σ cotangent · rows as ⟨each datum convolved with its cotangent, gradient⟩.
+
+    The value is linear in both, and so the convolutions are its derivative in the gradients. The
+    tensors are as large as the activations of the network: each is written once, and scaled in
+    place.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gradient: Tensor,
+        cotangent: Tensor,
+        g: Geometry,
+        settings: dict[str, Any],
+        convolve: Callable[..., Tensor],
+        pull_back: Callable[..., Tensor],
+    ) -> Tensor:
+        """The inner product."""
+        products = convolve(x, cotangent, gradient.shape[2], g, settings)
+        ctx.save_for_backward(x, gradient, cotangent)
+        ctx.products, ctx.settings = products, (g, settings)
+        ctx.convolve, ctx.pull_back = convolve, pull_back
+        return inner_product(products, gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *factors: Tensor) -> tuple[Tensor | None, ...]:
+        """The derivatives in input and gradients."""
+        x, gradient, cotangent = ctx.saved_tensors
+        factor, again = factors[0].to(gradient.dtype), torch.is_grad_enabled()
+        scaled = torch.mul if again else Tensor.mul_
+        of_x = of_gradient = None
+        if ctx.needs_input_grad[0]:
+            of_x = scaled(ctx.pull_back(x.shape, cotangent, gradient, *ctx.settings), factor)
+        if ctx.needs_input_grad[1]:
+            products, ctx.products = ctx.products, None
+            if again or products is None:  # with a graph of its own, or a second call
+                products = ctx.convolve(x, cotangent, gradient.shape[2], *ctx.settings)
+            of_gradient = scaled(products, factor)
+        return of_x, of_gradient, None, None, None, None, None

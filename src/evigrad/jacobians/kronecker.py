@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from evigrad.errors import ConfigurationError
-from evigrad.jacobians.convolutions import Geometry, convolution_patches
+from evigrad.jacobians.convolutions import Geometry, convolution_patches, inner_product
 from evigrad.jacobians.patch_grams import (
     patch_gram,
     patch_gram_pull,
@@ -195,7 +195,7 @@ class _Form(torch.autograd.Function):
         """⟨x, pull(x, C)⟩."""
         pulled = pull(x, matrix)
         ctx.save_for_backward(pulled)
-        return (x * pulled).sum()
+        return inner_product(x, pulled)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:

@@ -278,7 +278,7 @@ class Linearization:
         return {
             id(call): None
             if of_call[0] is None
-            else torch.stack([g.unflatten(0, (-1, call.parts)) for g in of_call], dim=1)
+            else _stacked([g.unflatten(0, (-1, call.parts)) for g in of_call])
             for call, of_call in zip(calls, zip(*columns, strict=True), strict=True)
         }
 
@@ -311,6 +311,11 @@ class Linearization:
 
     def _is_vectorised(self, name: str) -> bool:
         return name in self._plan.vectorised and self._x.shape[1:] == self._plan.datum_shape
+
+
+def _stacked(columns: Sequence[Tensor]) -> Tensor:
+    """Along a new dim 1; a view of the only one."""
+    return columns[0].unsqueeze(1) if len(columns) == 1 else torch.stack(list(columns), dim=1)
 
 
 def linearize(
