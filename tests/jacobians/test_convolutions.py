@@ -58,7 +58,7 @@ def operands(
     weight = random(k, 3 * geometry.groups, 2, *geometry.kernel)
     padded = geometry.padded(x)
     settings = (geometry.stride, 0, geometry.dilation, geometry.groups)
-    convolve = convolutions._CONVOLUTIONS[len(space)]
+    convolve = convolutions.CONVOLUTIONS[len(space)]
     out = convolve(padded, weight[0], None, *settings)
     gradient = random(m, k, parts, *out.shape[1:], seed=1)
     cotangent = random(m, *weight.shape, seed=2)

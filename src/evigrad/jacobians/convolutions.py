@@ -18,8 +18,8 @@ from torch.nn import grad as convolution_gradients
 
 from evigrad import scratch
 
-_CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_INPUT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
+CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+INPUT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
     1: convolution_gradients.conv1d_input,
     2: convolution_gradients.conv2d_input,
     3: convolution_gradients.conv3d_input,
@@ -217,7 +217,7 @@ def _convolve_each(
     settings: dict[str, Any],
 ) -> Float[Tensor, "m k F o *positions"]:
     """Each datum convolved with its own k weights, one after the other."""
-    convolve, k = _CONVOLUTIONS[len(g.kernel)], weights.shape[1]
+    convolve, k = CONVOLUTIONS[len(g.kernel)], weights.shape[1]
     kernels = _by_group(weights, g).flatten(1, 3)
     data = x.unflatten(0, (-1, parts))
     products = torch.stack(
@@ -240,7 +240,7 @@ def _convolve_all(
 ) -> Float[Tensor, "m k F o *positions"]:
     """The same by one convolution in which every datum is a group."""
     m, k, out = weights.shape[:3]
-    products = _CONVOLUTIONS[len(g.kernel)](
+    products = CONVOLUTIONS[len(g.kernel)](
         _side_by_side(x, m),
         _by_group(weights, g).flatten(0, 3),
         groups=m * g.groups,
@@ -259,7 +259,7 @@ def _pull_back_each(
     settings: dict[str, Any],
 ) -> Float[Tensor, "mF c *space"]:
     """The gradient of ``_convolve_each`` in its input, which has this shape."""
-    pull, parts = _INPUT_GRADIENTS[len(g.kernel)], gradient.shape[2]
+    pull, parts = INPUT_GRADIENTS[len(g.kernel)], gradient.shape[2]
     kernels = _by_group(weights, g).flatten(1, 3)
     columns = _columns_each(gradient, g)
     return torch.cat(
@@ -279,7 +279,7 @@ def _pull_back_all(
 ) -> Float[Tensor, "mF c *space"]:
     """The gradient of ``_convolve_all`` in its input, which has this shape."""
     m, parts = len(weights), gradient.shape[2]
-    pulled = _INPUT_GRADIENTS[len(g.kernel)](
+    pulled = INPUT_GRADIENTS[len(g.kernel)](
         (parts, m * shape[1], *shape[2:]),
         _by_group(weights, g).flatten(0, 3),
         _columns_all(gradient, g),

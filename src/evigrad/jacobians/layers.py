@@ -21,6 +21,7 @@ from evigrad.jacobians.convolutions import (
     convolution_rows,
     inner_product,
 )
+from evigrad.jacobians.fixed_convolutions import convolve
 from evigrad.jacobians.kronecker import ConvolutionUse, KroneckerUse
 from evigrad.jacobians.rules import (
     Match,
@@ -117,6 +118,16 @@ class Convolution(Rule):
             pads = tuple((p, p) for p in self._each(padding))
         geometry = Geometry(kernel, self._each(stride), pads, dilation, groups)
         return Match(input, given(weight=weight, bias=bias), {"geometry": geometry})
+
+    def call(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """See ``Rule.call``."""
+        match = self.match(*args, **kwargs)
+        if match is None or any(p.requires_grad for p in match.slots.values()):
+            return function(*args, **kwargs)
+        slots, geometry = match.slots, match.settings["geometry"]
+        return convolve(match.input, slots["weight"], slots.get("bias"), geometry)
 
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         """See ``Rule.rows``."""
@@ -340,8 +351,12 @@ class Elementwise(Rule):
             match.input, parameter.detach(), match.settings["alpha"]
         )
         if isinstance(derivative, Tensor):
-            derivative = aligned(derivative, gradient)
-        return sum_to(gradient * derivative, parameter.shape)
+            return sum_to(gradient * aligned(derivative, gradient), parameter.shape)
+        rows = sum_to(gradient, parameter.shape)
+        if derivative != 1:
+            return rows * derivative
+        # Never the gradients themselves, which may be another parameter's rows too.
+        return rows if rows.numel() < gradient.numel() else rows.clone()
 
 
 _ADD = Elementwise("add", {"input": lambda x, p, alpha: 1, "other": lambda x, p, alpha: alpha})

@@ -163,9 +163,10 @@ class Recorder(TorchFunctionMode):
         if found is None:
             return func(*args, **kwargs)
         rule, match, names = found
-        output = func(
-            *(self._detached.get(id(a), a) for a in args),
-            **{key: self._detached.get(id(a), a) for key, a in kwargs.items()},
+        output = rule.call(
+            func,
+            [self._detached.get(id(a), a) for a in args],
+            {key: self._detached.get(id(a), a) for key, a in kwargs.items()},
         )
         # Another type than the parameters': autocast within the model, say, where a plan could not
         # tell rounding from what is wrong.

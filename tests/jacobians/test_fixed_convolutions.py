@@ -1,0 +1,64 @@
+"""A convolution with a fixed weight against PyTorch's own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evigrad.jacobians import linearize, plan
+from evigrad.jacobians.convolutions import CONVOLUTIONS, Geometry
+from evigrad.jacobians.fixed_convolutions import convolve
+
+GEOMETRIES = {
+    "same": Geometry((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 1),
+    "strided, uneven": Geometry((2, 3), (2, 1), ((0, 1), (1, 2)), (1, 1), 1),
+    "dilated, grouped": Geometry((3, 2), (1, 2), ((2, 2), (0, 0)), (2, 1), 2),
+    "one dimension": Geometry((3,), (2,), ((1, 1),), (1,), 2),
+    "three dimensions": Geometry((2, 1, 3), (1, 1, 2), ((0, 0), (0, 0), (1, 1)), (1, 1, 1), 1),
+}
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_value_and_two_derivatives(name: str, bias: bool) -> None:
+    g = GEOMETRIES[name]
+    x = random(2, 4, *(6,) * len(g.kernel)).requires_grad_()
+    weight, offset = random(6, 4 // g.groups, *g.kernel), random(6) if bias else None
+
+    def ours(x: Tensor) -> Tensor:
+        return convolve(x, weight, offset, g)
+
+    sides = [p for pair in reversed(g.pads) for p in pair]
+    expected = CONVOLUTIONS[len(g.kernel)](
+        F.pad(x, sides), weight, offset, stride=g.stride, dilation=g.dilation, groups=g.groups
+    )
+    torch.testing.assert_close(ours(x), expected)
+    assert torch.autograd.gradcheck(ours, x, fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda x: ours(x).sin(), x, fast_mode=True)
+
+
+class Branches(nn.Module):
+    """Two parameters of which each datum's rows are the same gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(random(1, 3))
+        self.second = nn.Parameter(random(1, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.first + self.second).sin()
+
+
+def test_rows_never_share_memory() -> None:
+    """What keeps rows may write over them."""
+    model = Branches().eval()
+    weights, x = dict(model.named_parameters()), random(4, 3)
+    made = plan(model, weights, x)
+    rows = linearize(model, weights, x, made, False).rows(random(4, 1, 3))
+    kept = rows["second"].clone()
+    rows["first"].zero_()
+    torch.testing.assert_close(rows["second"], kept)
