@@ -115,7 +115,10 @@ def test_channels_last_changes_nothing(estimator: str, learned: bool) -> None:
     x, y = data()
     x = x.double()
     exact, expected = gradient(make(estimator, convolutional().double(), learned), x, y)
-    network = convolutional().double().to(memory_format=torch.channels_last)
+    network = convolutional().double()
+    for parameter in network.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
     weight = network.get_parameter("3.weight")
     assert weight.is_contiguous(memory_format=torch.channels_last)
     x = x.contiguous(memory_format=torch.channels_last)

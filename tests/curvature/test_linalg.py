@@ -1,8 +1,10 @@
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from curvature.fakes import random
+from torch import Tensor
 
 from evigrad.curvature.linalg import (
     log_det_dense,
@@ -181,3 +183,25 @@ def test_eigenvalues_of_a_batch():
     torch.testing.assert_close(psd_eigenvalues(batch.detach()), values.detach())
     (grad,) = torch.autograd.grad(values.square().sum(), batch)
     torch.testing.assert_close(grad, 2 * batch.detach())
+
+
+@pytest.mark.parametrize("name", ["eigh", "eigvalsh"])
+def test_eigenvalues_that_float32_makes_nan_are_those_of_float64(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LAPACK returns NaN for some finite matrices in single precision, without an error."""
+    real = getattr(torch.linalg, name)
+
+    def faulty(matrix: Tensor) -> Any:
+        found = real(matrix)
+        if matrix.dtype == torch.float32:
+            for part in found if name == "eigh" else (found,):
+                part.detach().fill_(torch.nan)
+        return found
+
+    rows = torch.randn(5, 9, generator=torch.Generator().manual_seed(0))
+    matrix = rows.mT @ rows
+    expected = psd_eigenvalues(matrix.double())
+    monkeypatch.setattr(torch.linalg, name, faulty)
+    leaf = matrix.requires_grad_(name == "eigh")
+    torch.testing.assert_close(psd_eigenvalues(leaf).double(), expected, rtol=1e-5, atol=1e-5)

@@ -11,18 +11,14 @@ from jacobians.dense import random
 from torch import Tensor
 
 from evigrad.jacobians import convolutions
-from evigrad.jacobians.convolutions import (
-    Geometry,
-    convolution_inner,
-    convolution_patches,
-    convolution_rows,
-)
+from evigrad.jacobians.convolutions import convolution_inner, convolution_rows
+from evigrad.jacobians.geometry import CONVOLUTIONS, Geometry, convolution_patches
 
 # Constants under which each way is taken.
 WAYS = {
     "each": {"_WORTH_A_CALL": 0},
-    "grouped": {"_WORTH_A_CALL": 2**62, "_GROUPED_COLUMNS": 2**62},
-    "patches": {"_WORTH_A_CALL": 2**62, "_GROUPED_COLUMNS": 0},
+    "grouped": {"_WORTH_A_CALL": 2**62, "_WORTH_NO_COPY": 2**62, "_GROUPED_COLUMNS": 2**62},
+    "patches": {"_WORTH_A_CALL": 2**62, "_WORTH_NO_COPY": 2**62, "_GROUPED_COLUMNS": 0},
 }
 
 
@@ -58,7 +54,7 @@ def operands(
     weight = random(k, 3 * geometry.groups, 2, *geometry.kernel)
     padded = geometry.padded(x)
     settings = (geometry.stride, 0, geometry.dilation, geometry.groups)
-    convolve = convolutions.CONVOLUTIONS[len(space)]
+    convolve = CONVOLUTIONS[len(space)]
     out = convolve(padded, weight[0], None, *settings)
     gradient = random(m, k, parts, *out.shape[1:], seed=1)
     cotangent = random(m, *weight.shape, seed=2)

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evigrad.jacobians import linearize, plan
-from evigrad.jacobians.convolutions import CONVOLUTIONS, Geometry
 from evigrad.jacobians.fixed_convolutions import convolve
+from evigrad.jacobians.geometry import CONVOLUTIONS, Geometry
 
 GEOMETRIES = {
     "same": Geometry((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 1),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
 from evigrad.jacobians import KroneckerUse, linearize, patch_grams, plan
-from evigrad.jacobians.convolutions import Geometry
+from evigrad.jacobians.geometry import Geometry
 from evigrad.jacobians.kronecker import ConvolutionUse
 
 # Explicit patches in chunks of one datum; by distance wherever that is defined.

@@ -290,18 +290,25 @@ def _span(matrix: Tensor, size: int) -> Tensor:
 
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    # In float32 LAPACK may not converge (seen with repeated eigenvalues), or return NaN for a
+    # finite matrix without a word.
     try:
         values, vectors = torch.linalg.eigh(matrix)
-    except LinAlgError:  # no convergence, seen in float32 with repeated eigenvalues
+        failed = not bool(values.isfinite().all())
+    except LinAlgError:
+        failed = True
+    if failed:
         values, vectors = torch.linalg.eigh(matrix.to(torch.float64))
     return values.to(matrix.dtype), vectors.to(matrix.dtype)
 
 
 def _eigvalsh(matrix: Tensor) -> Tensor:
     try:
-        return torch.linalg.eigvalsh(matrix)
+        values = torch.linalg.eigvalsh(matrix)
+        failed = not bool(values.isfinite().all())
     except LinAlgError:
-        return torch.linalg.eigvalsh(matrix.to(torch.float64)).to(matrix.dtype)
+        failed = True
+    return torch.linalg.eigvalsh(matrix.to(torch.float64)).to(matrix.dtype) if failed else values
 
 
 class _InnerGram(Function):

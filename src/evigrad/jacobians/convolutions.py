@@ -6,103 +6,34 @@ Which way is fastest depends on the size of the convolutions; the constants belo
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import grad as convolution_gradients
 
 from evigrad import scratch
-
-CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-INPUT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
-    1: convolution_gradients.conv1d_input,
-    2: convolution_gradients.conv2d_input,
-    3: convolution_gradients.conv3d_input,
-}
-WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
-    1: convolution_gradients.conv1d_weight,
-    2: convolution_gradients.conv2d_weight,
-    3: convolution_gradients.conv3d_weight,
-}
+from evigrad.jacobians.geometry import (
+    CONVOLUTIONS,
+    Geometry,
+    convolution_patches,
+    input_gradient,
+    weight_gradient,
+)
 
 # From so many multiplications for one datum, a convolution for each in turn is as fast as one
 # convolution of all with the same weight; below, what it takes to start one counts.
 _WORTH_A_CALL = 2**24
 
+# Where a datum has several parts, one convolution of all data needs input, gradient and products in
+# another order. From so many numbers of a datum, copying them takes longer.
+_WORTH_NO_COPY = 2**16
+
 # Up to so many row columns times output channels, a convolution with one group per datum beats
 # patches and a batched product on a CPU: it reads the input without a copy for each entry of the
 # kernel. It needs more positions than such entries to pay.
 _GROUPED_COLUMNS = 32
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The settings of a convolution with D spatial dimensions.
-
-    Attributes:
-        kernel: Size of the kernel, D numbers.
-        stride: D numbers.
-        pads: Zeros in front of and behind each dimension.
-        dilation: Distance between the kernel's entries, D numbers.
-        groups: G, the number of channel groups.
-    """
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    pads: tuple[tuple[int, int], ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-    def padded(self, x: Float[Tensor, "mF c *space"]) -> Float[Tensor, "mF c *padded"]:
-        """The input with its zeros around it."""
-        if not any(p for pair in self.pads for p in pair):
-            return x
-        return F.pad(x, [p for pair in reversed(self.pads) for p in pair])
-
-    def split(self, x: Float[Tensor, "mF c *space"]) -> tuple[Tensor, dict[str, Any]]:
-        """An input and the settings that PyTorch's functions take beside it.
-
-        Args:
-            x: Input of the convolution.
-
-        Returns:
-            The input, padded where its sides differ, and stride, padding and dilation.
-        """
-        even = all(before == behind for before, behind in self.pads)
-        padding = tuple(before for before, _ in self.pads) if even else (0,) * len(self.kernel)
-        settings = {"stride": self.stride, "padding": padding, "dilation": self.dilation}
-        return (x if even else self.padded(x)), settings
-
-
-def convolution_patches(
-    x: Float[Tensor, "mF c *space"], parts: int, geometry: Geometry
-) -> Float[Tensor, "m G i FT"]:
-    """What the kernel is multiplied with at each of the T positions of the output.
-
-    Args:
-        x: Input of the convolution.
-        parts: F, how many entries of dim 0 belong to each datum.
-        geometry: Settings of the convolution.
-
-    Returns:
-        The patches; i counts a group's channels times the kernel's entries, in the order in which
-        the weight holds them.
-    """
-    windows, dims = geometry.padded(x), len(geometry.kernel)
-    settings = zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True)
-    for dim, (size, step, gap) in enumerate(settings):
-        windows = windows.unfold(2 + dim, gap * (size - 1) + 1, step)[..., ::gap]
-    # (m F, c, *positions, *kernel) → (m, c, *kernel, F, *positions)
-    windows = windows.unflatten(0, (-1, parts))
-    positions, entries = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
-    windows = windows.permute(0, 2, *entries, 1, *positions)
-    inner = x.shape[1] // geometry.groups * prod(geometry.kernel)
-    return windows.reshape(len(windows), geometry.groups, inner, -1)
 
 
 def convolution_rows(
@@ -120,7 +51,7 @@ def convolution_rows(
     """
     k, parts, out = gradient.shape[1:4]
     if not x.is_cuda:
-        if _work(x, gradient, g) >= _WORTH_A_CALL:
+        if _one_by_one(x, gradient, g):
             x, settings = g.split(x)
             return _Rows.apply(x, gradient, g, settings)
         spread = 1 < prod(g.kernel) < prod(gradient.shape[4:]) * parts
@@ -151,7 +82,7 @@ def convolution_inner(
         Σ cotangent · rows, with a graph into input and gradients.
     """
     x, settings = g.split(x)
-    if _work(x, gradient, g) >= _WORTH_A_CALL:
+    if _one_by_one(x, gradient, g):
         return _Inner.apply(x, gradient, cotangent, g, settings, _convolve_each, _pull_back_each)
     return _Inner.apply(x, gradient, cotangent, g, settings, _convolve_all, _pull_back_all)
 
@@ -164,9 +95,13 @@ def inner_product(a: Tensor, b: Tensor) -> Float[Tensor, ""]:
     return torch.dot(a.reshape(-1), b.reshape(-1))
 
 
-def _work(x: Tensor, gradient: Tensor, g: Geometry) -> int:
-    """Multiplications for one datum."""
-    return prod(gradient.shape[1:]) * (x.shape[1] // g.groups) * prod(g.kernel)
+def _one_by_one(x: Tensor, gradient: Tensor, g: Geometry) -> bool:
+    """Whether a convolution for each datum is as fast as one for all."""
+    numbers = prod(gradient.shape[1:])
+    if numbers * (x.shape[1] // g.groups) * prod(g.kernel) >= _WORTH_A_CALL:
+        return True
+    parts = gradient.shape[2]
+    return parts > 1 and parts * prod(x.shape[1:]) + numbers >= _WORTH_NO_COPY
 
 
 def _by_group(weights: Tensor, g: Geometry) -> Tensor:
@@ -191,9 +126,9 @@ def _grouped_rows(x: Tensor, gradient: Tensor, g: Geometry) -> Tensor:
     x, settings = g.split(x)
     columns = _columns_all(gradient, g)
     inner = (x.shape[1] // g.groups, *g.kernel)
-    rows = WEIGHT_GRADIENTS[len(g.kernel)](
-        _side_by_side(x, m), (m * k * out, *inner), columns, groups=m * g.groups, **settings
-    )
+    settings = settings | {"groups": m * g.groups}
+    weight = x.new_empty(m * k * out, *inner)
+    rows = weight_gradient(_side_by_side(x, m), weight, columns, settings)
     return _by_output(rows.reshape(m, g.groups, -1), k, inner)
 
 
@@ -259,12 +194,12 @@ def _pull_back_each(
     settings: dict[str, Any],
 ) -> Float[Tensor, "mF c *space"]:
     """The gradient of ``_convolve_each`` in its input, which has this shape."""
-    pull, parts = INPUT_GRADIENTS[len(g.kernel)], gradient.shape[2]
+    each, settings = (gradient.shape[2], *shape[1:]), settings | {"groups": g.groups}
     kernels = _by_group(weights, g).flatten(1, 3)
     columns = _columns_each(gradient, g)
     return torch.cat(
         [
-            pull((parts, *shape[1:]), kernel, datum, groups=g.groups, **settings)
+            input_gradient(each, kernel, datum, settings)
             for kernel, datum in zip(kernels.unbind(), columns, strict=True)
         ]
     )
@@ -279,12 +214,11 @@ def _pull_back_all(
 ) -> Float[Tensor, "mF c *space"]:
     """The gradient of ``_convolve_all`` in its input, which has this shape."""
     m, parts = len(weights), gradient.shape[2]
-    pulled = INPUT_GRADIENTS[len(g.kernel)](
+    pulled = input_gradient(
         (parts, m * shape[1], *shape[2:]),
         _by_group(weights, g).flatten(0, 3),
         _columns_all(gradient, g),
-        groups=m * g.groups,
-        **settings,
+        settings | {"groups": m * g.groups},
     )
     # (F, m c, *space) → (m F, c, *space)
     return pulled.unflatten(1, (m, -1)).transpose(0, 1).flatten(0, 1)
@@ -304,11 +238,11 @@ class _Rows(torch.autograd.Function):
         ctx.save_for_backward(x, gradient)
         ctx.geometry, ctx.settings = g, settings
         k, parts, out = gradient.shape[1:4]
-        correlate, inner = WEIGHT_GRADIENTS[len(g.kernel)], (x.shape[1] // g.groups, *g.kernel)
+        inner, settings = (x.shape[1] // g.groups, *g.kernel), settings | {"groups": g.groups}
         data, columns = x.unflatten(0, (-1, parts)), _columns_each(gradient, g)
         rows = scratch.empty((len(data), k * out, *inner), x)
         for datum, column, row in zip(data.unbind(), columns, rows.unbind(), strict=True):
-            row.copy_(correlate(datum, (k * out, *inner), column, groups=g.groups, **settings))
+            row.copy_(weight_gradient(datum, row, column, settings))
         return _by_output(rows.unflatten(1, (g.groups, -1)), k, inner)
 
     @staticmethod

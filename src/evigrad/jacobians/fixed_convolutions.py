@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evigrad.jacobians.convolutions import CONVOLUTIONS, INPUT_GRADIENTS, Geometry
+from evigrad.jacobians.geometry import CONVOLUTIONS, Geometry, input_gradient
 
 
 def convolve(
@@ -70,8 +70,7 @@ class _PullBack(torch.autograd.Function):
         """The derivative of the convolution, in the type of its input."""
         ctx.save_for_backward(weight)
         ctx.dtype, ctx.settings = gradient.dtype, settings
-        pull = INPUT_GRADIENTS[gradient.dim() - 2]
-        return pull(shape, weight.to(gradient.dtype), gradient, **settings).to(dtype)
+        return input_gradient(shape, weight.to(gradient.dtype), gradient, settings).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *vectors: Tensor) -> tuple[Tensor | None, ...]:

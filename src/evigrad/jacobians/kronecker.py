@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from evigrad.errors import ConfigurationError
-from evigrad.jacobians.convolutions import Geometry, convolution_patches, inner_product
+from evigrad.jacobians.convolutions import inner_product
+from evigrad.jacobians.geometry import Geometry, convolution_patches
 from evigrad.jacobians.patch_grams import (
     patch_gram,
     patch_gram_pull,

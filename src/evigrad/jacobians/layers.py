@@ -15,13 +15,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from evigrad.jacobians.convolutions import (
-    Geometry,
-    convolution_inner,
-    convolution_rows,
-    inner_product,
-)
+from evigrad.jacobians.convolutions import convolution_inner, convolution_rows, inner_product
 from evigrad.jacobians.fixed_convolutions import convolve
+from evigrad.jacobians.geometry import Geometry
 from evigrad.jacobians.kronecker import ConvolutionUse, KroneckerUse
 from evigrad.jacobians.rules import (
     Match,

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from evigrad.jacobians.convolutions import WEIGHT_GRADIENTS, Geometry, convolution_patches
+from evigrad.jacobians.geometry import Geometry, convolution_patches, weight_gradient
 
 # Numbers in the patches that exist at once where there is no way without (64 MiB in float32).
 _PATCH_NUMBERS = 2**24
@@ -164,13 +164,9 @@ def _distances(geometry: Geometry, device: torch.device) -> Int[Tensor, " pairs"
 def _gram_by_distance(x: Float[Tensor, "M c h w"], geometry: Geometry) -> Float[Tensor, "G i i"]:
     (height, width), groups, channels = geometry.kernel, geometry.groups, x.shape[1]
     inner = channels // groups
-    half = WEIGHT_GRADIENTS[2](
-        F.pad(x, (0, 0, 0, height - 1)),
-        (channels, inner, *_reach(geometry)),
-        x,
-        padding=(0, width - 1),
-        groups=groups,
-    )
+    settings = {"stride": (1, 1), "padding": (0, width - 1), "dilation": (1, 1), "groups": groups}
+    weight = x.new_empty(channels, inner, *_reach(geometry))
+    half = weight_gradient(F.pad(x, (0, 0, 0, height - 1)), weight, x, settings)
     # (G, distances, c, c'); those of the other sign are transposes.
     half = half.reshape(groups, inner, inner, -1).permute(0, 3, 1, 2).contiguous()
     other = half[:, width * 2 - 1 :].flip(1).mT

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from jaxtyping import Float
@@ -79,6 +80,12 @@ class Rule(ABC):
         Returns:
             Σ cotangent · rows.
         """
+        parts, numel = gradient.shape[2], prod(cotangent.shape[2:])
+        if parts > 1 and numel <= prod(gradient.shape[3:]):
+            # Each part as a datum of its own: the derivative in the gradients, a number or a few
+            # for each part, is then never spread over memory.
+            gradient = gradient.transpose(1, 2).flatten(0, 1).unsqueeze(2)
+            cotangent = cotangent.repeat_interleave(parts, dim=0)
         return inner_product(self.rows(slot, match, gradient), cotangent)
 
     def factors(self, match: Match, gradient: Float[Tensor, "m k F *out"]) -> KroneckerUse:
