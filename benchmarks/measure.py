@@ -4,7 +4,6 @@ import csv
 import gc
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -55,8 +54,8 @@ def _synchronize() -> None:
 class Peak:
     """Peak memory of a block of code, in bytes above what was there before it.
 
-    On the CPU it is the resident memory of the process, which never shrinks: one measurement for
-    each process (``in_own_process``).
+    On the CPU it is the resident memory of the process, whose allocator keeps what it once had: one
+    measurement for each process (``in_own_process``).
     """
 
     def __enter__(self) -> "Peak":
@@ -66,7 +65,9 @@ class Peak:
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
         else:
-            self._before = _resident()
+            # Linux's way to forget the peak so far, which planning may have set.
+            Path("/proc/self/clear_refs").write_text("5")
+            self._before = _resident("VmRSS")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -74,13 +75,13 @@ class Peak:
             torch.cuda.synchronize()
             self.bytes = torch.cuda.max_memory_allocated() - self._before
         else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            self.bytes = max(0, peak - self._before)
+            self.bytes = max(0, _resident("VmHWM") - self._before)
 
 
-def _resident() -> int:
+def _resident(field: str) -> int:
+    """Resident memory of the process in bytes, at present (VmRSS) or at its peak (VmHWM)."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("The system does not tell the resident memory.")
 
@@ -130,3 +131,11 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+
+
+def insert(page: Path, marker: str, text: str) -> None:
+    """Replace what stands between a page's markers, where it has them."""
+    before, found, rest = page.read_text().partition(f"<!-- {marker} -->\n")
+    if found:
+        _, end, after = rest.partition(f"<!-- end {marker} -->")
+        page.write_text(f"{before}{found}{text}\n{end}{after}")

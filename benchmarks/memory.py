@@ -10,6 +10,7 @@ numbers), and that of the one-graph twin by everything, until it no longer fits.
 
 import argparse
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ def one_case(arguments: argparse.Namespace) -> dict[str, Any]:
         rows_dtype=torch.bfloat16 if arguments.bfloat16_rows else None,
         generator=0,
     )
+    if arguments.limit and not torch.cuda.is_available():
+        # An allocation beyond it fails, in the place of the machine.
+        resource.setrlimit(resource.RLIMIT_AS, (arguments.limit * MIB * 1024,) * 2)
     x = torch.rand(m, *shape)
     y = torch.randint(arguments.outputs, (m,))
     x, y = x.to(device), y.to(device)
@@ -66,6 +70,7 @@ def main() -> None:
     parser.add_argument("--data", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512])
     parser.add_argument("--structures", nargs="+", default=["kfac", "ntk"])
     parser.add_argument("--ways", nargs="+", default=["two-pass", "one-graph"])
+    parser.add_argument("--limit", type=int, help="memory that a process may take, in GiB")
     parser.add_argument("--bfloat16-rows", action="store_true")
     parser.add_argument("--timeout", type=float, default=900)
     parser.add_argument("--csv", type=Path)
@@ -85,6 +90,7 @@ def main() -> None:
                 case += ["--structures", structure, "--ways", way]
                 case += ["--outputs", str(arguments.outputs)]
                 case += ["--width", str(arguments.width)] if arguments.width else []
+                case += ["--limit", str(arguments.limit)] if arguments.limit else []
                 case += ["--bfloat16-rows"] if arguments.bfloat16_rows else []
                 found = in_own_process(__file__, case, arguments.timeout)
                 row = {"structure": structure, "way": way, "m": m, "samples": arguments.samples}
@@ -94,6 +100,7 @@ def main() -> None:
                 else:
                     held = 4 * m * found["weights"] / MIB if structure == "ntk" else 0.0
                     row |= {"MiB": f"{found['bytes'] / MIB:.0f}", "rows_MiB": f"{held:.0f}"}
+                row["machine"] = machine()
                 rows.append(row)
                 print(row, flush=True)
                 if arguments.csv:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure import insert
 
 import evigrad
 from evigrad.data import DataSet, load
@@ -165,14 +166,6 @@ def write_table(name: str, results: list[dict[str, Any]], folder: Path) -> str:
             f" | {r['seconds']:.0f} | {r['seconds'] / baseline:.1f} | {r['seeds']} |"
         )
     return "\n".join(lines)
-
-
-def insert(page: Path, marker: str, text: str) -> None:
-    """Replace what stands between a page's markers, where it has them."""
-    before, found, rest = page.read_text().partition(f"<!-- {marker} -->\n")
-    if found:
-        _, end, after = rest.partition(f"<!-- end {marker} -->")
-        page.write_text(f"{before}{found}{text}\n{end}{after}")
 
 
 def main() -> None:

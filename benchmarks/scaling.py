@@ -89,6 +89,7 @@ def main() -> None:
                 first = first or taken
                 row = {"axis": axis, "structure": structure, "size": size}
                 row |= {"milliseconds": f"{1e3 * taken:.2f}", "over_first": f"{taken / first:.2f}"}
+                row["machine"] = machine()
                 rows.append(row)
                 print(row, flush=True)
                 if arguments.csv:

@@ -102,6 +102,7 @@ def measure(
                 "step_seconds": f"{times['step']:.4f}",
                 "seconds": f"{times[label]:.4f}",
                 "ratio": f"{times[label] / times['step']:.2f}",
+                "machine": machine(),
             }
         )
         print(

@@ -31,7 +31,7 @@ class SavedBytes:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count what is saved for backward inside."""
-        with torch.autograd.graph.saved_tensors_hooks(self._see, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(self.see, lambda tensor: tensor):
             yield
 
     @property
@@ -39,7 +39,8 @@ class SavedBytes:
         """Bytes so far."""
         return sum(t.untyped_storage().nbytes() for t in self._storages.values())
 
-    def _see(self, tensor: Tensor) -> Tensor:
+    def see(self, tensor: Tensor) -> Tensor:
+        """Count a tensor that is held otherwise, and return it."""
         self._storages.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 

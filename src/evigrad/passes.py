@@ -271,6 +271,8 @@ class Passes:
         with saved.counting(), torch.enable_grad(), self._autocast():
             second = kind == "second"
             lin = linearize(prepared.model, weights, packed, prepared.plan, second)
+            for tensor in lin.recorded():
+                saved.see(tensor)
             if second:
                 shape = (len(x), width)
                 zeros = {n: w.new_zeros(1).expand(*shape, *w.shape) for n, w in weights.items()}

@@ -50,6 +50,10 @@ SHARINGS = ("expand", "reduce")
 # block of 512 costs 2 MiB and 45 MFLOP in float64, less than the factors of the layer beside it.
 DENSE_LIMIT = 512
 
+# Up to this many elements such a block is diagonalised, which takes no longer than one step on the
+# precisions, and spares all further steps a factorisation.
+SPECTRUM_LIMIT = 64
+
 
 @dataclass(frozen=True)
 class KfacStatistic(Statistic):
@@ -63,6 +67,7 @@ class KfacStatistic(Statistic):
         blocks: Per other parameter, its dense block (n, n) or its diagonal (n,) of H.
         eigenvalues: Eigenvalues of A and B: a cache, filled by ``Kfac.log_det``, or in the place of
             the sums (``Kfac.summarise``).
+        spectra: Eigenvalues of dense blocks; a cache too.
     """
 
     inputs: dict[str, Tensor]
@@ -73,6 +78,7 @@ class KfacStatistic(Statistic):
     eigenvalues: dict[str, tuple[Tensor, Tensor]] = field(
         default_factory=dict, repr=False, compare=False
     )
+    spectra: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def tensors(self) -> list[Tensor]:
         """A of every weight, B of every weight, then the other blocks."""
@@ -86,7 +92,8 @@ class KfacStatistic(Statistic):
             {name: next(rest) for name in table}
             for table in (self.inputs, self.gradients, self.blocks)
         )
-        return replace(self, inputs=inputs, gradients=gradients, blocks=blocks, eigenvalues={})
+        tables = {"inputs": inputs, "gradients": gradients, "blocks": blocks}
+        return replace(self, **tables, eigenvalues={}, spectra={})
 
 
 class Kfac(Structure[KfacStatistic]):
@@ -193,11 +200,16 @@ class Kfac(Structure[KfacStatistic]):
             factor = (precisions[name].to(left.dtype) * statistic.counts[name]).reciprocal()
             terms.append(log_det_kronecker(left, right, factor))
         for name, block in statistic.blocks.items():
-            precision = (
-                precisions[name] if precisions[name].ndim == 0 else precisions[name].reshape(-1)
-            )
-            dense = name in self._dense
-            terms.append((log_det_dense if dense else log_det_diagonal)(block, precision))
+            one = precisions[name].ndim == 0
+            precision = precisions[name] if one else precisions[name].reshape(-1)
+            if name not in self._dense:
+                terms.append(log_det_diagonal(block, precision))
+            elif one and len(block) <= SPECTRUM_LIMIT and not block.requires_grad:
+                if name not in statistic.spectra:
+                    statistic.spectra[name] = psd_eigenvalues(block)
+                terms.append(log_det_diagonal(statistic.spectra[name], precision))
+            else:
+                terms.append(log_det_dense(block, precision))
         return torch.stack(terms).sum()
 
     def predicted_bytes(self, num_rows: int) -> int:

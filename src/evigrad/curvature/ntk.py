@@ -9,12 +9,10 @@ operations each, R rows and L groups.
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd import Function
 
 from evigrad.curvature.base import (
     Differential,
@@ -25,15 +23,9 @@ from evigrad.curvature.base import (
     working_dtype,
 )
 from evigrad.curvature.contraction import MatrixUseLike
-from evigrad.curvature.kernel_rows import (
-    SLAB_BYTES,
-    NtkStatistic,
-    Storage,
-    add_part,
-    part_of,
-    slabs,
-)
-from evigrad.curvature.linalg import first_order_only, log_det_identity_plus
+from evigrad.curvature.gram_functions import MixedGrams, RowsGram
+from evigrad.curvature.kernel_rows import SLAB_BYTES, NtkStatistic, Storage
+from evigrad.curvature.linalg import log_det_identity_plus
 from evigrad.errors import ConfigurationError
 from evigrad.scratch import lent
 
@@ -122,18 +114,18 @@ class Ntk(Structure[NtkStatistic]):
         alone = list(self._varying)
         for group, names in self._groups.items():
             self._check_shared(group, names, precisions)
-            if keep:
-                gram = self._kept_gram(statistic, names, like)
-                parts.append(gram * precisions[names[0]].to(like).reciprocal())
-            else:
-                alone += names
+            alone += [] if keep else names
+        if keep and self._groups:
+            grams = [self._kept_gram(statistic, names, like) for names in self._groups.values()]
+            inverse = torch.stack([precisions[names[0]] for names in self._groups.values()])
+            parts.append(MixedGrams.apply(inverse.to(like).reciprocal(), *grams))
         for name in alone:
             precision = precisions[name].reshape(-1)
             if name in self._contracted:
                 gram = statistic.gram(name, like)
                 parts.append(gram * precision.to(like).reciprocal())
             else:
-                parts.append(_Gram.apply(like, precision, *statistic.rows[name]))
+                parts.append(RowsGram.apply(like, precision, *statistic.rows[name]))
         total = parts[0]
         for part in parts[1:]:
             total = total + part
@@ -356,43 +348,3 @@ def _chain(
         return [None] * len(arguments)
     outputs, weights = zip(*pairs, strict=True)
     return torch.autograd.grad(outputs, list(arguments), list(weights), allow_unused=True)
-
-
-class _Gram(Function):
-    """A P0^{-1} Aᵀ of the rows A of one parameter in several chunks.
-
-    Keeps nothing but its inputs for the backward pass (autograd would keep a scaled copy of all
-    rows), and reads the rows once for both cotangents.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, like: Tensor, precision: Tensor, *chunks: Tensor) -> Tensor:
-        ctx.like = like
-        ctx.save_for_backward(precision, *chunks)
-        gram = like.new_zeros(())
-        for columns, slab in slabs(chunks, like):
-            slab = slab * part_of(precision.to(like), columns).rsqrt()
-            gram = gram + slab @ slab.mT
-        return gram
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        precision, *chunks = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        inverse = precision.to(ctx.like).reciprocal()
-        of_precision = torch.zeros_like(inverse) if wanted[1] else None
-        of_chunks = [
-            torch.empty_like(c) if w else None for c, w in zip(chunks, wanted[2:], strict=True)
-        ]
-        for columns, slab in slabs(chunks, ctx.like):
-            weight = part_of(inverse, columns)
-            # ⟨S̄, A P0^{-1} Aᵀ⟩ has the cotangent (S̄ + S̄ᵀ) A P0^{-1} for A.
-            product = ((cotangent + cotangent.mT) @ slab).mul_(weight)
-            if of_precision is not None:
-                add_part(of_precision, columns, -0.5 * weight * (product * slab).sum(0))
-            for chunk, part in zip(of_chunks, product.split([len(c) for c in chunks]), strict=True):
-                if chunk is not None:
-                    chunk[:, columns] = part.to(chunk)
-        of_precision = None if of_precision is None else of_precision.to(precision.dtype)
-        return None, of_precision, *of_chunks

@@ -1,0 +1,99 @@
+"""Write the tables of docs/performance.md from the CSV files of the other benchmarks.
+
+Run it from anywhere after one of them: ``python benchmarks/performance.py``.
+"""
+
+import csv
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from measure import insert
+
+DOCS = Path(__file__).parents[1] / "docs"
+STRUCTURES = ("ntk", "kfac-expand", "kfac-reduce")
+Row = Mapping[str, str]
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def step_cost(rows: Sequence[Row]) -> str:
+    """Ratios to a training step, one line for each size."""
+    sizes = dict.fromkeys((r["m"], r["micro_batch"]) for r in rows)
+    lines = []
+    for m, micro_batch in sizes:
+        mine = {r["structure"]: r for r in rows if r["m"] == m}
+        step = float(next(iter(mine.values()))["step_seconds"])
+        ratios = [f"{mine[s]['ratio']} x" if s in mine else "" for s in STRUCTURES]
+        lines.append([m, micro_batch, f"{1e3 * step:.0f} ms", *ratios])
+    return markdown(["m", "micro-batch", "training step", *STRUCTURES], lines)
+
+
+def memory(rows: Sequence[Row]) -> str:
+    """Peaks in MiB, one line for each size."""
+    columns = [(s, way) for way in ("two-pass", "one-graph") for s in ("kfac", "ntk")]
+    lines = []
+    for m in dict.fromkeys(r["m"] for r in rows):
+        found = {(r["structure"], r["way"]): r for r in rows if r["m"] == m}
+        cells = [found[c]["MiB"] or found[c]["note"] if c in found else "" for c in columns]
+        held = found.get(("ntk", "two-pass"), {}).get("rows_MiB", "")
+        lines.append([m, cells[0], cells[1], held, *cells[2:]])
+    header = ["m", "kfac", "ntk", "of which rows", "kfac, one graph", "ntk, one graph"]
+    return markdown(header, lines)
+
+
+def scaling(rows: Sequence[Row]) -> str:
+    """Milliseconds, one line for each axis and structure."""
+    lines = []
+    for axis, structure in dict.fromkeys((r["axis"], r["structure"]) for r in rows):
+        mine = [r for r in rows if (r["axis"], r["structure"]) == (axis, structure)]
+        sizes = ", ".join(f"{int(r['size']):,}" for r in mine)
+        times = ", ".join(f"{float(r['milliseconds']):.3g}" for r in mine)
+        lines.append([axis, structure, sizes, times, f"{mine[-1]['over_first']} x"])
+    return markdown(["size", "structure", "values", "ms", "last over first"], lines)
+
+
+def prior_steps(rows: Sequence[Row]) -> str:
+    """One step and many, one line for each case."""
+    lines = []
+    for r in rows:
+        one, many = float(r["one_step_seconds"]), float(r["many_steps_seconds"])
+        named = [r["model"], r["estimator"], r["learned"]]
+        lines.append([*named, f"{1e3 * one:.0f} ms", f"{1e3 * many:.0f} ms", f"{r['ratio']} x"])
+    steps = rows[0]["steps"]
+    header = ["model", "estimator", "learned", "one step", f"{steps} steps", "ratio"]
+    return markdown(header, lines)
+
+
+def precision(rows: Sequence[Row]) -> str:
+    """Errors, one line for each case."""
+    names = [name for name in rows[0] if name != "machine"]
+    return markdown([n.replace("_", " ") for n in names], ([r[n] for n in names] for r in rows))
+
+
+# Marker in the page → file, what its rows must hold, and the table.
+TABLES: dict[str, tuple[str, Mapping[str, str], Callable[[Sequence[Row]], str]]] = {
+    "wrn precisions": ("step_cost_wrn_precisions", {}, step_cost),
+    "wrn invariances": ("step_cost_wrn_invariances", {}, step_cost),
+    "mininet precisions": ("step_cost_mininet", {"learned": "precisions"}, step_cost),
+    "mininet invariances": ("step_cost_mininet", {"learned": "invariances"}, step_cost),
+    "memory": ("memory", {}, memory),
+    "scaling": ("scaling", {}, scaling),
+    "prior steps": ("prior_steps", {}, prior_steps),
+    "precision": ("precision", {}, precision),
+}
+
+
+def main() -> None:
+    for marker, (name, wanted, table) in TABLES.items():
+        with (DOCS / "results" / f"{name}.csv").open(newline="") as file:
+            rows = [r for r in csv.DictReader(file) if wanted.items() <= r.items()]
+        machines = "; ".join(dict.fromkeys(row["machine"] for row in rows))
+        insert(DOCS / "performance.md", marker, f"{table(rows)}\n\n{machines}")
+
+
+if __name__ == "__main__":
+    main()
