@@ -292,23 +292,24 @@ def _span(matrix: Tensor, size: int) -> Tensor:
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     # In float32 LAPACK may not converge (seen with repeated eigenvalues), or return NaN for a
     # finite matrix without a word.
-    try:
-        values, vectors = torch.linalg.eigh(matrix)
-        failed = not bool(values.isfinite().all())
-    except LinAlgError:
-        failed = True
-    if failed:
-        values, vectors = torch.linalg.eigh(matrix.to(torch.float64))
+    found = _if_finite(torch.linalg.eigh, matrix)
+    values, vectors = torch.linalg.eigh(matrix.to(torch.float64)) if found is None else found
     return values.to(matrix.dtype), vectors.to(matrix.dtype)
 
 
 def _eigvalsh(matrix: Tensor) -> Tensor:
+    found = _if_finite(lambda a: (torch.linalg.eigvalsh(a),), matrix)
+    values = torch.linalg.eigvalsh(matrix.to(torch.float64)) if found is None else found[0]
+    return values.to(matrix.dtype)
+
+
+def _if_finite(decompose: Callable[[Tensor], Any], matrix: Tensor) -> Any:
+    """What a decomposition returns, eigenvalues first, or None where it fails."""
     try:
-        values = torch.linalg.eigvalsh(matrix)
-        failed = not bool(values.isfinite().all())
+        found = decompose(matrix)
     except LinAlgError:
-        failed = True
-    return torch.linalg.eigvalsh(matrix.to(torch.float64)).to(matrix.dtype) if failed else values
+        return None
+    return found if bool(found[0].isfinite().all()) else None
 
 
 class _InnerGram(Function):
