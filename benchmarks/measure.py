@@ -3,6 +3,7 @@
 import csv
 import gc
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -107,6 +108,14 @@ def in_own_process(script: str, arguments: Sequence[str], timeout: float) -> dic
         killed = done.returncode in (-9, 137)
         return {"failed": "out of memory" if killed else last[:200]}
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error, NaN where there is none."""
+    mean = statistics.fmean(values)
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return mean, math.nan
+    return mean, statistics.stdev(values) / len(values) ** 0.5
 
 
 def machine() -> str:

@@ -19,13 +19,12 @@ import argparse
 import csv
 import json
 import math
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import insert
+from measure import insert, mean_and_error
 
 import evigrad
 from evigrad.data import DataSet, load
@@ -133,11 +132,7 @@ def summarise(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         summary: dict[str, Any] = {"row": row, "seeds": len(runs)}
         for key in ("log_evidence", "log_likelihood", "accuracy", "seconds"):
-            values = [r[key] for r in runs]
-            summary[key] = statistics.fmean(values)
-            known = len(values) > 1 and all(map(math.isfinite, values))
-            spread = statistics.stdev(values) if known else math.nan
-            summary[f"{key}_error"] = spread / len(values) ** 0.5
+            summary[key], summary[f"{key}_error"] = mean_and_error([r[key] for r in runs])
         rows.append(summary)
     return rows
 

@@ -4,7 +4,7 @@ import sys
 import numpy as np
 import pytest
 
-from evigrad import plots
+from evigrad import drawing, plots
 from evigrad.errors import ConfigurationError, InputError
 
 pytest.importorskip("matplotlib")
@@ -86,11 +86,11 @@ def test_many_groups_are_drawn_without_labels():
 
 
 def test_labels_move_apart_as_little_as_possible():
-    assert plots._spread([0.1, 0.5, 0.9], 0.1) == pytest.approx([0.1, 0.5, 0.9])
-    assert plots._spread([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
+    assert drawing.spread([0.1, 0.5, 0.9], 0.1) == pytest.approx([0.1, 0.5, 0.9])
+    assert drawing.spread([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
     # Those that touch are centred on their mean; the first has room.
     mean = (0.2 + 0.25 + 0.27) / 3
-    moved = plots._spread([0.0, 0.2, 0.25, 0.27], 0.1)
+    moved = drawing.spread([0.0, 0.2, 0.25, 0.27], 0.1)
     assert moved == pytest.approx([0.0, mean - 0.1, mean, mean + 0.1])
 
 

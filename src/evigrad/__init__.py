@@ -4,8 +4,9 @@ The names listed here, with ``evigrad.likelihoods``, ``evigrad.priors`` and ``ev
 the public face; everything else may change.
 """
 
+from evigrad.descriptions import ParameterReport
 from evigrad.errors import EvigradError, EvigradWarning
-from evigrad.estimate import Estimate, ParameterReport
+from evigrad.estimate import Estimate
 from evigrad.evidence import Evidence
 from evigrad.partitions import Block
 from evigrad.training import FitResult, fit

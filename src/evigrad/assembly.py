@@ -34,9 +34,10 @@ class Collected:
         statistic: Of the structure.
         scale: What the statistic's log-determinant is multiplied with.
         splits_outputs: Whether the block holds some of a datum's rows only.
-        weight_versions: Of the weights that it was made with.
         outputs: Micro-batches without inputs, with their outputs: what the likelihood's own
             hyperparameters need. Kept on demand.
+        follows: Names of the hyperparameters of which it holds whatever they become.
+        versions: Of all else that it was made with.
     """
 
     owner: "Assembly"
@@ -45,8 +46,9 @@ class Collected:
     statistic: Any
     scale: float
     splits_outputs: bool
-    weight_versions: tuple[tuple[int, int], ...]
     outputs: Sequence[tuple[Chunk, Tensor]] = ()
+    follows: frozenset[str] = frozenset()
+    versions: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,6 @@ class Assembly:
         Returns:
             The log likelihood and the curvature's statistic.
         """
-        versions = self.weight_versions()
         statistic: Any = None
         log_likelihood = torch.zeros((), dtype=torch.float64, device=self.device)
         kept: list[tuple[Chunk, Tensor]] = []
@@ -144,9 +145,7 @@ class Assembly:
             statistic = task.prepared.structure.condense(statistic)
         block = task.block
         splits = block.columns is not None and _splits(block.columns, task.prepared.partition)
-        return Collected(
-            self, task.prepared, log_likelihood, statistic, block.scale, splits, versions, kept
-        )
+        return Collected(self, task.prepared, log_likelihood, statistic, block.scale, splits, kept)
 
     def terms(self, collected: Collected) -> Terms:
         """The data-dependent parts of the log evidence, under the present prior.
@@ -170,10 +169,6 @@ class Assembly:
         """Whether the expectation of the log-determinant is at least ℓ(I)."""
         coupled = self.likelihood.couples_outputs and collected.splits_outputs
         return self.settings.spec.is_bound(self.settings.root, coupled)
-
-    def weight_versions(self) -> tuple[tuple[int, int], ...]:
-        """Numbers that change with a weight, unless it is changed through ``.data``."""
-        return tuple((w.data_ptr(), w._version) for w in self.weights.values())
 
     # ------------------------------------------------------------ the second pass
 

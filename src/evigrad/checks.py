@@ -1,7 +1,9 @@
 """Checks of what a user gives, each with words on how to mend it."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -168,6 +170,23 @@ def check_block(block: Block, partition: Partition) -> None:
     last = partition.num_outputs - 1
     if columns.min() < -1 or columns.max() > last:
         raise InputError(f"The block's columns must be 0 to {last}, or -1 for padding.")
+
+
+def check_state(
+    state: Mapping[str, Any], own: Mapping[str, Any], modules: Mapping[str, nn.Module]
+) -> None:
+    """A state of an evidence that fits this one, tried on copies."""
+    if missing := own.keys() - state.keys() - {"micro_batches", "preparation"}:
+        raise ConfigurationError(f"The state lacks {', '.join(sorted(missing))}.")
+    if state["estimator"] != own["estimator"]:
+        raise ConfigurationError(
+            f"The state is one of {state['estimator']}, this evidence is {own['estimator']}."
+        )
+    for key, module in modules.items():
+        try:
+            copy.deepcopy(module).load_state_dict(state[key])
+        except RuntimeError as error:
+            raise ConfigurationError(f"The state of the {key} does not fit: {error}") from error
 
 
 def log_probabilities(

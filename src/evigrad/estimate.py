@@ -35,24 +35,3 @@ class Estimate:
     def per_datum(self) -> float:
         """The log evidence divided by N, in nats per datum."""
         return self.log_evidence / self.num_data
-
-
-@dataclass(frozen=True)
-class ParameterReport:
-    """What one weight tensor gets from an estimator.
-
-    Attributes:
-        name: Its name in the model.
-        shape: Its shape.
-        rows: How its derivatives are computed: a closed form, or a generic path.
-        curvature: Its block of the curvature.
-        group: The prior group that it belongs to.
-        precision: Its prior precision (the mean, where it varies inside the tensor).
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    rows: str
-    curvature: str
-    group: str
-    precision: float

@@ -1,8 +1,6 @@
 """The log evidence of a network and its gradient in the hyperparameters (Algorithm 1)."""
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,23 +10,30 @@ from evigrad.assembly import Assembly, Collected
 from evigrad.checks import (
     as_generator,
     called,
-    check_choice,
-    check_count,
     check_inputs,
     check_outputs,
-    check_passes,
-    check_positive,
-    check_spec,
+    check_state,
     check_type,
     log_probabilities,
 )
 from evigrad.curvature import ParameterPartition, partition_names
+from evigrad.descriptions import ParameterReport, parameter_reports
 from evigrad.errors import ConfigurationError, InputError
-from evigrad.estimate import Estimate, ParameterReport
+from evigrad.estimate import Estimate
 from evigrad.estimators import EstimatorSpec
 from evigrad.gradient import of_data, of_kept
-from evigrad.intake import Data, check_keepable, checked, resolve
-from evigrad.likelihoods import ROOTS, Likelihood
+from evigrad.intake import (
+    Data,
+    check_keepable,
+    checked,
+    divided,
+    kept_passes,
+    pinned,
+    resolve,
+    undrawn_on_error,
+)
+from evigrad.likelihoods import Likelihood
+from evigrad.micro_batches import PEAK_FACTOR
 from evigrad.modes import warn_of_normalisation
 from evigrad.parameters import check_unchanged, held_constant, select, trainable
 from evigrad.passes import Task
@@ -108,34 +113,13 @@ class Evidence:
         check_type("prior", prior, GaussianPrior, "a GaussianPrior")
         check_type("estimator", estimator, str, "a name, as 'ntk-100-1'")
         self.spec = EstimatorSpec.parse(estimator)
-        check_count("num_data", num_data)
-        num_data = int(num_data)
-        check_spec(self.spec, num_data)
-        self.root = self.spec.default_root if root is None else root
-        check_choice("root", self.root, ROOTS)
-        check_choice("sharing", sharing, ("expand", "reduce"))
-        check_positive("temperature", temperature)
-        check_passes(micro_batch, memory_budget, gram_dtype, rows_dtype, autocast)
-        check_choice("gradient", gradient, ("two-pass", "one-graph"))
-        self.model = model
-        self.likelihood = likelihood
-        self.prior = prior
-        self.num_data = num_data
-        self.temperature = float(temperature)
-        self.generator = as_generator(generator)
-        self._model_hyperparameters = select(model, hyperparameters)
-        self._weights = trainable(model, excluded=self._model_hyperparameters)
-        partition_names(list(self._weights), parameter_partition)
-        prior.bind(self._weights)
-        first = next(iter(self._weights.values()))
-        likelihood.to(device=first.device, dtype=first.dtype)
         settings = Settings(
             spec=self.spec,
             num_data=num_data,
-            root=self.root,
+            root=self.spec.default_root if root is None else root,
             sharing=sharing,
             parameter_partition=parameter_partition,
-            temperature=self.temperature,
+            temperature=temperature,
             micro_batch=micro_batch,
             memory_budget=memory_budget,
             gram_dtype=gram_dtype,
@@ -144,6 +128,19 @@ class Evidence:
             autocast=autocast,
             gradient=gradient,
         )
+        self.root, self.num_data, self.temperature = (
+            settings.root,
+            int(num_data),
+            float(temperature),
+        )
+        self.model, self.likelihood, self.prior = model, likelihood, prior
+        self.generator = as_generator(generator)
+        self._model_hyperparameters = select(model, hyperparameters)
+        self._weights = trainable(model, excluded=self._model_hyperparameters)
+        partition_names(list(self._weights), parameter_partition)
+        prior.bind(self._weights)
+        first = next(iter(self._weights.values()))
+        likelihood.to(device=first.device, dtype=first.dtype)
         self._assembly = Assembly(model, self._weights, likelihood, prior, settings, self.generator)
         warn_of_normalisation(model)
 
@@ -164,15 +161,17 @@ class Evidence:
 
     # ------------------------------------------------------------ the weights' objective
 
-    def map_loss(self, x: Tensor, y: Tensor) -> Tensor:
+    def map_loss(self, x: Tensor, y: Tensor, *, wrt: str | Sequence[str] = ()) -> Tensor:
         """Training loss of the weights: mean NLL + (T/2N) wᵀP0w, in nats per datum.
 
         It is −(T/N) times the log joint up to constants in the weights. The model runs in the
-        mode that it is in. No gradient reaches a hyperparameter.
+        mode that it is in. No gradient reaches a hyperparameter that is not asked for.
 
         Args:
             x: Inputs (m, ...).
             y: Targets in the likelihood's form.
+            wrt: Hyperparameters that the training loss reaches, by names or prefixes as for
+                ``backward``: not what the evidence is for, but what Augerino does.
 
         Returns:
             The scalar loss.
@@ -181,8 +180,7 @@ class Evidence:
             InputError: If inputs, outputs and targets do not fit.
         """
         check_inputs(x, self._assembly.device)
-        hyperparameters = [*self._model_hyperparameters.values(), *self.likelihood.parameters()]
-        with held_constant(hyperparameters):
+        with held_constant(divided(self.hyperparameters(), wrt)[1]):
             f = called(self.model, x)
             check_outputs(f, x)
             self.likelihood.validate(f.shape, y)
@@ -210,13 +208,15 @@ class Evidence:
             InputError: If the data do not fit the model, the likelihood or the estimator.
             MemoryBudgetError: If the structure would not fit the free memory.
         """
-        with torch.no_grad(), self._undrawn_on_error():
-            kept = self._kept(x)
+        with torch.no_grad(), undrawn_on_error(self.generator):
+            kept = self._kept(x, ())
             if kept is None:
                 kept = [self._assembly.collect(self._task(x, y), False, condense=True)]
             return of_kept(self._assembly, kept, ())[0]
 
-    def backward(self, x: Data, y: Tensor | None = None) -> Estimate:
+    def backward(
+        self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
+    ) -> Estimate:
         """Estimate, and add the gradient of −log evidence / N to the hyperparameters' ``.grad``.
 
         A log hyperprior of the prior, if any, is part of what is differentiated. Nothing but
@@ -225,28 +225,36 @@ class Evidence:
         Args:
             x: As for ``estimate``.
             y: As for ``estimate``.
+            wrt: The hyperparameters to differentiate in, by names or prefixes of names of
+                ``hyperparameters()``, as ``["prior", "likelihood"]``; the others' ``.grad`` stays,
+                and what they alone need is not computed: precisions take one pass over the data,
+                hyperparameters of the model two. Default: all.
 
         Returns:
             The estimate in nats, without a graph.
 
         Raises:
-            ConfigurationError: If there is no learnable hyperparameter.
+            ConfigurationError: If there is no such hyperparameter, or a kept pass does not follow
+                it.
             InputError: If the data do not fit the model, the likelihood or the estimator.
             MemoryBudgetError: If the structure would not fit the free memory.
         """
-        learnable = self.hyperparameters()
+        learnable, others = divided(self.hyperparameters(), wrt)
         if not learnable:
             raise ConfigurationError(
                 "There is nothing to differentiate in: the prior and the likelihood are fixed"
                 " and no parameter of the model is named in hyperparameters=[...]."
             )
         parameters = list(learnable.values())
-        with torch.enable_grad(), self._undrawn_on_error():
-            kept = self._kept(x)
+        with torch.enable_grad(), undrawn_on_error(self.generator):
+            kept = self._kept(x, learnable)
             if kept is not None:
-                estimate, gradients = of_kept(self._assembly, kept, parameters)
+                with held_constant(others):
+                    estimate, gradients = of_kept(self._assembly, kept, parameters)
             else:
-                estimate, gradients = of_data(self._assembly, self._task(x, y), learnable)
+                task = self._task(x, y)
+                with held_constant(others):
+                    estimate, gradients = of_data(self._assembly, task, learnable)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
@@ -272,69 +280,59 @@ class Evidence:
         prepared = checked(self._assembly, x, y)
         return BlockStream(prepared.partition, source, self.generator)
 
-    def collect(self, x: Data, y: Tensor | None = None) -> Collected:
+    def collect(
+        self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
+    ) -> Collected:
         """Pass over a block once, for many estimates and steps on the prior and the noise.
 
-        As long as the weights stay, ``estimate`` and ``backward`` take the result in place of
-        the block, or a list of such for their mean, and cost no pass through the network.
+        As long as the weights stay, and with them the hyperparameters that are not named in
+        ``wrt``, ``estimate`` and ``backward`` take the result in place of the block, or a list of
+        such for their mean, and cost no pass through the network.
 
         Args:
             x: As for ``estimate``.
             y: As for ``estimate``.
+            wrt: The hyperparameters that will change, as for ``backward``. Default: all.
 
         Returns:
             The block's statistic.
 
         Raises:
-            ConfigurationError: If a hyperparameter is learnable that the statistic would depend
+            ConfigurationError: If a hyperparameter will change that the statistic would depend
                 on: one of the model, or a noise that is not a mere scale of the rows.
             InputError: If the data do not fit the model, the likelihood or the estimator.
         """
-        learned = list(self.hyperparameters())
-        beside = any(not name.startswith("prior.") for name in learned)
-        with torch.no_grad(), self._undrawn_on_error():
+        changing, others = divided(self.hyperparameters(), wrt)
+        beside = any(not name.startswith("prior.") for name in changing)
+        with torch.no_grad(), undrawn_on_error(self.generator):
             task = self._task(x, y)
-            check_keepable(self._assembly, task.prepared, learned)
-            return self._assembly.collect(task, False, keep_outputs=beside, condense=True)
+            with held_constant(others):
+                check_keepable(self._assembly, task.prepared, list(changing))
+                made = self._assembly.collect(task, False, keep_outputs=beside, condense=True)
+        return pinned(self._assembly, made, self.hyperparameters(), changing)
 
-    def check_collect(self, x: Tensor) -> None:
+    def check_collect(self, x: Tensor, *, wrt: str | Sequence[str] | None = None) -> None:
         """Say beforehand whether ``collect`` would refuse, without any pass over a block.
 
         Args:
             x: Some inputs.
+            wrt: As for ``collect``.
 
         Raises:
             ConfigurationError: If it would; the text says why.
             InputError: If the inputs do not fit the model.
         """
+        changing, others = divided(self.hyperparameters(), wrt)
         check_inputs(x, self._assembly.device)
         prepared = self._assembly.prepare(x)
-        check_keepable(self._assembly, prepared, list(self.hyperparameters()))
+        with held_constant(others):
+            check_keepable(self._assembly, prepared, list(changing))
 
-    @contextmanager
-    def _undrawn_on_error(self) -> Iterator[None]:
-        """Put the generator back where an exception passes."""
-        state = self.generator.get_state()
-        try:
-            yield
-        except BaseException:
-            self.generator.set_state(state)
-            raise
-
-    def _kept(self, x: Data) -> list[Collected] | None:
+    def _kept(self, x: Data, wanted: Iterable[str]) -> list[Collected] | None:
         """The kept passes that were given in the place of data, or None for data."""
-        if isinstance(x, Collected):
-            kept = [x]
-        elif isinstance(x, list | tuple) and x and all(isinstance(p, Collected) for p in x):
-            kept = [p for p in x if isinstance(p, Collected)]
-        else:
-            return None
-        check_unchanged(self.model, self._weights, self._model_hyperparameters)
-        for collected in kept:
-            if collected.owner is not self._assembly:
-                raise InputError("This pass was collected by another evidence.")
-            if collected.weight_versions != self._assembly.weight_versions():
-                raise InputError("The weights have changed since collect(): pass the data again.")
+        kept = kept_passes(self._assembly, x, self.hyperparameters(), wanted)
+        if kept is not None:
+            check_unchanged(self.model, self._weights, self._model_hyperparameters)
         return kept
 
     def _task(self, x: Data, y: Tensor | None) -> Task:
@@ -357,48 +355,48 @@ class Evidence:
         Raises:
             ConfigurationError: If no input was seen yet and none is given.
         """
-        if x is not None:
-            check_inputs(x, self._assembly.device)
-            prepared = self._assembly.prepare(x)
-        else:
-            prepared = self._assembly.preparation.latest()
-        if prepared is None:
-            raise ConfigurationError("Call describe(x) with some inputs before any estimate.")
-        rows, curvature = prepared.plan.describe(), prepared.structure.describe()
-        precisions = self.prior.precisions()
-        return [
-            ParameterReport(
-                name=name,
-                shape=tuple(w.shape),
-                rows=rows[name],
-                curvature=curvature[name],
-                group=self.prior.group_name(name),
-                precision=float(precisions[name].detach().double().mean()),
-            )
-            for name, w in self._weights.items()
-        ]
+        return parameter_reports(self._assembly, x)
 
-    def predicted_bytes(self, x: Tensor) -> int:
+    def predicted_bytes(self, x: Tensor, *, estimator: str | None = None) -> int:
         """Memory that a block's statistic and its log-determinant take, beside the passes.
 
         Args:
             x: Some inputs.
+            estimator: Another name of the same structure and curvature. Default: its own.
 
         Returns:
             Bytes, by the formula that refuses what does not fit.
         """
         check_inputs(x, self._assembly.device)
         prepared = self._assembly.prepare(x)
-        return prepared.structure.predicted_bytes(prepared.partition.block_rows)
+        spec = None if estimator is None else EstimatorSpec.parse(estimator)
+        return self._assembly.preparation.predicted_bytes(prepared, spec)
+
+    def pass_bytes(self, x: Tensor, y: Tensor) -> float:
+        """Memory that each datum of a pass takes at once, measured.
+
+        Args:
+            x: Inputs of two data.
+            y: Their targets.
+
+        Returns:
+            Bytes.
+        """
+        state = self.generator.get_state()
+        task = self._task(x, y)
+        self.generator.set_state(state)
+        kind = "second" if self._model_hyperparameters else "first"
+        return PEAK_FACTOR * self._assembly.passes.bytes_per_datum(task, kind, x)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of prior, likelihood, generator and micro-batches; the model keeps its own."""
+        """State of prior, likelihood, generator and automatic choices; the model keeps its own."""
         return {
             "estimator": self.spec.name,
             "prior": self.prior.state_dict(),
             "likelihood": self.likelihood.state_dict(),
             "generator": self.generator.get_state(),
             "micro_batches": dict(self._assembly.passes.sizes.chosen),
+            "preparation": self._assembly.preparation.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -411,19 +409,11 @@ class Evidence:
             ConfigurationError: If it is the state of another estimator, or does not fit; nothing
                 changes then.
         """
-        expected = self.state_dict()
-        if missing := expected.keys() - state.keys() - {"micro_batches"}:
-            raise ConfigurationError(f"The state lacks {', '.join(sorted(missing))}.")
-        if state["estimator"] != self.spec.name:
-            raise ConfigurationError(
-                f"The state is one of {state['estimator']}, this evidence is {self.spec.name}."
-            )
-        for module, key in ((self.prior, "prior"), (self.likelihood, "likelihood")):
-            try:
-                copy.deepcopy(module).load_state_dict(state[key])
-            except RuntimeError as error:
-                raise ConfigurationError(f"The state of the {key} does not fit: {error}") from error
+        modules = {"prior": self.prior, "likelihood": self.likelihood}
+        check_state(state, self.state_dict(), modules)
         self.prior.load_state_dict(state["prior"])
         self.likelihood.load_state_dict(state["likelihood"])
         self.generator.set_state(state["generator"])
         self._assembly.passes.sizes.chosen = dict(state.get("micro_batches", {}))
+        if "preparation" in state:
+            self._assembly.preparation.load_state_dict(state["preparation"])

@@ -72,7 +72,7 @@ def of_data(
     Args:
         assembly: Of the evidence.
         task: The block.
-        learnable: Hyperparameters by name.
+        learnable: Hyperparameters to differentiate in, by name; no other requires a gradient.
 
     Returns:
         The estimate, and one gradient for each hyperparameter, in their order.

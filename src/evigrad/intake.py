@@ -1,15 +1,17 @@
 """What a user gives an evidence to work on, checked before anything is drawn or computed."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evigrad.assembly import Assembly, Collected
 from evigrad.checks import as_pair, check_block, check_inputs, not_data
-from evigrad.errors import ConfigurationError, InputError
+from evigrad.errors import ConfigurationError, InputError, nearest
+from evigrad.groups import matches
 from evigrad.partitions import Block
 from evigrad.passes import Batch
 from evigrad.preparation import Prepared
@@ -117,6 +119,21 @@ def resolve(assembly: Assembly, x: Data, y: Tensor | None) -> Request:
     return Request(prepared, batches, prepared.partition.subset(num_data, assembly.generator))
 
 
+@contextmanager
+def undrawn_on_error(generator: torch.Generator) -> Iterator[None]:
+    """Put a generator back where an exception passes.
+
+    Args:
+        generator: Of the evidence.
+    """
+    state = generator.get_state()
+    try:
+        yield
+    except BaseException:
+        generator.set_state(state)
+        raise
+
+
 def checked(assembly: Assembly, x: Tensor, y: Tensor) -> Prepared:
     """Inputs and targets that fit the model and the likelihood.
 
@@ -138,13 +155,116 @@ def checked(assembly: Assembly, x: Tensor, y: Tensor) -> Prepared:
     return prepared
 
 
+def divided(
+    hyperparameters: Mapping[str, nn.Parameter], wrt: str | Sequence[str] | None
+) -> tuple[dict[str, nn.Parameter], list[nn.Parameter]]:
+    """The hyperparameters that are asked for, and the others.
+
+    Args:
+        hyperparameters: All learnable ones, by name.
+        wrt: Names, modules above them, or wildcards; None for all.
+
+    Returns:
+        Those asked for, by name in their order, and the rest.
+
+    Raises:
+        ConfigurationError: If there is nothing of a name.
+    """
+    if wrt is None:
+        return dict(hyperparameters), []
+    patterns = [wrt] if isinstance(wrt, str) else list(wrt)
+    for pattern in patterns:
+        if not any(matches(pattern, name) for name in hyperparameters):
+            known = [*hyperparameters, *sorted({n.split(".")[0] for n in hyperparameters})]
+            raise ConfigurationError(
+                f"wrt: no learnable hyperparameter is named '{pattern}' or lies below it."
+                f"{nearest(pattern, known)} There are {', '.join(hyperparameters) or 'none'}."
+            )
+    asked = {n: p for n, p in hyperparameters.items() if any(matches(w, n) for w in patterns)}
+    return asked, [p for name, p in hyperparameters.items() if name not in asked]
+
+
+def pinned(
+    assembly: Assembly,
+    collected: Collected,
+    hyperparameters: Mapping[str, nn.Parameter],
+    follows: Iterable[str],
+) -> Collected:
+    """Note what a kept pass was made with.
+
+    Args:
+        assembly: Of the evidence.
+        collected: The pass.
+        hyperparameters: All learnable ones, by name.
+        follows: Names of those that may change; the prior always may.
+
+    Returns:
+        The same pass with the note.
+    """
+    names = frozenset([*follows, *(n for n in hyperparameters if n.startswith("prior."))])
+    return replace(collected, follows=names, versions=_versions(assembly, hyperparameters, names))
+
+
+def kept_passes(
+    assembly: Assembly,
+    x: Data,
+    hyperparameters: Mapping[str, nn.Parameter],
+    wanted: Iterable[str],
+) -> list[Collected] | None:
+    """The kept passes that were given in the place of data.
+
+    Args:
+        assembly: Of the evidence.
+        x: Whatever was given.
+        hyperparameters: All learnable ones, by name.
+        wanted: Names of those to differentiate in.
+
+    Returns:
+        The passes, or None for data.
+
+    Raises:
+        ConfigurationError: If a pass does not follow a hyperparameter that is wanted.
+        InputError: If one was made by another evidence, or with other weights.
+    """
+    names = list(wanted)
+    if isinstance(x, Collected):
+        kept = [x]
+    elif isinstance(x, list | tuple) and x and all(isinstance(p, Collected) for p in x):
+        kept = [p for p in x if isinstance(p, Collected)]
+    else:
+        return None
+    for collected in kept:
+        if collected.owner is not assembly:
+            raise InputError("This pass was collected by another evidence.")
+        if collected.versions != _versions(assembly, hyperparameters, collected.follows):
+            raise InputError(
+                "The weights have changed since collect(), or hyperparameters that the pass does"
+                " not follow: pass the data again."
+            )
+        if lost := [name for name in names if name not in collected.follows]:
+            raise ConfigurationError(
+                f"The kept pass does not follow {', '.join(lost)}: name what it was collected for,"
+                f" as wrt={sorted(collected.follows)}, or give the data."
+            )
+    return kept
+
+
+def _versions(
+    assembly: Assembly, hyperparameters: Mapping[str, nn.Parameter], follows: Iterable[str]
+) -> tuple[tuple[int, int], ...]:
+    """Numbers that change with a parameter, unless it is changed through ``.data``."""
+    free = set(follows)
+    fixed = [p for name, p in hyperparameters.items() if name not in free]
+    return tuple((p.data_ptr(), p._version) for p in (*assembly.weights.values(), *fixed))
+
+
 def check_keepable(assembly: Assembly, prepared: Prepared, learned: Sequence[str]) -> None:
     """Refuse to keep a pass that steps on the hyperparameters would make wrong.
 
     Args:
         assembly: Of the evidence.
         prepared: For the inputs.
-        learned: Names of the learnable hyperparameters.
+        learned: Names of the hyperparameters that are to change.
 
     Raises:
         ConfigurationError: If one of them is neither the prior's nor a noise that can be followed.
@@ -156,8 +276,9 @@ def check_keepable(assembly: Assembly, prepared: Prepared, learned: Sequence[str
         changing = beside
     if changing:
         raise ConfigurationError(
-            "A pass can only be kept where the prior and the noise alone are learned;"
-            f" {', '.join(changing)} changes it. Use estimate and backward on the data."
+            "A pass can only be kept for steps on the prior and the noise;"
+            f" {', '.join(changing)} changes it. Leave it out (wrt=['prior'], in training"
+            " hyper_steps=...), or use estimate and backward on the data."
         )
     if beside and assembly.noise_differs_in_sums(num_outputs):
         raise ConfigurationError(

@@ -36,7 +36,6 @@ def evaluation_mode(model: nn.Module, generator: torch.Generator) -> Iterator[No
     first = next(model.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
     seed = int(torch.randint(2**62, (), generator=generator))
-    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         for module, _ in training:
             module.training = False
@@ -45,8 +44,6 @@ def evaluation_mode(model: nn.Module, generator: torch.Generator) -> Iterator[No
     finally:
         for module, mode in training:
             module.training = mode
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
 
 
 @contextmanager
@@ -54,7 +51,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed what a model draws from the global generators, and restore them on the way out.
 
     Args:
-        seed: Seed of the CPU's and the device's generator.
+        seed: Seed of PyTorch's generators of the CPU and the device, of Python's and of NumPy's.
         device: The model's device.
     """
     # Not torch.manual_seed: it would also reseed every other GPU and not put those back.
@@ -63,13 +60,18 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         index = torch.cuda.current_device() if device.index is None else device.index
         generators.append(torch.cuda.default_generators[index])
     states = [generator.get_state() for generator in generators]
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         for generator in generators:
             generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
         yield
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 def normalisation_layers(model: nn.Module) -> list[str]:

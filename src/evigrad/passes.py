@@ -247,10 +247,19 @@ class Passes:
         free = available_bytes(self._device)
         if free is not None:  # the statistic comes on top of the pass
             free -= task.prepared.structure.predicted_bytes(task.prepared.partition.block_rows)
-        return self.sizes.size(kind, rest, lambda: self._bytes_per_datum(task, kind, x), free)
+        return self.sizes.size(kind, rest, lambda: self.bytes_per_datum(task, kind, x), free)
 
-    def _bytes_per_datum(self, task: Task, kind: str, x: Tensor) -> float:
-        """Memory that each further datum of a pass adds, by what autograd keeps for it."""
+    def bytes_per_datum(self, task: Task, kind: str, x: Tensor) -> float:
+        """Memory that autograd keeps for each further datum of a pass.
+
+        Args:
+            task: Of a block.
+            kind: Of the pass, ``first`` or ``second``.
+            x: Some inputs of the block, from its beginning.
+
+        Returns:
+            Bytes, measured.
+        """
         totals: list[int] = []
 
         def measure(part: Tensor) -> None:

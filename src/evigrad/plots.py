@@ -4,28 +4,32 @@ Every function draws on a ``Figure`` of its own, never through pyplot's global s
 without a display, in threads, and leaves the user's figures and settings alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from evigrad.errors import ConfigurationError, InputError
+from evigrad.drawing import (
+    DASHES,
+    LIGHT,
+    History,
+    Palette,
+    burst_limits,
+    decorate,
+    errors,
+    label_ends,
+    legend_handle,
+    new_figure,
+    plain_ticks,
+    save,
+    series,
+)
+from evigrad.errors import InputError
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-History = Sequence[Mapping[str, int | float | None]]
-
-# Okabe and Ito's palette, told apart with every common colour vision deficiency; its yellow is
-# left out because it is too light for a line on white.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
-_MUTED = "#555555"
 # More labels than this at the end of the lines cannot be told apart.
 _MAX_LABELS = 24
-# Inches: the height that a label needs, and what title and axis take of the figure's.
-_LABEL_HEIGHT = 0.17
-_SURROUNDINGS = 0.9
 
 
 def learning_curves(histories: Mapping[str, History]) -> "Figure":
@@ -48,15 +52,15 @@ def learning_curves(histories: Mapping[str, History]) -> "Figure":
         ("log_evidence", "log evidence", "estimate while training\n(nats per datum)"),
         ("test_log_likelihood", "test log likelihood", "nats per datum"),
     ]
-    panels = [panel for panel in panels if any(_series(h, panel[0])[0] for h in histories.values())]
-    figure = _figure(3.6 * len(panels) + 0.4, 3.3)
+    panels = [panel for panel in panels if any(series(h, panel[0])[0] for h in histories.values())]
+    figure = new_figure(3.6 * len(panels) + 0.4, 3.3)
     for position, (column, title, unit) in enumerate(panels, start=1):
         axes = figure.add_subplot(1, len(panels), position)
-        _decorate(axes, title, unit)
+        decorate(axes, title, unit)
         axes.set_xlim(0, max(len(history) for history in histories.values()))
         drawn = []
         for number, (name, history) in enumerate(histories.items()):
-            epochs, values = _series(history, column)
+            epochs, values = series(history, column)
             if not epochs:
                 continue
             sparse = len(epochs) <= 40 and len(epochs) < len(history)
@@ -64,37 +68,47 @@ def learning_curves(histories: Mapping[str, History]) -> "Figure":
                 epochs,
                 values,
                 label=name,
-                color=_COLOURS[number % len(_COLOURS)],
+                color=LIGHT.lines[number % len(LIGHT.lines)],
                 linewidth=1.6,
                 marker="o" if sparse else None,
                 markersize=3,
             )
             drawn += values
-            errors = _errors(history, column)
-            if errors is not None:
-                lower = [v - e for v, e in zip(values, errors, strict=True)]
-                upper = [v + e for v, e in zip(values, errors, strict=True)]
+            sems = errors(history, column)
+            if sems is not None:
+                lower = [v - e for v, e in zip(values, sems, strict=True)]
+                upper = [v + e for v, e in zip(values, sems, strict=True)]
                 axes.fill_between(
                     epochs, lower, upper, color=line.get_color(), alpha=0.2, linewidth=0
                 )
         if column == "loss" and min(drawn, default=0.0) > 0:  # a density's loss can be negative
             axes.set_yscale("log")
-            _plain_ticks(axes)
-        else:
-            _cut_burst(axes, drawn)
+            plain_ticks(axes)
+        elif limits := burst_limits(drawn):
+            axes.set_ylim(*limits)
     handles = [
-        _handle(name, _COLOURS[number % len(_COLOURS)]) for number, name in enumerate(histories)
+        legend_handle(name, LIGHT.lines[number % len(LIGHT.lines)])
+        for number, name in enumerate(histories)
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
-def precision_paths(history: History, title: str = "prior precision of each layer") -> "Figure":
+def precision_paths(
+    history: History,
+    title: str = "prior precision of each layer",
+    width: float = 7.2,
+    palette: Palette = LIGHT,
+) -> "Figure":
     """The learned prior precisions over the epochs, each labelled at the end of its line.
+
+    More than can be labelled are shaded from the first group to the last.
 
     Args:
         history: Of a run with a learned prior.
         title: Title of the figure.
+        width: Inches.
+        palette: Colours.
 
     Returns:
         A figure with logarithmic precisions.
@@ -108,45 +122,47 @@ def precision_paths(history: History, title: str = "prior precision of each laye
     names = [name for name in history[0] if name.startswith(prefix)]
     if not names:
         raise InputError("The history has no column precision/...: it is not one of a run.")
-    figure = _figure(7.2, max(3.6, 0.24 * min(len(names), _MAX_LABELS) + 1.2))
+    many = len(names) > _MAX_LABELS
+    figure = new_figure(width, 4.4 if many else max(3.6, 0.24 * len(names) + 1.2), palette)
     axes = figure.add_subplot()
-    _decorate(axes, title, "prior precision (1 / variance of the weights)")
+    decorate(axes, title, "prior precision (1 / variance of the weights)", palette)
     axes.set_yscale("log")
     lines = {}
-    many = len(names) > _MAX_LABELS
-    for number, name in enumerate(names):
-        epochs, values = _series(history, name)
-        colour = _COLOURS[number % len(_COLOURS)]
-        dash = _DASHES[number // len(_COLOURS) % len(_DASHES)]
+    shades = _shades(len(names), palette) if many else palette.lines
+    for position, name in enumerate(names):
+        epochs, values = series(history, name)
+        if not epochs:
+            continue
+        colour = shades[position % len(shades)]
+        dash = DASHES[position // len(shades) % len(DASHES)]
         axes.plot(
             epochs,
             values,
-            color=_MUTED if many else colour,
-            linestyle="-" if many else dash,
+            color=colour,
+            linestyle=dash,
             linewidth=0.8 if many else 1.6,
             drawstyle="steps-post",
         )
         lines[name.removeprefix(prefix)] = (epochs[-1], values[-1], colour)
-    _plain_ticks(axes)
+    plain_ticks(axes)
     if many:
         axes.set_title(f"{title} ({len(names)} groups)", loc="left", fontsize=11)
-    else:
-        _label_ends(axes, lines, figure.get_figheight())
+        ends = (f"first: {names[0]}", f"last: {names[-1]}")
+        handles = [
+            legend_handle(end.replace(prefix, ""), colour)
+            for end, colour in zip(ends, (shades[0], shades[-1]), strict=True)
+        ]
+        figure.legend(
+            handles=handles,
+            loc="outside lower center",
+            ncols=2,
+            frameon=False,
+            fontsize=9,
+            labelcolor=palette.ink,
+        )
+    elif lines:
+        label_ends(axes, lines, figure.get_figheight())
     return figure
-
-
-def save(figure: "Figure", path: str | Path) -> Path:
-    """Write a figure as a PNG for reading on a screen (well below 300 kB).
-
-    Args:
-        figure: Any figure.
-        path: The file.
-
-    Returns:
-        The file.
-    """
-    figure.savefig(path, dpi=130, format="png")
-    return Path(path)
 
 
 def save_all(
@@ -171,118 +187,13 @@ def save_all(
     return files
 
 
-def _figure(width: float, height: float) -> "Figure":
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(
-            "Figures need matplotlib: pip install 'evigrad[plots]'."
-        ) from error
-    return Figure(figsize=(width, height), layout="constrained")
+def _shades(count: int, palette: Palette) -> list[str]:
+    """An order as colours, without the end of the map that is the background's."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
 
-
-def _decorate(axes: "Axes", title: str, label: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.set_xlabel("epoch")
-    axes.set_ylabel(label, fontsize=9)
-    axes.tick_params(labelsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-
-
-def _plain_ticks(axes: "Axes") -> None:
-    """Numbers such as 0.02 and 30 on a logarithmic axis, also over less than a decade."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    low, high = axes.get_ylim()
-    subs = (1.0,) if high / low > 1e3 else (1.0, 3.0) if high / low > 30 else (1.0, 2.0, 5.0)
-    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _cut_burst(axes: "Axes", values: list[float]) -> None:
-    """Do not let the first few values of a run squeeze the rest into a line."""
-    if len(values) < 8:
-        return
-    ordered = sorted(values)
-    typical = ordered[len(ordered) // 4]
-    spread = ordered[-1] - typical
-    if ordered[0] < typical - 3 * spread:
-        axes.set_ylim(typical - 2 * spread, ordered[-1] + 0.15 * spread)
-
-
-def _label_ends(
-    axes: "Axes", lines: Mapping[str, tuple[float, float, str]], figure_height: float
-) -> None:
-    """Write each name to the right of its line, apart from its neighbours."""
-    transform = axes.transData + axes.transAxes.inverted()
-    ends = {name: float(transform.transform((x, y))[1]) for name, (x, y, _) in lines.items()}
-    order = sorted(ends, key=ends.__getitem__)
-    height = min(_LABEL_HEIGHT / (figure_height - _SURROUNDINGS), 1.0 / len(order))
-    places = _spread([ends[name] for name in order], height)
-    for name, place in zip(order, places, strict=True):
-        value, colour = lines[name][1], lines[name][2]
-        axes.annotate(
-            f"{name}  {_number(value)}",
-            xy=(1.0, ends[name]),
-            xytext=(1.04, place),
-            xycoords="axes fraction",
-            color=colour,
-            fontsize=9,
-            va="center",
-            annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkB": 0},
-        )
-    axes.margins(x=0)
-
-
-def _number(value: float) -> str:
-    """Three digits, without an exponent over eight decades."""
-    if 1e-4 <= value < 1e4:
-        return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-    return f"{value:.1e}"
-
-
-def _spread(places: Sequence[float], distance: float) -> list[float]:
-    """Move ascending places apart, as little as possible, until neighbours have a distance."""
-    groups: list[list[float]] = []  # each (centre, count): labels that touch each other
-    for place in places:
-        groups.append([place, 1.0])
-        while len(groups) > 1:
-            (c0, n0), (c1, n1) = groups[-2], groups[-1]
-            if c1 - c0 >= distance * (n0 + n1) / 2:
-                break
-            groups[-2:] = [[(c0 * n0 + c1 * n1) / (n0 + n1), n0 + n1]]
-    return [
-        centre + distance * (i - (count - 1) / 2)
-        for centre, count in groups
-        for i in range(int(count))
-    ]
-
-
-def _handle(name: str, colour: str) -> Any:
-    from matplotlib.lines import Line2D
-
-    return Line2D([], [], color=colour, linewidth=2, label=name)
-
-
-def _series(history: History, column: str) -> tuple[list[float], list[float]]:
-    """Epochs and values where there is a value."""
-    pairs = [
-        (float(epoch), float(value))
-        for row in history
-        if (value := row.get(column)) is not None and (epoch := row.get("epoch")) is not None
-    ]
-    return [epoch for epoch, _ in pairs], [value for _, value in pairs]
-
-
-def _errors(history: History, column: str) -> list[float] | None:
-    """Standard errors of the values of a column, where all are known."""
-    errors = [row.get(f"{column}_sem") for row in history if row.get(column) is not None]
-    known = [error for error in errors if error is not None]
-    return known if known and len(known) == len(errors) else None
+    shades = colormaps[palette.shades]
+    return [to_hex(shades(0.1 + 0.9 * i / (count - 1))) for i in range(count)]
 
 
 def _check(histories: Mapping[str, History]) -> None:

@@ -8,11 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evigrad.checks import called, check_outputs
+from evigrad.checks import (
+    called,
+    check_choice,
+    check_count,
+    check_outputs,
+    check_passes,
+    check_positive,
+    check_spec,
+)
 from evigrad.curvature import ParameterPartition, Storage, Structure, contracted, make_structure
 from evigrad.draws import Drawn, Noise, stochastic_modules
 from evigrad.errors import EvigradWarning
-from evigrad.estimators import EstimatorSpec
+from evigrad.estimators import ROOTS, EstimatorSpec
 from evigrad.groups import listed
 from evigrad.jacobians import (
     JacobianPlan,
@@ -33,7 +41,11 @@ PROBE_SIZE = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """How an evidence computes; see ``Evidence`` for each."""
+    """How an evidence computes; see ``Evidence`` for each.
+
+    Raises:
+        ConfigurationError: If a value does not exist or does not fit.
+    """
 
     spec: EstimatorSpec
     num_data: int
@@ -48,6 +60,18 @@ class Settings:
     rows_device: torch.device | None = None
     autocast: torch.dtype | None = None
     gradient: str = "two-pass"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        check_count("num_data", self.num_data)
+        check_spec(self.spec, self.num_data)
+        check_choice("root", self.root, ROOTS)
+        check_choice("sharing", self.sharing, ("expand", "reduce"))
+        check_positive("temperature", self.temperature)
+        check_passes(
+            self.micro_batch, self.memory_budget, self.gram_dtype, self.rows_dtype, self.autocast
+        )
+        check_choice("gradient", self.gradient, ("two-pass", "one-graph"))
 
 
 @dataclass(frozen=True)
@@ -104,7 +128,8 @@ class Preparation:
         self.prior = prior
         self.settings = settings
         self._drawing = stochastic_modules(model)
-        self._prepared: dict[tuple[Any, ...], Prepared] = {}
+        self._prepared: dict[str, Prepared] = {}
+        self._known_plans: dict[str, JacobianPlan] = {}
         self._passes = 0
 
     def prepare(self, x: Tensor) -> Prepared:
@@ -119,7 +144,8 @@ class Preparation:
         # How much a module draws may be changed at any time (its number of samples).
         one = torch.Generator().manual_seed(0)
         drawn = [module.draw(1, one).shape for module in self._drawing]
-        key = (x.shape[1:], x.dtype, x.device, *drawn)
+        shapes = [tuple(shape) for shape in (x.shape[1:], *drawn)]
+        key = f"{shapes} {x.dtype} {x.device}"
         if key in self._prepared:
             return self._prepared[key]
         probe, model = x[:PROBE_SIZE].detach(), self.model
@@ -132,11 +158,40 @@ class Preparation:
             with torch.no_grad():
                 f = called(model, probe)
             check_outputs(f, probe)
-            made = plan(model, self.weights, probe)
+            made = self._known_plans.get(key) or plan(model, self.weights, probe)
         partition = Partition(self.settings.spec, self.settings.num_data, f.shape[1])
         structure = self._structure(made, partition)
         self._prepared[key] = Prepared(model, made, structure, partition)
         return self._prepared[key]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What later passes depend on: how many there were, and the paths of derivatives.
+
+        A plan belongs to the weights of the day that it was made, and to what the checks on real
+        data have found since: it could not be made again.
+
+        Returns:
+            Numbers, strings, and tuples, lists and dictionaries of them.
+        """
+        plans = self._known_plans | {key: each.plan for key, each in self._prepared.items()}
+        return {
+            "passes": self._passes,
+            "plans": {key: each.as_record() for key, each in plans.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state of ``state_dict``, in place of what was prepared here.
+
+        Args:
+            state: From the same model and settings.
+        """
+        self._passes = state["passes"]
+        self._known_plans = {
+            key: JacobianPlan.from_record(record) for key, record in state["plans"].items()
+        }
+        for key, made in self._known_plans.items():
+            if key in self._prepared:
+                self._prepared[key] = self._replanned(self._prepared[key], made)
 
     @property
     def draws(self) -> bool:
@@ -158,13 +213,29 @@ class Preparation:
         """
         return Noise(self._drawing, seed)
 
+    def predicted_bytes(self, prepared: Prepared, spec: EstimatorSpec | None) -> int:
+        """What an estimator keeps of a block and works with.
+
+        Args:
+            prepared: For the inputs.
+            spec: Another estimator of the same kind, or None for the evidence's own.
+
+        Returns:
+            Bytes.
+        """
+        partition, structure = prepared.partition, prepared.structure
+        if spec is not None:
+            partition = Partition(spec, self.settings.num_data, partition.num_outputs)
+            structure = self._structure(prepared.plan, partition)
+        return structure.predicted_bytes(partition.block_rows)
+
     def _structure(self, made: JacobianPlan, partition: Partition) -> Structure[Any]:
-        settings = self.settings
+        settings, spec = self.settings, partition.spec
         rows = partition.block_rows
-        data = rows if settings.spec.rows else min(settings.spec.subset or rows, rows)
+        data = rows if spec.rows else min(spec.subset or rows, rows)
         uses = matrix_uses(made) if settings.gradient != "one-graph" else {}
         return make_structure(
-            settings.spec.structure,
+            spec.structure,
             self.weights,
             made,
             precision_groups=self.prior.constant_groups(),
@@ -174,6 +245,9 @@ class Preparation:
             contracted=contracted(uses, data, max(1, rows // data)),
             storage=Storage(settings.rows_dtype, settings.rows_device),
         )
+
+    def _replanned(self, prepared: Prepared, made: JacobianPlan) -> Prepared:
+        return replace(prepared, plan=made, structure=self._structure(made, prepared.partition))
 
     # ------------------------------------------------------------ checking on real data
 
@@ -210,8 +284,7 @@ class Preparation:
             EvigradWarning,
             stacklevel=2,
         )
-        made = demote(prepared.plan, wrong)
-        better = replace(prepared, plan=made, structure=self._structure(made, prepared.partition))
+        better = self._replanned(prepared, demote(prepared.plan, wrong))
         for key, old in self._prepared.items():
             if old is prepared:
                 self._prepared[key] = better

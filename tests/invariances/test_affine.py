@@ -332,3 +332,31 @@ def test_half_precision_images(dtype: torch.dtype) -> None:
     result = invariance(x, eps)
     assert result.dtype == dtype
     torch.testing.assert_close(result, invariance(x.float(), eps).to(dtype))
+
+
+# ------------------------------------------------------------------ beyond the borders
+
+
+def test_the_fill_is_what_lies_beyond_the_borders() -> None:
+    """The same as zeros, on images from which it was subtracted."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 2, 5, 6, generator=generator, dtype=torch.float64)
+    fill = torch.tensor([-0.5, 1.5], dtype=torch.float64)[:, None, None]
+    plain = AffineInvariance(1.0, flip=True).double()
+    filled = AffineInvariance(1.0, flip=True, fill=[-0.5, 1.5]).double()
+    eps = plain.sample(4, generator)
+    torch.testing.assert_close(filled(x, eps), plain(x - fill, eps) + fill, rtol=1e-12, atol=1e-12)
+    constant = fill.expand(4, 2, 5, 6)
+    torch.testing.assert_close(filled(constant, eps), constant.contiguous())
+    away = AffineInvariance({"translation_x": 2.0}, fill=3.0).double()
+    gone = away(x, torch.ones(4, 6, dtype=torch.float64))
+    torch.testing.assert_close(gone, torch.full_like(x, 3.0))
+
+
+def test_fills_that_do_not_fit() -> None:
+    for fill in (float("nan"), [], [0.0, float("inf")]):
+        with pytest.raises(ConfigurationError, match="finite, one number or one per channel"):
+            AffineInvariance(fill=fill)
+    transform = AffineInvariance(fill=[0.0, 1.0])
+    with pytest.raises(InputError, match="fill has 2 values, the images 3 channels"):
+        transform(torch.zeros(1, 3, 4, 4), torch.zeros(1, 6))

@@ -229,7 +229,7 @@ def test_types_by_name_and_as_types(blobs, make_net, tmp_path, name):
 def test_the_checkpoint_holds_all_that_is_needed(blobs, make_net, tmp_path):
     result = fit(make_net(), blobs[0], run_dir=tmp_path / "run", **SMALL)
     state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
-    assert (state["epoch"], state["hyper_steps"]) == (6, 9)
+    assert (state["epoch"], state["hyper_steps"]) == (6, [9])
     net = make_net(seed=9)
     net.load_state_dict(state["model"])
     x = blobs[1][0]

@@ -9,12 +9,8 @@ from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
 from evigrad.training import Settings
-from evigrad.training.loop import (
-    Loop,
-    make_hyper_optimizer,
-    make_weight_optimizer,
-    training_mode,
-)
+from evigrad.training.loop import Loop, training_mode
+from evigrad.training.optimizers import make_hyper_optimizer, make_weight_optimizer
 from evigrad.training.schedules import cosine
 
 _DEFAULTS: dict[str, Any] = {
@@ -29,9 +25,12 @@ _DEFAULTS: dict[str, Any] = {
     "lr": 0.01,
     "lr_min": 0.0001,
     "momentum": 0.9,
+    "scalar_lr_factor": 0.1,
     "burn_in": 2,
     "every": 2,
     "steps": 3,
+    "hyper_every": None,
+    "hyper_steps": None,
     "prior_blocks": None,
     "prior_update": "adam",
     "prior_lr": 0.1,
@@ -40,6 +39,7 @@ _DEFAULTS: dict[str, Any] = {
     "prior_rate_min": 0.05,
     "hyper_lr": 0.05,
     "hyper_lr_min": 0.005,
+    "augerino_weight": 0.01,
     "temperature": 1.0,
     "root": None,
     "sharing": "expand",
@@ -129,8 +129,8 @@ def test_hyperparameters_without_a_gradient_stay(blobs, make_net, monkeypatch):
 
     backward = loop.evidence.backward
 
-    def flat(block):
-        estimate = backward(block)
+    def flat(block, wrt):
+        estimate = backward(block, wrt=wrt)
         log_precision.grad = torch.zeros_like(log_precision)
         return estimate
 
@@ -245,8 +245,8 @@ def test_an_estimate_that_fails_names_the_epoch(blobs, make_net):
     loop = make_loop(make_net(), blobs[0])
     with torch.no_grad():
         log_precision_of(loop).fill_(float("inf"))
-    with pytest.raises(EvigradError, match="after epoch 7"):
-        loop.learn(7)
+    with pytest.raises(EvigradError, match="after epoch 8"):
+        loop.learn(8)
     assert log_precision_of(loop).grad is None
 
 
@@ -267,6 +267,11 @@ def test_an_estimate_that_fails_names_the_epoch(blobs, make_net):
         ({"hyper_lr_min": 1.0}, "hyper_lr_min must lie between"),
         ({"seed": -1}, "seed must be an integer of at least 0"),
         ({"prior_blocks": 0}, "prior_blocks must be an integer of at least 1"),
+        ({"hyper_every": 0}, "hyper_every must be an integer of at least 1"),
+        ({"hyper_steps": 0}, "hyper_steps must be an integer of at least 1"),
+        ({"scalar_lr_factor": 0.0}, "scalar_lr_factor must be a positive number"),
+        ({"estimator": "augerino", "augerino_weight": -0.1}, "augerino_weight must be 0 or more"),
+        ({"estimator": "augerino", "hyper_lr": 0.0}, "hyper_lr must be a positive"),
         ({"prior_update": "fixedpoint"}, "Did you mean 'fixed_point'"),
         ({"prior_rate": 1.5}, "prior_rate must be at most 1"),
         ({"prior_rate": 0.0}, "prior_rate must be a positive"),
@@ -279,4 +284,6 @@ def test_settings_out_of_range(changes, words):
 
 
 def test_map_training_does_not_look_at_the_settings_of_hyperparameters():
-    assert make_settings(estimator=None, burn_in=11).burn_in == 11
+    for name in (None, "map", "augerino"):
+        assert make_settings(estimator=name, burn_in=11).burn_in == 11
+    assert make_settings(estimator="map").estimator is None

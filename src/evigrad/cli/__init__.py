@@ -19,7 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name. Default: those of the process.
 
     Returns:
-        The exit code: 0, 2 for a mistake that the user can mend, 130 after Ctrl-C.
+        The exit code: 0, 2 for a mistake that the user can mend, 130 after Ctrl-C, 143 where
+        the process was asked to end.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     missing = [name for name in ("jsonargparse", "rich", "yaml") if find_spec(name) is None]
@@ -47,8 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         except EvigradError as error:
             show("error", str(error))
             return 2
-        except KeyboardInterrupt:
-            show(
-                "error", "Interrupted. What was finished is in the run directory, if there is one."
-            )
-            return _INTERRUPTED
+        except KeyboardInterrupt as error:
+            show("error", f"Interrupted. {error}")
+            return getattr(error, "exit_code", _INTERRUPTED)

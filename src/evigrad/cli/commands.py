@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-from evigrad.cli import doctor, train
+from evigrad.cli import doctor, report, train
 from evigrad.cli.parser import CommandLineError, Parser, explain, with_hyphens
+from evigrad.cli.resume import resumed_configuration
 from evigrad.errors import ConfigurationError, nearest
 
 _PROGRAM = "evigrad"
@@ -29,7 +30,7 @@ def _command(module: ModuleType) -> Command:
 
 
 # A new subcommand is one module with SUMMARY, make_parser() and run(parser, options).
-COMMANDS = {"train": _command(train), "doctor": _command(doctor)}
+COMMANDS = {"train": _command(train), "report": _command(report), "doctor": _command(doctor)}
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -60,6 +61,9 @@ def run(arguments: Sequence[str]) -> int:
     parser = command.make_parser()
     try:
         options = parser.parse_args(list(arguments[1:]))
+        if file := resumed_configuration(options.get("resume")):
+            # Again, as if the run's own options had been given first.
+            options = parser.parse_args(["--config", str(file), *arguments[1:]])
     except CommandLineError as error:
         mistake = explain(str(error), parser, f"{_PROGRAM} {name}")
         raise mistake from error

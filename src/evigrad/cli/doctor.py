@@ -14,14 +14,16 @@ from torch import Tensor
 
 from evigrad.cli.messages import results_console, show
 from evigrad.cli.parser import Options, Parser
-from evigrad.cli.setup import SETUP_TYPES, set_up
+from evigrad.cli.setup import INVARIANCE, MACHINE, NETWORK, SETUP_TYPES, set_up
 from evigrad.cli.train import FIT_TYPES, FIT_WORDS
+from evigrad.descriptions import ParameterReport
 from evigrad.errors import ConfigurationError
-from evigrad.estimate import Estimate, ParameterReport
+from evigrad.estimate import Estimate
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import make_likelihood
 from evigrad.priors import GaussianPrior
-from evigrad.training import ESTIMATOR_OPTIONS, estimator_options, fit
+from evigrad.training import ESTIMATOR_OPTIONS, estimator_options, fit, is_automatic
+from evigrad.training.automatic import largest_subset, with_subset
 
 SUMMARY = "Show what an estimator does with each parameter of a network, and its cost"
 
@@ -69,13 +71,12 @@ def make_parser() -> Parser:
     """
     parser = Parser(description=_DESCRIPTION, usage="evigrad doctor [options]")
     options = Options(parser)
-    options.add_group(
-        "network and data", set_up, ("data", "data_dir", "subset", "model"), SETUP_TYPES
-    )
+    options.add_group("network and data", set_up, NETWORK, SETUP_TYPES)
+    options.add_group("invariance", set_up, INVARIANCE, SETUP_TYPES)
     options.add_group("prior and evidence", fit, _PRIOR, FIT_TYPES, {"likelihood": None}, FIT_WORDS)
     options.add_group("details of the estimator", fit, ESTIMATOR_OPTIONS, FIT_TYPES)
     options.add_group("training", fit, ("batch_size",), FIT_TYPES)
-    options.add_group("machine", set_up, ("seed", "device", "threads"), SETUP_TYPES)
+    options.add_group("machine", set_up, MACHINE, SETUP_TYPES)
     return parser
 
 
@@ -92,24 +93,33 @@ def run(parser: Parser, options: Namespace) -> int:
     Raises:
         ConfigurationError: If a setting does not exist or does not fit.
     """
-    if options.estimator in (None, "map"):
+    if options.estimator in (None, "map", "augerino"):
         raise ConfigurationError("The doctor examines an estimator: name one, as ntk-100-1.")
     if options.batch_size < 1:
         raise ConfigurationError(f"batch_size must be at least 1, not {options.batch_size}.")
     setup = set_up(**{name: options[name] for name in SETUP_TYPES})
-    evidence = Evidence(
-        setup.make_model(),
-        make_likelihood(options.likelihood or setup.data.likelihood),
-        GaussianPrior(structure=options.prior, precision=options.precision),
-        estimator=options.estimator,
-        num_data=len(setup.data.train[0]),
-        generator=torch.Generator().manual_seed(setup.seed),
-        **estimator_options(options.as_dict()),
-    )
     data = setup.data.train
+
+    def evidence_of(estimator: str) -> Evidence:
+        return Evidence(
+            setup.make_model(),
+            make_likelihood(options.likelihood or setup.data.likelihood),
+            GaussianPrior(structure=options.prior, precision=options.precision),
+            estimator=estimator,
+            num_data=len(data[0]),
+            hyperparameters=setup.hyperparameters,
+            generator=torch.Generator().manual_seed(setup.seed),
+            **estimator_options(options.as_dict()),
+        )
+
+    name = options.estimator
+    if is_automatic(name):
+        memory = (options.micro_batch, options.memory_budget)
+        name = largest_subset(evidence_of(with_subset(name, 1)), name, *data, *memory)
+    evidence = evidence_of(name)
     batch_size = min(options.batch_size, len(data[0]))
     console = results_console()
-    show("note", f"{setup.data.describe()}; {setup.model_name} on {setup.device}")
+    show("note", f"{setup.data.describe()}; {setup.describe_model()} on {setup.device}")
     console.print(_parameter_table(evidence, evidence.describe(data[0])))
     memory = evidence.predicted_bytes(data[0])
     console.print(_cost_table(evidence, measure(evidence, data, batch_size), memory, batch_size))

@@ -1,11 +1,12 @@
 """What several commands do first: threads, device, data, network."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from evigrad.cli.invariance import Invariance, read_invariance
 from evigrad.data import DataSet, load
 from evigrad.errors import ConfigurationError
 from evigrad.models import make_model
@@ -16,10 +17,21 @@ SETUP_TYPES: dict[str, Any] = {
     "data_dir": str | None,
     "subset": int | None,
     "model": str,
+    "width": int | None,
+    "invariance": str | None,
+    "initial_range": float,
+    "learn_invariance": bool,
+    "flip": bool,
+    "samples": int,
+    "average": Literal["logits", "probabilities"],
     "seed": int,
     "device": str,
     "threads": int | None,
 }
+# The options in their groups.
+NETWORK = ("data", "data_dir", "subset", "model", "width")
+INVARIANCE = ("invariance", "initial_range", "learn_invariance", "flip", "samples", "average")
+MACHINE = ("seed", "device", "threads")
 
 
 @dataclass(frozen=True)
@@ -31,17 +43,39 @@ class Setup:
         device: Where to compute.
         model_name: Name of the network.
         seed: Seed of initial weights.
+        width: Of the network, or None for its own.
+        invariance: What the network is averaged over, or None.
     """
 
     data: DataSet
     device: torch.device
     model_name: str
     seed: int
+    width: int | None = None
+    invariance: Invariance | None = None
 
     def make_model(self) -> nn.Module:
         """The network with its initial weights, the same ones at every call."""
         shape, outputs = self.data.input_shape, self.data.num_outputs
-        return make_model(self.model_name, shape, outputs, self.seed).to(self.device)
+        settings = {} if self.width is None else {"width": self.width}
+        model = make_model(self.model_name, shape, outputs, self.seed, **settings)
+        if self.invariance is not None:
+            # Black, as beyond the borders of the variants of image sets.
+            fill = (-self.data.mean / self.data.std).flatten().tolist()
+            model = self.invariance.wrap(model, fill)
+        return model.to(self.device)
+
+    @property
+    def hyperparameters(self) -> tuple[str, ...]:
+        """What the network has to learn beside its weights."""
+        return () if self.invariance is None else self.invariance.hyperparameters
+
+    def describe_model(self) -> str:
+        """The network in words."""
+        words = (
+            self.model_name if self.width is None else f"{self.model_name} of width {self.width}"
+        )
+        return words if self.invariance is None else f"{words}, {self.invariance.describe()}"
 
 
 def set_up(
@@ -49,6 +83,13 @@ def set_up(
     data_dir: str | None = None,
     subset: int | None = None,
     model: str = "digitsnet",
+    width: int | None = None,
+    invariance: str | None = None,
+    initial_range: float = 0.1,
+    learn_invariance: bool = True,
+    flip: bool = False,
+    samples: int = 8,
+    average: str = "logits",
     seed: int = 0,
     device: str = "auto",
     threads: int | None = None,
@@ -56,11 +97,27 @@ def set_up(
     """Load data and choose a device.
 
     Args:
-        data: Data set: digits, mnist5k, or the NAME of Parquet files in the data folder.
+        data: Data set: digits, mnist5k, or the NAME of Parquet files in the data folder; mnist,
+            fashion_mnist, cifar10, cifar100 and tiny_imagenet come from the Hugging Face hub where
+            the folder lacks them. NAME:rotated90, NAME:rotated180, NAME:translated8 and NAME:scaled
+            are image sets with every image transformed once.
         data_dir: Folder with NAME_train.parquet and NAME_test.parquet. Default: the environment
             variable EVIGRAD_DATA.
         subset: Number of training data, drawn at random. Default: all.
-        model: Network: mlp, digitsnet (8x8 images) or mininet (28x28 images).
+        model: Network: mlp, digitsnet (8x8 images), mininet or lenet (28x28 images), resnet18,
+            resnet50, wrn16-4, transformer or gru.
+        width: Channels of the first layer of resnet18 and resnet50, features of transformer and
+            gru. Default: the network's own.
+        invariance: Random transforms of the images that the network's outputs are averaged over:
+            affine for translation_x, translation_y, rotation, scale_x, scale_y and shear, or some
+            of them, as rotation,shear. A name may have its range behind it, as rotation=0.5, or
+            rotation=max for a full circle. Default: none.
+        initial_range: Range of those transforms at the start: in half images, radians, and natural
+            logarithms of scales.
+        learn_invariance: Whether their ranges are learned, by an estimator or by augerino.
+        flip: Whether to mirror images left to right at random too.
+        samples: Transforms of each image.
+        average: What is averaged over them: logits or probabilities.
         seed: Seed of the subset, the initial weights and everything random in training.
         device: Where to compute: cpu, cuda, or auto (cuda if there is one).
         threads: CPU threads. Default: as many as PyTorch takes, one for each core.
@@ -77,9 +134,12 @@ def set_up(
         torch.set_num_threads(threads)
     if seed < 0:
         raise ConfigurationError(f"seed must be 0 or more, not {seed}.")
+    transforms = read_invariance(
+        invariance, initial_range, learn_invariance, flip, samples, average
+    )
     place = _device(device)
     loaded = load(data, data_dir, subset, seed)
-    return Setup(loaded.to(place), place, model, seed)
+    return Setup(loaded.to(place), place, model, seed, width, transforms)
 
 
 def _device(name: str) -> torch.device:

@@ -6,14 +6,24 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from jsonargparse import Namespace
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from evigrad import plots
+from evigrad.cli.interruption import interruptible
 from evigrad.cli.messages import results_console, show
 from evigrad.cli.parser import Options, Parser
-from evigrad.cli.setup import SETUP_TYPES, Setup, set_up
+from evigrad.cli.resume import (
+    CONFIGURATION,
+    RESULTS,
+    RESUME_TYPES,
+    is_complete,
+    resumed_configuration,
+    resumed_directory,
+)
+from evigrad.cli.setup import INVARIANCE, MACHINE, NETWORK, SETUP_TYPES, Setup, set_up
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimators import EstimatorSpec
 from evigrad.training import (
@@ -26,23 +36,26 @@ from evigrad.training import (
     describe_estimator,
     evaluate_evidence,
     fit,
+    is_automatic,
     prepare,
     tight_estimator,
 )
 
-SUMMARY = "Train a network and learn its weight decay for each layer"
+SUMMARY = "Train a network, learn its weight decay for each layer and its invariances"
 
 _DESCRIPTION = """\
 Train a network and learn its hyperparameters on the training data alone.
 
 The weights are trained by MAP. Between epochs, a few gradient steps on an estimate of the log
 marginal likelihood (the log evidence) learn the precision of the Gaussian prior of each layer,
-which is its weight decay. The test set is only evaluated.
+which is its weight decay, and the ranges of an invariance. The test set is only evaluated.
 
 examples:
   evigrad train                                     digits, a small network, ntk-100-1
   evigrad train --compare-map                       ... beside plain MAP training, as a table
+  evigrad train --invariance rotation --estimator kfac-100-1 --hyper-every 1
   evigrad train --config FILE.yaml --epochs 50      options after a file replace what it says
+  evigrad train --resume runs/digits-...            go on with a run that was interrupted
   evigrad train --estimator kfac-N-C --print-config > FILE.yaml"""
 
 FIT_TYPES: dict[str, Any] = {
@@ -56,15 +69,21 @@ FIT_TYPES: dict[str, Any] = {
     "lr": float,
     "lr_min": float,
     "momentum": float,
+    "scalar_lr_factor": float,
     "burn_in": int,
     "every": int,
     "steps": int,
+    "hyper_every": int | None,
+    "hyper_steps": int | None,
     "prior_blocks": int | None,
     "prior_update": Literal["adam", "fixed_point"],
     "prior_lr": float,
     "prior_lr_min": float,
     "prior_rate": float,
     "prior_rate_min": float,
+    "hyper_lr": float,
+    "hyper_lr_min": float,
+    "augerino_weight": float,
     "temperature": float,
     "root": Literal["subblock", "fisher", "eigen"] | None,
     "sharing": Literal["expand", "reduce"],
@@ -76,14 +95,15 @@ FIT_TYPES: dict[str, Any] = {
     "rows_device": str | None,
     "autocast": Literal["bfloat16", "float16"] | None,
     "eval_every": int,
-    "checkpoint_every": int,
+    "checkpoint_every": int | None,
     "progress": bool,
 }
 # Where the command line has other words than Python.
 FIT_WORDS = {
     "estimator": "Evidence estimator, STRUCTURE-SUBSET-OUTPUTS: structure ntk, full, blockdiag,"
-    " kfac or diag; data in a block, or N for all; outputs in a block, or C for all. map learns"
-    " no hyperparameters (plain MAP training).",
+    " kfac or diag; data in a block, N for all, or auto for as many as the memory holds; outputs"
+    " in a block, or C for all. Baselines: map learns no hyperparameters (plain MAP training),"
+    " augerino the ranges of an invariance on the training loss.",
     "likelihood": "Of the targets: categorical, gaussian or bernoulli. Default: what the data set"
     " is for.",
 }
@@ -93,20 +113,14 @@ _OWN_TYPES: dict[str, Any] = {
     "run_dir": str | None,
     "figures": bool,
 }
-_SETUP = ("data", "data_dir", "subset", "model")
+_UNITS = " Ranges are in half images, radians, and natural logarithms of scales."
 _PRIOR = ("estimator", "likelihood", "prior", "precision")
-_WEIGHTS = ("epochs", "batch_size", "optimizer", "lr", "lr_min", "momentum")
+_WEIGHTS = ("epochs", "batch_size", "optimizer", "lr", "lr_min", "momentum", "scalar_lr_factor")
 _HYPER = (
-    *("burn_in", "every", "steps", "prior_blocks", "prior_update"),
+    *("burn_in", "every", "steps", "hyper_every", "hyper_steps", "prior_blocks", "prior_update"),
     *("prior_lr", "prior_lr_min", "prior_rate", "prior_rate_min"),
+    *("hyper_lr", "hyper_lr_min", "augerino_weight"),
 )
-_MACHINE = ("seed", "device", "threads")
-# Those of fit that only networks with hyperparameters of their own need, or only Python can say.
-_FIXED: dict[str, Any] = {
-    "hyperparameters": (),
-    "hyper_lr": 0.05,
-    "hyper_lr_min": 0.005,
-}
 
 
 def make_parser() -> Parser:
@@ -117,15 +131,17 @@ def make_parser() -> Parser:
     """
     parser = Parser(description=_DESCRIPTION, usage="evigrad train [options]")
     options = Options(parser)
-    options.add_group("what to train", set_up, _SETUP, SETUP_TYPES)
+    options.add_group("what to train", set_up, NETWORK, SETUP_TYPES)
+    options.add_group("invariance", set_up, INVARIANCE, SETUP_TYPES)
     options.add_group("prior and evidence", fit, _PRIOR, FIT_TYPES, {"likelihood": None}, FIT_WORDS)
     options.add_group("training of the weights", fit, _WEIGHTS, FIT_TYPES)
     options.add_group("learning of the hyperparameters", fit, _HYPER, FIT_TYPES)
     options.add_group("details of the estimator", fit, ESTIMATOR_OPTIONS, FIT_TYPES)
+    options.add_group("interrupted runs", resumed_configuration, ("resume",), RESUME_TYPES)
     options.add_group("results", report, tuple(_OWN_TYPES), _OWN_TYPES)
     recorded = ("eval_every", "checkpoint_every", "progress")
     options.add_group("record", fit, recorded, FIT_TYPES)
-    options.add_group("machine", set_up, _MACHINE, SETUP_TYPES)
+    options.add_group("machine", set_up, MACHINE, SETUP_TYPES)
     return parser
 
 
@@ -143,27 +159,42 @@ def run(parser: Parser, options: Namespace) -> int:
         ConfigurationError: If a setting does not exist or does not fit, before anything is
             computed or written.
     """
+    file = resumed_configuration(options.resume)
+    directory = None if file is None else resumed_directory(parser, options, file)
+    if directory is not None and is_complete(directory, options.figures):
+        show("note", f"The run in {directory.path} is complete: there is nothing left to do.")
+        return 0
     setup = set_up(**{name: options[name] for name in SETUP_TYPES})
     if options.evaluate_with != "auto":
         EstimatorSpec.parse(options.evaluate_with)
     runs = _prepare(setup, options)
-    directory = RunDirectory(options.run_dir or _default_directory(options))
-    configuration = parser.dump(_without_files(options))
-    (directory.path / "config.yaml").write_text(configuration, encoding="utf-8")
-    show("note", f"{setup.data.describe()}; {_describe_model(setup, runs[-1])}")
-    show("note", f"Writing to {directory.path}")
-    results = {}
-    for each in runs:
-        folder = directory if each is runs[-1] else RunDirectory(directory.path / "map")
-        results[each.name] = each.train(folder, progress=options.progress)
-    report(
-        results,
-        setup,
-        directory,
-        compare_map=options.compare_map,
-        evaluate_with=options.evaluate_with,
-        figures=options.figures,
-    )
+    if is_automatic(options.estimator):
+        # What was found belongs to the run, on whatever machine it is repeated or goes on.
+        chosen = runs[-1].settings
+        show("note", f"{options.estimator} is {chosen.estimator} in this memory")
+        options.estimator, options.memory_budget = chosen.estimator, chosen.memory_budget
+    directory = directory or RunDirectory(options.run_dir or _default_directory(options))
+    with directory.locked(), interruptible(directory.path) as interruption:
+        if file is None:
+            directory.write_text(CONFIGURATION, parser.dump(_recorded(options)))
+        show("note", f"{setup.data.describe()}; {_describe_model(setup, runs[-1])}")
+        show("note", f"Writing to {directory.path}")
+        results = {}
+        for each in runs:
+            main = each is runs[-1]
+            folder = directory if main else RunDirectory(directory.path / "map", resume=True)
+            with interruption.patient() as stop:
+                results[each.name] = each.train(
+                    folder, resume=True, progress=options.progress, stop=stop
+                )
+        report(
+            results,
+            setup,
+            directory,
+            compare_map=options.compare_map,
+            evaluate_with=options.evaluate_with,
+            figures=options.figures,
+        )
     return 0
 
 
@@ -191,6 +222,10 @@ def report(
             ... is taken then. Default: runs/DATA-MODEL-ESTIMATOR.
         figures: Whether to draw learning curves and precisions into the folder.
     """
+    if figures:
+        _draw(results, directory)
+    if (directory.path / RESULTS).exists():
+        return
     name = evaluate_with
     if name == "auto":
         weights = next(iter(results.values())).evidence.weights().values()
@@ -206,22 +241,26 @@ def report(
         show("warning", f"The log evidence could not be evaluated with {name}: {error}")
         values = {}
     results_console().print(_table(results, values))
-    directory.write_json("results.json", _record(results, values))
-    if figures:
-        histories = {key: result.history for key, result in results.items()}
-        learned = [key for key, result in results.items() if result.estimator is not None]
+    directory.write_json(RESULTS, _record(results, values))
+
+
+def _draw(results: dict[str, FitResult], directory: RunDirectory) -> None:
+    histories = {key: result.history for key, result in results.items()}
+    learned = [key for key, result in results.items() if result.estimator is not None]
+    try:
         files = plots.save_all(histories, directory.figures, learned[-1] if learned else None)
-        show("note", "Figures: " + ", ".join(map(str, files)))
+    except EvigradError as error:  # the numbers are worth more than their pictures
+        show("warning", f"There are no figures: {error}")
+        return
+    show("note", "Figures: " + ", ".join(map(str, files)))
 
 
 def _prepare(setup: Setup, options: Namespace) -> list[Run]:
     """The runs, checked; the MAP baseline first."""
     named = {name: options[name] for name in FIT_TYPES if name != "progress"}
-    if named["estimator"] == "map":
-        named["estimator"] = None
     named["likelihood"] = named["likelihood"] or setup.data.likelihood
     known = {field.name for field in fields(Settings)}
-    given = {**_FIXED, **named, "seed": setup.seed}
+    given = {**named, "hyperparameters": setup.hyperparameters, "seed": setup.seed}
     settings = Settings(**{name: value for name, value in given.items() if name in known})
     wanted = [settings]
     if options.compare_map:
@@ -232,10 +271,12 @@ def _prepare(setup: Setup, options: Namespace) -> list[Run]:
     return [prepare(setup.make_model(), data.train, each, test=data.test) for each in wanted]
 
 
-def _without_files(options: Namespace) -> Namespace:
+def _recorded(options: Namespace) -> Namespace:
     """The options as one flat configuration, whichever files they came from."""
     kept = options.clone()
-    kept.pop("config", None)
+    for name in ("config", "resume"):
+        kept.pop(name, None)
+    kept.threads = torch.get_num_threads()  # on which results depend in their last digits
     return kept
 
 
@@ -246,7 +287,7 @@ def _default_directory(options: Namespace) -> Path:
 
 def _describe_model(setup: Setup, run: Run) -> str:
     weights = sum(w.numel() for w in run.evidence.weights().values())
-    return f"{setup.model_name} with {weights:,} weights on {setup.device}"
+    return f"{setup.describe_model()}, with {weights:,} weights on {setup.device}"
 
 
 def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue]) -> Table:
@@ -256,13 +297,14 @@ def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue]) -> T
         what = describe_estimator(value.estimator, value.blocks)
         judged = f"The log evidence is by {what}."
     classifies = "accuracy" in next(iter(results.values())).test_metrics
+    ranges = {key: _ranges(result) for key, result in results.items()}
     table = Table(
         box=SIMPLE_HEAD,
         title="Trained on the training data alone",
         caption=(
             f"Log evidence and test log likelihood in nats per datum, higher is better. {judged}"
             " Seconds are those of training, without evaluation. MAP keeps its prior and its"
-            " noise; a named estimator learned them."
+            " noise; a named estimator learned them." + (_UNITS if any(ranges.values()) else "")
         ),
         caption_justify="left",
     )
@@ -274,6 +316,8 @@ def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue]) -> T
         "seconds",
     ):
         table.add_column(column, justify="right")
+    if any(ranges.values()):
+        table.add_column("ranges")
     for key, result in results.items():
         test = result.test_metrics
         last = f"{100 * test['accuracy']:.2f} %" if classifies else f"{test['squared_error']:.4g}"
@@ -283,8 +327,16 @@ def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue]) -> T
             f"{test['log_likelihood']:.4f}",
             last,
             f"{result.seconds:.1f}",
+            *([ranges[key]] if any(ranges.values()) else []),
         )
     return table
+
+
+def _ranges(result: FitResult) -> str:
+    """The ranges of a run's transforms at its end, one a line."""
+    last = result.history[-1]
+    found = [(name.removeprefix("range/"), v) for name, v in last.items() if "range/" in name]
+    return "\n".join(f"{name} {value:.3g}" for name, value in found)
 
 
 def _record(
@@ -299,7 +351,7 @@ def _record(
             "hyperparameters": {
                 name: value
                 for name, value in result.history[-1].items()
-                if name.partition("/")[0] in ("precision", "noise", "model")
+                if name.partition("/")[0] in ("precision", "noise", "range", "model")
             },
         }
         for key, result in results.items()

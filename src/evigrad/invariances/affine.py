@@ -1,7 +1,7 @@
 """Random affine transforms of images, as in Augerino (Benton et al., 2020) and the paper."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +37,8 @@ class AffineInvariance(Transform):
     """Resampling of an image under a random affine map, exp(Σ_i u_i η_i G_i), u_i uniform on ±1.
 
     The map takes each pixel of the result to the place in the image that it is read from, by
-    bilinear interpolation; beyond the borders there are zeros. Coordinates have their origin at
-    the centre of the image; on images that are not square, rotations still are rotations.
+    bilinear interpolation; beyond the borders there is nothing but ``fill``. Coordinates have their
+    origin at the centre of the image; on images that are not square, rotations still are rotations.
 
     The ranges η have units of half the image's width and height (the translations), radians (the
     rotation) and natural logarithms (the scales and the shear, a stretch along one diagonal). Each
@@ -51,18 +51,23 @@ class AffineInvariance(Transform):
             is not named is not used and not learned.
         learn: Whether the ranges are learned, or the names of those that are.
         flip: Whether to mirror each image left to right with probability 1/2.
+        fill: Value beyond the borders, or one for each channel. Zeros are black in raw images and
+            the mean in images that are normalised, where black is -mean / std.
 
     Raises:
-        ConfigurationError: If there is no generator of a name, or a range is outside its limits.
+        ConfigurationError: If there is no generator of a name, a range is outside its limits, or
+            ``fill`` is not finite.
     """
 
     matrices: Tensor
+    fill: Tensor
 
     def __init__(
         self,
         ranges: float | int | Mapping[str, float | int] = 0.1,
         learn: bool | Collection[str] = True,
         flip: bool = False,
+        fill: float | int | Sequence[float] = 0.0,
     ) -> None:
         super().__init__()
         initial = dict(ranges) if isinstance(ranges, Mapping) else dict.fromkeys(GENERATORS, ranges)
@@ -80,6 +85,11 @@ class AffineInvariance(Transform):
             else:
                 self.register_buffer(name, torch.tensor(value))
         self.flip = flip
+        values = torch.tensor(fill, dtype=torch.get_default_dtype()).reshape(-1, 1, 1)
+        if len(values) == 0 or not bool(values.isfinite().all()):
+            raise ConfigurationError(f"fill={fill}: must be finite, one number or one per channel")
+        self._is_filled = bool(values.any())  # known here, as asking a GPU would make it wait
+        self.register_buffer("fill", values, persistent=False)
         matrices = torch.tensor([_MATRICES[name] for name in GENERATORS]).to(
             torch.get_default_dtype()
         )
@@ -127,7 +137,10 @@ class AffineInvariance(Transform):
         # Half precision cannot tell neighbouring pixels apart on a large image.
         dtype = torch.promote_types(x.dtype, torch.float32)
         grid = sampling_grid(maps.to(dtype), height, width)
-        return F.grid_sample(x.to(dtype), grid, align_corners=False).to(x.dtype)
+        if not self._is_filled:
+            return F.grid_sample(x.to(dtype), grid, align_corners=False).to(x.dtype)
+        fill = self.fill.to(dtype)
+        return (F.grid_sample(x.to(dtype) - fill, grid, align_corners=False) + fill).to(x.dtype)
 
     def maps(self, eps: Float[Tensor, "n u"], height: int, width: int) -> Float[Tensor, "n 2 3"]:
         """The affine maps, from places in the result to places in the image.
@@ -156,13 +169,14 @@ class AffineInvariance(Transform):
             maps = torch.cat([maps[..., :1] * mirror[:, None, None], maps[..., 1:]], dim=2)
         return maps
 
-    @staticmethod
-    def _check(x: Tensor) -> None:
+    def _check(self, x: Tensor) -> None:
         if x.dim() != 4 or not x.is_floating_point():
             raise InputError(
                 "AffineInvariance transforms images (n, channels, height, width) of floating-point"
                 f" numbers, not {tuple(x.shape)} of {x.dtype}."
             )
+        if len(self.fill) not in (1, x.shape[1]):
+            raise InputError(f"fill has {len(self.fill)} values, the images {x.shape[1]} channels.")
 
     def extra_repr(self) -> str:
         """The ranges, and whether images are flipped."""

@@ -33,6 +33,26 @@ class JacobianPlan:
         """Name → "linear", "conv2d", ..., "generic: vmap", "generic: loop" or "unused"."""
         return dict(self.words)
 
+    def as_record(self) -> dict[str, Any]:
+        """The plan in plain types, for a checkpoint: another model's weights may give another."""
+        record = vars(self) | {name: dict(getattr(self, name)) for name in ("words", "uses")}
+        for name in ("vectorised", "kronecker", "demoted"):
+            record[name] = sorted(record[name])
+        return record
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "JacobianPlan":
+        """The plan of a record.
+
+        Args:
+            record: From ``as_record``.
+
+        Returns:
+            A plan that is equal to the one that was recorded.
+        """
+        sets = {name: frozenset(record[name]) for name in ("vectorised", "kronecker", "demoted")}
+        return cls(**{**record, **sets})
+
 
 def demote(plan: JacobianPlan, names: Collection[str]) -> JacobianPlan:
     """Send parameters through the plain loop from now on, which is slow and always right.

@@ -6,7 +6,11 @@ from evigrad.training.compare import (
     evaluate_evidence,
     tight_estimator,
 )
-from evigrad.training.estimator_options import ESTIMATOR_OPTIONS, estimator_options
+from evigrad.training.estimator_options import (
+    ESTIMATOR_OPTIONS,
+    estimator_options,
+    is_automatic,
+)
 from evigrad.training.fit import fit, prepare
 from evigrad.training.metrics import evaluate, read_metrics
 from evigrad.training.run import FitResult, Run
@@ -25,6 +29,7 @@ __all__ = [
     "evaluate",
     "evaluate_evidence",
     "fit",
+    "is_automatic",
     "prepare",
     "read_metrics",
     "tight_estimator",

@@ -36,6 +36,18 @@ UNITS = {
 }
 
 
+def is_automatic(estimator: str | None) -> bool:
+    """Whether a name asks for subsets as large as the memory holds.
+
+    Args:
+        estimator: As ``ntk-auto-1``.
+
+    Returns:
+        True where ``auto`` stands in the place of SUBSET.
+    """
+    return estimator is not None and estimator.split("-")[1:2] == ["auto"]
+
+
 def estimator_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords for ``Evidence``: names of types as types, amounts of memory as bytes.
 
@@ -53,10 +65,12 @@ def estimator_options(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("gram_dtype", "rows_dtype", "autocast"):
         options[name] = as_dtype(name, options[name])
     options["memory_budget"] = as_bytes("memory_budget", options["memory_budget"])
-    if options["memory_budget"] is not None and options["micro_batch"] != "auto":
+    estimator = given.get("estimator")
+    unused = options["micro_batch"] != "auto" and not is_automatic(estimator)
+    if options["memory_budget"] is not None and estimator is not None and unused:
         raise ConfigurationError(
-            "memory_budget is what micro_batch='auto' keeps to: say micro_batch='auto', or leave"
-            " memory_budget away."
+            "memory_budget is what micro_batch='auto' and subsets 'auto' keep to: say"
+            " micro_batch='auto' or an estimator as 'ntk-auto-1', or leave memory_budget away."
         )
     if isinstance(options["rows_device"], str):
         try:

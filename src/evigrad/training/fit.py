@@ -1,6 +1,7 @@
 """Train a network and learn its hyperparameters, in one call."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ from torch import Tensor, nn
 from evigrad.checks import called, check_inputs, check_outputs, log_probabilities
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
+from evigrad.groups import matches
 from evigrad.jacobians import model_run
 from evigrad.likelihoods import Likelihood, make_likelihood
 from evigrad.modes import evaluation_mode
 from evigrad.priors import GaussianPrior
 from evigrad.sources import as_source
-from evigrad.training.estimator_options import estimator_options
+from evigrad.training.augerino import range_parameters
+from evigrad.training.automatic import recorded_estimator, with_largest_subset, with_subset
+from evigrad.training.estimator_options import estimator_options, is_automatic
 from evigrad.training.loop import Loop
 from evigrad.training.randomness import stream
 from evigrad.training.run import Callback, FitResult, Run
@@ -38,9 +42,12 @@ def fit(
     lr: float = 1e-3,
     lr_min: float = 1e-6,
     momentum: float = 0.9,
+    scalar_lr_factor: float = 0.1,
     burn_in: int = 10,
     every: int = 5,
     steps: int = 10,
+    hyper_every: int | None = None,
+    hyper_steps: int | None = None,
     prior_blocks: int | None = None,
     prior_update: str = "adam",
     prior_lr: float = 0.1,
@@ -49,6 +56,7 @@ def fit(
     prior_rate_min: float = 0.05,
     hyper_lr: float = 0.05,
     hyper_lr_min: float = 0.005,
+    augerino_weight: float = 0.01,
     temperature: float = 1.0,
     root: str | None = None,
     sharing: str = "expand",
@@ -64,7 +72,8 @@ def fit(
     seed: int = 0,
     device: str | torch.device | None = None,
     run_dir: str | Path | RunDirectory | None = None,
-    checkpoint_every: int = 10,
+    resume: bool = False,
+    checkpoint_every: int | None = None,
     progress: bool = True,
     callbacks: Sequence[Callback] = (),
 ) -> FitResult:
@@ -87,7 +96,10 @@ def fit(
             set of (x, y) items, which is read once.
         likelihood: Of the targets: categorical, gaussian or bernoulli.
         estimator: Name of the evidence estimator, STRUCTURE-SUBSET-OUTPUTS, as ntk-100-1 or
-            kfac-N-C. None trains by MAP only: the same without hyperparameter steps.
+            kfac-N-C; auto in the place of SUBSET takes as many data as the memory holds, as
+            kfac-auto-1. None or map trains by MAP only, the same without hyperparameter steps;
+            augerino learns the ranges of a transform on the training loss, with a reward for wide
+            ones, a baseline.
         prior: What has its own prior precision (weight decay): scalar (one for all weights),
             layerwise (one for each parameter tensor) or diagonal (one for each weight).
         precision: Prior precision at the start. Weight decay in the usual sense is precision / N.
@@ -100,13 +112,19 @@ def fit(
         lr: Learning rate of the weights at the start.
         lr_min: Learning rate of the weights at the end; a cosine leads there, epoch by epoch.
         momentum: Momentum of sgd.
+        scalar_lr_factor: Learning rate of Fixup's scalar biases and multipliers, over that of the
+            other weights. (In Python an optimiser of your own has its own rates.)
         burn_in: Epochs before the first steps on the hyperparameters.
         every: Epochs from one round of hyperparameter steps to the next.
         steps: Hyperparameter steps in a round, each on a block of its own.
+        hyper_every: Epochs from one round of steps on the model's own hyperparameters, as the
+            ranges of an invariance, to the next. Default: as every.
+        hyper_steps: Steps in such a round, after those on prior and noise. Default: as steps. With
+            neither hyper_every nor hyper_steps a step is one on all hyperparameters together.
         prior_blocks: Blocks that a round passes over once, all its steps being on their mean: as
-            many steps as you like for the price of these passes. Only where the prior and the
-            noise alone are learned. Default: a block for each step, or one for all of them where
-            every block is the same.
+            many steps as you like for the price of these passes. Only for rounds of prior and
+            noise alone (see hyper_steps). Default: a block for each step, or one for all of them
+            where every block is the same.
         prior_update: How precisions are learned: adam, or fixed_point, MacKay's update from the
             effective number of parameters. Noise and the model's own hyperparameters keep Adam.
         prior_lr: Learning rate of log precisions and log noise (Adam) at the start.
@@ -114,8 +132,9 @@ def fit(
         prior_rate: Part of the way to the fixed point that a step of fixed_point goes at the
             start, at most 1. Less than 1 averages over blocks, and converges faster too.
         prior_rate_min: The same at the last step.
-        hyper_lr: Learning rate of the model's own hyperparameters at the start.
+        hyper_lr: Learning rate of the model's own hyperparameters (Adam) at the start.
         hyper_lr_min: The same at the last step.
+        augerino_weight: Weight of augerino's reward for wide ranges, in nats per datum.
         temperature: T of the likelihood p^(1/T).
         root: How the curvature of a datum is split over outputs: subblock, fisher or eigen.
             Default: the estimator's own.
@@ -124,8 +143,9 @@ def fit(
             prefixes).
         micro_batch: Data in a pass of an estimate, or auto, as many as the memory holds; changes
             memory, not results. Default: all.
-        memory_budget: Memory that such a pass may take, with micro_batch auto: bytes, or an amount
-            as 8GiB. Default: most of what is free.
+        memory_budget: Memory that such a pass may take, with micro_batch auto, and what an
+            estimator of subsets auto keeps of its passes: bytes, or an amount as 8GiB. Default:
+            most of what is free.
         gram_dtype: Type of kernels and factors: float32 or float64. Default: the weights'.
         rows_dtype: Type in which ntk keeps its rows, as bfloat16 for half the memory. Default: the
             weights'.
@@ -139,10 +159,16 @@ def fit(
         device: Where to train, as cpu or cuda. Default: where the model is.
         run_dir: Folder for configuration, metrics (one row for each epoch, as they come) and
             checkpoint. One that holds something is not written into: the first free one of
-            NAME-2, NAME-3, ... is taken. None writes nothing.
-        checkpoint_every: Epochs between checkpoints; the last epoch has one in any case.
+            NAME-2, NAME-3, ... is taken, unless to ``resume``. None writes nothing.
+        resume: Whether to go on with the run in ``run_dir`` from its last checkpoint, which gives
+            the same numbers as a run that was never interrupted; for that model, data and settings
+            have to be the same (``checkpoint_every`` may differ). A folder without a checkpoint
+            gets the run from its beginning, and of one that is complete the result is read.
+        checkpoint_every: Epochs between checkpoints; the last epoch has one in any case. Default:
+            as few as cost a twentieth of the time, which is one for most networks.
         progress: Whether to show progress on standard error.
-        callbacks: Called after every epoch with its row of metrics.
+        callbacks: Called after every epoch with its row of metrics; after an interruption again
+            for the epochs since the last checkpoint.
 
     Returns:
         The trained model, its evidence, the history and the final metrics.
@@ -165,9 +191,12 @@ def fit(
         lr=lr,
         lr_min=lr_min,
         momentum=momentum,
+        scalar_lr_factor=scalar_lr_factor,
         burn_in=burn_in,
         every=every,
         steps=steps,
+        hyper_every=hyper_every,
+        hyper_steps=hyper_steps,
         prior_blocks=prior_blocks,
         prior_update=prior_update,
         prior_lr=prior_lr,
@@ -176,6 +205,7 @@ def fit(
         prior_rate_min=prior_rate_min,
         hyper_lr=hyper_lr,
         hyper_lr_min=hyper_lr_min,
+        augerino_weight=augerino_weight,
         temperature=temperature,
         root=root,
         sharing=sharing,
@@ -190,8 +220,10 @@ def fit(
         checkpoint_every=checkpoint_every,
         seed=seed,
     )
+    if resume:
+        settings = recorded_estimator(settings, run_dir)
     run = prepare(model, train, settings, test=test, device=device)
-    return run.train(run_dir, progress=progress, callbacks=callbacks)
+    return run.train(run_dir, resume=resume, progress=progress, callbacks=callbacks)
 
 
 def prepare(
@@ -221,23 +253,43 @@ def prepare(
     place = _place(model, device)
     x, y = _tensors(train, place)
     held_out = None if test is None else _tensors(test, place)
-    evidence = Evidence(
+    if settings.estimator == "augerino":
+        ranges = [n for n in range_parameters(model) if not _names(settings.hyperparameters, n)]
+        settings = replace(settings, hyperparameters=[*settings.hyperparameters, *ranges])
+    evidence = _make_evidence(model, len(x), settings)
+    _check_data(evidence, x, y, place)
+    if held_out is not None:
+        _check_data(evidence, *held_out, place)
+    if is_automatic(settings.estimator):
+        settings = with_largest_subset(settings, evidence, x, y)
+        evidence = _make_evidence(model, len(x), settings)
+    if settings.baseline is None:
+        _check_learnable(evidence)
+        evidence.blocks((x, y))  # raises now what the first round would, epochs later
+    return Run(Loop(evidence, x, y, settings), held_out)
+
+
+def _make_evidence(model: nn.Module, num_data: int, settings: Settings) -> Evidence:
+    name = settings.estimator
+    if name is None or settings.baseline is not None:
+        # Some estimator that exists for any data; a baseline never evaluates it.
+        name = f"ntk-{min(num_data, 100)}-1"
+    elif is_automatic(name):
+        name = with_subset(name, 1)
+    return Evidence(
         model,
         make_likelihood(settings.likelihood),
         _make_prior(settings.prior, settings.precision),
-        estimator=settings.estimator or _placeholder(len(x)),
-        num_data=len(x),
+        estimator=name,
+        num_data=num_data,
         hyperparameters=settings.hyperparameters,
         generator=stream(settings.seed, "evidence"),
         **estimator_options(vars(settings)),
     )
-    _check_data(evidence, x, y, place)
-    if held_out is not None:
-        _check_data(evidence, *held_out, place)
-    if settings.estimator is not None:
-        _check_learnable(evidence)
-        evidence.blocks((x, y))  # raises now what the first round would, epochs later
-    return Run(Loop(evidence, x, y, settings), held_out)
+
+
+def _names(patterns: Sequence[str], name: str) -> bool:
+    return any(matches(pattern, name) for pattern in patterns)
 
 
 def _place(model: nn.Module, device: str | torch.device | None) -> torch.device:
@@ -269,11 +321,6 @@ def _make_prior(prior: str | GaussianPrior, precision: float) -> GaussianPrior:
             " structure instead."
         )
     return prior
-
-
-def _placeholder(num_data: int) -> str:
-    """Some estimator that exists for any data; MAP training never evaluates it."""
-    return f"ntk-{min(num_data, 100)}-1"
 
 
 def _check_data(evidence: Evidence, x: Tensor, y: Tensor, device: torch.device) -> None:

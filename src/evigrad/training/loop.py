@@ -1,7 +1,7 @@
 """The interleaved scheme: epochs of the weights, and between them steps of the hyperparameters."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, repeat
@@ -9,28 +9,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer
 
 from evigrad.assembly import Collected
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimate import Estimate
 from evigrad.evidence import Evidence
 from evigrad.fixed_point import FixedPoint
+from evigrad.models import fixup_scalars
 from evigrad.modes import seeded
 from evigrad.partitions import Block
 from evigrad.preparation import PROBE_SIZE
+from evigrad.training.augerino import Augerino
+from evigrad.training.optimizers import make_hyper_optimizer, make_weight_optimizer
 from evigrad.training.randomness import derived_seed, stream
-from evigrad.training.schedules import cosine, count_rounds, is_round
+from evigrad.training.schedules import Schedule, cosine, make_schedules
 from evigrad.training.settings import Settings
 
 
 @dataclass(frozen=True)
 class Round:
-    """A round of hyperparameter steps.
+    """The hyperparameter steps that follow an epoch.
 
     Attributes:
         estimates: Of each step, made before it.
-        is_shared: Whether the steps were on the same data, so that the spread of the estimates
+        is_shared: Whether some steps were on the same data, so that the spread of the estimates
             tells nothing about their error.
     """
 
@@ -62,17 +64,35 @@ class Loop:
                 cannot keep its passes (``prior_blocks``).
         """
         self.evidence, self.x, self.y, self.settings = evidence, x, y, settings
-        self.weight_optimizer = make_weight_optimizer(evidence.weights(), settings)
-        self.hyper_optimizer = make_hyper_optimizer(evidence.hyperparameters(), settings)
+        weights, hyperparameters = evidence.weights(), evidence.hyperparameters()
+        held = {id(w) for w in weights.values()}
+        scalars = [p for p in fixup_scalars(evidence.model).values() if id(p) in held]
+        self.weight_optimizer = make_weight_optimizer(weights, settings, scalars)
+        self.hyper_optimizer = make_hyper_optimizer(hyperparameters, settings)
         self._base_rates = [group["lr"] for group in self.weight_optimizer.param_groups]
-        self.device = next(iter(evidence.weights().values())).device
-        self.hyper_steps = 0
+        self.device = next(iter(weights.values())).device
+        self.schedules = make_schedules(settings, hyperparameters)
+        self.augerino: Augerino | None = None
+        if settings.estimator == "augerino":
+            self.augerino = Augerino(evidence, settings.augerino_weight)
         self.fixed_point: FixedPoint | None = None
-        if settings.estimator is not None:
+        if settings.baseline is None:
             if settings.prior_update == "fixed_point":
                 self.fixed_point = FixedPoint(evidence, settings.prior_rate)
             if settings.prior_blocks is not None:
-                evidence.check_collect(x[:PROBE_SIZE])
+                evidence.check_collect(x[:PROBE_SIZE], wrt=self.schedules[0].names)
+
+    @property
+    def learned(self) -> list[str]:
+        """Names of the hyperparameters that change during training."""
+        if self.augerino is not None:
+            return self.augerino.names
+        return [name for schedule in self.schedules for name in schedule.names]
+
+    @property
+    def hyper_steps(self) -> int:
+        """Steps on hyperparameters so far, of all schedules together."""
+        return sum(schedule.taken for schedule in self.schedules)
 
     def train_epoch(self, epoch: int) -> float:
         """Show the weights all training data once.
@@ -84,7 +104,7 @@ class Loop:
             epoch: From 1; sets the learning rate.
 
         Returns:
-            The mean of the loss over the epoch, nats per datum.
+            The mean of the loss over the epoch, nats per datum, with Augerino's regulariser.
 
         Raises:
             EvigradError: If the loss or a weight is not finite.
@@ -101,19 +121,28 @@ class Loop:
         ):
             for batch in batches:
                 indices = batch.to(self.device)
-                loss = self.evidence.map_loss(self.x[indices], self.y[indices])
+                loss = self._loss(self.x[indices], self.y[indices])
                 value = loss.item()
                 if not math.isfinite(value):
                     raise self._diverged("the loss", value, epoch)
                 self.weight_optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 self.weight_optimizer.step()
+                if self.augerino is not None:
+                    self.hyper_optimizer.step()
+                    self._clear_gradients()
                 total += value * len(batch)
         self.weight_optimizer.zero_grad(set_to_none=True)
         for name, weight in self.evidence.weights().items():
             if not torch.isfinite(weight).all():
                 raise self._diverged(f"the weight {name}", float("nan"), epoch)
         return total / len(order)
+
+    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.augerino is None:
+            return self.evidence.map_loss(x, y)
+        loss = self.evidence.map_loss(x, y, wrt=self.augerino.names)
+        return loss + self.augerino.regulariser()
 
     def is_round(self, epoch: int) -> bool:
         """Whether hyperparameter steps follow an epoch.
@@ -124,13 +153,13 @@ class Loop:
         Returns:
             True where ``learn`` is due.
         """
-        return is_round(epoch, self.settings.burn_in, self.settings.every)
+        return any(schedule.is_due(epoch) for schedule in self.schedules)
 
     def learn(self, epoch: int) -> Round:
-        """One round of hyperparameter steps, on the blocks of a fresh partition.
+        """The rounds of hyperparameter steps that are due, each on blocks of a fresh partition.
 
         Args:
-            epoch: The epoch that the round follows; for the words of an error.
+            epoch: The epoch that they follow.
 
         Returns:
             The estimates.
@@ -138,44 +167,56 @@ class Loop:
         Raises:
             EvigradError: If an estimate fails; the text names the epoch.
         """
-        estimates = []
+        estimates: list[Estimate] = []
+        any_shared = False
         try:
-            blocks, is_shared = self._blocks_of_a_round()
-            for block in blocks:
-                self._set_hyper_rates()
-                self._clear_gradients()
-                estimates.append(self.evidence.backward(block))
-                self.hyper_optimizer.step()
-                if self.fixed_point is not None:
-                    self.fixed_point.step()
-                self.hyper_steps += 1
+            for schedule in self.schedules:
+                if schedule.is_due(epoch):
+                    blocks, is_shared = self._blocks_of_a_round(schedule)
+                    any_shared = any_shared or is_shared
+                    estimates += [self._step(schedule, block) for block in blocks]
         except EvigradError as error:
             raise type(error)(f"Hyperparameter step after epoch {epoch}: {error}") from error
         finally:
             self._clear_gradients()
-        return Round(estimates, is_shared)
+        return Round(estimates, any_shared)
 
-    def _blocks_of_a_round(self) -> tuple[Iterable[Block | list[Collected]], bool]:
+    def _step(self, schedule: Schedule, block: Block | list[Collected]) -> Estimate:
+        self._set_hyper_rates(schedule.progress)
+        self._clear_gradients()
+        estimate = self.evidence.backward(block, wrt=schedule.names)
+        self.hyper_optimizer.step()
+        if self.fixed_point is not None and any(n.startswith("prior.") for n in schedule.names):
+            self.fixed_point.step()
+        schedule.taken += 1
+        return estimate
+
+    def _blocks_of_a_round(
+        self, schedule: Schedule
+    ) -> tuple[Iterable[Block | list[Collected]], bool]:
         """What each step of a round is on, and whether that is the same for all of them.
 
         Where all the data are one block, and no more than prior and noise are learned, the steps
         share one pass through the network: they would repeat the same one.
 
+        Args:
+            schedule: Of the round.
+
         Returns:
             A block for each step, or the same kept passes again and again.
         """
-        blocks, steps = self.evidence.blocks((self.x, self.y)), self.settings.steps
-        count = self.settings.prior_blocks
-        if count is None and blocks.is_constant and self._can_keep_passes():
+        blocks, names = self.evidence.blocks((self.x, self.y)), schedule.names
+        count = self.settings.prior_blocks if schedule is self.schedules[0] else None
+        if count is None and blocks.is_constant and self._can_keep_passes(names):
             count = 1
         if count is None:
-            return blocks.take(steps), False
-        kept = [self.evidence.collect(block) for block in islice(blocks.epoch(), count)]
-        return repeat(kept, steps), True
+            return blocks.take(schedule.steps), False
+        kept = [self.evidence.collect(block, wrt=names) for block in islice(blocks.epoch(), count)]
+        return repeat(kept, schedule.steps), True
 
-    def _can_keep_passes(self) -> bool:
+    def _can_keep_passes(self, names: list[str]) -> bool:
         try:
-            self.evidence.check_collect(self.x[:PROBE_SIZE])
+            self.evidence.check_collect(self.x[:PROBE_SIZE], wrt=names)
         except ConfigurationError:
             return False
         return True
@@ -185,28 +226,63 @@ class Loop:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on, besides data, settings and the number of the epoch."""
+        """All that is needed to go on, besides data, settings and the number of the epoch.
+
+        Whatever else the future depends on is a function of these: the order of the data and what
+        the model draws of (seed, epoch), learning rates of the epoch and of ``hyper_steps``.
+
+        Returns:
+            Tensors, numbers, strings, and lists, tuples and dictionaries of them.
+        """
+        model = self.evidence.model
+        state = model.state_dict()
         return {
-            "model": self.evidence.model.state_dict(),
+            "model": state,
+            "buffers": {n: b for n, b in model.named_buffers() if n not in state},
             "evidence": self.evidence.state_dict(),
             "weight_optimizer": self.weight_optimizer.state_dict(),
             "hyper_optimizer": self.hyper_optimizer.state_dict(),
-            "hyper_steps": self.hyper_steps,
+            "hyper_steps": [schedule.taken for schedule in self.schedules],
         }
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state of ``state_dict``, of a loop with the same settings and data.
+
+        Args:
+            state: What ``state_dict`` returned.
+
+        Raises:
+            ConfigurationError: If it does not fit the model, the evidence or an optimiser.
+        """
+        model = self.evidence.model
+        try:
+            model.load_state_dict(state["model"])
+            buffers = dict(model.named_buffers())
+            with torch.no_grad():
+                for name, value in state["buffers"].items():
+                    buffers[name].copy_(value)
+            self.evidence.load_state_dict(state["evidence"])
+            self.weight_optimizer.load_state_dict(state["weight_optimizer"])
+            self.hyper_optimizer.load_state_dict(state["hyper_optimizer"])
+        except (RuntimeError, ValueError, LookupError) as error:
+            raise ConfigurationError(f"The saved state does not fit this run: {error}") from error
+        for schedule, taken in zip(self.schedules, state["hyper_steps"], strict=True):
+            schedule.taken = taken
+
     def _set_weight_rates(self, epoch: int) -> None:
-        s = self.settings
-        factor = cosine((epoch - 1) / s.epochs, s.lr, s.lr_min) / s.lr
+        s, progress = self.settings, (epoch - 1) / self.settings.epochs
+        factor = cosine(progress, s.lr, s.lr_min) / s.lr
         for group, base in zip(self.weight_optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * factor
+        if self.augerino is not None:
+            self._set_hyper_rates(progress)
 
-    def _set_hyper_rates(self) -> None:
-        s = self.settings
-        total = count_rounds(s.epochs, s.burn_in, s.every) * s.steps
+    def _set_hyper_rates(self, progress: float) -> None:
         for group in self.hyper_optimizer.param_groups:
-            group["lr"] = cosine(self.hyper_steps / total, group["lr_first"], group["lr_last"])
+            group["lr"] = cosine(progress, group["lr_first"], group["lr_last"])
         if self.fixed_point is not None:
-            self.fixed_point.rate = cosine(self.hyper_steps / total, s.prior_rate, s.prior_rate_min)
+            s = self.settings
+            self.fixed_point.rate = cosine(progress, s.prior_rate, s.prior_rate_min)
 
     def _diverged(self, what: str, value: float, epoch: int) -> EvigradError:
         rate = self.weight_optimizer.param_groups[0]["lr"]
@@ -216,66 +292,6 @@ class Loop:
             + ("" if self.hyper_steps == 0 else ", or prior_lr and hyper_lr")
             + "; check the scale of the inputs."
         )
-
-
-def make_weight_optimizer(weights: dict[str, nn.Parameter], settings: Settings) -> Optimizer:
-    """The optimiser of the weights.
-
-    Args:
-        weights: The named weights.
-        settings: Names the optimiser, or holds a function that makes it.
-
-    Returns:
-        The optimiser, without weight decay.
-
-    Raises:
-        ConfigurationError: If one of the user's own has weight decay, or does not hold exactly
-            the weights.
-    """
-    if settings.optimizer == "adam":
-        return Adam(weights.values(), lr=settings.lr)
-    if settings.optimizer == "sgd":
-        return SGD(weights.values(), lr=settings.lr, momentum=settings.momentum)
-    if isinstance(settings.optimizer, str):
-        raise ConfigurationError(f"Unknown optimizer '{settings.optimizer}'.")
-    optimizer = settings.optimizer(weights)
-    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    if sorted(held) != sorted(id(p) for p in weights.values()):
-        raise ConfigurationError(
-            "The optimiser must hold every weight that it is given once, and nothing else."
-        )
-    if any(group.get("weight_decay") for group in optimizer.param_groups):
-        raise ConfigurationError(
-            "The optimiser has weight decay. The prior in the loss is the weight decay here: set"
-            " weight_decay=0 and say precision=... instead."
-        )
-    return optimizer
-
-
-def make_hyper_optimizer(hyperparameters: dict[str, nn.Parameter], settings: Settings) -> Optimizer:
-    """Adam on the hyperparameters: one rate for prior and noise, one for the model's own.
-
-    Without the prior where that has its fixed-point update.
-
-    Args:
-        hyperparameters: ``evidence.hyperparameters()``; may be empty.
-        settings: Holds the learning rates.
-
-    Returns:
-        The optimiser, without weight decay.
-    """
-    own = [p for name, p in hyperparameters.items() if name.startswith("model.")]
-    kinds = (
-        ("likelihood.",) if settings.prior_update == "fixed_point" else ("prior.", "likelihood.")
-    )
-    prior = [p for name, p in hyperparameters.items() if name.startswith(kinds)]
-    groups: list[dict[str, Any]] = [
-        {"params": prior, "lr_first": settings.prior_lr, "lr_last": settings.prior_lr_min},
-        {"params": own, "lr_first": settings.hyper_lr, "lr_last": settings.hyper_lr_min},
-    ]
-    for group in groups:
-        group["lr"] = group["lr_first"]
-    return Adam(groups, lr=settings.prior_lr, weight_decay=0.0)
 
 
 @contextmanager

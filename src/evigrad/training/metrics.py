@@ -1,9 +1,9 @@
 """Metrics on a data set, and the table of one row for each epoch."""
 
 import csv
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from evigrad.errors import InputError
 from evigrad.likelihoods import Likelihood
 from evigrad.modes import evaluation_mode
+from evigrad.training.files import replacing
 
 # A value that was not computed in an epoch is None, and an empty cell in the file.
 Row = dict[str, int | float | None]
@@ -61,17 +62,20 @@ def evaluate(
 class MetricsFile:
     """A CSV file with one row for each epoch, on the disk as soon as it is written."""
 
-    def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        """Write the header.
+    def __init__(self, path: Path, columns: Sequence[str], rows: Sequence[Row] = ()) -> None:
+        """Write the header and the rows that are known.
 
         Args:
-            path: The file; replaced if it exists.
+            path: The file; replaced if it holds anything else.
             columns: Names of the values.
+            rows: Those of the epochs before.
         """
-        self._file: IO[str] = path.open("w", newline="", encoding="utf-8")
-        self._writer = csv.DictWriter(self._file, list(columns))
-        self._writer.writeheader()
-        self._file.flush()
+        self._columns = list(columns)
+        content = self._lines([dict(zip(columns, columns, strict=True)), *map(_cells, rows)])
+        if not path.exists() or path.read_bytes() != content:
+            with replacing(path) as new:
+                new.write(content)
+        self._file = path.open("ab")
 
     def write(self, row: Mapping[str, int | float | None]) -> None:
         """Append a row.
@@ -79,13 +83,17 @@ class MetricsFile:
         Args:
             row: A value, or None, for every column.
         """
-        # Six digits are more than any of these numbers is worth, and keep the file readable.
-        self._writer.writerow({name: _cell(value) for name, value in row.items()})
+        self._file.write(self._lines([_cells(row)]))
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _lines(self, rows: Sequence[Mapping[str, str]]) -> bytes:
+        text = io.StringIO(newline="")
+        csv.DictWriter(text, self._columns).writerows(rows)
+        return text.getvalue().encode("utf-8")
 
 
 def read_metrics(path: str | Path) -> list[Row]:
@@ -110,6 +118,11 @@ def read_metrics(path: str | Path) -> list[Row]:
         raise InputError(f"There is no file {path}; name the metrics.csv of a run.") from None
     except (TypeError, ValueError) as error:
         raise InputError(f"{path} is not a table of metrics: {error}.") from error
+
+
+def _cells(row: Mapping[str, int | float | None]) -> dict[str, str]:
+    # Six digits are more than any of these numbers is worth, and keep the file readable.
+    return {name: _cell(value) for name, value in row.items()}
 
 
 def _cell(value: int | float | None) -> str:

@@ -1,9 +1,12 @@
 """A training run from its first epoch to its last, and what is recorded of it."""
 
 import math
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,26 @@ from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.evidence import Evidence
+from evigrad.training.checkpoint import (
+    CHECKPOINT_FORMAT,
+    check_data,
+    check_format,
+    check_network,
+    check_outputs,
+    check_settings,
+    digest,
+    machine,
+    packed_history,
+    probe_outputs,
+    unpacked_history,
+    with_threads,
+)
 from evigrad.training.loop import Loop, Round
 from evigrad.training.metrics import Row, evaluate
 from evigrad.training.progress import make_progress
 from evigrad.training.randomness import stream
-from evigrad.training.run_directory import RunDirectory
+from evigrad.training.run_directory import RunDirectory, RunRecord
 from evigrad.training.tracking import hyperparameter_values
-
-_CHECKPOINT_FORMAT = 1
 
 Callback = Callable[[Row], None]
 
@@ -30,14 +45,14 @@ class FitResult:
 
     Attributes:
         model: The model that was given, trained, in evaluation mode.
-        evidence: Its evidence. After MAP training the estimator is a placeholder.
+        evidence: Its evidence. After a baseline the estimator is a placeholder.
         history: One row for each epoch, as in ``metrics.csv``; None where nothing was computed.
         train_metrics: Means over the training data at the end: ``log_likelihood`` in nats per
             datum, ``accuracy`` or ``squared_error``.
         test_metrics: The same on the test data; empty without any.
         seconds: Time of training, without evaluation and files.
         run_dir: The folder of the run, or None.
-        estimator: Name of the estimator, or None for MAP training.
+        estimator: Name of the estimator, or None for a baseline (MAP, Augerino).
     """
 
     model: nn.Module
@@ -68,42 +83,56 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The estimator's name, or MAP."""
-        return "MAP" if self.settings.estimator is None else self.evidence.spec.name
+        """The estimator's name, or that of a baseline."""
+        return self.settings.baseline or self.evidence.spec.name
 
     def train(
         self,
         run_dir: str | Path | RunDirectory | None = None,
         *,
+        resume: bool = False,
         progress: bool = True,
         callbacks: Sequence[Callback] = (),
+        stop: Callable[[], bool] | None = None,
     ) -> FitResult:
-        """Run all epochs.
+        """Run all epochs, or those that are left.
 
         Args:
             run_dir: As for ``fit``.
+            resume: As for ``fit``.
             progress: As for ``fit``.
             callbacks: As for ``fit``.
+            stop: Asked after every epoch; where it says True before the last one, a checkpoint is
+                written and a ``KeyboardInterrupt`` is raised.
 
         Returns:
             What the run leaves.
 
         Raises:
-            ConfigurationError: If it ran already.
+            ConfigurationError: If it ran already; if the folder holds the run of other settings,
+                data or another network, or another process writes into it.
             EvigradError: If training diverges; the metrics of the epochs before are kept.
         """
         if self.history:
             raise ConfigurationError("This run is over; prepare another one.")
+        if resume and run_dir is None:
+            raise ConfigurationError("To go on with a run name its folder: run_dir=...")
         is_path = isinstance(run_dir, str | Path)
-        directory = RunDirectory(run_dir) if is_path else run_dir
-        if directory is not None:
-            directory.write_json("config.json", self._configuration())
-        bar = make_progress(self.name, self.settings.epochs) if progress else None
-        try:
-            self._train(directory, [*([] if bar is None else [bar.update]), *callbacks])
-        finally:
-            if bar is not None:
-                bar.close()
+        directory = RunDirectory(run_dir, resume=resume) if is_path else run_dir
+        with ExitStack() as stack:
+            state = None
+            if directory is not None:
+                stack.enter_context(directory.locked())
+                state = directory.read_checkpoint() if resume else None
+            if directory is not None and state is not None:
+                check_format(state, directory.path)
+                stack.enter_context(with_threads(state["machine"]["threads"]))
+                self._restore(state, directory.path)
+                if progress:
+                    print(self._resumed(), file=sys.stderr, flush=True)
+            elif directory is not None:
+                directory.write_json("config.json", self._configuration())
+            self._run(directory, progress, callbacks, stop)
         self.evidence.model.eval()
         return FitResult(
             model=self.evidence.model,
@@ -113,37 +142,68 @@ class Run:
             test_metrics=self.metrics["test"],
             seconds=self.seconds,
             run_dir=None if directory is None else directory.path,
-            estimator=None if self.settings.estimator is None else self.evidence.spec.name,
+            estimator=None if self.settings.baseline else self.evidence.spec.name,
         )
 
-    def _train(self, directory: RunDirectory | None, callbacks: Sequence[Callback]) -> None:
-        epochs, file = self.settings.epochs, None
+    def _run(
+        self,
+        directory: RunDirectory | None,
+        progress: bool,
+        callbacks: Sequence[Callback],
+        stop: Callable[[], bool] | None,
+    ) -> None:
+        left = len(self.history) < self.settings.epochs
+        bar = make_progress(self.name, self.settings.epochs) if progress and left else None
+        seen = [*([] if bar is None else [bar.update]), *callbacks]
         try:
-            for epoch in range(1, epochs + 1):
-                row = self._epoch(epoch)
-                self.history.append(row)
-                if directory is not None:
-                    file = file or directory.open_metrics(list(row))
-                    file.write(row)
-                    if epoch % self.settings.checkpoint_every == 0 or epoch == epochs:
-                        directory.write_checkpoint(self._state(epoch))
-                for callback in callbacks:
-                    callback(row)
+            if directory is None:
+                self._train(None, seen, stop)
+            else:
+                with RunRecord(directory, self.history) as record:
+                    self._train(record, seen, stop)
         except EvigradError as error:
-            if directory is None or file is None:
+            if directory is None or not self.history:
                 raise
             kept = f"The metrics up to epoch {len(self.history)} are in {directory.metrics}."
             raise type(error)(f"{error} {kept}") from error
+        except KeyboardInterrupt as error:
+            if directory is not None:
+                again = f"run_dir={str(directory.path)!r}, resume=True"
+                error.add_note(f"The same call with {again} goes on from the last checkpoint.")
+            raise
         finally:
-            if file is not None:
-                file.close()
+            if bar is not None:
+                bar.close()
+
+    def _train(
+        self,
+        record: RunRecord | None,
+        callbacks: Sequence[Callback],
+        stop: Callable[[], bool] | None,
+    ) -> None:
+        epochs, every = self.settings.epochs, self.settings.checkpoint_every
+        if record is not None and not self.history:
+            # Before the first epoch already: the initial weights may be had nowhere else.
+            record.write_checkpoint(self._state())
+        for epoch in range(len(self.history) + 1, epochs + 1):
+            row = self._epoch(epoch)
+            self.history.append(row)
+            if record is not None:
+                record.write_row(row)
+            for callback in callbacks:
+                callback(row)
+            stopped = stop is not None and epoch < epochs and stop()
+            # Behind the callbacks, as they may draw or change what the next epoch depends on.
+            if record is not None and (stopped or epoch == epochs or record.is_due(epoch, every)):
+                record.write_checkpoint(self._state())
+            if stopped:
+                raise KeyboardInterrupt(f"Stopped after epoch {epoch} of {epochs}.")
 
     def _epoch(self, epoch: int) -> Row:
         start = time.perf_counter()
         loss = self.loop.train_epoch(epoch)
         lr = self.loop.weight_optimizer.param_groups[0]["lr"]
-        due = self.settings.estimator is not None and self.loop.is_round(epoch)
-        learned = self.loop.learn(epoch) if due else None
+        learned = self.loop.learn(epoch) if self.loop.is_round(epoch) else None
         self.seconds += time.perf_counter() - start
         self._evaluate(epoch)
         row: Row = {"epoch": epoch, "seconds": self.seconds, "lr": lr, "loss": loss}
@@ -176,10 +236,51 @@ class Run:
                     evidence.model, evidence.likelihood, *pair, generator=generator
                 )
 
-    def _state(self, epoch: int) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """What a checkpoint holds."""
-        state = {"format": _CHECKPOINT_FORMAT, "epoch": epoch, "seconds": self.seconds}
-        return state | self.loop.state_dict()
+        return {
+            "format": CHECKPOINT_FORMAT,
+            "epoch": len(self.history),
+            "seconds": self.seconds,
+            "history": packed_history(self.history),
+            "metrics": self.metrics,
+            **self._identity,
+            "machine": machine(self.loop.device),
+            "outputs": probe_outputs(self.evidence, self.loop.x),
+            **self.loop.state_dict(),
+        }
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same when the run goes on."""
+        evidence = self.evidence
+        return {
+            "settings": self.settings.as_record(),
+            "data": {"train": digest((self.loop.x, self.loop.y)), "test": digest(self.test)},
+            "learned": {
+                "weights": list(evidence.weights()),
+                "hyperparameters": list(evidence.hyperparameters()),
+            },
+        }
+
+    def _restore(self, state: Mapping[str, Any], where: Path) -> None:
+        """Become the run of a checkpoint, at its epoch."""
+        own, here = self._identity, machine(self.loop.device)
+        check_settings(state["settings"], own["settings"], where)
+        check_data(state["data"], own["data"], where)
+        check_network(state, self.evidence, where)
+        self.loop.load_state_dict(state)
+        outputs = probe_outputs(self.evidence, self.loop.x)
+        check_outputs(state["outputs"], outputs, here, state["machine"], where)
+        self.seconds = state["seconds"]
+        self.metrics = state["metrics"]
+        self.history = unpacked_history(state["history"])
+
+    def _resumed(self) -> str:
+        done, epochs = len(self.history), self.settings.epochs
+        if done == epochs:
+            return f"{self.name}: all {epochs} epochs are done"
+        return f"{self.name}: goes on after epoch {done} of {epochs}"
 
     def _configuration(self) -> dict[str, Any]:
         """The settings as a file keeps them, with what is needed to understand them."""
@@ -188,9 +289,9 @@ class Run:
             "likelihood": evidence.likelihood.name,
             "num_data": evidence.num_data,
             "num_weights": sum(w.numel() for w in evidence.weights().values()),
-            "learned": [] if self.settings.estimator is None else list(evidence.hyperparameters()),
+            "learned": self.loop.learned,
+            **machine(self.loop.device),
             "device": str(self.loop.device),
-            "torch": torch.__version__,
         }
         return self.settings.as_record() | found
 

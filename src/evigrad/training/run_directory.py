@@ -1,37 +1,57 @@
 """The folder of a run: configuration, metrics, checkpoint, figures."""
 
 import json
-import os
-from collections.abc import Mapping, Sequence
+import pickle
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from evigrad.errors import ConfigurationError
-from evigrad.training.metrics import MetricsFile
+from evigrad.training.files import PARTIAL, replacing, sole_writer
+from evigrad.training.metrics import MetricsFile, Row
+
+# Part of the time that checkpoints may take where nobody said how often they are wanted.
+_SHARE = 0.05
+
+# Either of these makes a folder that of a run: the first file that each way to start one writes.
+CONFIGURATIONS = ("config.json", "config.yaml")
 
 
 class RunDirectory:
     """A folder that belongs to one run.
 
-    A folder that holds something already is never written into: the run then gets the first free
-    one of ``name-2``, ``name-3``, ... beside it.
+    A folder that holds something already is never written into unless to go on with its run: a new
+    one gets the first free folder of ``name-2``, ``name-3``, ... beside it.
+
+    Every file is replaced as a whole, except for the rows that ``metrics.csv`` gains one by one.
 
     Attributes:
         path: The folder that was made, maybe a numbered one.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, resume: bool = False) -> None:
         """Make the folder.
 
         Args:
             path: Where the run should go.
+            resume: Whether to take the folder as it is: one that holds a run, or none yet.
 
         Raises:
-            ConfigurationError: If the folder cannot be made.
+            ConfigurationError: If the folder cannot be made, or is to be taken as it is and holds
+                anything but a run.
         """
-        self.path = _unused(Path(path))
+        self.path = Path(path) if resume else _unused(Path(path))
+        self._lock: ExitStack | None = None
+        if resume and _holds_something_else(self.path):
+            raise ConfigurationError(
+                f"{self.path} holds no run to go on with: there is no"
+                f" {' and no '.join(CONFIGURATIONS)} in it. Name the folder of a run, or an empty"
+                " one."
+            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -56,16 +76,34 @@ class RunDirectory:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def open_metrics(self, columns: Sequence[str]) -> MetricsFile:
-        """Start ``metrics.csv``.
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Be the only one to write into the folder; contexts may lie within each other.
+
+        Raises:
+            ConfigurationError: If another process, or another run of this one, is.
+        """
+        if self._lock is not None:
+            yield
+            return
+        with ExitStack() as self._lock:
+            try:
+                self._lock.enter_context(sole_writer(self.path))
+                yield
+            finally:
+                self._lock = None
+
+    def open_metrics(self, columns: Sequence[str], rows: Sequence[Row] = ()) -> MetricsFile:
+        """Start ``metrics.csv``, with what is known already.
 
         Args:
             columns: Names of the values.
+            rows: Those of the epochs before.
 
         Returns:
             The open file.
         """
-        return MetricsFile(self.metrics, columns)
+        return MetricsFile(self.metrics, columns, rows)
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a file of settings or results.
@@ -74,21 +112,119 @@ class RunDirectory:
             name: The file's name.
             content: What to write.
         """
-        text = json.dumps(dict(content), indent=2, default=str) + "\n"
-        (self.path / name).write_text(text, encoding="utf-8")
+        self.write_text(name, json.dumps(dict(content), indent=2, default=str) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a file.
+
+        Args:
+            name: The file's name.
+            text: What to write.
+        """
+        with replacing(self.path / name) as file:
+            file.write(text.encode("utf-8"))
 
     def write_checkpoint(self, state: Mapping[str, Any]) -> None:
         """Replace the checkpoint, so that a whole one is on the disk at every moment.
 
         Args:
-            state: Tensors, numbers, strings, and lists and dictionaries of them.
+            state: Tensors, numbers, strings, and lists, tuples and dictionaries of them.
         """
-        partial = self.checkpoint.with_suffix(".partial")
-        with partial.open("wb") as file:
+        with replacing(self.checkpoint) as file:
             torch.save(dict(state), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, self.checkpoint)
+
+    def read_checkpoint(self) -> dict[str, Any] | None:
+        """The state of the last checkpoint, its tensors in the host's memory.
+
+        Returns:
+            What was written, or None before the first one.
+
+        Raises:
+            ConfigurationError: If it cannot be read.
+        """
+        if not self.checkpoint.exists():
+            return None
+        try:
+            # Not code: a checkpoint of somebody else's can do no harm.
+            state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+        except (OSError, EOFError, RuntimeError, ValueError, LookupError) as error:
+            raise self._unreadable(error) from error
+        except pickle.UnpicklingError as error:
+            raise self._unreadable(error) from error
+        if not isinstance(state, dict):
+            raise self._unreadable("it holds no state of a run")
+        return state
+
+    def _unreadable(self, reason: object) -> ConfigurationError:
+        words = str(reason).strip().partition("\n")[0].rstrip(".")
+        return ConfigurationError(
+            f"{self.checkpoint} cannot be read: {words}. Start the run anew in another folder."
+        )
+
+
+class RunRecord:
+    """The files that grow while a run trains: ``metrics.csv`` and the checkpoint.
+
+    Used as a context, which closes the metrics on the way out.
+    """
+
+    def __init__(self, directory: RunDirectory, history: Sequence[Row]) -> None:
+        """Bring the metrics to what is known: no row of an epoch that will be run again.
+
+        Args:
+            directory: Of the run.
+            history: The epochs that are done.
+        """
+        self._directory = directory
+        self._metrics: MetricsFile | None = None
+        self._written = time.monotonic()  # when the last checkpoint was
+        self._cost = 0.0  # seconds that it took
+        if history:
+            self._metrics = directory.open_metrics(list(history[0]), history)
+        else:
+            directory.metrics.unlink(missing_ok=True)
+
+    def write_row(self, row: Row) -> None:
+        """Append to the metrics.
+
+        Args:
+            row: Of an epoch.
+        """
+        self._metrics = self._metrics or self._directory.open_metrics(list(row))
+        self._metrics.write(row)
+
+    def is_due(self, epoch: int, every: int | None) -> bool:
+        """Whether it is time for a checkpoint.
+
+        Args:
+            epoch: The epoch that is done.
+            every: Epochs between checkpoints; None for one wherever they cost little.
+
+        Returns:
+            At the multiples of ``every``; else where writing one, as long as it took the last
+            time, is a small part of the time that has passed since then.
+        """
+        if every is not None:
+            return epoch % every == 0
+        return time.monotonic() - self._written >= self._cost / _SHARE
+
+    def write_checkpoint(self, state: Mapping[str, Any]) -> None:
+        """Replace the checkpoint.
+
+        Args:
+            state: As for ``RunDirectory.write_checkpoint``.
+        """
+        start = time.monotonic()
+        self._directory.write_checkpoint(state)
+        self._written = time.monotonic()
+        self._cost = self._written - start
+
+    def __enter__(self) -> "RunRecord":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
 
 
 def _unused(path: Path) -> Path:
@@ -101,4 +237,18 @@ def _unused(path: Path) -> Path:
 
 
 def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
+    return path.is_dir() and not _contents(path)
+
+
+def _holds_something_else(path: Path) -> bool:
+    """Whether a folder holds anything, and no run."""
+    if not path.is_dir():
+        return path.exists()
+    contents = _contents(path)
+    return bool(contents) and not contents.intersection(CONFIGURATIONS)
+
+
+def _contents(path: Path) -> set[str]:
+    """The names in a folder, but for what a crash may leave before a run's first file is whole."""
+    begun = {name + PARTIAL for name in CONFIGURATIONS}
+    return {entry.name for entry in path.iterdir()} - begun

@@ -1,6 +1,10 @@
 """When the hyperparameters are learned, and the learning rates over a run."""
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from evigrad.training.settings import Settings
 
 
 def cosine(progress: float, start: float, end: float) -> float:
@@ -46,3 +50,59 @@ def count_rounds(epochs: int, burn_in: int, every: int) -> int:
         The number of epochs for which ``is_round`` is true.
     """
     return sum(is_round(epoch, burn_in, every) for epoch in range(1, epochs + 1))
+
+
+@dataclass
+class Schedule:
+    """The rounds of some hyperparameters, which take their steps together.
+
+    Attributes:
+        names: Of the hyperparameters.
+        every: Epochs from one round to the next.
+        steps: Steps of a round.
+        burn_in: Epochs before the first one.
+        epochs: Epochs in all.
+        taken: Steps so far.
+    """
+
+    names: list[str]
+    every: int
+    steps: int
+    burn_in: int
+    epochs: int
+    taken: int = 0
+
+    def is_due(self, epoch: int) -> bool:
+        """Whether a round follows an epoch."""
+        return is_round(epoch, self.burn_in, self.every)
+
+    @property
+    def progress(self) -> float:
+        """The part of all steps that is taken, from 0 to 1."""
+        return self.taken / (count_rounds(self.epochs, self.burn_in, self.every) * self.steps)
+
+
+def make_schedules(settings: Settings, names: Iterable[str]) -> list[Schedule]:
+    """The schedules of a run: prior and noise, then the model's own; or one for all of them.
+
+    Args:
+        settings: Validated settings.
+        names: Of all learnable hyperparameters.
+
+    Returns:
+        Those that have something to learn; none without an estimator.
+    """
+    if settings.baseline is not None:
+        return []
+    s, known = settings, list(names)
+    own = [name for name in known if name.startswith("model.")]
+    rest = [name for name in known if name not in own]
+    parts = [(known, s.every, s.steps)]
+    if s.hyper_every is not None or s.hyper_steps is not None:
+        parts = [
+            (rest, s.every, s.steps),
+            (own, s.hyper_every or s.every, s.hyper_steps or s.steps),
+        ]
+    return [
+        Schedule(part, every, steps, s.burn_in, s.epochs) for part, every, steps in parts if part
+    ]

@@ -14,6 +14,8 @@ from evigrad.likelihoods import Likelihood
 from evigrad.priors import GaussianPrior
 
 OPTIMIZERS = ("adam", "sgd")
+# Estimator names that stand for no estimator, and what the runs are called.
+BASELINES = {"map": "MAP", "augerino": "Augerino"}
 PRIOR_UPDATES = ("adam", "fixed_point")
 
 OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], Optimizer]
@@ -34,9 +36,12 @@ class Settings:
     lr: float
     lr_min: float
     momentum: float
+    scalar_lr_factor: float
     burn_in: int
     every: int
     steps: int
+    hyper_every: int | None
+    hyper_steps: int | None
     prior_blocks: int | None
     prior_update: str
     prior_lr: float
@@ -45,6 +50,7 @@ class Settings:
     prior_rate_min: float
     hyper_lr: float
     hyper_lr_min: float
+    augerino_weight: float
     temperature: float
     root: str | None
     sharing: str
@@ -56,20 +62,25 @@ class Settings:
     rows_device: torch.device | str | None
     autocast: torch.dtype | str | None
     eval_every: int
-    checkpoint_every: int
+    checkpoint_every: int | None
     seed: int
 
     def __post_init__(self) -> None:
         """Refuse what cannot work.
 
         Without an estimator the settings of the hyperparameter steps are not used and not
-        checked. What concerns the evidence alone, ``estimator_options`` and ``Evidence`` check.
+        checked, but for those of Augerino. What concerns the evidence alone,
+        ``estimator_options`` and ``Evidence`` check.
 
         Raises:
             ConfigurationError: If a setting is out of its range.
         """
-        for name in ("epochs", "batch_size", "checkpoint_every"):
+        if self.estimator == "map":  # one spelling from here on
+            object.__setattr__(self, "estimator", None)
+        for name in ("epochs", "batch_size"):
             self._check_integer(name, 1)
+        if self.checkpoint_every is not None:
+            self._check_integer("checkpoint_every", 1)
         for name in ("eval_every", "seed"):
             self._check_integer(name, 0)
         self._check_rates("lr", "lr_min")
@@ -81,13 +92,24 @@ class Settings:
                 f" to an optimiser, not '{self.optimizer}'."
                 f"{nearest(self.optimizer, OPTIMIZERS)}"
             )
-        if self.estimator is None:
+        if not 0 < self.scalar_lr_factor < math.inf:
+            raise ConfigurationError(
+                f"scalar_lr_factor must be a positive number, not {self.scalar_lr_factor}."
+            )
+        if self.estimator == "augerino":
+            self._check_rates("hyper_lr", "hyper_lr_min")
+            if not 0 <= self.augerino_weight < math.inf:
+                raise ConfigurationError(
+                    f"augerino_weight must be 0 or more, not {self.augerino_weight}."
+                )
+        if self.baseline is not None:
             return
         self._check_integer("burn_in", 0)
         for name in ("every", "steps"):
             self._check_integer(name, 1)
-        if self.prior_blocks is not None:
-            self._check_integer("prior_blocks", 1)
+        for name in ("prior_blocks", "hyper_every", "hyper_steps"):
+            if getattr(self, name) is not None:
+                self._check_integer(name, 1)
         if self.prior_update not in PRIOR_UPDATES:
             raise ConfigurationError(
                 f"prior_update is one of {', '.join(PRIOR_UPDATES)}, not '{self.prior_update}'."
@@ -106,6 +128,11 @@ class Settings:
                 " hyperparameter would ever be learned. Lower burn_in or raise epochs."
                 " (Plain MAP training is estimator=None, on the command line --estimator map.)"
             )
+
+    @property
+    def baseline(self) -> str | None:
+        """What a run without an evidence estimator is called, None for one with it."""
+        return BASELINES.get(self.estimator or "map")
 
     def as_record(self) -> dict[str, Any]:
         """The settings as plain numbers and strings, for a configuration file."""

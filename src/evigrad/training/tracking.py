@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from evigrad.evidence import Evidence
+from evigrad.invariances.ranges import range_values, ranged_modules
 from evigrad.training.metrics import Row
 
 
@@ -16,8 +17,9 @@ def hyperparameter_values(evidence: Evidence) -> Row:
     Returns:
         ``precision/GROUP`` for each group of the prior (with a diagonal prior the geometric mean
         over each parameter tensor), ``noise`` or ``noise/OUTPUT`` for a Gaussian likelihood's
-        standard deviation, ``model/NAME`` for each hyperparameter of the model: its value, or its
-        Euclidean norm where it has several entries.
+        standard deviation, ``range/NAME`` for the ranges of transforms, learned or fixed, and
+        ``model/NAME`` for each other hyperparameter of the model: its value, or its Euclidean norm
+        where it has several entries.
     """
     row: Row = {}
     for name, precision in evidence.prior.precisions().items():
@@ -28,9 +30,12 @@ def hyperparameter_values(evidence: Evidence) -> Row:
     if isinstance(log_noise, Tensor):
         noise = log_noise.detach().exp()
         row |= _named("noise", noise)
+    row |= {f"range/{name}": value for name, value in range_values(evidence.model).items()}
+    transforms = ranged_modules(evidence.model).values()
+    in_ranges = {id(p) for module in transforms for p in module.parameters()}
     for name, value in evidence.hyperparameters().items():
         kind, _, rest = name.partition(".")
-        if kind == "model":
+        if kind == "model" and id(value) not in in_ranges:
             value = value.detach()
             single = value.numel() == 1
             row[f"model/{rest}"] = float(value if single else torch.linalg.vector_norm(value))

@@ -1,0 +1,181 @@
+"""Kill a run at random moments, resume it, and compare it with one that nobody killed.
+
+Each trial starts ``evigrad train`` in a process of its own, kills that with SIGKILL at a random
+moment between its first file and its last, resumes it in another process, and compares weights,
+hyperparameters, states of optimisers and generators, metrics and results with those of an
+uninterrupted run: to the last bit, times excepted. The moments lie in the MAP baseline, in the run
+that learns, in the evaluation of both and in the writing of files. One thread, on the CPU.
+
+    python benchmarks/kill_and_resume.py
+    python benchmarks/kill_and_resume.py --trials 5 --kills 3 --options="--invariance rotation"
+"""
+
+import argparse
+import csv
+import json
+import os
+import random
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COMMAND = [sys.executable, "-c", "from evigrad.cli import main; raise SystemExit(main())", "train"]
+RUN = (
+    "--data digits --subset 200 --model digitsnet --estimator ntk-50-1 --epochs 20 --batch-size 50"
+    " --burn-in 4 --every 2 --steps 5 --compare-map --evaluate-with ntk-100-C --no-figures"
+    " --no-progress --device cpu --threads 1"
+)
+TIMES = "seconds"
+POLL = 0.005
+
+
+def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*COMMAND, *arguments],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
+    """Until a file is there, or the process is not."""
+    while not path.exists() and process.poll() is None:
+        time.sleep(POLL)
+
+
+def finish(process: subprocess.Popen[bytes]) -> None:
+    _, errors = process.communicate()
+    if process.returncode != 0:
+        raise SystemExit(f"evigrad failed:\n{errors.decode()}")
+
+
+def kill(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """With SIGKILL, after a time."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    process.communicate()
+
+
+def progress(folder: Path) -> str:
+    """How far a run came, by its files."""
+    for name, part in (("learning", folder), ("MAP", folder / "map")):
+        if (part / "checkpoint.pt").exists():
+            rows = 0
+            if (part / "metrics.csv").exists():
+                rows = len((part / "metrics.csv").read_bytes().splitlines()) - 1
+            saved = torch.load(part / "checkpoint.pt", weights_only=True)["epoch"]
+            return f"{name}, {rows} epochs, {saved} saved"
+    return "before the first epoch"
+
+
+def differences(one: Any, other: Any, where: str) -> Iterator[str]:
+    """Where two states, tables or results are not the same, times excepted."""
+    if type(one) is not type(other):
+        yield where
+    elif isinstance(one, torch.Tensor):
+        # The bits and not the numbers: NaN is equal to NaN here, and 0 is not -0.
+        same = one.shape == other.shape and one.dtype == other.dtype
+        bits = [t.contiguous().flatten().view(torch.uint8) for t in (one, other)]
+        if not (same and torch.equal(*bits)):
+            yield where
+    elif isinstance(one, dict):
+        if list(one) != list(other):
+            yield where
+        for key in one.keys() & other.keys() - {TIMES}:
+            yield from differences(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, list | tuple):
+        if len(one) != len(other):
+            yield where
+        for index, (a, b) in enumerate(zip(one, other, strict=False)):
+            yield from differences(a, b, f"{where}/{index}")
+    elif one != other and (one == one or other == other):
+        yield where
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """All that a run left, times excepted."""
+    found: dict[str, Any] = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = str(path.relative_to(folder))
+        if path.suffix == ".pt":
+            state = torch.load(path, weights_only=True)
+            column = state["history"]["columns"].index(TIMES)
+            for row in state["history"]["rows"]:
+                row[column] = None
+            found[name] = state
+        elif path.suffix == ".csv":
+            with path.open(newline="") as file:
+                found[name] = [{**row, TIMES: ""} for row in csv.DictReader(file)]
+        elif path.suffix == ".json":
+            found[name] = json.loads(path.read_text())
+        else:
+            found[name] = path.read_text().replace(str(folder), "RUN")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=1, help="in each trial, one after the other")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--options", default="", help="of evigrad train, after those of this file")
+    arguments = parser.parse_args()
+    options = [*shlex.split(RUN), *shlex.split(arguments.options)]
+    generator = random.Random(arguments.seed)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        whole = Path(scratch) / "whole"
+        process = start([*options, "--run-dir", str(whole)])
+        wait_for(whole / "config.yaml", process)
+        began = time.monotonic()
+        wait_for(whole / "results.json", process)
+        duration = time.monotonic() - began
+        finish(process)
+        expected = contents(whole)
+        print(f"evigrad train {shlex.join(options)}")
+        print(f"{duration:.1f} s from its first file to its last", flush=True)
+
+        same = 0
+        for trial in range(1, arguments.trials + 1):
+            folder = Path(scratch) / str(trial)
+            moments: list[str] = []
+            again = [*options, "--run-dir", str(folder)]
+            while len(moments) < arguments.kills:
+                process = start(again)
+                wait_for(folder / "config.yaml", process)
+                moment = duration * generator.random()
+                kill(process, moment)
+                if (folder / "results.json").exists():
+                    if moments:  # little was left of it
+                        break
+                    # The machine has become faster: once more, and sooner.
+                    duration = min(duration, moment)
+                    shutil.rmtree(folder)
+                    continue
+                moments.append(f"{moment:.2f} s ({progress(folder)})")
+                again = ["--resume", str(folder)]
+            finish(start(["--resume", str(folder)]))
+            found = list(differences(expected, contents(folder), ""))
+            same += not found
+            verdict = "identical" if not found else f"DIFFERENT in {', '.join(found[:5])}"
+            print(f"{trial:3d}  killed after {', '.join(moments)}: {verdict}", flush=True)
+    print(f"{same} of {arguments.trials} identical")
+    return 0 if same == arguments.trials else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,58 @@
+"""``evigrad report``: one page of figures and tables for a run, or several."""
+
+from typing import Any
+
+from jsonargparse import Namespace
+
+from evigrad.cli.messages import show
+from evigrad.cli.parser import Options, Parser
+from evigrad.errors import ConfigurationError
+from evigrad.report import write_report
+
+SUMMARY = "Make a page of figures and tables of a run"
+
+_DESCRIPTION = """\
+Make one self-contained HTML page of a run: learning curves, what it learned (prior precisions,
+noise, ranges of invariances) over the epochs, test images under the learned augmentation, metrics
+and settings. The page is RUN/report.html, its figures are also in RUN/figures. A run that goes on
+is shown up to its last epoch. Further runs are shown beside the first one, on its page.
+
+examples:
+  evigrad report runs/digits-digitsnet-ntk-100-1
+  evigrad report runs/a runs/b --data-dir DIR       ... where the runs' data have moved to DIR"""
+
+_TYPES: dict[str, Any] = {"data_dir": str | None, "examples": int}
+
+
+def make_parser() -> Parser:
+    """The options of ``evigrad report``.
+
+    Returns:
+        The parser.
+    """
+    parser = Parser(description=_DESCRIPTION, usage="evigrad report RUN [RUN ...] [options]")
+    parser.add_argument_group("what to show").add_argument(
+        "runs", type=str, nargs="*", metavar="RUN", default=[], help="Folders of runs."
+    )
+    Options(parser).add_group("augmented images", write_report, tuple(_TYPES), _TYPES)
+    return parser
+
+
+def run(parser: Parser, options: Namespace) -> int:
+    """Write the page.
+
+    Args:
+        parser: The parser of the options.
+        options: The options.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigurationError: If no run is named, or one cannot be read.
+    """
+    if not options.runs:
+        raise ConfigurationError("Name the folder of a run: evigrad report RUN.")
+    page = write_report(*options.runs, data_dir=options.data_dir, examples=options.examples)
+    show("note", f"Report: {page}")
+    return 0

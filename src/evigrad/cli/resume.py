@@ -1,0 +1,101 @@
+"""``evigrad train --resume RUN``: which run, and that nothing contradicts it."""
+
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+
+from evigrad.cli.parser import Parser
+from evigrad.errors import ConfigurationError
+from evigrad.training import RunDirectory
+
+CONFIGURATION = "config.yaml"
+# The last file that a run writes.
+RESULTS = "results.json"
+RESUME_TYPES: dict[str, Any] = {"resume": str | None}
+
+# Options that change no result, and the folder of the data, which are compared themselves.
+_FREE = {"config", "resume", "run_dir", "progress", "figures", "checkpoint_every", "data_dir"}
+
+
+def resumed_configuration(resume: str | None = None) -> Path | None:
+    """The options of the run to go on with.
+
+    Args:
+        resume: Folder of a run that was interrupted: go on with it from its last checkpoint, with
+            its own options, to the same results as without the interruption.
+
+    Returns:
+        The file that holds them, or None for a run of its own.
+
+    Raises:
+        ConfigurationError: If the folder holds no run of ``evigrad train``.
+    """
+    if resume is None:
+        return None
+    folder = Path(resume)
+    file = folder / CONFIGURATION
+    if file.is_file():
+        return file
+    if not folder.is_dir():
+        raise ConfigurationError(f"There is no run to resume in {folder}: no such folder.")
+    if (folder / "config.json").is_file():
+        raise ConfigurationError(
+            f"The run in {folder} was started from Python: resume it there, with"
+            f" fit(..., run_dir={str(folder)!r}, resume=True)."
+        )
+    raise ConfigurationError(
+        f"There is no run to resume in {folder}: no {CONFIGURATION}. (A run that was stopped before"
+        " it wrote that has done nothing yet: start it again with --run-dir.)"
+    )
+
+
+def resumed_directory(parser: Parser, options: Namespace, file: Path) -> RunDirectory:
+    """The folder of the run to go on with.
+
+    Args:
+        parser: The parser of the options.
+        options: Those of ``file``, and those that were typed after it.
+        file: From ``resumed_configuration``.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigurationError: If an option was typed that contradicts the run; the text names it.
+    """
+    saved = parser.parse_args(["--config", str(file)])
+    differing = [
+        f"--{name.replace('_', '-')} {_word(value)}, not {_word(options[name])}"
+        for name, value in saved.as_dict().items()
+        if name not in _FREE and options[name] != value
+    ]
+    named = (saved.run_dir, str(file.parent))
+    if options.run_dir not in named and Path(options.run_dir).resolve() != file.parent.resolve():
+        differing.append(f"its folder {file.parent}, not {options.run_dir}")
+    if differing:
+        raise ConfigurationError(
+            f"The run in {file.parent} has {'; '.join(differing)}. Leave away what contradicts it,"
+            f" or start a new run with --config {file} and other options after that."
+        )
+    return RunDirectory(file.parent, resume=True)
+
+
+def is_complete(directory: RunDirectory, figures: bool) -> bool:
+    """Whether there is nothing left to do for a run.
+
+    Args:
+        directory: Of the run.
+        figures: Whether it is to have figures.
+
+    Returns:
+        True where all that was asked for is in the folder.
+    """
+    drawn = not figures or (directory.path / "figures").is_dir()
+    return drawn and (directory.path / RESULTS).is_file()
+
+
+def _word(value: Any) -> str:
+    if value is None:
+        return "left away"
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)

@@ -1,0 +1,303 @@
+"""What all figures have in common: colours, axes, labels, and the series of a history.
+
+Every figure is a ``Figure`` of its own, never one of pyplot's global state: drawing works without a
+display, in threads, and leaves the user's figures and settings alone.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evigrad.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+History = Sequence[Mapping[str, int | float | None]]
+
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
+# Inches: the height that a label needs, and what title and axis take of the figure's.
+_LABEL_HEIGHT = 0.17
+_SURROUNDINGS = 0.9
+
+
+@dataclass(frozen=True)
+class Palette:
+    """Colours of a figure.
+
+    Attributes:
+        paper: The background.
+        ink: Axes and words.
+        muted: What should step back.
+        grid: Lines that guide the eye.
+        lines: Of the data, told apart with every common colour vision deficiency.
+        shades: Name of matplotlib's colour map for an order, as that of the layers of a network.
+    """
+
+    paper: str
+    ink: str
+    muted: str
+    grid: str
+    lines: tuple[str, ...]
+    shades: str
+
+
+# Okabe and Ito's colours; their yellow is left out because it is too light for a line on white.
+LIGHT = Palette(
+    paper="#ffffff",
+    ink="#000000",
+    muted="#555555",
+    grid="#dddddd",
+    lines=("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"),
+    shades="viridis_r",
+)
+# The same hues, lighter.
+DARK = Palette(
+    paper="#16181d",
+    ink="#e6e6e6",
+    muted="#a3a8b0",
+    grid="#363a42",
+    lines=("#56B4E9", "#FF9050", "#2FCF9F", "#EBA3CB", "#F0C63C", "#A9B8FF", "#ffffff"),
+    shades="viridis",
+)
+
+
+def new_figure(width: float, height: float, palette: Palette = LIGHT) -> "Figure":
+    """An empty figure.
+
+    Args:
+        width: Inches.
+        height: Inches.
+        palette: Its colours.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ConfigurationError: If matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError(
+            "Figures need matplotlib: pip install 'evigrad[plots]'."
+        ) from error
+    return Figure(figsize=(width, height), layout="constrained", facecolor=palette.paper)
+
+
+def save(figure: "Figure", path: str | Path) -> Path:
+    """Write a figure as a PNG for reading on a screen (well below 300 kB).
+
+    Args:
+        figure: Any figure.
+        path: The file.
+
+    Returns:
+        The file.
+    """
+    figure.savefig(path, dpi=130, format="png")
+    return Path(path)
+
+
+def decorate(axes: "Axes", title: str, label: str, palette: Palette = LIGHT) -> None:
+    """Give axes over epochs their title, labels and colours.
+
+    Args:
+        axes: Empty axes.
+        title: Above them.
+        label: Of the vertical axis.
+        palette: Colours.
+    """
+    axes.set_title(title, loc="left", fontsize=11, color=palette.ink)
+    axes.set_xlabel("epoch", color=palette.ink)
+    axes.locator_params(axis="x", integer=True)
+    axes.set_ylabel(label, fontsize=9, color=palette.ink)
+    axes.set_facecolor(palette.paper)
+    axes.tick_params(which="both", labelsize=9, color=palette.ink, labelcolor=palette.ink)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(palette.ink)
+    axes.grid(axis="y", color=palette.grid, linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def plain_ticks(axes: "Axes") -> None:
+    """Numbers such as 0.02 and 30 on a logarithmic axis, also over less than a decade.
+
+    Args:
+        axes: With a logarithmic vertical axis.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axes.get_ylim()
+    subs = (1.0,) if high / low > 1e3 else (1.0, 3.0) if high / low > 30 else (1.0, 2.0, 5.0)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def burst_limits(values: Sequence[float]) -> tuple[float, float] | None:
+    """Limits of an axis that leave out the first few values of a run.
+
+    They would squeeze the rest into a line.
+
+    Args:
+        values: All that is drawn, in any order.
+
+    Returns:
+        The limits, with something below them; None where all values fit.
+    """
+    if len(values) < 8:
+        return None
+    ordered = sorted(values)
+    typical = ordered[len(ordered) // 4]
+    spread = ordered[-1] - typical
+    if ordered[0] >= typical - 3 * spread:
+        return None
+    return typical - 2 * spread, ordered[-1] + 0.15 * spread
+
+
+def label_ends(
+    axes: "Axes", lines: Mapping[str, tuple[float, float, str]], figure_height: float
+) -> None:
+    """Write each name to the right of its line, apart from its neighbours.
+
+    Args:
+        axes: With the lines.
+        lines: Name to the last point (x, y) and the colour.
+        figure_height: Inches.
+    """
+    axes.autoscale_view()  # otherwise the limits are found when the figure is drawn
+    transform = axes.transData + axes.transAxes.inverted()
+    ends = {name: float(transform.transform((x, y))[1]) for name, (x, y, _) in lines.items()}
+    order = sorted(ends, key=ends.__getitem__)
+    height = min(_LABEL_HEIGHT / (figure_height - _SURROUNDINGS), 1.0 / len(order))
+    places = spread([ends[name] for name in order], height)
+    for name, place in zip(order, places, strict=True):
+        value, colour = lines[name][1], lines[name][2]
+        axes.annotate(
+            f"{name}  {number(value)}",
+            xy=(1.0, ends[name]),
+            xytext=(1.04, place),
+            xycoords="axes fraction",
+            color=colour,
+            fontsize=9,
+            va="center",
+            annotation_clip=False,
+            parse_math=False,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkB": 0},
+        )
+    axes.margins(x=0)
+
+
+def spread(places: Sequence[float], distance: float) -> list[float]:
+    """Move ascending places apart, as little as possible, until neighbours have a distance.
+
+    Args:
+        places: Ascending.
+        distance: Between neighbours, at least.
+
+    Returns:
+        The new places.
+    """
+    groups: list[list[float]] = []  # each (centre, count): labels that touch each other
+    for place in places:
+        groups.append([place, 1.0])
+        while len(groups) > 1:
+            (c0, n0), (c1, n1) = groups[-2], groups[-1]
+            if c1 - c0 >= distance * (n0 + n1) / 2:
+                break
+            groups[-2:] = [[(c0 * n0 + c1 * n1) / (n0 + n1), n0 + n1]]
+    return [
+        centre + distance * (i - (count - 1) / 2)
+        for centre, count in groups
+        for i in range(int(count))
+    ]
+
+
+def legend_handle(name: str, colour: str, dash: Any = "-") -> Any:
+    """A line for a legend.
+
+    Args:
+        name: Its words.
+        colour: Its colour.
+        dash: Its style.
+
+    Returns:
+        The handle.
+    """
+    from matplotlib.lines import Line2D
+
+    # A label with a leading underscore is left out of a legend.
+    name = f" {name}" if name.startswith("_") else name
+    return Line2D([], [], color=colour, linestyle=dash, linewidth=2, label=words(name))
+
+
+def words(text: str) -> str:
+    """A text that a figure shows as it is.
+
+    Args:
+        text: Of the user's: a dollar sign in it does not start a formula.
+
+    Returns:
+        The same for matplotlib.
+    """
+    return text.replace("$", r"\$")
+
+
+def number(value: int | float) -> str:
+    """A number with three digits, without an exponent over eight decades.
+
+    Args:
+        value: Any.
+
+    Returns:
+        As ``0.0123``, ``45.6``, ``789``, ``1.2e-07``.
+    """
+    size = abs(value)
+    if size == 0 or 1e-4 <= size < 1e4:
+        return f"{value:.0f}" if size >= 100 else f"{value:.3g}"
+    return f"{value:.1e}"
+
+
+def series(history: History, column: str) -> tuple[list[float], list[float]]:
+    """Epochs and values of a column, where there is a finite value.
+
+    Args:
+        history: One row for each epoch.
+        column: Name of the value.
+
+    Returns:
+        Epochs and values, of the same length.
+    """
+    pairs = [
+        (float(epoch), float(row[column] or 0))
+        for row in history
+        if _is_known(row.get(column)) and (epoch := row.get("epoch")) is not None
+    ]
+    return [epoch for epoch, _ in pairs], [value for _, value in pairs]
+
+
+def errors(history: History, column: str) -> list[float] | None:
+    """Standard errors of the values of a column that ``series`` gives.
+
+    Args:
+        history: One row for each epoch, with the errors in ``COLUMN_sem``.
+        column: Name of the value.
+
+    Returns:
+        One for each value; None if one is not known.
+    """
+    found = [
+        row.get(f"{column}_sem")
+        for row in history
+        if _is_known(row.get(column)) and row.get("epoch") is not None
+    ]
+    known = [float(error) for error in found if error is not None and math.isfinite(error)]
+    return known if known and len(known) == len(found) else None
+
+
+def _is_known(value: int | float | None) -> bool:
+    return value is not None and math.isfinite(value)

@@ -1,0 +1,181 @@
+"""A grid of images: originals, and what a random transform makes of them."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from evigrad.data import DataSet
+from evigrad.drawing import LIGHT, Palette, new_figure, words
+from evigrad.errors import InputError
+from evigrad.invariances import Averaged
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Transforms of each image, and the seed that they are drawn with: the same run gives the same page.
+DRAWS = 7
+_SEED = 0
+# Of a cell's side: the space between cells, and the wider one behind the originals.
+_GAP, _MARGIN = 0.06, 0.25
+_CELL = 0.55  # inches
+_LONGEST = 16  # letters of a row's name
+
+
+def augmented_images(
+    images: Tensor, transformed: Tensor, names: Sequence[str] = (), palette: Palette = LIGHT
+) -> "Figure":
+    """Images beside random transforms of them, a row for each image.
+
+    Args:
+        images: (n, channels, height, width), numbers from 0 (black) to 1; those beyond are
+            clipped. Three channels are red, green and blue; of another number the mean is shown.
+        transformed: (n, draws, channels, height, width).
+        names: Of the rows, n of them or none.
+        palette: Colours.
+
+    Returns:
+        The figure: n · (1 + draws) images on one pair of axes.
+
+    Raises:
+        InputError: If these are not images, or do not belong together.
+        ConfigurationError: If matplotlib is not installed.
+    """
+    if images.dim() != 4 or transformed.dim() != 5 or len(images) == 0:
+        raise InputError(
+            "Give images (n, channels, height, width) and their transforms (n, draws, channels,"
+            f" height, width), not {tuple(images.shape)} and {tuple(transformed.shape)}."
+        )
+    if transformed.shape[:1] + transformed.shape[2:] != images.shape or (
+        names and len(names) != len(images)
+    ):
+        raise InputError("Images, their transforms and names must be of the same number and shape.")
+    rows, draws = transformed.shape[:2]
+    height, width = images.shape[-2:]
+    aspect = height / width
+    right = 1 + _MARGIN + draws * (1 + _GAP)
+    bottom = rows * (aspect + _GAP) - _GAP
+    figure = new_figure(_CELL * right + 0.6, _CELL * bottom + 0.5, palette)
+    axes = figure.add_subplot()
+    for row in range(rows):
+        top = row * (aspect + _GAP)
+        for column, image in enumerate([images[row], *transformed[row]]):
+            left = 0 if column == 0 else 1 + _MARGIN + (column - 1) * (1 + _GAP)
+            axes.imshow(
+                _pixels(image),
+                cmap="gray",
+                vmin=0,
+                vmax=1,
+                interpolation="nearest",
+                extent=(left, left + 1, top + aspect, top),
+            )
+        if names:
+            axes.text(
+                -0.12,
+                top + aspect / 2,
+                words(_short(names[row])),
+                ha="right",
+                va="center",
+                fontsize=9,
+                color=palette.ink,
+            )
+    for place, text in ((0.5, "original"), ((1 + _MARGIN + right) / 2, "under the transform")):
+        axes.text(place, -0.12, text, ha="center", va="bottom", fontsize=9, color=palette.ink)
+    axes.set_xlim(0, right)
+    axes.set_ylim(bottom, 0)
+    axes.set_axis_off()
+    return figure
+
+
+def draw_transforms(images: Tensor, transform: nn.Module, draws: int = DRAWS) -> Tensor:
+    """Random transforms of images, the same ones at every call.
+
+    Args:
+        images: (n, channels, height, width), as the network gets them.
+        transform: Has ``sample`` and ``apply``, as a `evigrad.invariances.Transform`.
+        draws: For each image.
+
+    Returns:
+        (n, draws, channels, height, width).
+    """
+    generator = torch.Generator().manual_seed(_SEED)
+    chosen: Any = transform
+    noise = chosen.sample(len(images) * draws, generator).to(images.device)
+    with torch.no_grad():
+        drawn = chosen.apply(images.repeat_interleave(draws, dim=0), noise)
+    return drawn.unflatten(0, (len(images), draws))
+
+
+def find_transform(data: DataSet, model: nn.Module) -> nn.Module | None:
+    """The random transform of a network's inputs.
+
+    Args:
+        data: What the network is for.
+        model: Any network.
+
+    Returns:
+        That of its `Averaged`; None where it has none, or the data are not images.
+    """
+    if len(data.input_shape) != 3:
+        return None
+    return next((part.invariance for part in model.modules() if isinstance(part, Averaged)), None)
+
+
+def examples_of(data: DataSet, count: int) -> tuple[Tensor, list[str]]:
+    """Test images of different classes.
+
+    Args:
+        data: Standardised images.
+        count: Images, at most.
+
+    Returns:
+        The images, standardised, and names of their classes (none for regression).
+    """
+    x, y = data.test
+    chosen = _of_different_classes(y, min(count, len(x)))
+    if not data.is_classification:
+        return x[chosen], []
+    return x[chosen], [data.class_names[int(label)] for label in y[chosen].tolist()]
+
+
+def learned_augmentation(
+    data: DataSet, transform: nn.Module, count: int, palette: Palette = LIGHT
+) -> "Figure":
+    """Test images under a random transform, as they look before they are standardised.
+
+    Args:
+        data: Standardised images.
+        transform: Of the standardised images.
+        count: Images, at most.
+        palette: Colours.
+
+    Returns:
+        The figure.
+    """
+    images, names = examples_of(data, count)
+    transformed = draw_transforms(images, transform)
+    mean, std = data.mean, data.std
+    return augmented_images(images * std + mean, transformed * std + mean, names, palette)
+
+
+def _of_different_classes(labels: Tensor, count: int) -> list[int]:
+    """Indices of the first datum of each class, then of the second of each, and so on."""
+    seen: dict[float, int] = {}
+    ranks = []
+    for index, label in enumerate(labels.flatten().tolist()):
+        ranks.append((seen.setdefault(label, 0), label, index))
+        seen[label] += 1
+    return [index for _, _, index in sorted(ranks)[:count]]
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1].rstrip(' ,')}…"
+
+
+def _pixels(image: Tensor) -> Any:
+    """One image as matplotlib takes it."""
+    image = image.detach().cpu().float().clamp(0, 1)
+    if image.shape[0] == 3:
+        return image.permute(1, 2, 0).numpy()
+    return image.mean(0).numpy()

@@ -1,0 +1,85 @@
+"""The two optimisers of a run: of the weights, and of the hyperparameters."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+
+from evigrad.errors import ConfigurationError
+from evigrad.training.settings import Settings
+
+
+def make_weight_optimizer(
+    weights: Mapping[str, nn.Parameter],
+    settings: Settings,
+    scalars: Collection[nn.Parameter] = (),
+) -> Optimizer:
+    """The optimiser of the weights.
+
+    Args:
+        weights: The named weights.
+        settings: Names the optimiser, or holds a function that makes it.
+        scalars: Those of the weights that learn at ``scalar_lr_factor`` times the others' rate; an
+            optimiser of the user's own has rates of its own.
+
+    Returns:
+        The optimiser, without weight decay.
+
+    Raises:
+        ConfigurationError: If one of the user's own has weight decay, or does not hold exactly
+            the weights.
+    """
+    if isinstance(settings.optimizer, str):
+        slow = {id(p) for p in scalars}
+        groups: list[dict[str, Any]] = [
+            {"params": [w for w in weights.values() if id(w) not in slow], "lr": settings.lr}
+        ]
+        if slow:
+            rate = settings.lr * settings.scalar_lr_factor
+            groups.append({"params": [w for w in weights.values() if id(w) in slow], "lr": rate})
+        if settings.optimizer == "adam":
+            return Adam(groups, lr=settings.lr)
+        if settings.optimizer == "sgd":
+            return SGD(groups, lr=settings.lr, momentum=settings.momentum)
+        raise ConfigurationError(f"Unknown optimizer '{settings.optimizer}'.")
+    optimizer = settings.optimizer(weights)
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    if sorted(held) != sorted(id(p) for p in weights.values()):
+        raise ConfigurationError(
+            "The optimiser must hold every weight that it is given once, and nothing else."
+        )
+    if any(group.get("weight_decay") for group in optimizer.param_groups):
+        raise ConfigurationError(
+            "The optimiser has weight decay. The prior in the loss is the weight decay here: set"
+            " weight_decay=0 and say precision=... instead."
+        )
+    return optimizer
+
+
+def make_hyper_optimizer(
+    hyperparameters: Mapping[str, nn.Parameter], settings: Settings
+) -> Optimizer:
+    """Adam on the hyperparameters: one rate for prior and noise, one for the model's own.
+
+    Without the prior where that has its fixed-point update.
+
+    Args:
+        hyperparameters: ``evidence.hyperparameters()``; may be empty.
+        settings: Holds the learning rates.
+
+    Returns:
+        The optimiser, without weight decay.
+    """
+    own = [p for name, p in hyperparameters.items() if name.startswith("model.")]
+    kinds = (
+        ("likelihood.",) if settings.prior_update == "fixed_point" else ("prior.", "likelihood.")
+    )
+    prior = [p for name, p in hyperparameters.items() if name.startswith(kinds)]
+    groups: list[dict[str, Any]] = [
+        {"params": prior, "lr_first": settings.prior_lr, "lr_last": settings.prior_lr_min},
+        {"params": own, "lr_first": settings.hyper_lr, "lr_last": settings.hyper_lr_min},
+    ]
+    for group in groups:
+        group["lr"] = group["lr_first"]
+    return Adam(groups, lr=settings.prior_lr, weight_decay=0.0)

@@ -1,0 +1,312 @@
+import io
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from run_folders import make_rows, write_run
+
+from evigrad.errors import ConfigurationError
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("yaml")
+
+from html_pages import Page
+from matplotlib.image import imread, imsave
+
+from evigrad.drawing import DARK, LIGHT
+from evigrad.report import write_report
+from evigrad.report.content import NOTHING, show
+
+OPTIONS = {"data": "digits", "model": "digitsnet"}
+RANGES = {"rotation": math.pi / 2, "translation_x": 0.5, "scale_x": math.log(2), "shear": 0.1}
+
+
+@pytest.fixture
+def sketched(monkeypatch):
+    """Figures are made, but not drawn, which is what takes the time: a white image in place."""
+    buffer = io.BytesIO()
+    imsave(buffer, np.ones((2, 2)), format="png", cmap="gray")
+
+    def sketch(make, palette):
+        assert make(palette).axes
+        return buffer.getvalue()
+
+    monkeypatch.setattr("evigrad.report.write._png", sketch)
+
+
+def report(*folders, **keywords):
+    return Page(write_report(*folders, **keywords))
+
+
+def figures(folder):
+    return {file.stem for file in (folder / "figures").iterdir()}
+
+
+def test_a_learned_run(tmp_path):
+    run = write_run(
+        tmp_path / "run",
+        options=OPTIONS,
+        results={"ntk-100-1": {"evidence": {"per_datum": -0.4321, "estimator": "full-N-C"}}},
+    )
+    page = report(run)
+    assert figures(run) == {"loss", "log_likelihood", "accuracy", "log_evidence", "precisions"}
+    assert len(page.images) == len(page.dark) == len(page.captions) == 5
+    assert all(caption.strip().endswith(".") for caption in page.captions)
+    assert page.cell("test accuracy (%)") == "80.00"
+    assert page.cell("test log likelihood (nats per datum)") == "−0.0500"
+    assert page.cell("log evidence by full-N-C (nats per datum)") == "−0.4321"
+    assert (
+        page.cell("log evidence while training, last round (nats per datum)") == "−1.0500 ± 0.1000"
+    )
+    assert page.cell("training data") == "12,345"
+    assert page.cell("prior precision, layer2", 1) == "1"
+    assert page.cell("prior precision, layer2", 2) == "100"
+    assert "from 1 (layer0) to 100 (layer2)" in page.text
+    assert "is not finished" not in page.text
+    assert "digits, digitsnet, ntk-100-1" in page.text
+
+
+def test_the_page_needs_nothing_else_and_the_files_are_its_figures(tmp_path):
+    run = write_run(tmp_path / "run")
+    page = report(run)
+    assert not re.search(r"https?:|url\(|@import", page.source)
+    assert not page.tags & {"script", "link", "iframe"}
+    assert "prefers-color-scheme: dark" in page.source
+    assert 'name="viewport"' in page.source
+    for colours, images in ((LIGHT, page.images), (DARK, page.dark)):
+        for pixels in images:
+            paper = "#" + "".join(f"{round(255 * c):02x}" for c in pixels[0, 0, :3].tolist())
+            assert paper == colours.paper
+    files = [imread(file) for file in (run / "figures").glob("*.png")]
+    assert sorted(f.mean() for f in files) == sorted(i.mean() for i in page.images)
+    assert not list(run.rglob("*.partial"))
+
+
+@pytest.mark.usefixtures("sketched")
+def test_map_alone(tmp_path):
+    run = write_run(tmp_path / "run", estimator=None)
+    page = report(run)
+    assert figures(run) == {"loss", "log_likelihood", "accuracy"}
+    assert "MAP kept its prior precisions: 1." in page.text
+    assert page.cell("hyperparameter steps", 1) == "0"
+
+
+@pytest.mark.usefixtures("sketched")
+def test_a_run_beside_its_map(tmp_path):
+    run = write_run(tmp_path / "run")
+    write_run(run / "map", estimator=None)
+    page = report(run)
+    assert page.tables[0][0] == ["", "MAP", "ntk-100-1"]
+    assert page.cell("hyperparameter steps", 1) == "0"
+    assert page.cell("hyperparameter steps", 2) == "40"
+    # The run's own figures need no name, and MAP learned nothing to draw.
+    assert "precisions" in figures(run)
+    assert not (run / "map" / "figures").exists()
+
+
+@pytest.mark.usefixtures("sketched")
+def test_a_run_that_is_still_in_its_map_part(tmp_path):
+    run = tmp_path / "run"
+    write_run(run / "map", make_rows(7, learned=False), estimator=None, epochs=40)
+    (run / "config.yaml").write_text(json.dumps(OPTIONS))
+    page = report(run)
+    assert "MAP is not finished, or was ended early: it is shown up to epoch 7 of 40." in page.text
+    assert (run / "report.html").is_file()
+
+
+@pytest.mark.usefixtures("sketched")
+def test_an_unfinished_run_before_its_first_round(tmp_path):
+    run = write_run(tmp_path / "run", make_rows(3), epochs=100)
+    page = report(run)
+    assert figures(run) == {"loss"}
+    assert page.cell("epochs") == "3 of 100"
+    assert "ntk-100-1 has not changed its prior precisions so far: 1." in page.text
+
+
+@pytest.mark.usefixtures("sketched")
+def test_regression(tmp_path):
+    run = write_run(tmp_path / "run", make_rows(regression=True))
+    page = report(run)
+    assert figures(run) >= {"squared_error", "noise", "precisions"}
+    assert "accuracy" not in figures(run)
+    assert page.cell("test squared error") == "0.8"
+    assert page.cell("noise", 2) == f"{math.exp(-1):.3f}"
+    assert "It went: noise from 1 to 0.368." in page.text
+
+
+@pytest.mark.usefixtures("sketched")
+def test_noise_of_several_outputs(tmp_path):
+    rows = make_rows(regression=True)
+    for row in rows:
+        noise = row.pop("noise")
+        row |= {"noise/0": noise, "noise/1": 2 * noise}
+    page = report(write_run(tmp_path / "run", rows))
+    assert "output 0 from 1 to 0.368 and output 1 from 2 to 0.736" in page.text
+
+
+@pytest.mark.usefixtures("sketched")
+def test_ranges_have_units_that_a_reader_knows(tmp_path):
+    run = write_run(tmp_path / "run", make_rows(ranges=RANGES))
+    page = report(run)
+    assert figures(run) >= {"range-rotation", "range-translation", "range-scale"}
+    assert page.cell("rotation", 2) == "±1.57 rad (±90°)"
+    assert page.cell("translation_x", 2) == "±0.5 of half the side"
+    assert page.cell("scale_x", 2) == "factor up to 2"
+    caption = next(c for c in page.captions if "rotated" in c)
+    assert "After epoch 20: ±1.57 rad (±90°); after the first: ±0.1 rad (±5.73°)." in caption
+    assert "no images can be shown. The run has no config.yaml" in page.text
+
+
+@pytest.mark.usefixtures("sketched")
+def test_ranges_that_are_not_used_or_not_learned(tmp_path):
+    rows = make_rows(ranges={"rotation": 1.0})
+    for row in rows:
+        row |= {"range/shear": 0.0, "range/scale_x": 0.0, "range/translation_y": 0.25}
+    run = write_run(tmp_path / "run", rows)
+    page = report(run)
+    assert {f for f in figures(run) if f.startswith("range")} == {"range-rotation"}
+    assert "has left as they were: translation_y ±0.25 of half the side." in page.text
+    assert not any("shear" in cells[0] for table in page.tables for cells in table)
+
+
+@pytest.mark.usefixtures("sketched")
+def test_ranges_of_several_transforms_and_of_unknown_ones(tmp_path):
+    ranges = {"first.rotation": 0.5, "second.rotation": 1.0, "second.warp": 3.0}
+    run = write_run(tmp_path / "run", make_rows(ranges=ranges))
+    page = report(run)
+    assert figures(run) >= {"range-rotation-1", "range-rotation-2", "range-other"}
+    assert page.cell("second.warp", 2) == "3"
+
+
+@pytest.mark.usefixtures("sketched")
+def test_other_hyperparameters_of_the_network(tmp_path):
+    rows = make_rows()
+    for row in rows:
+        row["model/attention.range"] = 0.1 * row["epoch"]
+    run = write_run(tmp_path / "run", rows)
+    page = report(run)
+    assert "model" in figures(run)
+    assert "attention.range from 0.1 to 2" in page.text
+
+
+@pytest.mark.usefixtures("sketched")
+def test_many_groups(tmp_path):
+    run = write_run(tmp_path / "run", make_rows(10, groups=70))
+    page = report(run)
+    assert "(layer69)" in page.text
+    assert "The 70 prior precisions are in metrics.csv." in page.text
+
+
+@pytest.mark.usefixtures("sketched")
+def test_several_runs_beside_each_other(tmp_path):
+    first = write_run(tmp_path / "a" / "run", make_rows(ranges=RANGES))
+    second = write_run(tmp_path / "b" / "run", estimator="kfac-N-C")
+    third = write_run(tmp_path / "third", make_rows(regression=True))
+    page = report(first, second, third)
+    assert page.tables[0][0] == ["", str(first), str(second), "third"]
+    assert not (second / "report.html").exists()
+    assert len([name for name in figures(first) if name.startswith("precisions-")]) == 3
+    assert page.cell("test squared error", 1) == NOTHING
+    assert page.cell("test squared error", 3) == "0.8"
+    with pytest.raises(ConfigurationError, match="named twice"):
+        write_report(first, tmp_path / "b" / ".." / "a" / "run")
+
+
+def test_values_that_are_not_finite_and_names_that_are_markup(tmp_path):
+    rows = make_rows()
+    for row in rows:
+        row["<b>&\"'"] = 1.0
+        row["precision/<i>$x$</i>"] = 2.0 * row["epoch"]
+        row["seconds"] = None
+    rows[-1] |= {"loss": math.nan, "log_evidence": math.inf, "test_accuracy": math.nan}
+    rows[-1] |= {"precision/layer1": math.nan}
+    run = write_run(tmp_path / "run <1>", rows, note="<script>alert(1)</script>", odd=None)
+    other = write_run(tmp_path / "_other")
+    page = report(run, other)
+    assert "<script>" not in page.source
+    assert "<script>alert(1)</script>" in page.text
+    assert "prior precision, <i>$x$</i>" in page.text
+    assert "nan" not in page.text.lower().split()
+    # The last value that is known.
+    assert page.cell("training loss (nats per datum)", 1) == f"{2 * math.exp(-19 / 5):.4f}"
+    assert page.cell("time of training (seconds)", 1) == NOTHING
+
+
+@pytest.mark.parametrize("column", ["epoch", "loss"])
+def test_a_table_without_a_column_is_refused(tmp_path, column):
+    rows = make_rows()
+    for row in rows:
+        del row[column]
+    run = write_run(tmp_path / "run", rows)
+    with pytest.raises(ConfigurationError, match=rf"metrics.csv has no column {column}"):
+        write_report(run)
+    assert not (run / "report.html").exists()
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigurationError, match="There is no folder"):
+        write_report(tmp_path / "nothing")
+    with pytest.raises(ConfigurationError, match=r"has no metrics.csv.*--run-dir"):
+        write_report(tmp_path)
+    run = write_run(tmp_path / "run")
+    (run / "config.json").unlink()
+    with pytest.raises(ConfigurationError, match=r"no file .*config.json"):
+        write_report(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("metrics.csv", "epoch,loss\n1,much\n", "not a table of metrics"),
+        ("metrics.csv", "epoch,loss\n", "no epoch yet"),
+        ("metrics.csv", "", "no epoch yet"),
+        ("config.json", "{", "config.json cannot be read"),
+        ("config.json", "[]", "no names with values"),
+        ("config.yaml", "a: [", "config.yaml cannot be read"),
+        ("results.json", "3", "results.json cannot be read"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path, name, content, words):
+    run = write_run(tmp_path / "run")
+    (run / name).write_text(content)
+    with pytest.raises(ConfigurationError, match=words):
+        write_report(run)
+
+
+def test_a_negative_number_of_examples(tmp_path):
+    with pytest.raises(ConfigurationError, match="examples must be 0 or more"):
+        write_report(write_run(tmp_path / "run"), examples=-1)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, NOTHING),
+        ("", NOTHING),
+        (math.nan, NOTHING),
+        (-math.inf, NOTHING),
+        (True, "yes"),
+        (0, "0"),
+        (-1234.5, "−1234"),
+        (50000, "50,000"),
+        (1e-8, "1.0e-08"),
+        (0.0, "0"),
+        (["a", 1.5], "a, 1.5"),
+        ([], NOTHING),
+        ({"a": 1}, "a: 1"),
+    ],
+)
+def test_how_values_are_shown(value, text):
+    assert show(value) == text
+
+
+@pytest.mark.usefixtures("sketched")
+def test_no_global_state_is_touched(tmp_path):
+    run = write_run(tmp_path / "run")
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    write_report(run)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads

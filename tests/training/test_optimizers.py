@@ -1,0 +1,78 @@
+"""Fixup's scalars learn at a rate of their own."""
+
+from typing import Any
+
+import pytest
+import torch
+from loops import loop_of
+from torch import Tensor
+
+from evigrad.invariances import AffineInvariance, Averaged
+from evigrad.models import fixup_scalars, make_model
+from evigrad.training.schedules import cosine
+
+SMALL: dict[str, Any] = {"estimator": "map", "epochs": 4, "lr": 0.01, "lr_min": 0.0001}
+
+
+@pytest.fixture(scope="module")
+def images() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(6, 1, 8, 8, generator=generator), torch.arange(6) % 3
+
+
+def resnet() -> torch.nn.Module:
+    return make_model("resnet18", (1, 8, 8), 3, seed=0, width=2)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_scalars_have_a_tenth_of_the_rate_all_along(images, optimizer):
+    # Also where the network lies within another module.
+    model = Averaged(resnet(), AffineInvariance(0.1), num_samples=1)
+    changes = {"hyperparameters": ["invariance"], "optimizer": optimizer}
+    loop = loop_of(model, images, **SMALL, **changes)
+    weights, scalars = loop.weight_optimizer.param_groups
+    slow = {id(p) for p in fixup_scalars(model).values()}
+    assert {id(p) for p in scalars["params"]} == slow
+    held = [id(p) for p in (*weights["params"], *scalars["params"])]
+    assert sorted(held) == sorted(id(w) for w in loop.evidence.weights().values())
+    for epoch in range(1, 5):
+        loop._set_weight_rates(epoch)
+        rate = cosine((epoch - 1) / 4, 0.01, 0.0001)
+        assert weights["lr"] == pytest.approx(rate)
+        assert scalars["lr"] == pytest.approx(rate / 10)
+
+
+def test_a_step_of_sgd_goes_a_tenth_as_far(images):
+    steps = {}
+    for factor in (1.0, 0.1):
+        model = resnet()
+        loop = loop_of(model, images, **SMALL, optimizer="sgd", scalar_lr_factor=factor)
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        loop.train_epoch(1)
+        steps[factor] = {n: p.detach() - before[n] for n, p in model.named_parameters()}
+    scalars = fixup_scalars(resnet())
+    assert any(float(steps[1.0][name].abs()) > 0 for name in scalars)
+    for name, step in steps[0.1].items():
+        expected = steps[1.0][name] * (0.1 if name in scalars else 1)
+        torch.testing.assert_close(step, expected, rtol=1e-3, atol=1e-7)
+
+
+def test_other_networks_and_optimisers_have_one_group(images):
+    model = make_model("mlp", (1, 8, 8), 3, seed=0)
+    assert len(loop_of(model, images, **SMALL).weight_optimizer.param_groups) == 1
+
+    def own(weights):
+        return torch.optim.SGD(weights.values(), lr=0.01)
+
+    loop = loop_of(resnet(), images, **SMALL, optimizer=own)
+    assert len(loop.weight_optimizer.param_groups) == 1
+
+
+def test_scalars_that_are_frozen_or_hyperparameters_are_nobodys(images):
+    model = resnet()
+    names = list(fixup_scalars(model))
+    model.get_parameter(names[0]).requires_grad_(False)
+    loop = loop_of(model, images, **SMALL, hyperparameters=[names[1]])
+    held = {id(p) for group in loop.weight_optimizer.param_groups for p in group["params"]}
+    assert not held & {id(model.get_parameter(name)) for name in names[:2]}
+    assert len(loop.weight_optimizer.param_groups[1]["params"]) == len(names) - 2

@@ -1,0 +1,188 @@
+"""A run that is killed and resumed is the run that was not, to the last bit."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training.interrupted import (
+    Death,
+    assert_same_runs,
+    dying_at_call,
+    killed,
+    metrics_of,
+    state_of,
+)
+from training.small_runs import CASES, SMALL, net, train
+
+from evigrad.errors import ConfigurationError
+from evigrad.evidence import Evidence
+from evigrad.training import FitResult, Settings, fit, prepare
+
+
+@pytest.fixture(scope="module")
+def whole(blobs, tmp_path_factory) -> Callable[[str], Path]:
+    """The run of a case without any interruption, trained once."""
+    found: dict[str, Path] = {}
+
+    def of(case: str) -> Path:
+        if case not in found:
+            found[case] = tmp_path_factory.mktemp("whole") / "run"
+            train(case, blobs, found[case])
+        return found[case]
+
+    return of
+
+
+# In the middle of an epoch of the weights, and of a round of steps.
+MOMENTS = [(Evidence, "map_loss", 11), (Evidence, "backward", 5)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_was_killed_while_it_computed_ends_the_same(case, blobs, tmp_path, whole):
+    deaths = 0
+    for number, moment in enumerate(MOMENTS):
+        folder = tmp_path / str(number)
+        with dying_at_call(*moment):
+            deaths += killed(lambda folder=folder: train(case, blobs, folder))
+        # The weights of another seed: a state that is incomplete would show.
+        train(case, blobs, folder, seed=9, resume=True)
+        assert_same_runs(folder, whole(case))
+    assert deaths == (1 if case == "map" else 2)  # MAP takes no gradient to die in
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_every_moment_at_which_a_file_changes(every, blobs, tmp_path):
+    def run(folder: Path, **changes: Any) -> FitResult:
+        return train("map", blobs, folder, epochs=3, checkpoint_every=every, **changes)
+
+    with Death().watching() as none:
+        run(tmp_path / "whole")
+    assert {"in checkpoint.pt", "in a row", "before config.json"} <= set(none.what)
+    for moment in range(none.count):
+        folder = tmp_path / str(moment)
+        with Death(moment).watching():
+            assert killed(lambda folder=folder: run(folder))
+        run(folder, resume=True)
+        left = {p.name for p in folder.iterdir()}
+        assert left == {"config.json", "metrics.csv", "checkpoint.pt"}, none.what[moment]
+        assert_same_runs(folder, tmp_path / "whole")
+
+
+def test_dying_again_and_again(blobs, tmp_path, whole):
+    folder = tmp_path / "run"
+    deaths = 0
+    with dying_at_call(Evidence, "map_loss", 4):
+        killed(lambda: train("ntk", blobs, folder, resume=True))
+    for _ in range(30):
+        with dying_at_call(Evidence, "map_loss", 5):
+            if not killed(lambda: train("ntk", blobs, folder, seed=4, resume=True)):
+                break
+        deaths += 1
+    assert deaths >= 3
+    assert_same_runs(folder, whole("ntk"))
+
+
+def test_the_result_of_a_run_that_is_complete_is_read(blobs, tmp_path, capsys):
+    seen: list[int] = []
+    first = train("dropout", blobs, tmp_path / "run")
+    before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "run").iterdir()}
+    again = train(
+        "dropout",
+        blobs,
+        tmp_path / "run",
+        seed=5,
+        resume=True,
+        progress=True,
+        callbacks=[lambda row: seen.append(1)],
+    )
+    assert capsys.readouterr().err == "ntk-20-1: all 5 epochs are done\n"
+    assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "run").iterdir()} == before
+    assert seen == []
+    assert again.history == first.history
+    assert (again.train_metrics, again.test_metrics) == (first.train_metrics, first.test_metrics)
+    assert (again.seconds, again.run_dir) == (first.seconds, first.run_dir)
+    assert not again.model.training
+    x = blobs[1][0]
+    assert torch.equal(again.model(x), first.model(x))
+    assert again.evidence.describe() == first.evidence.describe()
+
+
+def test_what_is_lost_of_the_metrics_is_written_again(blobs, tmp_path, whole):
+    train("ntk", blobs, tmp_path / "run")
+    (tmp_path / "run" / "metrics.csv").unlink()
+    train("ntk", blobs, tmp_path / "run", resume=True)
+    assert metrics_of(tmp_path / "run") == metrics_of(whole("ntk"))
+
+
+def test_resuming_in_an_empty_folder_begins_there(blobs, tmp_path, whole):
+    (tmp_path / "run").mkdir()
+    result = train("ntk", blobs, tmp_path / "run", resume=True)
+    assert result.run_dir == tmp_path / "run"
+    assert_same_runs(tmp_path / "run", whole("ntk"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("Dear")
+    with pytest.raises(ConfigurationError, match="mine holds no run"):
+        train("ntk", blobs, tmp_path / "mine", resume=True)
+    with pytest.raises(ConfigurationError, match="name its folder"):
+        fit(net(), blobs[0], resume=True, **SMALL)
+
+
+def test_time_goes_on_where_it_stopped(blobs, tmp_path):
+    with dying_at_call(Evidence, "map_loss", 8):
+        assert killed(lambda: train("ntk", blobs, tmp_path / "run"))
+    state = state_of(tmp_path / "run")
+    assert state["epoch"] == 2
+    result = train("ntk", blobs, tmp_path / "run", resume=True)
+    seconds = [float(row["seconds"] or 0) for row in result.history]
+    assert seconds == sorted(seconds)
+    assert seconds[1] == pytest.approx(state["seconds"])
+
+
+def test_callbacks_belong_to_the_epoch_that_is_saved(blobs, tmp_path):
+    """A callback that draws from the evidence's generator, and dies in the third epoch."""
+    dead = False
+
+    def run(folder: Path, resume: bool = False, dies: bool = False) -> FitResult:
+        model = net()
+
+        def draw(row: Any) -> None:
+            nonlocal dead
+            with torch.no_grad():
+                model.get_parameter("0.bias").add_(0.01)
+            if dies and row["epoch"] == 3:
+                dead = True
+                raise KeyboardInterrupt
+
+        return fit(model, blobs[0], run_dir=folder, resume=resume, callbacks=[draw], **SMALL)
+
+    run(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt) as found:
+        run(tmp_path / "run", dies=True)
+    assert dead
+    assert "resume=True goes on from the last checkpoint" in found.value.__notes__[0]
+    run(tmp_path / "run", resume=True)
+    assert_same_runs(tmp_path / "run", tmp_path / "whole")
+
+
+def test_stopping_after_an_epoch_leaves_its_checkpoint(blobs, tmp_path, whole):
+    rows: list[Any] = []
+
+    def make(seed: int) -> Any:
+        given = {name: value for name, value in SMALL.items() if name != "progress"}
+        defaults = state_of(whole("ntk"))["settings"]
+        return prepare(
+            net(seed),
+            blobs[0],
+            Settings(**{**defaults, **given, "checkpoint_every": 100}),
+            test=blobs[1],
+        )
+
+    with pytest.raises(KeyboardInterrupt, match="Stopped after epoch 3 of 5"):
+        make(0).train(
+            tmp_path / "run", progress=False, callbacks=[rows.append], stop=lambda: len(rows) == 3
+        )
+    assert state_of(tmp_path / "run")["epoch"] == 3
+    make(7).train(tmp_path / "run", resume=True, progress=False, stop=lambda: False)
+    assert_same_runs(tmp_path / "run", whole("ntk"))

@@ -1,0 +1,228 @@
+"""Rounds of the model's own hyperparameters beside those of prior and noise."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from loops import loop_of
+from torch import Tensor, nn
+
+from evigrad import Evidence
+from evigrad.errors import ConfigurationError
+from evigrad.invariances import AffineInvariance, Averaged
+from evigrad.priors import GaussianPrior
+from evigrad.training import fit
+from evigrad.training.loop import Loop
+from evigrad.training.schedules import cosine
+
+SETTINGS: dict[str, Any] = {
+    "estimator": "ntk-6-1",
+    "hyperparameters": ["invariance"],
+    "epochs": 7,
+    "batch_size": 12,
+    "burn_in": 2,
+    "every": 2,
+    "steps": 2,
+    "hyper_every": 1,
+    "hyper_steps": 3,
+    "hyper_lr": 0.04,
+    "hyper_lr_min": 0.01,
+    "progress": False,
+}
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(1, 3, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3))
+        return Averaged(net, AffineInvariance({"rotation": 0.4, "shear": 0.2}), num_samples=2)
+
+
+@pytest.fixture(scope="module")
+def images() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(12, 1, 7, 7, generator=generator), torch.arange(12) % 3
+
+
+def prepared(data: tuple[Tensor, Tensor], model: nn.Module | None = None, **changes: Any) -> Loop:
+    return loop_of(model or network(), data, **(SETTINGS | changes))
+
+
+def values_of(loop: Loop) -> dict[str, Tensor]:
+    return {n: p.detach().clone() for n, p in loop.evidence.hyperparameters().items()}
+
+
+def record_calls(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[str]]]:
+    """Passes over blocks of data, and the kinds of hyperparameters that they are for."""
+    calls: list[tuple[str, set[str]]] = []
+    for name in ("collect", "backward"):
+        method = getattr(loop.evidence, name)
+
+        def record(data, wrt, name=name, method=method):
+            if not isinstance(data, list):
+                calls.append((name, {n.split(".")[0] for n in wrt}))
+            return method(data, wrt=wrt)
+
+        monkeypatch.setattr(loop.evidence, name, record)
+    return calls
+
+
+def test_each_has_its_epochs_its_steps_and_its_cosine(images):
+    loop = prepared(images)
+    rates: list[tuple[int, float, float]] = []
+    epoch = 0
+
+    def record(optimizer, *_: Any) -> None:
+        prior, own = optimizer.param_groups
+        is_own = all(p.grad is None for p in prior["params"])
+        assert is_own != all(p.grad is None for p in own["params"])
+        rates.append((epoch, is_own, (own if is_own else prior)["lr"]))
+
+    loop.hyper_optimizer.register_step_pre_hook(record)
+    taken = []
+    for epoch in range(1, 8):
+        assert loop.is_round(epoch) == (epoch >= 2)
+        loop.learn(epoch)
+        taken.append(loop.hyper_steps)
+    of_prior = [(e, rate) for e, is_own, rate in rates if not is_own]
+    of_own = [(e, rate) for e, is_own, rate in rates if is_own]
+    assert [e for e, _ in of_prior] == [2, 2, 4, 4, 6, 6]
+    assert [e for e, _ in of_own] == [e for e in range(2, 8) for _ in range(3)]
+    assert [r for _, r in of_prior] == pytest.approx([cosine(s / 6, 0.1, 0.01) for s in range(6)])
+    expected = [cosine(s / 18, 0.04, 0.01) for s in range(18)]
+    assert [r for _, r in of_own] == pytest.approx(expected)
+    assert taken == [0, 5, 8, 13, 16, 21, 24]
+    # Those of an epoch come behind one another.
+    assert [is_own for e, is_own, _ in rates if e == 2] == [False] * 2 + [True] * 3
+
+
+def test_what_is_left_away_is_that_of_the_prior(images):
+    for changes, own in (
+        ({"hyper_every": None}, (2, 3)),
+        ({"hyper_steps": None}, (1, 2)),
+    ):
+        first, second = prepared(images, **changes).schedules
+        assert (first.every, first.steps) == (2, 2)
+        assert (second.every, second.steps) == own
+        assert all(name.startswith("model.") for name in second.names)
+        assert not any(name.startswith("model.") for name in first.names)
+    (together,) = prepared(images, hyper_every=None, hyper_steps=None).schedules
+    assert (together.every, together.steps, len(together.names)) == (2, 2, 3)
+
+
+def test_a_model_without_hyperparameters_and_a_prior_that_stays(images):
+    (only,) = prepared(images, network().model, hyperparameters=()).schedules
+    assert (only.every, only.steps, only.names) == (2, 2, ["prior.log_precision"])
+    (only,) = prepared(images, prior=GaussianPrior(learnable=False)).schedules
+    assert (only.every, only.steps, len(only.names)) == (1, 3, 2)
+
+
+def test_steps_are_those_of_two_optimisers_on_parts_of_the_gradient(images):
+    loop = prepared(images)
+    twin = copy.deepcopy(loop.evidence)
+    loop.learn(2)
+    found = twin.hyperparameters()
+    own = {n: p for n, p in found.items() if n.startswith("model.")}
+    rest = {n: p for n, p in found.items() if n not in own}
+    for part, steps, total, first, last in ((rest, 2, 6, 0.1, 0.01), (own, 3, 18, 0.04, 0.01)):
+        optimizer = torch.optim.Adam(part.values())
+        for step, block in enumerate(twin.blocks(images).take(steps)):
+            for p in found.values():
+                p.grad = None
+            twin.backward(block)
+            optimizer.param_groups[0]["lr"] = cosine(step / total, first, last)
+            optimizer.step()
+    for name, value in values_of(loop).items():
+        torch.testing.assert_close(value, found[name].detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_steps_on_precisions_do_not_pay_for_the_ranges(images, monkeypatch):
+    loop = prepared(images)
+    kinds: list[str] = []
+    run = loop.evidence._assembly.passes.run
+
+    def counted(task, kind, work):
+        kinds.append(kind)
+        run(task, kind, work)
+
+    monkeypatch.setattr(loop.evidence._assembly.passes, "run", counted)
+    loop.learn(2)
+    assert kinds == ["first"] * 2 + ["first", "second"] * 3
+
+
+def test_kept_passes_serve_the_prior_beside_learned_ranges(images, monkeypatch):
+    loop = prepared(images, prior_blocks=1, steps=5)
+    calls = record_calls(loop, monkeypatch)
+    before = values_of(loop)
+    learned = loop.learn(2)
+    assert calls == [("collect", {"prior"})] + [("backward", {"model"})] * 3
+    assert (len(learned.estimates), learned.is_shared) == (8, True)
+    assert all((values_of(loop)[n] != value).any() for n, value in before.items())
+    with pytest.raises(ConfigurationError, match="hyper_steps"):
+        prepared(images, prior_blocks=1, hyper_every=None, hyper_steps=None)
+
+
+def test_full_batch_rounds_pass_once_for_the_prior(images, monkeypatch):
+    loop = prepared(images, estimator="kfac-N-C", steps=4)
+    calls = record_calls(loop, monkeypatch)
+    loop.learn(2)
+    assert calls == [("collect", {"prior"})] + [("backward", {"model"})] * 3
+
+
+@pytest.mark.parametrize("estimator", ["kfac-N-C", "kfac-N-1", "ntk-N-1"])
+def test_a_full_batch_round_in_micro_batches_is_the_one_graph_gradient(images, estimator):
+    """One step of plain gradient on all the data, prior and ranges together."""
+    data = (images[0].double(), images[1])
+    changes: dict[str, Any] = {"hyper_every": None, "hyper_steps": None, "steps": 1}
+    loop = prepared(data, network().double(), estimator=estimator, micro_batch=5, **changes)
+    gradients: dict[str, Tensor] = {}
+
+    def record(*_: Any) -> None:
+        for name, p in loop.evidence.hyperparameters().items():
+            assert p.grad is not None
+            gradients[name] = p.grad.clone()
+
+    loop.hyper_optimizer.register_step_pre_hook(record)
+    state = loop.evidence.generator.get_state()
+    (estimate,) = loop.learn(2).estimates
+    twin = Evidence(
+        network().double(),
+        loop.evidence.likelihood,
+        GaussianPrior(),
+        estimator=estimator,
+        num_data=12,
+        hyperparameters=["invariance"],
+        gradient="one-graph",
+        generator=0,
+    )
+    twin.generator.set_state(state)
+    expected = twin.backward(next(iter(twin.blocks(data))))
+    assert estimate.log_evidence == pytest.approx(expected.log_evidence, rel=1e-10)
+    assert gradients.keys() == twin.hyperparameters().keys()
+    for name, p in twin.hyperparameters().items():
+        torch.testing.assert_close(gradients[name], p.grad, rtol=1e-8, atol=1e-11)
+
+
+def test_the_state_holds_the_steps_of_each(images):
+    loop = prepared(images)
+    loop.learn(2)
+    state = copy.deepcopy(loop.state_dict())
+    loop.learn(3)
+    other = prepared(images)
+    other.load_state_dict(state)
+    assert [schedule.taken for schedule in other.schedules] == [2, 3]
+    other.learn(3)
+    for name, value in values_of(loop).items():
+        assert torch.equal(value, values_of(other)[name])
+
+
+def test_a_run_records_the_ranges(images):
+    changes = SETTINGS | {"epochs": 3}
+    result = fit(network(), images, **changes)
+    first, *_, last = result.history
+    assert (first["range/rotation"], first["range/shear"]) == pytest.approx((0.4, 0.2))
+    assert last["range/rotation"] != first["range/rotation"]
+    ranges = [name for name in last if name.startswith(("range/", "model/"))]
+    assert ranges == ["range/rotation", "range/shear"]  # those that are zero for good are not there
+    assert [row["hyper_steps"] for row in result.history] == [0, 5, 8]
