@@ -34,7 +34,7 @@ class Collected:
         statistic: Of the structure.
         scale: What the statistic's log-determinant is multiplied with.
         splits_outputs: Whether the block holds some of a datum's rows only.
-        weight_versions: Of the weights that it was made with.
+        versions: Of all that it was made with (``Assembly.versions``).
         outputs: Micro-batches without inputs, with their outputs: what the likelihood's own
             hyperparameters need. Kept on demand.
     """
@@ -45,8 +45,12 @@ class Collected:
     statistic: Any
     scale: float
     splits_outputs: bool
-    weight_versions: tuple[tuple[int, int], ...]
+    versions: tuple[tuple[int, int], ...]
     outputs: Sequence[tuple[Chunk, Tensor]] = ()
+
+
+class _NotClosed(Exception):
+    """A pass in which a contracted weight has no closed form."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,11 @@ class Assembly:
         """See ``Preparation.prepare``."""
         return self.preparation.prepare(x)
 
-    def task(self, prepared: Prepared, batches: Iterable[Batch], block: Block) -> Task:
+    def task(
+        self, prepared: Prepared, batches: Iterable[Batch], block: Block, condensed: bool
+    ) -> Task:
         """See ``Passes.task``; what would not fit is refused before anything is drawn."""
-        self._check_memory(prepared, block)
+        self._check_memory(prepared, block, condensed)
         return self.passes.task(prepared, batches, block, self.generator)
 
     # ------------------------------------------------------------ the first pass
@@ -116,7 +122,6 @@ class Assembly:
         Returns:
             The log likelihood and the curvature's statistic.
         """
-        versions = self.weight_versions()
         statistic: Any = None
         log_likelihood = torch.zeros((), dtype=torch.float64, device=self.device)
         kept: list[tuple[Chunk, Tensor]] = []
@@ -139,13 +144,20 @@ class Assembly:
                 # Not a view, which would hold the inputs in memory.
                 kept.append((replace(chunk, x=chunk.x[:0].clone()), f.detach()))
 
-        self.passes.run(task, "first", work)
+        try:
+            self.passes.run(task, "first", work)
+        except _NotClosed:
+            # Uses that depend on the data: from here on with all rows formed.
+            prepared = self.preparation.without_contraction(task.prepared)
+            task = replace(task, prepared=prepared)
+            return self.collect(task, differentiable, keep_outputs, condense)
         if condense:
             statistic = task.prepared.structure.condense(statistic)
         block = task.block
         splits = block.columns is not None and _splits(block.columns, task.prepared.partition)
+        made_with = self.versions()
         return Collected(
-            self, task.prepared, log_likelihood, statistic, block.scale, splits, versions, kept
+            self, task.prepared, log_likelihood, statistic, block.scale, splits, made_with, kept
         )
 
     def terms(self, collected: Collected) -> Terms:
@@ -171,9 +183,17 @@ class Assembly:
         coupled = self.likelihood.couples_outputs and collected.splits_outputs
         return self.settings.spec.is_bound(self.settings.root, coupled)
 
-    def weight_versions(self) -> tuple[tuple[int, int], ...]:
-        """Numbers that change with a weight, unless it is changed through ``.data``."""
-        return tuple((w.data_ptr(), w._version) for w in self.weights.values())
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """Numbers that change with all that a kept pass was made with.
+
+        Returns:
+            Of the model's parameters and buffers, and of what is fixed of the likelihood's; a
+            change through ``.data`` does not show.
+        """
+        model, likelihood = self.preparation.model, self.likelihood
+        held = [*model.parameters(), *model.buffers(), *likelihood.buffers()]
+        held += [p for p in likelihood.parameters() if not p.requires_grad]
+        return tuple((tensor.data_ptr(), tensor._version) for tensor in held)
 
     # ------------------------------------------------------------ the second pass
 
@@ -253,6 +273,8 @@ class Assembly:
     ) -> tuple[Any, Tensor]:
         """Add a micro-batch's rows to the statistic; also its outputs."""
         linearization = self.passes.linearized(task, chunk, differentiable)
+        if not all(map(linearization.is_closed, task.prepared.structure.contracted)):
+            raise _NotClosed
         root = self.passes.root_rows(linearization.outputs, chunk)
         if root.vectors.requires_grad and not differentiable:
             # The cotangents themselves depend on the likelihood's hyperparameters (a score, or a
@@ -325,7 +347,7 @@ class Assembly:
         better = self.preparation.checked(prepared, linearization, chunk.x)
         return task if better is prepared else replace(task, prepared=better)
 
-    def _check_memory(self, prepared: Prepared, block: Block) -> None:
+    def _check_memory(self, prepared: Prepared, block: Block, condensed: bool) -> None:
         settings, size = self.settings, len(block.indices)
         width = prepared.partition.num_outputs if block.columns is None else block.columns.shape[1]
         pass_bytes = 0
@@ -334,7 +356,11 @@ class Assembly:
             asked = settings.micro_batch
             at_once = 1 if asked == "auto" else min(asked if isinstance(asked, int) else size, size)
             pass_bytes = at_once * width * sum(w.numel() * w.element_size() for w in formed)
-        check_memory(prepared.structure, size * width, self.device, pass_bytes)
+        alone = settings.micro_batch is None or (
+            isinstance(settings.micro_batch, int) and settings.micro_batch >= size
+        )
+        summarised = condensed and alone
+        check_memory(prepared.structure, size * width, self.device, pass_bytes, summarised)
 
     def _is_factored(self, prepared: Prepared, name: str) -> bool:
         return self.settings.spec.structure == "kfac" and name in prepared.plan.kronecker

@@ -1,7 +1,7 @@
 """The log evidence of a network and its gradient in the hyperparameters (Algorithm 1)."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,14 +10,17 @@ from torch import Tensor, nn
 
 from evigrad.assembly import Assembly, Collected
 from evigrad.checks import (
+    as_device,
     as_generator,
     called,
     check_choice,
     check_count,
+    check_gradients,
     check_inputs,
     check_outputs,
     check_passes,
     check_positive,
+    check_rows,
     check_spec,
     check_type,
     log_probabilities,
@@ -26,7 +29,7 @@ from evigrad.curvature import ParameterPartition, partition_names
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.estimate import Estimate, ParameterReport
 from evigrad.estimators import EstimatorSpec
-from evigrad.gradient import of_data, of_kept
+from evigrad.gradient import needs_two_passes, of_data, of_kept
 from evigrad.intake import Data, check_keepable, checked, resolve
 from evigrad.likelihoods import ROOTS, Likelihood
 from evigrad.modes import warn_of_normalisation
@@ -115,7 +118,9 @@ class Evidence:
         check_choice("root", self.root, ROOTS)
         check_choice("sharing", sharing, ("expand", "reduce"))
         check_positive("temperature", temperature)
-        check_passes(micro_batch, memory_budget, gram_dtype, rows_dtype, autocast)
+        check_passes(self.spec, micro_batch, memory_budget, gram_dtype, rows_dtype, autocast)
+        rows_at = as_device("rows_device", rows_device)
+        check_rows(self.spec, rows_dtype, rows_at)
         check_choice("gradient", gradient, ("two-pass", "one-graph"))
         self.model = model
         self.likelihood = likelihood
@@ -140,7 +145,7 @@ class Evidence:
             memory_budget=memory_budget,
             gram_dtype=gram_dtype,
             rows_dtype=rows_dtype,
-            rows_device=None if rows_device is None else torch.device(rows_device),
+            rows_device=rows_at,
             autocast=autocast,
             gradient=gradient,
         )
@@ -213,7 +218,7 @@ class Evidence:
         with torch.no_grad(), self._undrawn_on_error():
             kept = self._kept(x)
             if kept is None:
-                kept = [self._assembly.collect(self._task(x, y), False, condense=True)]
+                kept = [self._assembly.collect(self._task(x, y, ()), False, condense=True)]
             return of_kept(self._assembly, kept, ())[0]
 
     def backward(self, x: Data, y: Tensor | None = None) -> Estimate:
@@ -231,6 +236,7 @@ class Evidence:
 
         Raises:
             ConfigurationError: If there is no learnable hyperparameter.
+            EvigradError: If a gradient is not finite.
             InputError: If the data do not fit the model, the likelihood or the estimator.
             MemoryBudgetError: If the structure would not fit the free memory.
         """
@@ -246,7 +252,10 @@ class Evidence:
             if kept is not None:
                 estimate, gradients = of_kept(self._assembly, kept, parameters)
             else:
-                estimate, gradients = of_data(self._assembly, self._task(x, y), learnable)
+                estimate, gradients = of_data(
+                    self._assembly, self._task(x, y, learnable), learnable
+                )
+        check_gradients(learnable, gradients)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
@@ -293,7 +302,7 @@ class Evidence:
         learned = list(self.hyperparameters())
         beside = any(not name.startswith("prior.") for name in learned)
         with torch.no_grad(), self._undrawn_on_error():
-            task = self._task(x, y)
+            task = self._task(x, y, ())
             check_keepable(self._assembly, task.prepared, learned)
             return self._assembly.collect(task, False, keep_outputs=beside, condense=True)
 
@@ -333,15 +342,22 @@ class Evidence:
         for collected in kept:
             if collected.owner is not self._assembly:
                 raise InputError("This pass was collected by another evidence.")
-            if collected.weight_versions != self._assembly.weight_versions():
-                raise InputError("The weights have changed since collect(): pass the data again.")
+            if collected.versions != self._assembly.versions():
+                raise InputError(
+                    "The weights, a buffer of the model or a fixed noise have changed since"
+                    " collect(): pass the data again."
+                )
         return kept
 
-    def _task(self, x: Data, y: Tensor | None) -> Task:
+    def _task(self, x: Data, y: Tensor | None, learned: Collection[str]) -> Task:
         """What was given, all of it checked before anything is drawn."""
         check_unchanged(self.model, self._weights, self._model_hyperparameters)
         request = resolve(self._assembly, x, y)
-        return self._assembly.task(request.prepared, request.batches, request.block)
+        num_outputs = request.prepared.partition.num_outputs
+        keeps_rows = needs_two_passes(self._assembly, learned, num_outputs)
+        return self._assembly.task(
+            request.prepared, request.batches, request.block, condensed=not keeps_rows
+        )
 
     # ------------------------------------------------------------ telling and keeping
 

@@ -16,6 +16,9 @@ from evigrad.preparation import Prepared
 
 Data = Tensor | Block | Iterable[Batch] | Collected | Iterable[Collected]
 
+# Its multiples modulo one are spread evenly.
+_GOLDEN_RATIO = 0.6180339887498949
+
 
 @dataclass(frozen=True)
 class Request:
@@ -168,7 +171,11 @@ def check_keepable(assembly: Assembly, prepared: Prepared, learned: Sequence[str
 
 
 def _signature(x: Tensor, y: Tensor) -> tuple[int, float]:
-    """A number that another order or other data would change."""
-    position = torch.arange(1, len(x) + 1, dtype=torch.float64, device=x.device)
-    sums = sum(part.reshape(len(x), -1).double().sum(1) for part in (x, y))
-    return len(x), float((sums * position).sum())
+    """A number that another order, other data or flipped images would change."""
+    total = 0.0
+    for part in (x, y):
+        values = part.reshape(-1).double()
+        # Weights without a pattern, so that no exchange of entries leaves the sum as it is.
+        position = torch.arange(len(values), dtype=torch.float64, device=x.device)
+        total += float((values * (1.0 + (position * _GOLDEN_RATIO).frac())).sum())
+    return len(x), total

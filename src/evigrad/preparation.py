@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -81,6 +82,11 @@ class Prepared:
             return x
         return self.model.pack(x, noise.slice(data.start, data.stop))
 
+    def numbers(self, x: Tensor) -> int:
+        """How many numbers a datum has, its noise included."""
+        drawn = self.model.noise_numbers if isinstance(self.model, Drawn) else 0
+        return prod(x.shape[1:]) + drawn
+
 
 class Preparation:
     """Makes and keeps what is prepared.
@@ -134,7 +140,7 @@ class Preparation:
             check_outputs(f, probe)
             made = plan(model, self.weights, probe)
         partition = Partition(self.settings.spec, self.settings.num_data, f.shape[1])
-        structure = self._structure(made, partition)
+        structure = self._structure(made, partition, contract=True)
         self._prepared[key] = Prepared(model, made, structure, partition)
         return self._prepared[key]
 
@@ -158,11 +164,32 @@ class Preparation:
         """
         return Noise(self._drawing, seed)
 
-    def _structure(self, made: JacobianPlan, partition: Partition) -> Structure[Any]:
+    def without_contraction(self, prepared: Prepared) -> Prepared:
+        """The same with all rows formed, for a model whose passes do not all have closed forms.
+
+        Args:
+            prepared: One of those made here.
+
+        Returns:
+            What takes its place from here on.
+        """
+        structure = self._structure(prepared.plan, prepared.partition, contract=False)
+        return self._replaced(prepared, replace(prepared, structure=structure))
+
+    def _replaced(self, old: Prepared, new: Prepared) -> Prepared:
+        for key, known in self._prepared.items():
+            if known is old:
+                self._prepared[key] = new
+        return new
+
+    def _structure(
+        self, made: JacobianPlan, partition: Partition, contract: bool
+    ) -> Structure[Any]:
         settings = self.settings
         rows = partition.block_rows
         data = rows if settings.spec.rows else min(settings.spec.subset or rows, rows)
-        uses = matrix_uses(made) if settings.gradient != "one-graph" else {}
+        contract = contract and settings.gradient != "one-graph"
+        uses = matrix_uses(made, self.weights) if contract else {}
         return make_structure(
             settings.spec.structure,
             self.weights,
@@ -211,8 +238,6 @@ class Preparation:
             stacklevel=2,
         )
         made = demote(prepared.plan, wrong)
-        better = replace(prepared, plan=made, structure=self._structure(made, prepared.partition))
-        for key, old in self._prepared.items():
-            if old is prepared:
-                self._prepared[key] = better
-        return better
+        contract = bool(prepared.structure.contracted)
+        structure = self._structure(made, prepared.partition, contract)
+        return self._replaced(prepared, replace(prepared, plan=made, structure=structure))

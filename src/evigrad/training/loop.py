@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from evigrad.assembly import Collected
+from evigrad.draws import stochastic_modules
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimate import Estimate
 from evigrad.evidence import Evidence
@@ -166,7 +167,9 @@ class Loop:
         """
         blocks, steps = self.evidence.blocks((self.x, self.y)), self.settings.steps
         count = self.settings.prior_blocks
-        if count is None and blocks.is_constant and self._can_keep_passes():
+        # A model that draws, as an average over transforms does, draws anew in each pass.
+        draws = bool(stochastic_modules(self.evidence.model))
+        if count is None and blocks.is_constant and not draws and self._can_keep_passes():
             count = 1
         if count is None:
             return blocks.take(steps), False
