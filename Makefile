@@ -53,7 +53,7 @@ clean: ## Remove the virtual environment, caches and builds (runs/ stays)
 constraints: ## Pin anew: install the newest versions that fit, and write constraints.txt
 	$(call say,Resolving every package in a fresh environment)
 	@rm -rf build/constraints && $(PYTHON) -m venv build/constraints
-	@build/constraints/bin/python -m pip --quiet install torch==$(TORCH) -e '.[all,dev]'
+	@build/constraints/bin/python -m pip --quiet install torch==$(TORCH) -e '.[all,hub,dev]'
 	@{ sed -n '/^#/p' constraints.txt; \
 		build/constraints/bin/python -m pip freeze --all --exclude-editable \
 		| grep -vE '^(#|pip==|wheel==)' | sed 's/+[a-z0-9]*$$//' | LC_ALL=C sort -f; \

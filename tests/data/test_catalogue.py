@@ -1,5 +1,6 @@
 """Finding a data set by its name, and what is said where there is none."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from evigrad.errors import ConfigurationError, EvigradError
 
 
 @pytest.fixture(autouse=True)
-def no_data_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_data_folder_and_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EVIGRAD_DATA", raising=False)
+    monkeypatch.setitem(sys.modules, "datasets", None)
 
 
 @pytest.fixture
@@ -47,10 +49,32 @@ def test_unknown_name_with_a_folder(folder: Path, name: str, meant: str) -> None
     assert f"uci/{name}.parquet" in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["", "../fish", "/fish", "uci/../fish", "a/b", ".fish", "fish:up"])
+@pytest.mark.parametrize("name", ["", "../fish", "/fish", "uci/../fish", "a/b", ".fish"])
 def test_names_that_are_no_file_names(folder: Path, name: str) -> None:
     with pytest.raises(ConfigurationError, match="Unknown data set"):
         load(name, data_dir=folder)
+
+
+@pytest.mark.parametrize("name", ["digits:rotated9", "fish:rotated90:scaled", "gone:up", "fish:"])
+def test_variant_that_does_not_exist(folder: Path, name: str) -> None:
+    base, _, variant = name.partition(":")
+    with pytest.raises(ConfigurationError) as error:
+        load(name, data_dir=folder)
+    words = str(error.value)
+    assert f"no variant '{variant}' of '{base}'" in words
+    assert "NAME:rotated90, NAME:rotated180, NAME:translated8, NAME:scaled" in words
+    assert ("Did you mean 'rotated90'" in words) == variant.startswith("rotated")
+
+
+@pytest.mark.parametrize("name", ["crab", "uci/crab"])
+def test_tables_have_no_variants(folder: Path, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"'{name}' is a regression table.*say '{name}'"):
+        load(f"{name}:scaled", data_dir=folder)
+
+
+def test_variant_of_an_unknown_data_set(folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match="Unknown data set 'fisch'.*'fish'"):
+        load("fisch:scaled", data_dir=folder)
 
 
 def test_half_a_data_set(folder: Path) -> None:
@@ -83,13 +107,13 @@ def test_missing_package() -> None:
 def test_shipped_set_without_its_package(
     name: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, module, None)
+    monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(EvigradError, match=r"pip install 'evigrad\[data\]'"):
         load(name)
 
 
 def test_files_without_pyarrow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     for name in ("fish", "crab"):
         with pytest.raises(EvigradError, match=rf"'{name}' needs the package 'pyarrow'"):
             load(name, data_dir=folder)

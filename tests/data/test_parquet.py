@@ -1,49 +1,19 @@
 """Image sets from Parquet files: small ones made here, and real ones where they are present."""
 
-import io
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from image_files import pixels, png, write
 
 from evigrad.data import load
 from evigrad.errors import ConfigurationError, InputError
 
 pa: Any = pytest.importorskip("pyarrow")
 pq: Any = pytest.importorskip("pyarrow.parquet")
-pillow: Any = pytest.importorskip("PIL.Image")
-
-
-def png(pixels: np.ndarray, mode: str | None = None) -> bytes:
-    buffer = io.BytesIO()
-    image = pillow.fromarray(pixels)
-    (image if mode is None else image.convert(mode)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def write(
-    file: Path,
-    images: Sequence[bytes | None],
-    labels: Sequence[Any],
-    names: Sequence[str] | None = ("cat", "dog", "emu"),
-) -> None:
-    """A split in the layout of the `datasets` library, two rows in a row group."""
-    cells = [{"bytes": data, "path": None} for data in images]
-    image_type = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    table = pa.table({"image": pa.array(cells, image_type), "label": pa.array(labels)})
-    if names is not None:
-        label = {"names": list(names), "_type": "ClassLabel"}
-        info = {"info": {"features": {"image": {"_type": "Image"}, "label": label}}}
-        table = table.replace_schema_metadata({"huggingface": json.dumps(info)})
-    pq.write_table(table, file, row_group_size=2)
-
-
-def pixels(n: int, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    return np.random.RandomState(seed).randint(0, 256, (n, *shape)).astype(np.uint8)
+pytest.importorskip("PIL.Image")
 
 
 @pytest.fixture
@@ -192,6 +162,17 @@ def test_missing_columns(grey: tuple[Path, np.ndarray]) -> None:
     pq.write_table(pa.table({"picture": [1], "label": [0]}), grey[0] / "toy_test.parquet")
     with pytest.raises(InputError, match=r"no column 'image' \(it has picture, label\)"):
         load("toy", data_dir=grey[0])
+
+
+def test_columns_as_the_hub_names_them(tmp_path: Path) -> None:
+    images, columns = [png(p) for p in pixels(3, (4, 5, 3))], ("img", "fine_label")
+    write(tmp_path / "toy_train.parquet", images, [0, 2, 1], columns=columns)
+    write(tmp_path / "toy_test.parquet", images, [1, 1, 1], columns=columns)
+    hubs = load("toy", tmp_path)
+    assert hubs.class_names == ("cat", "dog", "emu")
+    assert hubs.train[1].tolist() == [0, 2, 1]
+    write(tmp_path / "toy_train.parquet", images, [0, 2, 1])
+    assert torch.equal(load("toy", tmp_path).train[0], hubs.train[0])
 
 
 def test_no_parquet(grey: tuple[Path, np.ndarray]) -> None:

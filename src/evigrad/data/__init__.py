@@ -2,5 +2,16 @@
 
 from evigrad.data.catalogue import DATA_DIR_VARIABLE, SHIPPED, available, load
 from evigrad.data.dataset import DataSet, Split
+from evigrad.data.hub import HUB
+from evigrad.data.variants import VARIANTS
 
-__all__ = ["DATA_DIR_VARIABLE", "SHIPPED", "DataSet", "Split", "available", "load"]
+__all__ = [
+    "DATA_DIR_VARIABLE",
+    "HUB",
+    "SHIPPED",
+    "VARIANTS",
+    "DataSet",
+    "Split",
+    "available",
+    "load",
+]

@@ -6,40 +6,50 @@ from collections.abc import Callable
 from pathlib import Path
 
 from evigrad.data.dataset import DataSet
+from evigrad.data.hub import HUB, hub_is_installed, load_from_hub
 from evigrad.data.parquet import load_image_set
 from evigrad.data.shipped import load_digits, load_mnist5k
 from evigrad.data.tables import load_table
+from evigrad.data.variants import split_name
 from evigrad.errors import ConfigurationError, nearest
 
 DATA_DIR_VARIABLE = "EVIGRAD_DATA"
 TABLE_FOLDER = "uci"
 
 # Those that need no file of the user's.
-SHIPPED: dict[str, Callable[[int | None, int], DataSet]] = {
+SHIPPED: dict[str, Callable[[int | None, int, str | None], DataSet]] = {
     "digits": load_digits,
     "mnist5k": load_mnist5k,
 }
 
 
 def available(data_dir: str | os.PathLike[str] | None = None) -> list[str]:
-    """Names that `load` accepts here.
+    """Names that `load` accepts here, without those of the variants.
+
+    Every image set is also there as NAME:rotated90, NAME:rotated180, NAME:translated8 and
+    NAME:scaled.
 
     Args:
         data_dir: Folder of Parquet files; None takes the one that the environment variable
             ``EVIGRAD_DATA`` names, if it is set.
 
     Returns:
-        The shipped sets, then image sets and tables of the folder, in alphabetical order.
+        The shipped sets, then image sets of the folder, and of the Hugging Face hub if the library
+        that reads from it is installed, and at last tables of the folder.
 
     Raises:
         ConfigurationError: If the folder does not exist.
     """
     folder = _folder(data_dir)
-    if folder is None:
-        return list(SHIPPED)
-    images = {file.name.removesuffix("_train.parquet") for file in folder.glob("*_train.parquet")}
-    images = {image for image in images if (folder / f"{image}_test.parquet").is_file()}
-    tables = {f"{TABLE_FOLDER}/{file.stem}" for file in (folder / TABLE_FOLDER).glob("*.parquet")}
+    images, tables = set(HUB) if hub_is_installed() else set[str](), set[str]()
+    if folder is not None:
+        trains = {
+            file.name.removesuffix("_train.parquet") for file in folder.glob("*_train.parquet")
+        }
+        images |= {name for name in trains if (folder / f"{name}_test.parquet").is_file()}
+        tables = {
+            f"{TABLE_FOLDER}/{file.stem}" for file in (folder / TABLE_FOLDER).glob("*.parquet")
+        }
     return [*SHIPPED, *sorted(images - SHIPPED.keys()), *sorted(tables)]
 
 
@@ -56,13 +66,20 @@ def load(
       with a fixed stratified 80/20 split.
     - Any NAME with files ``NAME_train.parquet`` and ``NAME_test.parquet`` in the data folder:
       images with integer labels.
+    - ``mnist``, ``fashion_mnist``, ``cifar10``, ``cifar100``, ``tiny_imagenet``: where they are not
+      in the data folder, from the Hugging Face hub. That needs the extra ``evigrad[hub]``, and a
+      network the first time.
     - ``uci/NAME``, or NAME, with ``uci/NAME.parquet`` in the data folder: a regression table.
+    - ``NAME:VARIANT`` for any image set: each image, train and test alike, was transformed once, by
+      bilinear interpolation on black. ``rotated90`` and ``rotated180``: by an angle uniform in
+      ±90° or ±180°; ``translated8``: by up to 8 pixels in x and y; ``scaled``: by a factor exp(u),
+      u uniform in ±log 2. An image has the same transform in every subset and with every seed.
 
     Inputs (and regression targets) are standardised with the statistics of the train data that are
     returned; images per channel. The global random state is not touched.
 
     Args:
-        name: The name.
+        name: NAME or NAME:VARIANT.
         data_dir: Folder of Parquet files; None takes the one that the environment variable
             ``EVIGRAD_DATA`` names, if it is set.
         subset: Number of train data, drawn uniformly; None takes all. The test set stays whole.
@@ -74,27 +91,36 @@ def load(
 
     Raises:
         ConfigurationError: If the name is unknown, the folder does not exist, the subset is larger
-            than the train set, or there is no such split.
+            than the train set, there is no such split or variant, or a data set that only the hub
+            has cannot be had from there.
     """
+    full_name, (name, variant) = name, split_name(name)
     folder = _folder(data_dir)
     table = _table_file(name, folder)
+    if variant is not None and table is not None:
+        raise ConfigurationError(
+            f"'{full_name}': '{name}' is a regression table, and only image sets have variants; "
+            f"say '{name}'"
+        )
     if split is not None and table is None:
         raise ConfigurationError(
             f"split={split}: only regression tables have numbered splits; leave it out for '{name}'"
         )
     if name in SHIPPED:
-        return SHIPPED[name](subset, seed)
+        return SHIPPED[name](subset, seed, variant)
     if table is not None:
         return load_table(name, table, subset, seed, split)
     if folder is not None and _is_plain(name):
         train, test = (folder / f"{name}_{part}.parquet" for part in ("train", "test"))
         if train.is_file() and test.is_file():
-            return load_image_set(name, train, test, subset, seed)
+            return load_image_set(name, train, test, subset, seed, variant)
         if train.is_file() or test.is_file():
             raise ConfigurationError(
                 f"Half of the data set '{name}' is missing: {folder} has no "
                 f"{test.name if train.is_file() else train.name}"
             )
+    if name in HUB:
+        return load_from_hub(name, _where_to_put(name, folder), subset, seed, variant)
     raise ConfigurationError(_unknown(name, folder))
 
 
@@ -129,6 +155,15 @@ def _unknown(name: str, folder: Path | None) -> str:
     names = available(folder)
     short = [known.removeprefix(f"{TABLE_FOLDER}/") for known in names]
     example = name.removeprefix(f"{TABLE_FOLDER}/") if _is_plain(name) else "NAME"
+    table = f", or a regression table {TABLE_FOLDER}/{example}.parquet"
+    return (
+        f"Unknown data set '{name}'.{nearest(name, [*names, *short, *HUB])} Known here: "
+        f"{', '.join(names)}. {_where_to_put(example, folder, table)}"
+    )
+
+
+def _where_to_put(name: str, folder: Path | None, alternative: str = "") -> str:
+    """Words for the files of a data set."""
     where = (
         f"No data folder is set: name one with --data-dir (data_dir=...) or the environment "
         f"variable {DATA_DIR_VARIABLE}."
@@ -136,7 +171,6 @@ def _unknown(name: str, folder: Path | None) -> str:
         else f"The data folder is {folder}."
     )
     return (
-        f"Unknown data set '{name}'.{nearest(name, [*names, *short])} Known here: "
-        f"{', '.join(names)}. {where} Put {example}_train.parquet and {example}_test.parquet "
-        f"there (columns image, label), or a regression table {TABLE_FOLDER}/{example}.parquet."
+        f"{where} Put {name}_train.parquet and {name}_test.parquet there (columns image, a struct "
+        f"of bytes and path, and label, integers){alternative}."
     )

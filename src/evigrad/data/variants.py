@@ -1,0 +1,169 @@
+"""Variants of image sets, in which every image is transformed once: rotated, moved or scaled."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from evigrad.errors import ConfigurationError, nearest
+from evigrad.invariances.affine import sampling_grid
+
+# What the streams of random numbers start from. No single number is any of these, so that no seed
+# of a subset or of a training run gives one of these streams.
+_SEEDS = {"train": (2306, 3968, 0), "test": (2306, 3968, 1)}
+_PER_IMAGE = 2
+
+# Images that are transformed together: enough to be fast, few enough that their copies in double
+# precision are small beside the whole set.
+BATCH = 256
+
+_Maps = Callable[[Tensor, int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kind of transform.
+
+    Attributes:
+        words: What is done to each image.
+        maps: From uniform draws (n, 2) in [-1, 1), height and width to the affine maps (n, 2, 3),
+            from places in the result to places in the image, whose borders are at -1 and 1.
+    """
+
+    words: str
+    maps: _Maps
+
+
+def _rotation(degrees: float) -> _Maps:
+    def maps(draws: Tensor, height: int, width: int) -> Tensor:
+        angle = math.radians(degrees) * draws[:, 0]
+        cosine, sine = angle.cos(), angle.sin()
+        # A circle of pixels is an ellipse in coordinates that have every border at ±1.
+        ratio = height / width
+        return _rows(cosine, -ratio * sine, sine / ratio, cosine)
+
+    return maps
+
+
+def _translation(pixels: float) -> _Maps:
+    def maps(draws: Tensor, height: int, width: int) -> Tensor:
+        # A pixel is 2 / width wide. What moves right is read from further left.
+        shift = -2 * pixels * draws / torch.tensor([width, height])
+        one, zero = torch.ones_like(shift[:, 0]), torch.zeros_like(shift[:, 0])
+        return _rows(one, zero, zero, one, shift)
+
+    return maps
+
+
+def _scaling(octaves: float) -> _Maps:
+    def maps(draws: Tensor, height: int, width: int) -> Tensor:
+        # What becomes larger is read from nearer to the centre.
+        inverse = torch.exp2(-octaves * draws[:, 0])
+        zero = torch.zeros_like(inverse)
+        return _rows(inverse, zero, zero, inverse)
+
+    return maps
+
+
+def _rows(xx: Tensor, xy: Tensor, yx: Tensor, yy: Tensor, shift: Tensor | None = None) -> Tensor:
+    linear = torch.stack([xx, xy, yx, yy], dim=1).unflatten(1, (2, 2))
+    shift = torch.zeros_like(linear[:, 0]) if shift is None else shift
+    return torch.cat([linear, shift[:, :, None]], dim=2)
+
+
+VARIANTS = {
+    "rotated90": Variant("rotated about the centre by an angle uniform in ±90°", _rotation(90.0)),
+    "rotated180": Variant(
+        "rotated about the centre by an angle uniform in ±180°", _rotation(180.0)
+    ),
+    "translated8": Variant("moved in x and y by up to 8 pixels, uniformly", _translation(8.0)),
+    "scaled": Variant(
+        "scaled about the centre by a factor exp(u), u uniform in ±log 2", _scaling(1.0)
+    ),
+}
+
+
+def split_name(name: str) -> tuple[str, str | None]:
+    """Take the name of a variant off the name of a data set.
+
+    Args:
+        name: NAME or NAME:VARIANT.
+
+    Returns:
+        The name, and the variant's or None.
+
+    Raises:
+        ConfigurationError: If there is no such variant.
+    """
+    base, colon, variant = name.partition(":")
+    if not colon:
+        return name, None
+    if variant not in VARIANTS:
+        raise ConfigurationError(
+            f"There is no variant '{variant}' of '{base}'.{nearest(variant, VARIANTS)} Image sets"
+            f" have the variants {', '.join(f'NAME:{known}' for known in VARIANTS)}."
+        )
+    return base, variant
+
+
+def uniform_draws(part: str, rows: np.ndarray) -> Float[Tensor, "n 2"]:
+    """The random numbers of images: those of an image are the same whichever others there are.
+
+    Args:
+        part: ``train`` or ``test``.
+        rows: Positions of the images in the whole part, (n,).
+
+    Returns:
+        Uniform on [-1, 1), float64.
+    """
+    # RandomState, whose stream is frozen by contract. It fills row by row, so that an image's
+    # numbers do not depend on how many are drawn after them.
+    count = int(rows.max()) + 1
+    uniform = np.random.RandomState(_SEEDS[part]).random_sample((count, _PER_IMAGE))
+    return torch.from_numpy(2 * uniform[rows] - 1)
+
+
+def transformed(
+    pixels: np.ndarray, variant: str, part: str, rows: np.ndarray
+) -> Float[Tensor, "n channels height width"]:
+    """Transform each image once, by bilinear interpolation; beyond the borders there is black.
+
+    Args:
+        pixels: Images (n, channels, height, width), uint8.
+        variant: One of `VARIANTS`.
+        part: ``train`` or ``test``, which have random numbers of their own.
+        rows: Positions of the images in the whole part, (n,).
+
+    Returns:
+        Images of the same shape and scale, float32.
+    """
+    height, width = pixels.shape[-2:]
+    maps = VARIANTS[variant].maps(uniform_draws(part, rows), height, width)
+    return resampled(pixels, maps)
+
+
+def resampled(
+    pixels: np.ndarray, maps: Float[Tensor, "n 2 3"]
+) -> Float[Tensor, "n channels height width"]:
+    """Read each image at the places that its affine map gives.
+
+    Args:
+        pixels: Images (n, channels, height, width), uint8.
+        maps: From places in the result to places in the image, whose borders are at -1 and 1.
+
+    Returns:
+        Images of the same shape and scale, float32.
+    """
+    result = torch.empty(pixels.shape, dtype=torch.float32)
+    for start in range(0, len(pixels), BATCH):
+        batch = slice(start, start + BATCH)
+        # In double precision, so that the rounding of places is nowhere to be seen.
+        images = torch.from_numpy(pixels[batch]).double()
+        grid = sampling_grid(maps[batch], *pixels.shape[-2:])
+        result[batch] = F.grid_sample(images, grid, align_corners=False)
+    return result
