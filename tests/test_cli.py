@@ -206,7 +206,7 @@ def test_the_version(capsys):
         ("train --micro-batch 0", "micro_batch must be a positive integer"),
         ("train --memory-budget 1GiB", "say micro_batch='auto'"),
         ("train --micro-batch auto --memory-budget lots", "an amount as 8GiB or 500MB, not 'lots'"),
-        ("train --autocast float64", "choose one of bfloat16, float16, not 'float64'"),
+        ("train --autocast float64", "choose one of bfloat16, not 'float64'"),
         ("train --prior-update mackay", "choose one of adam, fixed_point, not 'mackay'"),
         ("train --compare-map perhaps", "--compare-map: give yes or no, not 'perhaps'"),
         ("train --epochs", "--epochs needs a value"),

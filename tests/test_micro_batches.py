@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from evigrad import Evidence
 from evigrad.errors import ConfigurationError, MemoryBudgetError
 from evigrad.likelihoods import Categorical
-from evigrad.micro_batches import MicroBatches, SavedBytes, fits, is_out_of_memory
+from evigrad.micro_batches import MicroBatches, SavedBytes, fits
+from evigrad.out_of_memory import is_out_of_memory
 from evigrad.priors import GaussianPrior
 
 M = 12
@@ -62,6 +63,12 @@ def gradients(evidence: Evidence, x: Tensor, y: Tensor) -> list[Tensor]:
     return found
 
 
+def sizes_of(evidence: Evidence) -> dict[str, int]:
+    """By the kind of pass."""
+    chosen = evidence.state_dict()["micro_batches"]
+    return {words.split()[0]: size for words, size in chosen.items()}
+
+
 @pytest.mark.parametrize("estimator", [f"ntk-{M}-1", f"kfac-{M}-1"])
 def test_a_small_budget_gives_small_micro_batches_and_the_same_result(estimator: str) -> None:
     evidence, _, x, y = build(estimator)
@@ -72,7 +79,7 @@ def test_a_small_budget_gives_small_micro_batches_and_the_same_result(estimator:
         got = gradients(evidence, x, y)
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
-        sizes[budget] = dict(evidence.state_dict()["micro_batches"])
+        sizes[budget] = sizes_of(evidence)
     assert sizes[1] == {"first": 1, "second": 1}
     assert 1 < sizes[40_000]["second"] < M
     assert min(sizes[2**30].values()) >= M
@@ -81,7 +88,7 @@ def test_a_small_budget_gives_small_micro_batches_and_the_same_result(estimator:
 def test_without_a_budget_it_takes_what_is_free() -> None:
     evidence, _, x, y = build(micro_batch="auto")
     gradients(evidence, x, y)
-    assert evidence.state_dict()["micro_batches"]["second"] > M
+    assert sizes_of(evidence)["second"] > M
 
 
 def test_out_of_memory_halves_and_goes_on() -> None:
@@ -92,10 +99,38 @@ def test_out_of_memory_halves_and_goes_on() -> None:
     got = gradients(evidence, x, y)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
-    assert evidence.state_dict()["micro_batches"] == {"first": 3, "second": 3}
+    assert sizes_of(evidence) == {"first": 3, "second": 3}
     SEEN.clear()
     evidence.backward(x, y)
     assert max(SEEN) == 3  # it remembers
+
+
+@pytest.mark.parametrize("estimator", [f"ntk-{M}-1", f"kfac-{M}-1", f"ntk-{M}-2-mc"])
+@pytest.mark.parametrize("place", ["accumulate", "inner", "grad"])
+def test_out_of_memory_in_the_middle_of_a_micro_batch(
+    estimator: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of what failed is counted twice."""
+    evidence, _, x, y = build(estimator)
+    expected = gradients(evidence, x, y)
+    evidence, _, x, y = build(estimator, micro_batch="auto")
+    calls = [0]
+    structure = evidence._assembly.prepare(x).structure
+    holder, name = (torch.autograd, "grad") if place == "grad" else (type(structure), place)
+    real = getattr(holder, name)
+
+    def failing(*arguments: Any, **settings: Any) -> Any:
+        found = real(*arguments, **settings)
+        calls[0] += 1
+        if calls[0] in (1, 3):
+            raise torch.OutOfMemoryError("no memory left")
+        return found
+
+    monkeypatch.setattr(holder, name, failing)
+    got = gradients(evidence, x, y)
+    assert calls[0] > 3
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
 
 
 def test_a_single_datum_that_does_not_fit_is_refused_and_nothing_changes() -> None:
@@ -129,7 +164,14 @@ def test_chosen_sizes_are_kept() -> None:
     [
         {"micro_batch": 0},
         {"micro_batch": "all"},
-        {"memory_budget": 0},
+        {"memory_budget": 0, "micro_batch": "auto"},
+        {"memory_budget": 10**9},
+        {"memory_budget": 10**9, "micro_batch": 4},
+        {"rows_dtype": torch.float16},
+        {"autocast": torch.float16},
+        {"rows_device": "nowhere"},
+        {"estimator": "kfac-N-1", "rows_dtype": torch.bfloat16},
+        {"estimator": "full-N-C-hessian", "autocast": torch.bfloat16},
         {"rows_dtype": torch.int32},
         {"autocast": torch.int8},
         {"gradient": "three-pass"},

@@ -115,6 +115,29 @@ class Residual(nn.Module):
         return torch.tanh(h)
 
 
+class Branches(nn.Module):
+    """An addition hands the same gradient to two normalisations: rows that could share memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm_a = nn.Linear(3, 5), _affine(nn.LayerNorm(5))
+        self.b, self.norm_b = nn.Linear(3, 5), _affine(nn.LayerNorm(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm_a(self.a(x)) + self.norm_b(self.b(x)))
+
+
+class DependsOnMode(nn.Module):
+    """Something else, and not at random, in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * (3.0 if self.training else 1.0)
+
+
 class Unused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -256,6 +279,12 @@ CASES = {
     ),
     "frozen": Case(Frozen, (3,)),
     "unused": Case(Unused, (3,)),
+    "branches": Case(Branches, (3,), normalised=True),
+    "rms-norm": Case(lambda: _affine(nn.RMSNorm(3)), (2, 3), normalised=True),
+    "instance-norm": Case(
+        lambda: _affine(nn.InstanceNorm1d(2, affine=True)), (2, 4), normalised=True
+    ),
+    "depends-on-mode": Case(DependsOnMode, (3,)),
     "sequence-first": Case(SequenceFirst, (3, 2)),
     "positions": Case(Positions, (3,), tokens=True),
 }

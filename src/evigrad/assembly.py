@@ -51,6 +51,10 @@ class Collected:
     versions: tuple[tuple[int, int], ...] = ()
 
 
+class _NotClosed(Exception):
+    """A pass in which a contracted weight has no closed form."""
+
+
 @dataclass(frozen=True)
 class Terms:
     """The data-dependent parts of the log evidence, with a graph where one was asked for.
@@ -92,9 +96,11 @@ class Assembly:
         """See ``Preparation.prepare``."""
         return self.preparation.prepare(x)
 
-    def task(self, prepared: Prepared, batches: Iterable[Batch], block: Block) -> Task:
+    def task(
+        self, prepared: Prepared, batches: Iterable[Batch], block: Block, condensed: bool
+    ) -> Task:
         """See ``Passes.task``; what would not fit is refused before anything is drawn."""
-        self._check_memory(prepared, block)
+        self._check_memory(prepared, block, condensed)
         return self.passes.task(prepared, batches, block, self.generator)
 
     # ------------------------------------------------------------ the first pass
@@ -140,7 +146,13 @@ class Assembly:
                 # Not a view, which would hold the inputs in memory.
                 kept.append((replace(chunk, x=chunk.x[:0].clone()), f.detach()))
 
-        self.passes.run(task, "first", work)
+        try:
+            self.passes.run(task, "first", work)
+        except _NotClosed:
+            # Uses that depend on the data: from here on with all rows formed.
+            prepared = self.preparation.without_contraction(task.prepared)
+            task = replace(task, prepared=prepared)
+            return self.collect(task, differentiable, keep_outputs, condense)
         if condense:
             statistic = task.prepared.structure.condense(statistic)
         block = task.block
@@ -248,6 +260,8 @@ class Assembly:
     ) -> tuple[Any, Tensor]:
         """Add a micro-batch's rows to the statistic; also its outputs."""
         linearization = self.passes.linearized(task, chunk, differentiable)
+        if not all(map(linearization.is_closed, task.prepared.structure.contracted)):
+            raise _NotClosed
         root = self.passes.root_rows(linearization.outputs, chunk)
         if root.vectors.requires_grad and not differentiable:
             # The cotangents themselves depend on the likelihood's hyperparameters (a score, or a
@@ -320,7 +334,7 @@ class Assembly:
         better = self.preparation.checked(prepared, linearization, chunk.x)
         return task if better is prepared else replace(task, prepared=better)
 
-    def _check_memory(self, prepared: Prepared, block: Block) -> None:
+    def _check_memory(self, prepared: Prepared, block: Block, condensed: bool) -> None:
         settings, size = self.settings, len(block.indices)
         width = prepared.partition.num_outputs if block.columns is None else block.columns.shape[1]
         pass_bytes = 0
@@ -329,7 +343,11 @@ class Assembly:
             asked = settings.micro_batch
             at_once = 1 if asked == "auto" else min(asked if isinstance(asked, int) else size, size)
             pass_bytes = at_once * width * sum(w.numel() * w.element_size() for w in formed)
-        check_memory(prepared.structure, size * width, self.device, pass_bytes)
+        alone = settings.micro_batch is None or (
+            isinstance(settings.micro_batch, int) and settings.micro_batch >= size
+        )
+        summarised = condensed and alone
+        check_memory(prepared.structure, size * width, self.device, pass_bytes, summarised)
 
     def _is_factored(self, prepared: Prepared, name: str) -> bool:
         return self.settings.spec.structure == "kfac" and name in prepared.plan.kronecker

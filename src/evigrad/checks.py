@@ -1,7 +1,7 @@
 """Checks of what a user gives, each with words on how to mend it."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -100,6 +100,7 @@ def check_count(what: str, value: object) -> None:
 
 
 def check_passes(
+    spec: EstimatorSpec,
     micro_batch: object,
     memory_budget: object,
     gram_dtype: object,
@@ -115,13 +116,56 @@ def check_passes(
         check_count("micro_batch", micro_batch)
     if memory_budget is not None:
         check_count("memory_budget", memory_budget)
-    for what, dtype in (("rows_dtype", rows_dtype), ("autocast", autocast)):
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigurationError(f"{what} is a floating-point torch.dtype, not {dtype!r}.")
+    if memory_budget is not None and micro_batch != "auto":
+        raise ConfigurationError(
+            "memory_budget is what micro_batch='auto' keeps to: say micro_batch='auto', or leave"
+            " memory_budget away."
+        )
+    # Not float16: derivatives of an evidence span more orders of magnitude than it has.
+    if rows_dtype not in (None, torch.bfloat16, torch.float32, torch.float64):
+        raise ConfigurationError(
+            "rows_dtype is torch.bfloat16, torch.float32, torch.float64 or None, not"
+            f" {rows_dtype!r}."
+        )
+    if autocast not in (None, torch.bfloat16):
+        raise ConfigurationError(f"autocast is torch.bfloat16 or None, not {autocast!r}.")
+    if autocast is not None and spec.curvature == "hessian":
+        raise ConfigurationError(f"{spec.name}: second derivatives are not taken under autocast.")
     if gram_dtype not in (None, torch.float32, torch.float64):
         raise ConfigurationError(
             f"gram_dtype is torch.float32, torch.float64 or None, not {gram_dtype!r}."
         )
+
+
+def check_rows(spec: EstimatorSpec, dtype: torch.dtype | None, device: object) -> None:
+    """Wishes about kept rows, where there are any."""
+    if spec.structure != "ntk" and (dtype is not None or device is not None):
+        raise ConfigurationError(
+            f"{spec.name} keeps no rows: rows_dtype and rows_device are for ntk estimators."
+        )
+
+
+def as_device(what: str, device: torch.device | str | None) -> torch.device | None:
+    """A device that can be used here, with its index, from its name."""
+    if device is None:
+        return None
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigurationError(
+            f"{what} '{device}' does not exist here: say cpu, or leave it away."
+        ) from error
+
+
+def check_gradients(names: Iterable[str], gradients: Iterable[Tensor | None]) -> None:
+    """Finite numbers only."""
+    for name, gradient in zip(names, gradients, strict=True):
+        if gradient is not None and not bool(gradient.isfinite().all()):
+            raise EvigradError(
+                f"The gradient in {name} is not finite: weights or hyperparameters have diverged"
+                " (lower their learning rates), or a type of rows_dtype, gram_dtype or autocast is"
+                " too coarse."
+            )
 
 
 def check_spec(spec: EstimatorSpec, num_data: int) -> None:

@@ -133,6 +133,11 @@ class Drawn(nn.Module):
             carrier = torch.promote_types(carrier, part.dtype)
         self._carrier = carrier
 
+    @property
+    def noise_numbers(self) -> int:
+        """How many numbers are drawn for each datum."""
+        return sum(prod(shape) for shape, _ in self._layouts)
+
     def pack(self, x: Tensor, noise: Sequence[Tensor]) -> Tensor:
         """Inputs with their noise behind them.
 
@@ -156,7 +161,11 @@ class Drawn(nn.Module):
             for part, (shape, dtype) in zip(parts, layouts, strict=True)
         )
         model = self.__dict__["_model"]
-        with ExitStack() as stack:
-            for module, part in zip(self._drawing, noise, strict=True):
-                stack.enter_context(module.held(part))
-            return model(x)
+        mode, model.training = model.training, self.training
+        try:
+            with ExitStack() as stack:
+                for module, part in zip(self._drawing, noise, strict=True):
+                    stack.enter_context(module.held(part))
+                return model(x)
+        finally:
+            model.training = mode

@@ -1,6 +1,6 @@
 """The log evidence of a network and its gradient in the hyperparameters (Algorithm 1)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from evigrad.assembly import Assembly, Collected
 from evigrad.checks import (
+    as_device,
     as_generator,
     called,
+    check_gradients,
     check_inputs,
     check_outputs,
     check_state,
@@ -21,7 +23,7 @@ from evigrad.descriptions import ParameterReport, parameter_reports
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.estimate import Estimate
 from evigrad.estimators import EstimatorSpec
-from evigrad.gradient import of_data, of_kept
+from evigrad.gradient import needs_two_passes, of_data, of_kept
 from evigrad.intake import (
     Data,
     check_keepable,
@@ -124,7 +126,7 @@ class Evidence:
             memory_budget=memory_budget,
             gram_dtype=gram_dtype,
             rows_dtype=rows_dtype,
-            rows_device=None if rows_device is None else torch.device(rows_device),
+            rows_device=as_device("rows_device", rows_device),
             autocast=autocast,
             gradient=gradient,
         )
@@ -211,7 +213,7 @@ class Evidence:
         with torch.no_grad(), undrawn_on_error(self.generator):
             kept = self._kept(x, ())
             if kept is None:
-                kept = [self._assembly.collect(self._task(x, y), False, condense=True)]
+                kept = [self._assembly.collect(self._task(x, y, ()), False, condense=True)]
             return of_kept(self._assembly, kept, ())[0]
 
     def backward(
@@ -236,6 +238,7 @@ class Evidence:
         Raises:
             ConfigurationError: If there is no such hyperparameter, or a kept pass does not follow
                 it.
+            EvigradError: If a gradient is not finite.
             InputError: If the data do not fit the model, the likelihood or the estimator.
             MemoryBudgetError: If the structure would not fit the free memory.
         """
@@ -252,9 +255,10 @@ class Evidence:
                 with held_constant(others):
                     estimate, gradients = of_kept(self._assembly, kept, parameters)
             else:
-                task = self._task(x, y)
+                task = self._task(x, y, learnable)
                 with held_constant(others):
                     estimate, gradients = of_data(self._assembly, task, learnable)
+        check_gradients(learnable, gradients)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
@@ -305,7 +309,7 @@ class Evidence:
         changing, others = divided(self.hyperparameters(), wrt)
         beside = any(not name.startswith("prior.") for name in changing)
         with torch.no_grad(), undrawn_on_error(self.generator):
-            task = self._task(x, y)
+            task = self._task(x, y, ())
             with held_constant(others):
                 check_keepable(self._assembly, task.prepared, list(changing))
                 made = self._assembly.collect(task, False, keep_outputs=beside, condense=True)
@@ -335,11 +339,15 @@ class Evidence:
             check_unchanged(self.model, self._weights, self._model_hyperparameters)
         return kept
 
-    def _task(self, x: Data, y: Tensor | None) -> Task:
+    def _task(self, x: Data, y: Tensor | None, learned: Collection[str]) -> Task:
         """What was given, all of it checked before anything is drawn."""
         check_unchanged(self.model, self._weights, self._model_hyperparameters)
         request = resolve(self._assembly, x, y)
-        return self._assembly.task(request.prepared, request.batches, request.block)
+        num_outputs = request.prepared.partition.num_outputs
+        keeps_rows = needs_two_passes(self._assembly, learned, num_outputs)
+        return self._assembly.task(
+            request.prepared, request.batches, request.block, condensed=not keeps_rows
+        )
 
     # ------------------------------------------------------------ telling and keeping
 
@@ -383,7 +391,7 @@ class Evidence:
             Bytes.
         """
         state = self.generator.get_state()
-        task = self._task(x, y)
+        task = self._task(x, y, ())
         self.generator.set_state(state)
         kind = "second" if self._model_hyperparameters else "first"
         return PEAK_FACTOR * self._assembly.passes.bytes_per_datum(task, kind, x)

@@ -3,14 +3,15 @@
 - ``two_pass``: accumulate the statistic without a graph, differentiate its log-determinant, and
   go through the data once more with a graph, one micro-batch at a time (DESIGN 3.3). Memory does
   not grow with the block but for the statistic.
-- ``one_graph``: one autograd graph over the whole block. The reference that the other is tested
-  against; and the way to go where the network is not in the graph.
+- ``one_graph``: one autograd graph over the whole block, the reference that the others are tested
+  against.
 
-Both give the gradient of −(log evidence + log hyperprior) / N.
+Where no more than the prior and a mere scale of the rows (a noise) is learned, one pass without a
+graph is enough (``one_pass``). All give the gradient of −(log evidence + log hyperprior) / N.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -79,22 +80,57 @@ def of_data(
     """
     of_prior = [p for name, p in learnable.items() if name.startswith("prior.")]
     of_passes = [p for name, p in learnable.items() if not name.startswith("prior.")]
-    in_network = any(name.startswith("model.") for name in learnable)
-    num_outputs = task.prepared.partition.num_outputs
-    in_rows = in_network or assembly.rows_depend_on_likelihood(num_outputs)
-    if not in_rows or assembly.settings.gradient == "one-graph":
-        return one_graph(assembly, task, list(learnable.values()), in_rows, in_network)
+    if assembly.settings.gradient == "one-graph":
+        in_network = any(name.startswith("model.") for name in learnable)
+        return one_graph(assembly, task, list(learnable.values()), in_network)
+    if not needs_two_passes(assembly, learnable, task.prepared.partition.num_outputs):
+        return one_pass(assembly, task, list(learnable.values()), bool(of_passes))
     estimate, found = two_pass(assembly, task, of_prior, of_passes)
     order = {id(p): gradient for p, gradient in zip(of_prior + of_passes, found, strict=True)}
     return estimate, [order[id(p)] for p in learnable.values()]
 
 
+def needs_two_passes(assembly: Assembly, learnable: Iterable[str], num_outputs: int) -> bool:
+    """Whether what is learned is in the rows, and not only beside them or a scale of all.
+
+    Args:
+        assembly: Of the evidence.
+        learnable: Names of hyperparameters.
+        num_outputs: C.
+
+    Returns:
+        False where steps on a statistic of the unscaled rows give the gradient.
+    """
+    names = list(learnable)
+    if any(name.startswith("model.") for name in names):
+        return True
+    if all(name.startswith("prior.") for name in names):
+        return False
+    in_rows = assembly.rows_depend_on_likelihood(num_outputs)
+    return in_rows or assembly.noise_differs_in_sums(num_outputs)
+
+
+def one_pass(
+    assembly: Assembly, task: Task, learnable: Sequence[nn.Parameter], with_noise: bool
+) -> tuple[Estimate, Gradients]:
+    """The gradient in the prior and a noise, by one pass without a graph.
+
+    Args:
+        assembly: Of the evidence.
+        task: The block.
+        learnable: What to differentiate in.
+        with_noise: Whether that is more than the prior.
+
+    Returns:
+        The estimate and the gradients.
+    """
+    collected = assembly.collect(task, False, keep_outputs=with_noise, condense=True)
+    estimate, value = objective(assembly, collected)
+    return estimate, list(torch.autograd.grad(value, list(learnable), allow_unused=True))
+
+
 def one_graph(
-    assembly: Assembly,
-    task: Task,
-    learnable: Sequence[nn.Parameter],
-    in_rows: bool,
-    in_network: bool,
+    assembly: Assembly, task: Task, learnable: Sequence[nn.Parameter], in_network: bool
 ) -> tuple[Estimate, Gradients]:
     """The gradient by one autograd graph over the whole block.
 
@@ -102,13 +138,12 @@ def one_graph(
         assembly: Of the evidence.
         task: The block.
         learnable: What to differentiate in.
-        in_rows: Whether the rows depend on it.
-        in_network: Whether the network does.
+        in_network: Whether the network depends on it.
 
     Returns:
         The estimate and the gradients.
     """
-    collected = assembly.collect(task, in_network, condense=not in_rows)
+    collected = assembly.collect(task, in_network)
     estimate, value = objective(assembly, collected)
     return estimate, list(torch.autograd.grad(value, list(learnable), allow_unused=True))
 

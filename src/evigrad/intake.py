@@ -18,6 +18,9 @@ from evigrad.preparation import Prepared
 
 Data = Tensor | Block | Iterable[Batch] | Collected | Iterable[Collected]
 
+# Its multiples modulo one are spread evenly.
+_GOLDEN_RATIO = 0.6180339887498949
+
 
 @dataclass(frozen=True)
 class Request:
@@ -238,8 +241,8 @@ def kept_passes(
             raise InputError("This pass was collected by another evidence.")
         if collected.versions != _versions(assembly, hyperparameters, collected.follows):
             raise InputError(
-                "The weights have changed since collect(), or hyperparameters that the pass does"
-                " not follow: pass the data again."
+                "The weights, a buffer of the model, a fixed noise or hyperparameters that the"
+                " pass does not follow have changed since collect(): pass the data again."
             )
         if lost := [name for name in names if name not in collected.follows]:
             raise ConfigurationError(
@@ -252,10 +255,11 @@ def kept_passes(
 def _versions(
     assembly: Assembly, hyperparameters: Mapping[str, nn.Parameter], follows: Iterable[str]
 ) -> tuple[tuple[int, int], ...]:
-    """Numbers that change with a parameter, unless it is changed through ``.data``."""
-    free = set(follows)
-    fixed = [p for name, p in hyperparameters.items() if name not in free]
-    return tuple((p.data_ptr(), p._version) for p in (*assembly.weights.values(), *fixed))
+    """Numbers that change with parameters and buffers, unless through ``.data``."""
+    free = {id(hyperparameters[name]) for name in follows if name in hyperparameters}
+    model, likelihood = assembly.preparation.model, assembly.likelihood
+    held = [*model.parameters(), *model.buffers(), *likelihood.parameters(), *likelihood.buffers()]
+    return tuple((t.data_ptr(), t._version) for t in held if id(t) not in free)
 
 
 def check_keepable(assembly: Assembly, prepared: Prepared, learned: Sequence[str]) -> None:
@@ -289,7 +293,11 @@ def check_keepable(assembly: Assembly, prepared: Prepared, learned: Sequence[str
 
 
 def _signature(x: Tensor, y: Tensor) -> tuple[int, float]:
-    """A number that another order or other data would change."""
-    position = torch.arange(1, len(x) + 1, dtype=torch.float64, device=x.device)
-    sums = sum(part.reshape(len(x), -1).double().sum(1) for part in (x, y))
-    return len(x), float((sums * position).sum())
+    """A number that another order, other data or flipped images would change."""
+    total = 0.0
+    for part in (x, y):
+        values = part.reshape(-1).double()
+        # Weights without a pattern, so that no exchange of entries leaves the sum as it is.
+        position = torch.arange(len(values), dtype=torch.float64, device=x.device)
+        total += float((values * (1.0 + (position * _GOLDEN_RATIO).frac())).sum())
+    return len(x), total

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from evigrad.errors import MemoryBudgetError
+from evigrad.out_of_memory import is_out_of_memory
 
 # Part of the free memory that a measured budget takes: the allocator's fragments, and whoever else
 # is on the machine, need the rest.
@@ -47,7 +48,7 @@ class SavedBytes:
 
 @dataclass
 class MicroBatches:
-    """The sizes of micro-batches, one for each kind of pass.
+    """The sizes of micro-batches, one for each kind of pass and size of its data.
 
     Attributes:
         asked: A number of data, None for all at once, or ``"auto"``.
@@ -79,7 +80,7 @@ class MicroBatches:
                 needed = max(1.0, PEAK_FACTOR * per_datum())
                 self.chosen[kind] = max(1, int(budget / needed))
         limits = [total]
-        if kind in self.chosen:
+        if self.asked == "auto" and kind in self.chosen:
             limits.append(self.chosen[kind])
         if isinstance(self.asked, int):
             limits.append(self.asked)
@@ -101,16 +102,6 @@ class MicroBatches:
                 " fewer augmentation samples, or a machine with more memory."
             )
         self.chosen[kind] = failed // 2
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory did not suffice, on whatever device."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    words = str(error)
-    return isinstance(error, RuntimeError) and (
-        "can't allocate memory" in words or "not enough memory" in words
-    )
 
 
 def fits(work: Callable[[], Any]) -> bool:

@@ -152,7 +152,7 @@ class Passes:
                     if self.sizes.asked != "auto":
                         work(chunk)
                     elif not fits(lambda chunk=chunk: work(chunk)):
-                        self.sizes.halve(kind, stop - start)
+                        self.sizes.halve(self._key(task, kind, x), stop - start)
                         continue
                     start = stop
                 first += len(x)
@@ -242,12 +242,23 @@ class Passes:
     # ------------------------------------------------------------ memory
 
     def _size(self, task: Task, kind: str, x: Tensor, rest: int) -> int:
-        if kind in self.sizes.chosen or self.sizes.asked != "auto":
-            return self.sizes.size(kind, rest, lambda: 0.0, None)
+        key = self._key(task, kind, x)
+        if key in self.sizes.chosen or self.sizes.asked != "auto":
+            return self.sizes.size(key, rest, lambda: 0.0, None)
         free = available_bytes(self._device)
-        if free is not None:  # the statistic comes on top of the pass
+        if free is not None and kind != "second":  # the statistic is still to come
             free -= task.prepared.structure.predicted_bytes(task.prepared.partition.block_rows)
-        return self.sizes.size(kind, rest, lambda: self.bytes_per_datum(task, kind, x), free)
+        return self.sizes.size(key, rest, lambda: self.bytes_per_datum(task, kind, x), free)
+
+    def _key(self, task: Task, kind: str, x: Tensor) -> str:
+        """In words, what the memory of a pass depends on besides its data's number."""
+        numbers = task.prepared.numbers(x)
+        return f"{kind} pass of {numbers:,} numbers and {self._width(task)} rows for each"
+
+    @staticmethod
+    def _width(task: Task) -> int:
+        columns = task.block.columns
+        return task.prepared.partition.num_outputs if columns is None else columns.shape[1]
 
     def bytes_per_datum(self, task: Task, kind: str, x: Tensor) -> float:
         """Memory that autograd keeps for each further datum of a pass.
@@ -275,8 +286,7 @@ class Passes:
         saved = SavedBytes()
         prepared, weights = task.prepared, self._preparation.weights
         packed = prepared.pack(x, task.noise, slice(0, len(x)))
-        columns = task.block.columns
-        width = prepared.partition.num_outputs if columns is None else columns.shape[1]
+        width = self._width(task)
         with saved.counting(), torch.enable_grad(), self._autocast():
             second = kind == "second"
             lin = linearize(prepared.model, weights, packed, prepared.plan, second)

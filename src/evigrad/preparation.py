@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from evigrad.checks import (
     check_outputs,
     check_passes,
     check_positive,
+    check_rows,
     check_spec,
 )
 from evigrad.curvature import ParameterPartition, Storage, Structure, contracted, make_structure
@@ -69,8 +71,14 @@ class Settings:
         check_choice("sharing", self.sharing, ("expand", "reduce"))
         check_positive("temperature", self.temperature)
         check_passes(
-            self.micro_batch, self.memory_budget, self.gram_dtype, self.rows_dtype, self.autocast
+            self.spec,
+            self.micro_batch,
+            self.memory_budget,
+            self.gram_dtype,
+            self.rows_dtype,
+            self.autocast,
         )
+        check_rows(self.spec, self.rows_dtype, self.rows_device)
         check_choice("gradient", self.gradient, ("two-pass", "one-graph"))
 
 
@@ -104,6 +112,11 @@ class Prepared:
         if noise is None or not isinstance(self.model, Drawn):
             return x
         return self.model.pack(x, noise.slice(data.start, data.stop))
+
+    def numbers(self, x: Tensor) -> int:
+        """How many numbers a datum has, its noise included."""
+        drawn = self.model.noise_numbers if isinstance(self.model, Drawn) else 0
+        return prod(x.shape[1:]) + drawn
 
 
 class Preparation:
@@ -160,7 +173,7 @@ class Preparation:
             check_outputs(f, probe)
             made = self._known_plans.get(key) or plan(model, self.weights, probe)
         partition = Partition(self.settings.spec, self.settings.num_data, f.shape[1])
-        structure = self._structure(made, partition)
+        structure = self._structure(made, partition, contract=True)
         self._prepared[key] = Prepared(model, made, structure, partition)
         return self._prepared[key]
 
@@ -226,14 +239,36 @@ class Preparation:
         partition, structure = prepared.partition, prepared.structure
         if spec is not None:
             partition = Partition(spec, self.settings.num_data, partition.num_outputs)
-            structure = self._structure(prepared.plan, partition)
+            contract = bool(structure.contracted)
+            structure = self._structure(prepared.plan, partition, contract)
         return structure.predicted_bytes(partition.block_rows)
 
-    def _structure(self, made: JacobianPlan, partition: Partition) -> Structure[Any]:
+    def without_contraction(self, prepared: Prepared) -> Prepared:
+        """The same with all rows formed, for a model whose passes do not all have closed forms.
+
+        Args:
+            prepared: One of those made here.
+
+        Returns:
+            What takes its place from here on.
+        """
+        structure = self._structure(prepared.plan, prepared.partition, contract=False)
+        return self._replaced(prepared, replace(prepared, structure=structure))
+
+    def _replaced(self, old: Prepared, new: Prepared) -> Prepared:
+        for key, known in self._prepared.items():
+            if known is old:
+                self._prepared[key] = new
+        return new
+
+    def _structure(
+        self, made: JacobianPlan, partition: Partition, contract: bool
+    ) -> Structure[Any]:
         settings, spec = self.settings, partition.spec
         rows = partition.block_rows
         data = rows if spec.rows else min(spec.subset or rows, rows)
-        uses = matrix_uses(made) if settings.gradient != "one-graph" else {}
+        contract = contract and settings.gradient != "one-graph"
+        uses = matrix_uses(made, self.weights) if contract else {}
         return make_structure(
             spec.structure,
             self.weights,
@@ -247,7 +282,9 @@ class Preparation:
         )
 
     def _replanned(self, prepared: Prepared, made: JacobianPlan) -> Prepared:
-        return replace(prepared, plan=made, structure=self._structure(made, prepared.partition))
+        contract = bool(prepared.structure.contracted)
+        structure = self._structure(made, prepared.partition, contract)
+        return replace(prepared, plan=made, structure=structure)
 
     # ------------------------------------------------------------ checking on real data
 
@@ -284,8 +321,4 @@ class Preparation:
             EvigradWarning,
             stacklevel=2,
         )
-        better = self._replanned(prepared, demote(prepared.plan, wrong))
-        for key, old in self._prepared.items():
-            if old is prepared:
-                self._prepared[key] = better
-        return better
+        return self._replaced(prepared, self._replanned(prepared, demote(prepared.plan, wrong)))

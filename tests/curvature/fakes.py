@@ -57,6 +57,12 @@ class Fake:
             for n in names
         }
 
+    def pairs(self, vectors: Tensor, names: Sequence[str]) -> dict[str, list[Use]]:
+        return self.factors(vectors, names)
+
+    def is_closed(self, name: str) -> bool:
+        return name in self.jacobian
+
     def inner(self, vectors: Tensor, cotangents: Mapping[str, Tensor]) -> Tensor:
         rows = self.rows(vectors, list(cotangents))
         return torch.stack([(c * rows[n]).sum() for n, c in cotangents.items()]).sum()

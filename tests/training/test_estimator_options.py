@@ -28,7 +28,7 @@ def test_words_become_values():
         "gram_dtype": "float64",
         "rows_dtype": torch.bfloat16,
         "rows_device": "cpu",
-        "autocast": "torch.float16",
+        "autocast": "torch.bfloat16",
     }
     assert estimator_options(DEFAULTS | given) == DEFAULTS | {
         "micro_batch": "auto",
@@ -36,7 +36,7 @@ def test_words_become_values():
         "gram_dtype": torch.float64,
         "rows_dtype": torch.bfloat16,
         "rows_device": torch.device("cpu"),
-        "autocast": torch.float16,
+        "autocast": torch.bfloat16,
     }
 
 
@@ -66,7 +66,7 @@ def test_what_is_no_amount(words):
 
 @pytest.mark.parametrize("words", ["bfloat", "int8", "nn", ""])
 def test_what_is_no_type(words):
-    with pytest.raises(ConfigurationError, match="autocast is one of bfloat16, float16"):
+    with pytest.raises(ConfigurationError, match="autocast is one of bfloat16, float32"):
         as_dtype("autocast", words)
 
 

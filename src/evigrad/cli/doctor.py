@@ -238,7 +238,7 @@ def _micro_batches(evidence: Evidence) -> str:
     chosen = evidence.state_dict()["micro_batches"]
     if not chosen:
         return ""
-    parts = ", ".join(f"{size} in the {kind} pass" for kind, size in chosen.items())
+    parts = ", ".join(f"{size} in the {kind}" for kind, size in chosen.items())
     return f" Micro-batches hold at most: {parts}."
 
 

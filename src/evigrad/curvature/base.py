@@ -89,7 +89,17 @@ class LinearizationLike(Protocol):
     def factors(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
     ) -> Mapping[str, Sequence[KroneckerUseLike]]:
-        """Per parameter, the factors of the rows in each use."""
+        """Per parameter, the factors of the rows in each use, means over samples of a datum."""
+        ...
+
+    def pairs(
+        self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
+    ) -> Mapping[str, Sequence[KroneckerUseLike]]:
+        """The same at every position of every sample: the rows are sums of their products."""
+        ...
+
+    def is_closed(self, name: str) -> bool:
+        """Whether a parameter's rows have a closed form in this pass."""
         ...
 
     def inner(
@@ -279,6 +289,22 @@ class Structure(ABC, Generic[StatisticT]):
         Args:
             num_rows: Rows of the whole block, m times k.
         """
+
+    @property
+    def contracted(self) -> Collection[str]:
+        """Parameters that need a closed form in every pass, as no rows of them are formed."""
+        return ()
+
+    def summarised_bytes(self, num_rows: int) -> int:
+        """The same for ``summarise`` and what is left of it.
+
+        Args:
+            num_rows: Rows of the whole block.
+
+        Returns:
+            Bytes.
+        """
+        return self.predicted_bytes(num_rows)
 
     @abstractmethod
     def describe(self) -> dict[str, str]:

@@ -42,10 +42,28 @@ class Storage:
             rows = rows.to(self.dtype)
         if self.device is None or self.device == rows.device:
             return rows
-        if self.device.type == "cpu" and rows.is_cuda:
-            kept = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-            return kept.copy_(rows)
-        return rows.to(self.device)
+        pinned = self.device.type == "cpu" and rows.is_cuda
+        return by_columns(rows, torch.empty(0, device=self.device), pinned)
+
+
+def by_columns(matrix: Float[Tensor, "R n"], like: Tensor, pinned: bool) -> Float[Tensor, "R n"]:
+    """A copy on another device with each column in one piece.
+
+    Slabs of columns then are one piece of memory too, which a device copies as it is.
+
+    Args:
+        matrix: Any.
+        like: Gives the device.
+        pinned: Whether to take pinned memory of the host.
+
+    Returns:
+        The copy.
+    """
+    turned = torch.empty(
+        matrix.shape[::-1], dtype=matrix.dtype, device=like.device, pin_memory=pinned
+    )
+    turned.copy_(matrix.detach().mT.contiguous())
+    return turned.mT
 
 
 @dataclass(frozen=True)
@@ -195,7 +213,11 @@ class NtkStatistic(Statistic):
             product *= weight
             start = 0
             for chunk in self.rows[name]:
-                chunk[:, columns] = product[start : start + len(chunk)].to(chunk.device)
+                part = product[start : start + len(chunk)]
+                if chunk.device == part.device:
+                    chunk[:, columns] = part
+                else:  # in the chunk's own order, as ``by_columns`` has left it
+                    chunk.mT[columns] = part.mT.to(chunk.dtype).contiguous().to(chunk.device)
                 start += len(chunk)
         return of_precision.reshape(precision.shape)
 

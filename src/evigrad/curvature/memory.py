@@ -36,7 +36,11 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def check_memory(
-    structure: Structure[Any], num_rows: int, device: torch.device, pass_bytes: int = 0
+    structure: Structure[Any],
+    num_rows: int,
+    device: torch.device,
+    pass_bytes: int = 0,
+    summarised: bool = False,
 ) -> None:
     """Refuse a structure whose predicted memory is above what is free.
 
@@ -45,11 +49,14 @@ def check_memory(
         num_rows: Rows of the block.
         device: Where the weights are.
         pass_bytes: The rows of one pass, where the structure does not keep them.
+        summarised: Whether the block is a single pass of which no more is kept than
+            log-determinants need.
 
     Raises:
         MemoryBudgetError: With the number, what is free, and the cheaper choice.
     """
-    kept = structure.predicted_bytes(num_rows)
+    predict = structure.summarised_bytes if summarised else structure.predicted_bytes
+    kept = predict(num_rows)
     free = available_bytes(device)
     if free is None or kept + pass_bytes <= free:
         return

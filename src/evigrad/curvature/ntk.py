@@ -6,7 +6,7 @@ precisions and on the scale (the noise) touch neither the network nor the rows: 
 operations each, R rows and L groups.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 
@@ -48,7 +48,7 @@ class Ntk(Structure[NtkStatistic]):
             prior group; those of one label share one precision and one Gram. A parameter that is
             missing has a precision that varies inside it.
         gram_dtype: Dtype of S and its factor; None takes that of the rows.
-        contracted: Parameters with one use as a matrix whose rows are not formed (see
+        contracted: Parameters with one use as a matrix, whose rows are not formed (see
             ``contraction``); no effect where the precision varies.
         storage: Where rows are kept, and as what.
     """
@@ -214,6 +214,21 @@ class Ntk(Structure[NtkStatistic]):
             grams = 0
         return rows + slab + grams + GRAM_WORKING_COPIES * item * num_rows**2
 
+    def summarised_bytes(self, num_rows: int) -> int:
+        """See ``Structure.summarised_bytes``: the Grams, and the rows of one parameter."""
+        item = working_dtype(self._dtype, self._gram_dtype).itemsize
+        grams = item * num_rows**2 * len(self._groups)
+        if self._varying or grams > GRAM_CACHE_BYTES:
+            return self.predicted_bytes(num_rows)
+        widest = max((self._numel[name] for name in self._formed), default=0)
+        rows = self._dtype.itemsize * num_rows * widest
+        return rows + grams + GRAM_WORKING_COPIES * item * num_rows**2
+
+    @property
+    def contracted(self) -> Collection[str]:
+        """See ``Structure.contracted``."""
+        return list(self._contracted)
+
     def describe(self) -> dict[str, str]:
         """See ``Structure.describe``."""
         words = dict.fromkeys(self._varying, "scaled rows")
@@ -234,10 +249,16 @@ class Ntk(Structure[NtkStatistic]):
         grams = len(self._groups) * empty.num_rows**2 * like.element_size()
         if self._varying or grams > GRAM_CACHE_BYTES:
             return self.condense(self.accumulate(None, linearization, root))
-        widest = max((self._numel[name] for name in self._formed), default=0)
+        closed = [name for name in self._formed if linearization.is_closed(name)]
+        # Of a GPU, PyTorch keeps and lends the memory itself.
+        widest = max((self._numel[name] for name in closed), default=0)
+        widest = widest if self._device.type == "cpu" else 0
         memory = torch.empty(m * k * widest, dtype=self._dtype, device=self._device)
         with torch.no_grad():
             factors = self._factors(linearization, root)
+            # One pass for all that have no closed form: each call makes the pass anew.
+            others = [name for name in self._formed if name not in closed]
+            found = linearization.rows(root.vectors, others) if others else {}
             for names in self._groups.values():
                 gram = like.new_zeros(empty.num_rows, empty.num_rows)
                 for name in names:
@@ -245,7 +266,8 @@ class Ntk(Structure[NtkStatistic]):
                         part = replace(empty, factors={name: (factors[name],)})
                     else:
                         with lent(memory):
-                            rows = linearization.rows(root.vectors, [name])[name]
+                            if (rows := found.get(name)) is None:
+                                rows = linearization.rows(root.vectors, [name])[name]
                         part = replace(
                             empty, rows={name: (flatten_rows(rows, rows.dtype)[chosen],)}
                         )
@@ -283,7 +305,7 @@ class Ntk(Structure[NtkStatistic]):
         """Inputs (m, T, i) and gradients (m, k, T, o) of the parameters without rows."""
         if not self._contracted:
             return {}
-        uses = linearization.factors(root.vectors, list(self._contracted))
+        uses = linearization.pairs(root.vectors, list(self._contracted))
         return {name: (use.inputs[:, 0], use.gradients[:, :, 0]) for name, (use,) in uses.items()}
 
     def _shaped(self, rows: Mapping[str, Tensor], m: int, k: int) -> dict[str, Tensor]:

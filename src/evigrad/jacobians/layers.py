@@ -349,10 +349,7 @@ class Elementwise(Rule):
         if isinstance(derivative, Tensor):
             return sum_to(gradient * aligned(derivative, gradient), parameter.shape)
         rows = sum_to(gradient, parameter.shape)
-        if derivative != 1:
-            return rows * derivative
-        # Never the gradients themselves, which may be another parameter's rows too.
-        return rows if rows.numel() < gradient.numel() else rows.clone()
+        return rows if derivative == 1 else rows * derivative
 
 
 _ADD = Elementwise("add", {"input": lambda x, p, alpha: 1, "other": lambda x, p, alpha: alpha})

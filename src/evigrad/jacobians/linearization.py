@@ -14,6 +14,7 @@ from evigrad.jacobians.kronecker import KroneckerUse
 from evigrad.jacobians.paths import JacobianPlan
 from evigrad.jacobians.recorder import Call, Recorder, reachable
 from evigrad.jacobians.state import model_run, without_autocast
+from evigrad.out_of_memory import is_out_of_memory
 
 
 def uses_of(calls: Sequence[Call]) -> dict[str, list[tuple[Call, str]]]:
@@ -75,7 +76,8 @@ class Linearization:
         Returns:
             Name → ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter``, (m, k, *parameter shape); zeros where
             the outputs do not use the parameter. If ``differentiable``, with a graph into the
-            vectors, the inputs and the parameters of the model that are not in ``weights``.
+            vectors, the inputs and the parameters of the model that are not in ``weights``. No
+            two share memory.
 
         Raises:
             ConfigurationError: If a name is not among the weights.
@@ -91,7 +93,7 @@ class Linearization:
             for name in names:
                 if name not in rows:
                     rows[name] = self._weights[name].new_zeros(*shape, *self._weights[name].shape)
-        return {name: rows[name] for name in names}
+        return self._unshared({name: rows[name] for name in names})
 
     def inner(
         self, vectors: Float[Tensor, "m k C"], cotangents: Mapping[str, Tensor]
@@ -165,7 +167,9 @@ class Linearization:
                 try:
                     with model_run(self._model):
                         rows |= vmap_rows(*arguments, differentiable=False)
-                except Exception:  # of whatever kind: no path for this datum
+                except Exception as error:  # of whatever kind: no path for this datum
+                    if is_out_of_memory(error):
+                        raise
                     rows |= dict.fromkeys(vectorised)
         return rows
 
@@ -185,6 +189,30 @@ class Linearization:
             ConfigurationError: If a name is not in ``plan.kronecker``.
             InputError: If a weight is used otherwise for this batch than it was in planning.
         """
+        return self._use_factors(vectors, names, average=True)
+
+    def pairs(
+        self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
+    ) -> dict[str, list[KroneckerUse]]:
+        """The factors at every position of every augmentation sample.
+
+        Args:
+            vectors: Cotangents of the outputs.
+            names: As for ``factors``.
+
+        Returns:
+            As ``factors``, but samples of a datum are positions of it: the rows are the sums of
+            the products.
+
+        Raises:
+            ConfigurationError: As ``factors``.
+            InputError: As ``factors``.
+        """
+        return self._use_factors(vectors, names, average=False)
+
+    def _use_factors(
+        self, vectors: Float[Tensor, "m k C"], names: Sequence[str], average: bool
+    ) -> dict[str, list[KroneckerUse]]:
         self._check_names(names)
         for name in names:
             if name not in self._plan.kronecker:
@@ -201,7 +229,10 @@ class Linearization:
         with self._computing():
             gradients = self._gradients(vectors)
             return {
-                name: [self._factors_of(call, gradients, vectors) for call, _ in self._uses[name]]
+                name: [
+                    self._factors_of(call, gradients, vectors, average)
+                    for call, _ in self._uses[name]
+                ]
                 for name in names
             }
 
@@ -238,6 +269,17 @@ class Linearization:
         # Whoever demoted a parameter knows better than this pass whether it is used.
         used = name in self._uses or name in self._elsewhere or name in self._plan.demoted
         return not used
+
+    def _unshared(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Rows in memory of their own: an addition hands the same gradient to both sides."""
+        gradients = [] if self._kept is None else self._kept[1].values()
+        seen = {g.untyped_storage().data_ptr() for g in gradients if g is not None}
+        found = {}
+        for name, row in rows.items():
+            place = row.untyped_storage().data_ptr()
+            found[name] = row.clone() if place in seen else row
+            seen.add(place)
+        return found
 
     def _closed_rows(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
@@ -287,13 +329,17 @@ class Linearization:
         }
 
     def _factors_of(
-        self, call: Call, gradients: Mapping[int, Tensor | None], vectors: Float[Tensor, "m k C"]
+        self,
+        call: Call,
+        gradients: Mapping[int, Tensor | None],
+        vectors: Float[Tensor, "m k C"],
+        average: bool,
     ) -> KroneckerUse:
         gradient = gradients[id(call)]
         if gradient is None:  # the outputs do not use the call's
             shape = (*vectors.shape[:2], call.parts, *call.output_shape[1:])
             gradient = vectors.new_zeros(shape)
-        use = call.factors(gradient)
+        use = call.factors(gradient, average)
         # Detached, because a view of the recorded input keeps that one's claim to a gradient.
         return use if self._differentiable else use.detach()
 

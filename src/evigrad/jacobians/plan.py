@@ -17,6 +17,7 @@ from evigrad.jacobians.probes import distinct_probe, moved_copy, refuse_reentran
 from evigrad.jacobians.recorder import Recorder, graph_nodes, reachable
 from evigrad.jacobians.state import model_run, without_autocast
 from evigrad.jacobians.verification import Reference, close
+from evigrad.out_of_memory import is_out_of_memory
 
 # Two batch sizes tell the dimension of the data from every other one; the larger is also the
 # number of data on which rows are compared.
@@ -137,7 +138,9 @@ def _record(
     for size in _PROBE_SIZES:
         try:
             recordings.append(_record_once(model, weights, x[:size], outputs[:size]))
-        except Exception:  # a model that cannot be recorded; the generic path asks less of it
+        except Exception as error:  # it cannot be recorded; the generic path asks less of it
+            if is_out_of_memory(error):
+                raise
             return _Recording()
     small, large = recordings
     same = {name for name in large.uses if small.uses.get(name) == large.uses[name]}

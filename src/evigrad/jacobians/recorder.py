@@ -105,18 +105,19 @@ class Call:
         shape = torch.Size((self.parts, *self.output_shape[1:]))
         return replace(self, match=match, output_shape=shape, num_data=1)
 
-    def factors(self, gradient: Float[Tensor, "m k F *out"]) -> KroneckerUse:
+    def factors(self, gradient: Float[Tensor, "m k F *out"], average: bool) -> KroneckerUse:
         """The Kronecker factors of the rows' part in the weight.
 
         Args:
             gradient: Of the rows in the output.
+            average: Whether to take the mean input and the summed gradient over the samples of
+                each datum; other parts of it count as positions, as samples do if not.
 
         Returns:
-            The factors of mean input and summed gradient over the samples of each datum, other
-            parts of it counting as positions.
+            The factors.
         """
         match = self._match_in(gradient)
-        if self.samples > 1 and self.parts % self.samples == 0:
+        if average and self.samples > 1 and self.parts % self.samples == 0:
             shape = (self.num_data, self.samples, self.parts // self.samples)
             match = replace(match, input=match.input.unflatten(0, shape).mean(1).flatten(0, 1))
             gradient = gradient.unflatten(2, shape[1:]).sum(2)

@@ -1,7 +1,10 @@
 """Sizes that a plan knows before the first pass."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+
+from torch import Tensor
 
 from evigrad.jacobians.layers import Linear
 from evigrad.jacobians.paths import JacobianPlan
@@ -12,7 +15,7 @@ class MatrixUse:
     """Sizes of the one use of a weight as a matrix.
 
     Attributes:
-        positions: T, how often a datum is multiplied with the matrix.
+        positions: T, how often a datum is multiplied with the matrix, over all its samples.
         inputs: Columns of the matrix.
         outputs: Rows of the matrix.
     """
@@ -22,21 +25,24 @@ class MatrixUse:
     outputs: int
 
 
-def matrix_uses(plan: JacobianPlan) -> dict[str, MatrixUse]:
+def matrix_uses(plan: JacobianPlan, weights: Mapping[str, Tensor]) -> dict[str, MatrixUse]:
     """The weights whose rows are sums of products of one pair of matrices, with their sizes.
 
     Args:
         plan: Any plan.
+        weights: Name → weight.
 
     Returns:
-        Linear weights that are used once, and not under augmentation samples (whose Kronecker
-        factors are means, and no longer exact).
+        Weights of linear layers and of convolutions without channel groups that are used once.
     """
     found = {}
     for name in plan.kronecker:
         if len(plan.uses[name]) > 1:
             continue
-        (rule, _, parts, samples, inputs, outputs, _) = plan.uses[name][0]
-        if rule == Linear.name and samples == 1:
-            found[name] = MatrixUse(parts * prod(inputs[:-1]), inputs[-1], outputs[-1])
+        (rule, _, parts, _, inputs, outputs, _) = plan.uses[name][0]
+        shape = weights[name].shape
+        if rule == Linear.name:
+            found[name] = MatrixUse(parts * prod(inputs[:-1]), shape[1], shape[0])
+        elif shape[1] == inputs[0]:
+            found[name] = MatrixUse(parts * prod(outputs[1:]), prod(shape[1:]), shape[0])
     return found

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from evigrad.jacobians.generic import loop_rows
 from evigrad.jacobians.state import model_run
+from evigrad.out_of_memory import is_out_of_memory
 
 # (names, x, vectors, differentiable) → rows; names may be missing in the result.
 Rows = Callable[[list[str], Tensor, Tensor, bool], dict[str, Tensor]]
@@ -119,7 +120,9 @@ class Reference:
                     if name in rows and close(rows[name], self.rows[name][order], self._norm)
                 ]
             return self._with_right_derivatives(found, compute) if found else set()
-        except Exception:  # a path that cannot take this model is no path for it
+        except Exception as error:  # a path that cannot take this model is no path for it
+            if is_out_of_memory(error):
+                raise
             return set()
 
     def _with_right_derivatives(self, names: list[str], compute: Rows) -> set[str]:

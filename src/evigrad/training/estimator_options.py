@@ -21,7 +21,7 @@ ESTIMATOR_OPTIONS = (
     "rows_device",
     "autocast",
 )
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+DTYPES = ("bfloat16", "float32", "float64")
 UNITS = {
     "": 1,
     "b": 1,

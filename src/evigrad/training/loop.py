@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.assembly import Collected
+from evigrad.draws import stochastic_modules
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimate import Estimate
 from evigrad.evidence import Evidence
@@ -207,7 +208,9 @@ class Loop:
         """
         blocks, names = self.evidence.blocks((self.x, self.y)), schedule.names
         count = self.settings.prior_blocks if schedule is self.schedules[0] else None
-        if count is None and blocks.is_constant and self._can_keep_passes(names):
+        # A model that draws, as an average over transforms does, draws anew in each pass.
+        draws = bool(stochastic_modules(self.evidence.model))
+        if count is None and blocks.is_constant and not draws and self._can_keep_passes(names):
             count = 1
         if count is None:
             return blocks.take(schedule.steps), False
