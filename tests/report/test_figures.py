@@ -1,6 +1,7 @@
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,10 @@ from evigrad.report.curves import (
 
 def legend_of(figure):
     return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def annotation_place(text: Any):
+    return text.xy
 
 
 def test_one_run_has_a_line_for_train_and_test():
@@ -96,7 +101,7 @@ def test_paths_are_labelled_at_their_ends():
     for text, line in zip(axes.texts, reversed(axes.lines), strict=True):
         # Each label starts where its line ends: on a linear axis too.
         end = axes.transData.transform((20, float(np.asarray(line.get_ydata())[-1])))
-        assert axes.transAxes.transform(text.xy)[1] == pytest.approx(end[1], abs=1)
+        assert axes.transAxes.transform(annotation_place(text))[1] == pytest.approx(end[1], abs=1)
     with pytest.raises(InputError, match="no value of x"):
         value_paths(make_rows(), columns, "scaling", "factor")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.errors import EvigradWarning
-from evigrad.invariances import Averaged, InputScale, Transform
+from evigrad.invariances import AdditiveNoise, Averaged, InputScale, Transform
 from evigrad.training import FitResult, fit
 
 SMALL: dict[str, Any] = {
@@ -69,6 +69,10 @@ def averaged(seed: int = 0) -> nn.Module:
     return Averaged(net(seed), Jitter(), num_samples=3)
 
 
+def jittered(seed: int = 0) -> nn.Module:
+    return Averaged(net(seed), AdditiveNoise((4,), 0.3), num_samples=2)
+
+
 # Name → how to make the network from a seed, and what differs in the settings.
 CASES: dict[str, tuple[Callable[[int], nn.Module], dict[str, Any]]] = {
     "map": (net, {"estimator": None}),
@@ -82,6 +86,12 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], dict[str, Any]]] = {
     "batch normalisation": (lambda seed: net(seed, norm=True), {"estimator": "full-30-C"}),
     "momentum": (net, {"optimizer": "sgd", "momentum": 0.8}),
     "learned model": (averaged, {"hyperparameters": ["invariance"], "estimator": "kfac-20-1"}),
+    "separate rounds": (
+        averaged,
+        {"hyperparameters": ["invariance"], "every": 3, "hyper_every": 1, "hyper_steps": 1},
+    ),
+    "Augerino": (jittered, {"estimator": "augerino"}),
+    "automatic subset": (net, {"estimator": "ntk-auto-1", "memory_budget": "40kB"}),
     "automatic choices": (
         lambda seed: nn.Sequential(InputScale(4), net(seed)),
         {"hyperparameters": ["0"], "micro_batch": "auto", "memory_budget": "4kB"},

@@ -104,7 +104,8 @@ def test_a_large_reward_widens_up_to_the_limit_and_no_reward_does_not(images):
         )
         for epoch in range(1, 61):
             loop.train_epoch(epoch)
-        ends[weight] = loop.evidence.model.invariance.named_ranges()["rotation"]
+        model: Any = loop.evidence.model
+        ends[weight] = model.invariance.named_ranges()["rotation"]
     assert ends[0.0] < 1.0
     assert math.pi - 0.15 < ends[100.0] <= math.pi
 
@@ -156,7 +157,7 @@ def test_it_needs_ranges_to_learn(images, model, tmp_path):
 
 
 def test_map_keeps_the_ranges(images):
-    settings = SMALL | {"estimator": "map"}
+    settings: dict[str, Any] = SMALL | {"estimator": "map"}
     result = fit(network(), images, progress=False, hyperparameters=["invariance"], **settings)
     assert result.history[-1]["range/rotation"] == pytest.approx(0.4)
     assert result.estimator is None

@@ -117,13 +117,8 @@ def test_the_number_is_recorded_and_a_resumed_run_keeps_it(blobs, monkeypatch, t
         row["log_evidence"] for row in whole.history
     ]
     with pytest.raises(EvigradError):  # another structure is another run
-        fit(
-            model(),
-            data,
-            run_dir=folder,
-            resume=True,
-            **settings | {"estimator": "kfac-auto-1", "memory_budget": "1MB"},
-        )
+        changed: dict[str, Any] = settings | {"estimator": "kfac-auto-1", "memory_budget": "1MB"}
+        fit(model(), data, run_dir=folder, resume=True, **changed)
 
 
 def test_a_budget_for_the_subset_alone_is_used_up(blobs, tmp_path):

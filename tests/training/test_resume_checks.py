@@ -113,6 +113,19 @@ def test_checkpoints_that_cannot_be_read(blobs, begun):
         train("ntk", blobs, begun, resume=True)
 
 
+def test_a_checkpoint_that_will_be_of_no_use_is_warned_of_at_once(blobs, tmp_path):
+    class Own(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"a path": Path("x")}
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    with pytest.warns(EvigradWarning, match="This run could not be resumed: its checkpoints hold"):
+        result = fit(Own(4, 3), blobs[0], run_dir=tmp_path / "run", **SMALL)
+    assert len(result.history) == 5
+
+
 def test_another_machine_is_warned_of(blobs, begun):
     machine = {"torch": "2.0.0", "device": "cpu", "threads": 1}
     change(begun, machine=machine)

@@ -112,7 +112,8 @@ def test_what_is_left_away_is_that_of_the_prior(images):
 
 
 def test_a_model_without_hyperparameters_and_a_prior_that_stays(images):
-    (only,) = prepared(images, network().model, hyperparameters=()).schedules
+    averaged: Any = network()
+    (only,) = prepared(images, averaged.model, hyperparameters=()).schedules
     assert (only.every, only.steps, only.names) == (2, 2, ["prior.log_precision"])
     (only,) = prepared(images, prior=GaussianPrior(learnable=False)).schedules
     assert (only.every, only.steps, len(only.names)) == (1, 3, 2)
@@ -218,7 +219,7 @@ def test_the_state_holds_the_steps_of_each(images):
 
 
 def test_a_run_records_the_ranges(images):
-    changes = SETTINGS | {"epochs": 3}
+    changes: dict[str, Any] = SETTINGS | {"epochs": 3}
     result = fit(network(), images, **changes)
     first, *_, last = result.history
     assert (first["range/rotation"], first["range/shear"]) == pytest.approx((0.4, 0.2))

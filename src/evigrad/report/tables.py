@@ -184,7 +184,8 @@ def _invariance(record: Record) -> str:
     transforms = [str(part) for part in parts if part]
     if not transforms:
         return NOTHING
-    return f"{', '.join(transforms)}: {show(options.get('samples'))} samples, {show(options.get('average'))}"
+    over = f"{show(options.get('samples'))} samples, {show(options.get('average'))} averaged"
+    return f"{', '.join(transforms)}: {over}"
 
 
 def _rounds(record: Record) -> str:

@@ -64,23 +64,31 @@ def sole_writer(folder: Path) -> Iterator[None]:
     Raises:
         ConfigurationError: If it is locked.
     """
+    descriptor = _locked(folder)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _locked(folder: Path) -> int | None:
+    """A descriptor that holds the lock until it is closed, or None where there are no locks."""
     try:
         import fcntl
 
         descriptor = os.open(folder, os.O_RDONLY)
     except (ImportError, OSError):  # not a POSIX system
-        yield
-        return
+        return None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigurationError(
-                f"Another process is writing into {folder}: the run goes on there. Wait until it"
-                " is done, or end it first."
-            ) from None
-        except OSError:  # no locks on this file system
-            pass
-        yield
-    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         os.close(descriptor)
+        raise ConfigurationError(
+            f"Another process is writing into {folder}: the run goes on there. Wait until it is"
+            " done, or end it first."
+        ) from None
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

@@ -185,6 +185,7 @@ class Run:
         if record is not None and not self.history:
             # Before the first epoch already: the initial weights may be had nowhere else.
             record.write_checkpoint(self._state())
+            record.check_readable()
         for epoch in range(len(self.history) + 1, epochs + 1):
             row = self._epoch(epoch)
             self.history.append(row)

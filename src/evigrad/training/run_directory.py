@@ -3,6 +3,7 @@
 import json
 import pickle
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from evigrad.errors import ConfigurationError
+from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.training.files import PARTIAL, replacing, sole_writer
 from evigrad.training.metrics import MetricsFile, Row
 
@@ -218,6 +219,18 @@ class RunRecord:
         self._directory.write_checkpoint(state)
         self._written = time.monotonic()
         self._cost = self._written - start
+
+    def check_readable(self) -> None:
+        """Warn now of a checkpoint that will be of no use: one with objects of unknown classes."""
+        try:
+            self._directory.read_checkpoint()
+        except ConfigurationError as error:
+            warnings.warn(
+                f"This run could not be resumed: its checkpoints hold what a file cannot give back,"
+                f" as extra state of the model that is neither tensors nor numbers. ({error})",
+                EvigradWarning,
+                stacklevel=2,
+            )
 
     def __enter__(self) -> "RunRecord":
         return self
