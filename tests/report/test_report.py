@@ -95,6 +95,19 @@ def test_map_alone(tmp_path):
 
 
 @pytest.mark.usefixtures("sketched")
+def test_augerino(tmp_path):
+    rows = make_rows(learned=False, ranges={"rotation": 1.0})
+    for row in rows:
+        row["range/rotation"] = 0.1 * row["epoch"]
+    run = write_run(tmp_path / "run", rows, estimator="augerino", steps=10, every=5)
+    page = report(run)
+    assert page.cell("estimator") == "Augerino"
+    assert "range-rotation" in figures(run)
+    assert "Augerino kept its prior precisions: 1." in page.text
+    assert "rounds of hyperparameter steps" not in page.text
+
+
+@pytest.mark.usefixtures("sketched")
 def test_a_run_beside_its_map(tmp_path):
     run = write_run(tmp_path / "run")
     write_run(run / "map", estimator=None)
@@ -211,6 +224,16 @@ def test_several_runs_beside_each_other(tmp_path):
     assert len([name for name in figures(first) if name.startswith("precisions-")]) == 3
     assert page.cell("test squared error", 1) == NOTHING
     assert page.cell("test squared error", 3) == "0.8"
+    # Different runs, though their names become the same in a file's name.
+    twins = [
+        write_run(tmp_path / name, make_rows(groups=g)) for name, g in (("x y", 2), ("x-y", 3))
+    ]
+    captions = [c for c in report(*twins).captions if "pulls the weights" in c]
+    assert [re.findall(r"\d+ \(layer\d\)", c)[-1] for c in captions] == [
+        "10 (layer1)",
+        "100 (layer2)",
+    ]
+    assert figures(twins[0]) >= {"precisions-x-y", "precisions-x-y-2"}
     with pytest.raises(ConfigurationError, match="named twice"):
         write_report(first, tmp_path / "b" / ".." / "a" / "run")
 
@@ -273,6 +296,13 @@ def test_a_broken_file_is_named(tmp_path, name, content, words):
     run = write_run(tmp_path / "run")
     (run / name).write_text(content)
     with pytest.raises(ConfigurationError, match=words):
+        write_report(run)
+
+
+def test_a_folder_that_cannot_be_written_into(tmp_path):
+    run = write_run(tmp_path / "run", make_rows(3))
+    (run / "figures").write_text("in the way")
+    with pytest.raises(ConfigurationError, match="cannot be written into"):
         write_report(run)
 
 

@@ -139,24 +139,22 @@ def examples_of(data: DataSet, count: int) -> tuple[Tensor, list[str]]:
     return x[chosen], [data.class_names[int(label)] for label in y[chosen].tolist()]
 
 
-def learned_augmentation(
-    data: DataSet, transform: nn.Module, count: int, palette: Palette = LIGHT
-) -> "Figure":
+def examples_under(
+    data: DataSet, transform: nn.Module, count: int
+) -> tuple[Tensor, Tensor, list[str]]:
     """Test images under a random transform, as they look before they are standardised.
 
     Args:
         data: Standardised images.
         transform: Of the standardised images.
         count: Images, at most.
-        palette: Colours.
 
     Returns:
-        The figure.
+        Images, transforms of them and names, as `augmented_images` takes them.
     """
     images, names = examples_of(data, count)
     transformed = draw_transforms(images, transform)
-    mean, std = data.mean, data.std
-    return augmented_images(images * std + mean, transformed * std + mean, names, palette)
+    return images * data.std + data.mean, transformed * data.std + data.mean, names
 
 
 def _of_different_classes(labels: Tensor, count: int) -> list[int]:

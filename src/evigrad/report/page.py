@@ -42,6 +42,7 @@ th, td {{
   padding: 0.25rem 0.75rem 0.25rem 0; text-align: left; vertical-align: top; min-width: 5rem;
   border-bottom: 1px solid var(--line); font-weight: normal;
 }}
+td {{ overflow-wrap: anywhere; }}
 thead th {{ font-weight: 600; }}
 tbody th {{ color: var(--muted); min-width: 8rem; max-width: 22rem; }}
 summary {{ cursor: pointer; margin: 1rem 0 0.5rem; }}

@@ -1,8 +1,9 @@
 """What the folder of a run holds, read for a report."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ class Record:
     Attributes:
         path: Its folder.
         label: Its name in the report.
+        key: The same as a part of files' names; no two runs of a report have the same one.
         history: One row for each finished epoch, one at least.
         settings: What ``config.json`` says.
         options: What ``config.yaml`` says; empty for a run that was started from Python.
@@ -34,6 +36,7 @@ class Record:
 
     path: Path
     label: str
+    key: str
     history: History
     settings: Mapping[str, Any]
     options: Mapping[str, Any]
@@ -117,7 +120,20 @@ def read_runs(paths: Sequence[str | Path]) -> list[Record]:
     for folder, name in zip(folders, names, strict=True):
         label = name if names.count(name) == 1 else str(folder)
         records += _read_with_map(folder, None if alone else label)
-    return records
+    keys = _unique([re.sub(r"[^\w.]+", "-", r.label).strip("-.").lower() for r in records])
+    return [replace(record, key=key) for record, key in zip(records, keys, strict=True)]
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Names with numbers behind those that were there before."""
+    found: list[str] = []
+    for name in names:
+        candidate, number = name, 1
+        while candidate in found:
+            number += 1
+            candidate = f"{name}-{number}"
+        found.append(candidate)
+    return found
 
 
 def _read_with_map(folder: Path, label: str | None) -> list[Record]:
@@ -139,6 +155,7 @@ def _read_with_map(folder: Path, label: str | None) -> list[Record]:
             Record(
                 path=path,
                 label=name,
+                key="",
                 history=_read_history(path / "metrics.csv"),
                 settings=settings,
                 options=options,

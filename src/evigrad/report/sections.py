@@ -1,6 +1,5 @@
 """What a report shows: figures with a sentence each, under headings."""
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -190,32 +189,19 @@ def has_transform(record: Record) -> bool:
         record: The run.
 
     Returns:
-        True where it was started with one, or its metrics have a range or another hyperparameter
-        of the network.
+        True where it was started with one, or its metrics have a range.
     """
     asked = record.options.get("invariance") or record.options.get("flip")
-    return bool(asked or record.columns(PREFIX) or record.columns(MODEL))
+    return bool(asked or record.columns(PREFIX))
 
 
 def _named(records: Sequence[Record]) -> list[tuple[Record, str, str]]:
     """Runs with the ending of their files' names and of their titles; one run needs none."""
     main = [record for record in records if not record.is_baseline]
-    named = [(record, f"-{slug(record.label)}", f", {record.label}") for record in records]
+    named = [(record, f"-{record.key}", f", {record.label}") for record in records]
     if len(main) == 1:
         return [(r, "", "") if r is main[0] else (r, suffix, of) for r, suffix, of in named]
     return named
-
-
-def slug(label: str) -> str:
-    """A label as part of a file's name.
-
-    Args:
-        label: Any text.
-
-    Returns:
-        Letters, digits, dots and hyphens.
-    """
-    return re.sub(r"[^\w.]+", "-", label).strip("-").lower()
 
 
 def _ends(records: Sequence[Record], quantity: Quantity) -> str:

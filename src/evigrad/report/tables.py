@@ -181,7 +181,7 @@ def _rates(record: Record, name: str, rate: str) -> str:
 def _invariance(record: Record) -> str:
     options = record.options
     parts = (options.get("invariance"), "flips" if options.get("flip") else None)
-    transforms = [str(part) for part in parts if part]
+    transforms = [str(part).replace(",", ", ") for part in parts if part]
     if not transforms:
         return NOTHING
     over = f"{show(options.get('samples'))} samples, {show(options.get('average'))} averaged"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from evigrad.drawing import DARK, LIGHT, Palette
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.report.content import Drawing, Section, listed
-from evigrad.report.gallery import find_transform, learned_augmentation
+from evigrad.report.gallery import augmented_images, examples_under, find_transform
 from evigrad.report.page import render
 from evigrad.report.ranges import PREFIX
 from evigrad.report.rebuild import rebuild
@@ -20,7 +20,6 @@ from evigrad.report.sections import (
     invariance_section,
     noise_section,
     precision_section,
-    slug,
 )
 from evigrad.report.tables import (
     all_settings,
@@ -67,7 +66,8 @@ def write_report(
 
     Raises:
         ConfigurationError: If a folder is not that of a run with a finished epoch, one of its files
-            cannot be read, examples is negative, or matplotlib is not installed.
+            cannot be read, the first one cannot be written into, examples is negative, or
+            matplotlib is not installed.
     """
     if examples < 0:
         raise ConfigurationError(f"examples must be 0 or more, not {examples}.")
@@ -98,11 +98,17 @@ def write_report(
         images=images,
     )
     figures = folder / FIGURES
-    figures.mkdir(exist_ok=True)
-    for name, (light, _) in images.items():
-        (figures / f"{name}.png").write_bytes(light)
-    with replacing(folder / REPORT) as file:
-        file.write(page.encode("utf-8"))
+    try:
+        figures.mkdir(exist_ok=True)
+        for name, (light, _) in images.items():
+            (figures / f"{name}.png").write_bytes(light)
+        with replacing(folder / REPORT) as file:
+            file.write(page.encode("utf-8"))
+    except OSError as error:
+        raise ConfigurationError(
+            f"The report cannot be written into {folder} ({error.strerror}); copy the run to a"
+            " folder of yours."
+        ) from error
     return folder / REPORT
 
 
@@ -143,7 +149,7 @@ def _augmentation_section(
         if transform is None:
             continue
         alone = len(chosen) == 1
-        suffix, of = ("", "") if alone else (f"-{slug(record.label)}", f", {record.label}")
+        suffix, of = ("", "") if alone else (f"-{record.key}", f", {record.label}")
         learned = record.changes([*record.columns(PREFIX).values()])
         kind = "learned" if learned else "fixed"
         drawings.append(
@@ -156,7 +162,7 @@ def _augmentation_section(
                     " an input. What comes in from beyond the borders has the mean colour of the"
                     " training data."
                 ),
-                make=partial(learned_augmentation, data, transform, examples),
+                make=partial(augmented_images, *examples_under(data, transform, examples)),
             )
         )
     return Section("Inputs under the augmentation", drawings, notes)
