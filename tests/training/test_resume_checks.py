@@ -72,7 +72,7 @@ def test_other_networks_are_refused(blobs, begun):
             nn.Linear(4, 8), nn.Tanh(), nn.Identity(), nn.Linear(8, 3, bias=False)
         ),
         "it has 4.weight beside": nn.Sequential(*net(), nn.Linear(3, 3)),
-        "it lacks 0.bias": frozen,
+        "it lacks the weight 0.bias": frozen,
         "layers or activations differ": nn.Sequential(
             nn.Linear(4, 8), nn.ReLU(), nn.Identity(), nn.Linear(8, 3)
         ),

@@ -62,6 +62,54 @@ def test_a_checkpoint_that_fails_leaves_the_one_before(tmp_path, monkeypatch):
     assert torch.load(directory.checkpoint)["epoch"] == 1
 
 
+def test_what_a_crash_leaves_is_no_run_and_in_nobodys_way(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml.partial").write_text("epo")
+    assert RunDirectory(folder).path == folder
+    assert RunDirectory(folder, resume=True).path == folder
+    (folder / "config.yaml").write_text("epochs: 4\n")
+    assert RunDirectory(folder, resume=True).path == folder
+    assert RunDirectory(folder).path == tmp_path / "run-2"
+
+
+def test_only_runs_are_gone_on_with(tmp_path):
+    assert RunDirectory(tmp_path / "new", resume=True).path.is_dir()
+    (tmp_path / "letter.txt").write_text("Dear")
+    with pytest.raises(ConfigurationError, match="holds no run to go on with: there is no config"):
+        RunDirectory(tmp_path, resume=True)
+    with pytest.raises(ConfigurationError, match="holds no run"):
+        RunDirectory(tmp_path / "letter.txt", resume=True)
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
+    directory = RunDirectory(tmp_path / "run")
+    directory.write_json("results.json", {"a": 1})
+
+    def fail(descriptor):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        directory.write_json("results.json", {"a": 2})
+    monkeypatch.undo()
+    assert json.loads((directory.path / "results.json").read_text()) == {"a": 1}
+    assert [p.name for p in directory.path.iterdir()] == ["results.json"]
+
+
+def test_known_rows_come_first_and_a_file_that_has_them_stays(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    rows = [{"epoch": 1, "loss": 0.5}, {"epoch": 2, "loss": None}]
+    directory.metrics.write_text("epoch,loss\n1,0.5\n2,\n3,0.1\n4,0.")  # of epochs to come
+    directory.open_metrics(["epoch", "loss"], rows).close()
+    before = directory.metrics.stat()
+    file = directory.open_metrics(["epoch", "loss"], rows)
+    assert directory.metrics.stat().st_ino == before.st_ino
+    file.write({"epoch": 3, "loss": 0.25})
+    file.close()
+    assert read_metrics(directory.metrics) == [*rows, {"epoch": 3, "loss": 0.25}]
+
+
 def test_json(tmp_path):
     directory = RunDirectory(tmp_path / "run")
     directory.write_json("config.json", {"device": torch.device("cpu"), "lr": 0.1})

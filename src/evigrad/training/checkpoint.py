@@ -202,13 +202,12 @@ def check_network(state: Mapping[str, Any], evidence: Evidence, where: object) -
         ConfigurationError: If it is another one; the text says what differs.
     """
     found = _differences(_layout(state["model"]), _layout(evidence.model.state_dict()))
-    if not found:
-        found = _differences(
-            dict.fromkeys(state["learned"]["weights"], "a weight"),
-            dict.fromkeys(evidence.weights(), "a weight"),
-        ) + _differences(
-            dict.fromkeys(state["learned"]["hyperparameters"], "a hyperparameter"),
-            dict.fromkeys(evidence.hyperparameters(), "a hyperparameter"),
+    own = {"weights": evidence.weights(), "hyperparameters": evidence.hyperparameters()}
+    for kind, names in own.items() if not found else ():
+        word = f"the {kind.removesuffix('s')} "
+        found += _differences(
+            dict.fromkeys([word + name for name in state["learned"][kind]], ""),
+            dict.fromkeys([word + name for name in names], ""),
         )
     if found:
         raise ConfigurationError(
