@@ -14,11 +14,12 @@ DEFAULTS: dict[str, Any] = {
     for name, parameter in inspect.signature(Evidence).parameters.items()
     if name in ESTIMATOR_OPTIONS
 }
+GIVEN = DEFAULTS | {"estimator": "ntk-100-1"}
 
 
 def test_they_are_keywords_of_the_evidence():
     assert set(DEFAULTS) == set(ESTIMATOR_OPTIONS)
-    assert estimator_options(DEFAULTS | {"epochs": 3}) == DEFAULTS
+    assert estimator_options(GIVEN | {"epochs": 3}) == DEFAULTS
 
 
 def test_words_become_values():
@@ -30,7 +31,7 @@ def test_words_become_values():
         "rows_device": "cpu",
         "autocast": "torch.bfloat16",
     }
-    assert estimator_options(DEFAULTS | given) == DEFAULTS | {
+    assert estimator_options(GIVEN | given) == DEFAULTS | {
         "micro_batch": "auto",
         "memory_budget": 8 * 2**30,
         "gram_dtype": torch.float64,
@@ -80,4 +81,11 @@ def test_what_is_no_type(words):
 )
 def test_what_does_not_fit(given, words):
     with pytest.raises(ConfigurationError, match=words):
-        estimator_options(DEFAULTS | given)
+        estimator_options(GIVEN | given)
+
+
+def test_a_budget_is_for_automatic_choices_and_baselines_make_none():
+    budget = {"memory_budget": "1MB"}
+    for name in ("ntk-auto-1", "map", "augerino", None):
+        found = estimator_options(GIVEN | budget | {"estimator": name})
+        assert found["memory_budget"] == 10**6

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from evigrad.errors import ConfigurationError, nearest
+from evigrad.training.settings import BASELINES
 
 # Keywords of ``Evidence``, of ``fit`` and options of the command line alike.
 ESTIMATOR_OPTIONS = (
@@ -52,7 +53,7 @@ def estimator_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords for ``Evidence``: names of types as types, amounts of memory as bytes.
 
     Args:
-        given: All of ``ESTIMATOR_OPTIONS``, and maybe more.
+        given: All of ``ESTIMATOR_OPTIONS`` and the estimator's name, and maybe more.
 
     Returns:
         These alone.
@@ -65,9 +66,10 @@ def estimator_options(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("gram_dtype", "rows_dtype", "autocast"):
         options[name] = as_dtype(name, options[name])
     options["memory_budget"] = as_bytes("memory_budget", options["memory_budget"])
-    estimator = given.get("estimator")
-    unused = options["micro_batch"] != "auto" and not is_automatic(estimator)
-    if options["memory_budget"] is not None and estimator is not None and unused:
+    estimator = given["estimator"]
+    is_used = options["micro_batch"] == "auto" or is_automatic(estimator)
+    evaluates = estimator is not None and estimator not in BASELINES
+    if options["memory_budget"] is not None and evaluates and not is_used:
         raise ConfigurationError(
             "memory_budget is what micro_batch='auto' and subsets 'auto' keep to: say"
             " micro_batch='auto' or an estimator as 'ntk-auto-1', or leave memory_budget away."
