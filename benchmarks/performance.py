@@ -82,19 +82,24 @@ TABLES: dict[str, tuple[str, Mapping[str, str], Callable[[Sequence[Row]], str]]]
     "mininet invariances": ("step_cost_mininet", {"learned": "invariances"}, step_cost),
     "memory": ("memory", {}, memory),
     "scaling": ("scaling", {}, scaling),
-    "prior steps": ("prior_steps", {}, prior_steps),
+    "prior steps": ("prior_steps*", {}, prior_steps),
     "precision": ("precision", {}, precision),
 }
 
 
+def read(path: Path) -> list[Row]:
+    """The rows of a file."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def main() -> None:
     for marker, (name, wanted, table) in TABLES.items():
-        path = DOCS / "results" / f"{name}.csv"
-        if not path.exists():
-            print(f"{path} is missing: its table stays as it is")
+        paths = sorted((DOCS / "results").glob(f"{name}.csv"))
+        if not paths:
+            print(f"{name}.csv is missing: its table stays as it is")
             continue
-        with path.open(newline="") as file:
-            rows = [r for r in csv.DictReader(file) if wanted.items() <= r.items()]
+        rows = [r for path in paths for r in read(path) if wanted.items() <= r.items()]
         machines = "; ".join(dict.fromkeys(row["machine"] for row in rows))
         insert(DOCS / "performance.md", marker, f"{table(rows)}\n\n{machines}")
 

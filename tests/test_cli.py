@@ -162,7 +162,7 @@ def test_the_doctor_shows_the_micro_batches_that_it_chose(capsys, monkeypatch):
     arguments = "doctor --data digits --subset 60 --model mlp --estimator kfac-20-1 --device cpu"
     run(*arguments.split(), "--micro-batch", "auto", "--memory-budget", "100kB")
     words = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"Micro-batches hold at most: [0-9]+ in the first pass\.", words)
+    assert re.search(r"Micro-batches hold at most: [0-9]+ in the first pass of 64", words)
 
 
 @pytest.mark.parametrize("command", [[], ["--help"], ["train", "--help"], ["doctor", "-h"]])

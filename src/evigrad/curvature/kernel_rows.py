@@ -5,7 +5,7 @@ slabs of columns: no second copy of them is ever made, and the derivative of ℓ
 written over the rows themselves.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -35,6 +35,30 @@ class Storage:
 
     dtype: torch.dtype | None = None
     device: torch.device | None = None
+
+    def keep_all(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The rows of several parameters as they are kept, those of this device in one piece.
+
+        Many tensors of a few megabytes that come and go between others would leave holes in the
+        memory of the process.
+
+        Args:
+            rows: Name → matrix; all with a graph or all without.
+
+        Returns:
+            Name → the kept matrix.
+        """
+        if any(r.requires_grad or self.device not in (None, r.device) for r in rows.values()):
+            return {name: self.keep(matrix) for name, matrix in rows.items()}
+        kept: dict[str, Tensor] = {}
+        for dtype in dict.fromkeys(self.dtype or matrix.dtype for matrix in rows.values()):
+            mine = {n: r for n, r in rows.items() if (self.dtype or r.dtype) == dtype}
+            first = next(iter(mine.values()))
+            sizes = [matrix.numel() for matrix in mine.values()]
+            whole = torch.empty(sum(sizes), dtype=dtype, device=first.device)
+            for (name, matrix), part in zip(mine.items(), whole.split(sizes), strict=True):
+                kept[name] = part.view(matrix.shape).copy_(matrix)
+        return {name: kept[name] for name in rows}
 
     def keep(self, rows: Tensor) -> Tensor:
         """The rows as they are kept."""

@@ -91,10 +91,8 @@ class Ntk(Structure[NtkStatistic]):
         present = _present(root)
         chosen = slice(None) if bool(present.all()) else present.flatten()
         keep = self._storage.keep
-        rows = {
-            name: (keep(flatten_rows(found[name], found[name].dtype)[chosen]),)
-            for name in self._formed
-        }
+        flat = {n: flatten_rows(found[n], found[n].dtype)[chosen] for n in self._formed}
+        rows = {name: (kept,) for name, kept in self._storage.keep_all(flat).items()}
         factors = self._factors(linearization, root)
         kept = {
             name: ((keep(_own(inputs)), keep(_own(gradients))),)
