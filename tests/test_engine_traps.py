@@ -191,6 +191,23 @@ def test_contraction_gives_way_to_rows_where_uses_depend_on_the_data() -> None:
         torch.testing.assert_close(mine, twin, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_an_evidence_that_takes_up_a_state_contracts_no_more_than_the_old(
+    is_prepared: bool,
+) -> None:
+    few = torch.rand(M, 30, dtype=torch.float64)
+    y = targets(Categorical(), M)
+    old, new = (evidence_of(Branching().double(), Categorical(), "ntk-7-1") for _ in range(2))
+    old.estimate(few + 10.0, y)
+    if is_prepared:
+        words = {report.name: report.curvature for report in new.describe(few)}
+        assert "contracted" in words["wide.weight"]
+    new.load_state_dict(old.state_dict())
+    words = {report.name: report.curvature for report in new.describe(few)}
+    assert "contracted" not in words["wide.weight"]
+    assert new.estimate(few, y) == old.estimate(few, y)  # to the last digit
+
+
 class Deep(nn.Module):
     """A convolution of many channels at few positions."""
 

@@ -143,6 +143,7 @@ class Preparation:
         self._drawing = stochastic_modules(model)
         self._prepared: dict[str, Prepared] = {}
         self._known_plans: dict[str, JacobianPlan] = {}
+        self._formed: set[str] = set()  # inputs for which all rows are formed, none contracted
         self._passes = 0
 
     def prepare(self, x: Tensor) -> Prepared:
@@ -173,7 +174,7 @@ class Preparation:
             check_outputs(f, probe)
             made = self._known_plans.get(key) or plan(model, self.weights, probe)
         partition = Partition(self.settings.spec, self.settings.num_data, f.shape[1])
-        structure = self._structure(made, partition, contract=True)
+        structure = self._structure(made, partition, contract=key not in self._formed)
         self._prepared[key] = Prepared(model, made, structure, partition)
         return self._prepared[key]
 
@@ -190,6 +191,7 @@ class Preparation:
         return {
             "passes": self._passes,
             "plans": {key: each.as_record() for key, each in plans.items()},
+            "formed": sorted(self._formed),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -202,9 +204,10 @@ class Preparation:
         self._known_plans = {
             key: JacobianPlan.from_record(record) for key, record in state["plans"].items()
         }
-        for key, made in self._known_plans.items():
-            if key in self._prepared:
-                self._prepared[key] = self._replanned(self._prepared[key], made)
+        self._formed = set(state["formed"])
+        for key, prepared in self._prepared.items():
+            made = self._known_plans.get(key, prepared.plan)
+            self._prepared[key] = self._replanned(prepared, made, key not in self._formed)
 
     @property
     def draws(self) -> bool:
@@ -252,8 +255,8 @@ class Preparation:
         Returns:
             What takes its place from here on.
         """
-        structure = self._structure(prepared.plan, prepared.partition, contract=False)
-        return self._replaced(prepared, replace(prepared, structure=structure))
+        self._formed |= {key for key, known in self._prepared.items() if known is prepared}
+        return self._replaced(prepared, self._replanned(prepared, prepared.plan, contract=False))
 
     def _replaced(self, old: Prepared, new: Prepared) -> Prepared:
         for key, known in self._prepared.items():
@@ -281,8 +284,7 @@ class Preparation:
             storage=Storage(settings.rows_dtype, settings.rows_device),
         )
 
-    def _replanned(self, prepared: Prepared, made: JacobianPlan) -> Prepared:
-        contract = bool(prepared.structure.contracted)
+    def _replanned(self, prepared: Prepared, made: JacobianPlan, contract: bool) -> Prepared:
         structure = self._structure(made, prepared.partition, contract)
         return replace(prepared, plan=made, structure=structure)
 
@@ -321,4 +323,6 @@ class Preparation:
             EvigradWarning,
             stacklevel=2,
         )
-        return self._replaced(prepared, self._replanned(prepared, demote(prepared.plan, wrong)))
+        contract = bool(prepared.structure.contracted)
+        replanned = self._replanned(prepared, demote(prepared.plan, wrong), contract)
+        return self._replaced(prepared, replanned)
