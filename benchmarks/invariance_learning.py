@@ -74,7 +74,7 @@ SCHEDULE: dict[str, Any] = {
     "prior_lr": 0.1,
     "prior_lr_min": 0.01,
     "hyper_every": 1,
-    "hyper_steps": 2,
+    "hyper_steps": 7,  # with 140 rounds as many steps on the range as 500 epochs of two each have
     "hyper_lr": 0.05,
     "hyper_lr_min": 0.005,
     "progress": False,
