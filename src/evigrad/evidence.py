@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evigrad.anchors import AnchoredStream, Anchoring
 from evigrad.assembly import Assembly, Collected
 from evigrad.checks import (
     as_device,
@@ -74,6 +75,7 @@ class Evidence:
         rows_device: torch.device | str | None = None,
         autocast: torch.dtype | None = None,
         gradient: str = "two-pass",
+        anchoring: Anchoring | None = None,
         generator: torch.Generator | int | None = None,
     ) -> None:
         """Bind a prior and a likelihood to a model.
@@ -105,6 +107,8 @@ class Evidence:
                 kernels and factors stay in ``gram_dtype``. Default: none.
             gradient: How hyperparameters of the forward pass get theirs: ``"two-pass"``, or
                 ``"one-graph"``, the reference, which holds the whole block in memory.
+            anchoring: How the rows of an anchored estimator are spent. Default: three quarters of
+                them on the anchors of the largest scores, chosen for every stream of blocks.
             generator: CPU generator or seed. Default: PyTorch's initial seed.
 
         Raises:
@@ -129,6 +133,7 @@ class Evidence:
             rows_device=as_device("rows_device", rows_device),
             autocast=autocast,
             gradient=gradient,
+            anchoring=anchoring,
         )
         self.root, self.num_data, self.temperature = (
             settings.root,
@@ -145,6 +150,7 @@ class Evidence:
         likelihood.to(device=first.device, dtype=first.dtype)
         self._assembly = Assembly(model, self._weights, likelihood, prior, settings, self.generator)
         warn_of_normalisation(model)
+        self._anchors = self._assembly.anchor_book() if self.spec.anchored else None
 
     # ------------------------------------------------------------ what there is to learn
 
@@ -163,7 +169,14 @@ class Evidence:
 
     # ------------------------------------------------------------ the weights' objective
 
-    def map_loss(self, x: Tensor, y: Tensor, *, wrt: str | Sequence[str] = ()) -> Tensor:
+    def map_loss(
+        self,
+        x: Tensor,
+        y: Tensor,
+        *,
+        wrt: str | Sequence[str] = (),
+        indices: Tensor | None = None,
+    ) -> Tensor:
         """Training loss of the weights: mean NLL + (T/2N) wᵀP0w, in nats per datum.
 
         It is −(T/N) times the log joint up to constants in the weights. The model runs in the
@@ -174,6 +187,8 @@ class Evidence:
             y: Targets in the likelihood's form.
             wrt: Hyperparameters that the training loss reaches, by names or prefixes as for
                 ``backward``: not what the evidence is for, but what Augerino does.
+            indices: Positions (m,) of the data in the data set. An anchored estimator takes note
+                of their outputs, and needs no pass of its own to choose anchors.
 
         Returns:
             The scalar loss.
@@ -187,6 +202,8 @@ class Evidence:
             check_outputs(f, x)
             self.likelihood.validate(f.shape, y)
             log_prob = log_probabilities(self.likelihood, f, y, alone=False)
+        if indices is not None and self._anchors is not None:
+            self._anchors.memory.update(indices, f)
         with torch.no_grad():
             precisions = self.prior.precisions()
         decay = sum((precisions[name] * w.square()).sum() for name, w in self._weights.items())
@@ -265,8 +282,11 @@ class Evidence:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return estimate
 
-    def blocks(self, data: Any) -> BlockStream:
+    def blocks(self, data: Any) -> BlockStream | AnchoredStream:
         """The estimator's own blocks of a data set, drawn uniformly.
+
+        Anchors are chosen when a stream is iterated, by the outputs that ``map_loss`` has seen of
+        the data; those of data that it has not seen are computed.
 
         Args:
             data: A pair of tensors, or a map-style data set of (x, y) items, of all N data.
@@ -282,6 +302,8 @@ class Evidence:
             raise InputError(f"num_data is {self.num_data}, but the data set has {len(source)}.")
         x, y = source.fetch(torch.arange(min(PROBE_SIZE, len(source))))
         prepared = checked(self._assembly, x, y)
+        if self._anchors is not None:
+            return self._anchors.stream(source)
         return BlockStream(prepared.partition, source, self.generator)
 
     def collect(
@@ -398,6 +420,7 @@ class Evidence:
 
     def state_dict(self) -> dict[str, Any]:
         """State of prior, likelihood, generator and automatic choices; the model keeps its own."""
+        anchors = {} if self._anchors is None else {"anchors": self._anchors.state_dict()}
         return {
             "estimator": self.spec.name,
             "prior": self.prior.state_dict(),
@@ -405,6 +428,7 @@ class Evidence:
             "generator": self.generator.get_state(),
             "micro_batches": dict(self._assembly.passes.sizes.chosen),
             "preparation": self._assembly.preparation.state_dict(),
+            **anchors,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -425,3 +449,5 @@ class Evidence:
         self._assembly.passes.sizes.chosen = dict(state.get("micro_batches", {}))
         if "preparation" in state:
             self._assembly.preparation.load_state_dict(state["preparation"])
+        if self._anchors is not None and "anchors" in state:
+            self._anchors.load_state_dict(state["anchors"])

@@ -100,6 +100,11 @@ def resolve(assembly: Assembly, x: Data, y: Tensor | None) -> Request:
     if isinstance(x, Tensor):
         if y is None:
             raise InputError("Inputs need their targets: estimate(x, y).")
+        if spec.anchored:
+            raise InputError(
+                f"The anchors of {spec.name} are chosen among all the data: take its blocks, for"
+                " block in evidence.blocks(data).take(n)."
+            )
         prepared = checked(assembly, x, y)
         return Request(prepared, [(x, y)], prepared.partition.subset(len(x), assembly.generator))
     if (

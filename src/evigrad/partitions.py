@@ -13,6 +13,7 @@ l(I) (lower bounds of the evidence):
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations, product
 from math import lgamma, log
 from typing import overload
@@ -44,6 +45,10 @@ class Block:
             the whole data set's log likelihood.
         inputs: The inputs (m, ...) where they were fetched.
         targets: The targets (m, ...) where they were fetched.
+        parts: Of an anchored block, for each of `columns` 0 for an anchor, b = 1, 2, … for a row
+            of part B_b, and -1 where there is none; ``None`` elsewhere.
+        part_weights: Of an anchored block, w_b of each part: the log-determinant of all rows is
+            estimated by ℓ(Z) + Σ_b w_b ℓ(B_b|Z), and `scale` is 1.
     """
 
     indices: Int[Tensor, " m"]
@@ -52,6 +57,48 @@ class Block:
     likelihood_weights: Float[Tensor, " m"]
     inputs: Tensor | None = None
     targets: Tensor | None = None
+    parts: Int[Tensor, "m k"] | None = None
+    part_weights: tuple[float, ...] = ()
+
+    @property
+    def num_rows(self) -> int | None:
+        """The rows of the block, None where they are all outputs of its data."""
+        return None if self.columns is None else int((self.columns >= 0).sum())
+
+    @cached_property
+    def _counts(self) -> list[int] | None:
+        """Columns of each datum, where no datum has more than the one before it; else None."""
+        if self.columns is None or not bool((self.columns < 0).any()):
+            return None
+        present = self.columns >= 0
+        counts = present.sum(1)
+        # Padding is at the end of each datum's columns.
+        ordered = bool((counts.diff() <= 0).all()) and bool((present.long().diff(dim=1) <= 0).all())
+        return counts.tolist() if ordered else None
+
+    def cuts(self) -> list[int]:
+        """Positions at which the number of columns of a datum changes, where that only falls.
+
+        Data with as many columns each go through the network together, without any padding.
+
+        Returns:
+            The positions, in ascending order.
+        """
+        counts = self._counts or []
+        return [i for i in range(1, len(counts)) if counts[i] != counts[i - 1]]
+
+    def columns_of(self, data: slice) -> Int[Tensor, "m k"] | None:
+        """The columns of some consecutive data, without needless padding.
+
+        Args:
+            data: Their positions; they lie between two cuts.
+
+        Returns:
+            One list for each datum, which may be empty; or None for all C.
+        """
+        if self.columns is None or self._counts is None:
+            return None if self.columns is None else self.columns[data]
+        return self.columns[data, : self._counts[data.start]]
 
 
 class Partition:
@@ -75,18 +122,13 @@ class Partition:
 
     Raises:
         InputError: If there are no data or no outputs, or SUBSET is larger than what there is.
-        ConfigurationError: If OUTPUTS is larger than C, or the estimator is anchored.
+        ConfigurationError: If OUTPUTS is larger than C.
     """
 
     def __init__(self, spec: EstimatorSpec, num_data: int, num_outputs: int) -> None:
         if num_data < 1 or num_outputs < 1:
             raise InputError(
                 f"An estimate needs data and outputs, not {num_data} data, {num_outputs} outputs."
-            )
-        if spec.anchored:
-            raise ConfigurationError(
-                f"'{spec}': anchored estimators are not available yet; "
-                f"use '{replace(spec, anchored=False)}'."
             )
         total, unit = (num_data * num_outputs, "rows") if spec.rows else (num_data, "data")
         if spec.subset is not None and spec.subset > total:
@@ -182,7 +224,7 @@ class Partition:
         def build(number: int) -> Block:
             pairs = order[number * self._size : (number + 1) * self._size]
             indices, local = (pairs // self.num_outputs).unique(return_inverse=True)
-            columns = _padded_columns(local, pairs % self.num_outputs, len(indices))
+            columns = padded_columns(local, pairs % self.num_outputs, len(indices))
             weights = (columns >= 0).sum(1).double() * self.num_blocks / self.num_outputs
             return Block(indices, columns, float(self.num_blocks), weights)
 
@@ -220,10 +262,13 @@ class Partition:
             ConfigurationError: If the estimator is ``grouped``: its blocks are no random subsets.
         """
         self._check_subset(m)
-        indices = torch.arange(m) if m == self.num_data else _choose(self.num_data, m, generator)
+        indices = (
+            torch.arange(m) if m == self.num_data else choose_distinct(self.num_data, m, generator)
+        )
         if self.spec.rows:
             return self._subset_block(
-                indices, self._row_columns(_choose(m * self.num_outputs, self._size, generator), m)
+                indices,
+                self._row_columns(choose_distinct(m * self.num_outputs, self._size, generator), m),
             )
         columns = self._fixed_columns(m)
         if self._width is not None:
@@ -276,7 +321,7 @@ class Partition:
                     yield torch.tensor(choice).repeat(m, 1)
 
     def _row_columns(self, pairs: Int[Tensor, " r"], m: int) -> Int[Tensor, "m k"]:
-        return _padded_columns(pairs // self.num_outputs, pairs % self.num_outputs, m)
+        return padded_columns(pairs // self.num_outputs, pairs % self.num_outputs, m)
 
     def _subset_block(
         self, indices: Int[Tensor, " m"], columns: Int[Tensor, "m k"] | None
@@ -330,7 +375,7 @@ class _LazyBlocks(Sequence[Block]):
         return self._build(int(self._order[index]))
 
 
-def _padded_columns(
+def padded_columns(
     data: Int[Tensor, " r"], outputs: Int[Tensor, " r"], m: int
 ) -> Int[Tensor, "m k"]:
     """Arrange pairs (datum, output) as one list of outputs for each datum, padded with -1."""
@@ -343,7 +388,7 @@ def _padded_columns(
     return columns
 
 
-def _choose(n: int, size: int, generator: torch.Generator) -> Int[Tensor, " size"]:
+def choose_distinct(n: int, size: int, generator: torch.Generator) -> Int[Tensor, " size"]:
     """Draw distinct numbers below n, every ordered choice with the same probability."""
     if 4 * size > n:
         return torch.randperm(n, generator=generator)[:size].clone()

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evigrad.anchors import Anchoring
 from evigrad.checks import (
     called,
+    check_anchored,
     check_choice,
     check_count,
     check_outputs,
@@ -62,12 +64,14 @@ class Settings:
     rows_device: torch.device | None = None
     autocast: torch.dtype | None = None
     gradient: str = "two-pass"
+    anchoring: Anchoring | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         check_count("num_data", self.num_data)
         check_spec(self.spec, self.num_data)
         check_choice("root", self.root, ROOTS)
+        check_anchored(self.spec, self.root, self.anchoring)
         check_choice("sharing", self.sharing, ("expand", "reduce"))
         check_positive("temperature", self.temperature)
         check_passes(
@@ -208,6 +212,21 @@ class Preparation:
         for key, prepared in self._prepared.items():
             made = self._known_plans.get(key, prepared.plan)
             self._prepared[key] = self._replanned(prepared, made, key not in self._formed)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """Outputs of the model, without a graph; what it draws is not the evidence's.
+
+        Args:
+            x: Inputs (m, ...).
+
+        Returns:
+            Of shape (m, C).
+        """
+        own, model = torch.Generator().manual_seed(0), self.model
+        with evaluation_mode(model, own), model_run(model), torch.no_grad():
+            f = called(model, x.clone())
+        check_outputs(f, x)
+        return f
 
     @property
     def draws(self) -> bool:

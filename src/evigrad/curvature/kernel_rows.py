@@ -13,7 +13,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from evigrad.curvature.base import Statistic
+from evigrad.curvature.conditional import Conditioning, log_det_conditional
 from evigrad.curvature.contraction import contraction_cotangents, contraction_gram
+from evigrad.curvature.linalg import log_det_identity_plus
 
 # Columns of the rows that are at work at once: enough for matrix products at full speed, and small
 # beside the rows of any network for which the memory counts.
@@ -102,6 +104,7 @@ class NtkStatistic(Statistic):
         present: Per micro-batch, which of the rows (m_i, k) are none of padding; the rows and
             scales hold these alone, the factors all.
         grams: The Gram matrices kept so far; a cache, filled by ``Ntk.log_det``.
+        conditioning: Which of all rows are anchors, or None where ℓ is that of all of them.
     """
 
     rows: dict[str, tuple[Tensor, ...]]
@@ -109,6 +112,7 @@ class NtkStatistic(Statistic):
     scales: tuple[Tensor | None, ...]
     present: tuple[Bool[Tensor, "_ _"], ...]
     grams: dict[Hashable, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    conditioning: Conditioning | None = None
 
     @property
     def num_rows(self) -> int:
@@ -158,6 +162,12 @@ class NtkStatistic(Statistic):
         sizes = [int(part.sum()) for part in self.present]
         return replace(self, scales=tuple(scale.split(sizes)))
 
+    def log_det(self, gram: Float[Tensor, "R R"]) -> Float[Tensor, ""]:
+        """ℓ of a Gram matrix of all rows, given the anchors where there are some."""
+        if self.conditioning is None:
+            return log_det_identity_plus(gram)
+        return log_det_conditional(gram, self.conditioning)
+
     def tensors(self) -> list[Tensor]:
         """All rows, all factors, then the scales that are not None."""
         return self._kept() + [scale for scale in self.scales if scale is not None]
@@ -171,7 +181,7 @@ class NtkStatistic(Statistic):
             for name, chunks in self.factors.items()
         }
         scales = tuple(None if scale is None else next(rest) for scale in self.scales)
-        return NtkStatistic(rows, factors, scales, self.present)
+        return NtkStatistic(rows, factors, scales, self.present, conditioning=self.conditioning)
 
     def _kept(self) -> list[Tensor]:
         rows = [chunk for chunks in self.rows.values() for chunk in chunks]
@@ -227,7 +237,7 @@ class NtkStatistic(Statistic):
             for kept_inputs, kept_gradients in self.factors[name]:
                 stop = start + len(kept_inputs)
                 kept_inputs.copy_(of_inputs[start:stop])
-                kept_gradients.copy_(of_gradients[start:stop])
+                kept_gradients.copy_(of_gradients[start:stop, : kept_gradients.shape[1]])
                 start = stop
             return of_precision.reshape(precision.shape)
         for columns, slab in slabs(self.rows[name], cotangent):
@@ -245,6 +255,10 @@ class NtkStatistic(Statistic):
                 start += len(chunk)
         return of_precision.reshape(precision.shape)
 
+    def rows_before(self, datum: int) -> int:
+        """The rows of the data before one, by its position."""
+        return int(_same_width(self.present)[:datum].sum())
+
     def part(self, data: slice) -> "NtkStatistic":
         """What belongs to some consecutive data, without the scales.
 
@@ -254,7 +268,7 @@ class NtkStatistic(Statistic):
         Returns:
             A statistic of one micro-batch.
         """
-        present = torch.cat(self.present)
+        present = _same_width(self.present)
         before, inside = int(present[: data.start].sum()), int(present[data].sum())
         span = slice(before, before + inside)
         rows = {name: (_between(chunks, span),) for name, chunks in self.rows.items()}
@@ -271,22 +285,34 @@ class NtkStatistic(Statistic):
 
     def _whole_factors(self, name: str, like: Tensor) -> tuple[Tensor, Tensor]:
         inputs, gradients = zip(*self.factors[name], strict=True)
-        return torch.cat([a.to(like) for a in inputs]), torch.cat([g.to(like) for g in gradients])
+        return torch.cat([a.to(like) for a in inputs]), _same_width([g.to(like) for g in gradients])
 
     def _of_present(self, gram: Tensor) -> Tensor:
         """Rows and columns of a matrix over all rows that are none of padding."""
-        present = torch.cat(self.present).flatten()
+        present = _same_width(self.present).flatten()
         return gram if bool(present.all()) else gram[present][:, present]
 
     def _of_all(self, matrix: Tensor) -> Tensor:
         """The inverse of ``_of_present``, with zeros for padding."""
-        present = torch.cat(self.present).flatten()
+        present = _same_width(self.present).flatten()
         if bool(present.all()):
             return matrix
         spread = matrix.new_zeros(len(present), len(present))
         index = present.nonzero().squeeze(1)
         spread[index[:, None], index] = matrix
         return spread
+
+
+def _same_width(parts: Sequence[Tensor]) -> Tensor:
+    """Micro-batches (m_i, k_i, ...) in one, with False or zeros for the rows that one lacks."""
+    width = max(part.shape[1] for part in parts)
+    padded = [
+        part
+        if part.shape[1] == width
+        else torch.cat([part, part.new_zeros(len(part), width - part.shape[1], *part.shape[2:])], 1)
+        for part in parts
+    ]
+    return padded[0] if len(padded) == 1 else torch.cat(padded)
 
 
 def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -197,6 +197,21 @@ class Likelihood(nn.Module, ABC):
         root = torch.where(positive, diagonal, 1.0).sqrt() * positive
         return RootRows(diagonal_rows(f, root, columns))
 
+    def row_norms(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m C"]:
+        """|R[:, d]|² of each column of a root of Λ: how much curvature each row can hold.
+
+        Args:
+            f: Outputs.
+            kind: Of the root, as for ``root``.
+
+        Returns:
+            One number for each row, without a graph.
+        """
+        with torch.no_grad():
+            rows = self.root(f, None, kind)
+            norms = rows.vectors.square().sum(-1)
+            return norms if rows.scale is None else norms * rows.scale.square()
+
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
         """Sums over the batch, for reports.
 

@@ -81,3 +81,13 @@ class Categorical(Likelihood):
         """Closed forms, from ``softmax_rows``; see ``Likelihood.root``."""
         check_root(kind)
         return RootRows(softmax_rows(f, columns, kind))
+
+    def row_norms(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m C"]:
+        """Closed forms; see ``Likelihood.row_norms``."""
+        check_root(kind)
+        if kind == "eigen":
+            return super().row_norms(f, kind)
+        p = f.detach().softmax(dim=1)
+        # p_d |e_d − p|², with 1 − 2 p_d + |p|² as a sum of squares.
+        others = p.square().sum(dim=1, keepdim=True) - p.square()
+        return p * ((1.0 - p).square() + others.clamp(min=0.0))

@@ -122,7 +122,7 @@ class Loop:
         ):
             for batch in batches:
                 indices = batch.to(self.device)
-                loss = self._loss(self.x[indices], self.y[indices])
+                loss = self._loss(self.x[indices], self.y[indices], batch)
                 value = loss.item()
                 if not math.isfinite(value):
                     raise self._diverged("the loss", value, epoch)
@@ -139,9 +139,9 @@ class Loop:
                 raise self._diverged(f"the weight {name}", float("nan"), epoch)
         return total / len(order)
 
-    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+    def _loss(self, x: Tensor, y: Tensor, indices: Tensor) -> Tensor:
         if self.augerino is None:
-            return self.evidence.map_loss(x, y)
+            return self.evidence.map_loss(x, y, indices=indices)
         loss = self.evidence.map_loss(x, y, wrt=self.augerino.names)
         return loss + self.augerino.regulariser()
 

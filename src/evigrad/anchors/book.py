@@ -1,0 +1,122 @@
+"""The anchors of an evidence over time: outputs that are known, scores, the present choice."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from evigrad.anchors.blocks import AnchoredStream
+from evigrad.anchors.choice import Anchoring, choose
+from evigrad.anchors.outputs import OutputMemory
+from evigrad.likelihoods import Likelihood
+from evigrad.sources import Source
+
+# Data whose outputs or scores are computed at once, where nobody has seen them yet.
+_AT_ONCE = 512
+
+
+class AnchorBook:
+    """Chooses anchors, and again on a schedule.
+
+    Args:
+        anchoring: How to choose.
+        num_data: N.
+        num_rows: Rows of a block.
+        root: Of the likelihood.
+        likelihood: Gives the norms of rows.
+        forward: From inputs to outputs, without a graph.
+        generator: Of the evidence.
+    """
+
+    def __init__(
+        self,
+        anchoring: Anchoring,
+        num_data: int,
+        num_rows: int,
+        root: str,
+        likelihood: Likelihood,
+        forward: Callable[[Tensor], Tensor],
+        generator: torch.Generator,
+    ) -> None:
+        self.anchoring = anchoring
+        self.memory = OutputMemory(num_data)
+        self._num_rows, self._root = num_rows, root
+        self._likelihood, self._forward, self._generator = likelihood, forward, generator
+        self._anchors: Int[Tensor, " Z"] | None = None
+        self._streams = 0  # begun since the last choice
+
+    def stream(self, source: Source) -> AnchoredStream:
+        """The blocks of a data set.
+
+        Args:
+            source: The data.
+
+        Returns:
+            A stream, which takes anchors as it is iterated.
+        """
+        return AnchoredStream(
+            source,
+            self.anchoring,
+            self._num_rows,
+            lambda: self._prepare(source),
+            self._generator,
+        )
+
+    def refresh_outputs(self, source: Source) -> None:
+        """Pass all data through the network, for scores of its present weights.
+
+        Args:
+            source: The data.
+        """
+        self._look(source, torch.arange(self.memory.num_data))
+        self._anchors = None
+
+    def scores(self) -> Float[Tensor, "N C"]:
+        """|R_n[:, d]|² of every row, by the outputs that are known."""
+        norms = [
+            self._likelihood.row_norms(part, self._root)
+            for part in self.memory.outputs.to(self._device()).split(_AT_ONCE)
+        ]
+        return torch.cat(norms).cpu()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Outputs and anchors, for a checkpoint."""
+        return {
+            "memory": self.memory.state_dict(),
+            "anchors": self._anchors,
+            "streams": self._streams,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state of ``state_dict``.
+
+        Args:
+            state: Of the same estimator.
+        """
+        self.memory.load_state_dict(state["memory"])
+        self._anchors, self._streams = state["anchors"], state["streams"]
+
+    def _prepare(self, source: Source) -> tuple[Int[Tensor, " Z"], Float[Tensor, "N C"]]:
+        if len(missing := self.memory.missing()):
+            self._look(source, missing)
+        scores = self.scores()
+        due = self._anchors is None or self._streams >= self.anchoring.refresh
+        if due or self._anchors is None:
+            count = self.anchoring.num_anchors(min(self._num_rows, scores.numel()))
+            if self._num_rows >= scores.numel():
+                count = scores.numel()  # all rows fit: nothing is drawn
+            self._anchors = choose(self.anchoring, scores, count, self._generator)
+            self._streams = 0
+        self._streams += 1
+        return self._anchors, scores
+
+    def _look(self, source: Source, indices: Int[Tensor, " n"]) -> None:
+        for part in indices.split(_AT_ONCE):
+            inputs, _ = source.fetch(part)
+            self.memory.update(part, self._forward(inputs))
+
+    def _device(self) -> torch.device:
+        parameters = [*self._likelihood.parameters(), *self._likelihood.buffers()]
+        return parameters[0].device if parameters else torch.device("cpu")

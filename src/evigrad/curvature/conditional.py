@@ -1,0 +1,93 @@
+"""Log-determinants given anchors: ℓ(Z) + Σ_b w_b ℓ(B_b|Z), the anchored bound (DESIGN 3.2).
+
+ℓ is an entropy: ℓ(B|Z) = ℓ(Z ∪ B) − ℓ(Z). With Z first, one Cholesky factor of I + S_{Z ∪ B} holds
+both: the logarithms of its diagonal add up to ℓ(Z) over its head and to ℓ(B|Z) over its tail.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd import Function
+
+from evigrad.curvature.linalg import factor_identity_plus, first_order_only
+
+
+@dataclass(frozen=True, eq=False)
+class Conditioning:
+    """Which rows of a block are anchors, and which belong to its parts given the anchors.
+
+    Attributes:
+        parts: For each row, in the order in which rows are accumulated, 0 for an anchor and b for
+            part B_b.
+        weights: Of the parts, w_1, w_2, …; one over the probability that the part was drawn with.
+    """
+
+    parts: Int[Tensor, " R"]
+    weights: tuple[float, ...]
+
+
+def log_det_conditional(
+    matrix: Float[Tensor, "R R"], conditioning: Conditioning
+) -> Float[Tensor, ""]:
+    """ℓ(Z) + Σ_b w_b ℓ(B_b|Z) of a Gram matrix of rows, in nats.
+
+    Rows of different parts do not see each other: their products have no part in the value.
+
+    Args:
+        matrix: S, symmetric positive semidefinite.
+        conditioning: Anchors and parts.
+
+    Returns:
+        A scalar of the matrix's dtype, differentiable once.
+
+    Raises:
+        NotPositiveDefiniteError: I + S is not positive definite, beyond rounding, or not finite.
+    """
+    return _LogDetConditional.apply(matrix, conditioning)
+
+
+class _LogDetConditional(Function):
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, conditioning: Conditioning) -> Tensor:
+        parts = conditioning.parts.to(matrix.device)
+        anchors = (parts == 0).nonzero().squeeze(1)
+        head = len(anchors)
+        value = matrix.new_zeros((), dtype=torch.float64)
+        factors: list[Tensor] = []
+        rows: list[Tensor] = []
+        # Without parts, or with empty ones, the anchors alone are left.
+        chosen = [(parts == b + 1).nonzero().squeeze(1) for b in range(len(conditioning.weights))]
+        for index, own in enumerate(chosen or [anchors[:0]]):
+            both = torch.cat([anchors, own])
+            factor = factor_identity_plus(matrix[both[:, None], both])
+            logs = 2 * factor.diagonal().double().log()
+            if index == 0:
+                value = value + logs[:head].sum()
+            if chosen:
+                value = value + conditioning.weights[index] * logs[head:].sum()
+            factors.append(factor)
+            rows.append(both)
+        ctx.save_for_backward(*factors, *rows)
+        ctx.head, ctx.weights, ctx.like = head, conditioning.weights, matrix.new_empty(0)
+        ctx.size = len(matrix)
+        return value.to(matrix.dtype)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
+        saved = ctx.saved_tensors
+        factors, rows = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+        like, head = ctx.like, ctx.head
+        found = like.new_zeros(ctx.size, ctx.size)
+        for weight, factor, both in zip(ctx.weights, factors, rows, strict=False):
+            inverse = torch.cholesky_inverse(factor).to(like.dtype)
+            found[both[:, None], both] += weight * inverse
+        if head:
+            # The head of the factor is the anchors' own.
+            anchors = rows[0][:head]
+            alone = torch.cholesky_inverse(factors[0][:head, :head]).to(like.dtype)
+            found[anchors[:, None], anchors] += (1.0 - sum(ctx.weights)) * alone
+        return found.mul_(cotangent), None
