@@ -25,24 +25,24 @@ class AnchoredBlocks:
     """A partition of all rows but the anchors, stratified by their scores.
 
     Attributes:
-        anchors: Rows as n C + d.
+        anchors: Rows as n D + d.
         parts: The blocks, as many of them as the partition has.
         num_data: N.
-        num_outputs: C.
+        num_columns: D, the columns of the root that are not zero for certain.
         num_likelihood: Data that the log likelihood of a block is taken from.
     """
 
     anchors: Int[Tensor, " Z"]
     parts: list[Int[Tensor, " b"]]
     num_data: int
-    num_outputs: int
+    num_columns: int
     num_likelihood: int
 
     @classmethod
     def draw(
         cls,
         anchors: Int[Tensor, " Z"],
-        scores: Float[Tensor, "N C"],
+        scores: Float[Tensor, "N D"],
         num_rows: int,
         num_likelihood: int,
         generator: torch.Generator,
@@ -50,7 +50,7 @@ class AnchoredBlocks:
         """Draw a partition.
 
         Args:
-            anchors: Rows as n C + d.
+            anchors: Rows as n D + d.
             scores: Of every row, by which the strata are made.
             num_rows: Of a block, its anchors included.
             num_likelihood: Data that the log likelihood of a block is taken from.
@@ -83,7 +83,7 @@ class AnchoredBlocks:
         pairs = torch.cat([self.anchors, part])
         labels = torch.cat([torch.zeros_like(self.anchors), torch.ones_like(part)])
         of_likelihood = choose_distinct(self.num_data, self.num_likelihood, generator)
-        data = pairs // self.num_outputs
+        data = pairs // self.num_columns
         indices = torch.cat([data, of_likelihood]).unique()
         position = torch.searchsorted(indices, data)
         # Those with most rows first, and those without any last.
@@ -93,7 +93,7 @@ class AnchoredBlocks:
         rank[order] = torch.arange(len(order))
         position, indices = rank[position], indices[order]
         # Rows and their labels are laid out in the same way.
-        columns = padded_columns(position, pairs % self.num_outputs, len(indices))
+        columns = padded_columns(position, pairs % self.num_columns, len(indices))
         parts = padded_columns(position, labels, len(indices))
         weights = torch.isin(indices, of_likelihood).double() * self.num_data / len(of_likelihood)
         return Block(
@@ -142,7 +142,7 @@ class AnchoredStream:
         source: Source,
         anchoring: Anchoring,
         num_rows: int,
-        prepare: Callable[[], tuple[Int[Tensor, " Z"], Float[Tensor, "N C"]]],
+        prepare: Callable[[], tuple[Int[Tensor, " Z"], Float[Tensor, "N D"]]],
         generator: torch.Generator,
     ) -> None:
         self._source, self._anchoring, self._num_rows = source, anchoring, num_rows
@@ -179,7 +179,7 @@ class AnchoredStream:
         return self._partition(*self._prepare())
 
     def _partition(
-        self, anchors: Int[Tensor, " Z"], scores: Float[Tensor, "N C"]
+        self, anchors: Int[Tensor, " Z"], scores: Float[Tensor, "N D"]
     ) -> Iterator[Block]:
         num_likelihood = self._anchoring.num_likelihood(self._num_rows, len(self._source))
         made = AnchoredBlocks.draw(anchors, scores, self._num_rows, num_likelihood, self._generator)

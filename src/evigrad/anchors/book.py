@@ -73,11 +73,13 @@ class AnchorBook:
         self._look(source, torch.arange(self.memory.num_data))
         self._anchors = None
 
-    def scores(self) -> Float[Tensor, "N C"]:
-        """|R_n[:, d]|² of every row, by the outputs that are known."""
+    def scores(self) -> Float[Tensor, "N D"]:
+        """|R_n[:, d]|² of every row that is not zero for certain, by the outputs that are known."""
+        outputs = self.memory.outputs
+        rank = self._likelihood.root_rank(outputs.shape[1], self._root)
         norms = [
-            self._likelihood.row_norms(part, self._root)
-            for part in self.memory.outputs.to(self._device()).split(_AT_ONCE)
+            self._likelihood.row_norms(part, self._root)[:, :rank]
+            for part in outputs.to(self._device()).split(_AT_ONCE)
         ]
         return torch.cat(norms).cpu()
 
@@ -98,7 +100,7 @@ class AnchorBook:
         self.memory.load_state_dict(state["memory"])
         self._anchors, self._streams = state["anchors"], state["streams"]
 
-    def _prepare(self, source: Source) -> tuple[Int[Tensor, " Z"], Float[Tensor, "N C"]]:
+    def _prepare(self, source: Source) -> tuple[Int[Tensor, " Z"], Float[Tensor, "N D"]]:
         if len(missing := self.memory.missing()):
             self._look(source, missing)
         scores = self.scores()

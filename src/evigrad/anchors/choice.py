@@ -85,7 +85,7 @@ class Anchoring:
 
 def choose(
     anchoring: Anchoring,
-    scores: Float[Tensor, "N C"],
+    scores: Float[Tensor, "N D"],
     count: int,
     generator: torch.Generator,
 ) -> Int[Tensor, " Z"]:
@@ -98,7 +98,7 @@ def choose(
         generator: A CPU generator.
 
     Returns:
-        Rows as n C + d, in ascending order.
+        Rows as n D + d, in ascending order.
     """
     flat = scores.flatten()
     best = flat.argsort(descending=True, stable=True)

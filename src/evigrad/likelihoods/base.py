@@ -197,6 +197,19 @@ class Likelihood(nn.Module, ABC):
         root = torch.where(positive, diagonal, 1.0).sqrt() * positive
         return RootRows(diagonal_rows(f, root, columns))
 
+    def root_rank(self, num_outputs: int, kind: str) -> int:
+        """Columns of a root of Λ that can be other than zero, the first ones.
+
+        Args:
+            num_outputs: C.
+            kind: Of the root, as for ``root``.
+
+        Returns:
+            At most C; less where Λ has a null space whatever the outputs, and the root shows it.
+        """
+        check_root(kind)
+        return num_outputs
+
     def row_norms(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m C"]:
         """|R[:, d]|² of each column of a root of Λ: how much curvature each row can hold.
 

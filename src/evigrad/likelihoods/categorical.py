@@ -82,6 +82,11 @@ class Categorical(Likelihood):
         check_root(kind)
         return RootRows(softmax_rows(f, columns, kind))
 
+    def root_rank(self, num_outputs: int, kind: str) -> int:
+        """C − 1 for orthogonal columns, as Λ 1 = 0; see ``Likelihood.root_rank``."""
+        check_root(kind)
+        return num_outputs - (kind == "eigen")
+
     def row_norms(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m C"]:
         """Closed forms; see ``Likelihood.row_norms``."""
         check_root(kind)
