@@ -29,14 +29,12 @@ class AnchoredBlocks:
         parts: The blocks, as many of them as the partition has.
         num_data: N.
         num_columns: D, the columns of the root that are not zero for certain.
-        num_likelihood: Data that the log likelihood of a block is taken from.
     """
 
     anchors: Int[Tensor, " Z"]
-    parts: list[Int[Tensor, " b"]]
+    parts: list[Int[Tensor, " _"]]
     num_data: int
     num_columns: int
-    num_likelihood: int
 
     @classmethod
     def draw(
@@ -44,7 +42,6 @@ class AnchoredBlocks:
         anchors: Int[Tensor, " Z"],
         scores: Float[Tensor, "N D"],
         num_rows: int,
-        num_likelihood: int,
         generator: torch.Generator,
     ) -> "AnchoredBlocks":
         """Draw a partition.
@@ -53,7 +50,6 @@ class AnchoredBlocks:
             anchors: Rows as n D + d.
             scores: Of every row, by which the strata are made.
             num_rows: Of a block, its anchors included.
-            num_likelihood: Data that the log likelihood of a block is taken from.
             generator: A CPU generator.
 
         Returns:
@@ -67,14 +63,14 @@ class AnchoredBlocks:
         rest = rest[torch.randperm(len(rest), generator=generator)]
         ranked = rest[flat[rest].argsort(descending=True, stable=True)]
         parts = _dealt(ranked, num_rows - len(anchors), generator)
-        return cls(anchors, parts, *scores.shape, num_likelihood)
+        return cls(anchors, parts, *scores.shape)
 
-    def block(self, number: int | None, generator: torch.Generator) -> Block:
+    def block(self, number: int | None, of_likelihood: Int[Tensor, " u"]) -> Block:
         """A block of the anchors and one part.
 
         Args:
             number: Of the part, None for the anchors alone.
-            generator: Draws the data of the log likelihood.
+            of_likelihood: The data that the log likelihood is taken from, drawn uniformly.
 
         Returns:
             The block, without inputs; data with the same number of rows lie together.
@@ -82,7 +78,6 @@ class AnchoredBlocks:
         part = self.anchors[:0] if number is None else self.parts[number]
         pairs = torch.cat([self.anchors, part])
         labels = torch.cat([torch.zeros_like(self.anchors), torch.ones_like(part)])
-        of_likelihood = choose_distinct(self.num_data, self.num_likelihood, generator)
         data = pairs // self.num_columns
         indices = torch.cat([data, of_likelihood]).unique()
         position = torch.searchsorted(indices, data)
@@ -108,7 +103,7 @@ class AnchoredBlocks:
 
 def _dealt(
     ranked: Int[Tensor, " R"], size: int, generator: torch.Generator
-) -> list[Int[Tensor, " b"]]:
+) -> list[Int[Tensor, " _"]]:
     """Parts of at most ``size`` rows with one of each stratum of ranked rows."""
     if not len(ranked):
         return []
@@ -181,10 +176,11 @@ class AnchoredStream:
     def _partition(
         self, anchors: Int[Tensor, " Z"], scores: Float[Tensor, "N D"]
     ) -> Iterator[Block]:
-        num_likelihood = self._anchoring.num_likelihood(self._num_rows, len(self._source))
-        made = AnchoredBlocks.draw(anchors, scores, self._num_rows, num_likelihood, self._generator)
-        order = torch.randperm(len(made.parts), generator=self._generator).tolist()
+        num_data, generator = len(self._source), self._generator
+        num_likelihood = self._anchoring.num_likelihood(self._num_rows, num_data)
+        made = AnchoredBlocks.draw(anchors, scores, self._num_rows, generator)
+        order = torch.randperm(len(made.parts), generator=generator).tolist()
         for number in order or [None]:
-            block = made.block(number, self._generator)
+            block = made.block(number, choose_distinct(num_data, num_likelihood, generator))
             inputs, targets = self._source.fetch(block.indices)
             yield replace(block, inputs=inputs, targets=targets)
