@@ -1,6 +1,7 @@
 """What the benchmarks share: timing, peak memory in a process of its own, tables."""
 
 import csv
+import ctypes
 import gc
 import json
 import math
@@ -56,7 +57,7 @@ class Peak:
     """Peak memory of a block of code, in bytes above what was there before it.
 
     On the CPU it is the resident memory of the process, whose allocator keeps what it once had: one
-    measurement for each process (``in_own_process``).
+    measurement for each process (``in_own_process``), before which it gives back what is free.
     """
 
     def __enter__(self) -> "Peak":
@@ -66,6 +67,7 @@ class Peak:
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
         else:
+            _trim()
             # Linux's way to forget the peak so far, which planning may have set.
             Path("/proc/self/clear_refs").write_text("5")
             self._before = _resident("VmRSS")
@@ -77,6 +79,13 @@ class Peak:
             self.bytes = torch.cuda.max_memory_allocated() - self._before
         else:
             self.bytes = max(0, _resident("VmHWM") - self._before)
+
+
+def _trim() -> None:
+    """Give free memory back to the system, or what follows would seem to need none of its own."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _resident(field: str) -> int:

@@ -96,7 +96,9 @@ def main() -> None:
                 row = {"structure": structure, "way": way, "m": m, "samples": arguments.samples}
                 row |= {"micro_batch": arguments.micro_batch if way == "two-pass" else m}
                 if "failed" in found:
-                    row |= {"MiB": "", "rows_MiB": "", "note": found["failed"]}
+                    out_of_memory = "allocate memory" in found["failed"]
+                    note = "does not fit" if out_of_memory else found["failed"]
+                    row |= {"MiB": "", "rows_MiB": "", "note": note}
                 else:
                     held = 4 * m * found["weights"] / MIB if structure == "ntk" else 0.0
                     row |= {"MiB": f"{found['bytes'] / MIB:.0f}", "rows_MiB": f"{held:.0f}"}
