@@ -185,7 +185,7 @@ def test_all_draws_have_the_value_and_the_gradient_of_the_bound_for_their_mean(
     columns = Categorical().root_rank(OUTPUTS, root)
     pairs = [(n, d) for n in range(N) for d in range(columns)]
     order = torch.randperm(len(pairs), generator=generator)
-    anchors, parts = order[:3], [p for p in order[3:].split(2)]
+    anchors, parts = order[:3], list(order[3:].split(2))
     blocks = AnchoredBlocks(anchors, parts, N, columns)
     parameters = evidence.hyperparameters()
     names = [n for n in parameters if learned == "all" or n.startswith("prior.")]
