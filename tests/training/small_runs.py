@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.errors import EvigradWarning
-from evigrad.invariances import AdditiveNoise, Averaged, InputScale, Transform
+from evigrad.invariances import Averaged, InputScale, Transform
 from evigrad.training import FitResult, fit
 
 SMALL: dict[str, Any] = {
@@ -41,6 +41,13 @@ class Jitter(Transform):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(0.3))
 
+    @property
+    def ranges(self) -> Tensor:
+        return self.scale[None]
+
+    def named_ranges(self) -> dict[str, float]:
+        return {"scale": self.scale.item()}
+
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
         return torch.randn(n, 4, generator=generator)
 
@@ -69,10 +76,6 @@ def averaged(seed: int = 0) -> nn.Module:
     return Averaged(net(seed), Jitter(), num_samples=3)
 
 
-def jittered(seed: int = 0) -> nn.Module:
-    return Averaged(net(seed), AdditiveNoise((4,), 0.3), num_samples=2)
-
-
 # Name → how to make the network from a seed, and what differs in the settings.
 CASES: dict[str, tuple[Callable[[int], nn.Module], dict[str, Any]]] = {
     "map": (net, {"estimator": None}),
@@ -90,7 +93,7 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], dict[str, Any]]] = {
         averaged,
         {"hyperparameters": ["invariance"], "every": 3, "hyper_every": 1, "hyper_steps": 1},
     ),
-    "Augerino": (jittered, {"estimator": "augerino"}),
+    "Augerino": (averaged, {"estimator": "augerino"}),
     "automatic subset": (net, {"estimator": "ntk-auto-1", "memory_budget": "40kB"}),
     "automatic choices": (
         lambda seed: nn.Sequential(InputScale(4), net(seed)),

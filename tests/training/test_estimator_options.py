@@ -87,5 +87,8 @@ def test_what_does_not_fit(given, words):
 def test_a_budget_is_for_automatic_choices_and_baselines_make_none():
     budget = {"memory_budget": "1MB"}
     for name in ("ntk-auto-1", "map", "augerino", None):
+        # Taken note of where the subset is chosen; an evidence has nothing to choose by it.
         found = estimator_options(GIVEN | budget | {"estimator": name})
+        assert found["memory_budget"] is None
+        found = estimator_options(GIVEN | budget | {"estimator": name, "micro_batch": "auto"})
         assert found["memory_budget"] == 10**6

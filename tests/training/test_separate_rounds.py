@@ -164,11 +164,32 @@ def test_kept_passes_serve_the_prior_beside_learned_ranges(images, monkeypatch):
         prepared(images, prior_blocks=1, hyper_every=None, hyper_steps=None)
 
 
+class Gated(nn.Module):
+    """A hyperparameter of the forward pass, and nothing drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.gate = (
+            nn.Sequential(nn.Flatten(), nn.Linear(49, 3)),
+            nn.Parameter(torch.tensor(0.5)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x * self.gate)
+
+
 def test_full_batch_rounds_pass_once_for_the_prior(images, monkeypatch):
-    loop = prepared(images, estimator="kfac-N-C", steps=4)
+    loop = prepared(images, Gated(), estimator="kfac-N-C", steps=4, hyperparameters=["gate"])
     calls = record_calls(loop, monkeypatch)
     loop.learn(2)
     assert calls == [("collect", {"prior"})] + [("backward", {"model"})] * 3
+
+
+def test_full_batch_rounds_of_a_model_that_draws_see_other_draws_in_each_step(images, monkeypatch):
+    loop = prepared(images, estimator="kfac-N-C", steps=4)
+    calls = record_calls(loop, monkeypatch)
+    loop.learn(2)
+    assert calls == [("backward", {"prior"})] * 4 + [("backward", {"model"})] * 3
 
 
 @pytest.mark.parametrize("estimator", ["kfac-N-C", "kfac-N-1", "ntk-N-1"])

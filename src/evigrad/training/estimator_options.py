@@ -81,6 +81,8 @@ def estimator_options(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigurationError(
                 f"rows_device '{given['rows_device']}' does not exist: say cpu, or leave it away."
             ) from error
+    if options["micro_batch"] != "auto":
+        options["memory_budget"] = None  # an automatic subset's, of which an evidence has a number
     return options
 
 
