@@ -39,7 +39,7 @@ class Collected:
         prepared: The structure that the statistic belongs to.
         log_likelihood: (1/T) log p(D|w,h), scaled to the whole data set, in nats.
         statistic: Of the structure.
-        scale: What the statistic's log-determinant is multiplied with.
+        block: That was passed over, without its data.
         splits_outputs: Whether the block holds some of a datum's rows only.
         outputs: Micro-batches without inputs, with their outputs: what the likelihood's own
             hyperparameters need. Kept on demand.
@@ -51,7 +51,7 @@ class Collected:
     prepared: Prepared
     log_likelihood: Tensor
     statistic: Any
-    scale: float
+    block: Block
     splits_outputs: bool
     outputs: Sequence[tuple[Chunk, Tensor]] = ()
     follows: frozenset[str] = frozenset()
@@ -180,11 +180,13 @@ class Assembly:
         block, structure = task.block, task.prepared.structure
         if block.parts is not None and block.columns is not None:
             parts = block.parts[block.columns >= 0]
-            statistic = structure.condition(statistic, Conditioning(parts, block.part_weights))
+            conditioning = Conditioning(parts, block.part_weights, block.entropies)
+            statistic = structure.condition(statistic, conditioning)
         if condense:
             statistic = structure.condense(statistic)
         splits = block.columns is not None and _splits(block.columns, task.prepared.partition)
-        return Collected(self, task.prepared, log_likelihood, statistic, block.scale, splits, kept)
+        made = replace(block, inputs=None, targets=None)
+        return Collected(self, task.prepared, log_likelihood, statistic, made, splits, kept)
 
     def terms(self, collected: Collected) -> Terms:
         """The data-dependent parts of the log evidence, under the present prior.
@@ -202,7 +204,7 @@ class Assembly:
             parts = [self._log_likelihood(f, chunk) for chunk, f in collected.outputs]
             log_likelihood = torch.stack(parts).sum()
         log_det = structure.log_det(statistic, precisions)
-        return Terms(log_likelihood, collected.scale * log_det, self.is_bound(collected))
+        return Terms(log_likelihood, collected.block.scale * log_det, self.is_bound(collected))
 
     def is_bound(self, collected: Collected) -> bool:
         """Whether the expectation of the log-determinant is at least ℓ(I)."""

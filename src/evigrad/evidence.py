@@ -39,6 +39,7 @@ from evigrad.likelihoods import Likelihood
 from evigrad.micro_batches import PEAK_FACTOR
 from evigrad.modes import warn_of_normalisation
 from evigrad.parameters import check_unchanged, held_constant, select, trainable
+from evigrad.partitions import Block
 from evigrad.passes import Task
 from evigrad.preparation import PROBE_SIZE, Settings
 from evigrad.priors import GaussianPrior
@@ -231,7 +232,9 @@ class Evidence:
             kept = self._kept(x, ())
             if kept is None:
                 kept = [self._assembly.collect(self._task(x, y, ()), False, condense=True)]
-            return of_kept(self._assembly, kept, ())[0]
+            estimate, _ = of_kept(self._assembly, kept, ())
+        self._observe(kept)
+        return estimate
 
     def backward(
         self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
@@ -276,6 +279,7 @@ class Evidence:
                 with held_constant(others):
                     estimate, gradients = of_data(self._assembly, task, learnable)
         check_gradients(learnable, gradients)
+        self._observe(kept or [x])
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
@@ -360,6 +364,13 @@ class Evidence:
         if kept is not None:
             check_unchanged(self.model, self._weights, self._model_hyperparameters)
         return kept
+
+    def _observe(self, evaluated: Iterable[Any]) -> None:
+        """Learn from anchored blocks what to expect of the next ones."""
+        for each in evaluated if self._anchors is not None else ():
+            block = each.block if isinstance(each, Collected) else each
+            if self._anchors is not None and isinstance(block, Block):
+                self._anchors.observe(block)
 
     def _task(self, x: Data, y: Tensor | None, learned: Collection[str]) -> Task:
         """What was given, all of it checked before anything is drawn."""

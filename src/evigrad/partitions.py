@@ -12,7 +12,7 @@ l(I) (lower bounds of the evidence):
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, product
 from math import lgamma, log
@@ -49,6 +49,8 @@ class Block:
             of part B_b, and -1 where there is none; ``None`` elsewhere.
         part_weights: Of an anchored block, w_b of each part: the log-determinant of all rows is
             estimated by ℓ(Z) + Σ_b w_b ℓ(B_b|Z), and `scale` is 1.
+        expected: Of an anchored block, what was expected of each ℓ(B_b|Z) when it was drawn.
+        entropies: Of an anchored block that was evaluated, ℓ(Z) and each ℓ(B_b|Z), in nats.
     """
 
     indices: Int[Tensor, " m"]
@@ -59,6 +61,8 @@ class Block:
     targets: Tensor | None = None
     parts: Int[Tensor, "m k"] | None = None
     part_weights: tuple[float, ...] = ()
+    expected: tuple[float, ...] = ()
+    entropies: list[float] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int | None:

@@ -52,8 +52,14 @@ def anchored(
     )
 
 
-def value(evidence: Evidence, blocks: AnchoredBlocks, data: Any, number: int | None) -> float:
-    block = blocks.block(number, torch.arange(blocks.num_data))
+def value(
+    evidence: Evidence,
+    blocks: AnchoredBlocks,
+    data: Any,
+    number: int | None,
+    probability: float = 1.0,
+) -> float:
+    block = blocks.block(number, torch.arange(blocks.num_data), probability)
     return evidence.estimate(with_data(block, data)).log_det
 
 
@@ -100,9 +106,12 @@ def test_a_bound_whatever_the_anchors_and_the_partition(
     room = SLACK * (1.0 + abs(true))
     of_anchors = value(evidence, blocks, pair, None) if len(anchors) else 0.0
     assert of_anchors <= true + room
-    # The mean over the blocks is the sum of their shares.
-    drawn = [value(evidence, blocks, pair, m) for m in range(len(parts))]
-    mean = sum(drawn) / len(drawn) if drawn else of_anchors
+    # The mean over the blocks is the sum of their shares, whatever their probabilities.
+    weights = data.draw(st.lists(st.floats(0.1, 1.0), min_size=len(parts), max_size=len(parts)))
+    chances = [weight / sum(weights) for weight in weights]
+    mean = of_anchors
+    if parts:
+        mean = sum(p * value(evidence, blocks, pair, m, p) for m, p in enumerate(chances))
     assert mean >= true - room
     if not parts or len(parts) == 1:
         assert mean == pytest.approx(true, abs=room, rel=1e-9)
@@ -189,23 +198,27 @@ def test_all_draws_have_the_value_and_the_gradient_of_the_bound_for_their_mean(
     blocks = AnchoredBlocks(anchors, parts, N, columns)
     parameters = evidence.hyperparameters()
     names = [n for n in parameters if learned == "all" or n.startswith("prior.")]
-    values = []
-    draws = [
-        (number, torch.tensor(chosen))
-        for number in range(len(parts))
-        for chosen in combinations(range(N), 2)
-    ]
-    for number, chosen in draws:
-        block = with_data(blocks.block(number, chosen), data)
-        values.append(evidence.backward(block, wrt=names).log_evidence)
+    subsets = [torch.tensor(chosen) for chosen in combinations(range(N), 2)]
+    # Probabilities are what a block's values and gradients are weighted with in the mean.
+    chances = torch.arange(1, len(parts) + 1, dtype=torch.float64)
+    chances /= chances.sum()
+    mean = 0.0
+    found = {name: torch.zeros_like(parameters[name]) for name in names}
+    for number, chance in enumerate(chances.tolist()):
+        for chosen in subsets:
+            block = with_data(blocks.block(number, chosen, chance), data)
+            estimate = evidence.backward(block, wrt=names)
+            mean += chance / len(subsets) * estimate.log_evidence
+            for name in names:
+                gradient, parameters[name].grad = parameters[name].grad, None
+                assert gradient is not None
+                found[name] += chance / len(subsets) * gradient
     rows = [[pairs[i] for i in part.tolist()] for part in (anchors, *parts)]
     expected = dense(evidence, rows, data, root)
     wanted = torch.autograd.grad(expected, [parameters[n] for n in names])
-    assert -sum(values) / len(values) / N == pytest.approx(float(expected.detach()), rel=1e-10)
+    assert -mean / N == pytest.approx(float(expected.detach()), rel=1e-10)
     for name, gradient in zip(names, wanted, strict=True):
-        found = parameters[name].grad
-        assert found is not None
-        torch.testing.assert_close(found / len(draws), gradient, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
 
 
 @given(
@@ -229,7 +242,7 @@ def test_every_row_is_an_anchor_or_in_one_block(
     assert all(0 < len(part) <= num_rows - len(anchors) for part in blocks.parts)
     for number, part in enumerate(blocks.parts):
         chosen = torch.randperm(num_data, generator=generator)[:1]
-        block = blocks.block(number, chosen)
+        block = blocks.block(number, chosen, 0.25)
         assert block.columns is not None
         assert block.parts is not None
         present = block.columns >= 0
@@ -237,7 +250,7 @@ def test_every_row_is_an_anchor_or_in_one_block(
         labels = block.parts[present]
         assert sorted(rows[labels == 0].tolist()) == sorted(anchors.tolist())
         assert sorted(rows[labels == 1].tolist()) == sorted(part.tolist())
-        assert block.part_weights == (float(len(blocks.parts)),)
+        assert block.part_weights == (4.0,)
         assert block.likelihood_weights.sum() == num_data
         assert block.likelihood_weights[block.indices == chosen] == num_data
         # Data with as many rows lie together and go through the network without padding.

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from evigrad.anchors.blocks import AnchoredStream
 from evigrad.anchors.choice import Anchoring, choose
+from evigrad.anchors.masses import Masses
 from evigrad.anchors.outputs import OutputMemory
 from evigrad.likelihoods import Likelihood
+from evigrad.partitions import Block
 from evigrad.sources import Source
 
 # Data whose outputs or scores are computed at once, where nobody has seen them yet.
@@ -46,6 +48,7 @@ class AnchorBook:
         self._likelihood, self._forward, self._generator = likelihood, forward, generator
         self._anchors: Int[Tensor, " Z"] | None = None
         self._streams = 0  # begun since the last choice
+        self._masses = Masses()
 
     def stream(self, source: Source) -> AnchoredStream:
         """The blocks of a data set.
@@ -61,8 +64,25 @@ class AnchorBook:
             self.anchoring,
             self._num_rows,
             lambda: self._prepare(source),
+            self._masses,
             self._generator,
         )
+
+    def observe(self, block: Block) -> None:
+        """Learn from an evaluated block what to expect of others.
+
+        Args:
+            block: One of the stream's, with its entropies.
+        """
+        if block.columns is None or block.parts is None or len(block.entropies) < 2:
+            return
+        for part, (expected, seen) in enumerate(
+            zip(block.expected, block.entropies[1:], strict=True), start=1
+        ):
+            rows = block.columns[block.parts == part]
+            # Rows of a part are of one column, or of some that are taken together.
+            if len(rows):
+                self._masses.observe(int(rows.min()), expected, seen)
 
     def refresh_outputs(self, source: Source) -> None:
         """Pass all data through the network, for scores of its present weights.
@@ -89,6 +109,7 @@ class AnchorBook:
             "memory": self.memory.state_dict(),
             "anchors": self._anchors,
             "streams": self._streams,
+            "masses": self._masses.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -99,6 +120,7 @@ class AnchorBook:
         """
         self.memory.load_state_dict(state["memory"])
         self._anchors, self._streams = state["anchors"], state["streams"]
+        self._masses.load_state_dict(state["masses"])
 
     def _prepare(self, source: Source) -> tuple[Int[Tensor, " Z"], Float[Tensor, "N D"]]:
         if len(missing := self.memory.missing()):

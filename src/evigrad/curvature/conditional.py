@@ -4,7 +4,7 @@
 both: the logarithms of its diagonal add up to ℓ(Z) over its head and to ℓ(B|Z) over its tail.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,10 +23,12 @@ class Conditioning:
         parts: For each row, in the order in which rows are accumulated, 0 for an anchor and b for
             part B_b.
         weights: Of the parts, w_1, w_2, …; one over the probability that the part was drawn with.
+        entropies: Filled by each evaluation with ℓ(Z), ℓ(B_1|Z), …
     """
 
     parts: Int[Tensor, " R"]
     weights: tuple[float, ...]
+    entropies: list[float] = field(default_factory=list)
 
 
 def log_det_conditional(
@@ -55,7 +57,7 @@ class _LogDetConditional(Function):
         parts = conditioning.parts.to(matrix.device)
         anchors = (parts == 0).nonzero().squeeze(1)
         head = len(anchors)
-        value = matrix.new_zeros((), dtype=torch.float64)
+        entropies: list[Tensor] = []
         factors: list[Tensor] = []
         rows: list[Tensor] = []
         # Without parts, or with empty ones, the anchors alone are left.
@@ -65,15 +67,18 @@ class _LogDetConditional(Function):
             factor = factor_identity_plus(matrix[both[:, None], both])
             logs = 2 * factor.diagonal().double().log()
             if index == 0:
-                value = value + logs[:head].sum()
+                entropies.append(logs[:head].sum())
             if chosen:
-                value = value + conditioning.weights[index] * logs[head:].sum()
+                entropies.append(logs[head:].sum())
             factors.append(factor)
             rows.append(both)
         ctx.save_for_backward(*factors, *rows)
         ctx.head, ctx.weights, ctx.like = head, conditioning.weights, matrix.new_empty(0)
         ctx.size = len(matrix)
-        return value.to(matrix.dtype)
+        weights = torch.tensor([1.0, *conditioning.weights], dtype=torch.float64)
+        found = torch.stack(entropies)
+        conditioning.entropies[:] = found.tolist()
+        return (weights.to(found) @ found).to(matrix.dtype)
 
     @staticmethod
     @first_order_only

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice, repeat
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -214,7 +214,7 @@ class Loop:
             count = 1
         if count is None:
             return blocks.take(schedule.steps), False
-        kept = [self.evidence.collect(block, wrt=names) for block in islice(blocks.epoch(), count)]
+        kept = [self.evidence.collect(block, wrt=names) for block in blocks.take(count)]
         return repeat(kept, schedule.steps), True
 
     def _can_keep_passes(self, names: list[str]) -> bool:
