@@ -1,5 +1,6 @@
 """The log evidence of a network and its gradient in the hyperparameters (Algorithm 1)."""
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from evigrad.checks import (
 )
 from evigrad.curvature import ParameterPartition, partition_names
 from evigrad.descriptions import ParameterReport, parameter_reports
-from evigrad.errors import ConfigurationError, InputError
+from evigrad.errors import ConfigurationError, EvigradWarning, InputError
 from evigrad.estimate import Estimate
 from evigrad.estimators import EstimatorSpec
 from evigrad.gradient import needs_two_passes, of_data, of_kept
@@ -381,6 +382,72 @@ class Evidence:
         return self._assembly.task(
             request.prepared, request.batches, request.block, condensed=not keeps_rows
         )
+
+    # ------------------------------------------------------------ other views of the same model
+
+    def with_estimator(self, estimator: str, **changes: Any) -> "Evidence":
+        """The same model, likelihood and prior, which are shared, under another estimator.
+
+        Args:
+            estimator: Its name.
+            **changes: Other keywords of ``Evidence`` than they are here; ``root``, ``sharing``,
+                ``parameter_partition`` and what concerns rows have their defaults.
+
+        Returns:
+            Another evidence.
+
+        Raises:
+            ConfigurationError: If a name or a value does not exist or does not fit.
+        """
+        settings = self._assembly.settings
+        kept = {
+            "temperature": self.temperature,
+            "micro_batch": settings.micro_batch,
+            "memory_budget": settings.memory_budget,
+            "gram_dtype": settings.gram_dtype,
+            "autocast": settings.autocast,
+        }
+        given = kept | {name: value for name, value in changes.items() if value is not None}
+        with warnings.catch_warnings():
+            # What it says about the model was said when this evidence was made.
+            warnings.simplefilter("ignore", EvigradWarning)
+            return Evidence(
+                self.model,
+                self.likelihood,
+                self.prior,
+                estimator=estimator,
+                num_data=self.num_data,
+                hyperparameters=list(self._model_hyperparameters),
+                **given,
+            )
+
+    def num_outputs(self, x: Tensor) -> int:
+        """C, the outputs of the model.
+
+        Args:
+            x: Some inputs.
+
+        Returns:
+            The number.
+        """
+        check_inputs(x, self._assembly.device)
+        return self._assembly.prepare(x).partition.num_outputs
+
+    def refresh_anchors(self, data: Any) -> float:
+        """Choose anchors anew, by the outputs of the present weights for all the data.
+
+        Args:
+            data: As for ``blocks``.
+
+        Returns:
+            (1/T) log p(D|w,h) of all the data, in nats, which is in the outputs too.
+
+        Raises:
+            ConfigurationError: If the estimator has no anchors.
+        """
+        if self._anchors is None:
+            raise ConfigurationError(f"{self.spec.name} has no anchors.")
+        return self._anchors.refresh(as_source(data)) / self.temperature
 
     # ------------------------------------------------------------ telling and keeping
 

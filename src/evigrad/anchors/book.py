@@ -11,6 +11,7 @@ from evigrad.anchors.blocks import AnchoredStream
 from evigrad.anchors.choice import Anchoring, choose
 from evigrad.anchors.masses import Masses
 from evigrad.anchors.outputs import OutputMemory
+from evigrad.checks import log_probabilities
 from evigrad.likelihoods import Likelihood
 from evigrad.partitions import Block
 from evigrad.sources import Source
@@ -84,14 +85,17 @@ class AnchorBook:
             if len(rows):
                 self._masses.observe(int(rows.min()), expected, seen)
 
-    def refresh_outputs(self, source: Source) -> None:
-        """Pass all data through the network, for scores of its present weights.
+    def refresh(self, source: Source) -> float:
+        """Pass all data through the network, and choose anchors anew by its present outputs.
 
         Args:
             source: The data.
+
+        Returns:
+            log p(D|w,h) of all the data, in nats.
         """
-        self._look(source, torch.arange(self.memory.num_data))
         self._anchors = None
+        return self._look(source, torch.arange(self.memory.num_data))
 
     def scores(self) -> Float[Tensor, "N D"]:
         """|R_n[:, d]|² of every row that is not zero for certain, by the outputs that are known."""
@@ -136,10 +140,14 @@ class AnchorBook:
         self._streams += 1
         return self._anchors, scores
 
-    def _look(self, source: Source, indices: Int[Tensor, " n"]) -> None:
+    def _look(self, source: Source, indices: Int[Tensor, " n"]) -> float:
+        total = 0.0
         for part in indices.split(_AT_ONCE):
-            inputs, _ = source.fetch(part)
-            self.memory.update(part, self._forward(inputs))
+            x, y = source.fetch(part)
+            f = self._forward(x)
+            self.memory.update(part, f)
+            total += float(log_probabilities(self._likelihood, f, y).detach().double().sum())
+        return total
 
     def _device(self) -> torch.device:
         parameters = [*self._likelihood.parameters(), *self._likelihood.buffers()]
