@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,9 @@ from evigrad.preparation import PROBE_SIZE, Settings
 from evigrad.priors import GaussianPrior
 from evigrad.sources import as_source
 from evigrad.streams import BlockStream
+
+if TYPE_CHECKING:
+    from evigrad.bracket import Bracket
 
 
 class Evidence:
@@ -420,6 +423,21 @@ class Evidence:
                 hyperparameters=list(self._model_hyperparameters),
                 **given,
             )
+
+    def bracket(self, data: Any, *, rows: int = 1000, **options: Any) -> "Bracket":
+        """Bounds on the exact log evidence, whatever the estimator: see ``evigrad.bracket``.
+
+        Args:
+            data: All N training data.
+            rows: Of a block: more of them bring the bounds together.
+            **options: Other keywords of ``evigrad.bracket.bracket``.
+
+        Returns:
+            A lower and an upper bound, the lower one with its standard error.
+        """
+        from evigrad.bracket import bracket  # which is made of evidences
+
+        return bracket(self, data, rows=rows, **options)
 
     def num_outputs(self, x: Tensor) -> int:
         """C, the outputs of the model.
