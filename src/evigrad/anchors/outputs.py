@@ -25,11 +25,11 @@ class OutputMemory:
         self._outputs: Float[Tensor, "N C"] | None = None
         self._seen: Bool[Tensor, " N"] = torch.zeros(num_data, dtype=torch.bool)
 
-    def update(self, indices: Int[Tensor, " m"], f: Float[Tensor, "m C"]) -> None:
+    def update(self, indices: Tensor, f: Float[Tensor, "m C"]) -> None:
         """Take note of outputs.
 
         Args:
-            indices: Positions of the data in the data set.
+            indices: Positions (m,) of the data in the data set.
             f: Their outputs; no graph is kept.
 
         Raises:

@@ -67,6 +67,10 @@ def fit(
     rows_dtype: torch.dtype | str | None = None,
     rows_device: torch.device | str | None = None,
     autocast: torch.dtype | str | None = None,
+    anchor_share: float = 0.75,
+    anchor_choice: str = "score",
+    anchor_refresh: int = 1,
+    anchor_likelihood: int | None = None,
     test: Any = None,
     eval_every: int = 0,
     seed: int = 0,
@@ -153,6 +157,12 @@ def fit(
             are.
         autocast: Type of mixed-precision passes, as bfloat16; kernels and factors keep theirs.
             Default: none.
+        anchor_share: Part of the rows of an anchored estimator that are anchors.
+        anchor_choice: Which rows become anchors: score for those of the data that the network is
+            unsure of, random for any.
+        anchor_refresh: Rounds from one choice of anchors to the next.
+        anchor_likelihood: Data that the log likelihood of an anchored estimate is taken from.
+            Default: half as many as rows.
         test: Test data, like ``train``.
         eval_every: Epochs between evaluations on training and test data; 0 is only at the end.
         seed: Seed of everything random in training.
@@ -216,6 +226,10 @@ def fit(
         rows_dtype=rows_dtype,
         rows_device=rows_device,
         autocast=autocast,
+        anchor_share=anchor_share,
+        anchor_choice=anchor_choice,
+        anchor_refresh=anchor_refresh,
+        anchor_likelihood=anchor_likelihood,
         eval_every=eval_every,
         checkpoint_every=checkpoint_every,
         seed=seed,

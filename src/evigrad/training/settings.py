@@ -61,6 +61,10 @@ class Settings:
     rows_dtype: torch.dtype | str | None
     rows_device: torch.device | str | None
     autocast: torch.dtype | str | None
+    anchor_share: float
+    anchor_choice: str
+    anchor_refresh: int
+    anchor_likelihood: int | None
     eval_every: int
     checkpoint_every: int | None
     seed: int
