@@ -19,6 +19,7 @@ import torch
 from evigrad.anchors import Anchoring
 from evigrad.checks import check_count
 from evigrad.errors import ConfigurationError
+from evigrad.estimators import EstimatorSpec
 from evigrad.evidence import Evidence
 from evigrad.preparation import PROBE_SIZE
 from evigrad.sources import as_source
@@ -96,10 +97,7 @@ def bracket(
     check_count("rows", rows)
     if blocks is not None:
         check_count("blocks", blocks)
-    if evidence.spec.curvature != "ggn":
-        raise ConfigurationError(
-            f"{evidence.spec.name}: the bounds are on the evidence of the GGN, which this is not."
-        )
+    check_bracket(evidence.spec)
     source = as_source(data)
     x, _ = source.fetch(torch.arange(min(PROBE_SIZE, len(source))))
     rows = min(rows, len(source) * evidence.num_outputs(x))
@@ -137,3 +135,19 @@ def bracket(
         blocks=count,
         seconds=time.perf_counter() - start,
     )
+
+
+def check_bracket(spec: EstimatorSpec) -> None:
+    """Refuse an estimator of another number than the bounds are on.
+
+    Args:
+        spec: The estimator.
+
+    Raises:
+        ConfigurationError: If its curvature is not the GGN.
+    """
+    if spec.curvature != "ggn":
+        raise ConfigurationError(
+            f"{spec.name}: the bounds of a bracket are on the evidence of the GGN, and this one has"
+            f" the curvature '{spec.curvature}'."
+        )

@@ -92,6 +92,7 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], dict[str, Any]]] = {
         averaged,
         {"estimator": "ntk-20-rows-anchored", "hyperparameters": ["invariance"], "every": 1},
     ),
+    "bounds": (net, {"bracket_every": 2, "bracket_rows": 24}),
     "momentum": (net, {"optimizer": "sgd", "momentum": 0.8}),
     "learned model": (averaged, {"hyperparameters": ["invariance"], "estimator": "kfac-20-1"}),
     "separate rounds": (

@@ -99,6 +99,8 @@ FIT_TYPES: dict[str, Any] = {
     "anchor_choice": Literal["score", "random"],
     "anchor_refresh": int,
     "anchor_likelihood": int | None,
+    "bracket_every": int,
+    "bracket_rows": int,
     "eval_every": int,
     "checkpoint_every": int | None,
     "progress": bool,
@@ -146,7 +148,7 @@ def make_parser() -> Parser:
     options.add_group("anchors", fit, ANCHOR_OPTIONS, FIT_TYPES)
     options.add_group("interrupted runs", resumed_configuration, ("resume",), RESUME_TYPES)
     options.add_group("results", report, tuple(_OWN_TYPES), _OWN_TYPES)
-    recorded = ("eval_every", "checkpoint_every", "progress")
+    recorded = ("eval_every", "bracket_every", "bracket_rows", "checkpoint_every", "progress")
     options.add_group("record", fit, recorded, FIT_TYPES)
     options.add_group("machine", set_up, MACHINE, SETUP_TYPES)
     return parser

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evigrad.bracket import check_bracket
 from evigrad.checks import called, check_inputs, check_outputs, log_probabilities
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
@@ -73,6 +74,8 @@ def fit(
     anchor_likelihood: int | None = None,
     test: Any = None,
     eval_every: int = 0,
+    bracket_every: int = 0,
+    bracket_rows: int = 400,
     seed: int = 0,
     device: str | torch.device | None = None,
     run_dir: str | Path | RunDirectory | None = None,
@@ -165,6 +168,9 @@ def fit(
             Default: half as many as rows.
         test: Test data, like ``train``.
         eval_every: Epochs between evaluations on training and test data; 0 is only at the end.
+        bracket_every: Epochs between bounds, lower and upper, on the exact log evidence; 0 is none.
+        bracket_rows: Rows of the kernel that these bounds may take at once: more of them bring the
+            bounds together.
         seed: Seed of everything random in training.
         device: Where to train, as cpu or cuda. Default: where the model is.
         run_dir: Folder for configuration, metrics (one row for each epoch, as they come) and
@@ -231,6 +237,8 @@ def fit(
         anchor_refresh=anchor_refresh,
         anchor_likelihood=anchor_likelihood,
         eval_every=eval_every,
+        bracket_every=bracket_every,
+        bracket_rows=bracket_rows,
         checkpoint_every=checkpoint_every,
         seed=seed,
     )
@@ -277,6 +285,8 @@ def prepare(
     if is_automatic(settings.estimator):
         settings = with_largest_subset(settings, evidence, x, y)
         evidence = _make_evidence(model, len(x), settings)
+    if settings.bracket_every:
+        check_bracket(evidence.spec)
     if settings.baseline is None:
         _check_learnable(evidence)
         evidence.blocks((x, y))  # raises now what the first round would, epochs later
