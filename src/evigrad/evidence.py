@@ -208,7 +208,7 @@ class Evidence:
             self.likelihood.validate(f.shape, y)
             log_prob = log_probabilities(self.likelihood, f, y, alone=False)
         if indices is not None and self._anchors is not None:
-            self._anchors.memory.update(indices, f)
+            self._anchors.note(indices, f)
         with torch.no_grad():
             precisions = self.prior.precisions()
         decay = sum((precisions[name] * w.square()).sum() for name, w in self._weights.items())

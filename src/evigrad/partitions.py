@@ -50,6 +50,7 @@ class Block:
         part_weights: Of an anchored block, w_b of each part: the log-determinant of all rows is
             estimated by ℓ(Z) + Σ_b w_b ℓ(B_b|Z), and `scale` is 1.
         expected: Of an anchored block, what was expected of each ℓ(B_b|Z) when it was drawn.
+        part_keys: Of an anchored block, what tells which parts are alike.
         entropies: Of an anchored block that was evaluated, ℓ(Z) and each ℓ(B_b|Z), in nats.
     """
 
@@ -62,6 +63,7 @@ class Block:
     parts: Int[Tensor, "m k"] | None = None
     part_weights: tuple[float, ...] = ()
     expected: tuple[float, ...] = ()
+    part_keys: tuple[int, ...] = ()
     entropies: list[float] = field(default_factory=list)
 
     @property

@@ -1,24 +1,33 @@
 """What is expected of blocks, and how often they are drawn."""
 
+import math
+
 import pytest
 import torch
 
+from evigrad.anchors import AnchoredBlocks, Scores
 from evigrad.anchors.masses import FLOOR, Masses, probabilities
 
-PARTS = [torch.tensor([0, 3]), torch.tensor([6, 9]), torch.tensor([1, 4])]  # columns 0, 0, 1 of 3
-ANCHORS = torch.tensor([12])
-SCORES = torch.full((5, 3), 0.1)
-SCORES[4, 0] = 0.5
+KEYS = [0, 0, 1]
+GUESSES = torch.tensor([0.5, 0.5, 0.5], dtype=torch.float64)
 
 
 def expected(masses: Masses) -> torch.Tensor:
-    return masses.expected(PARTS, masses.guesses(PARTS, ANCHORS, SCORES), 3)
+    return masses.expected(KEYS, GUESSES)
 
 
 def test_guesses_are_of_the_scores_over_the_least_anchors():
-    guesses = Masses().guesses(PARTS, ANCHORS, SCORES)
-    wanted = 2 * torch.log1p(torch.tensor(0.1, dtype=torch.float64) / 0.5)
-    torch.testing.assert_close(guesses, wanted.expand(3), rtol=1e-6, atol=0)
+    head = torch.full((5, 3), 0.1)
+    head[4, 0] = 0.5
+    scores = Scores(head, torch.full((5,), 0.02), 4)
+    made = AnchoredBlocks.draw(torch.tensor([12]), scores, 3, torch.Generator().manual_seed(0))
+    wanted = [len(part) * math.log1p(0.1 / 0.5) for part in made.parts]
+    # The tail as a whole: four columns of each of five data.
+    wanted.append(5 * 4 * math.log1p(0.005 / 0.5))
+    assert made.guesses.tolist() == pytest.approx(wanted, rel=1e-6)
+    assert made.tail is not None
+    assert made.keys[-1] == 3
+    assert made.num_blocks == len(made.parts) + 10
 
 
 def test_what_was_seen_of_a_column_is_expected_of_its_other_blocks():

@@ -14,8 +14,15 @@ from torch import Tensor, nn
 from zoo import OUTPUTS
 
 from evigrad import Evidence
-from evigrad.anchors import AnchoredBlocks, Anchoring
-from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from evigrad.anchors import AnchoredBlocks, Anchoring, Scores
+from evigrad.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Likelihood,
+    categorical,
+    roots,
+)
 from evigrad.partitions import Block
 from evigrad.priors import GaussianPrior
 
@@ -122,6 +129,73 @@ def test_a_bound_whatever_the_anchors_and_the_partition(
     assert mean <= of_anchors + sum(alone) + room
 
 
+@given(
+    num_data=st.integers(2, 5),
+    seed=st.integers(0, 10**6),
+    gain=st.floats(0.1, 6.0),
+    num_rows=st.integers(1, 36),
+)
+@settings(max_examples=25)
+def test_a_bound_of_many_classes_whose_unlikely_ones_are_drawn(
+    num_data: int, seed: int, gain: float, num_rows: int
+) -> None:
+    """All blocks of a partition, those of the tail included, with an eigen root of two classes."""
+    classes, num_rows = 7, min(num_rows, 7 * num_data)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, classes)).double()
+        with torch.no_grad():
+            for w in model.parameters():
+                w.mul_(gain)
+        pair = torch.randn(num_data, 2).double(), torch.randint(classes, (num_data,))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (roots, categorical):
+            patch.setattr(module, "TOP_CLASSES", 2)
+        evidence = anchored(model, "categorical", num_data, "eigen", 0.5, num_rows)
+        drawn = [evidence.estimate(block).log_det for block in evidence.blocks(pair).epoch()]
+        true = evidence.with_estimator("full-N-C").estimate(*pair).log_det
+        if num_rows < 7 * num_data and num_rows > 1:
+            (block,) = evidence.blocks(pair).take(1)  # and one is drawn at all
+            assert evidence.estimate(block).is_bound
+    mean = sum(drawn) / len(drawn)
+    room = SLACK * (1.0 + abs(true))
+    assert mean >= true - room
+    if num_rows == 7 * num_data:
+        assert len(drawn) == 1
+        assert mean == pytest.approx(true, rel=1e-9, abs=1e-9)
+
+
+@given(
+    num_data=st.integers(1, 7),
+    columns=st.integers(1, 3),
+    behind=st.integers(1, 6),
+    num_rows=st.integers(1, 40),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60)
+def test_every_row_of_the_tail_is_in_one_block(
+    num_data: int, columns: int, behind: int, num_rows: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    head = torch.rand(num_data, columns, generator=generator)
+    scores = Scores(head, torch.rand(num_data, generator=generator), behind)
+    anchors = torch.arange(min(num_rows - 1, head.numel()))
+    blocks = AnchoredBlocks.draw(anchors, scores, num_rows, generator)
+    chosen = torch.zeros(1, dtype=torch.long)
+    rows = []
+    for number in range(blocks.num_blocks):
+        block = blocks.block(number, chosen)
+        assert block.columns is not None
+        assert block.parts is not None
+        mine = block.parts == 1
+        assert 0 < int(mine.sum()) <= max(1, num_rows - len(anchors))
+        data = block.indices[:, None].expand_as(block.columns)
+        rows += list(zip(data[mine].tolist(), block.columns[mine].tolist(), strict=True))
+    rows += [divmod(int(row), columns) for row in anchors]
+    every = [(n, d) for n in range(num_data) for d in range(columns + behind)]
+    assert sorted(rows) == every
+
+
 N = 4
 
 
@@ -191,7 +265,7 @@ def test_all_draws_have_the_value_and_the_gradient_of_the_bound_for_their_mean(
         micro_batch=micro_batch,
         generator=0,
     )
-    columns = Categorical().root_rank(OUTPUTS, root)
+    columns = OUTPUTS - (root == "eigen")  # the last one is zero
     pairs = [(n, d) for n in range(N) for d in range(columns)]
     order = torch.randperm(len(pairs), generator=generator)
     anchors, parts = order[:3], list(order[3:].split(2))
@@ -236,7 +310,8 @@ def test_every_row_is_an_anchor_or_in_one_block(
     scores = torch.rand(num_data, outputs, generator=generator)
     num_rows = min(num_rows, scores.numel())
     anchors = scores.flatten().argsort(descending=True)[: Anchoring(share).num_anchors(num_rows)]
-    blocks = AnchoredBlocks.draw(anchors, scores, num_rows, generator)
+    every = Scores(scores, torch.zeros(num_data), 0)
+    blocks = AnchoredBlocks.draw(anchors, every, num_rows, generator)
     everything = torch.cat([anchors, *blocks.parts])
     assert sorted(everything.tolist()) == list(range(scores.numel()))
     assert all(0 < len(part) <= num_rows - len(anchors) for part in blocks.parts)

@@ -4,7 +4,7 @@ The network's latest outputs tell which rows matter (``outputs``, ``choice``); `
 the others into blocks of equal weight and draws them; ``curvature.conditional`` has the number.
 """
 
-from evigrad.anchors.blocks import AnchoredBlocks, AnchoredStream
+from evigrad.anchors.blocks import AnchoredBlocks, AnchoredStream, Scores
 from evigrad.anchors.book import AnchorBook
 from evigrad.anchors.choice import CHOICES, Anchoring, choose
 from evigrad.anchors.outputs import OutputMemory
@@ -16,5 +16,6 @@ __all__ = [
     "AnchoredStream",
     "Anchoring",
     "OutputMemory",
+    "Scores",
     "choose",
 ]

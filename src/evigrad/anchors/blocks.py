@@ -7,12 +7,14 @@ The rows of a block are of one column of the root: data that the network is unsu
 way have much in common, and their joint entropy is less than the sum. Within a column the partition
 is stratified: rows are ranked by their scores, and of every M consecutive ones each block gets one,
 at random. The blocks of a column then are much alike, and what was seen of one tells what to expect
-of the others, hence π (``masses``): the estimate depends little on which block was drawn.
+of the others, hence π (``masses``): the estimate depends little on which block was drawn. Where
+there are many columns, those behind the first ones are partitioned without any ranks (``Tail``).
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
+from math import gcd
 
 import torch
 from jaxtyping import Float, Int
@@ -26,33 +28,124 @@ from evigrad.sources import Source
 
 
 @dataclass(frozen=True, eq=False)
+class Scores:
+    """How much curvature rows can hold.
+
+    Attributes:
+        head: |R_n[:, d]|² of each row of the first K columns.
+        tail: The sum of those of all columns behind.
+        behind: How many columns there are behind; 0 where they are none, or zero for certain.
+    """
+
+    head: Float[Tensor, "N K"]
+    tail: Float[Tensor, " N"]
+    behind: int
+
+    @property
+    def num_rows(self) -> int:
+        """All rows."""
+        return self.head.numel() + len(self.tail) * self.behind
+
+
+@dataclass(frozen=True, eq=False)
+class Tail:
+    """The rows of unlikely columns in blocks, without a list of them: there may be millions.
+
+    An affine map t ↦ (a t + c) mod T with a random a that has no divisor in common with T is a
+    permutation; block b holds what it makes of b size, b size + 1, …
+
+    Attributes:
+        first: The first of the columns.
+        behind: Their number.
+        num_rows: T.
+        size: Rows in a block.
+        factor: a.
+        shift: c.
+    """
+
+    first: int
+    behind: int
+    num_rows: int
+    size: int
+    factor: int
+    shift: int
+
+    @classmethod
+    def draw(cls, scores: Scores, size: int, generator: torch.Generator) -> "Tail":
+        """Draw a partition.
+
+        Args:
+            scores: Of the rows.
+            size: Rows in a block.
+            generator: A CPU generator.
+
+        Returns:
+            The partition.
+        """
+        num_rows = len(scores.tail) * scores.behind
+
+        def number() -> int:
+            return int(torch.randint(num_rows, (), generator=generator))
+
+        factor, shift = number(), number()
+        while gcd(factor, num_rows) != 1:
+            factor = number()
+        return cls(scores.head.shape[1], scores.behind, num_rows, size, factor, shift)
+
+    @property
+    def count(self) -> int:
+        """The number of blocks."""
+        return -(-self.num_rows // self.size)
+
+    def rows(self, number: int) -> tuple[Int[Tensor, " b"], Int[Tensor, " b"]]:
+        """A block.
+
+        Args:
+            number: Of the block.
+
+        Returns:
+            Data and columns.
+        """
+        stop = min((number + 1) * self.size, self.num_rows)
+        places = torch.arange(number * self.size, stop)
+        chosen = (self.factor * places + self.shift) % self.num_rows
+        return chosen // self.behind, self.first + chosen % self.behind
+
+
+@dataclass(frozen=True, eq=False)
 class AnchoredBlocks:
     """A partition of all rows but the anchors.
 
     Attributes:
-        anchors: Rows as n D + d.
-        parts: The blocks, without the anchors.
+        anchors: Rows as n K + d.
+        parts: The blocks of the first K columns.
         num_data: N.
-        num_columns: D, the columns of the root that are not zero for certain.
+        num_columns: K.
+        tail: The blocks of all other columns, or None where there are none.
+        keys: For each of the parts the first column in it, and that of the tail.
+        guesses: What scores say of each part, and of all of the tail; see ``masses``.
     """
 
     anchors: Int[Tensor, " Z"]
     parts: list[Int[Tensor, " _"]]
     num_data: int
     num_columns: int
+    tail: Tail | None = None
+    keys: Sequence[int] = ()
+    guesses: Float[Tensor, " _"] = field(default_factory=lambda: torch.zeros(0).double())
 
     @classmethod
     def draw(
         cls,
         anchors: Int[Tensor, " Z"],
-        scores: Float[Tensor, "N D"],
+        scores: Scores,
         num_rows: int,
         generator: torch.Generator,
     ) -> "AnchoredBlocks":
         """Draw a partition by columns, stratified by scores.
 
         Args:
-            anchors: Rows as n D + d.
+            anchors: Rows as n K + d.
             scores: Of every row.
             num_rows: Of a block, its anchors included.
             generator: A CPU generator.
@@ -60,19 +153,37 @@ class AnchoredBlocks:
         Returns:
             The partition.
         """
-        num_data, num_columns = scores.shape
+        num_data, num_columns = scores.head.shape
+        flat = scores.head.flatten()
         free = torch.ones(num_data * num_columns, dtype=torch.bool)
         free[anchors] = False
         size = max(1, num_rows - len(anchors))
-        parts = []
+        parts: list[Tensor] = []
+        keys: list[int] = []
         for columns in _together(free.reshape(num_data, num_columns).sum(0).tolist(), size):
             rest = (torch.arange(num_data)[:, None] * num_columns + columns).flatten()
             rest = rest[free[rest]]
             # Rows of equal scores in random order: where all are equal, the partition is uniform.
             rest = rest[torch.randperm(len(rest), generator=generator)]
-            ranked = rest[scores.flatten()[rest].argsort(descending=True, stable=True)]
-            parts += _dealt(ranked, size, generator)
-        return cls(anchors, parts, num_data, num_columns)
+            ranked = rest[flat[rest].argsort(descending=True, stable=True)]
+            dealt = _dealt(ranked, size, generator)
+            parts += dealt
+            keys += [int(columns[0])] * len(dealt)
+        unit = least_score(anchors, flat)
+        guesses = [float((flat[part].double() / unit).log1p().sum()) for part in parts]
+        tail = None
+        if scores.behind:
+            tail = Tail.draw(scores, size, generator)
+            keys.append(tail.first)
+            each = scores.tail.double() / (scores.behind * unit)
+            guesses.append(float(scores.behind * each.log1p().sum()))
+        found = torch.tensor(guesses, dtype=torch.float64)
+        return cls(anchors, parts, num_data, num_columns, tail, keys, found)
+
+    @property
+    def num_blocks(self) -> int:
+        """M, the blocks of the partition."""
+        return len(self.parts) + (0 if self.tail is None else self.tail.count)
 
     def block(
         self,
@@ -84,7 +195,7 @@ class AnchoredBlocks:
         """A block of the anchors and one part.
 
         Args:
-            number: Of the part, None for the anchors alone.
+            number: Of the part, those of the tail last; None for the anchors alone.
             of_likelihood: The data that the log likelihood is taken from, drawn uniformly.
             probability: With which the part was drawn.
             expected: What is expected of ℓ(B|Z), in nats.
@@ -92,10 +203,10 @@ class AnchoredBlocks:
         Returns:
             The block, without inputs; data with the same number of rows lie together.
         """
-        part = self.anchors[:0] if number is None else self.parts[number]
-        pairs = torch.cat([self.anchors, part])
-        labels = torch.cat([torch.zeros_like(self.anchors), torch.ones_like(part)])
-        data = pairs // self.num_columns
+        data, columns = self._rows(number)
+        labels = torch.cat([torch.zeros_like(self.anchors), torch.ones_like(data)])
+        data = torch.cat([self.anchors // self.num_columns, data])
+        columns = torch.cat([self.anchors % self.num_columns, columns])
         indices = torch.cat([data, of_likelihood]).unique()
         position = torch.searchsorted(indices, data)
         # Those with most rows first, and those without any last.
@@ -104,19 +215,40 @@ class AnchoredBlocks:
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order))
         position, indices = rank[position], indices[order]
-        # Rows and their labels are laid out in the same way.
-        columns = padded_columns(position, pairs % self.num_columns, len(indices))
-        parts = padded_columns(position, labels, len(indices))
         weights = torch.isin(indices, of_likelihood).double() * self.num_data / len(of_likelihood)
         return Block(
             indices,
-            columns,
+            # Rows and their labels are laid out in the same way.
+            columns=padded_columns(position, columns, len(indices)),
             scale=1.0,
             likelihood_weights=weights,
-            parts=parts,
+            parts=padded_columns(position, labels, len(indices)),
             part_weights=() if number is None else (1.0 / probability,),
             expected=() if number is None else (expected,),
+            part_keys=() if number is None else (self._key(number),),
         )
+
+    def _key(self, number: int) -> int:
+        return self.keys[min(number, len(self.keys) - 1)] if self.keys else 0
+
+    def _rows(self, number: int | None) -> tuple[Tensor, Tensor]:
+        """Data and columns of a part."""
+        if number is None:
+            return self.anchors[:0], self.anchors[:0]
+        if number >= len(self.parts):
+            assert self.tail is not None
+            return self.tail.rows(number - len(self.parts))
+        part = self.parts[number]
+        return part // self.num_columns, part % self.num_columns
+
+
+def least_score(anchors: Int[Tensor, " Z"], flat: Float[Tensor, " R"]) -> float:
+    """The least score of an anchor, or a typical one where there are none."""
+    chosen = flat[anchors] if len(anchors) else flat
+    positive = chosen[chosen > 0]
+    if not len(positive):
+        return 1.0
+    return float(positive.min() if len(anchors) else positive.median())
 
 
 def _together(counts: list[int], size: int) -> list[Int[Tensor, " _"]]:
@@ -173,7 +305,7 @@ class AnchoredStream:
         source: Source,
         anchoring: Anchoring,
         num_rows: int,
-        prepare: Callable[[], tuple[Int[Tensor, " Z"], Float[Tensor, "N D"]]],
+        prepare: Callable[[], tuple[Int[Tensor, " Z"], Scores]],
         masses: Masses,
         generator: torch.Generator,
     ) -> None:
@@ -185,11 +317,9 @@ class AnchoredStream:
         anchors, scores = self._prepare()
         while True:
             made = AnchoredBlocks.draw(anchors, scores, self._num_rows, self._generator)
-            guesses = self._masses.guesses(made.parts, anchors, scores)
-            for _ in range(max(1, len(made.parts))):
+            for _ in range(max(1, made.num_blocks)):
                 # Drawn late, as what was seen of the last block tells what to expect of this one.
-                expected = self._masses.expected(made.parts, guesses, made.num_columns)
-                yield self._drawn(made, expected)
+                yield self._drawn(made)
 
     def take(self, n: int) -> Iterator[Block]:
         """The first n blocks of a new iteration.
@@ -213,21 +343,30 @@ class AnchoredStream:
         Yields:
             Blocks with their inputs and targets.
         """
-        anchors, scores = self._prepare()
-        made = AnchoredBlocks.draw(anchors, scores, self._num_rows, self._generator)
-        guesses = self._masses.guesses(made.parts, anchors, scores)
-        count = len(made.parts)
-        for number in torch.randperm(count, generator=self._generator).tolist() or [None]:
-            expected = self._masses.expected(made.parts, guesses, made.num_columns)
-            own = 0.0 if number is None else float(expected[number])
-            yield self._with_data(made, number, 1.0 / max(1, count), own)
+        made = AnchoredBlocks.draw(*self._prepare(), self._num_rows, self._generator)
+        count = made.num_blocks
+        if not count:
+            yield self._with_data(made, None, 1.0, 0.0)
+        for number in torch.randperm(count, generator=self._generator).tolist():
+            yield self._with_data(made, number, 1.0 / count, self._expected(made, number))
 
-    def _drawn(self, made: AnchoredBlocks, expected: Float[Tensor, " M"]) -> Block:
-        if not made.parts:
+    def _drawn(self, made: AnchoredBlocks) -> Block:
+        if not made.num_blocks:
             return self._with_data(made, None, 1.0, 0.0)
-        chances = probabilities(expected)
+        chances = probabilities(self._masses.expected(made.keys, made.guesses))
         number = int(torch.multinomial(chances, 1, generator=self._generator))
-        return self._with_data(made, number, float(chances[number]), float(expected[number]))
+        chance = float(chances[number])
+        if made.tail is not None and number == len(made.parts):
+            # Of the tail any of its blocks.
+            chance /= made.tail.count
+            number += int(torch.randint(made.tail.count, (), generator=self._generator))
+        return self._with_data(made, number, chance, self._expected(made, number))
+
+    def _expected(self, made: AnchoredBlocks, number: int) -> float:
+        expected = self._masses.expected(made.keys, made.guesses)
+        if made.tail is not None and number >= len(made.parts):
+            return float(expected[-1]) / made.tail.count
+        return float(expected[number])
 
     def _with_data(
         self, made: AnchoredBlocks, number: int | None, probability: float, expected: float

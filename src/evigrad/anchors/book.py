@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from evigrad.anchors.blocks import AnchoredStream
+from evigrad.anchors.blocks import AnchoredStream, Scores
 from evigrad.anchors.choice import Anchoring, choose
 from evigrad.anchors.masses import Masses
 from evigrad.anchors.outputs import OutputMemory
@@ -49,6 +49,7 @@ class AnchorBook:
         self._likelihood, self._forward, self._generator = likelihood, forward, generator
         self._anchors: Int[Tensor, " Z"] | None = None
         self._streams = 0  # begun since the last choice
+        self._num_outputs = 0
         self._masses = Masses()
 
     def stream(self, source: Source) -> AnchoredStream:
@@ -81,9 +82,8 @@ class AnchorBook:
             zip(block.expected, block.entropies[1:], strict=True), start=1
         ):
             rows = block.columns[block.parts == part]
-            # Rows of a part are of one column, or of some that are taken together.
             if len(rows):
-                self._masses.observe(int(rows.min()), expected, seen)
+                self._masses.observe(block.part_keys[part - 1], expected, seen)
 
     def refresh(self, source: Source) -> float:
         """Pass all data through the network, and choose anchors anew by its present outputs.
@@ -97,15 +97,26 @@ class AnchorBook:
         self._anchors = None
         return self._look(source, torch.arange(self.memory.num_data))
 
-    def scores(self) -> Float[Tensor, "N D"]:
+    def note(self, indices: Tensor, f: Float[Tensor, "m C"]) -> None:
+        """Take note of outputs that somebody has computed.
+
+        Args:
+            indices: Positions (m,) of the data in the data set.
+            f: Their outputs.
+        """
+        self._num_outputs = f.shape[1]
+        self.memory.update(indices, self._likelihood.condensed(f.detach(), self._root))
+
+    def scores(self) -> Scores:
         """|R_n[:, d]|² of every row that is not zero for certain, by the outputs that are known."""
-        outputs = self.memory.outputs
-        rank = self._likelihood.root_rank(outputs.shape[1], self._root)
-        norms = [
-            self._likelihood.row_norms(part, self._root)[:, :rank]
-            for part in outputs.to(self._device()).split(_AT_ONCE)
-        ]
-        return torch.cat(norms).cpu()
+        heads, tails = [], []
+        for part in self.memory.outputs.to(self._device()).split(_AT_ONCE):
+            head, tail = self._likelihood.row_scores(part, self._root)
+            heads.append(head)
+            tails.append(tail)
+        head, tail = torch.cat(heads).cpu(), torch.cat(tails).cpu()
+        behind = self._num_outputs - head.shape[1] if bool((tail > 0).any()) else 0
+        return Scores(head, tail, behind)
 
     def state_dict(self) -> dict[str, Any]:
         """Outputs and anchors, for a checkpoint."""
@@ -114,6 +125,7 @@ class AnchorBook:
             "anchors": self._anchors,
             "streams": self._streams,
             "masses": self._masses.state_dict(),
+            "num_outputs": self._num_outputs,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -125,17 +137,19 @@ class AnchorBook:
         self.memory.load_state_dict(state["memory"])
         self._anchors, self._streams = state["anchors"], state["streams"]
         self._masses.load_state_dict(state["masses"])
+        self._num_outputs = state["num_outputs"]
 
-    def _prepare(self, source: Source) -> tuple[Int[Tensor, " Z"], Float[Tensor, "N D"]]:
+    def _prepare(self, source: Source) -> tuple[Int[Tensor, " Z"], Scores]:
         if len(missing := self.memory.missing()):
             self._look(source, missing)
         scores = self.scores()
         due = self._anchors is None or self._streams >= self.anchoring.refresh
         if due or self._anchors is None:
-            count = self.anchoring.num_anchors(min(self._num_rows, scores.numel()))
-            if self._num_rows >= scores.numel():
-                count = scores.numel()  # all rows fit: nothing is drawn
-            self._anchors = choose(self.anchoring, scores, count, self._generator)
+            heads = scores.head.numel()
+            count = min(self.anchoring.num_anchors(self._num_rows), heads)
+            if self._num_rows >= scores.num_rows:
+                count = heads  # all rows fit: nothing is drawn, or the tail as a whole
+            self._anchors = choose(self.anchoring, scores.head, count, self._generator)
             self._streams = 0
         self._streams += 1
         return self._anchors, scores
@@ -145,7 +159,7 @@ class AnchorBook:
         for part in indices.split(_AT_ONCE):
             x, y = source.fetch(part)
             f = self._forward(x)
-            self.memory.update(part, f)
+            self.note(part, f)
             total += float(log_probabilities(self._likelihood, f, y).detach().double().sum())
         return total
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 # Blocks are drawn uniformly in this part of all cases: no weight is larger than M over it.
@@ -27,54 +27,26 @@ class Masses:
     def __init__(self) -> None:
         self._ratios: dict[int, float] = {}  # logarithms
 
-    def guesses(
-        self,
-        parts: Sequence[Int[Tensor, " _"]],
-        anchors: Int[Tensor, " Z"],
-        scores: Float[Tensor, "N D"],
-    ) -> Float[Tensor, " M"]:
-        """What scores say of blocks.
-
-        Args:
-            parts: Rows of the blocks, as n D + d.
-            anchors: Rows.
-            scores: Of all rows.
-
-        Returns:
-            One number for each block, float64.
-        """
-        flat = scores.flatten().double()
-        chosen = flat[anchors] if len(anchors) else flat
-        least = chosen[chosen > 0]
-        unit = float(least.min() if len(anchors) else least.median()) if len(least) else 1.0
-        return torch.tensor([float((flat[p] / unit).log1p().sum()) for p in parts]).double()
-
-    def expected(
-        self,
-        parts: Sequence[Int[Tensor, " _"]],
-        guesses: Float[Tensor, " M"],
-        num_columns: int,
-    ) -> Float[Tensor, " M"]:
+    def expected(self, keys: Sequence[int], guesses: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
         """What is expected of ℓ(B|Z) for blocks, in nats once some were seen.
 
         Args:
-            parts: Rows of the blocks.
+            keys: The first column of each block's rows.
             guesses: Of the blocks.
-            num_columns: D.
 
         Returns:
             One number for each block, float64.
         """
         known = list(self._ratios.values())
         otherwise = sum(known) / len(known) if known else 0.0
-        logs = [self._ratios.get(int((p % num_columns).min()), otherwise) for p in parts]
+        logs = [self._ratios.get(key, otherwise) for key in keys]
         return guesses * torch.tensor(logs, dtype=torch.float64).exp()
 
     def observe(self, column: int, expected: float, seen: float) -> None:
         """Learn from a block.
 
         Args:
-            column: The first one of its rows'.
+            column: The first column of its rows.
             expected: What was expected of it.
             seen: Its ℓ(B|Z).
         """

@@ -43,7 +43,7 @@ class OutputMemory:
             )
         if len(where) and not 0 <= int(where.min()) <= int(where.max()) < self.num_data:
             raise InputError(f"Positions of data lie in 0 … {self.num_data - 1}.")
-        if self._outputs is None or self._outputs.shape[1] != values.shape[1]:
+        if self._outputs is None or self._outputs.shape[1:] != values.shape[1:]:
             self._outputs = values.new_zeros(self.num_data, values.shape[1])
             self._seen.zero_()
         self._outputs[where] = values
