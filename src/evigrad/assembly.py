@@ -160,7 +160,7 @@ class Assembly:
             elif self.settings.spec.curvature == "hessian":
                 added, f = self._add_hessian(task, statistic, chunk, differentiable)
             else:
-                alone = condense and chunk.data == slice(0, len(task.block.indices))
+                alone = condense and task.block.has_all_rows(chunk.data)
                 added, f = self._add_rows(
                     task, statistic, chunk, differentiable, keep_outputs, alone
                 )

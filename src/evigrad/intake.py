@@ -96,7 +96,9 @@ def resolve(assembly: Assembly, x: Data, y: Tensor | None) -> Request:
             raise InputError("The block holds no data: use one of evidence.blocks(data).")
         prepared = checked(assembly, x.inputs, x.targets)
         check_block(x, prepared.partition)
-        return Request(prepared, [(x.inputs, x.targets)], x)
+        block = x.expanded()
+        assert block.inputs is not None and block.targets is not None
+        return Request(prepared, [(block.inputs, block.targets)], block)
     if isinstance(x, Tensor):
         if y is None:
             raise InputError("Inputs need their targets: estimate(x, y).")

@@ -26,6 +26,9 @@ from evigrad.errors import ConfigurationError, InputError
 from evigrad.estimators import EstimatorSpec
 from evigrad.sources import class_labels
 
+# Rows for each datum that has any, up to which a datum of several rows is taken several times: a
+# forward pass more is half of the price of a row.
+MOST_EXPANDED = 1.5
 # Enumerating more draws than this is a mistake: it takes minutes before anything is computed.
 _MAX_DRAWS = 1e6
 
@@ -52,6 +55,7 @@ class Block:
         expected: Of an anchored block, what was expected of each ℓ(B_b|Z) when it was drawn.
         part_keys: Of an anchored block, what tells which parts are alike.
         entropies: Of an anchored block that was evaluated, ℓ(Z) and each ℓ(B_b|Z), in nats.
+        origin: Of a block from ``expanded``, where each datum stood before.
     """
 
     indices: Int[Tensor, " m"]
@@ -65,6 +69,45 @@ class Block:
     expected: tuple[float, ...] = ()
     part_keys: tuple[int, ...] = ()
     entropies: list[float] = field(default_factory=list)
+    origin: Int[Tensor, " m"] | None = None
+
+    def expanded(self) -> "Block":
+        """A datum of k rows as k data of one row each, where most have no more than one.
+
+        Data with as many rows go through the network together. To see a few data twice costs less
+        than another pass for them.
+
+        Returns:
+            A block with the same rows in the same order, its data with none at the end; this one
+            where it has no padding, or so many rows of a datum that this would not pay.
+        """
+        if self.columns is None or self.origin is not None or self._counts is None:
+            return self
+        present = self.columns >= 0
+        counts = present.sum(1)
+        with_rows = int((counts > 0).sum())
+        if not 0 < int(counts.sum()) <= MOST_EXPANDED * with_rows:
+            return self
+        # Those without rows stand for themselves.
+        origin = torch.arange(len(counts)).repeat_interleave(counts.clamp(min=1))
+        first = torch.cat([torch.ones(1, dtype=torch.bool), origin.diff() > 0])
+        has_row = counts[origin] > 0
+        columns = torch.full((len(origin), 1), -1)
+        columns[has_row, 0] = self.columns[present]
+        parts = None
+        if self.parts is not None:
+            parts = torch.full_like(columns, -1)
+            parts[has_row, 0] = self.parts[present]
+        return replace(
+            self,
+            indices=self.indices[origin],
+            columns=columns,
+            parts=parts,
+            likelihood_weights=self.likelihood_weights[origin] * first,
+            inputs=None if self.inputs is None else self.inputs[origin.to(self.inputs.device)],
+            targets=None if self.targets is None else self.targets[origin.to(self.targets.device)],
+            origin=origin,
+        )
 
     @property
     def num_rows(self) -> int | None:
@@ -81,6 +124,22 @@ class Block:
         # Padding is at the end of each datum's columns.
         ordered = bool((counts.diff() <= 0).all()) and bool((present.long().diff(dim=1) <= 0).all())
         return counts.tolist() if ordered else None
+
+    def has_all_rows(self, data: slice) -> bool:
+        """Whether no datum outside of some has a row.
+
+        Args:
+            data: Positions, from the first on.
+
+        Returns:
+            True where the others are there for their likelihood alone.
+        """
+        if data.start != 0:
+            return False
+        rest = len(self.indices) - data.stop
+        if not rest or self.columns is None:
+            return not rest
+        return not bool((self.columns[data.stop :] >= 0).any())
 
     def cuts(self) -> list[int]:
         """Positions at which the number of columns of a datum changes, where that only falls.
@@ -230,6 +289,9 @@ class Partition:
         def build(number: int) -> Block:
             pairs = order[number * self._size : (number + 1) * self._size]
             indices, local = (pairs // self.num_outputs).unique(return_inverse=True)
+            # Those with most rows first: data with as many rows go through the network together.
+            by_rows = local.bincount().argsort(descending=True, stable=True)
+            indices, local = indices[by_rows], by_rows.argsort()[local]
             columns = padded_columns(local, pairs % self.num_outputs, len(indices))
             weights = (columns >= 0).sum(1).double() * self.num_blocks / self.num_outputs
             return Block(indices, columns, float(self.num_blocks), weights)

@@ -114,7 +114,7 @@ class Passes:
             The task.
         """
         seed = int(torch.randint(2**62, (), generator=generator))
-        noise = self._preparation.noise(seed) if self._preparation.draws else None
+        noise = self._preparation.noise(seed, block.origin) if self._preparation.draws else None
         task = Task(prepared, batches, block, seed, noise)
         if self._settings.spec.curvature != "mc":
             return task

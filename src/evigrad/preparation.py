@@ -237,16 +237,17 @@ class Preparation:
         """What was prepared last, if anything."""
         return next(reversed(self._prepared.values()), None)
 
-    def noise(self, seed: int) -> Noise:
+    def noise(self, seed: int, positions: Tensor | None = None) -> Noise:
         """The noise of a block, of all modules that draw.
 
         Args:
             seed: Of the noise.
+            positions: Whose noise each datum has, in ascending order; None for its own.
 
         Returns:
             The noise, drawn as it is read.
         """
-        return Noise(self._drawing, seed)
+        return Noise(self._drawing, seed, positions)
 
     def predicted_bytes(self, prepared: Prepared, spec: EstimatorSpec | None) -> int:
         """What an estimator keeps of a block and works with.

@@ -70,7 +70,7 @@ def test_at_least_one_row_is_no_anchor():
     assert Anchoring(0.75).num_anchors(400) == 300
     assert Anchoring(0.99).num_anchors(2) == 1
     assert Anchoring(0.75).num_anchors(1) == 0
-    assert Anchoring().num_likelihood(400, 1000) == 200
+    assert Anchoring().num_likelihood(400, 1000) == 100
     assert Anchoring().num_likelihood(400, 50) == 50
     assert Anchoring(likelihood_data=7).num_likelihood(400, 50) == 7
 

@@ -123,7 +123,7 @@ def test_there_is_no_reward_for_very_wide_ranges(images):
 
 def test_a_range_of_zero_has_a_gradient(images):
     loop = loop_of(network(AffineInvariance({"rotation": 0.0})), images, **SMALL)
-    loop._loss(*images, torch.arange(12)).backward()
+    loop._loss(*images, indices=torch.arange(12)).backward()
     gradient = loop.evidence.model.get_parameter("invariance.rotation").grad
     assert gradient is not None and bool(torch.isfinite(gradient).all())
     assert float(gradient.abs()) > 0

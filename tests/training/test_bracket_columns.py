@@ -14,8 +14,9 @@ def test_bounds_on_the_evidence_of_any_run(blobs, estimator):
     result = fit(net(), blobs[0], **given)
     known = [row for row in result.history if row["bracket_lower"] is not None]
     last = result.history[-1]
-    assert [row["epoch"] for row in known] == sorted(
-        {*range(4, 10**3, 4)} & {row["epoch"] for row in result.history} | {last["epoch"]}
+    assert [int(row["epoch"] or 0) for row in known] == sorted(
+        {*range(4, 10**3, 4)} & {int(row["epoch"] or 0) for row in result.history}
+        | {int(last["epoch"] or 0)}
     )
     exact = evaluate_evidence(result.evidence, blobs[0], "full-N-C").per_datum
     lower, error, upper = (last[f"bracket_{name}"] for name in ("lower", "lower_sem", "upper"))

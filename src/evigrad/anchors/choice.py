@@ -10,9 +10,9 @@ from evigrad.errors import ConfigurationError, nearest
 
 CHOICES = ("score", "random")
 
-# As large a part of a block's rows for the data of its log likelihood: a forward pass each, where
-# a row takes three.
-LIKELIHOOD_SHARE = 0.5
+# Data of a block's log likelihood, for each of its rows: a forward pass each, where a row takes
+# three.
+LIKELIHOOD_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Anchoring:
         random_share: The part of the anchors that is drawn at random in any case.
         refresh: Streams of blocks (in training, rounds) from one choice of anchors to the next.
         likelihood_data: Data of a block that its log likelihood is taken from, drawn uniformly.
-            Default: half as many as rows.
+            Default: a quarter as many as rows.
 
     Raises:
         ConfigurationError: If a value is out of its range.

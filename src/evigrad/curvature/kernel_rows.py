@@ -201,8 +201,7 @@ class NtkStatistic(Statistic):
             Of shape (R, R), in the order of the rows.
         """
         if name in self.factors:
-            inputs, gradients = self._whole_factors(name, like)
-            gram = self._of_present(contraction_gram(inputs, gradients))
+            gram = contraction_gram(*self._whole_factors(name, like)[:2])
             return gram if precision is None else gram / precision.to(gram)  # one for all
         gram = like.new_zeros(self.num_rows, self.num_rows)
         varies = precision is not None and precision.numel() > 1
@@ -228,17 +227,11 @@ class NtkStatistic(Statistic):
         inverse = precision.detach().reshape(-1).to(cotangent).reciprocal()
         of_precision = torch.zeros_like(inverse)
         if name in self.factors:
-            inputs, gradients = self._whole_factors(name, cotangent)
-            spread = self._of_all(cotangent) * inverse
-            of_inputs, of_gradients = contraction_cotangents(inputs, gradients, spread)
+            inputs, gradients, data = self._whole_factors(name, cotangent)
+            of_inputs, of_gradients = contraction_cotangents(inputs, gradients, cotangent * inverse)
             # The Gram is quadratic in the gradients: ⟨cotangent, it⟩ is half of this product.
             of_precision.copy_(-0.5 * (of_gradients * gradients).sum() * inverse)
-            start = 0
-            for kept_inputs, kept_gradients in self.factors[name]:
-                stop = start + len(kept_inputs)
-                kept_inputs.copy_(of_inputs[start:stop])
-                kept_gradients.copy_(of_gradients[start:stop, : kept_gradients.shape[1]])
-                start = stop
+            self._write_factors(name, of_inputs, of_gradients, data)
             return of_precision.reshape(precision.shape)
         for columns, slab in slabs(self.rows[name], cotangent):
             product = 2 * (cotangent @ slab)  # (S̄ + S̄ᵀ) A
@@ -257,7 +250,7 @@ class NtkStatistic(Statistic):
 
     def rows_before(self, datum: int) -> int:
         """The rows of the data before one, by its position."""
-        return int(_same_width(self.present)[:datum].sum())
+        return int(torch.cat([part.sum(1) for part in self.present])[:datum].sum())
 
     def part(self, data: slice) -> "NtkStatistic":
         """What belongs to some consecutive data, without the scales.
@@ -268,9 +261,7 @@ class NtkStatistic(Statistic):
         Returns:
             A statistic of one micro-batch.
         """
-        present = _same_width(self.present)
-        before, inside = int(present[: data.start].sum()), int(present[data].sum())
-        span = slice(before, before + inside)
+        span = slice(self.rows_before(data.start), self.rows_before(data.stop))
         rows = {name: (_between(chunks, span),) for name, chunks in self.rows.items()}
         factors = {
             name: (
@@ -281,38 +272,43 @@ class NtkStatistic(Statistic):
             )
             for name, chunks in self.factors.items()
         }
-        return NtkStatistic(rows, factors, (None,), (present[data],))
+        return NtkStatistic(rows, factors, (None,), (_between(self.present, data),))
 
-    def _whole_factors(self, name: str, like: Tensor) -> tuple[Tensor, Tensor]:
-        inputs, gradients = zip(*self.factors[name], strict=True)
-        return torch.cat([a.to(like) for a in inputs]), _same_width([g.to(like) for g in gradients])
+    def _whole_factors(self, name: str, like: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Inputs and gradients of all data; of all rows, and their data, where some are padding."""
+        inputs = torch.cat([a.to(like) for a, _ in self.factors[name]])
+        widths = {part.shape[1] for part in self.present}
+        if len(widths) == 1 and all(bool(part.all()) for part in self.present):
+            return inputs, torch.cat([g.to(like) for _, g in self.factors[name]]), None
+        data, rows, start = [], [], 0
+        for (_, gradients), present in zip(self.factors[name], self.present, strict=True):
+            data.append(start + present.nonzero()[:, 0])
+            rows.append(gradients.to(like)[present][:, None])
+            start += len(present)
+        of_rows = torch.cat(data)
+        return inputs[of_rows], torch.cat(rows), of_rows
 
-    def _of_present(self, gram: Tensor) -> Tensor:
-        """Rows and columns of a matrix over all rows that are none of padding."""
-        present = _same_width(self.present).flatten()
-        return gram if bool(present.all()) else gram[present][:, present]
-
-    def _of_all(self, matrix: Tensor) -> Tensor:
-        """The inverse of ``_of_present``, with zeros for padding."""
-        present = _same_width(self.present).flatten()
-        if bool(present.all()):
-            return matrix
-        spread = matrix.new_zeros(len(present), len(present))
-        index = present.nonzero().squeeze(1)
-        spread[index[:, None], index] = matrix
-        return spread
-
-
-def _same_width(parts: Sequence[Tensor]) -> Tensor:
-    """Micro-batches (m_i, k_i, ...) in one, with False or zeros for the rows that one lacks."""
-    width = max(part.shape[1] for part in parts)
-    padded = [
-        part
-        if part.shape[1] == width
-        else torch.cat([part, part.new_zeros(len(part), width - part.shape[1], *part.shape[2:])], 1)
-        for part in parts
-    ]
-    return padded[0] if len(padded) == 1 else torch.cat(padded)
+    def _write_factors(
+        self, name: str, of_inputs: Tensor, of_gradients: Tensor, data: Tensor | None
+    ) -> None:
+        """Write over the factors what ``_whole_factors`` has put together."""
+        first = row = 0
+        if data is not None:
+            total = sum(len(part) for part in self.present)
+            of_inputs = of_inputs.new_zeros(total, *of_inputs.shape[1:]).index_add(
+                0, data, of_inputs
+            )
+        for (inputs, gradients), present in zip(self.factors[name], self.present, strict=True):
+            stop = first + len(inputs)
+            inputs.copy_(of_inputs[first:stop])
+            if data is None:
+                gradients.copy_(of_gradients[first:stop])
+            else:
+                end = row + int(present.sum())
+                gradients.zero_()
+                gradients[present] = of_gradients[row:end, 0].to(gradients)
+                row = end
+            first = stop
 
 
 def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -165,7 +165,7 @@ def fit(
             unsure of, random for any.
         anchor_refresh: Rounds from one choice of anchors to the next.
         anchor_likelihood: Data that the log likelihood of an anchored estimate is taken from.
-            Default: half as many as rows.
+            Default: a quarter as many as rows.
         test: Test data, like ``train``.
         eval_every: Epochs between evaluations on training and test data; 0 is only at the end.
         bracket_every: Epochs between bounds, lower and upper, on the exact log evidence; 0 is none.
