@@ -64,7 +64,7 @@ class _LogDetConditional(Function):
         chosen = [(parts == b + 1).nonzero().squeeze(1) for b in range(len(conditioning.weights))]
         for index, own in enumerate(chosen or [anchors[:0]]):
             both = torch.cat([anchors, own])
-            factor = factor_identity_plus(matrix[both[:, None], both])
+            factor = factor_identity_plus(matrix.index_select(0, both).index_select(1, both))
             logs = 2 * factor.diagonal().double().log()
             if index == 0:
                 entropies.append(logs[:head].sum())
@@ -87,12 +87,14 @@ class _LogDetConditional(Function):
         factors, rows = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         like, head = ctx.like, ctx.head
         found = like.new_zeros(ctx.size, ctx.size)
-        for weight, factor, both in zip(ctx.weights, factors, rows, strict=False):
-            inverse = torch.cholesky_inverse(factor).to(like.dtype)
-            found[both[:, None], both] += weight * inverse
-        if head:
-            # The head of the factor is the anchors' own.
-            anchors = rows[0][:head]
-            alone = torch.cholesky_inverse(factors[0][:head, :head]).to(like.dtype)
-            found[anchors[:, None], anchors] += (1.0 - sum(ctx.weights)) * alone
+        for number, (factor, both) in enumerate(zip(factors, rows, strict=True)):
+            weight = ctx.weights[number] if ctx.weights else 0.0
+            part = torch.cholesky_inverse(factor).to(like.dtype).mul_(weight)
+            if head and number == 0:
+                # The head of the factor is the anchors' own.
+                alone = torch.cholesky_inverse(factor[:head, :head]).to(like.dtype)
+                part[:head, :head].add_(alone, alpha=1.0 - sum(ctx.weights))
+            # Back into the order of the rows; those of other parts have no products with these.
+            spread = like.new_zeros(ctx.size, len(both)).index_copy_(0, both, part)
+            found.index_add_(1, both, spread)
         return found.mul_(cotangent), None
