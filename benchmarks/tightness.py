@@ -37,6 +37,7 @@ from evigrad.models import make_model
 from evigrad.partitions import Block
 from evigrad.priors import GaussianPrior
 
+DATA, MODEL = "mnist", "mininet"
 NUM_DATA, EPOCHS = 1000, 500
 STAGES = (0, 100, 250, 500)
 ROWS = (50, 100, 200, 400, 1000)
@@ -67,7 +68,7 @@ def names(k: int) -> dict[str, str]:
 
 
 def make(data: DataSet, seed: int) -> tuple[torch.nn.Module, GaussianPrior]:
-    model = make_model("mininet", data.input_shape, data.num_outputs, seed=seed)
+    model = make_model(MODEL, data.input_shape, data.num_outputs, seed=seed)
     return model, GaussianPrior("layerwise", precision=1.0)
 
 
@@ -236,7 +237,7 @@ def main(arguments: list[str] | None = None) -> None:
     folder: Path = options.results
     folder.mkdir(parents=True, exist_ok=True)
     for seed in [] if options.table else options.seeds:
-        data = load("mnist", data_dir=options.data_dir, subset=options.num_data, seed=seed)
+        data = load(DATA, data_dir=options.data_dir, subset=options.num_data, seed=seed)
         files = trained(data, seed, options.epochs, folder)
         last = max(files)
         if options.time or not (folder / "times.json").exists():
