@@ -109,14 +109,17 @@ class AnchorBook:
 
     def scores(self) -> Scores:
         """|R_n[:, d]|² of every row that is not zero for certain, by the outputs that are known."""
-        heads, tails = [], []
+        heads: list[Tensor] = []
+        tails: list[Tensor] = []
         for part in self.memory.outputs.to(self._device()).split(_AT_ONCE):
             head, tail = self._likelihood.row_scores(part, self._root)
-            heads.append(head)
-            tails.append(tail)
-        head, tail = torch.cat(heads).cpu(), torch.cat(tails).cpu()
-        behind = self._num_outputs - head.shape[1] if bool((tail > 0).any()) else 0
-        return Scores(head, tail, behind)
+            heads.append(head.cpu())
+            if tail is not None:
+                tails.append(tail.cpu())
+        head = torch.cat(heads)
+        if not tails:
+            return Scores(head, head.new_zeros(len(head)), 0)
+        return Scores(head, torch.cat(tails), self._num_outputs - head.shape[1])
 
     def state_dict(self) -> dict[str, Any]:
         """Outputs and anchors, for a checkpoint."""

@@ -227,7 +227,7 @@ class Likelihood(nn.Module, ABC):
 
     def row_scores(
         self, condensed: Float[Tensor, "m D"], kind: str
-    ) -> tuple[Float[Tensor, "m K"], Float[Tensor, " m"]]:
+    ) -> tuple[Float[Tensor, "m K"], Float[Tensor, " m"] | None]:
         """The norms of ``row_norms``, exact or nearly so, of the columns that matter.
 
         Args:
@@ -235,11 +235,10 @@ class Likelihood(nn.Module, ABC):
             kind: Of the root.
 
         Returns:
-            One number for each of the first columns, and the sum over all columns behind them; 0
-            where these are zero for certain, or where there are none.
+            One number for each of the first columns, and the sum over all columns behind them; None
+            where these are zero whatever the outputs, or where there are none.
         """
-        norms = self.row_norms(condensed, kind)
-        return norms, norms.new_zeros(len(norms))
+        return self.row_norms(condensed, kind), None
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
         """Sums over the batch, for reports.

@@ -108,13 +108,12 @@ class Categorical(Likelihood):
 
     def row_scores(
         self, condensed: Float[Tensor, "m D"], kind: str
-    ) -> tuple[Float[Tensor, "m K"], Float[Tensor, " m"]]:
+    ) -> tuple[Float[Tensor, "m K"], Float[Tensor, " m"] | None]:
         """See ``Likelihood.row_scores``; the last of C orthogonal columns is zero, as Λ 1 = 0."""
         if kind != "eigen":
             return super().row_scores(condensed, kind)
         if condensed.shape[1] <= TOP_CLASSES:
-            norms = self.row_norms(condensed, kind)[:, :-1]
-            return norms, norms.new_zeros(len(norms))
+            return self.row_norms(condensed, kind)[:, :-1], None
         p = condensed.softmax(dim=1)
         others = p[:, TOP_CLASSES]
         return top_norms(p), others * (1.0 + p.square().sum(dim=1))
