@@ -366,3 +366,22 @@ def test_two_passes_are_one_graph(likelihood: Likelihood) -> None:
         assert estimate.log_det == pytest.approx(first.log_det, rel=1e-11)
         for mine, twin in zip(gradients, reference, strict=True):
             torch.testing.assert_close(mine, twin, rtol=1e-9, atol=1e-12)
+
+
+def test_a_round_is_drawn_or_the_whole_partition() -> None:
+    model, pair = problem(0, 9, "categorical", 1.0)
+    evidence = anchored(model, "categorical", 9, "eigen", 0.5, 8)
+    whole = list(evidence.blocks(pair).epoch())
+    assert len(whole) > 3
+    assert len(list(evidence.blocks(pair).round(100))) == len(whole)
+    some = list(evidence.blocks(pair).round(3))
+    assert len(some) == 3
+    # Of one partition: the anchors are the same, and what is no anchor is in one block or the same.
+    rows = []
+    for block in some:
+        assert block.columns is not None and block.parts is not None
+        mine = block.parts == 1
+        data = block.indices[:, None].expand_as(block.columns)
+        rows.append(set(zip(data[mine].tolist(), block.columns[mine].tolist(), strict=True)))
+    for one in rows:
+        assert all(one == other or not one & other for other in rows)

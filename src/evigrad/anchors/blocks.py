@@ -337,13 +337,34 @@ class AnchoredStream:
             raise ConfigurationError(f"The number of blocks must not be negative, as {n} is.")
         return islice(iter(self), n)
 
+    def round(self, n: int) -> Iterator[Block]:
+        """Blocks whose mean several steps share.
+
+        Args:
+            n: How many, at most.
+
+        Yields:
+            As ``take`` draws them, or all of a partition that has no more.
+        """
+        anchors, scores = self._prepare()
+        made = AnchoredBlocks.draw(anchors, scores, self._num_rows, self._generator)
+        if made.num_blocks <= n:
+            yield from self._all(made)
+            return
+        for _ in range(n):
+            yield self._drawn(made)
+
     def epoch(self) -> Iterator[Block]:
         """The blocks of exactly one partition, whose mean is ℓ(Z) + Σ_m ℓ(B_m|Z).
 
         Yields:
             Blocks with their inputs and targets.
         """
-        made = AnchoredBlocks.draw(*self._prepare(), self._num_rows, self._generator)
+        anchors, scores = self._prepare()
+        made = AnchoredBlocks.draw(anchors, scores, self._num_rows, self._generator)
+        yield from self._all(made)
+
+    def _all(self, made: AnchoredBlocks) -> Iterator[Block]:
         count = made.num_blocks
         if not count:
             yield self._with_data(made, None, 1.0, 0.0)

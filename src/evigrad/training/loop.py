@@ -214,7 +214,7 @@ class Loop:
             count = 1
         if count is None:
             return blocks.take(schedule.steps), False
-        kept = [self.evidence.collect(block, wrt=names) for block in blocks.take(count)]
+        kept = [self.evidence.collect(block, wrt=names) for block in blocks.round(count)]
         return repeat(kept, schedule.steps), True
 
     def _can_keep_passes(self, names: list[str]) -> bool:
