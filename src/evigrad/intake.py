@@ -96,9 +96,14 @@ def resolve(assembly: Assembly, x: Data, y: Tensor | None) -> Request:
             raise InputError("The block holds no data: use one of evidence.blocks(data).")
         prepared = checked(assembly, x.inputs, x.targets)
         check_block(x, prepared.partition)
-        block = x.expanded()
-        assert block.inputs is not None and block.targets is not None
-        return Request(prepared, [(block.inputs, block.targets)], block)
+        inputs, targets, block = x.inputs, x.targets, x
+        # A sub-block is of all columns of a datum, and KFAC counts data.
+        if assembly.settings.root != "subblock" and spec.structure != "kfac":
+            block = x.expanded()
+            if block.origin is not None:
+                places = block.origin.to(inputs.device)
+                inputs, targets = inputs[places], targets[places]
+        return Request(prepared, [(inputs, targets)], block)
     if isinstance(x, Tensor):
         if y is None:
             raise InputError("Inputs need their targets: estimate(x, y).")

@@ -77,9 +77,12 @@ class Block:
         Data with as many rows go through the network together. To see a few data twice costs less
         than another pass for them.
 
+        Only where the rows of a datum do not depend on which of them a block has, and data are not
+        counted.
+
         Returns:
-            A block with the same rows in the same order, its data with none at the end; this one
-            where it has no padding, or so many rows of a datum that this would not pay.
+            A block without its data that has the same rows in the same order, and ``origin``; this
+            one where it has no padding, or so many rows of a datum that this would not pay.
         """
         if self.columns is None or self.origin is not None or self._counts is None:
             return self
@@ -104,8 +107,8 @@ class Block:
             columns=columns,
             parts=parts,
             likelihood_weights=self.likelihood_weights[origin] * first,
-            inputs=None if self.inputs is None else self.inputs[origin.to(self.inputs.device)],
-            targets=None if self.targets is None else self.targets[origin.to(self.targets.device)],
+            inputs=None,
+            targets=None,
             origin=origin,
         )
 

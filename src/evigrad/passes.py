@@ -138,7 +138,9 @@ class Passes:
             InputError: If the batches do not hold the block's data.
         """
         expected, first, model = len(task.block.indices), 0, task.prepared.model
-        cuts = task.block.cuts()
+        # KFAC counts data, those without rows too.
+        whole = self._settings.spec.structure == "kfac"
+        cuts = [] if whole else task.block.cuts()
         own = torch.Generator().manual_seed(task.seed)
         with evaluation_mode(model, own), model_run(model):
             for x, y in task.batches:
@@ -242,11 +244,16 @@ class Passes:
 
     def _chunk(self, task: Task, x: Tensor, y: Tensor, start: int) -> Chunk:
         data = slice(start, start + len(x))
+        columns = task.block.columns
+        if columns is not None and self._settings.spec.structure == "kfac":
+            columns = columns[data]
+        else:
+            columns = task.block.columns_of(data)
         return Chunk(
             x=task.prepared.pack(x, task.noise, data),
             y=y,
             data=data,
-            columns=task.block.columns_of(data),
+            columns=columns,
             likelihood_weights=task.block.likelihood_weights[data],
             labels=[labels[data] for labels in task.labels],
         )
