@@ -65,3 +65,30 @@ def test_invariance_learning(monkeypatch, tmp_path, capsys):
     assert "| fixed |" in text and "| 3.14 |" in text
     with pytest.raises(SystemExit):
         script.main(["--data", "digits", "--results", str(tmp_path / "none"), "--table"])
+
+
+def test_tightness(monkeypatch, tmp_path, capsys):
+    script = load_script("tightness", monkeypatch)
+    monkeypatch.setattr(script, "DATA", "digits")
+    monkeypatch.setattr(script, "MODEL", "digitsnet")
+    monkeypatch.setattr(script, "TIMED", 1)
+    schedule = script.SCHEDULE | {"estimator": "ntk-10-rows-anchored", "burn_in": 1, "every": 1}
+    monkeypatch.setattr(script, "SCHEDULE", schedule | {"steps": 1})
+    page = tmp_path / "page.md"
+    markers = ("tightness", "tightness times")
+    page.write_text("".join(f"<!-- {m} -->\nold\n<!-- end {m} -->\n" for m in markers))
+    common = ["--results", str(tmp_path / "results"), "--tables", str(tmp_path)]
+    common += ["--page", str(page), "--threads", str(torch.get_num_threads())]
+    small = ["--seeds", "0", "--num-data", "20", "--epochs", "2", "--rows", "10", "20"]
+    script.main([*common, *small, "--draws", "2"])
+    (last,) = (tmp_path / "results").glob("case-0-2.json")
+    case = json.loads(last.read_text())
+    # Few rows of an untrained network: all of these are bounds, and loose.
+    for row in ("ntk-(k/10)-C", "ntk-k-rows", "ntk-k-rows-anchored"):
+        assert case[f"{row} 10"]["mean"] > case[f"{row} 20"]["mean"] > 1.0
+    text = page.read_text()
+    assert "old" not in text
+    assert "| 100 % | 10 |" in text
+    assert (tmp_path / "tightness.csv").read_text().count("\n") == 1 + 3 * 2 * 5
+    with pytest.raises(SystemExit):
+        script.main(["--results", str(tmp_path / "none"), "--table"])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad import Evidence
+from evigrad.anchors import Anchoring
 from evigrad.errors import ConfigurationError, EvigradError, InputError, MemoryBudgetError
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
@@ -166,7 +167,9 @@ def test_diverged_weights() -> None:
     [
         (lambda: build("kfacc-4-1"), "kfac-4-1"),
         (lambda: build("ntk-4"), "OUTPUTS"),
-        (lambda: build("ntk-4-rows-anchored"), "not available yet"),
+        (lambda: build("ntk-4-rows-anchored", root="subblock"), "can be no anchors"),
+        (lambda: build("ntk-4-1", anchoring=Anchoring()), "has no anchors: leave anchoring"),
+        (lambda: build("kfac-4-rows-anchored"), "as in 'ntk-4-rows-anchored'"),
         (lambda: build(root="fischer"), "fisher"),
         (lambda: build(sharing="reduced"), "reduce"),
         (lambda: build("blockdiag-4-1", parameter_partition="tensors"), "tensor"),

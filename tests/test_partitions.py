@@ -317,7 +317,6 @@ def test_grouped_needs_labels():
         ("ntk-8-1", InputError, "blocks of 8 data, but there are only 7"),
         ("ntk-22-rows", InputError, "blocks of 22 rows, but there are only 21"),
         ("ntk-3-4", ConfigurationError, "blocks of 4 outputs, but the model has only 3"),
-        ("ntk-3-1-anchored", ConfigurationError, "not available yet; use 'ntk-3-1'"),
     ],
 )
 def test_names_that_do_not_fit_the_data(name, error, words):

@@ -12,8 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evigrad.anchors import AnchorBook, Anchoring
 from evigrad.checks import check_finite, log_probabilities
-from evigrad.curvature import Statistic, check_memory, hessian_statistic, inner_product
+from evigrad.curvature import (
+    Conditioning,
+    Statistic,
+    check_memory,
+    hessian_statistic,
+    inner_product,
+)
 from evigrad.errors import ConfigurationError
 from evigrad.jacobians import linearize
 from evigrad.likelihoods import Likelihood
@@ -32,7 +39,7 @@ class Collected:
         prepared: The structure that the statistic belongs to.
         log_likelihood: (1/T) log p(D|w,h), scaled to the whole data set, in nats.
         statistic: Of the structure.
-        scale: What the statistic's log-determinant is multiplied with.
+        block: That was passed over, without its data.
         splits_outputs: Whether the block holds some of a datum's rows only.
         outputs: Micro-batches without inputs, with their outputs: what the likelihood's own
             hyperparameters need. Kept on demand.
@@ -44,7 +51,7 @@ class Collected:
     prepared: Prepared
     log_likelihood: Tensor
     statistic: Any
-    scale: float
+    block: Block
     splits_outputs: bool
     outputs: Sequence[tuple[Chunk, Tensor]] = ()
     follows: frozenset[str] = frozenset()
@@ -92,6 +99,19 @@ class Assembly:
         self.preparation = Preparation(model, weights, prior, settings)
         self.passes = Passes(self.preparation, likelihood, settings, self.device)
 
+    def anchor_book(self) -> AnchorBook:
+        """What chooses the anchors of an anchored estimator."""
+        spec = self.settings.spec
+        return AnchorBook(
+            self.settings.anchoring or Anchoring(),
+            self.settings.num_data,
+            spec.subset or 0,
+            self.settings.root,
+            self.likelihood,
+            self.preparation.outputs,
+            self.generator,
+        )
+
     def prepare(self, x: Tensor) -> Prepared:
         """See ``Preparation.prepare``."""
         return self.preparation.prepare(x)
@@ -133,10 +153,14 @@ class Assembly:
             nonlocal statistic, log_likelihood, task, checks
             if checks:
                 task, checks = self._spot_checked(task, chunk), False
-            if self.settings.spec.curvature == "hessian":
+            if chunk.columns is not None and not chunk.columns.shape[1]:
+                # There for their likelihood alone, behind all that have rows.
+                with torch.set_grad_enabled(differentiable):
+                    added, f = statistic, self.passes.outputs(task, chunk)
+            elif self.settings.spec.curvature == "hessian":
                 added, f = self._add_hessian(task, statistic, chunk, differentiable)
             else:
-                alone = condense and chunk.data == slice(0, len(task.block.indices))
+                alone = condense and task.block.has_all_rows(chunk.data)
                 added, f = self._add_rows(
                     task, statistic, chunk, differentiable, keep_outputs, alone
                 )
@@ -153,11 +177,16 @@ class Assembly:
             prepared = self.preparation.without_contraction(task.prepared)
             task = replace(task, prepared=prepared)
             return self.collect(task, differentiable, keep_outputs, condense)
+        block, structure = task.block, task.prepared.structure
+        if block.parts is not None and block.columns is not None:
+            parts = block.parts[block.columns >= 0]
+            conditioning = Conditioning(parts, block.part_weights, block.entropies)
+            statistic = structure.condition(statistic, conditioning)
         if condense:
-            statistic = task.prepared.structure.condense(statistic)
-        block = task.block
+            statistic = structure.condense(statistic)
         splits = block.columns is not None and _splits(block.columns, task.prepared.partition)
-        return Collected(self, task.prepared, log_likelihood, statistic, block.scale, splits, kept)
+        made = replace(block, inputs=None, targets=None)
+        return Collected(self, task.prepared, log_likelihood, statistic, made, splits, kept)
 
     def terms(self, collected: Collected) -> Terms:
         """The data-dependent parts of the log evidence, under the present prior.
@@ -175,7 +204,7 @@ class Assembly:
             parts = [self._log_likelihood(f, chunk) for chunk, f in collected.outputs]
             log_likelihood = torch.stack(parts).sum()
         log_det = structure.log_det(statistic, precisions)
-        return Terms(log_likelihood, collected.scale * log_det, self.is_bound(collected))
+        return Terms(log_likelihood, collected.block.scale * log_det, self.is_bound(collected))
 
     def is_bound(self, collected: Collected) -> bool:
         """Whether the expectation of the log-determinant is at least ℓ(I)."""
@@ -201,7 +230,10 @@ class Assembly:
         gradients = [torch.zeros_like(argument) for argument in arguments]
 
         def work(chunk: Chunk) -> None:
-            if self.settings.spec.curvature == "hessian":
+            inner: Tensor | float
+            if chunk.columns is not None and not chunk.columns.shape[1]:
+                f, inner = self.passes.outputs(task, chunk), 0.0
+            elif self.settings.spec.curvature == "hessian":
                 part, f = self._add_hessian(task, None, chunk, True)
                 inner = inner_product(cotangent, part)
             else:
@@ -347,7 +379,8 @@ class Assembly:
             isinstance(settings.micro_batch, int) and settings.micro_batch >= size
         )
         summarised = condensed and alone
-        check_memory(prepared.structure, size * width, self.device, pass_bytes, summarised)
+        rows = size * width if block.num_rows is None else block.num_rows
+        check_memory(prepared.structure, rows, self.device, pass_bytes, summarised)
 
     def _is_factored(self, prepared: Prepared, name: str) -> bool:
         return self.settings.spec.structure == "kfac" and name in prepared.plan.kronecker

@@ -170,15 +170,24 @@ def check_gradients(names: Iterable[str], gradients: Iterable[Tensor | None]) ->
 
 def check_spec(spec: EstimatorSpec, num_data: int) -> None:
     """An estimator that exists, on subsets no larger than the data."""
-    if spec.anchored:
-        raise ConfigurationError(
-            f"{spec.name}: the anchored bound is not available yet; use the estimator without"
-            " -anchored."
-        )
     if spec.subset is not None and not spec.rows and spec.subset > num_data:
         raise ConfigurationError(
             f"{spec.name} takes subsets of {spec.subset} data, but num_data is {num_data}; use a"
             " smaller subset, or N for all the data."
+        )
+
+
+def check_anchored(spec: EstimatorSpec, root: str, anchoring: object) -> None:
+    """A root whose rows are the same in every block, and settings where they are used."""
+    if anchoring is not None and not spec.anchored:
+        raise ConfigurationError(
+            f"{spec.name} has no anchors: leave anchoring=... away, or take a name as"
+            " 'ntk-400-rows-anchored'."
+        )
+    if spec.anchored and root == "subblock":
+        raise ConfigurationError(
+            f"{spec.name}: a 'subblock' root has other rows in every block, which can be no"
+            " anchors. Take root='eigen' or root='fisher'."
         )
 
 
@@ -220,7 +229,7 @@ def check_state(
     state: Mapping[str, Any], own: Mapping[str, Any], modules: Mapping[str, nn.Module]
 ) -> None:
     """A state of an evidence that fits this one, tried on copies."""
-    if missing := own.keys() - state.keys() - {"micro_batches", "preparation"}:
+    if missing := own.keys() - state.keys() - {"micro_batches", "preparation", "anchors"}:
         raise ConfigurationError(f"The state lacks {', '.join(sorted(missing))}.")
     if state["estimator"] != own["estimator"]:
         raise ConfigurationError(

@@ -70,11 +70,15 @@ class Noise:
     Args:
         modules: That draw.
         seed: Of all of it.
+        positions: Whose noise each datum has, in ascending order; None for its own.
     """
 
-    def __init__(self, modules: Sequence[Stochastic], seed: int) -> None:
+    def __init__(
+        self, modules: Sequence[Stochastic], seed: int, positions: Tensor | None = None
+    ) -> None:
         self._modules = list(modules)
         self._seed = seed
+        self._positions = positions
         self._pages: dict[int, list[Tensor]] = {}
 
     def slice(self, start: int, stop: int) -> list[Tensor]:
@@ -87,6 +91,13 @@ class Noise:
         Returns:
             One tensor (stop - start, ...) for each module.
         """
+        if self._positions is None:
+            return self._between(start, stop)
+        chosen = self._positions[start:stop]
+        first = int(chosen[0])
+        return [noise[chosen - first] for noise in self._between(first, int(chosen[-1]) + 1)]
+
+    def _between(self, start: int, stop: int) -> list[Tensor]:
         first, last = start // PAGE, (stop - 1) // PAGE
         self._pages = {page: self._page(page) for page in range(first, last + 1)}
         offset = first * PAGE

@@ -74,6 +74,11 @@ class EstimatorSpec:
                 raise ConfigurationError(f"{part} must be at least 1, not {size}.")
         if self.rows:
             self._check_rows()
+        if self.anchored and not (self.rows and self.structure == "ntk"):
+            raise ConfigurationError(
+                "'anchored' conditions single rows on others, so the structure must be 'ntk' and"
+                f" OUTPUTS 'rows', as in 'ntk-{self.subset or 400}-rows-anchored'."
+            )
         if self.iid and (self.outputs is None or self.curvature != "ggn"):
             raise ConfigurationError(
                 "'iid' draws outputs for each datum, so OUTPUTS must be an integer and none of "

@@ -1,11 +1,13 @@
 """The log evidence of a network and its gradient in the hyperparameters (Algorithm 1)."""
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from evigrad.anchors import AnchoredStream, Anchoring
 from evigrad.assembly import Assembly, Collected
 from evigrad.checks import (
     as_device,
@@ -20,7 +22,7 @@ from evigrad.checks import (
 )
 from evigrad.curvature import ParameterPartition, partition_names
 from evigrad.descriptions import ParameterReport, parameter_reports
-from evigrad.errors import ConfigurationError, InputError
+from evigrad.errors import ConfigurationError, EvigradWarning, InputError
 from evigrad.estimate import Estimate
 from evigrad.estimators import EstimatorSpec
 from evigrad.gradient import needs_two_passes, of_data, of_kept
@@ -38,11 +40,15 @@ from evigrad.likelihoods import Likelihood
 from evigrad.micro_batches import PEAK_FACTOR
 from evigrad.modes import warn_of_normalisation
 from evigrad.parameters import check_unchanged, held_constant, select, trainable
+from evigrad.partitions import Block
 from evigrad.passes import Task
 from evigrad.preparation import PROBE_SIZE, Settings
 from evigrad.priors import GaussianPrior
 from evigrad.sources import as_source
 from evigrad.streams import BlockStream
+
+if TYPE_CHECKING:
+    from evigrad.bracket import Bracket
 
 
 class Evidence:
@@ -74,6 +80,7 @@ class Evidence:
         rows_device: torch.device | str | None = None,
         autocast: torch.dtype | None = None,
         gradient: str = "two-pass",
+        anchoring: Anchoring | None = None,
         generator: torch.Generator | int | None = None,
     ) -> None:
         """Bind a prior and a likelihood to a model.
@@ -105,6 +112,8 @@ class Evidence:
                 kernels and factors stay in ``gram_dtype``. Default: none.
             gradient: How hyperparameters of the forward pass get theirs: ``"two-pass"``, or
                 ``"one-graph"``, the reference, which holds the whole block in memory.
+            anchoring: How the rows of an anchored estimator are spent. Default: three quarters of
+                them on the anchors of the largest scores, chosen for every stream of blocks.
             generator: CPU generator or seed. Default: PyTorch's initial seed.
 
         Raises:
@@ -129,6 +138,7 @@ class Evidence:
             rows_device=as_device("rows_device", rows_device),
             autocast=autocast,
             gradient=gradient,
+            anchoring=anchoring,
         )
         self.root, self.num_data, self.temperature = (
             settings.root,
@@ -145,6 +155,7 @@ class Evidence:
         likelihood.to(device=first.device, dtype=first.dtype)
         self._assembly = Assembly(model, self._weights, likelihood, prior, settings, self.generator)
         warn_of_normalisation(model)
+        self._anchors = self._assembly.anchor_book() if self.spec.anchored else None
 
     # ------------------------------------------------------------ what there is to learn
 
@@ -163,7 +174,14 @@ class Evidence:
 
     # ------------------------------------------------------------ the weights' objective
 
-    def map_loss(self, x: Tensor, y: Tensor, *, wrt: str | Sequence[str] = ()) -> Tensor:
+    def map_loss(
+        self,
+        x: Tensor,
+        y: Tensor,
+        *,
+        wrt: str | Sequence[str] = (),
+        indices: Tensor | None = None,
+    ) -> Tensor:
         """Training loss of the weights: mean NLL + (T/2N) wᵀP0w, in nats per datum.
 
         It is −(T/N) times the log joint up to constants in the weights. The model runs in the
@@ -174,6 +192,8 @@ class Evidence:
             y: Targets in the likelihood's form.
             wrt: Hyperparameters that the training loss reaches, by names or prefixes as for
                 ``backward``: not what the evidence is for, but what Augerino does.
+            indices: Positions (m,) of the data in the data set. An anchored estimator takes note
+                of their outputs, and needs no pass of its own to choose anchors.
 
         Returns:
             The scalar loss.
@@ -187,6 +207,8 @@ class Evidence:
             check_outputs(f, x)
             self.likelihood.validate(f.shape, y)
             log_prob = log_probabilities(self.likelihood, f, y, alone=False)
+        if indices is not None and self._anchors is not None:
+            self._anchors.note(indices, f)
         with torch.no_grad():
             precisions = self.prior.precisions()
         decay = sum((precisions[name] * w.square()).sum() for name, w in self._weights.items())
@@ -214,7 +236,9 @@ class Evidence:
             kept = self._kept(x, ())
             if kept is None:
                 kept = [self._assembly.collect(self._task(x, y, ()), False, condense=True)]
-            return of_kept(self._assembly, kept, ())[0]
+            estimate, _ = of_kept(self._assembly, kept, ())
+        self._observe(kept)
+        return estimate
 
     def backward(
         self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
@@ -259,14 +283,18 @@ class Evidence:
                 with held_constant(others):
                     estimate, gradients = of_data(self._assembly, task, learnable)
         check_gradients(learnable, gradients)
+        self._observe(kept or [x])
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return estimate
 
-    def blocks(self, data: Any) -> BlockStream:
+    def blocks(self, data: Any) -> BlockStream | AnchoredStream:
         """The estimator's own blocks of a data set, drawn uniformly.
+
+        Anchors are chosen when a stream is iterated, by the outputs that ``map_loss`` has seen of
+        the data; those of data that it has not seen are computed.
 
         Args:
             data: A pair of tensors, or a map-style data set of (x, y) items, of all N data.
@@ -282,6 +310,8 @@ class Evidence:
             raise InputError(f"num_data is {self.num_data}, but the data set has {len(source)}.")
         x, y = source.fetch(torch.arange(min(PROBE_SIZE, len(source))))
         prepared = checked(self._assembly, x, y)
+        if self._anchors is not None:
+            return self._anchors.stream(source)
         return BlockStream(prepared.partition, source, self.generator)
 
     def collect(
@@ -339,6 +369,13 @@ class Evidence:
             check_unchanged(self.model, self._weights, self._model_hyperparameters)
         return kept
 
+    def _observe(self, evaluated: Iterable[Any]) -> None:
+        """Learn from anchored blocks what to expect of the next ones."""
+        for each in evaluated if self._anchors is not None else ():
+            block = each.block if isinstance(each, Collected) else each
+            if self._anchors is not None and isinstance(block, Block):
+                self._anchors.observe(block)
+
     def _task(self, x: Data, y: Tensor | None, learned: Collection[str]) -> Task:
         """What was given, all of it checked before anything is drawn."""
         check_unchanged(self.model, self._weights, self._model_hyperparameters)
@@ -348,6 +385,87 @@ class Evidence:
         return self._assembly.task(
             request.prepared, request.batches, request.block, condensed=not keeps_rows
         )
+
+    # ------------------------------------------------------------ other views of the same model
+
+    def with_estimator(self, estimator: str, **changes: Any) -> "Evidence":
+        """The same model, likelihood and prior, which are shared, under another estimator.
+
+        Args:
+            estimator: Its name.
+            **changes: Other keywords of ``Evidence`` than they are here; ``root``, ``sharing``,
+                ``parameter_partition`` and what concerns rows have their defaults.
+
+        Returns:
+            Another evidence.
+
+        Raises:
+            ConfigurationError: If a name or a value does not exist or does not fit.
+        """
+        settings = self._assembly.settings
+        kept = {
+            "temperature": self.temperature,
+            "micro_batch": settings.micro_batch,
+            "memory_budget": settings.memory_budget,
+            "gram_dtype": settings.gram_dtype,
+            "autocast": settings.autocast,
+        }
+        given = kept | {name: value for name, value in changes.items() if value is not None}
+        with warnings.catch_warnings():
+            # What it says about the model was said when this evidence was made.
+            warnings.simplefilter("ignore", EvigradWarning)
+            return Evidence(
+                self.model,
+                self.likelihood,
+                self.prior,
+                estimator=estimator,
+                num_data=self.num_data,
+                hyperparameters=list(self._model_hyperparameters),
+                **given,
+            )
+
+    def bracket(self, data: Any, *, rows: int = 1000, **options: Any) -> "Bracket":
+        """Bounds on the exact log evidence, whatever the estimator: see ``evigrad.bracket``.
+
+        Args:
+            data: All N training data.
+            rows: Of a block: more of them bring the bounds together.
+            **options: Other keywords of ``evigrad.bracket.bracket``.
+
+        Returns:
+            A lower and an upper bound, the lower one with its standard error.
+        """
+        from evigrad.bracket import bracket  # which is made of evidences
+
+        return bracket(self, data, rows=rows, **options)
+
+    def num_outputs(self, x: Tensor) -> int:
+        """C, the outputs of the model.
+
+        Args:
+            x: Some inputs.
+
+        Returns:
+            The number.
+        """
+        check_inputs(x, self._assembly.device)
+        return self._assembly.prepare(x).partition.num_outputs
+
+    def refresh_anchors(self, data: Any) -> float:
+        """Choose anchors anew, by the outputs of the present weights for all the data.
+
+        Args:
+            data: As for ``blocks``.
+
+        Returns:
+            (1/T) log p(D|w,h) of all the data, in nats, which is in the outputs too.
+
+        Raises:
+            ConfigurationError: If the estimator has no anchors.
+        """
+        if self._anchors is None:
+            raise ConfigurationError(f"{self.spec.name} has no anchors.")
+        return self._anchors.refresh(as_source(data)) / self.temperature
 
     # ------------------------------------------------------------ telling and keeping
 
@@ -398,6 +516,7 @@ class Evidence:
 
     def state_dict(self) -> dict[str, Any]:
         """State of prior, likelihood, generator and automatic choices; the model keeps its own."""
+        anchors = {} if self._anchors is None else {"anchors": self._anchors.state_dict()}
         return {
             "estimator": self.spec.name,
             "prior": self.prior.state_dict(),
@@ -405,6 +524,7 @@ class Evidence:
             "generator": self.generator.get_state(),
             "micro_batches": dict(self._assembly.passes.sizes.chosen),
             "preparation": self._assembly.preparation.state_dict(),
+            **anchors,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -425,3 +545,5 @@ class Evidence:
         self._assembly.passes.sizes.chosen = dict(state.get("micro_batches", {}))
         if "preparation" in state:
             self._assembly.preparation.load_state_dict(state["preparation"])
+        if self._anchors is not None and "anchors" in state:
+            self._anchors.load_state_dict(state["anchors"])

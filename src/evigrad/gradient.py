@@ -168,7 +168,7 @@ def two_pass(
     num_data = assembly.settings.num_data
     with torch.no_grad():
         collected = assembly.collect(task, differentiable=False)
-    structure, scale = collected.prepared.structure, collected.scale
+    structure, scale = collected.prepared.structure, collected.block.scale
     differential = structure.differentiate(
         collected.statistic, assembly.prior.precisions(), of_prior
     )

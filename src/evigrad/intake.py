@@ -96,10 +96,22 @@ def resolve(assembly: Assembly, x: Data, y: Tensor | None) -> Request:
             raise InputError("The block holds no data: use one of evidence.blocks(data).")
         prepared = checked(assembly, x.inputs, x.targets)
         check_block(x, prepared.partition)
-        return Request(prepared, [(x.inputs, x.targets)], x)
+        inputs, targets, block = x.inputs, x.targets, x
+        # A sub-block is of all columns of a datum, and KFAC counts data.
+        if assembly.settings.root != "subblock" and spec.structure != "kfac":
+            block = x.expanded()
+            if block.origin is not None:
+                places = block.origin.to(inputs.device)
+                inputs, targets = inputs[places], targets[places]
+        return Request(prepared, [(inputs, targets)], block)
     if isinstance(x, Tensor):
         if y is None:
             raise InputError("Inputs need their targets: estimate(x, y).")
+        if spec.anchored:
+            raise InputError(
+                f"The anchors of {spec.name} are chosen among all the data: take its blocks, for"
+                " block in evidence.blocks(data).take(n)."
+            )
         prepared = checked(assembly, x, y)
         return Request(prepared, [(x, y)], prepared.partition.subset(len(x), assembly.generator))
     if (

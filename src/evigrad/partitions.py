@@ -12,7 +12,8 @@ l(I) (lower bounds of the evidence):
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import combinations, product
 from math import lgamma, log
 from typing import overload
@@ -25,6 +26,9 @@ from evigrad.errors import ConfigurationError, InputError
 from evigrad.estimators import EstimatorSpec
 from evigrad.sources import class_labels
 
+# Rows for each datum that has any, up to which a datum of several rows is taken several times: a
+# forward pass more is half of the price of a row.
+MOST_EXPANDED = 1.5
 # Enumerating more draws than this is a mistake: it takes minutes before anything is computed.
 _MAX_DRAWS = 1e6
 
@@ -44,6 +48,14 @@ class Block:
             the whole data set's log likelihood.
         inputs: The inputs (m, ...) where they were fetched.
         targets: The targets (m, ...) where they were fetched.
+        parts: Of an anchored block, for each of `columns` 0 for an anchor, b = 1, 2, … for a row
+            of part B_b, and -1 where there is none; ``None`` elsewhere.
+        part_weights: Of an anchored block, w_b of each part: the log-determinant of all rows is
+            estimated by ℓ(Z) + Σ_b w_b ℓ(B_b|Z), and `scale` is 1.
+        expected: Of an anchored block, what was expected of each ℓ(B_b|Z) when it was drawn.
+        part_keys: Of an anchored block, what tells which parts are alike.
+        entropies: Of an anchored block that was evaluated, ℓ(Z) and each ℓ(B_b|Z), in nats.
+        origin: Of a block from ``expanded``, where each datum stood before.
     """
 
     indices: Int[Tensor, " m"]
@@ -52,6 +64,109 @@ class Block:
     likelihood_weights: Float[Tensor, " m"]
     inputs: Tensor | None = None
     targets: Tensor | None = None
+    parts: Int[Tensor, "m k"] | None = None
+    part_weights: tuple[float, ...] = ()
+    expected: tuple[float, ...] = ()
+    part_keys: tuple[int, ...] = ()
+    entropies: list[float] = field(default_factory=list)
+    origin: Int[Tensor, " m"] | None = None
+
+    def expanded(self) -> "Block":
+        """A datum of k rows as k data of one row each, where most have no more than one.
+
+        Data with as many rows go through the network together. To see a few data twice costs less
+        than another pass for them.
+
+        Only where the rows of a datum do not depend on which of them a block has, and data are not
+        counted.
+
+        Returns:
+            A block without its data that has the same rows in the same order, and ``origin``; this
+            one where it has no padding, or so many rows of a datum that this would not pay.
+        """
+        if self.columns is None or self.origin is not None or self._counts is None:
+            return self
+        present = self.columns >= 0
+        counts = present.sum(1)
+        with_rows = int((counts > 0).sum())
+        if not 0 < int(counts.sum()) <= MOST_EXPANDED * with_rows:
+            return self
+        # Those without rows stand for themselves.
+        origin = torch.arange(len(counts)).repeat_interleave(counts.clamp(min=1))
+        first = torch.cat([torch.ones(1, dtype=torch.bool), origin.diff() > 0])
+        has_row = counts[origin] > 0
+        columns = torch.full((len(origin), 1), -1)
+        columns[has_row, 0] = self.columns[present]
+        parts = None
+        if self.parts is not None:
+            parts = torch.full_like(columns, -1)
+            parts[has_row, 0] = self.parts[present]
+        return replace(
+            self,
+            indices=self.indices[origin],
+            columns=columns,
+            parts=parts,
+            likelihood_weights=self.likelihood_weights[origin] * first,
+            inputs=None,
+            targets=None,
+            origin=origin,
+        )
+
+    @property
+    def num_rows(self) -> int | None:
+        """The rows of the block, None where they are all outputs of its data."""
+        return None if self.columns is None else int((self.columns >= 0).sum())
+
+    @cached_property
+    def _counts(self) -> list[int] | None:
+        """Columns of each datum, where no datum has more than the one before it; else None."""
+        if self.columns is None or not bool((self.columns < 0).any()):
+            return None
+        present = self.columns >= 0
+        counts = present.sum(1)
+        # Padding is at the end of each datum's columns.
+        ordered = bool((counts.diff() <= 0).all()) and bool((present.long().diff(dim=1) <= 0).all())
+        return counts.tolist() if ordered else None
+
+    def has_all_rows(self, data: slice) -> bool:
+        """Whether no datum outside of some has a row.
+
+        Args:
+            data: Positions, from the first on.
+
+        Returns:
+            True where the others are there for their likelihood alone.
+        """
+        if data.start != 0:
+            return False
+        rest = len(self.indices) - data.stop
+        if not rest or self.columns is None:
+            return not rest
+        return not bool((self.columns[data.stop :] >= 0).any())
+
+    def cuts(self) -> list[int]:
+        """Positions at which the number of columns of a datum changes, where that only falls.
+
+        Data with as many columns each go through the network together, without any padding.
+
+        Returns:
+            The positions, in ascending order.
+        """
+        counts = self._counts or []
+        return [i for i in range(1, len(counts)) if counts[i] != counts[i - 1]]
+
+    def columns_of(self, data: slice) -> Int[Tensor, "m k"] | None:
+        """The columns of some consecutive data, without needless padding.
+
+        Args:
+            data: Their positions; they lie between two cuts.
+
+        Returns:
+            One list for each datum, which may be empty; or None for all C.
+        """
+        if self.columns is None or self._counts is None:
+            return None if self.columns is None else self.columns[data]
+        return self.columns[data, : self._counts[data.start]]
 
 
 class Partition:
@@ -75,18 +190,13 @@ class Partition:
 
     Raises:
         InputError: If there are no data or no outputs, or SUBSET is larger than what there is.
-        ConfigurationError: If OUTPUTS is larger than C, or the estimator is anchored.
+        ConfigurationError: If OUTPUTS is larger than C.
     """
 
     def __init__(self, spec: EstimatorSpec, num_data: int, num_outputs: int) -> None:
         if num_data < 1 or num_outputs < 1:
             raise InputError(
                 f"An estimate needs data and outputs, not {num_data} data, {num_outputs} outputs."
-            )
-        if spec.anchored:
-            raise ConfigurationError(
-                f"'{spec}': anchored estimators are not available yet; "
-                f"use '{replace(spec, anchored=False)}'."
             )
         total, unit = (num_data * num_outputs, "rows") if spec.rows else (num_data, "data")
         if spec.subset is not None and spec.subset > total:
@@ -182,7 +292,10 @@ class Partition:
         def build(number: int) -> Block:
             pairs = order[number * self._size : (number + 1) * self._size]
             indices, local = (pairs // self.num_outputs).unique(return_inverse=True)
-            columns = _padded_columns(local, pairs % self.num_outputs, len(indices))
+            # Those with most rows first: data with as many rows go through the network together.
+            by_rows = local.bincount().argsort(descending=True, stable=True)
+            indices, local = indices[by_rows], by_rows.argsort()[local]
+            columns = padded_columns(local, pairs % self.num_outputs, len(indices))
             weights = (columns >= 0).sum(1).double() * self.num_blocks / self.num_outputs
             return Block(indices, columns, float(self.num_blocks), weights)
 
@@ -220,10 +333,13 @@ class Partition:
             ConfigurationError: If the estimator is ``grouped``: its blocks are no random subsets.
         """
         self._check_subset(m)
-        indices = torch.arange(m) if m == self.num_data else _choose(self.num_data, m, generator)
+        indices = (
+            torch.arange(m) if m == self.num_data else choose_distinct(self.num_data, m, generator)
+        )
         if self.spec.rows:
             return self._subset_block(
-                indices, self._row_columns(_choose(m * self.num_outputs, self._size, generator), m)
+                indices,
+                self._row_columns(choose_distinct(m * self.num_outputs, self._size, generator), m),
             )
         columns = self._fixed_columns(m)
         if self._width is not None:
@@ -276,7 +392,7 @@ class Partition:
                     yield torch.tensor(choice).repeat(m, 1)
 
     def _row_columns(self, pairs: Int[Tensor, " r"], m: int) -> Int[Tensor, "m k"]:
-        return _padded_columns(pairs // self.num_outputs, pairs % self.num_outputs, m)
+        return padded_columns(pairs // self.num_outputs, pairs % self.num_outputs, m)
 
     def _subset_block(
         self, indices: Int[Tensor, " m"], columns: Int[Tensor, "m k"] | None
@@ -330,7 +446,7 @@ class _LazyBlocks(Sequence[Block]):
         return self._build(int(self._order[index]))
 
 
-def _padded_columns(
+def padded_columns(
     data: Int[Tensor, " r"], outputs: Int[Tensor, " r"], m: int
 ) -> Int[Tensor, "m k"]:
     """Arrange pairs (datum, output) as one list of outputs for each datum, padded with -1."""
@@ -343,7 +459,7 @@ def _padded_columns(
     return columns
 
 
-def _choose(n: int, size: int, generator: torch.Generator) -> Int[Tensor, " size"]:
+def choose_distinct(n: int, size: int, generator: torch.Generator) -> Int[Tensor, " size"]:
     """Draw distinct numbers below n, every ordered choice with the same probability."""
     if 4 * size > n:
         return torch.randperm(n, generator=generator)[:size].clone()

@@ -114,13 +114,13 @@ class Passes:
             The task.
         """
         seed = int(torch.randint(2**62, (), generator=generator))
-        noise = self._preparation.noise(seed) if self._preparation.draws else None
+        noise = self._preparation.noise(seed, block.origin) if self._preparation.draws else None
         task = Task(prepared, batches, block, seed, noise)
         if self._settings.spec.curvature != "mc":
             return task
         outputs: list[Tensor] = []
         with torch.no_grad():
-            self.run(task, "outputs", lambda chunk: outputs.append(self._forward(task, chunk)))
+            self.run(task, "outputs", lambda chunk: outputs.append(self.outputs(task, chunk)))
         f = torch.cat(outputs)
         samples = range(self._settings.spec.outputs or 1)
         return replace(task, labels=[self._likelihood.sample(f, generator) for _ in samples])
@@ -138,6 +138,9 @@ class Passes:
             InputError: If the batches do not hold the block's data.
         """
         expected, first, model = len(task.block.indices), 0, task.prepared.model
+        # KFAC counts data, those without rows too.
+        whole = self._settings.spec.structure == "kfac"
+        cuts = [] if whole else task.block.cuts()
         own = torch.Generator().manual_seed(task.seed)
         with evaluation_mode(model, own), model_run(model):
             for x, y in task.batches:
@@ -148,6 +151,8 @@ class Passes:
                 while start < len(x):
                     rest = len(x) - start
                     stop = start + self._size(task, kind, x, rest)
+                    cut = next((c for c in cuts if c > first + start), expected)
+                    stop = min(stop, cut - first)
                     chunk = self._chunk(task, x[start:stop], y[start:stop], first + start)
                     if self.sizes.asked != "auto":
                         work(chunk)
@@ -213,9 +218,19 @@ class Passes:
         scale = torch.ones_like(root.vectors[:, :, 0]) if root.scale is None else root.scale
         return replace(root, scale=scale * cooling)
 
-    def _forward(self, task: Task, chunk: Chunk) -> Tensor:
+    def outputs(self, task: Task, chunk: Chunk) -> Tensor:
+        """The outputs of a micro-batch, with a graph where gradients are on.
+
+        Args:
+            task: The block.
+            chunk: The micro-batch.
+
+        Returns:
+            Of shape (m, C), finite, in the type of the weights.
+        """
         with self._autocast():
             f = task.prepared.model(chunk.x.clone())  # a model may change its input in place
+        check_finite("The model's outputs", f)
         return f.to(next(iter(self._preparation.weights.values())).dtype)
 
     @contextmanager
@@ -230,11 +245,15 @@ class Passes:
     def _chunk(self, task: Task, x: Tensor, y: Tensor, start: int) -> Chunk:
         data = slice(start, start + len(x))
         columns = task.block.columns
+        if columns is not None and self._settings.spec.structure == "kfac":
+            columns = columns[data]
+        else:
+            columns = task.block.columns_of(data)
         return Chunk(
             x=task.prepared.pack(x, task.noise, data),
             y=y,
             data=data,
-            columns=None if columns is None else columns[data],
+            columns=columns,
             likelihood_weights=task.block.likelihood_weights[data],
             labels=[labels[data] for labels in task.labels],
         )

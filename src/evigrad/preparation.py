@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evigrad.anchors import Anchoring
 from evigrad.checks import (
     called,
+    check_anchored,
     check_choice,
     check_count,
     check_outputs,
@@ -62,12 +64,14 @@ class Settings:
     rows_device: torch.device | None = None
     autocast: torch.dtype | None = None
     gradient: str = "two-pass"
+    anchoring: Anchoring | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         check_count("num_data", self.num_data)
         check_spec(self.spec, self.num_data)
         check_choice("root", self.root, ROOTS)
+        check_anchored(self.spec, self.root, self.anchoring)
         check_choice("sharing", self.sharing, ("expand", "reduce"))
         check_positive("temperature", self.temperature)
         check_passes(
@@ -209,6 +213,21 @@ class Preparation:
             made = self._known_plans.get(key, prepared.plan)
             self._prepared[key] = self._replanned(prepared, made, key not in self._formed)
 
+    def outputs(self, x: Tensor) -> Tensor:
+        """Outputs of the model, without a graph; what it draws is not the evidence's.
+
+        Args:
+            x: Inputs (m, ...).
+
+        Returns:
+            Of shape (m, C).
+        """
+        own, model = torch.Generator().manual_seed(0), self.model
+        with evaluation_mode(model, own), model_run(model), torch.no_grad():
+            f = called(model, x.clone())
+        check_outputs(f, x)
+        return f
+
     @property
     def draws(self) -> bool:
         """Whether the model draws noise."""
@@ -218,16 +237,17 @@ class Preparation:
         """What was prepared last, if anything."""
         return next(reversed(self._prepared.values()), None)
 
-    def noise(self, seed: int) -> Noise:
+    def noise(self, seed: int, positions: Tensor | None = None) -> Noise:
         """The noise of a block, of all modules that draw.
 
         Args:
             seed: Of the noise.
+            positions: Whose noise each datum has, in ascending order; None for its own.
 
         Returns:
             The noise, drawn as it is read.
         """
-        return Noise(self._drawing, seed)
+        return Noise(self._drawing, seed, positions)
 
     def predicted_bytes(self, prepared: Prepared, spec: EstimatorSpec | None) -> int:
         """What an estimator keeps of a block and works with.

@@ -63,6 +63,17 @@ class BlockStream(Iterable[Block]):
             raise ConfigurationError(f"The number of blocks must not be negative, as {n} is.")
         return islice(iter(self), n)
 
+    def round(self, n: int) -> Iterator[Block]:
+        """Blocks whose mean several steps share.
+
+        Args:
+            n: How many, at most.
+
+        Returns:
+            The first n of one partition, or all of it where it has no more.
+        """
+        return islice(self.epoch(), n)
+
     def epoch(self) -> Iterator[Block]:
         """The blocks of exactly one partition.
 

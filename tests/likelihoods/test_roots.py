@@ -9,7 +9,15 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from evigrad.errors import ConfigurationError
-from evigrad.likelihoods import ROOTS, Bernoulli, Categorical, Gaussian, Likelihood
+from evigrad.likelihoods import (
+    ROOTS,
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Likelihood,
+    categorical,
+    roots,
+)
 from evigrad.likelihoods.roots import differentiable_root
 
 SEEDS = st.integers(0, 2**31 - 1)
@@ -368,3 +376,74 @@ def test_dtype_follows_the_outputs() -> None:
 def test_unknown_kind(maker, kind: str) -> None:
     with pytest.raises(ConfigurationError, match="root is one of subblock, fisher, eigen"):
         maker().root(random_outputs(0, 2, 3), None, kind)
+
+
+@pytest.fixture
+def three_turned(monkeypatch: pytest.MonkeyPatch) -> int:
+    """An eigen root that turns the columns of three classes only, as of sixteen among hundreds."""
+    for module in (roots, categorical):
+        monkeypatch.setattr(module, "TOP_CLASSES", 3)
+    return 3
+
+
+@pytest.mark.parametrize("c", [4, 6, 9])
+def test_a_root_of_many_classes(three_turned: int, c: int) -> None:
+    likelihood, f = Categorical(), random_outputs(c, 5, c)
+    whole = likelihood.root(f, None, "eigen").vectors
+    torch.testing.assert_close(whole.mT @ whole, likelihood.hessian(f))
+    # The first ones are orthogonal, largest first; the others are scores of the unlikely labels.
+    gram = whole[:, :three_turned] @ whole[:, :three_turned].mT
+    torch.testing.assert_close(gram, gram.diagonal(dim1=1, dim2=2).diag_embed())
+    assert bool((gram.diagonal(dim1=1, dim2=2).diff(dim=1) <= 1e-12).all())
+    order = f.argsort(dim=1, descending=True)
+    fisher = likelihood.root(f, order[:, three_turned:], "fisher").vectors
+    torch.testing.assert_close(whole[:, three_turned:], fisher)
+    columns = torch.tensor([[c - 1, 0, -1], [2, -1, 1], [3, 1, 0], [-1, -1, -1], [0, 3, 2]])
+    listed = likelihood.root(f, columns, "eigen").vectors
+    for n, row in enumerate(columns.tolist()):
+        for j, column in enumerate(row):
+            wanted = whole[n, column] if column >= 0 else torch.zeros(c).double()
+            torch.testing.assert_close(listed[n, j], wanted)
+
+
+@pytest.mark.parametrize("c", [4, 7])
+def test_the_derivative_of_a_root_of_many_classes(three_turned: int, c: int) -> None:
+    del three_turned
+    likelihood, f = Categorical(), random_outputs(1, 3, c).requires_grad_()
+    weights = random_outputs(2, 3 * c, c).reshape(3, c, c)
+    rows = likelihood.root(f, None, "eigen").vectors
+    (found,) = torch.autograd.grad((weights * (rows.mT @ rows)).sum(), f)
+    (wanted,) = torch.autograd.grad((weights * likelihood.hessian(f)).sum(), f)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["fisher", "eigen"])
+@pytest.mark.parametrize("c", [2, 3, 4, 8])
+def test_norms_of_rows(three_turned: int, kind: str, c: int) -> None:
+    likelihood, f = Categorical(), random_outputs(3, 6, c)
+    wanted = likelihood.root(f, None, kind).vectors.square().sum(-1)
+    torch.testing.assert_close(likelihood.row_norms(f, kind), wanted, atol=1e-12, rtol=1e-6)
+    condensed = likelihood.condensed(f, kind)
+    head, tail = likelihood.row_scores(condensed, kind)
+    if kind == "eigen" and c > three_turned:
+        # Nearly so: what is left of the others is only their probability together.
+        assert condensed.shape == (6, three_turned + 1)
+        torch.testing.assert_close(head, wanted[:, :three_turned], atol=0.05, rtol=0.3)
+        assert tail is not None
+        torch.testing.assert_close(tail, wanted[:, three_turned:].sum(1), atol=0.05, rtol=0.5)
+    else:
+        torch.testing.assert_close(head, wanted[:, : head.shape[1]], atol=1e-12, rtol=1e-6)
+        # Columns that are left out are zero for certain.
+        assert float(wanted[:, head.shape[1] :].abs().sum()) < 1e-10
+        assert tail is None
+
+
+@pytest.mark.parametrize("maker", [Bernoulli, lambda: Gaussian(noise=0.6).double()])
+def test_norms_of_rows_of_other_likelihoods(maker) -> None:
+    likelihood, f = maker(), random_outputs(3, 6, 4)
+    root = likelihood.root(f, None, "eigen")
+    scale = 1.0 if root.scale is None else root.scale.detach()
+    wanted = (root.vectors.square().sum(-1) * scale**2).detach()
+    head, tail = likelihood.row_scores(likelihood.condensed(f, "eigen"), "eigen")
+    torch.testing.assert_close(head, wanted)
+    assert tail is None

@@ -87,6 +87,16 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], dict[str, Any]]] = {
     "prior blocks": (net, {"prior_blocks": 2, "every": 1}),
     "dropout": (lambda seed: net(seed, dropout=0.4), {"eval_every": 2}),
     "batch normalisation": (lambda seed: net(seed, norm=True), {"estimator": "full-30-C"}),
+    "anchored": (net, {"estimator": "ntk-20-rows-anchored"}),
+    "anchored, prior blocks": (
+        net,
+        {"estimator": "ntk-20-rows-anchored", "prior_blocks": 2, "every": 1},
+    ),
+    "anchored, learned model": (
+        averaged,
+        {"estimator": "ntk-20-rows-anchored", "hyperparameters": ["invariance"], "every": 1},
+    ),
+    "bounds": (net, {"bracket_every": 2, "bracket_rows": 24}),
     "momentum": (net, {"optimizer": "sgd", "momentum": 0.8}),
     "learned model": (averaged, {"hyperparameters": ["invariance"], "estimator": "kfac-20-1"}),
     "separate rounds": (

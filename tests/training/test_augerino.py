@@ -61,7 +61,7 @@ def test_the_loss_is_that_of_the_weights_less_the_width_of_learned_ranges(images
     x, y = images
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        loss = loop._loss(x, y)
+        loss = loop._loss(x, y, torch.arange(len(x)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         plain = F.cross_entropy(loop.evidence.model(x), y)
@@ -123,7 +123,7 @@ def test_there_is_no_reward_for_very_wide_ranges(images):
 
 def test_a_range_of_zero_has_a_gradient(images):
     loop = loop_of(network(AffineInvariance({"rotation": 0.0})), images, **SMALL)
-    loop._loss(*images).backward()
+    loop._loss(*images, indices=torch.arange(12)).backward()
     gradient = loop.evidence.model.get_parameter("invariance.rotation").grad
     assert gradient is not None and bool(torch.isfinite(gradient).all())
     assert float(gradient.abs()) > 0

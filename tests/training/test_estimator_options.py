@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from evigrad import Evidence
+from evigrad.anchors import Anchoring
 from evigrad.errors import ConfigurationError
-from evigrad.training import ESTIMATOR_OPTIONS, estimator_options
+from evigrad.training import ANCHOR_OPTIONS, ESTIMATOR_OPTIONS, estimator_options, fit
 from evigrad.training.estimator_options import as_bytes, as_dtype
 
 DEFAULTS: dict[str, Any] = {
@@ -14,7 +15,10 @@ DEFAULTS: dict[str, Any] = {
     for name, parameter in inspect.signature(Evidence).parameters.items()
     if name in ESTIMATOR_OPTIONS
 }
-GIVEN = DEFAULTS | {"estimator": "ntk-100-1"}
+OF_ANCHORS: dict[str, Any] = {
+    name: inspect.signature(fit).parameters[name].default for name in ANCHOR_OPTIONS
+}
+GIVEN = DEFAULTS | OF_ANCHORS | {"estimator": "ntk-100-1"}
 
 
 def test_they_are_keywords_of_the_evidence():
@@ -92,3 +96,16 @@ def test_a_budget_is_for_automatic_choices_and_baselines_make_none():
         assert found["memory_budget"] is None
         found = estimator_options(GIVEN | budget | {"estimator": name, "micro_batch": "auto"})
         assert found["memory_budget"] == 10**6
+
+
+def test_anchors_are_for_anchored_estimators():
+    anchored = GIVEN | {"estimator": "ntk-40-rows-anchored"}
+    # What fit does by default is what an evidence does.
+    assert estimator_options(anchored)["anchoring"] == Anchoring()
+    given = {"anchor_share": 0.5, "anchor_choice": "random", "anchor_refresh": 3}
+    found = estimator_options(anchored | given | {"anchor_likelihood": 7})["anchoring"]
+    assert found == Anchoring(0.5, "random", refresh=3, likelihood_data=7)
+    for name in ("ntk-40-rows", "map", None):
+        assert "anchoring" not in estimator_options(GIVEN | given | {"estimator": name})
+    with pytest.raises(ConfigurationError, match="share"):
+        estimator_options(anchored | {"anchor_share": 1.0})

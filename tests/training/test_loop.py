@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 import torch
+from loops import settings_of
 from torch import nn
 
 from evigrad import Evidence
@@ -57,7 +58,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def make_settings(**changes) -> Settings:
-    return Settings(**{**_DEFAULTS, **changes})
+    return settings_of(**{**_DEFAULTS, **changes})
 
 
 def make_loop(net, data, likelihood=None, prior=None, **changes) -> Loop:
@@ -206,9 +207,10 @@ def test_batches_cover_the_data_once_and_are_about_as_large(blobs, make_net, mon
     seen = []
     map_loss = loop.evidence.map_loss
 
-    def record(x, y):
+    def record(x, y, indices):
         seen.append(x)
-        return map_loss(x, y)
+        assert torch.equal(x, blobs[0][0][indices])
+        return map_loss(x, y, indices=indices)
 
     monkeypatch.setattr(loop.evidence, "map_loss", record)
     loop.train_epoch(1)

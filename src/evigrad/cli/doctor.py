@@ -22,7 +22,13 @@ from evigrad.estimate import Estimate
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import make_likelihood
 from evigrad.priors import GaussianPrior
-from evigrad.training import ESTIMATOR_OPTIONS, estimator_options, fit, is_automatic
+from evigrad.training import (
+    ANCHOR_OPTIONS,
+    ESTIMATOR_OPTIONS,
+    estimator_options,
+    fit,
+    is_automatic,
+)
 from evigrad.training.automatic import largest_subset, with_subset
 
 SUMMARY = "Show what an estimator does with each parameter of a network, and its cost"
@@ -75,6 +81,7 @@ def make_parser() -> Parser:
     options.add_group("invariance", set_up, INVARIANCE, SETUP_TYPES)
     options.add_group("prior and evidence", fit, _PRIOR, FIT_TYPES, {"likelihood": None}, FIT_WORDS)
     options.add_group("details of the estimator", fit, ESTIMATOR_OPTIONS, FIT_TYPES)
+    options.add_group("anchors", fit, ANCHOR_OPTIONS, FIT_TYPES)
     options.add_group("training", fit, ("batch_size",), FIT_TYPES)
     options.add_group("machine", set_up, MACHINE, SETUP_TYPES)
     return parser

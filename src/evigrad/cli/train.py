@@ -27,6 +27,7 @@ from evigrad.cli.setup import INVARIANCE, MACHINE, NETWORK, SETUP_TYPES, Setup, 
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimators import EstimatorSpec
 from evigrad.training import (
+    ANCHOR_OPTIONS,
     ESTIMATOR_OPTIONS,
     EvidenceValue,
     FitResult,
@@ -94,6 +95,12 @@ FIT_TYPES: dict[str, Any] = {
     "rows_dtype": Literal["bfloat16", "float32", "float64"] | None,
     "rows_device": str | None,
     "autocast": Literal["bfloat16"] | None,
+    "anchor_share": float,
+    "anchor_choice": Literal["score", "random"],
+    "anchor_refresh": int,
+    "anchor_likelihood": int | None,
+    "bracket_every": int,
+    "bracket_rows": int,
     "eval_every": int,
     "checkpoint_every": int | None,
     "progress": bool,
@@ -102,8 +109,9 @@ FIT_TYPES: dict[str, Any] = {
 FIT_WORDS = {
     "estimator": "Evidence estimator, STRUCTURE-SUBSET-OUTPUTS: structure ntk, full, blockdiag,"
     " kfac or diag; data in a block, N for all, or auto for as many as the memory holds; outputs"
-    " in a block, or C for all. Baselines: map learns no hyperparameters (plain MAP training),"
-    " augerino the ranges of an invariance on the training loss.",
+    " in a block, or C for all. ntk-400-rows-anchored takes 400 rows, most of them anchors."
+    " Baselines: map learns no hyperparameters (plain MAP training), augerino the ranges of an"
+    " invariance on the training loss.",
     "likelihood": "Of the targets: categorical, gaussian or bernoulli. Default: what the data set"
     " is for.",
 }
@@ -137,9 +145,10 @@ def make_parser() -> Parser:
     options.add_group("training of the weights", fit, _WEIGHTS, FIT_TYPES)
     options.add_group("learning of the hyperparameters", fit, _HYPER, FIT_TYPES)
     options.add_group("details of the estimator", fit, ESTIMATOR_OPTIONS, FIT_TYPES)
+    options.add_group("anchors", fit, ANCHOR_OPTIONS, FIT_TYPES)
     options.add_group("interrupted runs", resumed_configuration, ("resume",), RESUME_TYPES)
     options.add_group("results", report, tuple(_OWN_TYPES), _OWN_TYPES)
-    recorded = ("eval_every", "checkpoint_every", "progress")
+    recorded = ("eval_every", "bracket_every", "bracket_rows", "checkpoint_every", "progress")
     options.add_group("record", fit, recorded, FIT_TYPES)
     options.add_group("machine", set_up, MACHINE, SETUP_TYPES)
     return parser

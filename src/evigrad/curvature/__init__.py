@@ -17,6 +17,7 @@ from evigrad.curvature.base import (
     inner_product,
 )
 from evigrad.curvature.block_diagonal import BlockDiagonal, ParameterPartition, partition_names
+from evigrad.curvature.conditional import Conditioning
 from evigrad.curvature.contraction import MatrixUseLike, contracted
 from evigrad.curvature.diagonal import Diagonal
 from evigrad.curvature.full import Full
@@ -32,6 +33,7 @@ STRUCTURES = ("ntk", "full", "blockdiag", "kfac", "diag")
 __all__ = [
     "STRUCTURES",
     "BlockDiagonal",
+    "Conditioning",
     "Diagonal",
     "Differential",
     "Full",

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from evigrad.curvature.conditional import Conditioning
 from evigrad.errors import ConfigurationError
 
 # Copies of a dense n x n block that live at once besides the statistic, when a log-determinant is
@@ -278,6 +279,22 @@ class Structure(ABC, Generic[StatisticT]):
             A smaller one with the same log-determinants, or the same.
         """
         return statistic
+
+    def condition(self, statistic: StatisticT, conditioning: Conditioning) -> StatisticT:
+        """Have ℓ of a statistic taken given its anchors.
+
+        Args:
+            statistic: Of all rows of a block.
+            conditioning: Which of them are anchors.
+
+        Its log-determinant is ℓ(Z) + Σ_b w_b ℓ(B_b|Z) from then on.
+
+        Raises:
+            ConfigurationError: Of this structure ℓ is not a function of the rows' products.
+        """
+        raise ConfigurationError(
+            f"{self.name!r} has no anchored form: take 'ntk', whose rows can be anchors."
+        )
 
     @abstractmethod
     def predicted_bytes(self, num_rows: int) -> int:

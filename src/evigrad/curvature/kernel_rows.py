@@ -13,7 +13,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from evigrad.curvature.base import Statistic
+from evigrad.curvature.conditional import Conditioning, log_det_conditional
 from evigrad.curvature.contraction import contraction_cotangents, contraction_gram
+from evigrad.curvature.linalg import log_det_identity_plus
 
 # Columns of the rows that are at work at once: enough for matrix products at full speed, and small
 # beside the rows of any network for which the memory counts.
@@ -102,6 +104,7 @@ class NtkStatistic(Statistic):
         present: Per micro-batch, which of the rows (m_i, k) are none of padding; the rows and
             scales hold these alone, the factors all.
         grams: The Gram matrices kept so far; a cache, filled by ``Ntk.log_det``.
+        conditioning: Which of all rows are anchors, or None where ℓ is that of all of them.
     """
 
     rows: dict[str, tuple[Tensor, ...]]
@@ -109,6 +112,7 @@ class NtkStatistic(Statistic):
     scales: tuple[Tensor | None, ...]
     present: tuple[Bool[Tensor, "_ _"], ...]
     grams: dict[Hashable, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    conditioning: Conditioning | None = None
 
     @property
     def num_rows(self) -> int:
@@ -158,6 +162,12 @@ class NtkStatistic(Statistic):
         sizes = [int(part.sum()) for part in self.present]
         return replace(self, scales=tuple(scale.split(sizes)))
 
+    def log_det(self, gram: Float[Tensor, "R R"]) -> Float[Tensor, ""]:
+        """ℓ of a Gram matrix of all rows, given the anchors where there are some."""
+        if self.conditioning is None:
+            return log_det_identity_plus(gram)
+        return log_det_conditional(gram, self.conditioning)
+
     def tensors(self) -> list[Tensor]:
         """All rows, all factors, then the scales that are not None."""
         return self._kept() + [scale for scale in self.scales if scale is not None]
@@ -171,7 +181,7 @@ class NtkStatistic(Statistic):
             for name, chunks in self.factors.items()
         }
         scales = tuple(None if scale is None else next(rest) for scale in self.scales)
-        return NtkStatistic(rows, factors, scales, self.present)
+        return NtkStatistic(rows, factors, scales, self.present, conditioning=self.conditioning)
 
     def _kept(self) -> list[Tensor]:
         rows = [chunk for chunks in self.rows.values() for chunk in chunks]
@@ -191,8 +201,7 @@ class NtkStatistic(Statistic):
             Of shape (R, R), in the order of the rows.
         """
         if name in self.factors:
-            inputs, gradients = self._whole_factors(name, like)
-            gram = self._of_present(contraction_gram(inputs, gradients))
+            gram = contraction_gram(*self._whole_factors(name, like)[:2])
             return gram if precision is None else gram / precision.to(gram)  # one for all
         gram = like.new_zeros(self.num_rows, self.num_rows)
         varies = precision is not None and precision.numel() > 1
@@ -218,17 +227,11 @@ class NtkStatistic(Statistic):
         inverse = precision.detach().reshape(-1).to(cotangent).reciprocal()
         of_precision = torch.zeros_like(inverse)
         if name in self.factors:
-            inputs, gradients = self._whole_factors(name, cotangent)
-            spread = self._of_all(cotangent) * inverse
-            of_inputs, of_gradients = contraction_cotangents(inputs, gradients, spread)
+            inputs, gradients, data = self._whole_factors(name, cotangent)
+            of_inputs, of_gradients = contraction_cotangents(inputs, gradients, cotangent * inverse)
             # The Gram is quadratic in the gradients: ⟨cotangent, it⟩ is half of this product.
             of_precision.copy_(-0.5 * (of_gradients * gradients).sum() * inverse)
-            start = 0
-            for kept_inputs, kept_gradients in self.factors[name]:
-                stop = start + len(kept_inputs)
-                kept_inputs.copy_(of_inputs[start:stop])
-                kept_gradients.copy_(of_gradients[start:stop])
-                start = stop
+            self._write_factors(name, of_inputs, of_gradients, data)
             return of_precision.reshape(precision.shape)
         for columns, slab in slabs(self.rows[name], cotangent):
             product = 2 * (cotangent @ slab)  # (S̄ + S̄ᵀ) A
@@ -245,6 +248,10 @@ class NtkStatistic(Statistic):
                 start += len(chunk)
         return of_precision.reshape(precision.shape)
 
+    def rows_before(self, datum: int) -> int:
+        """The rows of the data before one, by its position."""
+        return int(torch.cat([part.sum(1) for part in self.present])[:datum].sum())
+
     def part(self, data: slice) -> "NtkStatistic":
         """What belongs to some consecutive data, without the scales.
 
@@ -254,9 +261,7 @@ class NtkStatistic(Statistic):
         Returns:
             A statistic of one micro-batch.
         """
-        present = torch.cat(self.present)
-        before, inside = int(present[: data.start].sum()), int(present[data].sum())
-        span = slice(before, before + inside)
+        span = slice(self.rows_before(data.start), self.rows_before(data.stop))
         rows = {name: (_between(chunks, span),) for name, chunks in self.rows.items()}
         factors = {
             name: (
@@ -267,26 +272,43 @@ class NtkStatistic(Statistic):
             )
             for name, chunks in self.factors.items()
         }
-        return NtkStatistic(rows, factors, (None,), (present[data],))
+        return NtkStatistic(rows, factors, (None,), (_between(self.present, data),))
 
-    def _whole_factors(self, name: str, like: Tensor) -> tuple[Tensor, Tensor]:
-        inputs, gradients = zip(*self.factors[name], strict=True)
-        return torch.cat([a.to(like) for a in inputs]), torch.cat([g.to(like) for g in gradients])
+    def _whole_factors(self, name: str, like: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Inputs and gradients of all data; of all rows, and their data, where some are padding."""
+        inputs = torch.cat([a.to(like) for a, _ in self.factors[name]])
+        widths = {part.shape[1] for part in self.present}
+        if len(widths) == 1 and all(bool(part.all()) for part in self.present):
+            return inputs, torch.cat([g.to(like) for _, g in self.factors[name]]), None
+        data, rows, start = [], [], 0
+        for (_, gradients), present in zip(self.factors[name], self.present, strict=True):
+            data.append(start + present.nonzero()[:, 0])
+            rows.append(gradients.to(like)[present][:, None])
+            start += len(present)
+        of_rows = torch.cat(data)
+        return inputs[of_rows], torch.cat(rows), of_rows
 
-    def _of_present(self, gram: Tensor) -> Tensor:
-        """Rows and columns of a matrix over all rows that are none of padding."""
-        present = torch.cat(self.present).flatten()
-        return gram if bool(present.all()) else gram[present][:, present]
-
-    def _of_all(self, matrix: Tensor) -> Tensor:
-        """The inverse of ``_of_present``, with zeros for padding."""
-        present = torch.cat(self.present).flatten()
-        if bool(present.all()):
-            return matrix
-        spread = matrix.new_zeros(len(present), len(present))
-        index = present.nonzero().squeeze(1)
-        spread[index[:, None], index] = matrix
-        return spread
+    def _write_factors(
+        self, name: str, of_inputs: Tensor, of_gradients: Tensor, data: Tensor | None
+    ) -> None:
+        """Write over the factors what ``_whole_factors`` has put together."""
+        first = row = 0
+        if data is not None:
+            total = sum(len(part) for part in self.present)
+            of_inputs = of_inputs.new_zeros(total, *of_inputs.shape[1:]).index_add(
+                0, data, of_inputs
+            )
+        for (inputs, gradients), present in zip(self.factors[name], self.present, strict=True):
+            stop = first + len(inputs)
+            inputs.copy_(of_inputs[first:stop])
+            if data is None:
+                gradients.copy_(of_gradients[first:stop])
+            else:
+                end = row + int(present.sum())
+                gradients.zero_()
+                gradients[present] = of_gradients[row:end, 0].to(gradients)
+                row = end
+            first = stop
 
 
 def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -211,7 +211,21 @@ def _factor(matrix: Tensor) -> Tensor | None:
     return factor if int(info) == 0 else None
 
 
-def _factor_identity_plus(matrix: Tensor, positive: bool) -> Tensor:
+def factor_identity_plus(
+    matrix: Float[Tensor, "n n"], positive: bool = True
+) -> Float[Tensor, "n n"]:
+    """The lower Cholesky factor of I + matrix, in float64 or with a jitter where it must be.
+
+    Args:
+        matrix: Symmetric.
+        positive: As in ``log_det_identity_plus``.
+
+    Returns:
+        The factor, maybe of a wider dtype.
+
+    Raises:
+        NotPositiveDefiniteError: As ``log_det_identity_plus``.
+    """
     factor = _factor(_shifted(matrix, 1.0))
     if factor is not None:
         return factor
@@ -242,7 +256,7 @@ def _factor_identity_plus(matrix: Tensor, positive: bool) -> Tensor:
 class _LogDetIdentityPlus(Function):
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, positive: bool) -> Tensor:
-        factor = _factor_identity_plus(matrix, positive)
+        factor = factor_identity_plus(matrix, positive)
         ctx.save_for_backward(factor)
         ctx.dtype = matrix.dtype
         value = 2 * factor.diagonal().log().sum()

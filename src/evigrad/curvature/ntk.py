@@ -22,10 +22,10 @@ from evigrad.curvature.base import (
     flatten_rows,
     working_dtype,
 )
+from evigrad.curvature.conditional import Conditioning
 from evigrad.curvature.contraction import MatrixUseLike
 from evigrad.curvature.gram_functions import MixedGrams, RowsGram
 from evigrad.curvature.kernel_rows import SLAB_BYTES, NtkStatistic, Storage
-from evigrad.curvature.linalg import log_det_identity_plus
 from evigrad.errors import ConfigurationError
 from evigrad.scratch import lent
 
@@ -131,7 +131,7 @@ class Ntk(Structure[NtkStatistic]):
         if scale is not None:
             scale = scale.to(like)
             total = scale[:, None] * total * scale
-        return log_det_identity_plus(total)
+        return statistic.log_det(total)
 
     def differentiate(
         self,
@@ -152,7 +152,7 @@ class Ntk(Structure[NtkStatistic]):
         scale_leaf = None if scale is None else scale.detach().to(like).requires_grad_()
         with torch.enable_grad():
             scaled = leaf if scale_leaf is None else scale_leaf[:, None] * leaf * scale_leaf
-            value = log_det_identity_plus(scaled)
+            value = statistic.log_det(scaled)
             leaves = [leaf] if scale_leaf is None else [leaf, scale_leaf]
             of_total, *of_scale = torch.autograd.grad(value, leaves)
         of_precisions = [
@@ -191,7 +191,7 @@ class Ntk(Structure[NtkStatistic]):
         if root.scale is not None:
             scale = cotangent.scale()
             assert scale is not None
-            before = int(torch.cat(cotangent.present)[: data.start].sum())
+            before = cotangent.rows_before(data.start)
             own = scale[before : before + int(flat.sum())]
             terms.append((own.to(root.scale) * root.scale.flatten()[flat]).sum())
         return torch.stack([term.to(terms[0]) for term in terms]).sum()
@@ -272,6 +272,10 @@ class Ntk(Structure[NtkStatistic]):
                     gram += part.gram(name, like)
                 empty.grams[(*names, like.dtype)] = gram
         return empty
+
+    def condition(self, statistic: NtkStatistic, conditioning: Conditioning) -> NtkStatistic:
+        """See ``Structure.condition``."""
+        return replace(statistic, conditioning=conditioning)
 
     def condense(self, statistic: NtkStatistic) -> NtkStatistic:
         """Put the Grams of the prior groups in the place of the rows, where they suffice.

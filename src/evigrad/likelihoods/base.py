@@ -197,6 +197,49 @@ class Likelihood(nn.Module, ABC):
         root = torch.where(positive, diagonal, 1.0).sqrt() * positive
         return RootRows(diagonal_rows(f, root, columns))
 
+    def row_norms(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m C"]:
+        """|R[:, d]|² of each column of a root of Λ: how much curvature each row can hold.
+
+        Args:
+            f: Outputs.
+            kind: Of the root, as for ``root``.
+
+        Returns:
+            One number for each row, without a graph.
+        """
+        with torch.no_grad():
+            rows = self.root(f, None, kind)
+            norms = rows.vectors.square().sum(-1)
+            return norms if rows.scale is None else norms * rows.scale.square()
+
+    def condensed(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m D"]:
+        """What ``row_scores`` needs of outputs, small enough to be kept of every datum.
+
+        Args:
+            f: Outputs.
+            kind: Of the root.
+
+        Returns:
+            The outputs themselves, unless a likelihood of many outputs knows better.
+        """
+        check_root(kind)
+        return f
+
+    def row_scores(
+        self, condensed: Float[Tensor, "m D"], kind: str
+    ) -> tuple[Float[Tensor, "m K"], Float[Tensor, " m"] | None]:
+        """The norms of ``row_norms``, exact or nearly so, of the columns that matter.
+
+        Args:
+            condensed: Of outputs.
+            kind: Of the root.
+
+        Returns:
+            One number for each of the first columns, and the sum over all columns behind them; None
+            where these are zero whatever the outputs, or where there are none.
+        """
+        return self.row_norms(condensed, kind), None
+
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
         """Sums over the batch, for reports.
 

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from evigrad.errors import InputError
 from evigrad.likelihoods.base import Likelihood, refuse_where
-from evigrad.likelihoods.roots import RootRows, check_root, one_hot, softmax_rows
+from evigrad.likelihoods.roots import (
+    TOP_CLASSES,
+    RootRows,
+    check_root,
+    condensed_logits,
+    one_hot,
+    softmax_rows,
+    top_norms,
+)
 
 
 class Categorical(Likelihood):
@@ -81,3 +89,38 @@ class Categorical(Likelihood):
         """Closed forms, from ``softmax_rows``; see ``Likelihood.root``."""
         check_root(kind)
         return RootRows(softmax_rows(f, columns, kind))
+
+    def row_norms(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m C"]:
+        """Closed forms; see ``Likelihood.row_norms``."""
+        check_root(kind)
+        p = f.detach().softmax(dim=1)
+        if kind != "eigen":
+            return _score_norms(p)
+        if f.shape[1] <= TOP_CLASSES:
+            return super().row_norms(f, kind)
+        p = p.sort(dim=1, descending=True).values
+        return torch.cat([top_norms(p), _score_norms(p)[:, TOP_CLASSES:]], dim=1)
+
+    def condensed(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m D"]:
+        """The logits of the likeliest classes, and one for all others together."""
+        check_root(kind)
+        return condensed_logits(f.detach()) if kind == "eigen" else f
+
+    def row_scores(
+        self, condensed: Float[Tensor, "m D"], kind: str
+    ) -> tuple[Float[Tensor, "m K"], Float[Tensor, " m"] | None]:
+        """See ``Likelihood.row_scores``; the last of C orthogonal columns is zero, as Λ 1 = 0."""
+        if kind != "eigen":
+            return super().row_scores(condensed, kind)
+        if condensed.shape[1] <= TOP_CLASSES:
+            return self.row_norms(condensed, kind)[:, :-1], None
+        p = condensed.softmax(dim=1)
+        others = p[:, TOP_CLASSES]
+        return top_norms(p), others * (1.0 + p.square().sum(dim=1))
+
+
+def _score_norms(p: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
+    """p_d |e_d − p|², with 1 − 2 p_d + |p|² as a sum of squares."""
+    squares = p.square()
+    others = squares.sum(dim=1, keepdim=True) - squares
+    return p * ((1.0 - p).square() + others.clamp(min=0.0))

@@ -7,8 +7,9 @@ and differ in how Λ is split when it does not:
   estimators). For a Λ that couples the outputs, blocks of it add up to no bound.
 - ``"fisher"``: columns of one root of the whole Λ, column d belonging to output d. For the softmax
   it is diag(√p) − p√pᵀ, whose column d is √p_d times the score of label d.
-- ``"eigen"``: the same root turned so that its columns are orthogonal, largest first. The rotation
-  is a free variational parameter of the bound and is held constant in derivatives.
+- ``"eigen"``: the same root turned so that its columns are orthogonal, largest first (for a softmax
+  over many classes those of the ``TOP_CLASSES`` likeliest ones). The rotation is a free variational
+  parameter of the bound and is held constant in derivatives.
 
 Everything here is differentiable in f (and in the likelihood's parameters, where Λ depends on them)
 and stays finite, value and gradient, where probabilities underflow.
@@ -23,6 +24,10 @@ from torch import Tensor
 from evigrad.errors import ConfigurationError, NotPositiveDefiniteError, nearest
 
 ROOTS = ("subblock", "fisher", "eigen")
+
+# Where there are more classes, "eigen" turns the columns of the likeliest ones alone: what is left
+# of a datum's curvature outside of so many is small, and no matrix of all classes is needed.
+TOP_CLASSES = 16
 
 # Eigenvalues below this multiple of C·eps·(largest) are rounding: they get no column, since their
 # inverses in the derivative of the root would be noise.
@@ -111,6 +116,8 @@ def softmax_rows(
     """
     log_p = f.log_softmax(dim=1)
     pick = one_hot(f, columns)
+    if kind == "eigen" and f.shape[1] > TOP_CLASSES:
+        return _top_rows(log_p, columns)
     if kind == "eigen":
         # Row d of `fisher` is column d of R, hence fisher @ fisherᵀ = RᵀR, and (R Q)ᵀ = Qᵀ fisher.
         fisher = _label_rows(log_p, one_hot(f, None), None)
@@ -120,6 +127,66 @@ def softmax_rows(
         return rows if columns is None else pick @ rows
     whole = columns is None or kind == "fisher"
     return _label_rows(log_p, pick, None if whole else pick.sum(dim=1) == 0)
+
+
+def _top_rows(
+    log_p: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None
+) -> Float[Tensor, "m k C"]:
+    """Rows of R · diag(Q, I): the Fisher rows of the likeliest classes turned to be orthogonal.
+
+    Args:
+        log_p: Logarithms of the probabilities.
+        columns: As in ``Likelihood.root``, in the order of descending probability.
+
+    Returns:
+        The rows' cotangents; those behind the first ``TOP_CLASSES`` are the Fisher root's own.
+    """
+    order = log_p.detach().argsort(dim=1, descending=True, stable=True)
+    first = _label_rows(log_p, one_hot(log_p, order[:, :TOP_CLASSES]), None)
+    frozen = first.detach()
+    _, rotation = _descending_eigh(frozen @ frozen.mT)
+    turned = rotation.mT.to(log_p.dtype) @ first
+    if columns is None:
+        rest = _label_rows(log_p, one_hot(log_p, order[:, TOP_CLASSES:]), None)
+        return torch.cat([turned, rest], dim=1)
+    is_turned = columns < TOP_CLASSES
+    labels = order.gather(1, columns.clamp(min=0)).masked_fill(is_turned, -1)
+    numbers = torch.arange(TOP_CLASSES, device=log_p.device)
+    chosen = (columns.unsqueeze(-1) == numbers).to(log_p.dtype)
+    return chosen @ turned + _label_rows(log_p, one_hot(log_p, labels), None)
+
+
+def condensed_logits(f: Float[Tensor, "m C"]) -> Float[Tensor, "m D"]:
+    """The largest logits in descending order, and one for all other classes together.
+
+    Args:
+        f: Logits.
+
+    Returns:
+        The logits themselves where there are no more than ``TOP_CLASSES``.
+    """
+    if f.shape[1] <= TOP_CLASSES:
+        return f
+    sorted_f = f.sort(dim=1, descending=True).values
+    others = sorted_f[:, TOP_CLASSES:].logsumexp(dim=1, keepdim=True)
+    return torch.cat([sorted_f[:, :TOP_CLASSES], others], dim=1)
+
+
+def top_norms(p: Float[Tensor, "m C"]) -> Float[Tensor, "m K"]:
+    """|R[:, d]|² of the turned columns of ``_top_rows``, largest first.
+
+    Args:
+        p: Probabilities in descending order.
+
+    Returns:
+        Eigenvalues of the products of the first K Fisher rows, K = ``TOP_CLASSES``.
+    """
+    first = p[:, :TOP_CLASSES]
+    between = 0.5 * p.square().sum(dim=1)[:, None] - first
+    gram = first.diag_embed() + (
+        (first[:, :, None] * first[:, None, :]).sqrt() * (between[:, :, None] + between[:, None, :])
+    )
+    return _descending_eigh(gram)[0].clamp(min=0.0).to(p.dtype)
 
 
 def _label_rows(

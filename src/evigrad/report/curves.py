@@ -75,6 +75,12 @@ LOG_EVIDENCE = Quantity(
     "log evidence", "estimate while training (nats per datum)", {"train": "log_evidence"}
 )
 
+BRACKET = Quantity(
+    "bounds on the log evidence",
+    "exact value between them (nats per datum)",
+    {"lower": "bracket_lower", "upper": "bracket_upper"},
+)
+
 
 def quantity_curves(
     histories: Mapping[str, History], quantity: Quantity, palette: Palette = LIGHT

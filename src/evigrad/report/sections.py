@@ -8,6 +8,7 @@ from evigrad.plots import precision_paths
 from evigrad.report.content import Drawing, Section, listed, show
 from evigrad.report.curves import (
     ACCURACY,
+    BRACKET,
     LOG_EVIDENCE,
     LOG_LIKELIHOOD,
     LOSS,
@@ -48,6 +49,12 @@ _CURVES = (
         "What the hyperparameters maximise, as the run's own estimator sees it on the training"
         " data: the mean over the steps of a round. Those of different estimators cannot be"
         " compared.",
+    ),
+    (
+        "log_evidence_bounds",
+        BRACKET,
+        "The exact log evidence of the linearised Laplace approximation lies between the two lines,"
+        " whatever the run's estimator: these can be compared.",
     ),
 )
 
@@ -227,6 +234,9 @@ def _details(records: Sequence[Record], quantity: Quantity) -> str:
     """What else is to be said of a figure, with a space behind it."""
     histories = {record.label: record.history for record in records}
     said = "The first values lie below the axes. " if is_cut(histories, quantity) else ""
+    if quantity is BRACKET:
+        shaded = any(series(r.history, "bracket_lower_sem")[0] for r in records)
+        return said + ("Shaded: ± one standard error of the lower one. " if shaded else "")
     if quantity is LOG_EVIDENCE:
         shaded = any(series(r.history, "log_evidence_sem")[0] for r in records)
         return said + ("Shaded: ± one standard error of that mean. " if shaded else "")

@@ -7,6 +7,7 @@ from evigrad.training.compare import (
     tight_estimator,
 )
 from evigrad.training.estimator_options import (
+    ANCHOR_OPTIONS,
     ESTIMATOR_OPTIONS,
     estimator_options,
     is_automatic,
@@ -18,6 +19,7 @@ from evigrad.training.run_directory import RunDirectory
 from evigrad.training.settings import Settings
 
 __all__ = [
+    "ANCHOR_OPTIONS",
     "ESTIMATOR_OPTIONS",
     "EvidenceValue",
     "FitResult",

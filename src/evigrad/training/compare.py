@@ -6,14 +6,12 @@ exact value serves for all runs.
 """
 
 import time
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from evigrad.errors import EvigradWarning
 from evigrad.estimators import EstimatorSpec
 from evigrad.evidence import Evidence
 from evigrad.modes import evaluation_mode
@@ -116,21 +114,12 @@ def evaluate_evidence(
         MemoryBudgetError: If it would not fit the free memory.
     """
     start = time.perf_counter()
-    with warnings.catch_warnings():
-        # What it says about the model was said when the model's own evidence was made.
-        warnings.simplefilter("ignore", EvigradWarning)
-        other = Evidence(
-            evidence.model,
-            evidence.likelihood,
-            evidence.prior,
-            estimator=estimator,
-            num_data=evidence.num_data,
-            hyperparameters=_model_hyperparameters(evidence),
-            temperature=evidence.temperature,
-            micro_batch=micro_batch or _default_micro_batch(evidence, data),
-            generator=torch.Generator().manual_seed(seed),
-            **options,
-        )
+    other = evidence.with_estimator(
+        estimator,
+        micro_batch=micro_batch or _default_micro_batch(evidence, data),
+        generator=seed,
+        **options,
+    )
     estimates = [other.estimate(block) for block in other.blocks(data).epoch()]
     return EvidenceValue(
         per_datum=_mean(e.per_datum for e in estimates),
@@ -160,11 +149,6 @@ def describe_estimator(estimator: str, blocks: int) -> str:
     exact = spec.structure in ("ntk", "full") and spec.curvature in ("ggn", "hessian")
     whole = spec.subset is None and spec.outputs is None
     return f"{spec.name}, exact" if exact and whole else spec.name
-
-
-def _model_hyperparameters(evidence: Evidence) -> list[str]:
-    prefix = "model."
-    return [n.removeprefix(prefix) for n in evidence.hyperparameters() if n.startswith(prefix)]
 
 
 def _default_micro_batch(evidence: Evidence, data: Any) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from evigrad.anchors import Anchoring
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.training.settings import BASELINES
 
@@ -22,6 +23,8 @@ ESTIMATOR_OPTIONS = (
     "rows_device",
     "autocast",
 )
+# Keywords of ``fit`` and options of the command line that make up ``Evidence``'s ``anchoring``.
+ANCHOR_OPTIONS = ("anchor_share", "anchor_choice", "anchor_refresh", "anchor_likelihood")
 DTYPES = ("bfloat16", "float32", "float64")
 UNITS = {
     "": 1,
@@ -53,10 +56,11 @@ def estimator_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords for ``Evidence``: names of types as types, amounts of memory as bytes.
 
     Args:
-        given: All of ``ESTIMATOR_OPTIONS`` and the estimator's name, and maybe more.
+        given: All of ``ESTIMATOR_OPTIONS``, of ``ANCHOR_OPTIONS`` and the estimator's name, and
+            maybe more.
 
     Returns:
-        These alone.
+        These alone, and ``anchoring`` for an anchored estimator.
 
     Raises:
         ConfigurationError: If a value does not exist or does not fit the others; ``Evidence``
@@ -81,6 +85,13 @@ def estimator_options(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigurationError(
                 f"rows_device '{given['rows_device']}' does not exist: say cpu, or leave it away."
             ) from error
+    if evaluates and "anchored" in str(estimator).split("-"):
+        options["anchoring"] = Anchoring(
+            share=given["anchor_share"],
+            choice=given["anchor_choice"],
+            refresh=given["anchor_refresh"],
+            likelihood_data=given["anchor_likelihood"],
+        )
     if options["micro_batch"] != "auto":
         options["memory_budget"] = None  # an automatic subset's, of which an evidence has a number
     return options

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evigrad.bracket import check_bracket
 from evigrad.checks import called, check_inputs, check_outputs, log_probabilities
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
@@ -67,8 +68,14 @@ def fit(
     rows_dtype: torch.dtype | str | None = None,
     rows_device: torch.device | str | None = None,
     autocast: torch.dtype | str | None = None,
+    anchor_share: float = 0.75,
+    anchor_choice: str = "score",
+    anchor_refresh: int = 1,
+    anchor_likelihood: int | None = None,
     test: Any = None,
     eval_every: int = 0,
+    bracket_every: int = 0,
+    bracket_rows: int = 400,
     seed: int = 0,
     device: str | torch.device | None = None,
     run_dir: str | Path | RunDirectory | None = None,
@@ -153,8 +160,17 @@ def fit(
             are.
         autocast: Type of mixed-precision passes, as bfloat16; kernels and factors keep theirs.
             Default: none.
+        anchor_share: Part of the rows of an anchored estimator that are anchors.
+        anchor_choice: Which rows become anchors: score for those of the data that the network is
+            unsure of, random for any.
+        anchor_refresh: Rounds from one choice of anchors to the next.
+        anchor_likelihood: Data that the log likelihood of an anchored estimate is taken from.
+            Default: a quarter as many as rows.
         test: Test data, like ``train``.
         eval_every: Epochs between evaluations on training and test data; 0 is only at the end.
+        bracket_every: Epochs between bounds, lower and upper, on the exact log evidence; 0 is none.
+        bracket_rows: Rows of the kernel that these bounds may take at once: more of them bring the
+            bounds together.
         seed: Seed of everything random in training.
         device: Where to train, as cpu or cuda. Default: where the model is.
         run_dir: Folder for configuration, metrics (one row for each epoch, as they come) and
@@ -216,7 +232,13 @@ def fit(
         rows_dtype=rows_dtype,
         rows_device=rows_device,
         autocast=autocast,
+        anchor_share=anchor_share,
+        anchor_choice=anchor_choice,
+        anchor_refresh=anchor_refresh,
+        anchor_likelihood=anchor_likelihood,
         eval_every=eval_every,
+        bracket_every=bracket_every,
+        bracket_rows=bracket_rows,
         checkpoint_every=checkpoint_every,
         seed=seed,
     )
@@ -263,6 +285,8 @@ def prepare(
     if is_automatic(settings.estimator):
         settings = with_largest_subset(settings, evidence, x, y)
         evidence = _make_evidence(model, len(x), settings)
+    if settings.bracket_every:
+        check_bracket(evidence.spec)
     if settings.baseline is None:
         _check_learnable(evidence)
         evidence.blocks((x, y))  # raises now what the first round would, epochs later

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice, repeat
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ class Loop:
         ):
             for batch in batches:
                 indices = batch.to(self.device)
-                loss = self._loss(self.x[indices], self.y[indices])
+                loss = self._loss(self.x[indices], self.y[indices], batch)
                 value = loss.item()
                 if not math.isfinite(value):
                     raise self._diverged("the loss", value, epoch)
@@ -139,9 +139,9 @@ class Loop:
                 raise self._diverged(f"the weight {name}", float("nan"), epoch)
         return total / len(order)
 
-    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+    def _loss(self, x: Tensor, y: Tensor, indices: Tensor) -> Tensor:
         if self.augerino is None:
-            return self.evidence.map_loss(x, y)
+            return self.evidence.map_loss(x, y, indices=indices)
         loss = self.evidence.map_loss(x, y, wrt=self.augerino.names)
         return loss + self.augerino.regulariser()
 
@@ -214,7 +214,7 @@ class Loop:
             count = 1
         if count is None:
             return blocks.take(schedule.steps), False
-        kept = [self.evidence.collect(block, wrt=names) for block in islice(blocks.epoch(), count)]
+        kept = [self.evidence.collect(block, wrt=names) for block in blocks.round(count)]
         return repeat(kept, schedule.steps), True
 
     def _can_keep_passes(self, names: list[str]) -> bool:

@@ -116,6 +116,9 @@ def summary(row: Row) -> str:
         A short text: loss and log evidence in nats per datum, the range of the precisions.
     """
     parts = [_part(row, "loss", "loss", ".4f"), _part(row, "log_evidence", "log evidence", ".3f")]
+    lower, upper = row.get("bracket_lower"), row.get("bracket_upper")
+    if lower is not None and upper is not None:
+        parts.append(f"exact in {lower:.3f}..{upper:.3f}")
     precisions = [v for name, v in row.items() if name.startswith("precision/") and v is not None]
     if precisions:
         least, most = min(precisions), max(precisions)

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 # What a stream is for. The position in this list is part of the seed: append, do not reorder.
-_USES = ("shuffle", "model", "evidence", "evaluation")
+_USES = ("shuffle", "model", "evidence", "evaluation", "bracket")
 
-Use = Literal["shuffle", "model", "evidence", "evaluation"]
+Use = Literal["shuffle", "model", "evidence", "evaluation", "bracket"]
 
 
 def derived_seed(seed: int, use: Use, epoch: int = 0) -> int:
@@ -23,7 +23,8 @@ def derived_seed(seed: int, use: Use, epoch: int = 0) -> int:
         seed: The run's seed.
         use: What the stream is for: the order of the training data (``shuffle``), what the
             model draws while its weights train (``model``, as dropout), the blocks of the
-            evidence (``evidence``), or what the model draws on test data (``evaluation``).
+            evidence (``evidence``), what the model draws on test data (``evaluation``), or the
+            bounds on the evidence (``bracket``).
         epoch: The epoch, where the stream starts anew in each.
 
     Returns:

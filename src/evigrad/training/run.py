@@ -32,11 +32,13 @@ from evigrad.training.checkpoint import (
 from evigrad.training.loop import Loop, Round
 from evigrad.training.metrics import Row, evaluate
 from evigrad.training.progress import make_progress
-from evigrad.training.randomness import stream
+from evigrad.training.randomness import derived_seed, stream
 from evigrad.training.run_directory import RunDirectory, RunRecord
 from evigrad.training.tracking import hyperparameter_values
 
 Callback = Callable[[Row], None]
+
+BRACKET_COLUMNS = ("bracket_lower", "bracket_lower_sem", "bracket_upper")
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,24 @@ class Run:
         for part, metrics in self.metrics.items():
             for name in self._metric_names:
                 row[f"{part}_{name}"] = metrics.get(name) if evaluated else None
+        row |= self._bracket(epoch)
         return row | hyperparameter_values(self.evidence)
+
+    def _bracket(self, epoch: int) -> Row:
+        """Bounds on the exact log evidence, nats per datum, where they are asked for."""
+        s = self.settings
+        if not s.bracket_every:
+            return {}
+        if epoch % s.bracket_every and epoch != s.epochs:
+            return dict.fromkeys(BRACKET_COLUMNS)
+        found = self.evidence.bracket(
+            (self.loop.x, self.loop.y),
+            rows=s.bracket_rows,
+            seed=derived_seed(s.seed, "bracket", epoch),
+        )
+        lower_error = found.lower_error / found.num_data
+        values = (found.lower_per_datum, lower_error, found.upper_per_datum)
+        return dict(zip(BRACKET_COLUMNS, values, strict=True))
 
     def _is_evaluated(self, epoch: int) -> bool:
         every = self.settings.eval_every

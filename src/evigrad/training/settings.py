@@ -61,6 +61,12 @@ class Settings:
     rows_dtype: torch.dtype | str | None
     rows_device: torch.device | str | None
     autocast: torch.dtype | str | None
+    anchor_share: float
+    anchor_choice: str
+    anchor_refresh: int
+    anchor_likelihood: int | None
+    bracket_every: int
+    bracket_rows: int
     eval_every: int
     checkpoint_every: int | None
     seed: int
@@ -81,8 +87,9 @@ class Settings:
             self._check_integer(name, 1)
         if self.checkpoint_every is not None:
             self._check_integer("checkpoint_every", 1)
-        for name in ("eval_every", "seed"):
+        for name in ("eval_every", "bracket_every", "seed"):
             self._check_integer(name, 0)
+        self._check_integer("bracket_rows", 1)
         self._check_rates("lr", "lr_min")
         if not 0 <= self.momentum < 1:
             raise ConfigurationError(f"momentum must lie in [0, 1), not {self.momentum}.")

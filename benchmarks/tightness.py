@@ -1,0 +1,269 @@
+"""How tight is one draw of each estimator, and what does it cost?
+
+MiniNet on 1000 MNIST digits, trained for 500 epochs with layerwise precisions; its weights and
+precisions are kept at 0, 20, 50 and 100 % of the training. At each of these, of k rows:
+
+* ``ntk-k-1``: one output drawn for k data, the paper's; ``ntk-(k/10)-C``: all outputs of k/10 data;
+* ``kfac-k-1``, which is no bound;
+* ``ntk-k-rows``: rows of the eigen root drawn freely; ``ntk-k-rows-anchored``: given anchors.
+
+The log-determinant of many draws is compared with the exact one of all 10,000 rows: mean and
+standard deviation over it. The seconds are those of a draw with its gradient in the precisions, in
+alternation on the same machine. Every case is kept as it ends.
+
+    python benchmarks/tightness.py --data-dir DIR --seeds 0 1 2
+    python benchmarks/tightness.py --table
+"""
+
+import argparse
+import csv
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import insert, machine
+from torch import Tensor
+
+import evigrad
+from evigrad import Evidence
+from evigrad.data import DataSet, load
+from evigrad.likelihoods import Categorical
+from evigrad.models import make_model
+from evigrad.partitions import Block
+from evigrad.priors import GaussianPrior
+
+DATA, MODEL = "mnist", "mininet"
+NUM_DATA, EPOCHS = 1000, 500
+STAGES = (0, 100, 250, 500)
+ROWS = (50, 100, 200, 400, 1000)
+DRAWS, TIMED = 40, 5
+SCHEDULE: dict[str, Any] = {
+    "estimator": "ntk-400-rows-anchored",
+    "batch_size": 250,
+    "lr": 1e-3,
+    "lr_min": 1e-9,
+    "burn_in": 10,
+    "every": 5,
+    "steps": 10,
+    "prior_lr": 0.1,
+    "prior_lr_min": 0.01,
+    "progress": False,
+}
+
+
+def names(k: int) -> dict[str, str]:
+    """Row of the table → estimator, all of k rows."""
+    return {
+        "ntk-k-1": f"ntk-{k}-1",
+        "ntk-(k/10)-C": f"ntk-{k // 10}-C",
+        "kfac-k-1": f"kfac-{k}-1",
+        "ntk-k-rows": f"ntk-{k}-rows",
+        "ntk-k-rows-anchored": f"ntk-{k}-rows-anchored",
+    }
+
+
+def make(data: DataSet, seed: int) -> tuple[torch.nn.Module, GaussianPrior]:
+    model = make_model(MODEL, data.input_shape, data.num_outputs, seed=seed)
+    return model, GaussianPrior("layerwise", precision=1.0)
+
+
+def trained(data: DataSet, seed: int, epochs: int, folder: Path) -> dict[int, Path]:
+    """Checkpoints of a training at each stage."""
+    stages = [stage * epochs // EPOCHS for stage in STAGES]
+    files = {stage: folder / f"weights-{seed}-{stage}.pt" for stage in stages}
+    if all(path.exists() for path in files.values()):
+        return files
+    model, prior = make(data, seed)
+
+    def keep(epoch: int) -> None:
+        if epoch in files:
+            torch.save({"model": model.state_dict(), "prior": prior.state_dict()}, files[epoch])
+
+    prior.bind(dict(model.named_parameters()))
+    keep(0)
+    evigrad.fit(
+        model,
+        data.train,
+        prior=prior,
+        epochs=epochs,
+        seed=seed,
+        callbacks=[lambda row: keep(int(row["epoch"] or 0))],
+        **SCHEDULE,
+    )
+    return files
+
+
+def evidence_at(path: Path, data: DataSet, seed: int, estimator: str) -> Evidence:
+    """The evidence of a checkpoint by an estimator."""
+    model, prior = make(data, seed)
+    evidence = Evidence(
+        model,
+        Categorical(),
+        prior,
+        estimator=estimator,
+        num_data=len(data.train[0]),
+        micro_batch=100 if "-N-" in estimator else None,
+        generator=seed,
+    )
+    state = torch.load(path, weights_only=True)
+    model.load_state_dict(state["model"])
+    prior.load_state_dict(state["prior"])
+    return evidence
+
+
+def blocks(evidence: Evidence, data: tuple[Tensor, Tensor]) -> Iterator[Block]:
+    """Independent draws: each the first block of a partition of its own."""
+    return chain.from_iterable(evidence.blocks(data).take(1) for _ in repeat(None))
+
+
+def draws(evidence: Evidence, data: tuple[Tensor, Tensor], count: int) -> list[float]:
+    """Log-determinants of independent draws."""
+    source = blocks(evidence, data)
+    return [evidence.estimate(next(source)).log_det for _ in range(count)]
+
+
+def one_case(path: Path, data: DataSet, seed: int, rows: list[int], count: int) -> dict[str, Any]:
+    """All estimators at one checkpoint."""
+    start = time.perf_counter()
+    exact = evidence_at(path, data, seed, "ntk-N-C").estimate(*data.train).log_det
+    found: dict[str, Any] = {"exact": exact, "exact_seconds": time.perf_counter() - start}
+    for k in rows:
+        for row, name in names(k).items():
+            values = draws(evidence_at(path, data, seed, name), data.train, count)
+            ratios = [value / exact for value in values]
+            found[f"{row} {k}"] = {
+                "mean": statistics.mean(ratios),
+                "deviation": statistics.stdev(ratios),
+            }
+            print(seed, path.stem, name, found[f"{row} {k}"], flush=True)
+    return found
+
+
+def timings(path: Path, data: DataSet, seed: int, rows: list[int], repeats: int) -> dict[str, Any]:
+    """Seconds of a draw with its gradient, estimators in alternation."""
+    found: dict[str, Any] = {}
+    for k in rows:
+        made = {row: evidence_at(path, data, seed, name) for row, name in names(k).items()}
+        sources = {row: blocks(evidence, data.train) for row, evidence in made.items()}
+        times: dict[str, list[float]] = {row: [] for row in made}
+        for turn in range(repeats + 2):
+            for row, evidence in made.items():
+                start = time.perf_counter()
+                evidence.backward(next(sources[row]))
+                if turn >= 2:  # the first ones plan and check
+                    times[row].append(time.perf_counter() - start)
+        found |= {f"{row} {k}": statistics.median(taken) for row, taken in times.items()}
+    return found
+
+
+def table(results: list[dict[str, Any]], stage: int, times: dict[str, Any]) -> list[dict[str, Any]]:
+    """Means over the seeds at one stage."""
+    cases = [r for r in results if r["stage"] == stage]
+    rows = []
+    for key in (key for key in cases[0] if isinstance(cases[0][key], dict)):
+        row, _, k = key.rpartition(" ")
+        values = [case[key] for case in cases]
+        rows.append(
+            {
+                "stage": f"{100 * stage // max(r['stage'] for r in results)} %",
+                "estimator": row,
+                "rows": int(k),
+                "mean": statistics.mean(v["mean"] for v in values),
+                "deviation": statistics.mean(v["deviation"] for v in values),
+                "seconds": times.get(key, ""),
+                "seeds": len(cases),
+            }
+        )
+    return rows
+
+
+def as_markdown(rows: list[dict[str, Any]]) -> str:
+    """One line for each stage and number of rows."""
+    columns = list(dict.fromkeys(row["estimator"] for row in rows))
+    lines = [
+        f"| training | rows | {' | '.join(columns)} |",
+        "|---|---" + "|---" * len(columns) + "|",
+    ]
+    for stage, k in dict.fromkeys((row["stage"], row["rows"]) for row in rows):
+        cells = []
+        for column in columns:
+            (row,) = [
+                r for r in rows if (r["stage"], r["rows"], r["estimator"]) == (stage, k, column)
+            ]
+            cells.append(f"{row['mean']:.2f} ± {row['deviation']:.2f}")
+        lines.append(f"| {stage} | {k} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def times_as_markdown(times: dict[str, Any]) -> str:
+    """Milliseconds, and those per row over the paper's."""
+    keys = [key.rpartition(" ") for key in times if " " in key]
+    columns = list(dict.fromkeys(row for row, _, _ in keys))
+    lines = [f"| rows | {' | '.join(columns)} |", "|---" + "|---" * len(columns) + "|"]
+    for k in dict.fromkeys(k for _, _, k in keys):
+        first = times[f"{columns[0]} {k}"]
+        cells = [
+            f"{1e3 * times[f'{column} {k}']:.0f} ms ({times[f'{column} {k}'] / first:.2f} ×)"
+            for column in columns
+        ]
+        lines.append(f"| {k} | {' | '.join(cells)} |")
+    return "\n".join(lines) + f"\n\n{times['machine']}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what is missing, then write the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--data-dir", default=None, help="folder with mnist_train.parquet")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--draws", type=int, default=DRAWS)
+    parser.add_argument("--num-data", type=int, default=NUM_DATA)
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--results", type=Path, default=Path("results/tightness"))
+    parser.add_argument("--tables", type=Path, default=Path("docs/results"))
+    parser.add_argument("--page", type=Path, default=Path("docs/results.md"))
+    parser.add_argument("--time", action="store_true", help="only measure times, again")
+    parser.add_argument("--table", action="store_true", help="only write the tables")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    folder: Path = options.results
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed in [] if options.table else options.seeds:
+        data = load(DATA, data_dir=options.data_dir, subset=options.num_data, seed=seed)
+        files = trained(data, seed, options.epochs, folder)
+        last = max(files)
+        if options.time or not (folder / "times.json").exists():
+            found = timings(files[last], data, seed, options.rows, TIMED)
+            (folder / "times.json").write_text(json.dumps({"machine": machine(), **found}))
+        for stage, path in files.items() if not options.time else ():
+            kept = folder / f"case-{seed}-{stage}.json"
+            if not kept.exists():
+                case = one_case(path, data, seed, options.rows, options.draws)
+                kept.write_text(json.dumps({"seed": seed, "stage": stage, **case}, indent=1))
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("case-*.json"))]
+    if not results:
+        parser.error(f"there are no results in {folder}")
+    times = json.loads((folder / "times.json").read_text())
+    rows = [row for s in sorted({r["stage"] for r in results}) for row in table(results, s, times)]
+    options.tables.mkdir(parents=True, exist_ok=True)
+    with (options.tables / "tightness.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    print(as_markdown(rows))
+    print(times_as_markdown(times))
+    if options.page.exists():
+        insert(options.page, "tightness", as_markdown(rows))
+        insert(options.page, "tightness times", times_as_markdown(times))
+
+
+if __name__ == "__main__":
+    main()

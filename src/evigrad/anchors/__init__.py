@@ -1,0 +1,21 @@
+"""The anchored bound: rows that every block is conditioned on, and blocks of the rest (DESIGN 3.2).
+
+The network's latest outputs tell which rows matter (``outputs``, ``choice``); ``blocks`` arranges
+the others into blocks of equal weight and draws them; ``curvature.conditional`` has the number.
+"""
+
+from evigrad.anchors.blocks import AnchoredBlocks, AnchoredStream, Scores
+from evigrad.anchors.book import AnchorBook
+from evigrad.anchors.choice import CHOICES, Anchoring, choose
+from evigrad.anchors.outputs import OutputMemory
+
+__all__ = [
+    "CHOICES",
+    "AnchorBook",
+    "AnchoredBlocks",
+    "AnchoredStream",
+    "Anchoring",
+    "OutputMemory",
+    "Scores",
+    "choose",
+]

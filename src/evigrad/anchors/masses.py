@@ -1,0 +1,88 @@
+"""What to expect of blocks that were not looked at yet, from those that were.
+
+A block of rows B with scores λ is guessed to have Σ_r log(1 + λ_r/λ_Z), λ_Z the least score of an
+anchor: the anchors hold most of what the largest rows have. How far off that is, is learned for
+each column of the root from the values ℓ(B|Z) that estimates come upon. The values only steer which
+blocks are drawn how often: whatever they are, the expectation of the estimate is the same bound.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+# Blocks are drawn uniformly in this part of all cases: no weight is larger than M over it.
+FLOOR = 0.1
+# Part of the way to what was seen last.
+RATE = 0.5
+# An observation moves what is expected by no more than this factor.
+LIMIT = 1e3
+
+
+class Masses:
+    """Learns ratios of what was seen to what was guessed, one for each column of the root."""
+
+    def __init__(self) -> None:
+        self._ratios: dict[int, float] = {}  # logarithms
+
+    def expected(self, keys: Sequence[int], guesses: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
+        """What is expected of ℓ(B|Z) for blocks, in nats once some were seen.
+
+        Args:
+            keys: The first column of each block's rows.
+            guesses: Of the blocks.
+
+        Returns:
+            One number for each block, float64.
+        """
+        known = list(self._ratios.values())
+        otherwise = sum(known) / len(known) if known else 0.0
+        logs = [self._ratios.get(key, otherwise) for key in keys]
+        return guesses * torch.tensor(logs, dtype=torch.float64).exp()
+
+    def observe(self, column: int, expected: float, seen: float) -> None:
+        """Learn from a block.
+
+        Args:
+            column: The first column of its rows.
+            expected: What was expected of it.
+            seen: Its ℓ(B|Z).
+        """
+        if not (expected > 0 and seen > 0):
+            return
+        ratio = min(max(seen / expected, 1 / LIMIT), LIMIT)
+        known = list(self._ratios.values())
+        otherwise = sum(known) / len(known) if known else 0.0
+        rate = RATE if column in self._ratios else 1.0
+        before = self._ratios.get(column, otherwise)
+        self._ratios[column] = before + rate * float(torch.tensor(ratio, dtype=torch.float64).log())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, for a checkpoint."""
+        return {"ratios": dict(self._ratios)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state of ``state_dict``.
+
+        Args:
+            state: What it returned.
+        """
+        self._ratios = dict(state["ratios"])
+
+
+def probabilities(expected: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
+    """π of blocks: in proportion to what is expected of them, with a uniform floor.
+
+    Args:
+        expected: At least 0.
+
+    Returns:
+        Positive numbers that add up to 1, float64.
+    """
+    uniform = torch.full_like(expected, 1.0 / len(expected))
+    total = float(expected.sum())
+    if not 0 < total < float("inf"):
+        return uniform
+    return (1 - FLOOR) * expected / total + FLOOR * uniform

@@ -1,0 +1,100 @@
+"""Log-determinants given anchors: ℓ(Z) + Σ_b w_b ℓ(B_b|Z), the anchored bound (DESIGN 3.2).
+
+ℓ is an entropy: ℓ(B|Z) = ℓ(Z ∪ B) − ℓ(Z). With Z first, one Cholesky factor of I + S_{Z ∪ B} holds
+both: the logarithms of its diagonal add up to ℓ(Z) over its head and to ℓ(B|Z) over its tail.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd import Function
+
+from evigrad.curvature.linalg import factor_identity_plus, first_order_only
+
+
+@dataclass(frozen=True, eq=False)
+class Conditioning:
+    """Which rows of a block are anchors, and which belong to its parts given the anchors.
+
+    Attributes:
+        parts: For each row, in the order in which rows are accumulated, 0 for an anchor and b for
+            part B_b.
+        weights: Of the parts, w_1, w_2, …; one over the probability that the part was drawn with.
+        entropies: Filled by each evaluation with ℓ(Z), ℓ(B_1|Z), …
+    """
+
+    parts: Int[Tensor, " R"]
+    weights: tuple[float, ...]
+    entropies: list[float] = field(default_factory=list)
+
+
+def log_det_conditional(
+    matrix: Float[Tensor, "R R"], conditioning: Conditioning
+) -> Float[Tensor, ""]:
+    """ℓ(Z) + Σ_b w_b ℓ(B_b|Z) of a Gram matrix of rows, in nats.
+
+    Rows of different parts do not see each other: their products have no part in the value.
+
+    Args:
+        matrix: S, symmetric positive semidefinite.
+        conditioning: Anchors and parts.
+
+    Returns:
+        A scalar of the matrix's dtype, differentiable once.
+
+    Raises:
+        NotPositiveDefiniteError: I + S is not positive definite, beyond rounding, or not finite.
+    """
+    return _LogDetConditional.apply(matrix, conditioning)
+
+
+class _LogDetConditional(Function):
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, conditioning: Conditioning) -> Tensor:
+        parts = conditioning.parts.to(matrix.device)
+        anchors = (parts == 0).nonzero().squeeze(1)
+        head = len(anchors)
+        entropies: list[Tensor] = []
+        factors: list[Tensor] = []
+        rows: list[Tensor] = []
+        # Without parts, or with empty ones, the anchors alone are left.
+        chosen = [(parts == b + 1).nonzero().squeeze(1) for b in range(len(conditioning.weights))]
+        for index, own in enumerate(chosen or [anchors[:0]]):
+            both = torch.cat([anchors, own])
+            factor = factor_identity_plus(matrix.index_select(0, both).index_select(1, both))
+            logs = 2 * factor.diagonal().double().log()
+            if index == 0:
+                entropies.append(logs[:head].sum())
+            if chosen:
+                entropies.append(logs[head:].sum())
+            factors.append(factor)
+            rows.append(both)
+        ctx.save_for_backward(*factors, *rows)
+        ctx.head, ctx.weights, ctx.like = head, conditioning.weights, matrix.new_empty(0)
+        ctx.size = len(matrix)
+        weights = torch.tensor([1.0, *conditioning.weights], dtype=torch.float64)
+        found = torch.stack(entropies)
+        conditioning.entropies[:] = found.tolist()
+        return (weights.to(found) @ found).to(matrix.dtype)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
+        saved = ctx.saved_tensors
+        factors, rows = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+        like, head = ctx.like, ctx.head
+        found = like.new_zeros(ctx.size, ctx.size)
+        for number, (factor, both) in enumerate(zip(factors, rows, strict=True)):
+            weight = ctx.weights[number] if ctx.weights else 0.0
+            part = torch.cholesky_inverse(factor).to(like.dtype).mul_(weight)
+            if head and number == 0:
+                # The head of the factor is the anchors' own.
+                alone = torch.cholesky_inverse(factor[:head, :head]).to(like.dtype)
+                part[:head, :head].add_(alone, alpha=1.0 - sum(ctx.weights))
+            # Back into the order of the rows; those of other parts have no products with these.
+            spread = like.new_zeros(ctx.size, len(both)).index_copy_(0, both, part)
+            found.index_add_(1, both, spread)
+        return found.mul_(cotangent), None
