@@ -10,6 +10,7 @@ from evigrad import Evidence
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
+from evigrad.training import evaluate_evidence
 
 LIKELIHOODS: dict[str, Likelihood] = {
     "categorical": Categorical(),
@@ -119,3 +120,22 @@ def test_what_cannot_be() -> None:
         evidence_of(Categorical(), "diag-5-1-ef").bracket(pair)
     with pytest.raises(ConfigurationError, match="subblock"):
         evidence.bracket(pair, rows=5, root="subblock")
+
+
+def test_another_estimator_takes_a_budget_only_where_it_chooses_by_it() -> None:
+    pair = data(Categorical())
+    evidence = Evidence(
+        nn.Linear(4, C).double(),
+        Categorical(),
+        GaussianPrior(),
+        estimator="ntk-10-1",
+        num_data=N,
+        micro_batch="auto",
+        memory_budget=10**6,
+        generator=0,
+    )
+    exact = evidence.with_estimator("full-N-C").estimate(*pair).log_evidence
+    given = evidence.with_estimator("full-N-C", micro_batch=4).estimate(*pair).log_evidence
+    assert given == pytest.approx(exact, rel=1e-10)
+    value = evaluate_evidence(evidence, pair, "full-N-C")
+    assert value.per_datum == pytest.approx(exact / N, rel=1e-10)

@@ -393,8 +393,8 @@ class Evidence:
 
         Args:
             estimator: Its name.
-            **changes: Other keywords of ``Evidence`` than they are here; ``root``, ``sharing``,
-                ``parameter_partition`` and what concerns rows have their defaults.
+            **changes: Other keywords of ``Evidence``: those that are not given have their defaults,
+                but for the temperature and the micro-batches, which are those of here.
 
         Returns:
             Another evidence.
@@ -403,14 +403,13 @@ class Evidence:
             ConfigurationError: If a name or a value does not exist or does not fit.
         """
         settings = self._assembly.settings
-        kept = {
+        given: dict[str, Any] = {
             "temperature": self.temperature,
             "micro_batch": settings.micro_batch,
-            "memory_budget": settings.memory_budget,
-            "gram_dtype": settings.gram_dtype,
-            "autocast": settings.autocast,
         }
-        given = kept | {name: value for name, value in changes.items() if value is not None}
+        given |= {name: value for name, value in changes.items() if value is not None}
+        if given["micro_batch"] == "auto":
+            given.setdefault("memory_budget", settings.memory_budget)
         with warnings.catch_warnings():
             # What it says about the model was said when this evidence was made.
             warnings.simplefilter("ignore", EvigradWarning)
