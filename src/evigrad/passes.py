@@ -93,6 +93,8 @@ class Passes:
         self._likelihood = likelihood
         self._settings = settings
         self._device = device
+        # KFAC counts data, those without rows too: they keep their padding, and their place.
+        self._counts_data = settings.spec.structure == "kfac"
         self.sizes = MicroBatches(settings.micro_batch, settings.memory_budget)
 
     def task(
@@ -138,9 +140,7 @@ class Passes:
             InputError: If the batches do not hold the block's data.
         """
         expected, first, model = len(task.block.indices), 0, task.prepared.model
-        # KFAC counts data, those without rows too.
-        whole = self._settings.spec.structure == "kfac"
-        cuts = [] if whole else task.block.cuts()
+        cuts = [] if self._counts_data else task.block.cuts()
         own = torch.Generator().manual_seed(task.seed)
         with evaluation_mode(model, own), model_run(model):
             for x, y in task.batches:
@@ -245,10 +245,8 @@ class Passes:
     def _chunk(self, task: Task, x: Tensor, y: Tensor, start: int) -> Chunk:
         data = slice(start, start + len(x))
         columns = task.block.columns
-        if columns is not None and self._settings.spec.structure == "kfac":
-            columns = columns[data]
-        else:
-            columns = task.block.columns_of(data)
+        if columns is not None:
+            columns = columns[data] if self._counts_data else task.block.columns_of(data)
         return Chunk(
             x=task.prepared.pack(x, task.noise, data),
             y=y,

@@ -1,5 +1,6 @@
 """An estimator's blocks together with their data."""
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -11,7 +12,54 @@ from evigrad.partitions import Block, Partition
 from evigrad.sources import Source
 
 
-class BlockStream(Iterable[Block]):
+class Stream(Iterable[Block]):
+    """Blocks of an estimator with their data, without end.
+
+    It holds no position: each iteration (``for``, ``take``, ``round``, ``epoch``) starts anew.
+    """
+
+    @property
+    @abstractmethod
+    def is_constant(self) -> bool:
+        """Whether every block is the same: all data and outputs, with nothing drawn."""
+
+    def take(self, n: int) -> Iterator[Block]:
+        """The first n blocks of a new iteration.
+
+        Args:
+            n: How many, possibly more than a partition has.
+
+        Returns:
+            Blocks with their inputs and targets.
+
+        Raises:
+            ConfigurationError: If n is negative.
+        """
+        if n < 0:
+            raise ConfigurationError(f"The number of blocks must not be negative, as {n} is.")
+        return islice(iter(self), n)
+
+    @abstractmethod
+    def round(self, n: int) -> Iterator[Block]:
+        """Blocks whose mean several steps share.
+
+        Args:
+            n: How many, at most.
+
+        Returns:
+            No more than n of one partition.
+        """
+
+    @abstractmethod
+    def epoch(self) -> Iterator[Block]:
+        """The blocks of exactly one partition.
+
+        Returns:
+            Blocks with their inputs and targets.
+        """
+
+
+class BlockStream(Stream):
     """An endless stream of an estimator's blocks, with their data.
 
     It goes through the blocks of one random partition in random order, then through those of the
@@ -46,22 +94,6 @@ class BlockStream(Iterable[Block]):
         """The blocks of partition after partition, without end."""
         while True:
             yield from self.epoch()
-
-    def take(self, n: int) -> Iterator[Block]:
-        """The first n blocks of a new iteration.
-
-        Args:
-            n: How many, possibly more than a partition has.
-
-        Returns:
-            Blocks with their inputs and targets.
-
-        Raises:
-            ConfigurationError: If n is negative.
-        """
-        if n < 0:
-            raise ConfigurationError(f"The number of blocks must not be negative, as {n} is.")
-        return islice(iter(self), n)
 
     def round(self, n: int) -> Iterator[Block]:
         """Blocks whose mean several steps share.

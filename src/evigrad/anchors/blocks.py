@@ -13,7 +13,6 @@ there are many columns, those behind the first ones are partitioned without any 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from math import gcd
 
 import torch
@@ -22,9 +21,9 @@ from torch import Tensor
 
 from evigrad.anchors.choice import Anchoring
 from evigrad.anchors.masses import Masses, probabilities
-from evigrad.errors import ConfigurationError
 from evigrad.partitions import Block, choose_distinct, padded_columns
 from evigrad.sources import Source
+from evigrad.streams import Stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,8 +227,12 @@ class AnchoredBlocks:
             part_keys=() if number is None else (self._key(number),),
         )
 
+    def group(self, number: int) -> int:
+        """The position of a block in ``keys`` and ``guesses``, where all of the tail has one."""
+        return min(number, len(self.parts))
+
     def _key(self, number: int) -> int:
-        return self.keys[min(number, len(self.keys) - 1)] if self.keys else 0
+        return self.keys[self.group(number)] if self.keys else 0
 
     def _rows(self, number: int | None) -> tuple[Tensor, Tensor]:
         """Data and columns of a part."""
@@ -282,7 +285,7 @@ def _dealt(
     return [column[column >= 0] for column in table.mT]
 
 
-class AnchoredStream:
+class AnchoredStream(Stream):
     """An endless stream of anchored blocks with their data.
 
     Each iteration (``for``, ``take``, ``epoch``) takes anchors and a partition of the rest anew.
@@ -298,8 +301,6 @@ class AnchoredStream:
         generator: A CPU generator.
     """
 
-    is_constant = False
-
     def __init__(
         self,
         source: Source,
@@ -312,6 +313,11 @@ class AnchoredStream:
         self._source, self._anchoring, self._num_rows = source, anchoring, num_rows
         self._prepare, self._masses, self._generator = prepare, masses, generator
 
+    @property
+    def is_constant(self) -> bool:
+        """Never: blocks are drawn, and the data of their log likelihood too."""
+        return False
+
     def __iter__(self) -> Iterator[Block]:
         """Blocks drawn from partition after partition, without end."""
         anchors, scores = self._prepare()
@@ -320,22 +326,6 @@ class AnchoredStream:
             for _ in range(max(1, made.num_blocks)):
                 # Drawn late, as what was seen of the last block tells what to expect of this one.
                 yield self._drawn(made)
-
-    def take(self, n: int) -> Iterator[Block]:
-        """The first n blocks of a new iteration.
-
-        Args:
-            n: How many, possibly more than a partition has.
-
-        Returns:
-            Blocks with their inputs and targets.
-
-        Raises:
-            ConfigurationError: If n is negative.
-        """
-        if n < 0:
-            raise ConfigurationError(f"The number of blocks must not be negative, as {n} is.")
-        return islice(iter(self), n)
 
     def round(self, n: int) -> Iterator[Block]:
         """Blocks whose mean several steps share.
@@ -384,10 +374,12 @@ class AnchoredStream:
         return self._with_data(made, number, chance, self._expected(made, number))
 
     def _expected(self, made: AnchoredBlocks, number: int) -> float:
-        expected = self._masses.expected(made.keys, made.guesses)
-        if made.tail is not None and number >= len(made.parts):
-            return float(expected[-1]) / made.tail.count
-        return float(expected[number])
+        group = made.group(number)
+        one = slice(group, group + 1)
+        expected = float(self._masses.expected(made.keys[one], made.guesses[one]))
+        if made.tail is not None and group == len(made.parts):
+            return expected / made.tail.count
+        return expected
 
     def _with_data(
         self, made: AnchoredBlocks, number: int | None, probability: float, expected: float
