@@ -388,11 +388,14 @@ class Evidence:
 
     # ------------------------------------------------------------ other views of the same model
 
-    def with_estimator(self, estimator: str, **changes: Any) -> "Evidence":
+    def with_estimator(
+        self, estimator: str, *, prior: GaussianPrior | None = None, **changes: Any
+    ) -> "Evidence":
         """The same model, likelihood and prior, which are shared, under another estimator.
 
         Args:
             estimator: Its name.
+            prior: Another prior on the same weights. Default: the same one.
             **changes: Other keywords of ``Evidence``: those that are not given have their defaults,
                 but for the temperature and the micro-batches, which are those of here.
 
@@ -416,7 +419,7 @@ class Evidence:
             return Evidence(
                 self.model,
                 self.likelihood,
-                self.prior,
+                self.prior if prior is None else prior,
                 estimator=estimator,
                 num_data=self.num_data,
                 hyperparameters=list(self._model_hyperparameters),

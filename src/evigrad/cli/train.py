@@ -139,19 +139,30 @@ def make_parser() -> Parser:
     """
     parser = Parser(description=_DESCRIPTION, usage="evigrad train [options]")
     options = Options(parser)
-    options.add_group("what to train", set_up, NETWORK, SETUP_TYPES)
-    options.add_group("invariance", set_up, INVARIANCE, SETUP_TYPES)
-    options.add_group("prior and evidence", fit, _PRIOR, FIT_TYPES, {"likelihood": None}, FIT_WORDS)
-    options.add_group("training of the weights", fit, _WEIGHTS, FIT_TYPES)
-    options.add_group("learning of the hyperparameters", fit, _HYPER, FIT_TYPES)
-    options.add_group("details of the estimator", fit, ESTIMATOR_OPTIONS, FIT_TYPES)
-    options.add_group("anchors", fit, ANCHOR_OPTIONS, FIT_TYPES)
+    add_training(options)
     options.add_group("interrupted runs", resumed_configuration, ("resume",), RESUME_TYPES)
     options.add_group("results", report, tuple(_OWN_TYPES), _OWN_TYPES)
     recorded = ("eval_every", "bracket_every", "bracket_rows", "checkpoint_every", "progress")
     options.add_group("record", fit, recorded, FIT_TYPES)
     options.add_group("machine", set_up, MACHINE, SETUP_TYPES)
     return parser
+
+
+def add_training(options: Options, with_estimator: bool = True) -> None:
+    """The options of a training, without those of its files and its machine.
+
+    Args:
+        options: Where they go.
+        with_estimator: Whether the estimator is one of them.
+    """
+    prior = _PRIOR if with_estimator else _PRIOR[1:]
+    options.add_group("what to train", set_up, NETWORK, SETUP_TYPES)
+    options.add_group("invariance", set_up, INVARIANCE, SETUP_TYPES)
+    options.add_group("prior and evidence", fit, prior, FIT_TYPES, {"likelihood": None}, FIT_WORDS)
+    options.add_group("training of the weights", fit, _WEIGHTS, FIT_TYPES)
+    options.add_group("learning of the hyperparameters", fit, _HYPER, FIT_TYPES)
+    options.add_group("details of the estimator", fit, ESTIMATOR_OPTIONS, FIT_TYPES)
+    options.add_group("anchors", fit, ANCHOR_OPTIONS, FIT_TYPES)
 
 
 def run(parser: Parser, options: Namespace) -> int:
