@@ -152,9 +152,10 @@ def test_cnn_has_any_depth_and_width(depth: int, width: int, size: int) -> None:
     assert model(torch.randn(2, 1, size, size)).shape == (2, 10)
     convolutions = [w for name, w in model.named_parameters() if name.startswith("conv")]
     assert len(convolutions) == 2 * depth
-    assert num_parameters(model) == (9 + 1) * width + (depth - 1) * (9 * width + 1) * width + (
-        width + 1
-    ) * 10
+    assert (
+        num_parameters(model)
+        == (9 + 1) * width + (depth - 1) * (9 * width + 1) * width + (width + 1) * 10
+    )
 
 
 def test_cnn_of_no_depth_is_refused() -> None:

@@ -56,11 +56,11 @@ def make_parser() -> Parser:
         nargs="+",
         default=list(CURVES),
         metavar="NAME",
-        help="Estimators, a curve for each. (default: %(default)s)",
+        help="Estimators, a curve for each.",
     )
     group.add_argument(
         "--seeds", type=int, nargs="+", default=[0], metavar="N",
-        help="Each is a training of its own. (default: %(default)s)",
+        help="Each is a training of its own.",
     )  # fmt: skip
     options = Options(parser)
     options.add_group("along what", experiment, tuple(_TYPES), _TYPES)
@@ -118,7 +118,7 @@ def experiment(
         "curves": {name: name for name in names},
     }
     folder = f"bounds-{along}-{training['data']}-{training['model']}"
-    return make_experiment(folder.replace("/", "-").replace(":", "-"), content)
+    return make_experiment(folder.replace("/", "-").replace(":", "-"), content, preset="")
 
 
 def run(parser: Parser, options: Namespace) -> int:

@@ -94,7 +94,8 @@ def reproduce(experiment: Experiment, place: Place, processes: int) -> int:
     """
     jobs = jobs_of(experiment)
     left = missing(jobs, place)
-    show("note", f"{experiment.name}, {experiment.preset}: {experiment.title}")
+    preset = f", {experiment.preset}" if experiment.preset else ""
+    show("note", f"{experiment.name}{preset}: {experiment.title}")
     show("note", f"{len(jobs) - len(left)} of {len(jobs)} jobs are done, in {place.store.path}")
     start = time.perf_counter()
     console = Console(stderr=True)
@@ -109,7 +110,8 @@ def reproduce(experiment: Experiment, place: Place, processes: int) -> int:
 
         def tell(words: str, over: int, count: int) -> None:
             bar.update(task, completed=over)
-            bar.console.print(f"[{over}/{count}] {words}", markup=False, highlight=False, style="dim")
+            line = f"[{over}/{count}] {words}"
+            bar.console.print(line, markup=False, highlight=False, soft_wrap=True, style="dim")
 
         failures = run(jobs, place, processes, tell)
     for failure in failures:

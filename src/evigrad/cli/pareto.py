@@ -53,11 +53,11 @@ def make_parser() -> Parser:
         nargs="+",
         default=list(ESTIMATORS),
         metavar="NAME",
-        help="Estimators. (default: %(default)s)",
+        help="Estimators.",
     )
     group.add_argument(
         "--seeds", type=int, nargs="+", default=[0], metavar="N",
-        help="Each is a training of its own for each estimator. (default: %(default)s)",
+        help="Each is a training of its own for each estimator.",
     )  # fmt: skip
     options = Options(parser)
     options.add_group("a common measure", experiment, tuple(_TYPES), _TYPES)
@@ -102,7 +102,7 @@ def experiment(
         **({} if judge is None else {"judge": EstimatorSpec.parse(judge).name}),
     }
     folder = f"pareto-{training['data']}-{training['model']}".replace("/", "-").replace(":", "-")
-    return make_experiment(folder, content)
+    return make_experiment(folder, content, preset="")
 
 
 def run(parser: Parser, options: Namespace) -> int:

@@ -1,6 +1,7 @@
 """``evigrad reproduce``: a figure or a table of the paper from nothing."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
@@ -20,7 +21,7 @@ from evigrad.experiments import (
     read_experiment,
     state_of,
 )
-from evigrad.experiments.definition import PAPER
+from evigrad.experiments.page import PRESETS, write_page
 from evigrad.experiments.present import jobs_of
 
 SUMMARY = "Reproduce a figure or a table of the paper"
@@ -38,8 +39,7 @@ examples:
   evigrad reproduce fig4 --data-dir DIR --jobs 2
   evigrad reproduce FILE.yaml --seeds 0 1           an experiment of your own"""
 
-_TYPES: dict[str, Any] = {"preset": str, "list": bool, "dry_run": bool}
-PRESETS = (PAPER, "small", "tiny")
+_TYPES: dict[str, Any] = {"preset": str, "list": bool, "dry_run": bool, "page": str | None}
 
 
 def make_parser() -> Parser:
@@ -56,7 +56,11 @@ def make_parser() -> Parser:
     options = Options(parser)
     options.add_group("how much of it", chosen, tuple(_TYPES), _TYPES)
     parser.add_argument(
-        "--seeds", type=int, nargs="+", default=None, metavar="N",
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=None,
+        metavar="N",
         help="Seeds in the place of the preset's.",
     )
     options.add_group("where", place_of, tuple(PLACE_TYPES), PLACE_TYPES)
@@ -67,8 +71,9 @@ def chosen(
     name: str,
     preset: str = "small",
     seeds: list[int] | None = None,
-    list: bool = False,  # noqa: A002
+    list: bool = False,
     dry_run: bool = False,
+    page: str | None = None,
 ) -> Experiment:
     """The experiment that options name.
 
@@ -78,6 +83,8 @@ def chosen(
         seeds: In the place of the preset's.
         list: Only say what there is, how much of it is done, and about how long the rest takes.
         dry_run: Only say which jobs are missing.
+        page: Markdown file to put all that was run into, of the presets paper and small: figures,
+            tables, settings, seeds, machine and date. Without a NAME nothing is run for it.
 
     Returns:
         The experiment.
@@ -103,6 +110,8 @@ def run(parser: Parser, options: Namespace) -> int:
     if options.list:
         results_console().print(_overview(place))
         return 0
+    if options.name is None and options.page is not None:
+        return _write_page(options.page, place)
     if options.name is None:
         raise ConfigurationError(
             "Name what to reproduce, as in evigrad reproduce fig4; --list says what there is."
@@ -116,7 +125,14 @@ def run(parser: Parser, options: Namespace) -> int:
             print(f"{job.id}  {job.kind}: {job.label}{begun}")
         show("note", f"{len(left)} of {len(jobs)} jobs are missing.")
         return 0
-    return reproduce(experiment, place, options.jobs)
+    code = reproduce(experiment, place, options.jobs)
+    return code if options.page is None else max(code, _write_page(options.page, place))
+
+
+def _write_page(page: str, place: Place) -> int:
+    shown = write_page(Path(page), place.store)
+    show("note", f"{page} shows {', '.join(shown) or 'nothing, as nothing was run'}")
+    return 0
 
 
 def _overview(place: Place) -> Table:

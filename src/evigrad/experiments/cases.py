@@ -9,7 +9,8 @@ from typing import Any
 from evigrad.experiments.jobs import Job
 from evigrad.experiments.store import Store
 
-Value = float | list[float]
+# None where there is none.
+Value = float | list[float] | None
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ def _means(values: list[dict[str, Value]]) -> dict[str, Mean]:
     means: dict[str, Mean] = {}
     for name in values[0]:
         column = [each[name] for each in values]
-        if isinstance(column[0], list):
-            points = zip(*column, strict=True)
-            pairs = [mean_and_error(list(point)) for point in points]
+        curves = [value for value in column if isinstance(value, list)]
+        if curves:
+            pairs = [mean_and_error(list(point)) for point in zip(*curves, strict=True)]
             means[name] = Mean([m for m, _ in pairs], [e for _, e in pairs], len(column))
         else:
             means[name] = Mean(*mean_and_error(column), len(column))

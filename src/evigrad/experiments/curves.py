@@ -63,7 +63,7 @@ def curve(
             values = []
             kept = None
             for value in grid:
-                _set(one, name, value)
+                set_hyperparameter(one, name, value)
                 # Of its own for each block, so that an interruption changes no draw.
                 one.generator.manual_seed(derived_seed(seed, "evidence", number + 1))
                 if name == PRECISION:
@@ -107,7 +107,17 @@ class _Partial:
         self._path.unlink(missing_ok=True)
 
 
-def _set(evidence: Evidence, name: str, value: float) -> None:
+def set_hyperparameter(evidence: Evidence, name: str, value: float) -> None:
+    """Set what a curve is drawn along.
+
+    Args:
+        evidence: With a scalar prior, or a model with ranges.
+        name: ``precision``, or the name of a range.
+        value: Its value.
+
+    Raises:
+        ConfigurationError: If there is no such hyperparameter.
+    """
     with torch.no_grad():
         if name == PRECISION:
             assert evidence.prior.log_precision is not None

@@ -74,7 +74,7 @@ def paper_experiments() -> dict[str, Path]:
 
 
 def _order(name: str) -> tuple[int, int, str]:
-    """Figures by their number, then those of the appendix, then tables and what is not the paper's."""
+    """Figures by their number, those of the Appendix, tables, and what is not the paper's."""
     digits = "".join(c for c in name if c.isdigit())
     place = 0 if name.startswith("fig") else 1 if name.startswith("table") else 2
     return place, int(digits) if digits and place < 2 else 99, name
@@ -123,7 +123,7 @@ def make_experiment(name: str, content: Mapping[str, Any], preset: str = PAPER) 
     Args:
         name: Its name.
         content: As in a file.
-        preset: Of ``content["presets"]``, or ``paper``.
+        preset: Of ``content["presets"]``, or ``paper``; empty for one without any.
 
     Returns:
         The experiment.
@@ -133,7 +133,7 @@ def make_experiment(name: str, content: Mapping[str, Any], preset: str = PAPER) 
     """
     rest = dict(content)
     presets = rest.pop("presets", {}) or {}
-    if preset != PAPER:
+    if preset not in (PAPER, ""):
         if preset not in presets:
             known = [PAPER, *presets]
             raise ConfigurationError(
@@ -173,6 +173,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
             del result[name]
             continue
         before = result.get(name)
-        both = isinstance(before, Mapping) and isinstance(value, Mapping)
-        result[name] = merged(before, value) if both else value
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            value = merged(before, value)
+        result[name] = value
     return result

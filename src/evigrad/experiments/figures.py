@@ -168,7 +168,8 @@ def pareto(experiment: Experiment, rows: list[Row]) -> "Figure":
     styles = Styles(families, reference)
     for family in families:
         of_family = sorted(_of(rows, "family", family), key=lambda row: row["seconds"].mean)
-        style = styles.all(family) | {"linestyle": ":" if len(of_family) > 1 else ""}
+        style: dict[str, Any] = styles.all(family)
+        style["linestyle"] = ":" if len(of_family) > 1 else ""
         axes.errorbar(
             [row["seconds"].mean for row in of_family],
             [row["value"].mean for row in of_family],
@@ -316,6 +317,8 @@ def scatter(experiment: Experiment, rows: list[Row], across: str, along: str) ->
     styles = Styles(families)
     for family in families:
         of_family = _of(rows, "family", family)
+        style: dict[str, Any] = styles.all(family)
+        style["linestyle"] = ""
         axes.errorbar(
             [row["x"].mean for row in of_family],
             [row["y"].mean for row in of_family],
@@ -323,7 +326,7 @@ def scatter(experiment: Experiment, rows: list[Row], across: str, along: str) ->
             yerr=[_finite(row["y"].error) for row in of_family],
             label=words(family),
             elinewidth=0.8,
-            **(styles.all(family) | {"linestyle": ""}),
+            **style,
         )
         for row in of_family:
             axes.annotate(
@@ -346,5 +349,3 @@ def _of(rows: Sequence[Row], key: str, value: object) -> list[Row]:
 
 def _finite(value: float) -> float:
     return value if math.isfinite(value) else 0.0
-
-

@@ -19,6 +19,8 @@ from evigrad.training.files import replacing
 # Seconds of ``_yardstick`` on the machine whose seconds the files tell.
 _REFERENCE = 0.30
 
+SUMMARY = "summary.json"
+
 
 @dataclass(frozen=True)
 class State:
@@ -95,7 +97,7 @@ def state_of(experiment: Experiment, store: Store, speed: float = 1.0) -> State:
         done=len(jobs) - len(missing),
         begun=sum(store.is_begun(job) for job in missing),
         total=len(jobs),
-        spent=sum(spent),
+        spent=float(sum(spent)),
         left=left,
     )
 
@@ -121,10 +123,24 @@ def _yardstick() -> float:
         start = time.perf_counter()
         for _ in range(10):
             torch.nn.functional.conv2d(images, kernel)
-            matrix @ matrix
+            torch.mm(matrix, matrix)
         return time.perf_counter() - start
     finally:
         torch.set_num_threads(before)
+
+
+def shown_in(experiment: Experiment, store: Store) -> Path:
+    """The folder of an experiment's figure and tables.
+
+    Args:
+        experiment: Any.
+        store: Results.
+
+    Returns:
+        A folder of it.
+    """
+    # The preset is empty for an experiment without any.
+    return store.path / "shown" / experiment.name / experiment.preset
 
 
 def present(experiment: Experiment, store: Store) -> Shown:
@@ -145,7 +161,7 @@ def present(experiment: Experiment, store: Store) -> Shown:
     rows = rows_of(cases, store)
     if not rows:
         raise ConfigurationError(f"Nothing of {experiment.name} ({experiment.preset}) is done.")
-    folder = store.path / "shown" / experiment.name / experiment.preset
+    folder = shown_in(experiment, store)
     folder.mkdir(parents=True, exist_ok=True)
     table = kind.table(experiment, rows)
     for ending, text in (
@@ -165,7 +181,7 @@ def present(experiment: Experiment, store: Store) -> Shown:
     results = [store.result(job) for job in jobs_of(experiment)]
     known = [result for result in results if result is not None]
     write_json(
-        folder / "summary.json",
+        folder / SUMMARY,
         {
             "name": experiment.name,
             "preset": experiment.preset,

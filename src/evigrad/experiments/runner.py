@@ -40,7 +40,9 @@ def missing(jobs: list[Job], place: Place) -> list[Job]:
     return [job for job in distinct(jobs) if place.store.result(job) is None]
 
 
-def run(jobs: list[Job], place: Place, processes: int = 1, tell: Tell | None = None) -> list[Failure]:
+def run(
+    jobs: list[Job], place: Place, processes: int = 1, tell: Tell | None = None
+) -> list[Failure]:
     """Do all that is missing. What measures time comes last, with nothing beside it.
 
     Args:

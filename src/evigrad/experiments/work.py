@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from evigrad.experiments.configuration import as_file, make_settings, make_setup
-from evigrad.experiments.curves import curve
-from evigrad.experiments.jobs import Job
-from evigrad.experiments.store import Store
 from evigrad.cli.resume import CONFIGURATION
 from evigrad.cli.setup import Setup
 from evigrad.drawing import series
 from evigrad.errors import ConfigurationError
+from evigrad.experiments.configuration import as_file, make_settings, make_setup
+from evigrad.experiments.curves import curve
+from evigrad.experiments.jobs import Job
+from evigrad.experiments.store import Store
 from evigrad.training import FitResult, RunDirectory, evaluate_evidence, prepare
 
 RUN = "run"  # the folder of a training inside that of its job
@@ -144,9 +144,8 @@ def trained(job: Job, folder: Path, place: Place) -> tuple[Setup, FitResult]:
     """
     setup = make_setup(job.config, place.data_dir, place.device)
     data = setup.data
-    run = prepare(
-        setup.make_model(), data.train, make_settings(job.config, setup), test=data.test
-    )
+    settings = make_settings(job.config, data.likelihood, setup.hyperparameters)
+    run = prepare(setup.make_model(), data.train, settings, test=data.test)
     directory = RunDirectory(folder / RUN, resume=True)
     if not (directory.path / CONFIGURATION).exists():
         directory.write_text(CONFIGURATION, as_file(job.config))
@@ -162,10 +161,12 @@ def _of_trained(job: Job, place: Place) -> tuple[Setup, FitResult]:
 def _evaluate(job: Job, folder: Path, place: Place) -> dict[str, Any]:
     setup, result = _of_trained(job, place)
     config = job.config
+    # An automatic one is known once the training has chosen it.
+    own = config["estimator"] == AUTO
     value = evaluate_evidence(
         result.evidence,
         setup.data.train,
-        config["estimator"],
+        result.evidence.spec.name if own else config["estimator"],
         seed=config["seed"],
         blocks=config["blocks"],
     )

@@ -99,8 +99,8 @@ def evaluate_evidence(
     """Evaluate the log evidence of a trained model with another estimator.
 
     The estimate is averaged over every block of one random partition, which is the bound itself
-    for that partition and not a draw from it, unless ``blocks`` asks for fewer. With ``N`` and ``C`` in the name it is the exact
-    log evidence of the structure.
+    for that partition and not a draw from it, unless ``blocks`` asks for fewer. With ``N`` and
+    ``C`` in the name it is the exact log evidence of the structure.
 
     Args:
         evidence: Of the trained model, as ``FitResult.evidence``; left as it is.

@@ -12,6 +12,9 @@ from evigrad.experiments.tables import Column, Table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# Of a value in nats per datum: less than this is rounding in single precision.
+_ROUNDING = 2e-6
+
 
 def cases(experiment: Experiment) -> list[Case]:
     """A curve for each panel, estimator and seed.
@@ -99,17 +102,19 @@ def remarks(experiment: Experiment, rows: list[Row]) -> list[str]:
     found = []
     for chain in experiment.content.get("orderings", []):
         for panel in experiment.take("panels"):
-            by_name = {row["estimator"]: row["log_evidence"] for row in rows if row["panel"] == panel}
+            by_name = {
+                row["estimator"]: row["log_evidence"] for row in rows if row["panel"] == panel
+            }
             chosen = [(name, by_name[name]) for name in chain if name in by_name]
             pairs = list(zip(chosen, chosen[1:], strict=False))
             broken = []
             for (upper, above), (lower, below) in pairs:
-                gaps = [a - b for a, b in zip(above.mean, below.mean, strict=True)]
-                if min(gaps) < 0:
-                    count = sum(gap < 0 for gap in gaps)
+                pairs_of_values = list(zip(above.mean, below.mean, strict=True))
+                gaps = [b - a for a, b in pairs_of_values if b - a > _ROUNDING * max(1.0, abs(a))]
+                if gaps:
                     broken.append(
-                        f"{upper} lies below {lower} at {count} of {len(gaps)} points, by"
-                        f" {-min(gaps):.2g} nats per datum at most"
+                        f"{upper} lies below {lower} at {len(gaps)} of {len(pairs_of_values)}"
+                        f" points, by {max(gaps):.2g} nats per datum at most"
                     )
             if pairs:
                 words = " ≥ ".join(name for name, _ in chosen)

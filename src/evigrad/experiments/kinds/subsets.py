@@ -100,7 +100,9 @@ def table(experiment: Experiment, rows: list[Row]) -> Table:
         Column("test accuracy, %", digits=1, best="high"),
         Column("seconds", digits=0),
     ]
-    ordered = sorted(rows, key=lambda row: (list(experiment.take("variants")).index(row["variant"]), row["size"]))
+    ordered = sorted(
+        rows, key=lambda row: (list(experiment.take("variants")).index(row["variant"]), row["size"])
+    )
     cells = [
         [r["variant"], str(r["size"]), r["label"], *(r[name] for name in QUANTITIES), r["seconds"]]
         for r in ordered
