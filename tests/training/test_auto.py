@@ -30,6 +30,12 @@ SMALL: dict[str, Any] = {
     "lr": 0.02,
     "progress": False,
 }
+
+
+def given(**changes: Any) -> dict[str, Any]:
+    return {**SMALL, **changes}
+
+
 MADE_UP = Choice(
     name="ntk-20-rows-anchored",
     share=0.5,
@@ -115,7 +121,7 @@ def test_where_all_is_fast_the_exact_number_is_taken(case):
     ],
 )
 def test_settings_go_with_the_choice(blobs, changes):
-    result = fit(net(), blobs[0], **{**SMALL, **changes})
+    result = fit(net(), blobs[0], **given(**changes))
     choice = result.choice
     assert choice is not None and choice.seconds > 0
     assert next(t for t in choice.trials if t.name == choice.name).is_bound
@@ -128,7 +134,7 @@ def test_settings_go_with_the_choice(blobs, changes):
 
 def test_the_named_estimator_gives_the_same_run(blobs, monkeypatch):
     def rows(**changes: Any) -> list[Any]:
-        settings = SMALL | {"hyperparameters": ["invariance"], "micro_batch": 8} | changes
+        settings = given(hyperparameters=["invariance"], micro_batch=8, **changes)
         history = fit(averaged(), blobs[0], **settings).history
         return [{k: v for k, v in row.items() if k != "seconds"} for row in history]
 
@@ -152,11 +158,13 @@ def test_measuring_leaves_the_run_as_it_was(blobs):
     weights = [w.clone() for w in loop.evidence.model.state_dict().values()]
     values = [p.detach().clone() for p in loop.evidence.hyperparameters().values()]
     state = loop.evidence.generator.get_state()
-    own, other = torch.get_rng_state(), np.random.get_state()[1]
+    own = torch.get_rng_state()
+    other: Any = np.random.get_state()
     choice = choose_estimator(loop.evidence, (x, y), loop.settings, loop.schedules[-1], 1.0)
     assert choice.trials
     assert torch.equal(own, torch.get_rng_state())
-    assert np.array_equal(other, np.random.get_state()[1])
+    now: Any = np.random.get_state()
+    assert np.array_equal(other[1], now[1])
     assert torch.equal(state, loop.evidence.generator.get_state())
     for parameter, value in zip(loop.evidence.hyperparameters().values(), values, strict=True):
         assert torch.equal(parameter, value)
@@ -190,7 +198,7 @@ def test_draws_are_of_the_same_number(blobs):
 
 def test_what_is_tried(blobs):
     def tried(model: nn.Module, data: Any, **changes: Any) -> dict[str, Candidate]:
-        loop = loop_of(model, data, **SMALL | changes)
+        loop = loop_of(model, data, **given(**changes))
         families, fallback = families_for(loop.evidence, data[0], loop.settings, loop.schedules[-1])
         assert all(not each.make(each.first).is_bound for each in fallback)
         found = {}
@@ -244,7 +252,7 @@ def test_anchors_are_checked_before_training(blobs):
 
 
 def test_a_resumed_run_keeps_the_choice(blobs, tmp_path, made_up):
-    settings = SMALL | {"checkpoint_every": 1}
+    settings = given(checkpoint_every=1)
     fit(net(), blobs[0], run_dir=tmp_path / "whole", **settings)
     assert made_up == [60]
     record = MADE_UP.as_record()
@@ -278,7 +286,7 @@ def test_a_resumed_run_keeps_the_choice(blobs, tmp_path, made_up):
 
 def test_what_was_chosen_after_the_last_checkpoint_is_void(blobs, tmp_path, made_up):
     folder = tmp_path / "run"
-    settings = SMALL | {"run_dir": folder, "checkpoint_every": 1}
+    settings = given(run_dir=folder, checkpoint_every=1)
     with dying_at_call(Evidence, "map_loss", 2):
         assert killed(lambda: fit(net(), blobs[0], **settings))
     (folder / CHOICE_FILE).write_text("{}")
@@ -288,7 +296,7 @@ def test_what_was_chosen_after_the_last_checkpoint_is_void(blobs, tmp_path, made
 
 
 def test_it_is_said_once(blobs, capsys, made_up):
-    fit(net(), blobs[0], **SMALL | {"progress": True})
+    fit(net(), blobs[0], **given(progress=True))
     lines = capsys.readouterr().err.splitlines()
     said = [line for line in lines if "It was made up." in line]
     assert said == [
@@ -300,7 +308,7 @@ def test_it_is_said_once(blobs, capsys, made_up):
 
 
 def test_others_know_no_choice(blobs):
-    result = fit(net(), blobs[0], **SMALL | {"estimator": "ntk-20-1"})
+    result = fit(net(), blobs[0], **given(estimator="ntk-20-1"))
     assert result.choice is None
 
 

@@ -119,6 +119,7 @@ class _Search:
     def _contenders(self, families: Iterable[Family], budget: float) -> list[Candidate]:
         """The largest of each family that keeps to a budget; an exact one stands alone."""
         found: list[Candidate] = []
+        varied: list[tuple[Family, int]] = []
         for family in families:
             if found and self._is_over(_SIZES_SHARE):
                 break
@@ -131,10 +132,11 @@ class _Search:
             if best.is_exact:
                 return [best]
             found.append(best)
+            varied.append((family, size))
+        for family, size in varied:
             for variant in family.variants:
-                if self._is_over(_SIZES_SHARE):
-                    break
-                fitting = self._shrunk(variant, family.rounded, size, budget)
+                over = self._is_over(_SIZES_SHARE)
+                fitting = None if over else self._shrunk(variant, family.rounded, size, budget)
                 if fitting is not None:
                     found.append(variant(fitting))
         return list(dict.fromkeys(found))
