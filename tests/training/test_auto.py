@@ -132,6 +132,14 @@ def test_settings_go_with_the_choice(blobs, changes):
     assert result.evidence.temperature == changes.get("temperature", 1.0)
 
 
+def test_rounds_of_different_kinds(blobs):
+    """What is measured are the steps of the model's own; those of the prior share passes."""
+    settings = given(hyperparameters=["invariance"], hyper_every=1, hyper_steps=2, prior_blocks=2)
+    result = fit(averaged(), blobs[0], **settings)
+    assert result.choice is not None and result.choice.trials[0].seconds is not None
+    assert result.history[-1]["hyper_steps"] == 3 * (3 + 2)
+
+
 def test_the_named_estimator_gives_the_same_run(blobs, monkeypatch):
     def rows(**changes: Any) -> list[Any]:
         settings = given(hyperparameters=["invariance"], micro_batch=8, **changes)

@@ -16,6 +16,7 @@ from evigrad.evidence import Evidence
 from evigrad.micro_batches import FREE_SHARE
 from evigrad.out_of_memory import is_out_of_memory
 from evigrad.partitions import Block
+from evigrad.preparation import PROBE_SIZE
 from evigrad.training.budget import choose
 from evigrad.training.candidates import Candidate, Draws, Family, even
 from evigrad.training.choice import Choice
@@ -124,10 +125,11 @@ def families_for(
     Returns:
         Families of bounds, and what remains where none can be used.
     """
-    n, c, root = known.num_data, known.num_outputs(x), settings.root
+    n, c, root = known.num_data, known.num_outputs(x[:PROBE_SIZE]), settings.root
     sizes = [w.numel() for w in known.weights().values()]
-    # Steps on the model's own hyperparameters never share their passes.
-    sharing = 1 if any(name.startswith("model.") for name in schedule.names) else schedule.steps
+    # Of the prior's steps those that are on all the data share one pass.
+    alone = is_of_model(schedule) or settings.prior_blocks is not None
+    sharing = 1 if alone else schedule.steps
 
     coupled = known.likelihood.couples_outputs
 
@@ -196,6 +198,7 @@ class NetworkMeter:
     def __init__(self, known: Evidence, data: Data, settings: Settings, schedule: Schedule) -> None:
         self._known, self._data = known, data
         self._settings, self._schedule = settings, schedule
+        self._of_prior = [n for n in known.hyperparameters() if not n.startswith("model.")]
         self._begun = clock()
         self._per_datum: float | None = None
         self._latest: Evidence | None = None
@@ -220,6 +223,8 @@ class NetworkMeter:
         problem = ""
         try:
             evidence = self._evidence(candidate)
+            if self._settings.prior_blocks is not None:
+                evidence.check_collect(self._data[0][:PROBE_SIZE], wrt=self._of_prior)
             problem = self._does_not_fit(evidence)
             if not problem:
                 with untouched_gradients(evidence.hyperparameters()):
@@ -269,7 +274,8 @@ class NetworkMeter:
 
     def _round(self, evidence: Evidence, steps: int) -> float:
         """Seconds of a step, from some steps of a round."""
-        names, count = self._schedule.names, self._settings.prior_blocks
+        names = self._schedule.names
+        count = None if is_of_model(self._schedule) else self._settings.prior_blocks
         start = clock()
         blocks, shared = blocks_of_a_round(evidence, self._data, names, steps, count)
         beginning, least, drawing = 0.0, float("inf"), 0.0
@@ -296,7 +302,7 @@ class NetworkMeter:
             if free is None:
                 return ""
             budget = int(FREE_SHARE * free)
-        needed = float(evidence.predicted_bytes(x))
+        needed = float(evidence.predicted_bytes(x[:PROBE_SIZE]))
         if settings.micro_batch != "auto":
             if self._per_datum is None:
                 one = evidence_of(self._known, settings, "ntk-1-C", None, None, "auto")
@@ -310,6 +316,18 @@ class NetworkMeter:
             f"{spec.name} needs {needed / 2**20:.3g} MiB, and there are {budget / 2**20:.3g}"
             " for it."
         )
+
+
+def is_of_model(schedule: Schedule) -> bool:
+    """Whether steps learn hyperparameters of the model, of which passes are never shared.
+
+    Args:
+        schedule: Of the steps.
+
+    Returns:
+        True where one of them belongs to the model.
+    """
+    return any(name.startswith("model.") for name in schedule.names)
 
 
 @contextmanager
