@@ -52,9 +52,9 @@ MADE_UP = Choice(
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch) -> None:
-    """Every look at the clock is a second later: all times are known."""
-    seconds = count()
-    monkeypatch.setattr(measuring, "clock", lambda: float(next(seconds)))
+    """Every look at the clock is a millisecond later: all times are known, and no search is cut."""
+    looks = count()
+    monkeypatch.setattr(measuring, "clock", lambda: 1e-3 * next(looks))
 
 
 @pytest.fixture
@@ -142,14 +142,13 @@ def test_rounds_of_different_kinds(blobs):
 
 def test_the_named_estimator_gives_the_same_run(blobs, monkeypatch):
     def rows(**changes: Any) -> list[Any]:
-        settings = given(hyperparameters=["invariance"], micro_batch=8, **changes)
+        settings = given(hyperparameters=["invariance"], micro_batch=30, epochs=3, **changes)
         history = fit(averaged(), blobs[0], **settings).history
         return [{k: v for k, v in row.items() if k != "seconds"} for row in history]
 
     for name, share, root in (
         ("ntk-20-rows-anchored", 0.5, None),
-        ("ntk-20-1", None, "fisher"),
-        ("kfac-N-1", None, None),
+        ("kfac-N-1", None, "fisher"),
     ):
         found = replace(MADE_UP, name=name, share=share, root=root)
         monkeypatch.setattr(measuring, "choose_estimator", lambda *_, found=found: found)
@@ -242,7 +241,7 @@ def test_what_is_tried(blobs):
 def test_memory_that_does_not_suffice(blobs):
     with pytest.raises(ConfigurationError, match="after epoch 2: estimator 'auto': no estimator"):
         fit(net(), blobs[0], **SMALL, memory_budget=10)
-    result = fit(net(), blobs[0], **SMALL, memory_budget="30kB")
+    result = fit(net(), blobs[0], **given(memory_budget="30kB", epochs=2, steps=1))
     assert result.choice is not None and "N" not in result.choice.name
 
 

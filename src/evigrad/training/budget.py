@@ -23,10 +23,10 @@ _FAR = 3.0
 # means lie within so many standard errors of the least one.
 DRAWS, MORE_DRAWS = 8, 16
 _RIVALS = 2.0
-# No new measurement begins when the search has taken as long as so many hyperparameter steps that
-# use up their budget, or as all of the run, where these are fewer; but some seconds are there in
-# any case, as the search for a tiny network is its fixed costs.
-_MOST_STEPS, _LEAST_SECONDS = 150, 10.0
+# No new measurement begins when the search has taken as long as this part of the run's
+# hyperparameter steps, if these use up their budget, or as so many of them, where that is less; but
+# some seconds are there in any case, as the search for a tiny network is its fixed costs.
+_PART, _MOST_STEPS, _LEAST_SECONDS = 0.25, 150, 10.0
 # The part of that which sizes may take; the rest is for draws.
 _SIZES_SHARE = 0.5
 # Where no bound keeps to the budget, what counts as nearly as fast as the fastest one.
@@ -74,7 +74,7 @@ class _Search:
     def __init__(self, meter: Meter, step_seconds: float, step_budget: float, steps: int) -> None:
         self.meter, self.step_seconds, self.step_budget = meter, step_seconds, step_budget
         self.budget = step_budget * step_seconds
-        self.limit = max(_LEAST_SECONDS, min(_MOST_STEPS, steps) * self.budget)
+        self.limit = max(_LEAST_SECONDS, min(_MOST_STEPS, _PART * steps) * self.budget)
         self.measured: dict[Candidate, float | str] = {}
         self.trials: dict[Candidate, Trial] = {}
         self.values: dict[Candidate, list[float]] = {}
