@@ -426,6 +426,25 @@ class Evidence:
                 **given,
             )
 
+    def take_over(self, other: "Evidence") -> None:
+        """Know what another evidence of the same model has found out, to save the work.
+
+        That is the paths of derivatives, with the checks that they have passed, and the outputs
+        of the data by which anchors are chosen.
+
+        Args:
+            other: Made by ``with_estimator``, or the one that this one was made of.
+
+        Raises:
+            ConfigurationError: If it is one of another model.
+        """
+        if other.model is not self.model or list(other.weights()) != list(self._weights):
+            raise ConfigurationError("Only evidences of the same model know the same.")
+        preparation = other._assembly.preparation.state_dict()
+        self._assembly.preparation.load_state_dict(preparation)
+        if self._anchors is not None and other._anchors is not None:
+            self._anchors.take_over(other._anchors)
+
     def bracket(self, data: Any, *, rows: int = 1000, **options: Any) -> "Bracket":
         """Bounds on the exact log evidence, whatever the estimator: see ``evigrad.bracket``.
 

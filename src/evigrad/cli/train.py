@@ -61,6 +61,7 @@ examples:
 
 FIT_TYPES: dict[str, Any] = {
     "estimator": str | None,
+    "step_budget": float,
     "likelihood": str | None,
     "prior": Literal["scalar", "layerwise", "diagonal"],
     "precision": float,
@@ -110,6 +111,8 @@ FIT_WORDS = {
     "estimator": "Evidence estimator, STRUCTURE-SUBSET-OUTPUTS: structure ntk, full, blockdiag,"
     " kfac or diag; data in a block, N for all, or auto for as many as the memory holds; outputs"
     " in a block, or C for all. ntk-400-rows-anchored takes 400 rows, most of them anchors."
+    " auto measures estimators at the first hyperparameter step and takes the tightest bound that"
+    " keeps to step_budget."
     " Baselines: map learns no hyperparameters (plain MAP training), augerino the ranges of an"
     " invariance on the training loss.",
     "likelihood": "Of the targets: categorical, gaussian or bernoulli. Default: what the data set"
@@ -122,7 +125,7 @@ _OWN_TYPES: dict[str, Any] = {
     "figures": bool,
 }
 _UNITS = " Ranges are in half images, radians, and natural logarithms of scales."
-_PRIOR = ("estimator", "likelihood", "prior", "precision")
+_PRIOR = ("estimator", "step_budget", "likelihood", "prior", "precision")
 _WEIGHTS = ("epochs", "batch_size", "optimizer", "lr", "lr_min", "momentum", "scalar_lr_factor")
 _HYPER = (
     *("burn_in", "every", "steps", "hyper_every", "hyper_steps", "prior_blocks", "prior_update"),
@@ -204,9 +207,10 @@ def run(parser: Parser, options: Namespace) -> int:
             main = each is runs[-1]
             folder = directory if main else RunDirectory(directory.path / "map", resume=True)
             with interruption.patient() as stop:
-                results[each.name] = each.train(
-                    folder, resume=True, progress=options.progress, stop=stop
-                )
+                result = each.train(folder, resume=True, progress=options.progress, stop=stop)
+            results[each.name] = result
+            if result.choice is not None and not options.progress:
+                show("note", result.choice.describe())
         report(
             results,
             setup,
