@@ -19,7 +19,7 @@ from evigrad.experiments.configuration import as_file, make_settings, make_setup
 from evigrad.experiments.curves import curve
 from evigrad.experiments.jobs import Job
 from evigrad.experiments.store import Store
-from evigrad.training import FitResult, RunDirectory, evaluate_evidence, prepare
+from evigrad.training import AUTO, FitResult, RunDirectory, evaluate_evidence, prepare
 
 RUN = "run"  # the folder of a training inside that of its job
 # Of a timing: estimates that are not counted, and how many are, within a time.
