@@ -159,7 +159,7 @@ def present(experiment: Experiment, store: Store) -> Shown:
     kind = kind_of(experiment)
     cases = kind.cases(experiment)
     rows = rows_of(cases, store)
-    if not rows:
+    if cases and not rows:
         raise ConfigurationError(f"Nothing of {experiment.name} ({experiment.preset}) is done.")
     folder = shown_in(experiment, store)
     folder.mkdir(parents=True, exist_ok=True)

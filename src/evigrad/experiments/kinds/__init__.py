@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.experiments.cases import Case, Row
 from evigrad.experiments.definition import Experiment
-from evigrad.experiments.kinds import bounds, comparison, learning, pareto, selection, subsets
+from evigrad.experiments.kinds import (
+    bounds,
+    comparison,
+    learning,
+    overview,
+    pareto,
+    selection,
+    subsets,
+)
 from evigrad.experiments.tables import Table
 
 if TYPE_CHECKING:
@@ -43,6 +51,7 @@ KINDS = {
     "subsets": _kind(subsets),
     "comparison": _kind(comparison),
     "selection": _kind(selection),
+    "overview": _kind(overview),
 }
 
 
