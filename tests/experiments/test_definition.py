@@ -14,7 +14,7 @@ from evigrad.experiments.configuration import make_settings
 from evigrad.experiments.page import PRESETS
 
 NEEDED = {
-    *("fig1", "fig3", "fig4", "fig5", "fig6", "fig7", "fig_grouped", "fig_pareto_prior"),
+    *("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "fig_grouped", "fig_pareto_prior"),
     *("fig_train_invariance", "fig_train_invariance_doubly", "fig_train_prior"),
     *("fig_train_prior_doubly", "table1", "table2", "model_selection"),
 }
@@ -82,7 +82,7 @@ def test_all_jobs_of_the_paper_have_settings_that_fit(name, preset):
         return  # needs a data set that does not fit into minutes
     experiment = read_experiment(name, preset)
     jobs = jobs_of(experiment)
-    assert jobs and experiment.caption and experiment.shows
+    assert (jobs or name == "fig2") and experiment.caption and experiment.shows
     for job in jobs:
         if job.kind == "train":
             names = (

@@ -3,6 +3,8 @@
 import csv
 import io
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_experiments import TRAINING, bounds, place_in
 
+import evigrad
 from evigrad.errors import ConfigurationError
+from evigrad.estimators import EstimatorSpec
 from evigrad.experiments import Experiment, make_experiment, present, read_experiment, run
 from evigrad.experiments.cases import Case, Mean, rows_of
 from evigrad.experiments.figures import pareto_front
 from evigrad.experiments.jobs import Job
-from evigrad.experiments.kinds import KINDS, kind_of
+from evigrad.experiments.kinds import KINDS, kind_of, overview
 from evigrad.experiments.kinds.selection import rank_correlation
 from evigrad.experiments.page import BEGIN, END, write_page
 from evigrad.experiments.present import jobs_of
@@ -140,7 +144,19 @@ def test_everything_can_be_shown(name, preset, tmp_path):
 def test_every_kind_is_shown_somewhere():
     kinds = {read_experiment(name).kind for name in ("fig1", "fig4", "fig7", "table1")}
     kinds |= {read_experiment(name).kind for name in ("fig_train_prior", "model_selection")}
-    assert kinds == set(KINDS)
+    assert kinds == set(KINDS) - {"overview"}
+
+
+def test_the_overview_needs_no_runs(tmp_path):
+    shown = present(read_experiment("fig2", "small"), Store(tmp_path))
+    assert shown.figure is not None and shown.state.total == 0
+    source = Path(evigrad.__file__).parent
+    for box in overview.BOXES.values():
+        EstimatorSpec.parse(
+            box.names.split(",")[0].split(" ")[0].replace("-m-", "-5-").replace("-k-", "-5-")
+        )
+        for file in re.findall(r"[a-z_/]+\.py|anchors/", box.code):
+            assert (source / file).exists() or (source / "curvature" / file).exists(), file
 
 
 def test_the_papers_numbers_stand_beside_ours(tmp_path):

@@ -177,7 +177,7 @@ def present(experiment: Experiment, store: Store) -> Shown:
         picture = save(figure, folder / "figure.png")
         figure.savefig(folder / "figure.pdf")
     state = state_of(experiment, store)
-    remarks = kind.remarks(experiment, rows)
+    remarks = [] if kind.remarks is None else kind.remarks(experiment, rows)
     results = [store.result(job) for job in jobs_of(experiment)]
     known = [result for result in results if result is not None]
     write_json(

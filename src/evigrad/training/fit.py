@@ -71,7 +71,7 @@ def fit(
     rows_device: torch.device | str | None = None,
     autocast: torch.dtype | str | None = None,
     anchor_share: float = 0.75,
-    anchor_choice: str = "score",
+    anchor_choice: str = "auto",
     anchor_refresh: int = 1,
     anchor_likelihood: int | None = None,
     test: Any = None,
@@ -167,7 +167,8 @@ def fit(
             Default: none.
         anchor_share: Part of the rows of an anchored estimator that are anchors.
         anchor_choice: Which rows become anchors: score for those of the data that the network is
-            unsure of, random for any.
+            unsure of, k-centre for data spread over all inputs, random for any, auto for score, but
+            k-centre where all scores are the same, as in regression.
         anchor_refresh: Rounds from one choice of anchors to the next.
         anchor_likelihood: Data that the log likelihood of an anchored estimate is taken from.
             Default: a quarter as many as rows.

@@ -1,4 +1,4 @@
-"""What experiments there are: each kind a module with cases, a figure, a table and remarks."""
+"""What experiments there are: each kind a module with cases and a table, a figure and remarks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,18 +30,19 @@ class Kind:
     Attributes:
         cases: What is run.
         table: All its numbers.
-        remarks: What theory demands and whether it holds, in words.
+        remarks: What theory demands and whether it holds, in words, if there is anything to say.
         figure: Its figure, if it has one.
     """
 
     cases: Callable[[Experiment], list[Case]]
     table: Callable[[Experiment, list[Row]], Table]
-    remarks: Callable[[Experiment, list[Row]], list[str]]
+    remarks: Callable[[Experiment, list[Row]], list[str]] | None = None
     figure: "Callable[[Experiment, list[Row]], Figure] | None" = None
 
 
 def _kind(module: ModuleType) -> Kind:
-    return Kind(module.cases, module.table, module.remarks, getattr(module, "figure", None))
+    optional = (getattr(module, name, None) for name in ("remarks", "figure"))
+    return Kind(module.cases, module.table, *optional)
 
 
 KINDS = {

@@ -101,16 +101,3 @@ def table(experiment: Experiment, rows: list[Row]) -> Table:
 
 def _last(value: Mean | None) -> Mean | None:
     return None if value is None else Mean(value.mean[-1], value.error[-1], value.count)
-
-
-def remarks(experiment: Experiment, rows: list[Row]) -> list[str]:
-    """Nothing that theory demands.
-
-    Args:
-        experiment: Of this kind.
-        rows: Its results.
-
-    Returns:
-        No words.
-    """
-    return []

@@ -32,7 +32,7 @@ class Box:
     names: str
     source: str
     code: str
-    place: tuple[float, float]
+    place: tuple[int, int]
     is_bound: bool = True
     is_new: bool = False
 
@@ -203,16 +203,3 @@ def table(experiment: Experiment, rows: list[Row]) -> Table:
         for box in BOXES.values()
     ]
     return Table([Column(name) for name in columns], cells)
-
-
-def remarks(experiment: Experiment, rows: list[Row]) -> list[str]:
-    """Nothing to remark.
-
-    Args:
-        experiment: Of this kind.
-        rows: None.
-
-    Returns:
-        No words.
-    """
-    return []

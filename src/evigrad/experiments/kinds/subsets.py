@@ -108,16 +108,3 @@ def table(experiment: Experiment, rows: list[Row]) -> Table:
         for r in ordered
     ]
     return Table(columns, cells, [f"{r['variant']} {r['size']}" for r in ordered])
-
-
-def remarks(experiment: Experiment, rows: list[Row]) -> list[str]:
-    """Nothing that theory demands.
-
-    Args:
-        experiment: Of this kind.
-        rows: Its results.
-
-    Returns:
-        No words.
-    """
-    return []
