@@ -57,6 +57,15 @@ def test_equal_scores_are_spread_over_the_inputs():
     assert without.equal(choose(Anchoring(choice="random"), equal, 4, generator()))
 
 
+def test_a_choice_of_ones_own():
+    smallest = Anchoring(choice=lambda scores, count: scores.flatten().argsort()[:count])
+    chosen = choose(smallest, scores(), 5, generator())
+    assert chosen.equal(scores().flatten().argsort()[:5].sort().values)
+    for wrong in (torch.tensor([0, 0]), torch.tensor([0, 60]), torch.tensor([0.0, 1.0])):
+        with pytest.raises(ConfigurationError, match="2 different rows of 0 to 59"):
+            choose(Anchoring(choice=lambda *_, rows=wrong: rows), scores(), 2, generator())
+
+
 def test_a_share_of_random_ones():
     half = choose(Anchoring(random_share=0.5), scores(), 8, generator())
     best = set(choose(Anchoring(), scores(), 8, generator()).tolist())
