@@ -177,8 +177,9 @@ def test_side_by_side_is_the_same_as_one_after_the_other(tmp_path):
     alone, together = place_in(tmp_path / "a"), place_in(tmp_path / "b")
     assert run(jobs[:2], alone) == run(jobs, together, processes=2) == []
     for job in jobs[:2]:
-        values = [p.store.result(job)["per_datum"] for p in (alone, together)]
-        assert values[0] == values[1]
+        first, second = (place.store.result(job) for place in (alone, together))
+        assert first is not None and second is not None
+        assert first["per_datum"] == second["per_datum"]
 
 
 def test_what_measures_time_comes_last(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """The bounds and how they come from each other, with where each lives in the code (Figure 2)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evigrad.drawing import LIGHT, new_figure
 from evigrad.experiments.cases import Case, Row
@@ -176,7 +176,7 @@ def _draw(axes: object, box: Box) -> None:
         facecolor="#e4eef6" if box.is_new else LIGHT.paper,
     )
     axes.add_patch(patch)
-    lines = (
+    lines: tuple[tuple[float, str, dict[str, Any]], ...] = (
         (0.26, box.title, {"fontsize": 11, "weight": "bold"}),
         (0.12, box.formula, {"fontsize": 10}),
         (-0.01, box.names, {"fontsize": 9, "family": "monospace", "color": LIGHT.lines[0]}),
