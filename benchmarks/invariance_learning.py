@@ -22,7 +22,6 @@ ends, so that the script goes on where it was stopped; all settings are below, f
 """
 
 import argparse
-import csv
 import json
 import math
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import insert, mean_and_error
+from measure import insert, summaries, write_csv
 from torch import Tensor, nn
 
 import evigrad
@@ -45,8 +44,12 @@ SAMPLES = 8
 TEST_SAMPLES = 32
 TEST_BATCH = 250
 REWARDS = {"augerino": 0.01, "augerino-0.1": 0.1}
-ESTIMATORS = ("ntk-150-1", "kfac-150-1")
+ESTIMATORS = (
+    *("ntk-150-1", "kfac-150-1", "ntk-150-rows-anchored"),
+    *("ntk-400-1", "kfac-400-1", "ntk-400-rows-anchored"),
+)
 ROWS = ("map", "fixed", *REWARDS, *ESTIMATORS)
+KEYS = ("log_likelihood", "accuracy", "rotation", "log_evidence", "seconds")
 
 
 @dataclass(frozen=True)
@@ -144,29 +147,10 @@ def test_metrics(
     return evaluate(model, evidence.likelihood, *test, batch_size=TEST_BATCH, generator=generator)
 
 
-def summarise(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean and standard error of every row over its seeds."""
-    rows = []
-    for row in ROWS:
-        runs = [r for r in results if r["row"] == row]
-        if not runs:
-            continue
-        summary: dict[str, Any] = {"row": row, "seeds": len(runs)}
-        for key in ("log_likelihood", "accuracy", "rotation", "log_evidence", "seconds"):
-            summary[key], summary[f"{key}_error"] = mean_and_error([r[key] for r in runs])
-        rows.append(summary)
-    return rows
-
-
 def write_table(name: str, results: list[dict[str, Any]], folder: Path) -> str:
     """The table as CSV in the folder; returns it as Markdown."""
-    rows = summarise(results)
-    folder.mkdir(parents=True, exist_ok=True)
-    file_name = f"invariance_learning_{name.replace(':', '_')}.csv"
-    with (folder / file_name).open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    rows = summaries(results, ROWS, KEYS)
+    write_csv(folder / f"invariance_learning_{name.replace(':', '_')}.csv", rows)
     lines = [
         "| | test log likelihood | test accuracy, % | rotation, ± radians"
         " | log evidence per datum | seconds | seeds |",

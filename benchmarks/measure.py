@@ -127,6 +127,21 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return mean, statistics.stdev(values) / len(values) ** 0.5
 
 
+def summaries(
+    results: Sequence[Mapping[str, Any]], rows: Sequence[str], keys: Sequence[str]
+) -> list[dict[str, Any]]:
+    """For each row that has results the mean of every key over its seeds, and ``KEY_error``."""
+    found = []
+    for row in rows:
+        runs = [r for r in results if r["row"] == row]
+        if runs:
+            summary: dict[str, Any] = {"row": row, "seeds": len(runs)}
+            for key in keys:
+                summary[key], summary[f"{key}_error"] = mean_and_error([r[key] for r in runs])
+            found.append(summary)
+    return found
+
+
 def machine() -> str:
     """The machine, its threads and the date, for the head of a table."""
     if torch.cuda.is_available():

@@ -16,7 +16,6 @@ it was stopped; settings and grid are below, fixed beforehand.
 """
 
 import argparse
-import csv
 import json
 import math
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import insert, mean_and_error
+from measure import insert, summaries, write_csv
 
 import evigrad
 from evigrad.data import DataSet, load
@@ -34,8 +33,12 @@ from evigrad.training import evaluate_evidence
 DECAYS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 VALIDATION = 0.2
 NO_DECAY = 1e-10  # a Gaussian prior needs a positive precision; this one is none in float32
-ESTIMATORS = ("ntk-100-1", "ntk-400-1", "kfac-400-1", "kfac-N-C", "ntk-N-1")
+ESTIMATORS = (
+    *("ntk-100-1", "ntk-150-1", "ntk-400-1", "ntk-150-rows-anchored", "ntk-400-rows-anchored"),
+    *("kfac-150-1", "kfac-400-1", "kfac-N-C", "ntk-N-1"),
+)
 ROWS = ("map-none", "map-5e-4", "grid", *ESTIMATORS)
+KEYS = ("log_evidence", "log_likelihood", "accuracy", "seconds")
 
 
 @dataclass(frozen=True)
@@ -123,28 +126,10 @@ def run_row(problem: Problem, data: DataSet, seed: int, row: str) -> dict[str, A
     }
 
 
-def summarise(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean and standard error of every row over its seeds."""
-    rows = []
-    for row in ROWS:
-        runs = [r for r in results if r["row"] == row]
-        if not runs:
-            continue
-        summary: dict[str, Any] = {"row": row, "seeds": len(runs)}
-        for key in ("log_evidence", "log_likelihood", "accuracy", "seconds"):
-            summary[key], summary[f"{key}_error"] = mean_and_error([r[key] for r in runs])
-        rows.append(summary)
-    return rows
-
-
 def write_table(name: str, results: list[dict[str, Any]], folder: Path) -> str:
     """The table as CSV in the folder; returns it as Markdown."""
-    rows = summarise(results)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"prior_learning_{name}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    rows = summaries(results, ROWS, KEYS)
+    write_csv(folder / f"prior_learning_{name}.csv", rows)
     baseline = next((r["seconds"] for r in rows if r["row"] == "map-5e-4"), math.nan)
     lines = [
         "| | test log likelihood | test accuracy, % | log evidence per datum"

@@ -16,7 +16,6 @@ alternation on the same machine. Every case is kept as it ends.
 """
 
 import argparse
-import csv
 import json
 import statistics
 import time
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import insert, machine
+from measure import insert, machine, write_csv
 from torch import Tensor
 
 import evigrad
@@ -253,11 +252,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"there are no results in {folder}")
     times = json.loads((folder / "times.json").read_text())
     rows = [row for s in sorted({r["stage"] for r in results}) for row in table(results, s, times)]
-    options.tables.mkdir(parents=True, exist_ok=True)
-    with (options.tables / "tightness.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(options.tables / "tightness.csv", rows)
     print(as_markdown(rows))
     print(times_as_markdown(times))
     if options.page.exists():

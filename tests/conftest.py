@@ -1,6 +1,7 @@
 """What every test runs under: shapes checked at run time, one thread, deterministic examples."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import jaxtyping
@@ -30,3 +31,13 @@ def data_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data here: EVIGRAD_DATA is not set to a folder, and no {folder}")
     return folder
+
+
+@pytest.fixture
+def by_h() -> Iterator[None]:
+    """``full`` and ``blockdiag`` from H whatever is cheaper: another computation than ``ntk``."""
+    from evigrad.curvature import block_kernel
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_kernel, "is_cheaper", lambda *_: False)
+        yield

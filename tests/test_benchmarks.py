@@ -92,3 +92,18 @@ def test_tightness(monkeypatch, tmp_path, capsys):
     assert (tmp_path / "tightness.csv").read_text().count("\n") == 1 + 3 * 2 * 5
     with pytest.raises(SystemExit):
         script.main(["--results", str(tmp_path / "none"), "--table"])
+
+
+def test_anchor_choice(monkeypatch, tmp_path, capsys):
+    script = load_script("anchor_choice", monkeypatch)
+    monkeypatch.setattr(script, "PROBLEMS", {"digits": "mlp"})
+    monkeypatch.setattr(script, "SUBSET", {"digits": 30})
+    training = script.TRAINING | {"estimator": "ntk-10-1", "epochs": 2, "burn_in": 1}
+    monkeypatch.setattr(script, "TRAINING", training)
+    page = tmp_path / "page.md"
+    page.write_text("<!-- anchor_choice -->\nold\n<!-- end anchor_choice -->\n")
+    options = "--data digits --seeds 0 --rows 20 --draws 2 --threads"
+    threads = str(torch.get_num_threads())
+    script.main([*options.split(), threads, "--tables", str(tmp_path), "--page", str(page)])
+    assert "| random | k-centre | score | greedy, last layer | greedy, all |" in page.read_text()
+    assert (tmp_path / "anchor_choice.csv").read_text().count("\n") == 1 + 6

@@ -55,6 +55,7 @@ def evidence_of(likelihood: Likelihood, estimator: str = "full-N-C", gain: float
     seed=st.integers(0, 99),
 )
 @settings(max_examples=25)
+@pytest.mark.usefixtures("by_h")
 def test_the_exact_number_is_between(
     name: str, rows: int, root: str, gain: float, seed: int
 ) -> None:
@@ -70,6 +71,7 @@ def test_the_exact_number_is_between(
 
 
 @pytest.mark.parametrize("name", sorted(LIKELIHOODS))
+@pytest.mark.usefixtures("by_h")
 def test_all_rows_are_the_exact_number(name: str) -> None:
     likelihood = LIKELIHOODS[name]
     evidence, pair = evidence_of(likelihood), data(likelihood)

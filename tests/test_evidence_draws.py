@@ -284,6 +284,7 @@ def test_sampled_fisher_averages_to_the_fisher() -> None:
     assert min(abs(value - other) for other in found) < 1e-9 * abs(value)
 
 
+@pytest.mark.usefixtures("by_h")
 def test_theorem_3_ntk_and_full_draw_by_draw() -> None:
     """Theorem 3: the kernel of a block and its Gauss-Newton matrix have the same determinant."""
     ntk, x, y = build("ntk-3-1")
@@ -292,6 +293,7 @@ def test_theorem_3_ntk_and_full_draw_by_draw() -> None:
         assert ntk.estimate(block).log_det == pytest.approx(full.estimate(block).log_det, rel=1e-10)
 
 
+@pytest.mark.usefixtures("by_h")
 def test_ntk_and_full_on_all_the_data() -> None:
     ntk, x, y = build("ntk-N-C")
     full, _, _ = build("full-N-C")

@@ -190,6 +190,7 @@ def test_unknown_names_and_bad_settings(build_it: Callable[[], Any], words: str)
     assert words in str(caught.value)
 
 
+@pytest.mark.usefixtures("by_h")  # by its four rows it would fit
 def test_predicted_memory_above_what_is_free() -> None:
     model = nn.Sequential(nn.Linear(2, 400), nn.Tanh(), nn.Linear(400, 400), nn.Linear(400, 3))
     evidence = build("full-4-1", model=model)

@@ -230,6 +230,7 @@ def test_finite_differences_of_the_library_itself() -> None:
         assert slope == pytest.approx((parameter.grad * direction).sum().item(), rel=1e-6), name
 
 
+@pytest.mark.usefixtures("by_h")
 def test_linear_model_against_its_closed_form_evidence() -> None:
     """A Bayesian linear regression: y ~ N(0, σ² I + Φ P0⁻¹ Φᵀ) exactly, at the posterior mean."""
     generator = torch.Generator().manual_seed(0)

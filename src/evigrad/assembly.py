@@ -370,7 +370,7 @@ class Assembly:
         settings, size = self.settings, len(block.indices)
         width = prepared.partition.num_outputs if block.columns is None else block.columns.shape[1]
         pass_bytes = 0
-        if settings.spec.structure != "ntk" and settings.spec.curvature != "hessian":
+        if not prepared.structure.keeps_rows and settings.spec.curvature != "hessian":
             formed = [w for n, w in self.weights.items() if not self._is_factored(prepared, n)]
             asked = settings.micro_batch
             at_once = 1 if asked == "auto" else min(asked if isinstance(asked, int) else size, size)

@@ -388,11 +388,14 @@ class Evidence:
 
     # ------------------------------------------------------------ other views of the same model
 
-    def with_estimator(self, estimator: str, **changes: Any) -> "Evidence":
+    def with_estimator(
+        self, estimator: str, *, prior: GaussianPrior | None = None, **changes: Any
+    ) -> "Evidence":
         """The same model, likelihood and prior, which are shared, under another estimator.
 
         Args:
             estimator: Its name.
+            prior: Another prior on the same weights. Default: the same one.
             **changes: Other keywords of ``Evidence``: those that are not given have their defaults,
                 but for the temperature and the micro-batches, which are those of here.
 
@@ -416,12 +419,31 @@ class Evidence:
             return Evidence(
                 self.model,
                 self.likelihood,
-                self.prior,
+                self.prior if prior is None else prior,
                 estimator=estimator,
                 num_data=self.num_data,
                 hyperparameters=list(self._model_hyperparameters),
                 **given,
             )
+
+    def take_over(self, other: "Evidence") -> None:
+        """Know what another evidence of the same model has found out, to save the work.
+
+        That is the paths of derivatives, with the checks that they have passed, and the outputs
+        of the data by which anchors are chosen.
+
+        Args:
+            other: Made by ``with_estimator``, or the one that this one was made of.
+
+        Raises:
+            ConfigurationError: If it is one of another model.
+        """
+        if other.model is not self.model or list(other.weights()) != list(self._weights):
+            raise ConfigurationError("Only evidences of the same model know the same.")
+        preparation = other._assembly.preparation.state_dict()
+        self._assembly.preparation.load_state_dict(preparation)
+        if self._anchors is not None and other._anchors is not None:
+            self._anchors.take_over(other._anchors)
 
     def bracket(self, data: Any, *, rows: int = 1000, **options: Any) -> "Bracket":
         """Bounds on the exact log evidence, whatever the estimator: see ``evigrad.bracket``.

@@ -290,7 +290,10 @@ class Preparation:
         settings, spec = self.settings, partition.spec
         rows = partition.block_rows
         data = rows if spec.rows else min(spec.subset or rows, rows)
-        contract = contract and settings.gradient != "one-graph"
+        # One graph is the reference: nothing that saves work without changing the result. An exact
+        # Hessian has no rows.
+        plain = settings.gradient == "one-graph"
+        contract = contract and not plain
         uses = matrix_uses(made, self.weights) if contract else {}
         return make_structure(
             spec.structure,
@@ -302,6 +305,7 @@ class Preparation:
             gram_dtype=settings.gram_dtype,
             contracted=contracted(uses, data, max(1, rows // data)),
             storage=Storage(settings.rows_dtype, settings.rows_device),
+            num_rows=None if plain or spec.curvature == "hessian" else rows,
         )
 
     def _replanned(self, prepared: Prepared, made: JacobianPlan, contract: bool) -> Prepared:

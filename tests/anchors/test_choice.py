@@ -31,6 +31,41 @@ def test_the_largest_scores():
     assert flat[chosen].min() >= flat[others].max()
 
 
+def test_equal_scores_are_spread_over_the_inputs():
+    equal = torch.ones(10, 2)
+    order = torch.tensor([7, 3, 9, 0, 1])
+    asked: list[int] = []
+
+    def centres(count: int) -> torch.Tensor:
+        asked.append(count)
+        return order[:count]
+
+    chosen = choose(Anchoring(), equal, 5, generator(), centres)
+    assert asked == [3]  # both rows of two data, and one of a third
+    assert chosen.tolist() == [6, 7, 14, 15, 18]
+    # By column the scores may differ: it is the data that nothing tells apart.
+    by_column = torch.tensor([1.0, 3.0]).expand(10, 2)
+    assert choose(Anchoring(), by_column, 4, generator(), centres).tolist() == [6, 7, 14, 15]
+    # Scores that tell data apart win, and what is asked for by name does in any case.
+    assert choose(Anchoring(), scores(), 4, generator(), centres).equal(
+        choose(Anchoring(choice="score"), scores(), 4, generator())
+    )
+    named = choose(Anchoring(choice="k-centre"), scores(10, 2), 4, generator(), centres)
+    assert named.tolist() == [6, 7, 14, 15]
+    # Inputs without distances leave random rows.
+    without = choose(Anchoring(), equal, 4, generator(), lambda _: None)
+    assert without.equal(choose(Anchoring(choice="random"), equal, 4, generator()))
+
+
+def test_a_choice_of_ones_own():
+    smallest = Anchoring(choice=lambda scores, count: scores.flatten().argsort()[:count])
+    chosen = choose(smallest, scores(), 5, generator())
+    assert chosen.equal(scores().flatten().argsort()[:5].sort().values)
+    for wrong in (torch.tensor([0, 0]), torch.tensor([0, 60]), torch.tensor([0.0, 1.0])):
+        with pytest.raises(ConfigurationError, match="2 different rows of 0 to 59"):
+            choose(Anchoring(choice=lambda *_, rows=wrong: rows), scores(), 2, generator())
+
+
 def test_a_share_of_random_ones():
     half = choose(Anchoring(random_share=0.5), scores(), 8, generator())
     best = set(choose(Anchoring(), scores(), 8, generator()).tolist())

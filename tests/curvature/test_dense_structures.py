@@ -1,4 +1,4 @@
-"""ntk, full, blockdiag and diag against dense matrices made from the same rows."""
+"""ntk, full, blockdiag (by H and by the rows) and diag against dense matrices of the same rows."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from curvature.fakes import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evigrad.curvature import BlockDiagonal, Diagonal, Full, Ntk, make_structure
+from evigrad.curvature import BlockDiagonal, BlockKernel, Diagonal, Full, Ntk, make_structure
 from evigrad.errors import ConfigurationError
 
 M, C, K = 4, 3, 2
@@ -33,6 +33,9 @@ PARTS = {
     "blockdiag-groups": [range(0, 8), range(8, 13)],
     "diag": [range(i, i + 1) for i in range(13)],
 }
+# The same numbers from the Gram matrices of the rows of each block.
+DUAL = [name for name in PARTS if name.startswith(("full", "blockdiag"))]
+PARTS |= {f"kernel:{name}": PARTS[name] for name in DUAL}
 
 
 def precisions_of(kind: str, seed: int = 50) -> dict[str, torch.Tensor]:
@@ -45,11 +48,16 @@ def precisions_of(kind: str, seed: int = 50) -> dict[str, torch.Tensor]:
 
 
 def build(name: str, weights, kind: str = "constant", **settings):
+    form, _, name = name.rpartition(":")
     structure, _, partition = name.partition("-")
     if partition:
         settings["parameter_partition"] = GROUPS if partition == "groups" else partition
     constant = {n: n for n, p in precisions_of(kind).items() if p.ndim == 0 or not SHAPES[n]}
-    return make_structure(structure, weights, Plan(), precision_groups=constant, **settings)
+    made = make_structure(structure, weights, Plan(), precision_groups=constant, **settings)
+    if not form:
+        return made
+    assert isinstance(made, BlockDiagonal)
+    return BlockKernel(made, weights, constant, settings.get("gram_dtype"))
 
 
 def expected_log_det(fake: Fake, root: Root, precisions, parts) -> torch.Tensor:
@@ -104,7 +112,7 @@ def test_gradient_in_the_tensors_of_the_statistic(name):
     step = 1e-5
     for i, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
         direction = random(*leaf.shape, seed=90 + i)
-        if leaf.ndim == 2 and leaf.shape[0] == leaf.shape[1] and name != "ntk":
+        if leaf.ndim == 2 and leaf.shape[0] == leaf.shape[1] and not structure.keeps_rows:
             direction = direction + direction.T  # a statistic is symmetric
         ends = []
         for sign in (1, -1):
@@ -158,6 +166,8 @@ def test_theorem_3_and_theorem_1_for_any_rows_and_precisions(m, k, log_scale, se
         structure = build(name, weights_of(fake), kind)
         value[name] = float(structure.log_det(accumulated(structure, fake, root), precisions))
     assert value["ntk"] == pytest.approx(value["full"], rel=1e-9)
+    for name in DUAL:
+        assert value[f"kernel:{name}"] == pytest.approx(value[name], rel=1e-9)
     order = ["full", "blockdiag-module", "blockdiag", "diag"]
     for coarse, fine in zip(order, order[1:], strict=False):
         assert 0 <= value[coarse] <= value[fine] * (1 + 1e-12)
@@ -347,6 +357,8 @@ def test_describe():
     assert module["a.weight"] == "dense 8x8 (block 'a' of 2 parameters)"
     assert list(module) == list(weights)
     assert "13x13" in build("full", weights).describe()["scalar"]
+    kernel = build("kernel:blockdiag-module", weights).describe()
+    assert kernel == {name: f"{words}, by the Gram of its rows" for name, words in module.items()}
 
 
 @pytest.mark.parametrize(
@@ -397,3 +409,5 @@ def test_each_name_has_its_class():
     for name, kind in {"full": Full, "blockdiag": BlockDiagonal, "diag": Diagonal}.items():
         structure = make_structure(name, weights, Plan())
         assert type(structure) is kind and structure.name == name
+        if name != "diag":
+            assert build(f"kernel:{name}", weights).name == name

@@ -4,7 +4,15 @@ import pytest
 import torch
 from curvature.fakes import Fake, Plan, Root, make_fake, random, weights_of
 
-from evigrad.curvature import Ntk, Structure, contracted, inner_product, make_structure
+from evigrad.curvature import (
+    BlockDiagonal,
+    BlockKernel,
+    Ntk,
+    Structure,
+    contracted,
+    inner_product,
+    make_structure,
+)
 from evigrad.curvature.contraction import contraction_cotangents, contraction_gram
 from evigrad.curvature.kernel_rows import Storage
 from evigrad.curvature.linalg import inner_gram, psd_eigenvalues
@@ -36,6 +44,12 @@ def structures(fake: Fake) -> dict[str, Structure]:
     made["ntk-groups"] = Ntk(weights, groups)
     made["ntk-varying"] = Ntk(weights, {"b.weight": 0})
     made["ntk-contracted"] = Ntk(weights, groups, contracted=use)
+    for partition in ("tensor", "module"):
+        dense = BlockDiagonal(weights, partition)
+        made[f"blocks-{partition}"] = BlockKernel(dense, weights, groups)
+        made[f"blocks-{partition}-varying"] = BlockKernel(dense, weights, {"b.weight": 0})
+        made[f"blocks-{partition}-contracted"] = BlockKernel(dense, weights, groups, None, use)
+        made[f"dense-{partition}"] = dense
     return made
 
 
@@ -45,7 +59,7 @@ NAMES = list(structures(linear_fake()))
 def precisions_of(name: str) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
     shared, other = (torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in (0.7, 2.0))
     given = {"a.weight": shared, "a.bias": shared, "b.weight": other}
-    if name == "ntk-varying":
+    if name.endswith("-varying"):
         own = random(2, 3, seed=9).exp().requires_grad_()
         return given | {"a.weight": own}, [shared, other, own]
     return given, [shared, other]
@@ -58,6 +72,13 @@ def roots(padded: bool) -> Root:
         present[1, 0] = present[4, 1] = False
         vectors = vectors * present[..., None]
     return Root(vectors, scale, present if padded else None)
+
+
+def reference_of(name: str) -> str:
+    """The structure that gives the same in one graph, by H where the structure itself has rows."""
+    if name.startswith("blocks"):
+        return "dense-module" if "module" in name else "dense-tensor"
+    return "ntk-groups" if name == "ntk-contracted" else name
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -87,7 +108,7 @@ def test_both_steps_against_autograd(name: str, padded: bool) -> None:
         return Root(root.vectors, root.scale * inside[data, None], root.present)
 
     whole = slice(0, M)
-    reference = structures(fake)["ntk-groups" if name == "ntk-contracted" else name]
+    reference = structures(fake)[reference_of(name)]
     statistic = reference.accumulate(None, bent(fake, whole), scaled(root, whole))
     value = reference.log_det(statistic, precisions)
     want_inside, *want = torch.autograd.grad(value, [inside, *leaves], allow_unused=True)
@@ -123,7 +144,11 @@ def test_the_cotangent_is_written_over_the_rows() -> None:
             assert mine.data_ptr() == given.data_ptr()
 
 
-@pytest.mark.parametrize("name", ["ntk", "ntk-groups", "ntk-contracted", "kfac", "diag"])
+@pytest.mark.parametrize(
+    "name",
+    ["ntk", "ntk-groups", "ntk-contracted", "kfac", "diag", "blocks-tensor"]
+    + ["blocks-module", "blocks-module-contracted"],
+)
 def test_a_condensed_statistic_has_the_same_log_determinants(name: str) -> None:
     fake, root = linear_fake(), roots(True)
     structure = structures(fake)[name]
@@ -134,7 +159,7 @@ def test_a_condensed_statistic_has_the_same_log_determinants(name: str) -> None:
         structure.condense(structure.accumulate(None, fake, root)),
         structure.summarise(fake, root),
     ):
-        if name.startswith("ntk"):
+        if name.startswith(("ntk", "blocks")):
             assert not statistic.rows and not statistic.factors
         value = structure.log_det(statistic, precisions)
         torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)

@@ -2,9 +2,18 @@ import pytest
 import torch
 from curvature.fakes import Plan, Root, make_fake, random, weights_of
 
-from evigrad.curvature import STRUCTURES, available_bytes, check_memory, make_structure, memory
+from evigrad.curvature import (
+    STRUCTURES,
+    BlockDiagonal,
+    BlockKernel,
+    available_bytes,
+    check_memory,
+    make_structure,
+    memory,
+)
 from evigrad.curvature.kernel_rows import SLAB_BYTES
 from evigrad.errors import MemoryBudgetError
+from evigrad.jacobians import MatrixUse
 
 GIB = 2**30
 
@@ -42,6 +51,71 @@ def test_predictions_by_hand():
     assert made["kfac"].predicted_bytes(10) == made["kfac"].predicted_bytes(10_000)
     double = structures(weights, gram_dtype=torch.float64)
     assert double["full"].predicted_bytes(10) == 2 * made["full"].predicted_bytes(10)
+
+
+def test_predictions_of_blocks_by_their_rows() -> None:
+    weights = {"w": torch.zeros(300, 200), "b": torch.zeros(300)}
+    p = 60_300
+    kernel = make_structure("blockdiag", weights, Plan(), num_rows=50)
+    assert isinstance(kernel, BlockKernel)
+    # A Gram for each tensor, five squares at work, and three that autograd holds of another block.
+    assert kernel.predicted_bytes(50) == 4 * (50 * (p + 2 * 60_000) + 10 * 50**2)
+    whole = make_structure("full", weights, Plan(), num_rows=50)
+    ntk = make_structure("ntk", weights, Plan())
+    for predict in ("predicted_bytes", "summarised_bytes"):
+        assert getattr(whole, predict)(50) == getattr(ntk, predict)(50)
+
+
+@pytest.mark.parametrize("name", ["full", "blockdiag"])
+def test_a_prediction_covers_rows_and_grams(name: str) -> None:
+    fake = make_fake(6, 3, {"w": (20, 10), "b": (20,)})
+    structure = make_structure(name, weights_of(fake), Plan(), num_rows=12)
+    assert isinstance(structure, BlockKernel)
+    scale = random(6, 2, seed=1).exp().requires_grad_()
+    statistic = structure.accumulate(None, fake, Root(random(6, 2, 3), scale))
+    held = sum(t.numel() * t.element_size() for t in statistic.tensors())
+    precisions = {n: torch.ones((), dtype=torch.float64, requires_grad=True) for n in fake.jacobian}
+    sizes: dict[int, int] = {}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        structure.log_det(statistic, precisions)
+    assert held + sum(sizes.values()) <= structure.predicted_bytes(12)
+
+
+# ------------------------------------------------------------------ H or the Grams of the rows
+
+
+@pytest.mark.parametrize("name", ["full", "blockdiag"])
+@pytest.mark.parametrize("tall", [1, 40])
+def test_the_form_with_fewer_multiplications_and_no_more_memory(name: str, tall: int) -> None:
+    weights = {"w": torch.zeros(30, tall), "b": torch.zeros(30)}
+    sizes = [30 * tall, 30] if name == "blockdiag" else [30 * tall + 30]
+    kinds = {}
+    for rows in (1, 5, 20, 30, 50, 100, 500, 1200, 2000):
+        structure = make_structure(name, weights, Plan(), num_rows=rows)
+        kinds[rows] = isinstance(structure, BlockKernel)
+        assert isinstance(structure, BlockKernel | BlockDiagonal)
+        dense = make_structure(name, weights, Plan())
+        assert isinstance(dense, BlockDiagonal)
+        by_rows = sum(2 * rows**2 * n + rows**3 / 3 for n in sizes)
+        by_h = sum(2 * rows * n**2 + n**3 / 3 for n in sizes)
+        if kinds[rows]:
+            assert by_rows < by_h
+            assert structure.predicted_bytes(rows) <= dense.predicted_bytes(rows)
+        else:
+            kernel = BlockKernel(dense, weights, {n: n for n in weights})
+            assert by_rows >= by_h or kernel.predicted_bytes(rows) > dense.predicted_bytes(rows)
+        # Rows whose products have a closed form, and where they are kept, have no part in it.
+        other = make_structure(
+            name, weights, Plan(), num_rows=rows, contracted={"w": MatrixUse(1, tall, 30)}
+        )
+        assert type(other) is type(structure)
+    assert kinds[1] and not kinds[2000]
+    assert kinds[500] == (tall == 40)
 
 
 def test_grams_that_are_too_large_to_keep_are_not_predicted():

@@ -19,6 +19,7 @@ SHAPES = {
     "digitsnet": (1, 8, 8),
     "mininet": (1, 28, 28),
     "lenet": (1, 28, 28),
+    "cnn": (1, 8, 8),
     "resnet18": (3, 8, 8),
     "resnet50": (3, 8, 8),
     "wrn16-4": (3, 8, 8),
@@ -143,3 +144,20 @@ def test_errors_say_what_to_mend(
     with pytest.raises(ConfigurationError) as error:
         make_model(name, shape, outputs, **settings)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(("depth", "width", "size"), [(1, 4, 8), (2, 8, 8), (5, 3, 28), (3, 2, 1)])
+def test_cnn_has_any_depth_and_width(depth: int, width: int, size: int) -> None:
+    model = make_model("cnn", (1, size, size), 10, depth=depth, width=width)
+    assert model(torch.randn(2, 1, size, size)).shape == (2, 10)
+    convolutions = [w for name, w in model.named_parameters() if name.startswith("conv")]
+    assert len(convolutions) == 2 * depth
+    assert (
+        num_parameters(model)
+        == (9 + 1) * width + (depth - 1) * (9 * width + 1) * width + (width + 1) * 10
+    )
+
+
+def test_cnn_of_no_depth_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="depth=0"):
+        make_model("cnn", (1, 8, 8), 10, depth=0)

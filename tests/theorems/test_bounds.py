@@ -140,6 +140,7 @@ def test_theorem_2_any_partition_of_the_rows_and_its_refinements(
     assert fine >= coarse - SLACK * max(1, coarse)
 
 
+@pytest.mark.usefixtures("by_h")
 @given(problem=problems, root=st.sampled_from(["subblock", "fisher", "eigen"]), data=st.data())
 def test_theorem_2_any_partition_of_the_data(
     problem: Problem, root: str, data: st.DataObject
@@ -177,6 +178,7 @@ def test_doubly_bound(problem: Problem, root: str, data: st.DataObject) -> None:
     assert blockdiag.estimate(x, y).log_det <= both + tolerance
 
 
+@pytest.mark.usefixtures("by_h")
 @given(problem=problems)
 def test_theorem_3_kernel_and_parametric_forms(problem: Problem) -> None:
     ntk, x, y = problem.build("ntk-N-C")

@@ -32,6 +32,7 @@ def test_the_tight_estimator_is_exact_where_that_is_affordable(sizes, name):
     assert tight_estimator(*sizes) == name
 
 
+@pytest.mark.usefixtures("by_h")
 def test_the_exact_value_by_either_side(blobs, make_net):
     evidence = make_evidence(make_net().double(), 60)
     x, y = blobs[0]

@@ -1,11 +1,13 @@
 """The anchored bound: rows that every block is conditioned on, and blocks of the rest (DESIGN 3.2).
 
-The network's latest outputs tell which rows matter (``outputs``, ``choice``); ``blocks`` arranges
+The network's latest outputs tell which rows matter (``outputs``, ``choice``), or where they do not,
+the inputs which data stand for the others (``centres``); ``blocks`` arranges
 the others into blocks of equal weight and draws them; ``curvature.conditional`` has the number.
 """
 
 from evigrad.anchors.blocks import AnchoredBlocks, AnchoredStream, Scores
 from evigrad.anchors.book import AnchorBook
+from evigrad.anchors.centres import Centres
 from evigrad.anchors.choice import CHOICES, Anchoring, choose
 from evigrad.anchors.outputs import OutputMemory
 
@@ -15,6 +17,7 @@ __all__ = [
     "AnchoredBlocks",
     "AnchoredStream",
     "Anchoring",
+    "Centres",
     "OutputMemory",
     "Scores",
     "choose",

@@ -1,6 +1,7 @@
 """The anchors of an evidence over time: outputs that are known, scores, the present choice."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from evigrad.anchors.blocks import AnchoredStream, Scores
+from evigrad.anchors.centres import Centres
 from evigrad.anchors.choice import Anchoring, choose
 from evigrad.anchors.masses import Masses
 from evigrad.anchors.outputs import OutputMemory
@@ -51,6 +53,7 @@ class AnchorBook:
         self._streams = 0  # begun since the last choice
         self._num_outputs = 0
         self._masses = Masses()
+        self._centres = Centres()
 
     def stream(self, source: Source) -> AnchoredStream:
         """The blocks of a data set.
@@ -107,6 +110,16 @@ class AnchorBook:
         self._num_outputs = f.shape[1]
         self.memory.update(indices, self._likelihood.condensed(f.detach(), self._root))
 
+    def take_over(self, other: "AnchorBook") -> None:
+        """Share the outputs that another book knows, where they are kept in the same form.
+
+        Args:
+            other: Of the same model and data.
+        """
+        self._centres = other._centres
+        if other._root == self._root:
+            self.memory, self._num_outputs = other.memory, other._num_outputs
+
     def scores(self) -> Scores:
         """|R_n[:, d]|² of every row that is not zero for certain, by the outputs that are known."""
         heads: list[Tensor] = []
@@ -152,7 +165,13 @@ class AnchorBook:
             count = min(self.anchoring.num_anchors(self._num_rows), heads)
             if self._num_rows >= scores.num_rows:
                 count = heads  # all rows fit: nothing is drawn, or the tail as a whole
-            self._anchors = choose(self.anchoring, scores.head, count, self._generator)
+            self._anchors = choose(
+                self.anchoring,
+                scores.head,
+                count,
+                self._generator,
+                partial(self._centres.first, source),
+            )
             self._streams = 0
         self._streams += 1
         return self._anchors, scores

@@ -1,5 +1,6 @@
 """Which rows become anchors."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,10 @@ from torch import Tensor
 
 from evigrad.errors import ConfigurationError, nearest
 
-CHOICES = ("score", "random")
+CHOICES = ("auto", "score", "k-centre", "random")
+
+# One's own: from the scores |R_n[:, d]|² (N, D) and a number to so many rows n D + d.
+Chooser = Callable[[Float[Tensor, "N D"], int], Int[Tensor, " Z"]]
 
 # Data of a block's log likelihood, for each of its rows: a forward pass each, where a row takes
 # three.
@@ -22,7 +26,10 @@ class Anchoring:
     Attributes:
         share: The part of the rows of a block that are anchors.
         choice: ``score`` takes the rows of the largest norms |R_n[:, d]|² of the likelihood's root,
-            the data that the network is unsure of; ``random`` any.
+            the data that the network is unsure of; ``k-centre`` those of data that lie spread over
+            all inputs; ``random`` any; ``auto`` by score, but k-centre where all data have the same
+            scores, as in regression. Or a function from the scores (N, D) and a number to so many
+            rows, given as n D + d.
         random_share: The part of the anchors that is drawn at random in any case.
         refresh: Streams of blocks (in training, rounds) from one choice of anchors to the next.
         likelihood_data: Data of a block that its log likelihood is taken from, drawn uniformly.
@@ -33,7 +40,7 @@ class Anchoring:
     """
 
     share: float = 0.75
-    choice: str = "score"
+    choice: str | Chooser = "auto"
     random_share: float = 0.0
     refresh: int = 1
     likelihood_data: int | None = None
@@ -46,7 +53,7 @@ class Anchoring:
             raise ConfigurationError(
                 f"anchors: random_share must lie in [0, 1], not {self.random_share}."
             )
-        if self.choice not in CHOICES:
+        if not callable(self.choice) and self.choice not in CHOICES:
             raise ConfigurationError(
                 f"anchors: choice is one of {', '.join(CHOICES)}, not '{self.choice}'."
                 f"{nearest(str(self.choice), CHOICES)}"
@@ -88,6 +95,7 @@ def choose(
     scores: Float[Tensor, "N D"],
     count: int,
     generator: torch.Generator,
+    centres: Callable[[int], Int[Tensor, " k"] | None] | None = None,
 ) -> Int[Tensor, " Z"]:
     """The anchors among all rows.
 
@@ -96,17 +104,56 @@ def choose(
         scores: |R_n[:, d]|² of every row (n, d).
         count: How many.
         generator: A CPU generator.
+        centres: Gives so many data that lie spread over all inputs, or None where inputs have no
+            distances; random rows then take their place.
 
     Returns:
         Rows as n D + d, in ascending order.
     """
-    flat = scores.flatten()
-    best = flat.argsort(descending=True, stable=True)
-    if anchoring.choice == "random":
-        best = torch.randperm(len(flat), generator=generator)
+    best = _ranked(anchoring.choice, scores, count, generator, centres)
     drawn = int(anchoring.random_share * count)
     chosen, others = best[: count - drawn], best[count - drawn :]
     if drawn:
         picked = torch.randperm(len(others), generator=generator)[:drawn]
         chosen = torch.cat([chosen, others[picked]])
     return chosen.sort().values
+
+
+def _ranked(
+    choice: str | Chooser,
+    scores: Float[Tensor, "N D"],
+    count: int,
+    generator: torch.Generator,
+    centres: Callable[[int], Int[Tensor, " k"] | None] | None,
+) -> Int[Tensor, " R"]:
+    """All rows, the best ones first."""
+    num_data, num_columns = scores.shape
+    if choice == "auto":
+        choice = "k-centre" if bool((scores == scores[:1]).all()) else "score"
+    if choice == "score":
+        return scores.flatten().argsort(descending=True, stable=True)
+    first = None
+    if callable(choice):
+        first = choice(scores, count)
+        _check_rows(first, count, scores.numel())
+    elif choice == "k-centre" and centres is not None:
+        data = centres(-(-count // num_columns))
+        if data is not None:
+            first = (data[:, None] * num_columns + torch.arange(num_columns)).flatten()
+    if first is None:
+        return torch.randperm(num_data * num_columns, generator=generator)
+    is_other = torch.ones(num_data * num_columns, dtype=torch.bool)
+    is_other[first] = False
+    return torch.cat([first, is_other.nonzero().squeeze(1)])
+
+
+def _check_rows(rows: Tensor, count: int, num_rows: int) -> None:
+    if (
+        rows.dtype != torch.int64
+        or rows.shape != (count,)
+        or len(rows.unique()) < count
+        or (count and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows)
+    ):
+        raise ConfigurationError(
+            f"anchors: the choice must return {count} different rows of 0 to {num_rows - 1}, int64."
+        )

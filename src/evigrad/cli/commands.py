@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-from evigrad.cli import doctor, report, train
+from evigrad.cli import bounds, doctor, pareto, report, reproduce, train
 from evigrad.cli.parser import CommandLineError, Parser, explain, with_hyphens
 from evigrad.cli.resume import resumed_configuration
 from evigrad.errors import ConfigurationError, nearest
@@ -30,7 +30,14 @@ def _command(module: ModuleType) -> Command:
 
 
 # A new subcommand is one module with SUMMARY, make_parser() and run(parser, options).
-COMMANDS = {"train": _command(train), "report": _command(report), "doctor": _command(doctor)}
+COMMANDS = {
+    "train": _command(train),
+    "pareto": _command(pareto),
+    "bounds": _command(bounds),
+    "reproduce": _command(reproduce),
+    "report": _command(report),
+    "doctor": _command(doctor),
+}
 
 
 def run(arguments: Sequence[str]) -> int:

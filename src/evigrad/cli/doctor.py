@@ -24,6 +24,7 @@ from evigrad.likelihoods import make_likelihood
 from evigrad.priors import GaussianPrior
 from evigrad.training import (
     ANCHOR_OPTIONS,
+    AUTO,
     ESTIMATOR_OPTIONS,
     estimator_options,
     fit,
@@ -100,7 +101,7 @@ def run(parser: Parser, options: Namespace) -> int:
     Raises:
         ConfigurationError: If a setting does not exist or does not fit.
     """
-    if options.estimator in (None, "map", "augerino"):
+    if options.estimator in (None, "map", "augerino", AUTO):
         raise ConfigurationError("The doctor examines an estimator: name one, as ntk-100-1.")
     if options.batch_size < 1:
         raise ConfigurationError(f"batch_size must be at least 1, not {options.batch_size}.")

@@ -1,6 +1,7 @@
 """What several commands do first: threads, device, data, network."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,9 @@ SETUP_TYPES: dict[str, Any] = {
     "data": str,
     "data_dir": str | None,
     "subset": int | None,
+    "test_subset": int | None,
     "model": str,
+    "depth": int | None,
     "width": int | None,
     "invariance": str | None,
     "initial_range": float,
@@ -29,9 +32,11 @@ SETUP_TYPES: dict[str, Any] = {
     "threads": int | None,
 }
 # The options in their groups.
-NETWORK = ("data", "data_dir", "subset", "model", "width")
+NETWORK = ("data", "data_dir", "subset", "test_subset", "model", "depth", "width")
 INVARIANCE = ("invariance", "initial_range", "learn_invariance", "flip", "samples", "average")
 MACHINE = ("seed", "device", "threads")
+# What the width of a network is called where it is not called that.
+_WIDTHS = {"wide_resnet": "widen_factor"}
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Setup:
         device: Where to compute.
         model_name: Name of the network.
         seed: Seed of initial weights.
-        width: Of the network, or None for its own.
+        sizes: Depth and width of the network, where they are not its own.
         invariance: What the network is averaged over, or None.
     """
 
@@ -51,14 +56,13 @@ class Setup:
     device: torch.device
     model_name: str
     seed: int
-    width: int | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
     invariance: Invariance | None = None
 
     def make_model(self) -> nn.Module:
         """The network with its initial weights, the same ones at every call."""
         shape, outputs = self.data.input_shape, self.data.num_outputs
-        settings = {} if self.width is None else {"width": self.width}
-        model = make_model(self.model_name, shape, outputs, self.seed, **settings)
+        model = make_model(self.model_name, shape, outputs, self.seed, **self.sizes)
         if self.invariance is not None:
             # Black, as beyond the borders of the variants of image sets.
             fill = (-self.data.mean / self.data.std).flatten().tolist()
@@ -72,9 +76,8 @@ class Setup:
 
     def describe_model(self) -> str:
         """The network in words."""
-        words = (
-            self.model_name if self.width is None else f"{self.model_name} of width {self.width}"
-        )
+        sizes = " and ".join(f"{name} {size}" for name, size in self.sizes.items())
+        words = f"{self.model_name} of {sizes}" if sizes else self.model_name
         return words if self.invariance is None else f"{words}, {self.invariance.describe()}"
 
 
@@ -82,7 +85,9 @@ def set_up(
     data: str = "digits",
     data_dir: str | None = None,
     subset: int | None = None,
+    test_subset: int | None = None,
     model: str = "digitsnet",
+    depth: int | None = None,
     width: int | None = None,
     invariance: str | None = None,
     initial_range: float = 0.1,
@@ -104,10 +109,12 @@ def set_up(
         data_dir: Folder with NAME_train.parquet and NAME_test.parquet. Default: the environment
             variable EVIGRAD_DATA.
         subset: Number of training data, drawn at random. Default: all.
-        model: Network: mlp, digitsnet (8x8 images), mininet or lenet (28x28 images), resnet18,
-            resnet50, wrn16-4, transformer or gru.
-        width: Channels of the first layer of resnet18 and resnet50, features of transformer and
-            gru. Default: the network's own.
+        test_subset: Number of test data, drawn at random. Default: all.
+        model: Network: mlp, digitsnet (8x8 images), mininet or lenet (28x28 images), cnn,
+            resnet18, resnet50, wrn16-4, wide_resnet, transformer or gru.
+        depth: Layers of cnn and wide_resnet. Default: the network's own.
+        width: Channels of cnn, of the first layer of resnet18 and resnet50, widening of
+            wide_resnet, features of transformer and gru. Default: the network's own.
         invariance: Random transforms of the images that the network's outputs are averaged over:
             affine for translation_x, translation_y, rotation, scale_x, scale_y and shear, or some
             of them, as rotation,shear. A name may have its range behind it, as rotation=0.5, or
@@ -139,7 +146,11 @@ def set_up(
     )
     place = _device(device)
     loaded = load(data, data_dir, subset, seed)
-    return Setup(loaded.to(place), place, model, seed, width, transforms)
+    if test_subset is not None:
+        loaded = loaded.with_test_subset(test_subset, seed)
+    given = {"depth": depth, _WIDTHS.get(model, "width"): width}
+    sizes = {name: size for name, size in given.items() if size is not None}
+    return Setup(loaded.to(place), place, model, seed, sizes, transforms)
 
 
 def _device(name: str) -> torch.device:

@@ -61,6 +61,7 @@ examples:
 
 FIT_TYPES: dict[str, Any] = {
     "estimator": str | None,
+    "step_budget": float,
     "likelihood": str | None,
     "prior": Literal["scalar", "layerwise", "diagonal"],
     "precision": float,
@@ -96,7 +97,7 @@ FIT_TYPES: dict[str, Any] = {
     "rows_device": str | None,
     "autocast": Literal["bfloat16"] | None,
     "anchor_share": float,
-    "anchor_choice": Literal["score", "random"],
+    "anchor_choice": Literal["auto", "score", "k-centre", "random"],
     "anchor_refresh": int,
     "anchor_likelihood": int | None,
     "bracket_every": int,
@@ -110,6 +111,8 @@ FIT_WORDS = {
     "estimator": "Evidence estimator, STRUCTURE-SUBSET-OUTPUTS: structure ntk, full, blockdiag,"
     " kfac or diag; data in a block, N for all, or auto for as many as the memory holds; outputs"
     " in a block, or C for all. ntk-400-rows-anchored takes 400 rows, most of them anchors."
+    " auto measures estimators at the first hyperparameter step and takes the tightest bound that"
+    " keeps to step_budget."
     " Baselines: map learns no hyperparameters (plain MAP training), augerino the ranges of an"
     " invariance on the training loss.",
     "likelihood": "Of the targets: categorical, gaussian or bernoulli. Default: what the data set"
@@ -122,7 +125,7 @@ _OWN_TYPES: dict[str, Any] = {
     "figures": bool,
 }
 _UNITS = " Ranges are in half images, radians, and natural logarithms of scales."
-_PRIOR = ("estimator", "likelihood", "prior", "precision")
+_PRIOR = ("estimator", "step_budget", "likelihood", "prior", "precision")
 _WEIGHTS = ("epochs", "batch_size", "optimizer", "lr", "lr_min", "momentum", "scalar_lr_factor")
 _HYPER = (
     *("burn_in", "every", "steps", "hyper_every", "hyper_steps", "prior_blocks", "prior_update"),
@@ -139,19 +142,30 @@ def make_parser() -> Parser:
     """
     parser = Parser(description=_DESCRIPTION, usage="evigrad train [options]")
     options = Options(parser)
-    options.add_group("what to train", set_up, NETWORK, SETUP_TYPES)
-    options.add_group("invariance", set_up, INVARIANCE, SETUP_TYPES)
-    options.add_group("prior and evidence", fit, _PRIOR, FIT_TYPES, {"likelihood": None}, FIT_WORDS)
-    options.add_group("training of the weights", fit, _WEIGHTS, FIT_TYPES)
-    options.add_group("learning of the hyperparameters", fit, _HYPER, FIT_TYPES)
-    options.add_group("details of the estimator", fit, ESTIMATOR_OPTIONS, FIT_TYPES)
-    options.add_group("anchors", fit, ANCHOR_OPTIONS, FIT_TYPES)
+    add_training(options)
     options.add_group("interrupted runs", resumed_configuration, ("resume",), RESUME_TYPES)
     options.add_group("results", report, tuple(_OWN_TYPES), _OWN_TYPES)
     recorded = ("eval_every", "bracket_every", "bracket_rows", "checkpoint_every", "progress")
     options.add_group("record", fit, recorded, FIT_TYPES)
     options.add_group("machine", set_up, MACHINE, SETUP_TYPES)
     return parser
+
+
+def add_training(options: Options, with_estimator: bool = True) -> None:
+    """The options of a training, without those of its files and its machine.
+
+    Args:
+        options: Where they go.
+        with_estimator: Whether the estimator is one of them.
+    """
+    prior = _PRIOR if with_estimator else _PRIOR[1:]
+    options.add_group("what to train", set_up, NETWORK, SETUP_TYPES)
+    options.add_group("invariance", set_up, INVARIANCE, SETUP_TYPES)
+    options.add_group("prior and evidence", fit, prior, FIT_TYPES, {"likelihood": None}, FIT_WORDS)
+    options.add_group("training of the weights", fit, _WEIGHTS, FIT_TYPES)
+    options.add_group("learning of the hyperparameters", fit, _HYPER, FIT_TYPES)
+    options.add_group("details of the estimator", fit, ESTIMATOR_OPTIONS, FIT_TYPES)
+    options.add_group("anchors", fit, ANCHOR_OPTIONS, FIT_TYPES)
 
 
 def run(parser: Parser, options: Namespace) -> int:
@@ -193,9 +207,10 @@ def run(parser: Parser, options: Namespace) -> int:
             main = each is runs[-1]
             folder = directory if main else RunDirectory(directory.path / "map", resume=True)
             with interruption.patient() as stop:
-                results[each.name] = each.train(
-                    folder, resume=True, progress=options.progress, stop=stop
-                )
+                result = each.train(folder, resume=True, progress=options.progress, stop=stop)
+            results[each.name] = result
+            if result.choice is not None and not options.progress:
+                show("note", result.choice.describe())
         report(
             results,
             setup,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evigrad.curvature import block_kernel
 from evigrad.curvature.base import (
     Differential,
     PlanLike,
@@ -17,6 +18,7 @@ from evigrad.curvature.base import (
     inner_product,
 )
 from evigrad.curvature.block_diagonal import BlockDiagonal, ParameterPartition, partition_names
+from evigrad.curvature.block_kernel import BlockKernel
 from evigrad.curvature.conditional import Conditioning
 from evigrad.curvature.contraction import MatrixUseLike, contracted
 from evigrad.curvature.diagonal import Diagonal
@@ -33,6 +35,7 @@ STRUCTURES = ("ntk", "full", "blockdiag", "kfac", "diag")
 __all__ = [
     "STRUCTURES",
     "BlockDiagonal",
+    "BlockKernel",
     "Conditioning",
     "Diagonal",
     "Differential",
@@ -66,6 +69,7 @@ def make_structure(
     dense_limit: int = DENSE_LIMIT,
     contracted: Mapping[str, MatrixUseLike] | None = None,
     storage: Storage | None = None,
+    num_rows: int | None = None,
 ) -> Structure[Any]:
     """The structure of a name.
 
@@ -80,8 +84,11 @@ def make_structure(
         sharing: ``"expand"`` or ``"reduce"`` (kfac).
         gram_dtype: Dtype of the statistic's matrices and their factorisations; None takes that of
             the rows.
-        contracted: Parameters whose rows are not formed (ntk).
-        storage: Where rows are kept, and as what (ntk).
+        contracted: Parameters whose rows are not formed (ntk, and what is computed like it).
+        storage: Where rows are kept, and as what (the same).
+        num_rows: Rows of a whole block, by which full and blockdiag choose between H and the Gram
+            of the rows (see ``block_kernel``): the same result to rounding, for any number of
+            rows. None: H.
         dense_limit: Largest parameter without Kronecker factors to get a dense block (kfac).
 
     Returns:
@@ -97,10 +104,17 @@ def make_structure(
     constant = {name: name in labels for name in weights}
     if structure == "ntk":
         return Ntk(weights, labels, gram_dtype, contracted, storage)
-    if structure == "full":
-        return Full(weights, gram_dtype)
-    if structure == "blockdiag":
-        return BlockDiagonal(weights, parameter_partition, gram_dtype)
+    if structure in ("full", "blockdiag"):
+        dense = (
+            Full(weights, gram_dtype)
+            if structure == "full"
+            else BlockDiagonal(weights, parameter_partition, gram_dtype)
+        )
+        # All rows formed, so that the choice does not hang on what a pass finds of closed forms.
+        kernel = BlockKernel(dense, weights, labels, gram_dtype)
+        if num_rows is None or not block_kernel.is_cheaper(kernel, dense, num_rows):
+            return dense
+        return BlockKernel(dense, weights, labels, gram_dtype, contracted, storage)
     if structure == "kfac":
         return Kfac(weights, plan, constant, sharing, gram_dtype, dense_limit)
     if structure == "diag":

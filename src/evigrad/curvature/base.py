@@ -173,10 +173,12 @@ class Structure(ABC, Generic[StatisticT]):
     Attributes:
         name: How an estimator's name spells it.
         cheaper: What to take instead where memory does not suffice.
+        keeps_rows: Whether the statistic holds the rows themselves.
     """
 
-    name: ClassVar[str]
+    name: str
     cheaper: ClassVar[str]
+    keeps_rows: ClassVar[bool] = False
 
     @abstractmethod
     def accumulate(

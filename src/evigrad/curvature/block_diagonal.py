@@ -76,8 +76,19 @@ class BlockDiagonal(Structure[BlockStatistic]):
     ) -> None:
         self._blocks = partition_names(list(weights), parameter_partition)
         self._numel = {name: weight.numel() for name, weight in weights.items()}
-        self._itemsize = max((weight.dtype.itemsize for weight in weights.values()), default=4)
+        dtypes = {working_dtype(weight.dtype, gram_dtype) for weight in weights.values()}
+        self._itemsize = max((dtype.itemsize for dtype in dtypes), default=4)
         self._gram_dtype = gram_dtype
+
+    @property
+    def blocks(self) -> Mapping[str, Sequence[str]]:
+        """The parameters of each block."""
+        return self._blocks
+
+    @property
+    def sizes(self) -> list[int]:
+        """The weights in each block."""
+        return [sum(self._numel[name] for name in names) for names in self._blocks.values()]
 
     def accumulate(
         self, statistic: BlockStatistic | None, linearization: LinearizationLike, root: RootLike
@@ -121,10 +132,10 @@ class BlockDiagonal(Structure[BlockStatistic]):
 
     def predicted_bytes(self, num_rows: int) -> int:
         """See ``Structure.predicted_bytes``: the blocks, their scaled copies, and their factors."""
-        item = self._itemsize if self._gram_dtype is None else self._gram_dtype.itemsize
-        sizes = [sum(self._numel[name] for name in names) ** 2 for names in self._blocks.values()]
+        squares = [size**2 for size in self.sizes]
         # Of each block, the statistic, the scaled copy and the factor stay until the backward pass.
-        return item * (3 * sum(sizes) + (DENSE_WORKING_COPIES - 2) * max(sizes, default=0))
+        at_work = (DENSE_WORKING_COPIES - 2) * max(squares, default=0)
+        return self._itemsize * (3 * sum(squares) + at_work)
 
     def describe(self) -> dict[str, str]:
         """See ``Structure.describe``."""

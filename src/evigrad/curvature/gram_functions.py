@@ -1,5 +1,6 @@
 """Gram matrices as functions of precisions and rows, with derivatives that keep no copies."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,3 +72,26 @@ class RowsGram(Function):
                     chunk[:, columns] = part.to(chunk)
         of_precision = None if of_precision is None else of_precision.to(precision.dtype)
         return None, of_precision, *of_chunks
+
+
+def chained(
+    precisions: Mapping[str, Tensor],
+    cotangents: Mapping[str, Tensor],
+    arguments: Sequence[Tensor],
+) -> Sequence[Tensor | None]:
+    """Derivatives in what the precisions are made of.
+
+    Args:
+        precisions: By name, with a graph where they are learned.
+        cotangents: Derivatives in them, by name.
+        arguments: Leaves of that graph.
+
+    Returns:
+        One derivative for each argument, None where there is none.
+    """
+    pairs = [(precisions[name], cotangent) for name, cotangent in cotangents.items()]
+    pairs = [(precision, c.to(precision)) for precision, c in pairs if precision.requires_grad]
+    if not arguments or not pairs:
+        return [None] * len(arguments)
+    outputs, weights = zip(*pairs, strict=True)
+    return torch.autograd.grad(outputs, list(arguments), list(weights), allow_unused=True)

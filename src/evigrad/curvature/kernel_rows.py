@@ -211,6 +211,19 @@ class NtkStatistic(Statistic):
         _mirror(gram)
         return gram if precision is None or varies else gram / precision.to(gram)
 
+    def kept_gram(self, names: Sequence[str], like: Tensor) -> Float[Tensor, "R R"]:
+        """The sum of several parameters' Grams, computed once and kept."""
+        # Another structure may read the same statistic with other groups or another dtype.
+        key = (*names, like.dtype)
+        if key not in self.grams:
+            with torch.no_grad():
+                first, *others = names
+                gram = self.gram(first, like)
+                for name in others:
+                    gram += self.gram(name, like)
+            self.grams[key] = gram
+        return self.grams[key]
+
     def write_cotangent(
         self, name: str, cotangent: Float[Tensor, "R R"], precision: Tensor
     ) -> Tensor:

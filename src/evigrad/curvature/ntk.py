@@ -4,9 +4,12 @@ S = D (Σ_g G_g / δ_g) D with D the diagonal of the rows' scales and G_g the Gr
 of prior group g. Where the rows carry no graph the G_g are kept, so that further steps on the
 precisions and on the scale (the noise) touch neither the network nor the rows: R²L + R³/3
 operations each, R rows and L groups.
+
+Over a partition of the parameters (``blocks``) ℓ is the sum of those of the blocks, each from the
+Gram matrix of its own part of the rows.
 """
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 
@@ -24,7 +27,7 @@ from evigrad.curvature.base import (
 )
 from evigrad.curvature.conditional import Conditioning
 from evigrad.curvature.contraction import MatrixUseLike
-from evigrad.curvature.gram_functions import MixedGrams, RowsGram
+from evigrad.curvature.gram_functions import MixedGrams, RowsGram, chained
 from evigrad.curvature.kernel_rows import SLAB_BYTES, NtkStatistic, Storage
 from evigrad.errors import ConfigurationError
 from evigrad.scratch import lent
@@ -35,6 +38,9 @@ GRAM_CACHE_BYTES = 2**30
 # R x R matrices that live at once besides the statistic when ℓ is differentiated: the unscaled sum,
 # S, its factor, the inverse, and one product.
 GRAM_WORKING_COPIES = 5
+# Of each further block, what autograd keeps of its ℓ until the derivative is taken: the unscaled
+# sum, half scaled, and the factor.
+GRAM_BLOCK_COPIES = 3
 # Slabs of columns at work at once: as read, and its product.
 SLAB_COPIES = 2
 
@@ -51,9 +57,12 @@ class Ntk(Structure[NtkStatistic]):
         contracted: Parameters with one use as a matrix, whose rows are not formed (see
             ``contraction``); no effect where the precision varies.
         storage: Where rows are kept, and as what.
+        blocks: A partition of the parameters of which ℓ is the sum, the parameters of a precision
+            group all in the same block. None: one block.
     """
 
     name = "ntk"
+    keeps_rows = True
     cheaper = (
         "a smaller subset, one output per block ('ntk-...-1'), or 'kfac', whose memory does not"
         " grow with the subset"
@@ -66,6 +75,7 @@ class Ntk(Structure[NtkStatistic]):
         gram_dtype: torch.dtype | None = None,
         contracted: Mapping[str, MatrixUseLike] | None = None,
         storage: Storage | None = None,
+        blocks: Iterable[Collection[str]] | None = None,
     ) -> None:
         self._shapes = {name: weight.shape for name, weight in weights.items()}
         self._numel = {name: weight.numel() for name, weight in weights.items()}
@@ -82,6 +92,8 @@ class Ntk(Structure[NtkStatistic]):
         given = contracted or {}
         self._contracted = {n: u for n, u in given.items() if n in precision_groups}
         self._formed = [name for name in weights if name not in self._contracted]
+        self._blocks = [list(weights)] if blocks is None else [list(names) for names in blocks]
+        self._copies = GRAM_WORKING_COPIES + GRAM_BLOCK_COPIES * (len(self._blocks) - 1)
 
     def accumulate(
         self, statistic: NtkStatistic | None, linearization: LinearizationLike, root: RootLike
@@ -106,32 +118,16 @@ class Ntk(Structure[NtkStatistic]):
         self, statistic: NtkStatistic, precisions: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
         """See ``Structure.log_det``; equal to that of ``full`` (Theorem 3)."""
-        like = self._like()
+        like, scale = self._like(), statistic.scale()
+        scale = None if scale is None else scale.to(like)
         keep = self._keeps_grams(statistic, like.dtype)
-        parts: list[Tensor] = []
-        alone = list(self._varying)
-        for group, names in self._groups.items():
-            self._check_shared(group, names, precisions)
-            alone += [] if keep else names
-        if keep and self._groups:
-            grams = [self._kept_gram(statistic, names, like) for names in self._groups.values()]
-            inverse = torch.stack([precisions[names[0]] for names in self._groups.values()])
-            parts.append(MixedGrams.apply(inverse.to(like).reciprocal(), *grams))
-        for name in alone:
-            precision = precisions[name].reshape(-1)
-            if name in self._contracted:
-                gram = statistic.gram(name, like)
-                parts.append(gram * precision.to(like).reciprocal())
-            else:
-                parts.append(RowsGram.apply(like, precision, *statistic.rows[name]))
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        scale = statistic.scale()
-        if scale is not None:
-            scale = scale.to(like)
-            total = scale[:, None] * total * scale
-        return statistic.log_det(total)
+        terms: list[Tensor] = []
+        for names in self._blocks:
+            total = self._differentiable_gram(statistic, precisions, names, like, keep)
+            if scale is not None:
+                total = scale[:, None] * total * scale
+            terms.append(statistic.log_det(total))
+        return _sum(terms)
 
     def differentiate(
         self,
@@ -140,31 +136,22 @@ class Ntk(Structure[NtkStatistic]):
         arguments: Sequence[Tensor],
     ) -> Differential[NtkStatistic]:
         """See ``Structure.differentiate``: W = 2 (I + S)^{-1} J̃ P0^{-1}, written over the rows."""
-        like = self._like()
-        names = list(self._numel)
-        for group, members in self._groups.items():
-            self._check_shared(group, members, precisions)
-        total = like.new_zeros(statistic.num_rows, statistic.num_rows)
-        for name in names:
-            total += statistic.gram(name, like, precisions[name].detach())
-        leaf = total.requires_grad_()
-        scale = statistic.scale()
-        scale_leaf = None if scale is None else scale.detach().to(like).requires_grad_()
-        with torch.enable_grad():
-            scaled = leaf if scale_leaf is None else scale_leaf[:, None] * leaf * scale_leaf
-            value = statistic.log_det(scaled)
-            leaves = [leaf] if scale_leaf is None else [leaf, scale_leaf]
-            of_total, *of_scale = torch.autograd.grad(value, leaves)
-        of_precisions = [
-            statistic.write_cotangent(name, of_total, precisions[name].detach()) for name in names
-        ]
+        self._shared_groups(precisions, self._numel)
         cotangent = replace(statistic, scales=(None,) * len(statistic.scales), grams={})
-        if scale is not None:
-            sizes = [int(part.sum()) for part in statistic.present]
-            cotangent = replace(cotangent, scales=tuple(of_scale[0].to(scale).split(sizes)))
-        return Differential(
-            value.detach(), cotangent, _chain(precisions, names, of_precisions, arguments)
+        of_precisions: dict[str, Tensor] = {}
+        values, of_scales = zip(
+            *(
+                self._differentiate_block(statistic, precisions, names, of_precisions)
+                for names in self._blocks
+            ),
+            strict=True,
         )
+        if (scale := statistic.scale()) is not None:
+            sizes = [int(part.sum()) for part in statistic.present]
+            of_scale = _sum([found for (found,) in of_scales]).to(scale)
+            cotangent = replace(cotangent, scales=tuple(of_scale.split(sizes)))
+        gradients = chained(precisions, of_precisions, arguments)
+        return Differential(_sum(values), cotangent, gradients)
 
     def inner(
         self,
@@ -210,7 +197,7 @@ class Ntk(Structure[NtkStatistic]):
         grams = item * num_rows**2 * len(self._groups)
         if grams > max(rows, GRAM_CACHE_BYTES):
             grams = 0
-        return rows + slab + grams + GRAM_WORKING_COPIES * item * num_rows**2
+        return rows + slab + grams + self._copies * item * num_rows**2
 
     def summarised_bytes(self, num_rows: int) -> int:
         """See ``Structure.summarised_bytes``: the Grams, and the rows of one parameter."""
@@ -220,7 +207,7 @@ class Ntk(Structure[NtkStatistic]):
             return self.predicted_bytes(num_rows)
         widest = max((self._numel[name] for name in self._formed), default=0)
         rows = self._dtype.itemsize * num_rows * widest
-        return rows + grams + GRAM_WORKING_COPIES * item * num_rows**2
+        return rows + grams + self._copies * item * num_rows**2
 
     @property
     def contracted(self) -> Collection[str]:
@@ -293,8 +280,59 @@ class Ntk(Structure[NtkStatistic]):
         if not statistic.rows and not statistic.factors:
             return statistic
         for names in self._groups.values():
-            self._kept_gram(statistic, names, like)
+            statistic.kept_gram(names, like)
         return replace(statistic, rows={}, factors={})
+
+    def _differentiable_gram(
+        self,
+        statistic: NtkStatistic,
+        precisions: Mapping[str, Tensor],
+        block: Collection[str],
+        like: Tensor,
+        keep: bool,
+    ) -> Float[Tensor, "R R"]:
+        """A P0^{-1} Aᵀ of the rows of a block, with a graph."""
+        parts: list[Tensor] = []
+        alone = [name for name in self._varying if name in block]
+        groups = self._shared_groups(precisions, block)
+        if keep and groups:
+            grams = [statistic.kept_gram(names, like) for names in groups]
+            inverse = torch.stack([precisions[names[0]] for names in groups])
+            parts.append(MixedGrams.apply(inverse.to(like).reciprocal(), *grams))
+        else:
+            alone += [name for names in groups for name in names]
+        for name in alone:
+            precision = precisions[name].reshape(-1)
+            if name in self._contracted:
+                gram = statistic.gram(name, like)
+                parts.append(gram * precision.to(like).reciprocal())
+            else:
+                parts.append(RowsGram.apply(like, precision, *statistic.rows[name]))
+        return _sum(parts)
+
+    def _differentiate_block(
+        self,
+        statistic: NtkStatistic,
+        precisions: Mapping[str, Tensor],
+        block: Collection[str],
+        of_precisions: dict[str, Tensor],
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """ℓ of a block, and its derivative in the scale if there is one; all others are written."""
+        like, scale = self._like(), statistic.scale()
+        total = like.new_zeros(statistic.num_rows, statistic.num_rows)
+        for name in block:
+            total += statistic.gram(name, like, precisions[name].detach())
+        leaf = total.requires_grad_()
+        scale_leaf = None if scale is None else scale.detach().to(like).requires_grad_()
+        with torch.enable_grad():
+            scaled = leaf if scale_leaf is None else scale_leaf[:, None] * leaf * scale_leaf
+            value = statistic.log_det(scaled)
+            leaves = [leaf] if scale_leaf is None else [leaf, scale_leaf]
+            of_total, *of_scale = torch.autograd.grad(value, leaves)
+        for name in block:
+            precision = precisions[name].detach()
+            of_precisions[name] = statistic.write_cotangent(name, of_total, precision)
+        return value.detach(), of_scale
 
     def _like(self) -> Tensor:
         """An empty tensor of the device and dtype of the Grams."""
@@ -321,30 +359,22 @@ class Ntk(Structure[NtkStatistic]):
         grams = len(self._groups) * statistic.num_rows**2 * dtype.itemsize
         return grams <= max(statistic.num_bytes, GRAM_CACHE_BYTES)
 
-    @staticmethod
-    def _kept_gram(statistic: NtkStatistic, names: list[str], like: Tensor) -> Float[Tensor, "R R"]:
-        # Another structure may read the same statistic with other groups or another dtype.
-        key = (*names, like.dtype)
-        if key not in statistic.grams:
-            with torch.no_grad():
-                first, *others = names
-                gram = statistic.gram(first, like)
-                for name in others:
-                    gram += statistic.gram(name, like)
-            statistic.grams[key] = gram
-        return statistic.grams[key]
-
-    @staticmethod
-    def _check_shared(group: Hashable, names: list[str], precisions: Mapping[str, Tensor]) -> None:
-        shared = all(precisions[name].ndim == 0 for name in names)
-        if shared and len(names) > 1:
-            values = torch.stack([precisions[name].detach() for name in names])
-            shared = bool((values == values[0]).all())
-        if not shared:
-            raise ConfigurationError(
-                f"the parameters {names} of precision group {group!r} do not have one and the same"
-                " precision: give the groups of the prior that the precisions come from."
-            )
+    def _shared_groups(
+        self, precisions: Mapping[str, Tensor], block: Collection[str]
+    ) -> list[list[str]]:
+        """The precision groups of a block, checked to share their precision."""
+        found = {group: names for group, names in self._groups.items() if names[0] in block}
+        for group, names in found.items():
+            shared = all(precisions[name].ndim == 0 for name in names)
+            if shared and len(names) > 1:
+                values = torch.stack([precisions[name].detach() for name in names])
+                shared = bool((values == values[0]).all())
+            if not shared:
+                raise ConfigurationError(
+                    f"the parameters {names} of precision group {group!r} do not have one and the"
+                    " same precision: give the groups of the prior that the precisions come from."
+                )
+        return list(found.values())
 
 
 def _present(root: RootLike) -> Tensor:
@@ -359,16 +389,6 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor if tensor.requires_grad else tensor.detach().clone()
 
 
-def _chain(
-    precisions: Mapping[str, Tensor],
-    names: Sequence[str],
-    cotangents: Sequence[Tensor],
-    arguments: Sequence[Tensor],
-) -> Sequence[Tensor | None]:
-    """Derivatives in what the precisions are made of."""
-    pairs = [(precisions[n], c) for n, c in zip(names, cotangents, strict=True)]
-    pairs = [(precision, c.to(precision)) for precision, c in pairs if precision.requires_grad]
-    if not arguments or not pairs:
-        return [None] * len(arguments)
-    outputs, weights = zip(*pairs, strict=True)
-    return torch.autograd.grad(outputs, list(arguments), list(weights), allow_unused=True)
+def _sum(terms: Sequence[Tensor]) -> Tensor:
+    """The sum of one or more tensors; of one, itself."""
+    return reduce(torch.add, terms)

@@ -81,6 +81,28 @@ class DataSet:
         rest, held_out = torch.from_numpy(first), torch.from_numpy(second)
         return (x[rest], y[rest]), (x[held_out], y[held_out])
 
+    def with_test_subset(self, count: int, seed: int = 0) -> "DataSet":
+        """The same train set with some of the test data, for evaluations that cost less.
+
+        Args:
+            count: How many, drawn at random.
+            seed: Of the draw.
+
+        Returns:
+            The smaller data set.
+
+        Raises:
+            ConfigurationError: If there are not as many.
+        """
+        x, y = self.test
+        if not 1 <= count <= len(x):
+            raise ConfigurationError(
+                f"test_subset={count}: {self.name} has {len(x):,} test data, of which 1 or more can"
+                " be taken"
+            )
+        chosen = torch.from_numpy(np.sort(shuffled(len(x), seed)[:count]))
+        return replace(self, test=(x[chosen], y[chosen]))
+
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "DataSet":

@@ -1,7 +1,7 @@
 """Networks by name: small ones, the paper's residual networks with Fixup, and sequences."""
 
 from evigrad.models.catalogue import MODELS, make_model
-from evigrad.models.convolutional import digitsnet, lenet, mininet
+from evigrad.models.convolutional import cnn, digitsnet, lenet, mininet
 from evigrad.models.fixup import fixup_scalars
 from evigrad.models.mlp import ACTIVATIONS, mlp
 from evigrad.models.resnet import ResNet, resnet18, resnet50
@@ -14,6 +14,7 @@ __all__ = [
     "MODELS",
     "ResNet",
     "WideResNet",
+    "cnn",
     "digitsnet",
     "fixup_scalars",
     "gru",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from evigrad.errors import ConfigurationError, nearest
-from evigrad.models.convolutional import digitsnet, lenet, mininet
+from evigrad.models.convolutional import cnn, digitsnet, lenet, mininet
 from evigrad.models.mlp import mlp
 from evigrad.models.resnet import resnet18, resnet50
 from evigrad.models.sequences import gru, transformer
@@ -21,6 +21,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "digitsnet": digitsnet,
     "mininet": mininet,
     "lenet": lenet,
+    "cnn": cnn,
     "resnet18": resnet18,
     "resnet50": resnet50,
     "wrn16-4": wrn16_4,

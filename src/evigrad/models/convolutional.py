@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from evigrad.errors import ConfigurationError
 from evigrad.models.shapes import image_shape
 
 
@@ -114,3 +115,42 @@ def lenet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
             output=nn.Linear(84, num_outputs),
         )
     )
+
+
+def cnn(
+    input_shape: Sequence[int], num_outputs: int, depth: int = 3, width: int = 16
+) -> nn.Sequential:
+    """A plain network of any depth and width: 3x3 convolutions with ReLU, the mean, a linear layer.
+
+    The first two convolutions are followed by a pooling each, as long as the image has 4 pixels or
+    more, and the last one by the mean over the image, so that the size of the last layer depends on
+    the width alone.
+
+    Args:
+        input_shape: (channels, height, width).
+        num_outputs: Number of outputs C.
+        depth: Convolutions, at least 1.
+        width: Channels of each, at least 1.
+
+    Returns:
+        A module (m, *input_shape) -> (m, C).
+
+    Raises:
+        ConfigurationError: If the input is no image, or depth or width is below 1.
+    """
+    channels, height, across = image_shape("cnn", input_shape, smallest=1)
+    if depth < 1 or width < 1:
+        raise ConfigurationError(f"cnn: depth={depth}, width={width}: both must be 1 or more")
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    smallest = min(height, across)
+    for number in range(1, depth + 1):
+        layers[f"conv{number}"] = nn.Conv2d(channels, width, 3, padding=1)
+        layers[f"relu{number}"] = nn.ReLU()
+        if number <= 2 and smallest >= 4:
+            layers[f"pool{number}"] = nn.MaxPool2d(2)
+            smallest //= 2
+        channels = width
+    layers["mean"] = nn.AdaptiveAvgPool2d(1)
+    layers["flatten"] = nn.Flatten()
+    layers["output"] = nn.Linear(width, num_outputs)
+    return nn.Sequential(layers)

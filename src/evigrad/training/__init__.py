@@ -1,5 +1,6 @@
 """Training: the interleaved scheme of weights and hyperparameters, and what it records."""
 
+from evigrad.training.choice import AUTO, CHOICE_FILE, Choice, Trial
 from evigrad.training.compare import (
     EvidenceValue,
     describe_estimator,
@@ -20,12 +21,16 @@ from evigrad.training.settings import Settings
 
 __all__ = [
     "ANCHOR_OPTIONS",
+    "AUTO",
+    "CHOICE_FILE",
     "ESTIMATOR_OPTIONS",
+    "Choice",
     "EvidenceValue",
     "FitResult",
     "Run",
     "RunDirectory",
     "Settings",
+    "Trial",
     "describe_estimator",
     "estimator_options",
     "evaluate",

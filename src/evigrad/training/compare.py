@@ -5,9 +5,12 @@ while it trains is its own bound. After training time matters less, and one esti
 exact value serves for all runs.
 """
 
+import math
+import statistics
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,20 +28,23 @@ _NUMBERS_IN_A_PASS = 2.5e7
 
 @dataclass(frozen=True)
 class EvidenceValue:
-    """The log evidence of a trained model, averaged over all blocks of a partition.
+    """The log evidence of a trained model, averaged over blocks of a partition.
 
     Attributes:
         per_datum: Log evidence in nats per datum.
+        sem: The standard error of that mean over the blocks, 0 for a single one: of a draw's error,
+            where these are all blocks of the partition.
         log_likelihood: Its data term, nats per datum.
         log_prior: Its −½ wᵀP0w, nats per datum.
         log_det_term: Its −½ ℓ, nats per datum.
         estimator: Name of the estimator.
-        blocks: Number of blocks; all of the partition.
+        blocks: Number of blocks.
         is_bound: Whether the value is a lower bound on the log evidence.
         seconds: Time of the evaluation.
     """
 
     per_datum: float
+    sem: float
     log_likelihood: float
     log_prior: float
     log_det_term: float
@@ -86,20 +92,22 @@ def evaluate_evidence(
     estimator: str,
     *,
     seed: int = 0,
+    blocks: int | None = None,
     micro_batch: int | str | None = None,
     **options: Any,
 ) -> EvidenceValue:
     """Evaluate the log evidence of a trained model with another estimator.
 
     The estimate is averaged over every block of one random partition, which is the bound itself
-    for that partition and not a draw from it. With ``N`` and ``C`` in the name it is the exact
-    log evidence of the structure.
+    for that partition and not a draw from it, unless ``blocks`` asks for fewer. With ``N`` and
+    ``C`` in the name it is the exact log evidence of the structure.
 
     Args:
         evidence: Of the trained model, as ``FitResult.evidence``; left as it is.
         data: All training data, on the model's device.
         estimator: Name of the estimator.
         seed: Of the partition.
+        blocks: How many of its blocks are looked at, at most. Default: all.
         micro_batch: Data in a pass, or ``"auto"``. Default: as many as keep the rows of a pass
             below 100 MB.
         **options: Other keywords of ``Evidence``: root, sharing, parameter_partition, gram_dtype,
@@ -116,13 +124,17 @@ def evaluate_evidence(
     start = time.perf_counter()
     other = evidence.with_estimator(
         estimator,
-        micro_batch=micro_batch or _default_micro_batch(evidence, data),
+        micro_batch=micro_batch or default_micro_batch(evidence, data),
         generator=seed,
         **options,
     )
-    estimates = [other.estimate(block) for block in other.blocks(data).epoch()]
+    drawn = islice(other.blocks(data).epoch(), blocks)
+    estimates = [other.estimate(block) for block in drawn]
+    values = [e.per_datum for e in estimates]
+    many = len(values) > 1
     return EvidenceValue(
-        per_datum=_mean(e.per_datum for e in estimates),
+        per_datum=_mean(values),
+        sem=statistics.stdev(values) / math.sqrt(len(values)) if many else 0.0,
         log_likelihood=_mean(e.log_likelihood / e.num_data for e in estimates),
         log_prior=_mean(e.log_prior / e.num_data for e in estimates),
         log_det_term=_mean(-0.5 * e.log_det / e.num_data for e in estimates),
@@ -151,7 +163,16 @@ def describe_estimator(estimator: str, blocks: int) -> str:
     return f"{spec.name}, exact" if exact and whole else spec.name
 
 
-def _default_micro_batch(evidence: Evidence, data: Any) -> int:
+def default_micro_batch(evidence: Evidence, data: Any) -> int:
+    """Data in a pass that keep its rows below 100 MB.
+
+    Args:
+        evidence: Of the model.
+        data: Some data.
+
+    Returns:
+        Their number, at least one.
+    """
     x, _ = as_source(data).fetch(torch.arange(2))
     with evaluation_mode(evidence.model, torch.Generator().manual_seed(0)), torch.no_grad():
         num_outputs = evidence.model(x.clone()).shape[1]

@@ -8,6 +8,7 @@ import torch
 
 from evigrad.anchors import Anchoring
 from evigrad.errors import ConfigurationError, nearest
+from evigrad.training.choice import AUTO
 from evigrad.training.settings import BASELINES
 
 # Keywords of ``Evidence``, of ``fit`` and options of the command line alike.
@@ -71,12 +72,14 @@ def estimator_options(given: Mapping[str, Any]) -> dict[str, Any]:
         options[name] = as_dtype(name, options[name])
     options["memory_budget"] = as_bytes("memory_budget", options["memory_budget"])
     estimator = given["estimator"]
-    is_used = options["micro_batch"] == "auto" or is_automatic(estimator)
+    is_open = estimator == AUTO
+    is_used = options["micro_batch"] == "auto" or is_automatic(estimator) or is_open
     evaluates = estimator is not None and estimator not in BASELINES
     if options["memory_budget"] is not None and evaluates and not is_used:
         raise ConfigurationError(
-            "memory_budget is what micro_batch='auto' and subsets 'auto' keep to: say"
-            " micro_batch='auto' or an estimator as 'ntk-auto-1', or leave memory_budget away."
+            "memory_budget is what micro_batch='auto', subsets 'auto' and estimator 'auto' keep"
+            " to: say micro_batch='auto' or an estimator as 'ntk-auto-1', or leave memory_budget"
+            " away."
         )
     if isinstance(options["rows_device"], str):
         try:
@@ -85,7 +88,9 @@ def estimator_options(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigurationError(
                 f"rows_device '{given['rows_device']}' does not exist: say cpu, or leave it away."
             ) from error
-    if evaluates and "anchored" in str(estimator).split("-"):
+    # What stands for an open estimator until it is chosen has anchors, where its root has any.
+    anchored = is_open and options["root"] != "subblock"
+    if evaluates and (anchored or "anchored" in str(estimator).split("-")):
         options["anchoring"] = Anchoring(
             share=given["anchor_share"],
             choice=given["anchor_choice"],

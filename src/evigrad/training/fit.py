@@ -22,6 +22,7 @@ from evigrad.training.augerino import range_parameters
 from evigrad.training.automatic import recorded_estimator, with_largest_subset, with_subset
 from evigrad.training.estimator_options import estimator_options, is_automatic
 from evigrad.training.loop import Loop
+from evigrad.training.measuring import placeholder
 from evigrad.training.randomness import stream
 from evigrad.training.run import Callback, FitResult, Run
 from evigrad.training.run_directory import RunDirectory
@@ -34,6 +35,7 @@ def fit(
     *,
     likelihood: str | Likelihood = "categorical",
     estimator: str | None = "ntk-100-1",
+    step_budget: float = 5.0,
     prior: str | GaussianPrior = "layerwise",
     precision: float = 1.0,
     hyperparameters: Sequence[str] = (),
@@ -69,7 +71,7 @@ def fit(
     rows_device: torch.device | str | None = None,
     autocast: torch.dtype | str | None = None,
     anchor_share: float = 0.75,
-    anchor_choice: str = "score",
+    anchor_choice: str = "auto",
     anchor_refresh: int = 1,
     anchor_likelihood: int | None = None,
     test: Any = None,
@@ -104,9 +106,12 @@ def fit(
         likelihood: Of the targets: categorical, gaussian or bernoulli.
         estimator: Name of the evidence estimator, STRUCTURE-SUBSET-OUTPUTS, as ntk-100-1 or
             kfac-N-C; auto in the place of SUBSET takes as many data as the memory holds, as
-            kfac-auto-1. None or map trains by MAP only, the same without hyperparameter steps;
-            augerino learns the ranges of a transform on the training loss, with a reward for wide
-            ones, a baseline.
+            kfac-auto-1. auto measures estimators at the first hyperparameter step and takes the
+            tightest bound that keeps to step_budget. None or map trains by MAP only, the same
+            without hyperparameter steps; augerino learns the ranges of a transform on the training
+            loss, with a reward for wide ones, a baseline.
+        step_budget: Time of a hyperparameter step that estimator auto may take, as a multiple of a
+            step of the weights.
         prior: What has its own prior precision (weight decay): scalar (one for all weights),
             layerwise (one for each parameter tensor) or diagonal (one for each weight).
         precision: Prior precision at the start. Weight decay in the usual sense is precision / N.
@@ -162,7 +167,8 @@ def fit(
             Default: none.
         anchor_share: Part of the rows of an anchored estimator that are anchors.
         anchor_choice: Which rows become anchors: score for those of the data that the network is
-            unsure of, random for any.
+            unsure of, k-centre for data spread over all inputs, random for any, auto for score, but
+            k-centre where all scores are the same, as in regression.
         anchor_refresh: Rounds from one choice of anchors to the next.
         anchor_likelihood: Data that the log likelihood of an anchored estimate is taken from.
             Default: a quarter as many as rows.
@@ -198,6 +204,7 @@ def fit(
     settings = Settings(
         likelihood=likelihood,
         estimator=estimator,
+        step_budget=step_budget,
         prior=prior,
         precision=precision,
         hyperparameters=hyperparameters,
@@ -300,6 +307,8 @@ def _make_evidence(model: nn.Module, num_data: int, settings: Settings) -> Evide
         name = f"ntk-{min(num_data, 100)}-1"
     elif is_automatic(name):
         name = with_subset(name, 1)
+    elif settings.is_open:
+        name = placeholder(settings, num_data)
     return Evidence(
         model,
         make_likelihood(settings.likelihood),

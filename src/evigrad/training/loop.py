@@ -1,17 +1,17 @@
 """The interleaved scheme: epochs of the weights, and between them steps of the hyperparameters."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import repeat
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from evigrad.assembly import Collected
-from evigrad.draws import stochastic_modules
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimate import Estimate
 from evigrad.evidence import Evidence
@@ -20,11 +20,17 @@ from evigrad.models import fixup_scalars
 from evigrad.modes import seeded
 from evigrad.partitions import Block
 from evigrad.preparation import PROBE_SIZE
+from evigrad.training import measuring
 from evigrad.training.augerino import Augerino
+from evigrad.training.choice import Choice
 from evigrad.training.optimizers import make_hyper_optimizer, make_weight_optimizer
 from evigrad.training.randomness import derived_seed, stream
+from evigrad.training.rounds import blocks_of_a_round
 from evigrad.training.schedules import Schedule, cosine, make_schedules
 from evigrad.training.settings import Settings
+
+# Steps of the weights whose times are known.
+_TIMES = 200
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,10 @@ class Loop:
         self.augerino: Augerino | None = None
         if settings.estimator == "augerino":
             self.augerino = Augerino(evidence, settings.augerino_weight)
+        # Of an open estimator, once it is chosen; until then the evidence has a placeholder.
+        self.choice: Choice | None = None
+        self._times: deque[float] = deque(maxlen=_TIMES)
+        self._is_warm = False
         self.fixed_point: FixedPoint | None = None
         if settings.baseline is None:
             if settings.prior_update == "fixed_point":
@@ -121,6 +131,7 @@ class Loop:
             training_mode(self.evidence.model),
         ):
             for batch in batches:
+                start = measuring.clock()
                 indices = batch.to(self.device)
                 loss = self._loss(self.x[indices], self.y[indices], batch)
                 value = loss.item()
@@ -133,11 +144,19 @@ class Loop:
                     self.hyper_optimizer.step()
                     self._clear_gradients()
                 total += value * len(batch)
+                self._take_time(measuring.clock() - start)
         self.weight_optimizer.zero_grad(set_to_none=True)
         for name, weight in self.evidence.weights().items():
             if not torch.isfinite(weight).all():
                 raise self._diverged(f"the weight {name}", float("nan"), epoch)
         return total / len(order)
+
+    def _take_time(self, seconds: float) -> None:
+        """Remember the time of a step; the first one of all, which warms up, until the second."""
+        if not self._is_warm and self._times:
+            self._times.clear()
+            self._is_warm = True
+        self._times.append(seconds)
 
     def _loss(self, x: Tensor, y: Tensor, indices: Tensor) -> Tensor:
         if self.augerino is None:
@@ -171,9 +190,18 @@ class Loop:
         estimates: list[Estimate] = []
         any_shared = False
         try:
+            if self.settings.is_open and self.choice is None:
+                self._choose()
             for schedule in self.schedules:
                 if schedule.is_due(epoch):
-                    blocks, is_shared = self._blocks_of_a_round(schedule)
+                    prior_blocks = self.settings.prior_blocks
+                    blocks, is_shared = blocks_of_a_round(
+                        self.evidence,
+                        (self.x, self.y),
+                        schedule.names,
+                        schedule.steps,
+                        prior_blocks if schedule is self.schedules[0] else None,
+                    )
                     any_shared = any_shared or is_shared
                     estimates += [self._step(schedule, block) for block in blocks]
         except EvigradError as error:
@@ -181,6 +209,25 @@ class Loop:
         finally:
             self._clear_gradients()
         return Round(estimates, any_shared)
+
+    def _choose(self) -> None:
+        """Measure estimators, and take one from here on."""
+        found = measuring.choose_estimator(
+            self.evidence,
+            (self.x, self.y),
+            self.settings,
+            self.schedules[-1],  # that of the model's own hyperparameters, which costs more
+            median(self._times),
+        )
+        self._take(found)
+
+    def _take(self, choice: Choice) -> None:
+        self.evidence = measuring.evidence_of(
+            self.evidence, self.settings, choice.name, choice.share, choice.root
+        )
+        if self.fixed_point is not None:
+            self.fixed_point.evidence = self.evidence
+        self.choice = choice
 
     def _step(self, schedule: Schedule, block: Block | list[Collected]) -> Estimate:
         self._set_hyper_rates(schedule.progress)
@@ -191,38 +238,6 @@ class Loop:
             self.fixed_point.step()
         schedule.taken += 1
         return estimate
-
-    def _blocks_of_a_round(
-        self, schedule: Schedule
-    ) -> tuple[Iterable[Block | list[Collected]], bool]:
-        """What each step of a round is on, and whether that is the same for all of them.
-
-        Where all the data are one block, and no more than prior and noise are learned, the steps
-        share one pass through the network: they would repeat the same one.
-
-        Args:
-            schedule: Of the round.
-
-        Returns:
-            A block for each step, or the same kept passes again and again.
-        """
-        blocks, names = self.evidence.blocks((self.x, self.y)), schedule.names
-        count = self.settings.prior_blocks if schedule is self.schedules[0] else None
-        # A model that draws, as an average over transforms does, draws anew in each pass.
-        draws = bool(stochastic_modules(self.evidence.model))
-        if count is None and blocks.is_constant and not draws and self._can_keep_passes(names):
-            count = 1
-        if count is None:
-            return blocks.take(schedule.steps), False
-        kept = [self.evidence.collect(block, wrt=names) for block in blocks.round(count)]
-        return repeat(kept, schedule.steps), True
-
-    def _can_keep_passes(self, names: list[str]) -> bool:
-        try:
-            self.evidence.check_collect(self.x[:PROBE_SIZE], wrt=names)
-        except ConfigurationError:
-            return False
-        return True
 
     def _clear_gradients(self) -> None:
         for parameter in self.evidence.hyperparameters().values():
@@ -246,6 +261,7 @@ class Loop:
             "weight_optimizer": self.weight_optimizer.state_dict(),
             "hyper_optimizer": self.hyper_optimizer.state_dict(),
             "hyper_steps": [schedule.taken for schedule in self.schedules],
+            "choice": None if self.choice is None else self.choice.as_record(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -264,10 +280,12 @@ class Loop:
             with torch.no_grad():
                 for name, value in state["buffers"].items():
                     buffers[name].copy_(value)
+            if state.get("choice") is not None:
+                self._take(Choice.from_record(state["choice"]))
             self.evidence.load_state_dict(state["evidence"])
             self.weight_optimizer.load_state_dict(state["weight_optimizer"])
             self.hyper_optimizer.load_state_dict(state["hyper_optimizer"])
-        except (RuntimeError, ValueError, LookupError) as error:
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:
             raise ConfigurationError(f"The saved state does not fit this run: {error}") from error
         for schedule, taken in zip(self.schedules, state["hyper_steps"], strict=True):
             schedule.taken = taken

@@ -1,0 +1,179 @@
+"""Which rows should be anchors? Choices compared by the tightness of the bound, on real data.
+
+A network is trained with precisions (and noise) learned. Then the log-determinant of single draws
+is compared with the exact one of all rows: ``ntk-k-1``, the paper's, without anchors, and
+``ntk-k-rows-anchored`` with anchors chosen
+
+* at random, by k-centre (spread over the inputs), by score (in regression all are the same);
+* greedily, always the row with most left to tell given those chosen so far, which is a pivoted
+  Cholesky factorisation: of the kernel of the last layer alone, which a cheap forward pass could
+  give, and of the whole kernel, which nobody has, to see what there is to gain.
+
+Mean and standard deviation of a draw over the exact.
+
+    python benchmarks/anchor_choice.py --data-dir DIR
+"""
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import insert, machine, write_csv
+from torch import Tensor
+from torch.func import functional_call, jacrev
+
+import evigrad
+from evigrad import Evidence
+from evigrad.anchors import Anchoring
+from evigrad.data import DataSet, load
+from evigrad.models import make_model
+
+PROBLEMS = {"energy": "mlp", "wine_red": "mlp", "digits": "digitsnet"}
+SUBSET = {"wine_red": 1000, "digits": 400}
+ROWS = (50, 100, 200)
+DRAWS, SEEDS = 40, (0, 1, 2)
+TRAINING: dict[str, Any] = {
+    "estimator": "ntk-100-1",
+    "epochs": 150,
+    "batch_size": 100,
+    "lr": 1e-2,
+    "lr_min": 1e-5,
+    "burn_in": 10,
+    "progress": False,
+}
+
+
+def choices(
+    k: int, data: DataSet, kernels: dict[str, Tensor]
+) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Column of the table → estimator and its settings."""
+    name = f"ntk-{k}-rows-anchored"
+    found: dict[str, tuple[str, dict[str, Any]]] = {"ntk-k-1": (f"ntk-{k}-1", {})}
+    named = ("random", "k-centre", *(["score"] if data.is_classification else []))
+    ways: dict[str, Any] = {each: each for each in named}
+    for words, kernel in kernels.items():
+        ways[f"greedy, {words}"] = lambda scores, count, kernel=kernel: pivots(kernel, count)
+    return found | {w: (name, {"anchoring": Anchoring(choice=how)}) for w, how in ways.items()}
+
+
+def kernels(evidence: Evidence, data: DataSet) -> dict[str, Tensor]:
+    """S of all rows by plain automatic differentiation, and the part of the last layer in it."""
+    model, (x, _) = evidence.model, data.train
+    weights = {name: w.detach() for name, w in evidence.weights().items()}
+    with torch.no_grad():
+        f = model(x)
+    vectors = evidence.likelihood.root(f, None, "eigen")
+    rows = vectors.vectors if vectors.scale is None else vectors.vectors * vectors.scale[..., None]
+
+    def of_one(point: Tensor) -> dict[str, Tensor]:
+        return jacrev(lambda w: functional_call(model, w, (point[None],))[0])(weights)
+
+    jacobians = [of_one(point) for point in x]
+    last = list(weights)[-1].rpartition(".")[0]
+    total = {"last layer": 0.0, "all": 0.0}
+    for name, precision in evidence.prior.precisions().items():
+        j = torch.stack([each[name].flatten(1) for each in jacobians])
+        a = (rows @ j).flatten(0, 1).detach() / precision.detach().sqrt()
+        gram = a @ a.mT
+        total["all"] = total["all"] + gram
+        if name.startswith(f"{last}."):
+            total["last layer"] = total["last layer"] + gram
+    return {words: gram.double() for words, gram in total.items() if isinstance(gram, Tensor)}
+
+
+def pivots(kernel: Tensor, count: int) -> Tensor:
+    """Greedily the rows of the largest variance given those before, with noise of one."""
+    left, factor = kernel.diagonal().clone(), kernel.new_zeros(len(kernel), count)
+    chosen: list[int] = []
+    for step in range(count):
+        row = int(left.argmax())
+        chosen.append(row)
+        column = kernel[:, row] - factor[:, :step] @ factor[row, :step]
+        factor[:, step] = column / (1 + left[row]).sqrt()
+        left = left - factor[:, step].square()
+        left[chosen] = -1.0
+    return torch.tensor(chosen)
+
+
+def draws(evidence: Evidence, data: DataSet, count: int) -> list[float]:
+    """Log-determinants of independent draws, each with a partition of its own."""
+    blocks = chain.from_iterable(evidence.blocks(data.train).take(1) for _ in repeat(None))
+    return [evidence.estimate(next(blocks)).log_det for _ in range(count)]
+
+
+def one(name: str, seed: int, data: DataSet, rows: Sequence[int], count: int) -> list[dict]:
+    """All choices on one network."""
+    model = make_model(PROBLEMS[name], data.input_shape, data.num_outputs, seed=seed)
+    likelihood = data.likelihood
+    trained = evigrad.fit(model, data.train, likelihood=likelihood, seed=seed, **TRAINING)
+    dense = kernels(trained.evidence, data)
+    exact = float(torch.linalg.slogdet(dense["all"] + torch.eye(len(dense["all"])).double())[1])
+    found = []
+    for k in rows:
+        for choice, (estimator, settings) in choices(k, data, dense).items():
+            evidence = trained.evidence.with_estimator(estimator, generator=seed, **settings)
+            ratios = [value / exact for value in draws(evidence, data, count)]
+            found.append(
+                {
+                    "data": name,
+                    "seed": seed,
+                    "rows": k,
+                    "choice": choice,
+                    "mean": statistics.mean(ratios),
+                    "deviation": statistics.stdev(ratios),
+                    "exact": exact,
+                }
+            )
+            print(found[-1], flush=True)
+    return found
+
+
+def as_markdown(found: list[dict[str, Any]]) -> str:
+    """A line for each data set and number of rows; means over the seeds."""
+    columns = list(dict.fromkeys(each["choice"] for each in found))
+    lines = [f"| data | rows | {' | '.join(columns)} |", "|---|---" + "|---" * len(columns) + "|"]
+    for data, rows in dict.fromkeys((each["data"], each["rows"]) for each in found):
+        cells = []
+        for choice in columns:
+            same = [f for f in found if (f["data"], f["rows"], f["choice"]) == (data, rows, choice)]
+            mean = statistics.mean(f["mean"] for f in same) if same else 0.0
+            spread = statistics.mean(f["deviation"] for f in same) if same else 0.0
+            cells.append(f"{mean:.2f} ± {spread:.2f}" if same else "–")
+        lines.append(f"| {data} | {rows} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run all, write the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--data-dir", default=None, help="folder with uci/NAME.parquet")
+    parser.add_argument("--data", nargs="+", choices=list(PROBLEMS), default=list(PROBLEMS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--draws", type=int, default=DRAWS)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--tables", type=Path, default=Path("docs/results"))
+    parser.add_argument("--page", type=Path, default=Path("docs/results.md"))
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    found: list[dict[str, Any]] = []
+    for name in options.data:
+        for seed in options.seeds:
+            subset = SUBSET.get(name)
+            data = load(name, data_dir=options.data_dir, subset=subset, seed=seed)
+            found += one(name, seed, data, options.rows, options.draws)
+    write_csv(options.tables / "anchor_choice.csv", found)
+    text = f"{as_markdown(found)}\n\n{machine()}"
+    print(text)
+    if options.page.exists():
+        insert(options.page, "anchor_choice", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""``evigrad bounds``: bounds along a hyperparameter, on one's own data and network."""
+
+from typing import Any, Literal
+
+from jsonargparse import Namespace
+
+from evigrad.cli.experiments import (
+    PLACE_OF_TRAINING,
+    PLACE_TYPES,
+    place_from,
+    place_of,
+    reproduce,
+    training_options,
+)
+from evigrad.cli.parser import Options, Parser
+from evigrad.cli.train import add_training
+from evigrad.errors import ConfigurationError
+from evigrad.estimators import EstimatorSpec
+from evigrad.experiments import Experiment, make_experiment
+from evigrad.invariances import GENERATORS
+
+SUMMARY = "Draw bounds along a hyperparameter (Figures 3 to 6 of the paper)"
+
+_DESCRIPTION = """\
+Train a network once, with --estimator, and evaluate bounds on its log evidence along one
+hyperparameter, the weights being fixed, as in Figures 3 to 6 of the paper: the mean over all blocks
+of a partition and its standard error. All other options are those of evigrad train.
+
+examples:
+  evigrad bounds --subset 200
+  evigrad bounds --curves full-N-C kfac-N-C diag-N-C --log-grid --start 0.01 --stop 100
+  evigrad bounds --data mnist:rotated180 --subset 250 --model mininet --invariance rotation \\
+      --along rotation --start 0 --stop 3.14159 --no-log-grid"""
+
+CURVES = ("ntk-10-C", "ntk-50-C", "ntk-100-C")
+_TYPES: dict[str, Any] = {
+    "along": Literal[("precision", *GENERATORS)],  # type: ignore[valid-type]
+    "start": float,
+    "stop": float,
+    "points": int,
+    "log_grid": bool,
+}
+
+
+def make_parser() -> Parser:
+    """The options of ``evigrad bounds``.
+
+    Returns:
+        The parser.
+    """
+    parser = Parser(description=_DESCRIPTION, usage="evigrad bounds [options]")
+    group = parser.add_argument_group("what to draw")
+    group.add_argument(
+        "--curves",
+        type=str,
+        nargs="+",
+        default=list(CURVES),
+        metavar="NAME",
+        help="Estimators, a curve for each.",
+    )
+    group.add_argument(
+        "--seeds", type=int, nargs="+", default=[0], metavar="N",
+        help="Each is a training of its own.",
+    )  # fmt: skip
+    options = Options(parser)
+    options.add_group("along what", experiment, tuple(_TYPES), _TYPES)
+    options.add_group("where", place_of, PLACE_OF_TRAINING, PLACE_TYPES)
+    add_training(options)
+    return parser
+
+
+def experiment(
+    training: dict[str, Any],
+    curves: list[str],
+    seeds: list[int],
+    along: str = "precision",
+    start: float = 1e-4,
+    stop: float = 1e4,
+    points: int = 33,
+    log_grid: bool = True,
+) -> Experiment:
+    """The experiment that options describe.
+
+    Args:
+        training: Options of the training.
+        curves: Names of estimators.
+        seeds: Each is a training of its own.
+        along: The hyperparameter: precision, one prior precision for all weights, or the range of
+            a random transform, as rotation.
+        start: Its first value.
+        stop: Its last value.
+        points: How many values.
+        log_grid: Whether they are evenly spaced on a logarithmic scale.
+
+    Returns:
+        The experiment.
+
+    Raises:
+        ConfigurationError: If there is no curve to draw.
+    """
+    names = list(dict.fromkeys(EstimatorSpec.parse(name).name for name in curves))
+    if not names or not seeds:
+        raise ConfigurationError("Name an estimator or more to draw a curve of, and a seed.")
+    where = f"{training['model']} on {training['data']}"
+    panel = {
+        "title": where,
+        "axis": "prior precision" if along == "precision" else f"range of {along}",
+        "hyperparameter": along,
+        "grid": {"start": start, "stop": stop, "count": points, "log": log_grid},
+        "training": {},
+    }
+    content = {
+        "kind": "bounds",
+        "title": f"Bounds along {along}, {where}",
+        "seeds": seeds,
+        "training": training,
+        "panels": {along: panel},
+        "curves": {name: name for name in names},
+    }
+    folder = f"bounds-{along}-{training['data']}-{training['model']}"
+    return make_experiment(folder.replace("/", "-").replace(":", "-"), content, preset="")
+
+
+def run(parser: Parser, options: Namespace) -> int:
+    """Draw as the options say.
+
+    Args:
+        parser: The parser of the options.
+        options: The options.
+
+    Returns:
+        The exit code.
+    """
+    grid = {name: options[name] for name in _TYPES}
+    made = experiment(training_options(options), options.curves, options.seeds, **grid)
+    return reproduce(made, place_from(options), options.jobs)

@@ -1,0 +1,130 @@
+"""What the commands that run experiments have in common: their options, and running one."""
+
+import time
+from typing import Any
+
+import torch
+from jsonargparse import Namespace
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from evigrad.cli.messages import results_console, show
+from evigrad.cli.setup import INVARIANCE, NETWORK
+from evigrad.cli.train import FIT_TYPES
+from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.experiments import Experiment, Place, Store, jobs_of, missing, present, run
+
+PLACE_TYPES: dict[str, Any] = {
+    "results": str,
+    "jobs": int,
+    "data_dir": str | None,
+    "device": str,
+    "threads": int | None,
+}
+# Beside the options of a training, which name the folder of the data already.
+PLACE_OF_TRAINING = ("results", "jobs", "device", "threads")
+
+
+def place_of(
+    results: str = "results",
+    jobs: int = 1,
+    data_dir: str | None = None,
+    device: str = "auto",
+    threads: int | None = None,
+) -> Place:
+    """Where experiments run.
+
+    Args:
+        results: Folder of all results, by what they are results of: nothing is run twice, what was
+            interrupted goes on, and the folder can be moved.
+        jobs: Runs side by side, each in a process of its own. What measures time runs alone.
+        data_dir: Folder with NAME_train.parquet and NAME_test.parquet. Default: the environment
+            variable EVIGRAD_DATA.
+        device: Where to compute: cpu, cuda, or auto (cuda if there is one).
+        threads: CPU threads of each run. Default: the cores, divided by the runs side by side.
+
+    Returns:
+        The place.
+
+    Raises:
+        ConfigurationError: If a number makes no sense.
+    """
+    for name, value in (("jobs", jobs), ("threads", threads)):
+        if value is not None and value < 1:
+            raise ConfigurationError(f"{name} must be at least 1, not {value}.")
+    each = threads or max(1, torch.get_num_threads() // jobs)
+    return Place(Store(results), data_dir, device, each)
+
+
+def place_from(options: Namespace) -> Place:
+    """The place that options name.
+
+    Args:
+        options: With those of ``PLACE_TYPES``.
+
+    Returns:
+        The place.
+    """
+    return place_of(**{name: options[name] for name in PLACE_TYPES})
+
+
+def training_options(options: Namespace) -> dict[str, Any]:
+    """Those of a training among the options of a command.
+
+    Args:
+        options: Of a command with ``evigrad.cli.train.add_training``.
+
+    Returns:
+        Name to value.
+    """
+    known = {*NETWORK, *INVARIANCE, *FIT_TYPES} - {*PLACE_TYPES, "progress"}
+    return {name: options[name] for name in known if name in options}
+
+
+def reproduce(experiment: Experiment, place: Place, processes: int) -> int:
+    """Run what is missing of an experiment, draw its figure, print its table.
+
+    Args:
+        experiment: Any.
+        place: Where.
+        processes: Runs side by side.
+
+    Returns:
+        The exit code: 1 where a run failed.
+    """
+    jobs = jobs_of(experiment)
+    left = missing(jobs, place)
+    preset = f", {experiment.preset}" if experiment.preset else ""
+    show("note", f"{experiment.name}{preset}: {experiment.title}")
+    show("note", f"{len(jobs) - len(left)} of {len(jobs)} jobs are done, in {place.store.path}")
+    start = time.perf_counter()
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(experiment.name, total=len(left))
+
+        def tell(words: str, over: int, count: int) -> None:
+            bar.update(task, completed=over)
+            line = f"[{over}/{count}] {words}"
+            bar.console.print(line, markup=False, highlight=False, soft_wrap=True, style="dim")
+
+        failures = run(jobs, place, processes, tell)
+    for failure in failures:
+        show("warning", f"{failure.job.kind} {failure.job.label} failed: {failure.reason}")
+    if left:
+        show("note", f"{len(left) - len(failures)} jobs in {time.perf_counter() - start:.0f} s")
+    try:
+        shown = present(experiment, place.store)
+    except EvigradError as error:
+        show("error", str(error))
+        return 1
+    results_console().print(shown.table, markup=False, highlight=False, soft_wrap=True)
+    for remark in shown.remarks:
+        show("note", remark)
+    show("note", f"Figure, tables and summary: {shown.folder}")
+    return 1 if failures else 0

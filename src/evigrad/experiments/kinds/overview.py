@@ -1,0 +1,205 @@
+"""The bounds and how they come from each other, with where each lives in the code (Figure 2)."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from evigrad.drawing import LIGHT, new_figure
+from evigrad.experiments.cases import Case, Row
+from evigrad.experiments.definition import Experiment
+from evigrad.experiments.tables import Column, Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Box:
+    """A bound in the overview.
+
+    Attributes:
+        title: In words.
+        formula: What takes the place of ℓ(I) in the log evidence.
+        names: Its estimators.
+        source: What it follows from.
+        code: Where it lives, under ``src/evigrad``.
+        place: Column and row in the figure.
+        is_bound: Whether theory guarantees it.
+        is_new: Whether the paper does not have it.
+    """
+
+    title: str
+    formula: str
+    names: str
+    source: str
+    code: str
+    place: tuple[int, int]
+    is_bound: bool = True
+    is_new: bool = False
+
+
+BOXES = {
+    "exact": Box(
+        "linearised Laplace",
+        r"$\ell(I)=\log|P_0^{-1}H+1|=\log|S+1|$",
+        "full-N-C = ntk-N-C",
+        "equation 4; the kernel form is its dual",
+        "curvature/full.py, ntk.py",
+        (1, 2),
+    ),
+    "blocks": Box(
+        "blocks of parameters",
+        r"$\Sigma_b\,\log|H_{bb}/P_{0,b}+1|$",
+        "blockdiag-N-C, diag-N-C",
+        "Theorem 1",
+        "curvature/block_diagonal.py, diagonal.py",
+        (0, 1),
+    ),
+    "kfac": Box(
+        "Kronecker factors",
+        r"$\Sigma_b\,\log|A_b\otimes G_b/P_{0,b}+1|$",
+        "kfac-N-C",
+        "an approximation",
+        "curvature/kfac.py",
+        (0, 0),
+        is_bound=False,
+    ),
+    "subsets": Box(
+        "subsets of data",
+        r"$\Sigma_m\,\ell(B_m)$, estimated by $M\,\ell(B_m)$",
+        "ntk-m-C",
+        "Theorem 2",
+        "partitions.py, curvature/ntk.py",
+        (2, 1),
+    ),
+    "outputs": Box(
+        "and of outputs",
+        r"rows $(n,d)$ of one or some outputs $d$",
+        "ntk-m-1, ntk-m-k, …-iid, …-grouped",
+        "Theorem 2; guaranteed by the roots fisher, eigen",
+        "partitions.py, likelihoods/roots.py",
+        (2, 0),
+    ),
+    "anchored": Box(
+        "given anchors",
+        r"$\ell(Z)+\Sigma_m\,\ell(B_m|Z)$",
+        "ntk-k-rows-anchored",
+        "conditioning never increases an entropy",
+        "anchors/, curvature/conditional.py",
+        (1, 1),
+        is_new=True,
+    ),
+    "doubly": Box(
+        "both partitions",
+        r"$\Sigma_m\,\Sigma_b\,\log|H_{bb}^{(m)}/P_{0,b}+1|$",
+        "blockdiag-m-C, diag-m-C, kfac-m-1, …",
+        "Theorem 3 and the doubly lower bound",
+        "curvature/ × partitions.py",
+        (1, 0),
+    ),
+}
+ARROWS = (
+    ("exact", "blocks"),
+    ("exact", "anchored"),
+    ("exact", "subsets"),
+    ("anchored", "subsets"),
+    ("blocks", "kfac"),
+    ("blocks", "doubly"),
+    ("subsets", "doubly"),
+    ("subsets", "outputs"),
+)
+_WIDTH, _HEIGHT = 0.92, 0.74
+
+
+def cases(experiment: Experiment) -> list[Case]:
+    """Nothing is run.
+
+    Args:
+        experiment: Of this kind.
+
+    Returns:
+        No cases.
+    """
+    return []
+
+
+def figure(experiment: Experiment, rows: list[Row]) -> "Figure":
+    """A box for each bound, and arrows to what is looser.
+
+    Args:
+        experiment: Of this kind.
+        rows: None.
+
+    Returns:
+        The figure.
+    """
+    drawn = new_figure(11.5, 4.9)
+    axes = drawn.add_subplot()
+    axes.set_axis_off()
+    for box in BOXES.values():
+        _draw(axes, box)
+    for start, end in ARROWS:
+        (x0, y0), (x1, y1) = BOXES[start].place, BOXES[end].place
+        across, down = x1 - x0, y1 - y0
+        begin = (x0 + across * _WIDTH / 2, y0 + down * _HEIGHT / 2)
+        stop = (x1 - across * _WIDTH / 2, y1 - down * _HEIGHT / 2)
+        style = {"arrowstyle": "-|>", "color": LIGHT.muted, "linewidth": 1.2}
+        axes.annotate("", xy=stop, xytext=begin, arrowprops=style)
+    axes.text(
+        0,
+        2,
+        "Arrows lead to a looser bound on the log evidence.\nDashed: theory guarantees no bound."
+        "\nShaded: not in the paper.",
+        ha="center",
+        va="center",
+        fontsize=9,
+        color=LIGHT.muted,
+    )
+    axes.set_xlim(-0.55, 2.55)
+    axes.set_ylim(-0.5, 2.5)
+    return drawn
+
+
+def _draw(axes: object, box: Box) -> None:
+    from matplotlib.axes import Axes
+    from matplotlib.patches import FancyBboxPatch
+
+    assert isinstance(axes, Axes)
+    x, y = box.place
+    patch = FancyBboxPatch(
+        (x - _WIDTH / 2, y - _HEIGHT / 2),
+        _WIDTH,
+        _HEIGHT,
+        boxstyle="round,pad=0,rounding_size=0.05",
+        linewidth=1.4,
+        linestyle="-" if box.is_bound else (0, (4, 2)),
+        edgecolor=LIGHT.lines[0],
+        facecolor="#e4eef6" if box.is_new else LIGHT.paper,
+    )
+    axes.add_patch(patch)
+    lines: tuple[tuple[float, str, dict[str, Any]], ...] = (
+        (0.26, box.title, {"fontsize": 11, "weight": "bold"}),
+        (0.12, box.formula, {"fontsize": 10}),
+        (-0.01, box.names, {"fontsize": 9, "family": "monospace", "color": LIGHT.lines[0]}),
+        (-0.14, box.source, {"fontsize": 8}),
+        (-0.26, box.code, {"fontsize": 8, "family": "monospace", "color": LIGHT.muted}),
+    )
+    for shift, text, style in lines:
+        axes.text(x, y + shift, text, ha="center", va="center", **style)
+
+
+def table(experiment: Experiment, rows: list[Row]) -> Table:
+    """The same in a table.
+
+    Args:
+        experiment: Of this kind.
+        rows: None.
+
+    Returns:
+        A row for each bound.
+    """
+    columns = ["bound", "estimators", "follows from", "guaranteed", "code, under src/evigrad"]
+    cells = [
+        [box.title, f"`{box.names}`", box.source, "yes" if box.is_bound else "no", f"`{box.code}`"]
+        for box in BOXES.values()
+    ]
+    return Table([Column(name) for name in columns], cells)

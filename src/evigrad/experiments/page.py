@@ -1,0 +1,121 @@
+"""A page of all experiments that were run, made from their results."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from evigrad.errors import ConfigurationError
+from evigrad.experiments.definition import PAPER, Experiment, paper_experiments, read_experiment
+from evigrad.experiments.present import SUMMARY, present, shown_in
+from evigrad.experiments.store import Store
+from evigrad.training.files import replacing
+
+PRESETS = (PAPER, "small", "tiny")
+BEGIN, END = "<!-- experiments -->", "<!-- end experiments -->"
+_IMAGES = "images/experiments"
+
+
+def write_page(page: Path, store: Store, presets: tuple[str, ...] = (PAPER, "small")) -> list[str]:
+    """Put all that was run into a page of Markdown, and its figures beside it.
+
+    Args:
+        page: The file. What stands between its markers is replaced; without such, or without the
+            file, they come to its end.
+        store: Results.
+        presets: Which are shown.
+
+    Returns:
+        Names of the experiments that are shown.
+
+    Raises:
+        ConfigurationError: If the page cannot be written.
+    """
+    parts, shown, left = [], [], []
+    for name in paper_experiments():
+        found = []
+        for preset in presets:
+            experiment = _read(name, preset)
+            if experiment is None or not _was_run(experiment, store):
+                continue
+            found.append(_section(experiment, store, page.parent))
+        if found:
+            shown.append(name)
+            parts += found
+        else:
+            experiment = read_experiment(name)
+            left.append(f"`{name}` ({experiment.shows or experiment.title})")
+    if left:
+        parts.append("### Not run\n\n" + _sentence(left) + "\n")
+    text = "\n".join(parts)
+    before, after = "", ""
+    if page.exists():
+        before, found_begin, rest = page.read_text(encoding="utf-8").partition(BEGIN + "\n")
+        _, found_end, after = rest.partition(END)
+        if not (found_begin and found_end):
+            before, after = before.rstrip("\n") + "\n\n", "\n"
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(page) as file:
+            file.write(f"{before}{BEGIN}\n{text}{END}{after or ''}".encode())
+    except OSError as error:
+        raise ConfigurationError(f"{page} cannot be written: {error.strerror}.") from error
+    return shown
+
+
+def _read(name: str, preset: str) -> Experiment | None:
+    try:
+        return read_experiment(name, preset)
+    except ConfigurationError:
+        return None
+
+
+def _was_run(experiment: Experiment, store: Store) -> bool:
+    """Whether it was shown before: some of its jobs may be those of another one."""
+    return (shown_in(experiment, store) / SUMMARY).exists()
+
+
+def _section(experiment: Experiment, store: Store, folder: Path) -> str:
+    shown = present(experiment, store)
+    summary = json.loads((shown.folder / SUMMARY).read_text(encoding="utf-8"))
+    title = f"### {experiment.title}"
+    command = f"evigrad reproduce {experiment.name}"
+    command += "" if experiment.preset == "small" else f" --preset {experiment.preset}"
+    done, total = summary["jobs"]
+    lines = [title, "", f"    {command}", "", experiment.caption]
+    if shown.figure is not None:
+        stem = f"{experiment.name}-{experiment.preset}.png"
+        target = folder / _IMAGES / stem
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(shown.figure, target)
+        lines += ["", f"![{experiment.title}]({_IMAGES}/{stem})"]
+    lines += ["", shown.table, ""]
+    lines += [f"- {remark}" for remark in shown.remarks]
+    seeds = ", ".join(map(str, summary["seeds"]))
+    lines += [
+        f"- The paper's: {experiment.shows}. Preset `{experiment.preset}`, seeds {seeds}.",
+        f"- Settings: {_settings(experiment.take('training', {}))}.",
+        f"- {'; '.join(summary['machines'])}; {_dates(summary['dates'])};"
+        f" {summary['seconds'] / 60:.0f} minutes of runs.",
+    ]
+    if done < total:
+        lines.append(f"- {done} of {total} jobs are done.")
+    if differs := experiment.content.get("differs"):
+        lines.append(f"- Where it differs from the paper: {' '.join(differs.split())}")
+    return "\n".join(lines) + "\n"
+
+
+def _settings(options: Mapping[str, Any]) -> str:
+    text = yaml.safe_dump(dict(options), default_flow_style=True, width=10**6, sort_keys=False)
+    return "`" + text.strip().strip("{}") + "`"
+
+
+def _dates(dates: list[str]) -> str:
+    return dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+
+
+def _sentence(names: list[str]) -> str:
+    return ", ".join(names) + "."

@@ -1,0 +1,110 @@
+"""The jobs of cases: trainings, and what is done with the trained networks."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from evigrad.errors import ConfigurationError
+from evigrad.experiments.configuration import resolved
+from evigrad.experiments.jobs import Job
+
+BASELINES = ("map", "augerino")
+
+
+def training(*options: Mapping[str, Any], seed: int) -> Job:
+    """A training.
+
+    Args:
+        *options: Of ``evigrad train``; later ones replace earlier ones.
+        seed: Of data, weights, and all that is random.
+
+    Returns:
+        Its job.
+    """
+    together = {name: value for part in options for name, value in part.items()}
+    config = resolved({**together, "seed": seed})
+    words = [config["estimator"] or "map", config["data"], config["model"]]
+    if config["subset"] is not None:
+        words.insert(2, f"{config['subset']} data")
+    return Job("train", config, label=", ".join([*words, f"seed {seed}"]))
+
+
+def evaluation(of: Job, estimator: str | None = None, blocks: int | None = None) -> Job:
+    """The log evidence of a trained network.
+
+    Args:
+        of: The training.
+        estimator: Default: its own.
+        blocks: Of a partition, at most; None for all.
+
+    Returns:
+        The job.
+    """
+    name = estimator or of.config["estimator"]
+    config = {"estimator": name, "blocks": blocks, "seed": of.config["seed"]}
+    return Job("evaluate", config, of, f"{name} of {of.label}")
+
+
+def timing(of: Job, repeats: int = 5) -> Job:
+    """The time of an estimate with its gradient by a training's own estimator.
+
+    Args:
+        of: The training.
+        repeats: How often, at most.
+
+    Returns:
+        The job.
+    """
+    return Job("time", {"repeats": repeats}, of, of.label)
+
+
+def curve(
+    of: Job, estimator: str, hyperparameter: str, grid: list[float], blocks: int | None
+) -> Job:
+    """A bound along a hyperparameter, for the weights of a training.
+
+    Args:
+        of: The training.
+        estimator: The bound.
+        hyperparameter: ``precision``, or the name of a range.
+        grid: Its values.
+        blocks: Of a partition, at most; None for all.
+
+    Returns:
+        The job.
+    """
+    config = {
+        "estimator": estimator,
+        "hyperparameter": hyperparameter,
+        "grid": grid,
+        "blocks": blocks,
+        "seed": of.config["seed"],
+    }
+    return Job("curve", config, of, f"{estimator} along {hyperparameter}, {of.label}")
+
+
+def grid_of(settings: Mapping[str, Any]) -> list[float]:
+    """Values from the words of a file.
+
+    Args:
+        settings: ``start``, ``stop``, ``count``, and ``log`` for a logarithmic grid.
+
+    Returns:
+        The values, with six digits.
+
+    Raises:
+        ConfigurationError: If one of them is missing or makes no sense.
+    """
+    try:
+        start, stop = float(settings["start"]), float(settings["stop"])
+        count, log = int(settings["count"]), bool(settings.get("log", False))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"A grid has start, stop, count, and log: yes or no, not {dict(settings)}."
+        ) from error
+    if count < 2 or not math.isfinite(start) or not start < stop or (log and start <= 0):
+        raise ConfigurationError(f"There is no grid of {dict(settings)}.")
+    values = np.geomspace(start, stop, count) if log else np.linspace(start, stop, count)
+    return [float(f"{value:.6g}") for value in values]

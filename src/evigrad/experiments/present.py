@@ -1,0 +1,197 @@
+"""What is shown of an experiment: its figure, its table, how much of it is done."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from evigrad.drawing import save
+from evigrad.errors import ConfigurationError
+from evigrad.experiments.cases import rows_of
+from evigrad.experiments.definition import Experiment
+from evigrad.experiments.jobs import Job, distinct
+from evigrad.experiments.kinds import kind_of
+from evigrad.experiments.store import Store, write_json
+from evigrad.training.files import replacing
+
+# Seconds of ``_yardstick`` on the machine whose seconds the files tell.
+_REFERENCE = 0.30
+
+SUMMARY = "summary.json"
+
+
+@dataclass(frozen=True)
+class State:
+    """How much of an experiment is done.
+
+    Attributes:
+        done: Jobs with a result.
+        begun: Jobs without one that something was done for.
+        total: Jobs in all.
+        spent: Seconds of those that are done.
+        left: Seconds that the others are expected to take one after the other; None if nothing is
+            known of them.
+    """
+
+    done: int
+    begun: int
+    total: int
+    spent: float
+    left: float | None
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The files of an experiment.
+
+    Attributes:
+        folder: Where they are.
+        figure: As PNG; None for a table alone.
+        table: As Markdown.
+        remarks: What theory demands and whether it holds.
+        state: How much was done.
+    """
+
+    folder: Path
+    figure: Path | None
+    table: str
+    remarks: Sequence[str]
+    state: State
+
+
+def jobs_of(experiment: Experiment) -> list[Job]:
+    """All jobs of an experiment.
+
+    Args:
+        experiment: Any.
+
+    Returns:
+        Each once, with what it needs before it.
+    """
+    cases = kind_of(experiment).cases(experiment)
+    return distinct([job for case in cases for job in case.jobs.values()])
+
+
+def state_of(experiment: Experiment, store: Store, speed: float = 1.0) -> State:
+    """How much of an experiment is done.
+
+    Args:
+        experiment: Any.
+        store: Results.
+        speed: Of this machine, over that of the files' seconds.
+
+    Returns:
+        The state.
+    """
+    jobs = jobs_of(experiment)
+    results = {job.id: store.result(job) for job in jobs}
+    spent = [r["job_seconds"] for r in results.values() if r is not None]
+    missing = [job for job in jobs if results[job.id] is None]
+    told = experiment.content.get("seconds")
+    left = 0.0 if not missing else None
+    if missing and told is not None:
+        left = float(told) * len(missing) / len(jobs) / speed
+    return State(
+        done=len(jobs) - len(missing),
+        begun=sum(store.is_begun(job) for job in missing),
+        total=len(jobs),
+        spent=float(sum(spent)),
+        left=left,
+    )
+
+
+def machine_speed() -> float:
+    """Speed of this machine over that of the files' seconds, from a third of a second of work.
+
+    Returns:
+        Above 1 for a faster machine.
+    """
+    _yardstick()
+    return _REFERENCE / min(_yardstick() for _ in range(3))
+
+
+def _yardstick() -> float:
+    before = torch.get_num_threads()
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(64, 8, 28, 28, generator=generator)
+    kernel = torch.randn(16, 8, 5, 5, generator=generator)
+    matrix = torch.randn(600, 600, generator=generator)
+    torch.set_num_threads(1)
+    try:
+        start = time.perf_counter()
+        for _ in range(10):
+            torch.nn.functional.conv2d(images, kernel)
+            torch.mm(matrix, matrix)
+        return time.perf_counter() - start
+    finally:
+        torch.set_num_threads(before)
+
+
+def shown_in(experiment: Experiment, store: Store) -> Path:
+    """The folder of an experiment's figure and tables.
+
+    Args:
+        experiment: Any.
+        store: Results.
+
+    Returns:
+        A folder of it.
+    """
+    # The preset is empty for an experiment without any.
+    return store.path / "shown" / experiment.name / experiment.preset
+
+
+def present(experiment: Experiment, store: Store) -> Shown:
+    """Draw what is known of an experiment, and write its table.
+
+    Args:
+        experiment: Any.
+        store: Results; the files go into a folder of it.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigurationError: If there is no result as yet.
+    """
+    kind = kind_of(experiment)
+    cases = kind.cases(experiment)
+    rows = rows_of(cases, store)
+    if cases and not rows:
+        raise ConfigurationError(f"Nothing of {experiment.name} ({experiment.preset}) is done.")
+    folder = shown_in(experiment, store)
+    folder.mkdir(parents=True, exist_ok=True)
+    table = kind.table(experiment, rows)
+    for ending, text in (
+        ("md", table.markdown() + "\n"),
+        ("csv", table.csv()),
+        ("tex", table.latex()),
+    ):
+        with replacing(folder / f"table.{ending}") as file:
+            file.write(text.encode("utf-8"))
+    picture = None
+    if kind.figure is not None:
+        figure = kind.figure(experiment, rows)
+        picture = save(figure, folder / "figure.png")
+        figure.savefig(folder / "figure.pdf")
+    state = state_of(experiment, store)
+    remarks = [] if kind.remarks is None else kind.remarks(experiment, rows)
+    results = [store.result(job) for job in jobs_of(experiment)]
+    known = [result for result in results if result is not None]
+    write_json(
+        folder / SUMMARY,
+        {
+            "name": experiment.name,
+            "preset": experiment.preset,
+            "shows": experiment.shows,
+            "seeds": list(experiment.seeds),
+            "jobs": [state.done, state.total],
+            "seconds": state.spent,
+            "machines": sorted({result["machine"] for result in known}),
+            "dates": sorted({result["date"] for result in known}),
+            "remarks": remarks,
+        },
+    )
+    return Shown(folder, picture, table.markdown(), remarks, state)

@@ -1,0 +1,212 @@
+"""Tables, figures and pages."""
+
+import csv
+import io
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_experiments import TRAINING, bounds, place_in
+
+import evigrad
+from evigrad.errors import ConfigurationError
+from evigrad.estimators import EstimatorSpec
+from evigrad.experiments import Experiment, make_experiment, present, read_experiment, run
+from evigrad.experiments.cases import Case, Mean, rows_of
+from evigrad.experiments.figures import pareto_front
+from evigrad.experiments.jobs import Job
+from evigrad.experiments.kinds import KINDS, kind_of, overview
+from evigrad.experiments.kinds.selection import rank_correlation
+from evigrad.experiments.page import BEGIN, END, write_page
+from evigrad.experiments.present import jobs_of
+from evigrad.experiments.store import Store
+from evigrad.experiments.tables import Column, Table
+
+NAN = math.nan
+
+
+def test_the_best_is_bold_with_all_that_overlaps():
+    columns = [Column("method"), Column("score", 2, best="high"), Column("cost", 1, best="low")]
+    rows = [
+        ["a", Mean(1.00, 0.10, 3), Mean(5.0, NAN, 1)],
+        ["b", Mean(0.85, 0.06, 3), Mean(4.0, NAN, 1)],
+        ["c", Mean(0.50, 0.10, 3), None],
+        ["other", Mean(0.10, 0.01, 3), Mean(9.0, NAN, 1)],
+        ["another", Mean(NAN, NAN, 3), Mean(8.0, NAN, 1)],
+    ]
+    table = Table(columns, rows, ["x", "x", "x", "y", "y"])
+    lines = table.markdown().splitlines()
+    assert lines[2] == "| a | **1.00 ± 0.10** | 5.0 |"
+    assert lines[3] == "| b | **0.85 ± 0.06** | **4.0** |"
+    assert lines[4] == "| c | 0.50 ± 0.10 | – |"
+    assert lines[5] == "| other | 0.10 ± 0.01 | 9.0 |"
+    assert lines[6] == "| another | – | **8.0** |"
+    latex = table.latex()
+    assert r"\textbf{1.00 {\scriptsize$\pm$} 0.10}" in latex
+    assert latex.count(r"\midrule") == 2 and latex.count(r"\\") == 6
+    cells = list(csv.reader(io.StringIO(table.csv())))
+    assert cells[0] == ["method", "score", "score, error", "cost", "cost, error"]
+    assert cells[1] == ["a", "1", "0.1", "5", ""]
+    assert cells[3] == ["c", "0.5", "0.1", "", ""]
+
+
+def test_percent_is_escaped_in_latex():
+    table = Table([Column("name"), Column("accuracy, %", 1, 100.0)], [["a_b", 0.5]])
+    assert r"accuracy, \%" in table.latex() and r"a\_b & 50.0" in table.latex()
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=30))
+def test_the_frontier_is_what_nothing_beats(points):
+    front = pareto_front([(float(x), float(y)) for x, y in points])
+    chosen = [points[i] for i in front]
+    assert chosen == sorted(chosen)
+    for x, y in chosen:
+        assert not any((a <= x and b < y) or (a < x and b <= y) for a, b in points)
+    for x, y in points:
+        assert any(a <= x and b <= y for a, b in chosen)
+
+
+def test_rank_correlation():
+    assert rank_correlation([1.0, 2.0, 3.0], [10.0, 20.0, 30.0]) == 1
+    assert rank_correlation([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == -1
+    assert rank_correlation([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]) == pytest.approx(0.8)
+
+
+def test_rows_are_means_over_the_seeds_that_are_done(tmp_path):
+    store = Store(tmp_path)
+
+    def read(results):
+        return {"value": results["a"]["v"], "curve": [results["a"]["v"], 1.0]}
+
+    jobs = [Job("train", {"n": n}) for n in range(4)]
+    cases = [Case({"name": "x"}, n, {"a": job}, read) for n, job in enumerate(jobs)]
+    for job, value in zip(jobs[:3], (1.0, 2.0, 3.0), strict=True):
+        store.begin(job)
+        store.finish(job, {"v": value})
+    (row,) = rows_of(cases, store)
+    assert row["value"] == Mean(2.0, pytest.approx(1 / math.sqrt(3)), 3)
+    assert row["curve"].mean == [2.0, 1.0] and row["curve"].error[1] == 0.0
+
+
+def fake(experiment: Experiment, store: Store) -> None:
+    """A result for every job, as if it had been run."""
+    for number, job in enumerate(jobs_of(experiment)):
+        value = -1.0 - 0.01 * number
+        result: dict[str, Any] = {"job_seconds": 1.0, "machine": "none", "date": "2026-01-01"}
+        if job.kind == "train":
+            history = {"epoch": [1.0, 2.0], "value": [value, value + 0.1]}
+            names = ("log_evidence", "test_log_likelihood", "range/rotation")
+            result |= {
+                "test": {"log_likelihood": value, "accuracy": 0.5},
+                "history": dict.fromkeys(names, history),
+                "seconds": 10.0 + number,
+                "num_weights": 100 + number,
+            }
+        elif job.kind == "evaluate":
+            result |= {"per_datum": value}
+        elif job.kind == "curve":
+            grid = job.config["grid"]
+            result |= {"mean": [value - abs(x) for x in grid], "sem": [0.01] * len(grid)}
+        else:
+            result |= {"estimate_seconds": 0.1 * (1 + number % 7), "step_seconds": 0.05}
+        store.begin(job)
+        store.finish(job, result)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        *(("fig1", "small"), ("fig4", "paper"), ("fig7", "paper"), ("table1", "paper")),
+        *(("fig_train_invariance", "tiny"), ("model_selection", "small"), ("fig_grouped", "small")),
+    ],
+)
+def test_everything_can_be_shown(name, preset, tmp_path):
+    experiment = read_experiment(name, preset)
+    store = Store(tmp_path)
+    with pytest.raises(ConfigurationError, match="Nothing of"):
+        present(experiment, store)
+    fake(experiment, store)
+    shown = present(experiment, store)
+    assert shown.state.done == shown.state.total
+    assert (shown.figure is None) == (experiment.kind == "comparison")
+    if shown.figure is not None:
+        assert 10_000 < shown.figure.stat().st_size < 300_000
+    rows = rows_of(kind_of(experiment).cases(experiment), store)
+    body = shown.table.splitlines()[2:]
+    assert len(body) == len(rows) or experiment.kind == "comparison"
+    assert "nan" not in shown.table
+
+
+def test_every_kind_is_shown_somewhere():
+    kinds = {read_experiment(name).kind for name in ("fig1", "fig4", "fig7", "table1")}
+    kinds |= {read_experiment(name).kind for name in ("fig_train_prior", "model_selection")}
+    assert kinds == set(KINDS) - {"overview"}
+
+
+def test_the_overview_needs_no_runs(tmp_path):
+    shown = present(read_experiment("fig2", "small"), Store(tmp_path))
+    assert shown.figure is not None and shown.state.total == 0
+    source = Path(evigrad.__file__).parent
+    for box in overview.BOXES.values():
+        EstimatorSpec.parse(
+            box.names.split(",")[0].split(" ")[0].replace("-m-", "-5-").replace("-k-", "-5-")
+        )
+        for file in re.findall(r"[a-z_/]+\.py|anchors/", box.code):
+            assert (source / file).exists() or (source / "curvature" / file).exists(), file
+
+
+def test_the_papers_numbers_stand_beside_ours(tmp_path):
+    experiment, store = read_experiment("table1"), Store(tmp_path)
+    fake(experiment, store)
+    line = next(
+        line for line in present(experiment, store).table.splitlines() if "kfac-500-10" in line
+    )
+    assert "-1.31, -0.38, 88.6, 81 %" in line and "-3.95, -1.26, 67.9, 70 %" in line
+
+
+def test_an_ordering_that_does_not_hold_is_told(tmp_path):
+    experiment, store = bounds(), Store(tmp_path)
+    fake(experiment, store)  # each later curve is lower: ntk-10-C before ntk-N-C
+    (remark,) = present(experiment, store).remarks
+    assert "ntk-N-C lies below ntk-10-C at 3 of 3 points, by 0.01 nats" in remark
+
+
+def test_a_page_holds_what_was_run_and_names_the_rest(tmp_path):
+    store, page = Store(tmp_path / "results"), tmp_path / "docs" / "page.md"
+    fake(read_experiment("fig6", "small"), store)
+    assert write_page(page, store) == []  # nobody asked for one of these as yet
+    present(read_experiment("fig6", "small"), store)
+    assert write_page(page, store) == ["fig6"]
+    text = page.read_text()
+    assert "    evigrad reproduce fig6\n" in text and "Preset `small`, seeds 0, 1, 2" in text
+    assert "![" in text and (page.parent / "images/experiments/fig6-small.png").exists()
+    assert "### Not run" in text and "`table2` (Table 2)" in text and "`fig6` (" not in text
+    page.write_text(f"# Mine\n\n{BEGIN}\nold\n{END}\n\nafter\n")
+    write_page(page, store)
+    again = page.read_text()
+    assert again.startswith("# Mine\n\n") and again.endswith("\n\nafter\n") and "old" not in again
+    page.write_text("# Mine\n")
+    write_page(page, store)
+    assert page.read_text().startswith("# Mine\n\n" + BEGIN)
+
+
+def test_a_pareto_figure_of_real_runs(tmp_path):
+    content = {
+        "kind": "pareto",
+        "title": "Pareto",
+        "seeds": [0],
+        "training": TRAINING,
+        "estimators": ["ntk-10-1", "ntk-20-rows-anchored", "kfac-N-C"],
+        "judge": "ntk-N-C",
+    }
+    experiment, place = make_experiment("mine", content), place_in(tmp_path)
+    assert run(jobs_of(experiment), place) == []
+    shown = present(experiment, place.store)
+    assert [line.split(" | ")[0] for line in shown.table.splitlines()[2:]] == [
+        *("| ntk-10-1", "| ntk-20-rows-anchored", "| kfac-N-C")
+    ]
+    assert "On the frontier" in shown.remarks[0]

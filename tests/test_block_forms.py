@@ -1,0 +1,195 @@
+"""full and blockdiag by H and by the Grams of their rows: one number, whichever is cheaper."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from test_kept_passes import assert_follows
+from test_two_pass import M, assert_twins, convolutional, evidence_of, result, targets
+from torch import nn
+from zoo import CASES, OUTPUTS
+
+from evigrad import Evidence
+from evigrad.curvature import BlockDiagonal, BlockKernel, block_kernel
+from evigrad.invariances import AffineInvariance, Averaged
+from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from evigrad.priors import GaussianPrior
+
+GROUPS = {"front": ["0", "2"], "back": ["5"]}
+PARTITIONS: list[Any] = ["tensor", "module", GROUPS]
+
+
+@contextmanager
+def forced(by_rows: bool) -> Iterator[None]:
+    """Every ``full`` and ``blockdiag`` in one form; one graph is by H in any case."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_kernel, "is_cheaper", lambda *_: by_rows)
+        yield
+
+
+@pytest.fixture(params=[False, True], ids=["by H", "by rows"])
+def form(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Both forms in turn."""
+    with forced(request.param):
+        yield request.param
+
+
+def structure_of(evidence: Evidence) -> Any:
+    prepared = evidence._assembly.preparation.latest()
+    assert prepared is not None
+    return prepared.structure
+
+
+def convolved() -> tuple[nn.Module, torch.Tensor]:
+    x = torch.randn(M, 1, 7, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return Averaged(convolutional(), AffineInvariance(), num_samples=2).double(), x
+
+
+# ------------------------------------------------------------------ gradients in two passes
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("likelihood", [Categorical(), Gaussian([0.5, 1.0, 2.0]), Bernoulli()])
+@pytest.mark.parametrize("prior", ["scalar", "layerwise", "diagonal"])
+@pytest.mark.parametrize("structure", ["full", "blockdiag"])
+def test_every_likelihood_and_prior(structure: str, prior: str, likelihood: Likelihood) -> None:
+    model, x = CASES["linear"].build(M)
+    assert_twins(model, likelihood, x, f"{structure}-{M}-2", prior=prior, temperature=0.8)
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("rows", ["1", "C", "rows", "2-mc"])
+@pytest.mark.parametrize("partition", PARTITIONS, ids=["tensor", "module", "groups"])
+def test_every_partition_under_random_transforms(partition: Any, rows: str) -> None:
+    model, x = convolved()
+    names = {k: [f"model.{n}" for n in v] for k, v in GROUPS.items()}
+    chosen = names if isinstance(partition, dict) else partition
+    settings = {"parameter_partition": chosen, "prior": "scalar"}
+    assert_twins(model, Categorical(), x, f"blockdiag-{M}-{rows}", (3,), **settings)
+
+
+@pytest.mark.parametrize("outputs", ["1", "C", "rows"])
+@pytest.mark.parametrize("structure", ["full", "blockdiag"])
+def test_the_two_forms_give_the_same(structure: str, outputs: str) -> None:
+    """Also where one's own estimates alone are wanted, which take one pass."""
+    model, x = convolved()
+    y = targets(Categorical(), M)
+    found = []
+    for by_rows in (False, True):
+        with forced(by_rows):
+            evidence = evidence_of(model, Categorical(), f"{structure}-{M}-{outputs}")
+            found.append((result(evidence, x, y), evidence.estimate(x, y).log_evidence))
+            kind = BlockKernel if by_rows else BlockDiagonal
+            assert isinstance(structure_of(evidence), kind)
+            words = {report.curvature for report in evidence.describe()}
+            assert all(("by the Gram of its rows" in word) == by_rows for word in words)
+    (one, first), (other, second) = found
+    assert one[0] == pytest.approx(other[0], rel=1e-11)
+    assert first == pytest.approx(second, rel=1e-11)
+    for name, gradient in one[1].items():
+        torch.testing.assert_close(other[1][name], gradient, rtol=1e-8, atol=1e-10)
+
+
+# ------------------------------------------------------------------ passes that are kept
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("prior", ["scalar", "layerwise", "diagonal"])
+@pytest.mark.parametrize("partition", ["tensor", "module"])
+@pytest.mark.parametrize("micro_batch", [4, None])
+def test_steps_on_a_kept_pass(prior: str, partition: str, micro_batch: int | None) -> None:
+    for name in ("blockdiag-4-2", "blockdiag-N-C", "full-4-2"):
+        settings = {"prior": prior, "parameter_partition": partition, "micro_batch": micro_batch}
+        assert_follows(name, Gaussian(0.6), **settings)
+
+
+def test_a_kept_pass_holds_grams_alone() -> None:
+    model, x = CASES["linear"].build(M)
+    with forced(True):
+        evidence = Evidence(
+            model, Categorical(), GaussianPrior(), estimator="blockdiag-7-1", num_data=M
+        )
+        (block,) = evidence.blocks((x, targets(Categorical(), M))).take(1)
+        statistic = evidence.collect(block).statistic
+    assert not statistic.rows and not statistic.factors
+    assert len(statistic.grams) == len(evidence.weights())
+
+
+# ------------------------------------------------------------------ layers without rows
+
+
+@pytest.mark.usefixtures("form")
+def test_layers_without_rows() -> None:
+    """Wide layers on few data: each block's Gram from inputs and gradients alone."""
+    model, x = wide()
+    for name in ("blockdiag-7-1", "full-7-2"):
+        assert_twins(model, Categorical(), x, name)
+
+
+def wide() -> tuple[nn.Module, torch.Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+
+        class Wide(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.gate = nn.Parameter(torch.zeros(20))
+                self.body = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, OUTPUTS))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.body(x * self.gate.exp())
+
+        return Wide().double(), torch.randn(M, 20, dtype=torch.float64)
+
+
+# ------------------------------------------------------------------ which one is taken
+
+
+@pytest.mark.parametrize("name", ["blockdiag", "full"])
+def test_few_rows_of_many_weights_are_by_rows_for_any_number_of_data(name: str) -> None:
+    """The choice is that of the name; more or fewer data than that are as right as before."""
+    model, x = wide()
+    y = targets(Categorical(), M)
+    evidence = evidence_of(model, Categorical(), f"{name}-2-1", num_data=100)
+    (block,) = evidence.blocks((x.repeat(15, 1)[:100], y.repeat(15)[:100])).take(1)
+    evidence.estimate(block)
+    assert isinstance(structure_of(evidence), BlockKernel)
+    words = {report.name: report.curvature for report in evidence.describe()}
+    assert "by the Gram of its rows, contracted" in words["body.0.weight"]
+    with forced(False):
+        dense = evidence_of(model, Categorical(), f"{name}-2-1", num_data=100)
+        for data in (slice(0, 1), slice(0, 5), slice(0, 7)):
+            dense.generator.set_state(evidence.generator.get_state())
+            value = evidence.estimate(x[data], y[data]).log_evidence
+            assert value == pytest.approx(dense.estimate(x[data], y[data]).log_evidence, rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("blockdiag-2-C-hessian", {"precision": 50.0}),
+        ("full-2-C-hessian", {"precision": 50.0}),
+        ("blockdiag-2-1", {"gradient": "one-graph"}),
+        ("full-2-1", {"gradient": "one-graph"}),
+        ("blockdiag-2000-C", {"num_data": 2000}),
+        ("full-2000-C", {"num_data": 2000}),
+    ],
+)
+def test_exact_hessians_one_graph_and_many_rows_are_by_h(name: str, settings: Any) -> None:
+    model, x = wide()
+    evidence = evidence_of(model, Categorical(), name, **settings)
+    evidence.describe(x)
+    assert isinstance(structure_of(evidence), BlockDiagonal)
+
+
+def test_a_run_that_is_taken_up_chooses_alike() -> None:
+    model, x = wide()
+    y = targets(Categorical(), M)
+    evidence = evidence_of(model, Categorical(), "blockdiag-7-1")
+    evidence.backward(x, y)
+    other = evidence_of(model, Categorical(), "blockdiag-7-1")
+    other.load_state_dict(evidence.state_dict())
+    assert evidence.estimate(x, y) == other.estimate(x, y)
+    assert type(structure_of(evidence)) is type(structure_of(other))
