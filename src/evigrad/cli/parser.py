@@ -35,6 +35,8 @@ class Formatter(RawDescriptionHelpFormatter):
             return text
         if isinstance(action.default, bool):
             return f"{text} (default: {'yes' if action.default else 'no'})"
+        if isinstance(action.default, list):
+            return f"{text} (default: {' '.join(map(str, action.default))})"
         return f"{text} (default: %(default)s)"
 
 
@@ -229,9 +231,11 @@ def _option_names(parser: ArgumentParser) -> list[str]:
 def _metavar(name: str, kind: Any) -> str:
     """How the help shows a value."""
     text = str(kind)
-    if name.endswith("_dir"):
+    if name.endswith("_dir") or name == "results":
         return "DIR"
-    if name.endswith("_budget"):
+    if name == "page":
+        return "FILE"
+    if name == "memory_budget":
         return "BYTES"
     if "Literal" in text:
         return "|".join(["N"] * bool(re.search(r"\bint\b", text)) + re.findall(r"'([^']*)'", text))

@@ -125,7 +125,8 @@ _OWN_TYPES: dict[str, Any] = {
     "figures": bool,
 }
 _UNITS = " Ranges are in half images, radians, and natural logarithms of scales."
-_PRIOR = ("estimator", "step_budget", "likelihood", "prior", "precision")
+_ESTIMATOR = ("estimator", "step_budget")
+_PRIOR = (*_ESTIMATOR, "likelihood", "prior", "precision")
 _WEIGHTS = ("epochs", "batch_size", "optimizer", "lr", "lr_min", "momentum", "scalar_lr_factor")
 _HYPER = (
     *("burn_in", "every", "steps", "hyper_every", "hyper_steps", "prior_blocks", "prior_update"),
@@ -158,7 +159,7 @@ def add_training(options: Options, with_estimator: bool = True) -> None:
         options: Where they go.
         with_estimator: Whether the estimator is one of them.
     """
-    prior = _PRIOR if with_estimator else _PRIOR[1:]
+    prior = _PRIOR if with_estimator else tuple(n for n in _PRIOR if n not in _ESTIMATOR)
     options.add_group("what to train", set_up, NETWORK, SETUP_TYPES)
     options.add_group("invariance", set_up, INVARIANCE, SETUP_TYPES)
     options.add_group("prior and evidence", fit, prior, FIT_TYPES, {"likelihood": None}, FIT_WORDS)
