@@ -17,6 +17,7 @@ Mean and standard deviation of a draw over the exact.
 import argparse
 import statistics
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def choices(
     named = ("random", "k-centre", *(["score"] if data.is_classification else []))
     ways: dict[str, Any] = {each: each for each in named}
     for words, kernel in kernels.items():
-        ways[f"greedy, {words}"] = lambda scores, count, kernel=kernel: pivots(kernel, count)
+        ways[f"greedy, {words}"] = partial(greedy, kernel)
     return found | {w: (name, {"anchoring": Anchoring(choice=how)}) for w, how in ways.items()}
 
 
@@ -83,6 +84,13 @@ def kernels(evidence: Evidence, data: DataSet) -> dict[str, Tensor]:
         if name.startswith(f"{last}."):
             total["last layer"] = total["last layer"] + gram
     return {words: gram.double() for words, gram in total.items() if isinstance(gram, Tensor)}
+
+
+def greedy(kernel: Tensor, scores: Tensor, count: int) -> Tensor:
+    """``pivots`` among the rows that have scores: columns that are zero for certain have none."""
+    num_data, columns = scores.shape
+    rows = torch.arange(len(kernel)).reshape(num_data, -1)[:, :columns].flatten()
+    return pivots(kernel[rows][:, rows], count)
 
 
 def pivots(kernel: Tensor, count: int) -> Tensor:

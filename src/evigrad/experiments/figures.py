@@ -1,6 +1,7 @@
 """The figures of experiments: readable in print, and by the colour-blind."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,24 @@ class Styles:
         return dict(self._styles[name])
 
 
+def in_order(labels: Sequence[str], experiment: Experiment) -> list[str]:
+    """Labels as a legend has them.
+
+    Args:
+        labels: As they come, each several times maybe.
+        experiment: Says which are black, and whether the others are in the order of their sizes.
+
+    Returns:
+        Each once; what is black at the end.
+    """
+    reference = experiment.content.get("reference", [])
+    found = list(dict.fromkeys(labels))
+    others = [label for label in found if label not in reference]
+    if experiment.content.get("ordered", False):
+        others.sort(key=lambda label: [int(number) for number in re.findall(r"\d+", label)])
+    return others + [label for label in found if label in reference]
+
+
 def _shades(count: int) -> list[str]:
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
@@ -97,7 +116,7 @@ def bound_curves(experiment: Experiment, rows: list[Row]) -> "Figure":
     """
     panels = [name for name in experiment.take("panels") if _of(rows, "panel", name)]
     figure = new_figure(_PANEL[0] * len(panels) + 1.2, _PANEL[1])
-    labels = list(dict.fromkeys(row["label"] for row in rows))
+    labels = in_order([row["label"] for row in rows], experiment)
     reference = experiment.content.get("reference", [])
     styles = Styles(labels, reference, experiment.content.get("ordered", False))
     handles: dict[str, Any] = {}
@@ -126,8 +145,8 @@ def bound_curves(experiment: Experiment, rows: list[Row]) -> "Figure":
         axes.set_xlim(grid[0], grid[-1])
         _limit(axes, [row["log_evidence"].mean for row in drawn])
     figure.legend(
-        handles=list(handles.values()),
-        labels=[words(label) for label in handles],
+        handles=[handles[label] for label in labels if label in handles],
+        labels=[words(label) for label in labels if label in handles],
         loc="outside right upper",
         frameon=False,
         fontsize=9,
@@ -250,7 +269,7 @@ def lines(
         The figure.
     """
     figure = new_figure(3.6 * len(columns) + 1.6, 2.5 * len(quantities) + 0.3)
-    labels = list(dict.fromkeys(row["label"] for row in rows))
+    labels = in_order([row["label"] for row in rows], experiment)
     content = experiment.content
     styles = Styles(labels, content.get("reference", []), content.get("ordered", False))
     handles: dict[str, Any] = {}
@@ -273,8 +292,8 @@ def lines(
                 handles.setdefault(row["label"], line)
             axes.margins(x=0.02)
     figure.legend(
-        handles=list(handles.values()),
-        labels=[words(label) for label in handles],
+        handles=[handles[label] for label in labels if label in handles],
+        labels=[words(label) for label in labels if label in handles],
         loc="outside right upper",
         frameon=False,
         fontsize=9,
