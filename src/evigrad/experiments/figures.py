@@ -91,7 +91,8 @@ def in_order(labels: Sequence[str], experiment: Experiment) -> list[str]:
     found = list(dict.fromkeys(labels))
     others = [label for label in found if label not in reference]
     if experiment.content.get("ordered", False):
-        others.sort(key=lambda label: [int(number) for number in re.findall(r"\d+", label)])
+        # Without a number in it, all.
+        others.sort(key=lambda label: [*map(int, re.findall(r"\d+", label)), math.inf])
     return others + [label for label in found if label in reference]
 
 
