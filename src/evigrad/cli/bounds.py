@@ -7,13 +7,14 @@ from jsonargparse import Namespace
 from evigrad.cli.experiments import (
     PLACE_OF_TRAINING,
     PLACE_TYPES,
+    add_list,
     place_from,
     place_of,
     reproduce,
     training_options,
 )
 from evigrad.cli.parser import Options, Parser
-from evigrad.cli.train import add_training
+from evigrad.cli.train import add_training, folder_name
 from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from evigrad.experiments import Experiment, make_experiment
@@ -50,18 +51,8 @@ def make_parser() -> Parser:
     """
     parser = Parser(description=_DESCRIPTION, usage="evigrad bounds [options]")
     group = parser.add_argument_group("what to draw")
-    group.add_argument(
-        "--curves",
-        type=str,
-        nargs="+",
-        default=list(CURVES),
-        metavar="NAME",
-        help="Estimators, a curve for each.",
-    )
-    group.add_argument(
-        "--seeds", type=int, nargs="+", default=[0], metavar="N",
-        help="Each is a training of its own.",
-    )  # fmt: skip
+    add_list(group, "--curves", str, CURVES, "Estimators, a curve for each.")
+    add_list(group, "--seeds", int, [0], "Each is a training of its own.")
     options = Options(parser)
     options.add_group("along what", experiment, tuple(_TYPES), _TYPES)
     options.add_group("where", place_of, PLACE_OF_TRAINING, PLACE_TYPES)
@@ -117,8 +108,8 @@ def experiment(
         "panels": {along: panel},
         "curves": {name: name for name in names},
     }
-    folder = f"bounds-{along}-{training['data']}-{training['model']}"
-    return make_experiment(folder.replace("/", "-").replace(":", "-"), content, preset="")
+    folder = folder_name("bounds", along, training["data"], training["model"])
+    return make_experiment(folder, content, preset="")
 
 
 def run(parser: Parser, options: Namespace) -> int:

@@ -1,6 +1,7 @@
 """What the commands that run experiments have in common: their options, and running one."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,6 +80,26 @@ def training_options(options: Namespace) -> dict[str, Any]:
     """
     known = {*NETWORK, *INVARIANCE, *FIT_TYPES} - {*PLACE_TYPES, "progress"}
     return {name: options[name] for name in known if name in options}
+
+
+def add_list(group: Any, flag: str, kind: type, default: Sequence[Any] | None, words: str) -> None:
+    """Add an option that takes several values.
+
+    Args:
+        group: Where it goes.
+        flag: As ``--seeds``.
+        kind: Type of each value.
+        default: Values where there are none, or None.
+        words: Its description.
+    """
+    group.add_argument(
+        flag,
+        type=kind,
+        nargs="+",
+        default=None if default is None else list(default),
+        metavar="N" if kind is int else "NAME",
+        help=words,
+    )
 
 
 def reproduce(experiment: Experiment, place: Place, processes: int) -> int:

@@ -7,13 +7,14 @@ from jsonargparse import Namespace
 from evigrad.cli.experiments import (
     PLACE_OF_TRAINING,
     PLACE_TYPES,
+    add_list,
     place_from,
     place_of,
     reproduce,
     training_options,
 )
 from evigrad.cli.parser import Options, Parser
-from evigrad.cli.train import add_training
+from evigrad.cli.train import add_training, folder_name
 from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from evigrad.experiments import Experiment, make_experiment
@@ -47,18 +48,8 @@ def make_parser() -> Parser:
     """
     parser = Parser(description=_DESCRIPTION, usage="evigrad pareto [options]")
     group = parser.add_argument_group("what to compare")
-    group.add_argument(
-        "--estimators",
-        type=str,
-        nargs="+",
-        default=list(ESTIMATORS),
-        metavar="NAME",
-        help="Estimators.",
-    )
-    group.add_argument(
-        "--seeds", type=int, nargs="+", default=[0], metavar="N",
-        help="Each is a training of its own for each estimator.",
-    )  # fmt: skip
+    add_list(group, "--estimators", str, ESTIMATORS, "Estimators.")
+    add_list(group, "--seeds", int, [0], "Each is a training of its own for each estimator.")
     options = Options(parser)
     options.add_group("a common measure", experiment, tuple(_TYPES), _TYPES)
     options.add_group("where", place_of, PLACE_OF_TRAINING, PLACE_TYPES)
@@ -101,7 +92,7 @@ def experiment(
         "estimators": names,
         **({} if judge is None else {"judge": EstimatorSpec.parse(judge).name}),
     }
-    folder = f"pareto-{training['data']}-{training['model']}".replace("/", "-").replace(":", "-")
+    folder = folder_name("pareto", training["data"], training["model"])
     return make_experiment(folder, content, preset="")
 
 

@@ -8,7 +8,7 @@ from jsonargparse import Namespace
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from evigrad.cli.experiments import PLACE_TYPES, place_from, place_of, reproduce
+from evigrad.cli.experiments import PLACE_TYPES, add_list, place_from, place_of, reproduce
 from evigrad.cli.messages import results_console, show
 from evigrad.cli.parser import Options, Parser
 from evigrad.errors import ConfigurationError
@@ -55,14 +55,7 @@ def make_parser() -> Parser:
     )
     options = Options(parser)
     options.add_group("how much of it", chosen, tuple(_TYPES), _TYPES)
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        nargs="+",
-        default=None,
-        metavar="N",
-        help="Seeds in the place of the preset's.",
-    )
+    add_list(parser, "--seeds", int, None, "Seeds in the place of the preset's.")
     options.add_group("where", place_of, tuple(PLACE_TYPES), PLACE_TYPES)
     return parser
 

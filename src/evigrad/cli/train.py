@@ -1,7 +1,6 @@
 """``evigrad train``: train a network, learn its prior, and compare with plain MAP training."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -306,8 +305,19 @@ def _recorded(options: Namespace) -> Namespace:
 
 
 def _default_directory(options: Namespace) -> Path:
-    parts: Sequence[str] = (options.data, options.model, options.estimator or "map")
-    return Path("runs") / "-".join(parts).replace("/", "-").replace(":", "-")
+    return Path("runs") / folder_name(options.data, options.model, options.estimator or "map")
+
+
+def folder_name(*parts: str) -> str:
+    """A name for a folder.
+
+    Args:
+        *parts: Of data sets, networks and estimators.
+
+    Returns:
+        The parts with hyphens between them, and in the place of what a path has a meaning for.
+    """
+    return "-".join(parts).replace("/", "-").replace(":", "-")
 
 
 def _describe_model(setup: Setup, run: Run) -> str:

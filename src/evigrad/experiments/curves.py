@@ -47,7 +47,6 @@ def curve(
         ConfigurationError: If there is no such hyperparameter.
     """
     name, grid, seed = config["hyperparameter"], config["grid"], config["seed"]
-    x, _ = data
     one = evidence.with_estimator(
         config["estimator"],
         prior=GaussianPrior("scalar") if name == PRECISION else None,
@@ -74,7 +73,6 @@ def curve(
     columns = list(zip(*rows, strict=True))
     many = len(rows) > 1
     found.remove()
-    outputs = one.num_outputs(x[:2])
     return {
         "grid": grid,
         "mean": [statistics.fmean(column) for column in columns],
@@ -82,7 +80,6 @@ def curve(
             statistics.stdev(column) / math.sqrt(len(rows)) if many else 0.0 for column in columns
         ],
         "blocks": len(rows),
-        "num_outputs": outputs,
     }
 
 

@@ -96,6 +96,11 @@ def in_order(labels: Sequence[str], experiment: Experiment) -> list[str]:
     return others + [label for label in found if label in reference]
 
 
+def _labels_and_styles(experiment: Experiment, rows: list[Row]) -> tuple[list[str], Styles]:
+    content, labels = experiment.content, in_order([row["label"] for row in rows], experiment)
+    return labels, Styles(labels, content.get("reference", []), content.get("ordered", False))
+
+
 def _shades(count: int) -> list[str]:
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
@@ -117,9 +122,7 @@ def bound_curves(experiment: Experiment, rows: list[Row]) -> "Figure":
     """
     panels = [name for name in experiment.take("panels") if _of(rows, "panel", name)]
     figure = new_figure(_PANEL[0] * len(panels) + 1.2, _PANEL[1])
-    labels = in_order([row["label"] for row in rows], experiment)
-    reference = experiment.content.get("reference", [])
-    styles = Styles(labels, reference, experiment.content.get("ordered", False))
+    labels, styles = _labels_and_styles(experiment, rows)
     handles: dict[str, Any] = {}
     for place, name in enumerate(panels, start=1):
         panel = experiment.take("panels")[name]
@@ -136,22 +139,14 @@ def bound_curves(experiment: Experiment, rows: list[Row]) -> "Figure":
                 grid, curve.mean, label=row["label"], linewidth=1.6, **styles.line(row["label"])
             )
             handles.setdefault(row["label"], line)
-            low = [m - e for m, e in zip(curve.mean, spread, strict=True)]
-            high = [m + e for m, e in zip(curve.mean, spread, strict=True)]
-            axes.fill_between(grid, low, high, color=line.get_color(), alpha=0.18, linewidth=0)
+            _band(axes, grid, curve.mean, spread, line.get_color())
             best = max(range(len(grid)), key=curve.mean.__getitem__)
             axes.plot(
                 grid[best], curve.mean[best], marker="o", markersize=4.5, color=line.get_color()
             )
         axes.set_xlim(grid[0], grid[-1])
         _limit(axes, [row["log_evidence"].mean for row in drawn])
-    figure.legend(
-        handles=[handles[label] for label in labels if label in handles],
-        labels=[words(label) for label in labels if label in handles],
-        loc="outside right upper",
-        frameon=False,
-        fontsize=9,
-    )
+    _legend(figure, labels, handles)
     return figure
 
 
@@ -270,9 +265,7 @@ def lines(
         The figure.
     """
     figure = new_figure(3.6 * len(columns) + 1.6, 2.5 * len(quantities) + 0.3)
-    labels = in_order([row["label"] for row in rows], experiment)
-    content = experiment.content
-    styles = Styles(labels, content.get("reference", []), content.get("ordered", False))
+    labels, styles = _labels_and_styles(experiment, rows)
     handles: dict[str, Any] = {}
     for down, (quantity, unit) in enumerate(quantities.items()):
         shared: Any = None
@@ -292,13 +285,7 @@ def lines(
                 line = _draw_line(axes, at, value, row["label"], styles, points=log)
                 handles.setdefault(row["label"], line)
             axes.margins(x=0.02)
-    figure.legend(
-        handles=[handles[label] for label in labels if label in handles],
-        labels=[words(label) for label in labels if label in handles],
-        loc="outside right upper",
-        frameon=False,
-        fontsize=9,
-    )
+    _legend(figure, labels, handles)
     return figure
 
 
@@ -307,15 +294,33 @@ def _draw_line(
 ) -> Any:
     where = at.mean if isinstance(at, Mean) else at
     kept = [i for i, mean in enumerate(value.mean) if math.isfinite(mean)]
-    x, y = [where[i] for i in kept], [value.mean[i] for i in kept]
+    x, y = [float(where[i]) for i in kept], [value.mean[i] for i in kept]
     style = styles.all(label) if points else styles.line(label)
     (line,) = axes.plot(x, y, linewidth=1.5, markersize=4.5, **style)
     errors = [_finite(value.error[i]) for i in kept]
     if any(errors):
-        low = [m - e for m, e in zip(y, errors, strict=True)]
-        high = [m + e for m, e in zip(y, errors, strict=True)]
-        axes.fill_between(x, low, high, color=line.get_color(), alpha=0.18, linewidth=0)
+        _band(axes, x, y, errors, line.get_color())
     return line
+
+
+def _band(
+    axes: "Axes", x: Sequence[float], y: Sequence[float], errors: Sequence[float], colour: Any
+) -> None:
+    low = [m - e for m, e in zip(y, errors, strict=True)]
+    high = [m + e for m, e in zip(y, errors, strict=True)]
+    axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
+
+
+def _legend(figure: "Figure", labels: Sequence[str], handles: Mapping[str, Any]) -> None:
+    """Beside the panels, of the labels that were drawn."""
+    drawn = [label for label in labels if label in handles]
+    figure.legend(
+        handles=[handles[label] for label in drawn],
+        labels=[words(label) for label in drawn],
+        loc="outside right upper",
+        frameon=False,
+        fontsize=9,
+    )
 
 
 def scatter(experiment: Experiment, rows: list[Row], across: str, along: str) -> "Figure":

@@ -47,6 +47,41 @@ def evaluation(of: Job, estimator: str | None = None, blocks: int | None = None)
     return Job("evaluate", config, of, f"{name} of {of.label}")
 
 
+def with_estimate(of: Job, blocks: int | None = None) -> dict[str, Job]:
+    """A training, and its own estimate at the end where it has an estimator.
+
+    Args:
+        of: The training.
+        blocks: As for ``evaluation``.
+
+    Returns:
+        The jobs ``train`` and maybe ``estimate``.
+    """
+    jobs = {"train": of}
+    if of.config["estimator"] not in BASELINES:
+        jobs["estimate"] = evaluation(of, blocks=blocks)
+    return jobs
+
+
+def final_numbers(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """What tables and figures show of ``with_estimate``.
+
+    Args:
+        results: Of its jobs.
+
+    Returns:
+        Log evidence (None of a baseline) and test log likelihood in nats per datum, test accuracy
+        in percent, seconds of the training.
+    """
+    test = results["train"]["test"]
+    return {
+        "log_evidence": results["estimate"]["per_datum"] if "estimate" in results else None,
+        "log_likelihood": test["log_likelihood"],
+        "accuracy": 100 * test["accuracy"],
+        "seconds": results["train"]["seconds"],
+    }
+
+
 def timing(of: Job, repeats: int = 5) -> Job:
     """The time of an estimate with its gradient by a training's own estimator.
 

@@ -1,9 +1,10 @@
 """What is shown of an experiment: its figure, its table, how much of it is done."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,6 @@ class State:
 
     Attributes:
         done: Jobs with a result.
-        begun: Jobs without one that something was done for.
         total: Jobs in all.
         spent: Seconds of those that are done.
         left: Seconds that the others are expected to take one after the other; None if nothing is
@@ -36,7 +36,6 @@ class State:
     """
 
     done: int
-    begun: int
     total: int
     spent: float
     left: float | None
@@ -86,20 +85,22 @@ def state_of(experiment: Experiment, store: Store, speed: float = 1.0) -> State:
         The state.
     """
     jobs = jobs_of(experiment)
-    results = {job.id: store.result(job) for job in jobs}
-    spent = [r["job_seconds"] for r in results.values() if r is not None]
-    missing = [job for job in jobs if results[job.id] is None]
-    told = experiment.content.get("seconds")
+    return _state(experiment, jobs, [store.result(job) for job in jobs], speed)
+
+
+def _state(
+    experiment: Experiment,
+    jobs: Sequence[Job],
+    results: Sequence[Mapping[str, Any] | None],
+    speed: float = 1.0,
+) -> State:
+    known = [result for result in results if result is not None]
+    missing, told = len(jobs) - len(known), experiment.content.get("seconds")
     left = 0.0 if not missing else None
     if missing and told is not None:
-        left = float(told) * len(missing) / len(jobs) / speed
-    return State(
-        done=len(jobs) - len(missing),
-        begun=sum(store.is_begun(job) for job in missing),
-        total=len(jobs),
-        spent=float(sum(spent)),
-        left=left,
-    )
+        left = float(told) * missing / len(jobs) / speed
+    spent = float(sum(result["job_seconds"] for result in known))
+    return State(done=len(known), total=len(jobs), spent=spent, left=left)
 
 
 def machine_speed() -> float:
@@ -176,9 +177,10 @@ def present(experiment: Experiment, store: Store) -> Shown:
         figure = kind.figure(experiment, rows)
         picture = save(figure, folder / "figure.png")
         figure.savefig(folder / "figure.pdf")
-    state = state_of(experiment, store)
+    jobs = jobs_of(experiment)
+    results = [store.result(job) for job in jobs]
+    state = _state(experiment, jobs, results)
     remarks = [] if kind.remarks is None else kind.remarks(experiment, rows)
-    results = [store.result(job) for job in jobs_of(experiment)]
     known = [result for result in results if result is not None]
     write_json(
         folder / SUMMARY,

@@ -55,9 +55,8 @@ def run(
         The jobs that failed, and those that needed them.
     """
     left = missing(jobs, place)
-    ordered = [job for job in left if not KINDS[job.kind].alone]
-    ordered += [job for job in left if KINDS[job.kind].alone]
-    side_by_side = [job for job in ordered if not KINDS[job.kind].alone]
+    side_by_side = [job for job in left if not KINDS[job.kind].alone]
+    ordered = side_by_side + [job for job in left if KINDS[job.kind].alone]
     failures: list[Failure] = []
     over = 0
 

@@ -1,15 +1,14 @@
 """Methods in a table, blocks of them on several data sets, beside the paper's numbers."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from evigrad.experiments.cases import Case, Mean, Row
 from evigrad.experiments.definition import Experiment
-from evigrad.experiments.plan import BASELINES, evaluation, training
+from evigrad.experiments.plan import final_numbers, training, with_estimate
 from evigrad.experiments.tables import Column, Table
 
 _BLOCKS = 20
-_NUMBERS = ("log evidence", "test log likelihood", "accuracy", "time")
+_NUMBERS = ("log_evidence", "log_likelihood", "accuracy")
 
 
 def cases(experiment: Experiment) -> list[Case]:
@@ -30,22 +29,9 @@ def cases(experiment: Experiment) -> list[Case]:
                     trained = training(
                         shared, content["training"], {"data": data}, options, seed=seed
                     )
-                    jobs = {"train": trained}
-                    if trained.config["estimator"] not in BASELINES:
-                        jobs["estimate"] = evaluation(trained, blocks=_BLOCKS)
                     keys = {"block": block, "data_set": data_set, "label": label}
-                    found.append(Case(keys, seed, jobs, _read))
+                    found.append(Case(keys, seed, with_estimate(trained, _BLOCKS), final_numbers))
     return found
-
-
-def _read(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    test = results["train"]["test"]
-    return {
-        "log evidence": results["estimate"]["per_datum"] if "estimate" in results else None,
-        "test log likelihood": test["log_likelihood"],
-        "accuracy": 100 * test["accuracy"],
-        "time": results["train"]["seconds"],
-    }
 
 
 def table(experiment: Experiment, rows: list[Row]) -> Table:
@@ -74,7 +60,7 @@ def table(experiment: Experiment, rows: list[Row]) -> Table:
         for data_set in data_sets:
             found = _find(rows, block, data_set, label)
             yardstick = _find(rows, block, data_set, experiment.take("yardstick"))
-            line += [None if found is None else found[name] for name in _NUMBERS[:3]]
+            line += [None if found is None else found[name] for name in _NUMBERS]
             line.append(_relative(found, yardstick))
             line.append(_of_the_paper(experiment, block, data_set, label))
         cells.append(line)
@@ -90,8 +76,8 @@ def _find(rows: list[Row], block: str, data_set: str, label: str) -> Row | None:
 def _relative(row: Row | None, yardstick: Row | None) -> Mean | None:
     if row is None or yardstick is None:
         return None
-    share = 100 / yardstick["time"].mean
-    return Mean(share * row["time"].mean, share * row["time"].error, row["time"].count)
+    share = 100 / yardstick["seconds"].mean
+    return Mean(share * row["seconds"].mean, share * row["seconds"].error, row["seconds"].count)
 
 
 def _of_the_paper(experiment: Experiment, block: str, data_set: str, label: str) -> str:

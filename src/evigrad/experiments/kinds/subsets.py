@@ -1,12 +1,11 @@
 """Trainings on data sets of several sizes and variants (Figure 7 and its plots in the Appendix)."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from evigrad.experiments import figures
 from evigrad.experiments.cases import Case, Mean, Row
 from evigrad.experiments.definition import Experiment
-from evigrad.experiments.plan import BASELINES, evaluation, training
+from evigrad.experiments.plan import final_numbers, training, with_estimate
 from evigrad.experiments.tables import Column, Table
 
 if TYPE_CHECKING:
@@ -37,22 +36,9 @@ def cases(experiment: Experiment) -> list[Case]:
                 for seed in experiment.seeds:
                     own = {"data": data, "subset": size}
                     trained = training(shared, options, own, seed=seed)
-                    jobs = {"train": trained}
-                    if trained.config["estimator"] not in BASELINES:
-                        jobs["estimate"] = evaluation(trained, blocks=_BLOCKS)
                     keys = {"variant": variant, "label": label, "size": size}
-                    found.append(Case(keys, seed, jobs, _read))
+                    found.append(Case(keys, seed, with_estimate(trained, _BLOCKS), final_numbers))
     return found
-
-
-def _read(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    test = results["train"]["test"]
-    return {
-        "log_evidence": results["estimate"]["per_datum"] if "estimate" in results else None,
-        "log_likelihood": test["log_likelihood"],
-        "accuracy": 100 * test["accuracy"],
-        "seconds": results["train"]["seconds"],
-    }
 
 
 def figure(experiment: Experiment, rows: list[Row]) -> "Figure":
