@@ -30,6 +30,7 @@ from torch.func import functional_call, jacrev
 import evigrad
 from evigrad import Evidence
 from evigrad.anchors import Anchoring
+from evigrad.anchors.greedy import pivots
 from evigrad.data import DataSet, load
 from evigrad.models import make_model
 
@@ -61,8 +62,8 @@ def choices(
     return found | {w: (name, {"anchoring": Anchoring(choice=how)}) for w, how in ways.items()}
 
 
-def kernels(evidence: Evidence, data: DataSet) -> dict[str, Tensor]:
-    """S of all rows by plain automatic differentiation, and the part of the last layer in it."""
+def grams(evidence: Evidence, data: DataSet) -> dict[str, Tensor]:
+    """The share of each parameter tensor in S of all rows, by plain automatic differentiation."""
     model, (x, _) = evidence.model, data.train
     weights = {name: w.detach() for name, w in evidence.weights().items()}
     with torch.no_grad():
@@ -74,16 +75,23 @@ def kernels(evidence: Evidence, data: DataSet) -> dict[str, Tensor]:
         return jacrev(lambda w: functional_call(model, w, (point[None],))[0])(weights)
 
     jacobians = [of_one(point) for point in x]
-    last = list(weights)[-1].rpartition(".")[0]
-    total = {"last layer": 0.0, "all": 0.0}
+    found = {}
     for name, precision in evidence.prior.precisions().items():
         j = torch.stack([each[name].flatten(1) for each in jacobians])
         a = (rows @ j).flatten(0, 1).detach() / precision.detach().sqrt()
-        gram = a @ a.mT
-        total["all"] = total["all"] + gram
-        if name.startswith(f"{last}."):
-            total["last layer"] = total["last layer"] + gram
-    return {words: gram.double() for words, gram in total.items() if isinstance(gram, Tensor)}
+        found[name] = a @ a.mT
+    return found
+
+
+def kernels(evidence: Evidence, data: DataSet) -> dict[str, Tensor]:
+    """S of all rows, and the part of the last layer in it."""
+    shares = grams(evidence, data)
+    last = list(shares)[-1].rpartition(".")[0]
+    of_last = [gram for name, gram in shares.items() if name.startswith(f"{last}.")]
+    return {
+        "last layer": torch.stack(of_last).sum(0).double(),
+        "all": torch.stack([*shares.values()]).sum(0).double(),
+    }
 
 
 def greedy(kernel: Tensor, scores: Tensor, count: int) -> Tensor:
@@ -91,20 +99,6 @@ def greedy(kernel: Tensor, scores: Tensor, count: int) -> Tensor:
     num_data, columns = scores.shape
     rows = torch.arange(len(kernel)).reshape(num_data, -1)[:, :columns].flatten()
     return pivots(kernel[rows][:, rows], count)
-
-
-def pivots(kernel: Tensor, count: int) -> Tensor:
-    """Greedily the rows of the largest variance given those before, with noise of one."""
-    left, factor = kernel.diagonal().clone(), kernel.new_zeros(len(kernel), count)
-    chosen: list[int] = []
-    for step in range(count):
-        row = int(left.argmax())
-        chosen.append(row)
-        column = kernel[:, row] - factor[:, :step] @ factor[row, :step]
-        factor[:, step] = column / (1 + left[row]).sqrt()
-        left = left - factor[:, step].square()
-        left[chosen] = -1.0
-    return torch.tensor(chosen)
 
 
 def draws(evidence: Evidence, data: DataSet, count: int) -> list[float]:

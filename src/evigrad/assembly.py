@@ -108,7 +108,7 @@ class Assembly:
             spec.subset or 0,
             self.settings.root,
             self.likelihood,
-            self.preparation.outputs,
+            self.preparation,
             self.generator,
         )
 
@@ -180,7 +180,7 @@ class Assembly:
         block, structure = task.block, task.prepared.structure
         if block.parts is not None and block.columns is not None:
             parts = block.parts[block.columns >= 0]
-            conditioning = Conditioning(parts, block.part_weights, block.entropies)
+            conditioning = Conditioning(parts, block.part_weights, block.entropies, block.offset)
             statistic = structure.condition(statistic, conditioning)
         if condense:
             statistic = structure.condense(statistic)

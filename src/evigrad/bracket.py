@@ -24,6 +24,9 @@ from evigrad.evidence import Evidence
 from evigrad.preparation import PROBE_SIZE
 from evigrad.sources import as_source
 
+# Rows of a block that are anchors.
+_SHARE = 0.75
+
 
 @dataclass(frozen=True)
 class Bracket:
@@ -81,7 +84,8 @@ def bracket(
         rows: Of a block: more of them bring the bounds together. All rows give the exact number.
         blocks: To look at; None for all of the partition, whose sum is a bound without an error.
         root: Of the likelihood, fisher or eigen.
-        anchoring: How the rows are spent.
+        anchoring: How the rows are spent. Default: three quarters on anchors, less than where one
+            block is drawn, as all blocks of a partition share them.
         micro_batch: Data in a pass. Default: as in the evidence.
         seed: Of everything that is drawn.
 
@@ -104,7 +108,7 @@ def bracket(
     other = evidence.with_estimator(
         f"ntk-{rows}-rows-anchored",
         root=root,
-        anchoring=anchoring,
+        anchoring=anchoring or Anchoring(share=_SHARE),
         micro_batch=micro_batch,
         generator=seed,
     )
@@ -118,7 +122,8 @@ def bracket(
         of_anchors, *of_parts = block.entropies
         # Of all blocks the sum is wanted, of some an estimate of it.
         weights = [1.0] * len(of_parts) if blocks is None else block.part_weights
-        found.append(sum(w * part for w, part in zip(weights, of_parts, strict=True)))
+        offset = 0.0 if blocks is None else block.offset
+        found.append(sum(w * part for w, part in zip(weights, of_parts, strict=True)) + offset)
         together.append(of_anchors + sum(of_parts))
         if not of_parts:  # every row is an anchor
             break

@@ -112,8 +112,8 @@ class Evidence:
                 kernels and factors stay in ``gram_dtype``. Default: none.
             gradient: How hyperparameters of the forward pass get theirs: ``"two-pass"``, or
                 ``"one-graph"``, the reference, which holds the whole block in memory.
-            anchoring: How the rows of an anchored estimator are spent. Default: three quarters of
-                them on the anchors of the largest scores, chosen for every stream of blocks.
+            anchoring: How the rows of an anchored estimator are spent. Default: nine tenths of
+                them on anchors, chosen greedily for every stream of blocks.
             generator: CPU generator or seed. Default: PyTorch's initial seed.
 
         Raises:

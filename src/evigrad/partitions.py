@@ -51,7 +51,9 @@ class Block:
         parts: Of an anchored block, for each of `columns` 0 for an anchor, b = 1, 2, … for a row
             of part B_b, and -1 where there is none; ``None`` elsewhere.
         part_weights: Of an anchored block, w_b of each part: the log-determinant of all rows is
-            estimated by ℓ(Z) + Σ_b w_b ℓ(B_b|Z), and `scale` is 1.
+            estimated by ℓ(Z) + Σ_b w_b ℓ(B_b|Z) + `offset`, and `scale` is 1.
+        offset: Of an anchored block, what is expected of all blocks less w_b times that of its
+            own: of expectation zero, and of opposite sign to how far draws are off.
         expected: Of an anchored block, what was expected of each ℓ(B_b|Z) when it was drawn.
         part_keys: Of an anchored block, what tells which parts are alike.
         entropies: Of an anchored block that was evaluated, ℓ(Z) and each ℓ(B_b|Z), in nats.
@@ -66,6 +68,7 @@ class Block:
     targets: Tensor | None = None
     parts: Int[Tensor, "m k"] | None = None
     part_weights: tuple[float, ...] = ()
+    offset: float = 0.0
     expected: tuple[float, ...] = ()
     part_keys: tuple[int, ...] = ()
     entropies: list[float] = field(default_factory=list)

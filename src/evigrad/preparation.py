@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.anchors import Anchoring
+from evigrad.anchors.last_layer import LastLayer, last_layer, watched
 from evigrad.checks import (
     called,
     check_anchored,
@@ -222,11 +223,28 @@ class Preparation:
         Returns:
             Of shape (m, C).
         """
+        return self.last_layer(x)[0]
+
+    def last_layer(self, x: Tensor) -> tuple[Tensor, LastLayer | None]:
+        """Outputs as ``outputs`` gives them, and the last layer that they come from.
+
+        Args:
+            x: Inputs (m, ...).
+
+        Returns:
+            Outputs (m, C); the layer, or None where none is linear.
+        """
         own, model = torch.Generator().manual_seed(0), self.model
-        with evaluation_mode(model, own), model_run(model), torch.no_grad():
+        with (
+            evaluation_mode(model, own),
+            model_run(model),
+            torch.no_grad(),
+            watched(model, self.weights) as call,
+        ):
             f = called(model, x.clone())
         check_outputs(f, x)
-        return f
+        temperature = self.settings.temperature
+        return f, last_layer(call, f, self.weights, self.prior.precisions(), temperature)
 
     @property
     def draws(self) -> bool:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from evigrad import Evidence
-from evigrad.anchors import Centres
+from evigrad.anchors import Anchoring, Centres
 from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior
 from evigrad.sources import as_source
@@ -73,6 +73,7 @@ def test_anchors_of_a_regression(num_outputs: int):
         GaussianPrior(),
         estimator="ntk-16-rows-anchored",
         num_data=30,
+        anchoring=Anchoring(share=0.75),
         generator=0,
     )
     (block,) = evidence.blocks((x, y)).take(1)

@@ -141,6 +141,7 @@ def test_as_many_positions_as_outputs():
         GaussianPrior(),
         estimator="ntk-4-rows-anchored",
         num_data=6,
+        anchoring=Anchoring(choice="score"),
         generator=0,
     )
     x, y = torch.randn(4, 2), torch.zeros(4, dtype=torch.long)

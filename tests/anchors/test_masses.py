@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from evigrad.anchors import AnchoredBlocks, Scores
-from evigrad.anchors.masses import FLOOR, Masses, probabilities
+from evigrad.anchors.masses import FLOOR, Masses, control_variate, probabilities
 
 KEYS = [0, 0, 1]
 GUESSES = torch.tensor([0.5, 0.5, 0.5], dtype=torch.float64)
@@ -62,3 +62,17 @@ def test_probabilities_have_a_floor():
     assert float(found[0]) == pytest.approx((1 - FLOOR) * 0.75 + FLOOR / 4)
     for useless in (torch.zeros(4), torch.full((4,), torch.inf)):
         assert probabilities(useless.double()).tolist() == [0.25] * 4
+
+
+def test_the_control_variate_has_expectation_zero_and_cancels_what_is_known():
+    known = torch.tensor([3.0, 1.0, 0.5, 0.0], dtype=torch.float64)
+    chances = probabilities(known)
+    offsets = [
+        control_variate(known, e, p) for e, p in zip(known.tolist(), chances.tolist(), strict=True)
+    ]
+    assert sum(p * o for p, o in zip(chances.tolist(), offsets, strict=True)) == pytest.approx(0.0)
+    # Where blocks are what was expected, every draw is the sum over all of them.
+    for e, p, offset in zip(known.tolist(), chances.tolist(), offsets, strict=True):
+        assert e / p + offset == pytest.approx(4.5)
+    for useless in (torch.zeros(4), torch.full((4,), torch.inf)):
+        assert control_variate(useless.double(), float(useless[0]), 0.25) == 0.0

@@ -15,6 +15,7 @@ from zoo import OUTPUTS
 
 from evigrad import Evidence
 from evigrad.anchors import AnchoredBlocks, Anchoring, Scores
+from evigrad.anchors.masses import control_variate
 from evigrad.likelihoods import (
     Bernoulli,
     Categorical,
@@ -279,11 +280,15 @@ def test_all_draws_have_the_value_and_the_gradient_of_the_bound_for_their_mean(
     # Probabilities are what a block's values and gradients are weighted with in the mean.
     chances = torch.arange(1, len(parts) + 1, dtype=torch.float64)
     chances /= chances.sum()
+    # What is expected of blocks may be anything: it is a control variate.
+    made_up = 3.0 * torch.rand(len(parts), generator=generator, dtype=torch.float64)
     mean = 0.0
     found = {name: torch.zeros_like(parameters[name]) for name in names}
     for number, chance in enumerate(chances.tolist()):
+        own = float(made_up[number])
+        offset = control_variate(made_up, own, chance)
         for chosen in subsets:
-            block = with_data(blocks.block(number, chosen, chance), data)
+            block = with_data(blocks.block(number, chosen, chance, own, offset), data)
             estimate = evidence.backward(block, wrt=names)
             mean += chance / len(subsets) * estimate.log_evidence
             for name in names:

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from evigrad.anchors.choice import Anchoring
-from evigrad.anchors.masses import Masses, probabilities
+from evigrad.anchors.masses import Masses, control_variate, probabilities
 from evigrad.partitions import Block, choose_distinct, padded_columns
 from evigrad.sources import Source
 from evigrad.streams import Stream
@@ -190,6 +190,7 @@ class AnchoredBlocks:
         of_likelihood: Int[Tensor, " u"],
         probability: float = 1.0,
         expected: float = 0.0,
+        offset: float = 0.0,
     ) -> Block:
         """A block of the anchors and one part.
 
@@ -198,6 +199,7 @@ class AnchoredBlocks:
             of_likelihood: The data that the log likelihood is taken from, drawn uniformly.
             probability: With which the part was drawn.
             expected: What is expected of ℓ(B|Z), in nats.
+            offset: See ``Block``.
 
         Returns:
             The block, without inputs; data with the same number of rows lie together.
@@ -223,6 +225,7 @@ class AnchoredBlocks:
             likelihood_weights=weights,
             parts=padded_columns(position, labels, len(indices)),
             part_weights=() if number is None else (1.0 / probability,),
+            offset=0.0 if number is None else offset,
             expected=() if number is None else (expected,),
             part_keys=() if number is None else (self._key(number),),
         )
@@ -364,14 +367,17 @@ class AnchoredStream(Stream):
     def _drawn(self, made: AnchoredBlocks) -> Block:
         if not made.num_blocks:
             return self._with_data(made, None, 1.0, 0.0)
-        chances = probabilities(self._masses.expected(made.keys, made.guesses))
+        expected = self._masses.expected(made.keys, made.guesses)
+        chances = probabilities(expected)
         number = int(torch.multinomial(chances, 1, generator=self._generator))
         chance = float(chances[number])
         if made.tail is not None and number == len(made.parts):
             # Of the tail any of its blocks.
             chance /= made.tail.count
             number += int(torch.randint(made.tail.count, (), generator=self._generator))
-        return self._with_data(made, number, chance, self._expected(made, number))
+        own = self._expected(made, number)
+        offset = control_variate(expected, own, chance)
+        return self._with_data(made, number, chance, own, offset)
 
     def _expected(self, made: AnchoredBlocks, number: int) -> float:
         group = made.group(number)
@@ -382,11 +388,16 @@ class AnchoredStream(Stream):
         return expected
 
     def _with_data(
-        self, made: AnchoredBlocks, number: int | None, probability: float, expected: float
+        self,
+        made: AnchoredBlocks,
+        number: int | None,
+        probability: float,
+        expected: float,
+        offset: float = 0.0,
     ) -> Block:
         num_data = len(self._source)
         count = self._anchoring.num_likelihood(self._num_rows, num_data)
         of_likelihood = choose_distinct(num_data, count, self._generator)
-        block = made.block(number, of_likelihood, probability, expected)
+        block = made.block(number, of_likelihood, probability, expected, offset)
         inputs, targets = self._source.fetch(block.indices)
         return replace(block, inputs=inputs, targets=targets)

@@ -1,6 +1,6 @@
 """The anchors of an evidence over time: outputs that are known, scores, the present choice."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from evigrad.anchors.blocks import AnchoredStream, Scores
 from evigrad.anchors.centres import Centres
 from evigrad.anchors.choice import Anchoring, choose
+from evigrad.anchors.last_layer import Network, kernel_of_rows
 from evigrad.anchors.masses import Masses
 from evigrad.anchors.outputs import OutputMemory
 from evigrad.checks import log_probabilities
@@ -31,7 +32,7 @@ class AnchorBook:
         num_rows: Rows of a block.
         root: Of the likelihood.
         likelihood: Gives the norms of rows.
-        forward: From inputs to outputs, without a graph.
+        network: From inputs to outputs, and the last layer.
         generator: Of the evidence.
     """
 
@@ -42,13 +43,13 @@ class AnchorBook:
         num_rows: int,
         root: str,
         likelihood: Likelihood,
-        forward: Callable[[Tensor], Tensor],
+        network: Network,
         generator: torch.Generator,
     ) -> None:
         self.anchoring = anchoring
         self.memory = OutputMemory(num_data)
         self._num_rows, self._root = num_rows, root
-        self._likelihood, self._forward, self._generator = likelihood, forward, generator
+        self._likelihood, self._network, self._generator = likelihood, network, generator
         self._anchors: Int[Tensor, " Z"] | None = None
         self._streams = 0  # begun since the last choice
         self._num_outputs = 0
@@ -171,16 +172,28 @@ class AnchorBook:
                 count,
                 self._generator,
                 partial(self._centres.first, source),
+                partial(self._kernel, source, scores.head.shape[1]),
             )
             self._streams = 0
         self._streams += 1
         return self._anchors, scores
 
+    def _kernel(
+        self, source: Source, num_columns: int, rows: Int[Tensor, " m"]
+    ) -> Float[Tensor, "m m"] | None:
+        """What the last layer says of rows n K + d, by the present weights."""
+        data, columns = rows // num_columns, rows % num_columns
+        distinct, position = data.unique(return_inverse=True)
+        inputs, _ = source.fetch(distinct)
+        return kernel_of_rows(
+            self._network, self._likelihood, self._root, inputs, position, columns, _AT_ONCE
+        )
+
     def _look(self, source: Source, indices: Int[Tensor, " n"]) -> float:
         total = 0.0
         for part in indices.split(_AT_ONCE):
             x, y = source.fetch(part)
-            f = self._forward(x)
+            f = self._network.outputs(x)
             self.note(part, f)
             total += float(log_probabilities(self._likelihood, f, y).detach().double().sum())
         return total

@@ -7,9 +7,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from evigrad.anchors.greedy import pivots
 from evigrad.errors import ConfigurationError, nearest
 
-CHOICES = ("auto", "score", "k-centre", "random")
+CHOICES = ("auto", "greedy", "score", "k-centre", "random")
+
+# The greedy choice is among so many rows for each anchor, but no more than MOST_CANDIDATES where
+# twice as many as anchors are less. Half of them have the largest scores, where a trained network
+# has its anchors; the others are random, for one that is not sure of anything yet.
+CANDIDATES = 4
+MOST_CANDIDATES = 2048
 
 # One's own: from the scores |R_n[:, d]|² (N, D) and a number to so many rows n D + d.
 Chooser = Callable[[Float[Tensor, "N D"], int], Int[Tensor, " Z"]]
@@ -25,9 +32,11 @@ class Anchoring:
 
     Attributes:
         share: The part of the rows of a block that are anchors.
-        choice: ``score`` takes the rows of the largest norms |R_n[:, d]|² of the likelihood's root,
+        choice: ``greedy`` takes one row after the other, always the one with most left to tell
+            given those before, by the kernel of the network's last layer, which is linear (else by
+            score); ``score`` the rows of the largest norms |R_n[:, d]|² of the likelihood's root,
             the data that the network is unsure of; ``k-centre`` those of data that lie spread over
-            all inputs; ``random`` any; ``auto`` by score, but k-centre where all data have the same
+            all inputs; ``random`` any; ``auto`` greedily, but k-centre where all data have the same
             scores, as in regression. Or a function from the scores (N, D) and a number to so many
             rows, given as n D + d.
         random_share: The part of the anchors that is drawn at random in any case.
@@ -39,7 +48,7 @@ class Anchoring:
         ConfigurationError: If a value is out of its range.
     """
 
-    share: float = 0.75
+    share: float = 0.9
     choice: str | Chooser = "auto"
     random_share: float = 0.0
     refresh: int = 1
@@ -96,6 +105,7 @@ def choose(
     count: int,
     generator: torch.Generator,
     centres: Callable[[int], Int[Tensor, " k"] | None] | None = None,
+    kernel: Callable[[Int[Tensor, " m"]], Float[Tensor, "m m"] | None] | None = None,
 ) -> Int[Tensor, " Z"]:
     """The anchors among all rows.
 
@@ -106,12 +116,14 @@ def choose(
         generator: A CPU generator.
         centres: Gives so many data that lie spread over all inputs, or None where inputs have no
             distances; random rows then take their place.
+        kernel: Gives what is known of the products of so many rows, or None where nothing is;
+            greedy is then by score.
 
     Returns:
         Rows as n D + d, in ascending order.
     """
-    best = _ranked(anchoring.choice, scores, count, generator, centres)
     drawn = int(anchoring.random_share * count)
+    best = _ranked(anchoring.choice, scores, count, generator, centres, kernel)
     chosen, others = best[: count - drawn], best[count - drawn :]
     if drawn:
         picked = torch.randperm(len(others), generator=generator)[:drawn]
@@ -125,13 +137,24 @@ def _ranked(
     count: int,
     generator: torch.Generator,
     centres: Callable[[int], Int[Tensor, " k"] | None] | None,
+    kernel: Callable[[Int[Tensor, " m"]], Float[Tensor, "m m"] | None] | None,
 ) -> Int[Tensor, " R"]:
     """All rows, the best ones first."""
     num_data, num_columns = scores.shape
     if choice == "auto":
-        choice = "k-centre" if bool((scores == scores[:1]).all()) else "score"
+        choice = "k-centre" if bool((scores == scores[:1]).all()) else "greedy"
+    by_score = scores.flatten().argsort(descending=True, stable=True)
     if choice == "score":
-        return scores.flatten().argsort(descending=True, stable=True)
+        return by_score
+    if choice == "greedy":
+        if kernel is None or not 0 < count < len(by_score):
+            return by_score
+        half = max(count, min(CANDIDATES * count, MOST_CANDIDATES) // 2)
+        others = by_score[half:]
+        drawn = torch.randperm(len(others), generator=generator)[:half]
+        candidates = torch.cat([by_score[:half], others[drawn]])
+        known = kernel(candidates)
+        return by_score if known is None else _first(candidates[pivots(known, count)], by_score)
     first = None
     if callable(choice):
         first = choice(scores, count)
@@ -142,9 +165,14 @@ def _ranked(
             first = (data[:, None] * num_columns + torch.arange(num_columns)).flatten()
     if first is None:
         return torch.randperm(num_data * num_columns, generator=generator)
-    is_other = torch.ones(num_data * num_columns, dtype=torch.bool)
+    return _first(first, torch.arange(num_data * num_columns))
+
+
+def _first(first: Int[Tensor, " m"], rows: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
+    """Rows with some of them before all others."""
+    is_other = torch.ones(len(rows), dtype=torch.bool)
     is_other[first] = False
-    return torch.cat([first, is_other.nonzero().squeeze(1)])
+    return torch.cat([first, rows[is_other[rows]]])
 
 
 def _check_rows(rows: Tensor, count: int, num_rows: int) -> None:

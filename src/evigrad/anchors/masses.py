@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 # Blocks are drawn uniformly in this part of all cases: no weight is larger than M over it.
-FLOOR = 0.1
+FLOOR = 0.03
 # Part of the way to what was seen last.
 RATE = 0.5
 # An observation moves what is expected by no more than this factor.
@@ -72,11 +72,12 @@ class Masses:
         self._ratios = dict(state["ratios"])
 
 
-def probabilities(expected: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
+def probabilities(expected: Float[Tensor, " M"], floor: float = FLOOR) -> Float[Tensor, " M"]:
     """π of blocks: in proportion to what is expected of them, with a uniform floor.
 
     Args:
         expected: At least 0.
+        floor: The part of all cases in which blocks are drawn uniformly.
 
     Returns:
         Positive numbers that add up to 1, float64.
@@ -85,4 +86,19 @@ def probabilities(expected: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
     total = float(expected.sum())
     if not 0 < total < float("inf"):
         return uniform
-    return (1 - FLOOR) * expected / total + FLOOR * uniform
+    return (1 - floor) * expected / total + floor * uniform
+
+
+def control_variate(expected: Float[Tensor, " M"], own: float, probability: float) -> float:
+    """Σ_m e_m − e/π: added to an estimate by one block, it cancels most of what the draw is off by.
+
+    Args:
+        expected: Of all blocks, none of them learned from this draw.
+        own: e, of the one that was drawn.
+        probability: π, with which it was.
+
+    Returns:
+        A number in nats whose expectation is zero; 0 where nothing sensible is expected.
+    """
+    total = float(expected.sum())
+    return total - own / probability if 0 < total < float("inf") else 0.0

@@ -96,7 +96,7 @@ FIT_TYPES: dict[str, Any] = {
     "rows_device": str | None,
     "autocast": Literal["bfloat16"] | None,
     "anchor_share": float,
-    "anchor_choice": Literal["auto", "score", "k-centre", "random"],
+    "anchor_choice": Literal["auto", "greedy", "score", "k-centre", "random"],
     "anchor_refresh": int,
     "anchor_likelihood": int | None,
     "bracket_every": int,

@@ -24,17 +24,19 @@ class Conditioning:
             part B_b.
         weights: Of the parts, w_1, w_2, …; one over the probability that the part was drawn with.
         entropies: Filled by each evaluation with ℓ(Z), ℓ(B_1|Z), …
+        offset: Added to the value, in nats: a control variate, of expectation zero.
     """
 
     parts: Int[Tensor, " R"]
     weights: tuple[float, ...]
     entropies: list[float] = field(default_factory=list)
+    offset: float = 0.0
 
 
 def log_det_conditional(
     matrix: Float[Tensor, "R R"], conditioning: Conditioning
 ) -> Float[Tensor, ""]:
-    """ℓ(Z) + Σ_b w_b ℓ(B_b|Z) of a Gram matrix of rows, in nats.
+    """ℓ(Z) + Σ_b w_b ℓ(B_b|Z) of a Gram matrix of rows, and the offset, in nats.
 
     Rows of different parts do not see each other: their products have no part in the value.
 
@@ -78,7 +80,7 @@ class _LogDetConditional(Function):
         weights = torch.tensor([1.0, *conditioning.weights], dtype=torch.float64)
         found = torch.stack(entropies)
         conditioning.entropies[:] = found.tolist()
-        return (weights.to(found) @ found).to(matrix.dtype)
+        return (weights.to(found) @ found + conditioning.offset).to(matrix.dtype)
 
     @staticmethod
     @first_order_only

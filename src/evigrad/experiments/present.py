@@ -18,7 +18,7 @@ from evigrad.experiments.store import Store, write_json
 from evigrad.training.files import replacing
 
 # Seconds of ``_yardstick`` on the machine whose seconds the files tell.
-_REFERENCE = 0.30
+_REFERENCE = 0.10
 
 SUMMARY = "summary.json"
 

@@ -70,7 +70,7 @@ def fit(
     rows_dtype: torch.dtype | str | None = None,
     rows_device: torch.device | str | None = None,
     autocast: torch.dtype | str | None = None,
-    anchor_share: float = 0.75,
+    anchor_share: float = 0.9,
     anchor_choice: str = "auto",
     anchor_refresh: int = 1,
     anchor_likelihood: int | None = None,
@@ -166,8 +166,9 @@ def fit(
         autocast: Type of mixed-precision passes, as bfloat16; kernels and factors keep theirs.
             Default: none.
         anchor_share: Part of the rows of an anchored estimator that are anchors.
-        anchor_choice: Which rows become anchors: score for those of the data that the network is
-            unsure of, k-centre for data spread over all inputs, random for any, auto for score, but
+        anchor_choice: Which rows become anchors: greedy for always the one with most left to tell
+            by the kernel of the last layer, score for those of the data that the network is unsure
+            of, k-centre for data spread over all inputs, random for any, auto for greedy, but
             k-centre where all scores are the same, as in regression.
         anchor_refresh: Rounds from one choice of anchors to the next.
         anchor_likelihood: Data that the log likelihood of an anchored estimate is taken from.

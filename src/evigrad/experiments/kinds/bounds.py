@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from evigrad.experiments.cases import Case, Row
 from evigrad.experiments.definition import Experiment
-from evigrad.experiments.figures import bound_curves
+from evigrad.experiments.figures import bound_curves, in_order
 from evigrad.experiments.plan import curve, grid_of, training
 from evigrad.experiments.tables import Column, Table
 
@@ -69,8 +69,11 @@ def table(experiment: Experiment, rows: list[Row]) -> Table:
         rows: Its results.
 
     Returns:
-        A row for each curve.
+        A row for each curve, in the order of the legend.
     """
+    labels = in_order([row["label"] for row in rows], experiment)
+    panels = list(experiment.take("panels"))
+    rows = sorted(rows, key=lambda r: (panels.index(r["panel"]), labels.index(r["label"])))
     cells = []
     for row in rows:
         panel = experiment.take("panels")[row["panel"]]

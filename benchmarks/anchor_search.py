@@ -1,0 +1,372 @@
+"""What could make the anchored bound tighter, or its draws more alike? One idea at a time.
+
+MiniNet on 1000 MNIST digits, the networks of ``tightness.py``. The Gram matrix of all 10,000 rows
+is computed once, with the share of each parameter tensor in it; every idea is then plain linear
+algebra on parts of it. Of k rows in all for each draw:
+
+* anchors: greedily by the last layer's kernel (what the library does) or by the whole one, which
+  nobody has; by score, k-centre on the inputs, random; a part of them random; more or fewer;
+* blocks: the library's, stratified within columns of the root; uniform; or rows with the highest
+  correlation given the anchors together, by the last layer's kernel or by the whole one (what
+  tracking correlations from step to step could at best come to know);
+* several smaller blocks for each draw in the place of one;
+* what is known of the columns from earlier draws as chances, and as a control variate of the value
+  (what the library does), or of the gradient too.
+
+The bound is the exact mean over the blocks of partitions, over the exact log-determinant; the
+deviations are those of single draws: of the value, over the exact value, and of the gradient with
+respect to the logarithms of the precisions, √(trace of the covariance) over its norm.
+
+    python benchmarks/anchor_search.py --data-dir DIR --seeds 0 1 2
+    python benchmarks/anchor_search.py --table
+"""
+
+import argparse
+import json
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from anchor_choice import grams
+from measure import insert, machine, write_csv
+from tightness import EPOCHS, NUM_DATA, evidence_at, trained
+from torch import Tensor
+
+from evigrad.anchors import Scores
+from evigrad.anchors.blocks import AnchoredBlocks
+from evigrad.anchors.centres import Centres
+from evigrad.anchors.greedy import pivots
+from evigrad.anchors.masses import FLOOR, Masses, probabilities
+from evigrad.data import DataSet, load
+from evigrad.sources import as_source
+
+ROWS = (100, 200, 400)
+PARTITIONS, DRAWS, WARM_UP = 3, 100, 20
+
+
+@dataclass(frozen=True)
+class Idea:
+    """How k rows are spent.
+
+    Attributes:
+        anchors: How they are chosen.
+        among: Of how many rows greedy ones are, over their number; 0 for all. Half of them have
+            the largest scores, the others are random.
+        share: Part of the rows that are anchors.
+        at_random: Part of the anchors that is random.
+        blocks: How the rest is partitioned.
+        several: Blocks of a draw, that share the rows which are no anchors.
+        chances: ``masses`` by what was seen, or ``uniform``.
+        floor: Part of the draws that are uniform in any case.
+        control: Of what is known a control variate: ``value``, ``gradient`` for both, or nothing.
+    """
+
+    anchors: str = "last layer"
+    among: float = 4.0
+    share: float = 0.9
+    at_random: float = 0.0
+    blocks: str = "stratified"
+    several: int = 1
+    chances: str = "masses"
+    floor: float = FLOOR
+    control: str = "value"
+
+
+NOW = Idea()
+BEFORE = Idea(anchors="score", share=0.75, floor=0.1, control="")
+IDEAS: dict[str, Idea] = {
+    "as it is": NOW,
+    "as it was: by score, 75 %": BEFORE,
+    "anchors: greedy, all": replace(NOW, anchors="all"),
+    "anchors: by score": replace(NOW, anchors="score"),
+    "anchors: k-centre": replace(NOW, anchors="k-centre"),
+    "anchors: random": replace(NOW, anchors="random"),
+    "20 % of the anchors random": replace(NOW, at_random=0.2),
+    "among all rows": replace(NOW, among=0.0),
+    "75 % of the rows anchors": replace(NOW, share=0.75),
+    "95 % of the rows anchors": replace(NOW, share=0.95),
+    "blocks: uniform": replace(NOW, blocks="uniform"),
+    "blocks: correlated, last layer": replace(NOW, blocks="last layer"),
+    "blocks: correlated, all": replace(NOW, blocks="all"),
+    "two blocks": replace(NOW, several=2),
+    "four blocks": replace(NOW, several=4),
+    "no control variate": replace(NOW, control=""),
+    "control variate of the gradient too": replace(NOW, control="gradient"),
+    "floor of 10 %": replace(NOW, floor=0.1),
+    "drawn uniformly": replace(NOW, chances="uniform"),
+}
+
+
+class Problem:
+    """A trained network as the Gram matrix of all its rows."""
+
+    def __init__(self, path: Path, data: DataSet, seed: int) -> None:
+        evidence = evidence_at(path, data, seed, "ntk-400-rows-anchored")
+        shares = grams(evidence, data)
+        with torch.no_grad():
+            f = evidence.model(data.train[0])
+        likelihood = evidence.likelihood
+        head, _ = likelihood.row_scores(likelihood.condensed(f, "eigen"), "eigen")
+        self.scores = Scores(head, torch.zeros(len(head)), 0)
+        num_data, columns = head.shape
+        # Columns that are zero for certain have no scores.
+        kept = torch.arange(num_data * f.shape[1]).reshape(num_data, -1)[:, :columns].flatten()
+        last = list(shares)[-1].rpartition(".")[0]
+        self.shares = [gram[kept][:, kept] for gram in shares.values()]
+        self.kernels = {
+            "last layer": sum(
+                gram for name, gram in zip(shares, self.shares, strict=True)
+                if name.startswith(f"{last}.")
+            ),
+            "all": sum(gram.double() for gram in self.shares),
+        }  # fmt: skip
+        self.exact = _entropy(self.kernels["all"])
+        self._centres, self._source = Centres(), as_source(data.train)
+        self._greedy: dict[tuple[str, int, int], Tensor] = {}
+        self._grouped: dict[tuple[Any, ...], tuple[list[Tensor], Tensor]] = {}
+
+    def anchors(self, idea: Idea, count: int, generator: torch.Generator) -> Tensor:
+        """Anchors, rows as n K + d."""
+        ranked = self._ranked(idea.anchors, count, round(idea.among * count), generator)
+        drawn = int(idea.at_random * count)
+        chosen = ranked[: count - drawn]
+        others = torch.ones(self.scores.head.numel(), dtype=torch.bool)
+        others[chosen] = False
+        rest = others.nonzero().squeeze(1)
+        extra = rest[torch.randperm(len(rest), generator=generator)[:drawn]]
+        return torch.cat([chosen, extra]).sort().values
+
+    def _ranked(self, how: str, count: int, among: int, generator: torch.Generator) -> Tensor:
+        num_data, columns = self.scores.head.shape
+        if how == "score":
+            return self.scores.head.flatten().argsort(descending=True, stable=True)
+        if how == "random":
+            return torch.randperm(num_data * columns, generator=generator)
+        if how == "k-centre":
+            first = self._centres.first(self._source, count)
+            assert first is not None
+            return first * columns
+        key = (how, count, among)
+        if key not in self._greedy:
+            best = self.scores.head.flatten().argsort(descending=True)
+            if among:
+                others = best[among // 2 :]
+                mixed = torch.randperm(len(others), generator=generator)[: among - among // 2]
+                best = torch.cat([best[: among // 2], others[mixed]])
+            kernel = self.kernels[how].double()[best][:, best]
+            self._greedy[key] = best[pivots(kernel, count)]
+        return self._greedy[key]
+
+    def blocks(
+        self, idea: Idea, anchors: Tensor, size: int, generator: torch.Generator
+    ) -> tuple[list[Tensor], list[int], Tensor]:
+        """Blocks of the rest, the column that each belongs to, and guesses of what they hold."""
+        made = AnchoredBlocks.draw(anchors, self.scores, size + len(anchors), generator)
+        if idea.blocks == "stratified":
+            return made.parts, list(made.keys), made.guesses
+        if idea.blocks == "uniform":
+            rest = torch.cat(made.parts)
+            parts = list(rest[torch.randperm(len(rest), generator=generator)].split(size))
+        else:
+            key = (idea.blocks, size, *anchors.tolist())
+            if key not in self._grouped:
+                rest = torch.cat(made.parts)
+                self._grouped[key] = correlated(self.kernels[idea.blocks], anchors, rest, size)
+            parts, guesses = self._grouped[key]
+            return parts, [0] * len(parts), guesses
+        flat = self.scores.head.flatten().double()
+        unit = flat[anchors].min()
+        guesses = [(flat[part] / unit).log1p().sum() for part in parts]
+        return parts, [0] * len(parts), torch.stack(guesses)
+
+    def entropy(self, rows: Tensor) -> float:
+        """ℓ of some rows."""
+        return _entropy(self.kernels["all"][rows[:, None], rows])
+
+    def gradient(self, rows: Tensor) -> Tensor:
+        """Of ℓ of some rows with respect to the logarithms of the precisions, without its sign."""
+        matrix = self.kernels["all"][rows[:, None], rows]
+        inverse = torch.linalg.inv(matrix + torch.eye(len(rows), dtype=matrix.dtype))
+        return torch.stack([(inverse * g[rows[:, None], rows]).sum() for g in self.shares])
+
+
+def _entropy(matrix: Tensor) -> float:
+    factor = torch.linalg.cholesky(matrix.double() + torch.eye(len(matrix), dtype=torch.float64))
+    return float(2 * factor.diagonal().log().sum())
+
+
+def correlated(
+    kernel: Tensor, anchors: Tensor, rest: Tensor, size: int
+) -> tuple[list[Tensor], Tensor]:
+    """Blocks of a row and those that are most correlated with it given the anchors; ℓ(B|Z)."""
+    own = kernel[anchors][:, anchors].double()
+    factor = torch.linalg.cholesky(own + torch.eye(len(own), dtype=own.dtype))
+    half = torch.linalg.solve_triangular(factor, kernel[anchors][:, rest].double(), upper=False)
+    left = kernel[rest][:, rest].double() - half.mT @ half
+    spread = (1 + left.diagonal().clamp(min=0)).rsqrt()
+    strength = left.diagonal().clone()
+    free = torch.ones(len(rest), dtype=torch.bool)
+    parts, entropies = [], []
+    while free.any():
+        first = int(strength.masked_fill(~free, -1.0).argmax())
+        alike = (left[first] * spread).square().masked_fill(~free, -1.0)
+        alike[first] = torch.inf
+        chosen = alike.topk(min(size, int(free.sum()))).indices
+        free[chosen] = False
+        parts.append(rest[chosen])
+        entropies.append(_entropy(left[chosen[:, None], chosen]))
+    return parts, torch.tensor(entropies, dtype=torch.float64)
+
+
+def measured(problem: Problem, idea: Idea, k: int, seed: int) -> dict[str, float]:
+    """Bound, deviation of a draw, deviation of its gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    count = int(idea.share * k)
+    size = max(1, (k - count) // idea.several)
+    bounds = []
+    for _ in range(PARTITIONS):
+        anchors = problem.anchors(idea, count, generator)
+        parts, _, _ = problem.blocks(idea, anchors, size, generator)
+        of_anchors = problem.entropy(anchors)
+        given = [problem.entropy(torch.cat([anchors, part])) - of_anchors for part in parts]
+        bounds.append((of_anchors + sum(given)) / problem.exact)
+    masses, seen = Masses(), Gradients()
+    values, gradients = [], []
+    for draw in range(WARM_UP + DRAWS):
+        if draw % 10 == 0:  # a round of training
+            anchors = problem.anchors(idea, count, generator)
+            parts, keys, guesses = problem.blocks(idea, anchors, size, generator)
+            of_anchors, slope = problem.entropy(anchors), problem.gradient(anchors)
+        expected = masses.expected(keys, guesses)
+        even = torch.ones(len(parts), dtype=torch.float64)
+        chances = probabilities(expected if idea.chances == "masses" else even, idea.floor)
+        base = expected if idea.control else expected * 0
+        slopes = expected[:, None] * slope * 0
+        if idea.control == "gradient":
+            slopes = seen.expected(keys, expected)
+        value, gradient = of_anchors + float(base.sum()), slope + slopes.sum(0)
+        for number in torch.multinomial(
+            chances, idea.several, replacement=True, generator=generator
+        ).tolist():
+            both, weight = (
+                torch.cat([anchors, parts[number]]),
+                idea.several * float(chances[number]),
+            )
+            found, turned = problem.entropy(both) - of_anchors, problem.gradient(both) - slope
+            value += (found - float(base[number])) / weight
+            gradient = gradient + (turned - slopes[number]) / weight
+            masses.observe(keys[number], float(expected[number]), found)
+            seen.observe(keys[number], found, turned)
+        if draw >= WARM_UP:
+            values.append(value / problem.exact)
+            gradients.append(gradient)
+    stacked = torch.stack(gradients)
+    return {
+        "bound": statistics.mean(bounds),
+        "deviation": statistics.stdev(values),
+        "gradient": float(stacked.var(0).sum().sqrt() / stacked.mean(0).norm()),
+    }
+
+
+class Gradients:
+    """What to expect of the gradient of a nat, from blocks of the same column seen before."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Tensor] = {}
+
+    def expected(self, keys: list[int], expected: Tensor) -> Tensor:
+        """(blocks, tensors), in proportion to what is expected of the value."""
+        if not self._known:
+            return expected[:, None] * 0
+        mean = torch.stack([*self._known.values()]).mean(0)
+        return torch.stack(
+            [e * self._known.get(key, mean) for key, e in zip(keys, expected, strict=True)]
+        )
+
+    def observe(self, key: int, value: float, gradient: Tensor) -> None:
+        """Go half of the way to what was seen."""
+        if value > 0:
+            one = gradient / value
+            self._known[key] = 0.5 * (self._known.get(key, one) + one)
+
+
+def table(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Means over the seeds."""
+    rows = []
+    for k, idea in dict.fromkeys((r["rows"], r["idea"]) for r in results):
+        same = [r for r in results if (r["rows"], r["idea"]) == (k, idea)]
+        means = {n: statistics.mean(r[n] for r in same) for n in ("bound", "deviation", "gradient")}
+        rows.append({"idea": idea, "rows": k, **means, "seeds": len(same)})
+    return rows
+
+
+def as_markdown(rows: list[dict[str, Any]]) -> str:
+    """A line for each idea; bound ± deviation of a draw (deviation of its gradient)."""
+    sizes = list(dict.fromkeys(row["rows"] for row in rows))
+    lines = [f"| | {' | '.join(f'{k} rows' for k in sizes)} |", "|---" * (1 + len(sizes)) + "|"]
+    for idea in dict.fromkeys(row["idea"] for row in rows):
+        cells = [
+            f"{row['bound']:.3f} ± {row['deviation']:.2f} ({row['gradient']:.2f})"
+            for row in rows
+            if row["idea"] == idea
+        ]
+        lines.append(f"| {idea} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what is missing, then write the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--data-dir", default=None, help="folder with mnist_train.parquet")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--num-data", type=int, default=NUM_DATA)
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--stage", type=int, default=None, help="epochs trained; default: all")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--networks", type=Path, default=Path("results/tightness"))
+    parser.add_argument("--results", type=Path, default=Path("results/anchor_search"))
+    parser.add_argument("--tables", type=Path, default=Path("docs/results"))
+    parser.add_argument("--page", type=Path, default=Path("docs/results.md"))
+    parser.add_argument("--table", action="store_true", help="only write the table")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    for folder in (options.networks, options.results):
+        folder.mkdir(parents=True, exist_ok=True)
+    for seed in [] if options.table else options.seeds:
+        kept = {k: options.results / f"case-{seed}-{k}.json" for k in options.rows}
+        if all(path.exists() for path in kept.values()):
+            continue
+        data = load("mnist", data_dir=options.data_dir, subset=options.num_data, seed=seed)
+        files = trained(data, seed, options.epochs, options.networks)
+        stage = max(files) if options.stage is None else options.stage
+        problem = Problem(files[stage], data, seed)
+        for k in options.rows:
+            found = []
+            for name, idea in IDEAS.items():
+                found.append(
+                    {"seed": seed, "rows": k, "idea": name, **measured(problem, idea, k, seed)}
+                )
+                print(found[-1], flush=True)
+            kept[k].write_text(json.dumps(found, indent=1))
+    results = [
+        row for path in sorted(options.results.glob("case-*.json"))
+        for row in json.loads(path.read_text())
+    ]  # fmt: skip
+    if not results:
+        parser.error(f"there are no results in {options.results}")
+    results.sort(key=lambda row: (row["rows"], list(IDEAS).index(row["idea"])))
+    rows = table(results)
+    write_csv(options.tables / "anchor_search.csv", rows)
+    text = f"{as_markdown(rows)}\n\n{machine()}"
+    print(text)
+    if options.page.exists():
+        insert(options.page, "anchor_search", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Anchors one by one: always the row that has most left to tell given those chosen before."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+def pivots(kernel: Float[Tensor, "m m"], count: int) -> Int[Tensor, " k"]:
+    """The rows that a pivoted Cholesky factorisation of I + S takes first.
+
+    Given those before, each has the largest variance S_rr|Z, and so the largest entropy
+    ½ log(1 + S_rr|Z); with the greedy choice ℓ(Z) is at least 1 − 1/e of the largest of so many
+    rows, since it is submodular (Nemhauser et al., 1978).
+
+    Args:
+        kernel: S, symmetric positive semidefinite.
+        count: How many rows, at most m.
+
+    Returns:
+        Their numbers, in the order of the choice.
+    """
+    left = kernel.diagonal().clone()
+    factor = kernel.new_zeros(count, len(kernel))
+    chosen = torch.zeros(count, dtype=torch.int64, device=kernel.device)
+    for step in range(count):
+        # Without a number on the host, for which a GPU would have to be waited for.
+        row = left.argmax().reshape(1)
+        chosen[step] = row[0]
+        before = factor[:step]
+        column = kernel.index_select(0, row)[0] - before.index_select(1, row)[:, 0] @ before
+        own = left.index_select(0, row).clamp(min=0.0)
+        factor[step] = column / (1.0 + own).sqrt()
+        left = left - factor[step].square()
+        left[row] = -torch.inf
+    return chosen
