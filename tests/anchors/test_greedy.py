@@ -55,7 +55,7 @@ def evidence_of(model: nn.Module, structure: str = "layerwise", **settings: Any)
     )
 
 
-def net(*last: nn.Module) -> nn.Module:
+def net(*last: nn.Module) -> nn.Sequential:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(nn.Flatten(), nn.Linear(16, 5), nn.Tanh(), nn.Linear(5, 3), *last)
@@ -177,14 +177,15 @@ def test_greedy_anchors_hold_more_than_those_of_the_largest_scores() -> None:
     x = images(12)
     x[:6] = x[0]
     y = torch.zeros(12, dtype=torch.int64)
-    model = net()
+    model = net().double()
+    last = model[3]
+    assert isinstance(last, nn.Linear)
     with torch.no_grad():
-        model[3].weight.mul_(0.05)
-        p = (3.0 * torch.eye(3))[0]
-        model[3].bias.copy_(p)
+        bias = torch.tensor([3.0, 0.0, 0.0], dtype=torch.float64)
+        last.bias.copy_(bias)
         # The copies are what the network is least sure of.
-        phi = model[:3](x[:1].float())[0]
-        model[3].weight.add_(-torch.outer(p, phi) / phi.square().sum())
+        phi = model[:3](x[:1])[0]
+        last.weight.mul_(0.05).add_(-torch.outer(bias, phi) / phi.square().sum())
     found = {}
     for choice in ("auto", "greedy", "score"):
         evidence = evidence_of(model, anchoring=Anchoring(0.5, choice))
