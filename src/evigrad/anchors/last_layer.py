@@ -152,17 +152,19 @@ def kernel_of_rows(
     Returns:
         The kernel, on the CPU; None where the network has no such layer.
     """
-    outputs: list[Tensor] = []
     layers: list[LastLayer] = []
+    vectors: list[Tensor] = []
+    listed = torch.arange(int(columns.max()) + 1)
     for x in inputs.split(batch_size):
         f, layer = network.last_layer(x)
         if layer is None:
             return None
-        outputs.append(f)
+        # A root costs as much for one column of a datum as for several.
+        rows = likelihood.root(f, listed.to(f.device).expand(len(f), -1), root)
+        own = rows.vectors if rows.scale is None else rows.vectors * rows.scale[..., None]
+        vectors.append(own.detach().float())
         layers.append(layer)
-    f, features = torch.cat(outputs), torch.cat([layer.features for layer in layers])
-    data, columns = data.to(f.device), columns.to(f.device)
-    rows = likelihood.root(f[data], columns[:, None], root)
-    vectors = rows.vectors if rows.scale is None else rows.vectors * rows.scale[..., None]
+    features = torch.cat([layer.features for layer in layers])
+    data, columns = data.to(features.device), columns.to(features.device)
     together = replace(layers[0], features=features[data])
-    return together.kernel(vectors[:, 0].detach().float()).cpu()
+    return together.kernel(torch.cat(vectors)[data, columns]).cpu()

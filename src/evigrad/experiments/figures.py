@@ -19,6 +19,9 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 # where the tops are further apart.
 _PANEL = (4.0, 3.1)
 _BELOW = 2.0
+# Where a point's name may stand, the best place first: how it is aligned, and points right and up.
+_UNDER = (("right", -3, -11), ("left", 3, -11), ("left", 5, 5), ("right", -5, 5), ("left", 5, -21))
+_BESIDE = (("left", 5, 4), ("left", 5, -11), ("right", -5, 4), ("right", -5, -11), ("left", 5, 14))
 
 
 def frame(axes: "Axes", title: str, across: str, along: str) -> None:
@@ -207,18 +210,10 @@ def pareto(experiment: Experiment, rows: list[Row]) -> "Figure":
         zorder=0,
         label="frontier",
     )
-    for row in corners:
-        axes.annotate(
-            words(row["size"]),
-            (row["seconds"].mean, row["value"].mean),
-            xytext=(-3, -11),
-            textcoords="offset points",
-            fontsize=8,
-            ha="right",
-            color=LIGHT.muted,
-        )
     axes.margins(x=0.08, y=0.12)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9)
+    points = {(row["seconds"].mean, row["value"].mean): words(row["size"]) for row in corners}
+    _name_points(axes, points, _UNDER)
     return figure
 
 
@@ -353,19 +348,32 @@ def scatter(experiment: Experiment, rows: list[Row], across: str, along: str) ->
             elinewidth=0.8,
             **style,
         )
-        for row in of_family:
-            axes.annotate(
-                words(row["label"]),
-                (row["x"].mean, row["y"].mean),
-                xytext=(5, 4),
-                textcoords="offset points",
-                fontsize=8,
-                color=LIGHT.muted,
-            )
     axes.margins(0.12)
     if len(families) > 1:
         axes.legend(frameon=False, fontsize=9)
+    _name_points(axes, {(r["x"].mean, r["y"].mean): words(r["label"]) for r in rows}, _BESIDE)
     return figure
+
+
+def _name_points(
+    axes: "Axes",
+    names: Mapping[tuple[float, float], str],
+    places: Sequence[tuple[str, float, float]],
+) -> None:
+    """Names beside points, each in the first place where it does not lie on another."""
+    axes.figure.draw_without_rendering()  # now it is known where everything lies
+    taken: list[Any] = []
+    for point, name in names.items():
+        for number, (side, right, up) in enumerate(places, start=1):
+            text = axes.annotate(
+                name, point, (right, up), textcoords="offset points", fontsize=8, ha=side,
+                color=LIGHT.muted,
+            )  # fmt: skip
+            box = text.get_window_extent()
+            if number == len(places) or not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
+            text.remove()
 
 
 def _of(rows: Sequence[Row], key: str, value: object) -> list[Row]:
