@@ -358,7 +358,7 @@ def scatter(experiment: Experiment, rows: list[Row], across: str, along: str) ->
 def _name_points(
     axes: "Axes",
     names: Mapping[tuple[float, float], str],
-    places: Sequence[tuple[str, float, float]],
+    places: Sequence[tuple[str, int, int]],
 ) -> None:
     """Names beside points, each in the first place where it does not lie on another."""
     axes.figure.draw_without_rendering()  # now it is known where everything lies
