@@ -213,7 +213,7 @@ def pareto(experiment: Experiment, rows: list[Row]) -> "Figure":
     axes.margins(x=0.08, y=0.12)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9)
     points = {(row["seconds"].mean, row["value"].mean): words(row["size"]) for row in corners}
-    _name_points(axes, points, _UNDER)
+    _name_points(figure, axes, points, _UNDER)
     return figure
 
 
@@ -351,17 +351,20 @@ def scatter(experiment: Experiment, rows: list[Row], across: str, along: str) ->
     axes.margins(0.12)
     if len(families) > 1:
         axes.legend(frameon=False, fontsize=9)
-    _name_points(axes, {(r["x"].mean, r["y"].mean): words(r["label"]) for r in rows}, _BESIDE)
+    _name_points(
+        figure, axes, {(r["x"].mean, r["y"].mean): words(r["label"]) for r in rows}, _BESIDE
+    )
     return figure
 
 
 def _name_points(
+    figure: "Figure",
     axes: "Axes",
     names: Mapping[tuple[float, float], str],
     places: Sequence[tuple[str, int, int]],
 ) -> None:
     """Names beside points, each in the first place where it does not lie on another."""
-    axes.figure.draw_without_rendering()  # now it is known where everything lies
+    figure.draw_without_rendering()  # now it is known where everything lies
     taken: list[Any] = []
     for point, name in names.items():
         for number, (side, right, up) in enumerate(places, start=1):
