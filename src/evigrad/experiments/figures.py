@@ -19,9 +19,11 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 # where the tops are further apart.
 _PANEL = (4.0, 3.1)
 _BELOW = 2.0
+_MARKER = 6.0  # points
 # Where a point's name may stand, the best place first: how it is aligned, and points right and up.
-_UNDER = (("right", -3, -11), ("left", 3, -11), ("left", 5, 5), ("right", -5, 5), ("left", 5, -21))
-_BESIDE = (("left", 5, 4), ("left", 5, -11), ("right", -5, 4), ("right", -5, -11), ("left", 5, 14))
+_FAR = (("left", 8, -22), ("right", -8, 14), ("left", 8, 14), ("right", -8, -22), ("left", 12, -33))
+_UNDER = (("right", -3, -11), ("left", 3, -11), ("left", 5, 5), ("right", -5, 5), *_FAR)
+_BESIDE = (("left", 5, 4), ("left", 5, -11), ("right", -5, 4), ("right", -5, -11), *_FAR)
 
 
 def frame(axes: "Axes", title: str, across: str, along: str) -> None:
@@ -193,7 +195,7 @@ def pareto(experiment: Experiment, rows: list[Row]) -> "Figure":
             [row["value"].mean for row in of_family],
             yerr=[_finite(row["value"].error) for row in of_family],
             label=words(family),
-            markersize=6,
+            markersize=_MARKER,
             linewidth=0.9,
             elinewidth=0.9,
             **style,
@@ -212,8 +214,8 @@ def pareto(experiment: Experiment, rows: list[Row]) -> "Figure":
     )
     axes.margins(x=0.08, y=0.12)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9)
-    points = {(row["seconds"].mean, row["value"].mean): words(row["size"]) for row in corners}
-    _name_points(figure, axes, points, _UNDER)
+    points = [(row["seconds"].mean, row["value"].mean) for row in corners]
+    _name_points(figure, axes, points, [row["size"] for row in corners], _UNDER)
     return figure
 
 
@@ -351,25 +353,31 @@ def scatter(experiment: Experiment, rows: list[Row], across: str, along: str) ->
     axes.margins(0.12)
     if len(families) > 1:
         axes.legend(frameon=False, fontsize=9)
-    _name_points(
-        figure, axes, {(r["x"].mean, r["y"].mean): words(r["label"]) for r in rows}, _BESIDE
-    )
+    points = [(row["x"].mean, row["y"].mean) for row in rows]
+    _name_points(figure, axes, points, [row["label"] for row in rows], _BESIDE)
     return figure
 
 
 def _name_points(
     figure: "Figure",
     axes: "Axes",
-    names: Mapping[tuple[float, float], str],
+    points: Sequence[tuple[float, float]],
+    names: Sequence[str],
     places: Sequence[tuple[str, int, int]],
 ) -> None:
-    """Names beside points, each in the first place where it does not lie on another."""
+    """Names beside points, each in the first place where it lies on no other and no point."""
+    from matplotlib.transforms import Bbox
+
     figure.draw_without_rendering()  # now it is known where everything lies
-    taken: list[Any] = []
-    for point, name in names.items():
+    half = _MARKER / 2 * figure.dpi / 72
+    taken = [
+        Bbox.from_extents(x - half, y - half, x + half, y + half)
+        for x, y in axes.transData.transform(points)
+    ]
+    for point, name in zip(points, names, strict=True):
         for number, (side, right, up) in enumerate(places, start=1):
             text = axes.annotate(
-                name, point, (right, up), textcoords="offset points", fontsize=8, ha=side,
+                words(name), point, (right, up), textcoords="offset points", fontsize=8, ha=side,
                 color=LIGHT.muted,
             )  # fmt: skip
             box = text.get_window_extent()
