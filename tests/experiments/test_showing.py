@@ -189,6 +189,11 @@ def test_a_page_holds_what_was_run_and_names_the_rest(tmp_path):
     write_page(page, store)
     again = page.read_text()
     assert again.startswith("# Mine\n\n") and again.endswith("\n\nafter\n") and "old" not in again
+    # Nothing is run for the overview, and nothing is said of machine and time.
+    present(read_experiment("fig2", "small"), store)
+    assert write_page(page, store) == ["fig2", "fig6"]
+    overview = page.read_text().partition("evigrad reproduce fig2")[2].partition("###")[0]
+    assert "What it shows: Figure 2.\n" in overview and "minutes" not in overview
     page.write_text("# Mine\n")
     write_page(page, store)
     assert page.read_text().startswith("# Mine\n\n" + BEGIN)

@@ -264,12 +264,15 @@ def lines(
     figure = new_figure(3.6 * len(columns) + 1.6, 2.5 * len(quantities) + 0.3)
     labels, styles = _labels_and_styles(experiment, rows)
     handles: dict[str, Any] = {}
+    first: Any = None
     for down, (quantity, unit) in enumerate(quantities.items()):
         shared: Any = None
         for place, (title, of_column) in enumerate(columns.items()):
             position = down * len(columns) + place + 1
-            axes = figure.add_subplot(len(quantities), len(columns), position, sharey=shared)
-            shared = shared or axes
+            axes = figure.add_subplot(
+                len(quantities), len(columns), position, sharex=first, sharey=shared
+            )
+            first, shared = first or axes, shared or axes
             is_last = down == len(quantities) - 1
             frame(axes, title if not down else "", across if is_last else "", "" if place else unit)
             if log:

@@ -94,18 +94,25 @@ def _section(experiment: Experiment, store: Store, folder: Path) -> str:
         lines += ["", f"![{experiment.title}]({_IMAGES}/{stem})"]
     lines += ["", shown.table, ""]
     lines += [f"- {remark}" for remark in shown.remarks]
-    seeds = ", ".join(map(str, summary["seeds"]))
-    lines += [
-        f"- The paper's: {experiment.shows}. Preset `{experiment.preset}`, seeds {seeds}.",
-        f"- Settings: {_settings(experiment.take('training', {}))}.",
-        f"- {'; '.join(summary['machines'])}; {_dates(summary['dates'])};"
-        f" {summary['seconds'] / 60:.0f} minutes of runs.",
-    ]
+    lines.append(f"- What it shows: {experiment.shows}.{_how(experiment, summary)}")
+    if total:
+        lines += [
+            f"- Settings: {_settings(experiment.take('training', {}))}.",
+            f"- {'; '.join(summary['machines'])}; {_dates(summary['dates'])};"
+            f" {summary['seconds'] / 60:.0f} minutes of runs.",
+        ]
     if done < total:
         lines.append(f"- {done} of {total} jobs are done.")
     if differs := experiment.content.get("differs"):
         lines.append(f"- Where it differs from the paper: {' '.join(differs.split())}")
     return "\n".join(lines) + "\n"
+
+
+def _how(experiment: Experiment, summary: Mapping[str, Any]) -> str:
+    if not summary["jobs"][1]:  # drawn, from nothing that is run
+        return ""
+    seeds = ", ".join(map(str, summary["seeds"]))
+    return f" Preset `{experiment.preset}`, seeds {seeds}."
 
 
 def _settings(options: Mapping[str, Any]) -> str:
