@@ -120,7 +120,14 @@ def fake(experiment: Experiment, store: Store) -> None:
 @pytest.mark.parametrize(
     ("name", "preset"),
     [
-        *(("fig1", "small"), ("fig4", "paper"), ("fig7", "paper"), ("table1", "paper")),
+        *(
+            ("fig1", "small"),
+            ("fig1", "paper"),
+            ("fig_pareto_prior", "paper"),
+            ("fig4", "paper"),
+            ("fig7", "paper"),
+            ("table1", "paper"),
+        ),
         *(("fig_train_invariance", "tiny"), ("model_selection", "small"), ("fig_grouped", "small")),
     ],
 )
@@ -185,6 +192,7 @@ def test_a_page_holds_what_was_run_and_names_the_rest(tmp_path):
     assert "    evigrad reproduce fig6\n" in text and "Preset `small`, seeds 0, 1, 2" in text
     assert "![" in text and (page.parent / "images/experiments/fig6-small.png").exists()
     assert "### Not run" in text and "`table2` (Table 2)" in text and "`fig6` (" not in text
+    assert "At the paper's settings: `fig6`.\n" in text
     page.write_text(f"# Mine\n\n{BEGIN}\nold\n{END}\n\nafter\n")
     write_page(page, store)
     again = page.read_text()
@@ -194,6 +202,7 @@ def test_a_page_holds_what_was_run_and_names_the_rest(tmp_path):
     assert write_page(page, store) == ["fig2", "fig6"]
     overview = page.read_text().partition("evigrad reproduce fig2")[2].partition("###")[0]
     assert "What it shows: Figure 2.\n" in overview and "minutes" not in overview
+    assert "At the paper's settings: `fig6`.\n" in page.read_text()
     page.write_text("# Mine\n")
     write_page(page, store)
     assert page.read_text().startswith("# Mine\n\n" + BEGIN)

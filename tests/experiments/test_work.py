@@ -171,6 +171,22 @@ def test_a_failure_takes_with_it_what_needs_it_and_nothing_else(tmp_path):
     assert "failed" in told[0][0]
 
 
+def test_an_error_of_pytorch_leaves_the_other_jobs_alone(tmp_path, monkeypatch):
+    place, told = place_in(tmp_path), []
+    jobs = [training(TRAINING, seed=seed) for seed in (0, 1)]
+    real = runner.perform
+
+    def out_of_memory(job, place):
+        if job.id == jobs[0].id:
+            raise RuntimeError("out of memory")
+        return real(job, place)
+
+    monkeypatch.setattr(runner, "perform", out_of_memory)
+    (failure,) = run(jobs, place, tell=lambda words, over, count: told.append(words))
+    assert failure.reason == "RuntimeError: out of memory"
+    assert place.store.result(jobs[1]) is not None
+
+
 def test_side_by_side_is_the_same_as_one_after_the_other(tmp_path):
     jobs = [evaluation(training(TRAINING, seed=seed)) for seed in (0, 1)]
     jobs.append(timing(training(TRAINING, seed=1), repeats=1))

@@ -60,7 +60,9 @@ class Styles:
         self, names: Sequence[str], reference: Sequence[str] = (), ordered: bool = False
     ) -> None:
         others = [name for name in names if name not in reference]
-        colours = _shades(len(others)) if ordered else LIGHT.lines
+        # The ink is for what the others are compared with, and for nothing else.
+        plain = [colour for colour in LIGHT.lines if colour != LIGHT.ink]
+        colours = _shades(len(others)) if ordered else plain
         self._styles: dict[str, dict[str, Any]] = {}
         for place, name in enumerate(others):
             round_ = place // len(colours)
@@ -70,8 +72,8 @@ class Styles:
                 "marker": MARKERS[place % len(MARKERS)],
             }
         for place, name in enumerate(name for name in names if name in reference):
-            dash = DASHES[place % len(DASHES)]
-            self._styles[name] = {"color": LIGHT.ink, "linestyle": dash, "marker": MARKERS[place]}
+            dash, marker = DASHES[place % len(DASHES)], MARKERS[place % len(MARKERS)]
+            self._styles[name] = {"color": LIGHT.ink, "linestyle": dash, "marker": marker}
 
     def line(self, name: str) -> dict[str, Any]:
         """Colour and dash of a line."""

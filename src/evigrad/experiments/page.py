@@ -10,7 +10,7 @@ import yaml
 
 from evigrad.errors import ConfigurationError
 from evigrad.experiments.definition import PAPER, Experiment, paper_experiments, read_experiment
-from evigrad.experiments.present import SUMMARY, present, shown_in
+from evigrad.experiments.present import SUMMARY, jobs_of, present, shown_in
 from evigrad.experiments.store import Store
 from evigrad.training.files import replacing
 
@@ -34,22 +34,24 @@ def write_page(page: Path, store: Store, presets: tuple[str, ...] = (PAPER, "sma
     Raises:
         ConfigurationError: If the page cannot be written.
     """
-    parts, shown, left = [], [], []
+    parts, shown, left, reduced = [], [], [], []
     for name in paper_experiments():
         found = []
         for preset in presets:
-            experiment = _read(name, preset)
-            if experiment is None or not _was_run(experiment, store):
-                continue
-            found.append(_section(experiment, store, page.parent))
+            if _is_shown(name, preset, store):
+                found.append(_section(read_experiment(name, preset), store, page.parent))
         if found:
             shown.append(name)
             parts += found
+            if jobs_of(read_experiment(name)) and not _is_shown(name, PAPER, store):
+                reduced.append(f"`{name}`")
         else:
             experiment = read_experiment(name)
             left.append(f"`{name}` ({experiment.shows or experiment.title})")
-    if left:
-        parts.append("### Not run\n\n" + _sentence(left) + "\n")
+    if left or reduced:
+        said = [f"At the paper's settings: {_sentence(reduced)}"] if reduced else []
+        said += [f"Not at all: {_sentence(left)}"] if left else []
+        parts.append("### Not run\n\n" + "\n\n".join(said) + "\n")
     text = "\n".join(parts)
     before, after = "", ""
     if page.exists():
@@ -66,15 +68,12 @@ def write_page(page: Path, store: Store, presets: tuple[str, ...] = (PAPER, "sma
     return shown
 
 
-def _read(name: str, preset: str) -> Experiment | None:
-    try:
-        return read_experiment(name, preset)
-    except ConfigurationError:
-        return None
-
-
-def _was_run(experiment: Experiment, store: Store) -> bool:
+def _is_shown(name: str, preset: str, store: Store) -> bool:
     """Whether it was shown before: some of its jobs may be those of another one."""
+    try:
+        experiment = read_experiment(name, preset)
+    except ConfigurationError:  # it has no such preset
+        return False
     return (shown_in(experiment, store) / SUMMARY).exists()
 
 

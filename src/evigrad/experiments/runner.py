@@ -86,6 +86,9 @@ def _attempt(job: Job, place: Place) -> tuple[str | None, float]:
         return None, perform(job, place)["job_seconds"]
     except EvigradError as error:
         return str(error), 0.0
+    except Exception as error:
+        # As PyTorch's own, out of memory: the other jobs do not depend on it.
+        return f"{type(error).__name__}: {error}", 0.0
 
 
 def _broken_need(job: Job, failures: list[Failure]) -> str | None:

@@ -161,4 +161,5 @@ def _digits(value: float | None) -> str:
 
 
 def _escaped(text: str) -> str:
-    return text.replace("%", r"\%").replace("_", r"\_").replace("–", "--").replace("×", r"$\times$")
+    marks = {"%": r"\%", "_": r"\_", "–": "--", "×": r"$\times$", "−": "$-$"}
+    return "".join(marks.get(letter, letter) for letter in text)
