@@ -15,7 +15,8 @@ on the same data, by the same schedule:
 The first four keep the usual weight decay, 5e-4. Learned ranges start at 0.1. The log evidence is
 evaluated afterwards with one common, tight bound; the test set, all of it, is only evaluated, with
 more transforms of each digit than in training. Every run is kept in the folder of results as it
-ends, so that the script goes on where it was stopped; all settings are below, fixed beforehand.
+ends, and has checkpoints while it lasts: the script goes on where it was stopped. All settings are
+below, fixed beforehand.
 
     python benchmarks/invariance_learning.py --data mnist:rotated180 --data-dir DIR --seeds 0 1 2
     python benchmarks/invariance_learning.py --data mnist:rotated180 --table
@@ -24,6 +25,7 @@ ends, so that the script goes on where it was stopped; all settings are below, f
 import argparse
 import json
 import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,7 @@ PROBLEMS = {
     "mnist:rotated180": Problem("mininet", 1000, "ntk-250-C"),
     "mnist": Problem("mininet", 1000, "ntk-250-C"),
 }
+CHECKPOINT_EVERY = 10
 SCHEDULE: dict[str, Any] = {
     "epochs": 150,
     "batch_size": 250,
@@ -104,9 +107,9 @@ def rotation_of(model: nn.Module) -> float:
 
 
 def run_row(
-    problem: Problem, data: DataSet, seed: int, row: str, schedule: dict[str, Any]
+    problem: Problem, data: DataSet, seed: int, row: str, schedule: dict[str, Any], run_dir: Path
 ) -> dict[str, Any]:
-    """One row of the table for one seed."""
+    """One row of the table for one seed, from the last checkpoint in its folder on."""
     model = network(problem, data, seed, row)
     options: dict[str, Any] = {"estimator": row, "prior": "layerwise", "precision": 1.0}
     if row not in ESTIMATORS:
@@ -117,7 +120,15 @@ def run_row(
     if row in REWARDS:
         options |= {"estimator": "augerino", "augerino_weight": REWARDS[row]}
     result = evigrad.fit(
-        model, data.train, likelihood=data.likelihood, seed=seed, **schedule, **options
+        model,
+        data.train,
+        likelihood=data.likelihood,
+        seed=seed,
+        run_dir=run_dir,
+        resume=True,
+        checkpoint_every=CHECKPOINT_EVERY,
+        **schedule,
+        **options,
     )
     judged = evaluate_evidence(result.evidence, data.train, problem.judge)
     if isinstance(model, Averaged):
@@ -198,7 +209,9 @@ def main(arguments: list[str] | None = None) -> None:
             path = folder / f"{row}-{seed}.json"
             if path.exists():
                 continue
-            result = run_row(problem, data, seed, row, schedule)
+            run_dir = folder / "runs" / path.stem
+            result = run_row(problem, data, seed, row, schedule, run_dir)
+            shutil.rmtree(run_dir)
             path.write_text(json.dumps(result, indent=1))
             shown = {k: v for k, v in result.items() if not isinstance(v, dict | list)}
             print(shown, flush=True)

@@ -14,7 +14,7 @@ from evigrad.experiments import paper_experiments
 
 QUICK = (
     "--subset 40 --test-subset 20 --model mlp --epochs 3 --burn-in 1 --every 1 --steps 1"
-    " --batch-size 20 --device cpu --threads 1"
+    " --batch-size 20 --device cpu --threads 1 --jobs 1"
 ).split()
 
 

@@ -16,7 +16,7 @@ import evigrad
 from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from evigrad.experiments import Experiment, make_experiment, present, read_experiment, run
-from evigrad.experiments.cases import Case, Mean, rows_of
+from evigrad.experiments.cases import Case, Mean, rows_of, unfinished
 from evigrad.experiments.figures import pareto_front
 from evigrad.experiments.jobs import Job
 from evigrad.experiments.kinds import KINDS, kind_of, overview
@@ -32,25 +32,26 @@ NAN = math.nan
 def test_the_best_is_bold_with_all_that_overlaps():
     columns = [Column("method"), Column("score", 2, best="high"), Column("cost", 1, best="low")]
     rows = [
-        ["a", Mean(1.00, 0.10, 3), Mean(5.0, NAN, 1)],
-        ["b", Mean(0.85, 0.06, 3), Mean(4.0, NAN, 1)],
+        ["a", Mean(1.00, 0.10, 3), Mean(5.0, 0.1, 2)],
+        ["b", Mean(0.85, 0.06, 3), Mean(4.0, 0.1, 2)],
         ["c", Mean(0.50, 0.10, 3), None],
         ["other", Mean(0.10, 0.01, 3), Mean(9.0, NAN, 1)],
         ["another", Mean(NAN, NAN, 3), Mean(8.0, NAN, 1)],
     ]
     table = Table(columns, rows, ["x", "x", "x", "y", "y"])
     lines = table.markdown().splitlines()
-    assert lines[2] == "| a | **1.00 ± 0.10** | 5.0 |"
-    assert lines[3] == "| b | **0.85 ± 0.06** | **4.0** |"
+    assert lines[2] == "| a | **1.00 ± 0.10** | 5.0 ± 0.1 |"
+    assert lines[3] == "| b | **0.85 ± 0.06** | **4.0 ± 0.1** |"
     assert lines[4] == "| c | 0.50 ± 0.10 | – |"
     assert lines[5] == "| other | 0.10 ± 0.01 | 9.0 |"
-    assert lines[6] == "| another | – | **8.0** |"
+    # Nothing overlaps with what has no error.
+    assert lines[6] == "| another | – | 8.0 |"
     latex = table.latex()
     assert r"\textbf{1.00 {\scriptsize$\pm$} 0.10}" in latex
     assert latex.count(r"\midrule") == 2 and latex.count(r"\\") == 6
     cells = list(csv.reader(io.StringIO(table.csv())))
     assert cells[0] == ["method", "score", "score, error", "cost", "cost, error"]
-    assert cells[1] == ["a", "1", "0.1", "5", ""]
+    assert cells[1] == ["a", "1", "0.1", "5", "0.1"]
     assert cells[3] == ["c", "0.5", "0.1", "", ""]
 
 
@@ -90,6 +91,23 @@ def test_rows_are_means_over_the_seeds_that_are_done(tmp_path):
     (row,) = rows_of(cases, store)
     assert row["value"] == Mean(2.0, pytest.approx(1 / math.sqrt(3)), 3)
     assert row["curve"].mean == [2.0, 1.0] and row["curve"].error[1] == 0.0
+    assert row["value"].by_seed == {0: 1.0, 1: 2.0, 2: 3.0}
+    assert unfinished(cases, [row]) == {"x": (3, 4)}
+    assert unfinished(cases[:3], [row]) == {}
+
+
+def test_means_that_are_not_to_be_compared_are_named(tmp_path):
+    content = {"kind": "pareto", "title": "Pareto", "seeds": [0, 1], "training": TRAINING}
+    experiment = make_experiment("mine", content | {"estimators": ["ntk-10-1", "ntk-20-1"]})
+    store = Store(tmp_path)
+    fake(experiment, store)
+    assert len(present(experiment, store).remarks) == 1
+    jobs = [job for job in jobs_of(experiment) if job.kind == "time"]
+    store.finish(jobs[0], (store.result(jobs[0]) or {}) | {"machine": "another"})
+    (store.folder(jobs[-1]) / "result.json").unlink()
+    _, partial, machines = present(experiment, store).remarks
+    assert partial.endswith("than those of the others: ntk-20-1 ntk-m-1 20 False (1 of 2).")
+    assert machines == "Times of several machines: another; none."
 
 
 def fake(experiment: Experiment, store: Store) -> None:
@@ -172,7 +190,22 @@ def test_the_papers_numbers_stand_beside_ours(tmp_path):
     line = next(
         line for line in present(experiment, store).table.splitlines() if "kfac-500-10" in line
     )
-    assert "-1.31, -0.38, 88.6, 81 %" in line and "-3.95, -1.26, 67.9, 70 %" in line
+    assert "-1.31 ± 0.01, -0.38 ± 0.00, 88.6 ± 0.1, 81 %" in line
+    assert "-3.95 ± 0.04, -1.26 ± 0.01, 67.9 ± 0.2, 70 %" in line
+    small = read_experiment("table1", "small")
+    fake(small, store)
+    shown = present(small, store)
+    assert "Not run: CIFAR-100." in shown.remarks
+    assert "**" not in shown.table  # one seed
+
+
+def test_both_widths_of_table_2_are_there(tmp_path):
+    experiment, store = read_experiment("table2"), Store(tmp_path)
+    widths = {job.config["width"] for job in jobs_of(experiment) if job.kind == "train"}
+    assert widths == {None, 64} and len(experiment.take("blocks")) == 4
+    fake(experiment, store)
+    lines = [x for x in present(experiment, store).table.splitlines() if "kfac-60-1" in x]
+    assert len(lines) == 2 and all("-2.02 ± 0.10, 58.4 ± 0.3" in line for line in lines)
 
 
 def test_an_ordering_that_does_not_hold_is_told(tmp_path):
@@ -180,6 +213,20 @@ def test_an_ordering_that_does_not_hold_is_told(tmp_path):
     fake(experiment, store)  # each later curve is lower: ntk-10-C before ntk-N-C
     (remark,) = present(experiment, store).remarks
     assert "ntk-N-C lies below ntk-10-C at 3 of 3 points, by 0.01 nats" in remark
+
+
+def test_an_ordering_is_checked_seed_by_seed(tmp_path):
+    experiment, store = bounds(seeds=[0, 1]), Store(tmp_path)
+    jobs = [job for job in jobs_of(experiment) if job.kind == "curve"]
+    # Higher on average, but not for the second seed.
+    values = {("ntk-N-C", 0): -1.0, ("ntk-N-C", 1): -2.0, ("ntk-10-C", 0): -3.0}
+    fake(experiment, store)
+    for job in jobs:
+        value = values.get((job.config["estimator"], job.config["seed"]), -1.9)
+        found = store.result(job) or {}
+        store.finish(job, found | {"mean": [value] * 3, "sem": [0.0] * 3})
+    (remark,) = present(experiment, store).remarks
+    assert "ntk-N-C lies below ntk-10-C at 3 of 6 points, by 0.1 nats" in remark
 
 
 def test_a_page_holds_what_was_run_and_names_the_rest(tmp_path):
@@ -190,6 +237,7 @@ def test_a_page_holds_what_was_run_and_names_the_rest(tmp_path):
     assert write_page(page, store) == ["fig6"]
     text = page.read_text()
     assert "    evigrad reproduce fig6\n" in text and "Preset `small`, seeds 0, 1, 2" in text
+    assert "prior: `data: digits, every: 5, steps: 10`" in text  # the panel's own settings
     assert "![" in text and (page.parent / "images/experiments/fig6-small.png").exists()
     assert "### Not run" in text and "`table2` (Table 2)" in text and "`fig6` (" not in text
     assert "At the paper's settings: `fig6`.\n" in text

@@ -190,8 +190,8 @@ def test_an_error_of_pytorch_leaves_the_other_jobs_alone(tmp_path, monkeypatch):
 def test_side_by_side_is_the_same_as_one_after_the_other(tmp_path):
     jobs = [evaluation(training(TRAINING, seed=seed)) for seed in (0, 1)]
     jobs.append(timing(training(TRAINING, seed=1), repeats=1))
-    alone, together = place_in(tmp_path / "a"), place_in(tmp_path / "b")
-    assert run(jobs[:2], alone) == run(jobs, together, processes=2) == []
+    alone, together = place_in(tmp_path / "a"), replace(place_in(tmp_path / "b"), jobs=2)
+    assert run(jobs[:2], alone) == run(jobs, together) == []
     for job in jobs[:2]:
         first, second = (place.store.result(job) for place in (alone, together))
         assert first is not None and second is not None

@@ -124,4 +124,4 @@ def run(parser: Parser, options: Namespace) -> int:
     """
     grid = {name: options[name] for name in _TYPES}
     made = experiment(training_options(options), options.curves, options.seeds, **grid)
-    return reproduce(made, place_from(options), options.jobs)
+    return reproduce(made, place_from(options))

@@ -17,18 +17,20 @@ from evigrad.experiments import Experiment, Place, Store, jobs_of, missing, pres
 
 PLACE_TYPES: dict[str, Any] = {
     "results": str,
-    "jobs": int,
+    "jobs": int | None,
     "data_dir": str | None,
     "device": str,
     "threads": int | None,
 }
 # Beside the options of a training, which name the folder of the data already.
+# Jobs at once where nothing is said: more of them may be too much for the memory.
+_MOST_JOBS = 4
 PLACE_OF_TRAINING = ("results", "jobs", "device", "threads")
 
 
 def place_of(
     results: str = "results",
-    jobs: int = 1,
+    jobs: int | None = None,
     data_dir: str | None = None,
     device: str = "auto",
     threads: int | None = None,
@@ -39,6 +41,7 @@ def place_of(
         results: Folder of all results, by what they are results of: nothing is run twice, what was
             interrupted goes on, and the folder can be moved.
         jobs: Runs side by side, each in a process of its own. What measures time runs alone.
+            Default: one for each core of the CPU, four at most; one on a GPU.
         data_dir: Folder with NAME_train.parquet and NAME_test.parquet. Default: the environment
             variable EVIGRAD_DATA.
         device: Where to compute: cpu, cuda, or auto (cuda if there is one).
@@ -53,8 +56,11 @@ def place_of(
     for name, value in (("jobs", jobs), ("threads", threads)):
         if value is not None and value < 1:
             raise ConfigurationError(f"{name} must be at least 1, not {value}.")
-    each = threads or max(1, torch.get_num_threads() // jobs)
-    return Place(Store(results), data_dir, device, each)
+    cores = torch.get_num_threads()
+    on_gpu = device not in ("cpu", "auto") or (device == "auto" and torch.cuda.is_available())
+    together = jobs or (1 if on_gpu else max(1, min(cores // (threads or 1), _MOST_JOBS)))
+    each = threads or max(1, cores // together)
+    return Place(Store(results), data_dir, device, each, together)
 
 
 def place_from(options: Namespace) -> Place:
@@ -102,13 +108,12 @@ def add_list(group: Any, flag: str, kind: type, default: Sequence[Any] | None, w
     )
 
 
-def reproduce(experiment: Experiment, place: Place, processes: int) -> int:
+def reproduce(experiment: Experiment, place: Place) -> int:
     """Run what is missing of an experiment, draw its figure, print its table.
 
     Args:
         experiment: Any.
         place: Where.
-        processes: Runs side by side.
 
     Returns:
         The exit code: 1 where a run failed.
@@ -134,7 +139,7 @@ def reproduce(experiment: Experiment, place: Place, processes: int) -> int:
             line = f"[{over}/{count}] {words}"
             bar.console.print(line, markup=False, highlight=False, soft_wrap=True, style="dim")
 
-        failures = run(jobs, place, processes, tell)
+        failures = run(jobs, place, tell)
     for failure in failures:
         show("warning", f"{failure.job.kind} {failure.job.label} failed: {failure.reason}")
     if left:

@@ -28,7 +28,7 @@ frontier of those that no other one beats in both, full-batch estimators in blac
 bound is one of the family. All other options are those of evigrad train.
 
 examples:
-  evigrad pareto --jobs 2                           digits, a small network
+  evigrad pareto                                    digits, a small network
   evigrad pareto --estimators ntk-100-1 kfac-100-1 ntk-400-rows-anchored --judge ntk-400-C
   evigrad pareto --data mnist:rotated180 --subset 1000 --model mininet --invariance rotation"""
 
@@ -107,4 +107,4 @@ def run(parser: Parser, options: Namespace) -> int:
         The exit code.
     """
     made = experiment(training_options(options), options.estimators, options.seeds, options.judge)
-    return reproduce(made, place_from(options), options.jobs)
+    return reproduce(made, place_from(options))

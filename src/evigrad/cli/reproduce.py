@@ -24,6 +24,7 @@ from evigrad.experiments import (
 from evigrad.experiments.page import PRESETS, write_page
 from evigrad.experiments.present import jobs_of
 
+_YEAR = 365 * 86400.0  # seconds
 SUMMARY = "Reproduce a figure or a table of the paper"
 
 _DESCRIPTION = """\
@@ -36,7 +37,7 @@ on from its last checkpoint. The preset 'small' shows the effect in minutes on a
 examples:
   evigrad reproduce --list                          what there is, its state, and its time here
   evigrad reproduce fig4 --preset tiny
-  evigrad reproduce fig4 --data-dir DIR --jobs 2
+  evigrad reproduce table1 --data-dir DIR
   evigrad reproduce FILE.yaml --seeds 0 1           an experiment of your own"""
 
 _TYPES: dict[str, Any] = {"preset": str, "list": bool, "dry_run": bool, "page": str | None}
@@ -118,7 +119,7 @@ def run(parser: Parser, options: Namespace) -> int:
             print(f"{job.id}  {job.kind}: {job.label}{begun}")
         show("note", f"{len(left)} of {len(jobs)} jobs are missing.")
         return 0
-    code = reproduce(experiment, place, options.jobs)
+    code = reproduce(experiment, place)
     return code if options.page is None else max(code, _write_page(options.page, place))
 
 
@@ -133,10 +134,11 @@ def _overview(place: Place) -> Table:
     table = Table(
         box=SIMPLE_HEAD,
         title="Experiments",
-        caption="Jobs done of all, and about how long the rest takes here, one run at a time.",
+        caption="Jobs done of all, and about how long the rest takes on a thread of this CPU.",
         caption_justify="left",
     )
-    for name in ("name", "shows", *PRESETS):
+    table.add_column("name", no_wrap=True)
+    for name in ("shows", *PRESETS):
         table.add_column(name)
     for name in paper_experiments():
         cells, shows = [], ""
@@ -162,4 +164,6 @@ def _duration(seconds: float) -> str:
         return f"{seconds / 60:.0f} min"
     if seconds < 2 * 86400:
         return f"{seconds / 3600:.0f} h"
-    return f"{seconds / 86400:.0f} days"
+    if seconds < 2 * _YEAR:
+        return f"{seconds / 86400:.0f} days"
+    return f"{seconds / _YEAR:,.0f} years"

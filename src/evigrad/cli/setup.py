@@ -148,9 +148,23 @@ def set_up(
     loaded = load(data, data_dir, subset, seed)
     if test_subset is not None:
         loaded = loaded.with_test_subset(test_subset, seed)
-    given = {"depth": depth, _WIDTHS.get(model, "width"): width}
-    sizes = {name: size for name, size in given.items() if size is not None}
+    sizes = sizes_of(model, depth, width)
     return Setup(loaded.to(place), place, model, seed, sizes, transforms)
+
+
+def sizes_of(model: str, depth: int | None, width: int | None) -> dict[str, int]:
+    """The settings of a network by the names that it has for them.
+
+    Args:
+        model: Name of the network.
+        depth: None for its own.
+        width: None for its own.
+
+    Returns:
+        What ``evigrad.models.make_model`` takes.
+    """
+    given = {"depth": depth, _WIDTHS.get(model, "width"): width}
+    return {name: size for name, size in given.items() if size is not None}
 
 
 def _device(name: str) -> torch.device:

@@ -2,8 +2,9 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from evigrad.experiments.jobs import Job
@@ -38,11 +39,13 @@ class Mean:
         mean: Their mean, or one for each point of a curve.
         error: Its standard error; NaN of a single one.
         count: How many seeds.
+        by_seed: What it is the mean of.
     """
 
     mean: Any
     error: Any
     count: int
+    by_seed: Mapping[int, Any] = field(default_factory=dict[int, Any], compare=False)
 
 
 Row = dict[str, Any]
@@ -59,28 +62,50 @@ def rows_of(cases: Iterable[Case], store: Store) -> list[Row]:
         In the order of the cases, for those with any result: their keys, and a ``Mean`` for each
         number.
     """
-    found: dict[tuple[Any, ...], tuple[Row, list[dict[str, Value]]]] = {}
+    found: dict[tuple[Any, ...], tuple[Row, dict[int, dict[str, Value]]]] = {}
     for case in cases:
         results = {name: store.result(job) for name, job in case.jobs.items()}
         if any(result is None for result in results.values()):
             continue
         known = {name: result for name, result in results.items() if result is not None}
-        _, values = found.setdefault(tuple(case.keys.values()), (dict(case.keys), []))
-        values.append(case.read(known))
+        _, values = found.setdefault(tuple(case.keys.values()), (dict(case.keys), {}))
+        values[case.seed] = case.read(known)
     return [keys | _means(values) for keys, values in found.values()]
 
 
-def _means(values: list[dict[str, Value]]) -> dict[str, Mean]:
+def _means(values: Mapping[int, dict[str, Value]]) -> dict[str, Mean]:
     means: dict[str, Mean] = {}
-    for name in values[0]:
-        column = [each[name] for each in values]
-        curves = [value for value in column if isinstance(value, list)]
+    for name in next(iter(values.values())):
+        column = {seed: each[name] for seed, each in values.items()}
+        curves = [value for value in column.values() if isinstance(value, list)]
         if curves:
             pairs = [mean_and_error(list(point)) for point in zip(*curves, strict=True)]
-            means[name] = Mean([m for m, _ in pairs], [e for _, e in pairs], len(column))
+            mean, error = [m for m, _ in pairs], [e for _, e in pairs]
         else:
-            means[name] = Mean(*mean_and_error(column), len(column))
+            mean, error = mean_and_error(list(column.values()))
+        means[name] = Mean(mean, error, len(column), column)
     return means
+
+
+def unfinished(cases: Iterable[Case], rows: Iterable[Row]) -> dict[str, tuple[int, int]]:
+    """The cases of which not all seeds are done, so that their means are not those of the others.
+
+    Args:
+        cases: Of an experiment.
+        rows: What is known of them.
+
+    Returns:
+        By a case's keys in words: how many seeds are done, and how many there are. Without those
+        of which nothing is done.
+    """
+    seeds = Counter(tuple(case.keys.values()) for case in cases)
+    found = {}
+    for row in rows:
+        done = next(value.count for value in row.values() if isinstance(value, Mean))
+        keys = tuple(value for value in row.values() if not isinstance(value, Mean))
+        if done < seeds[keys]:
+            found[" ".join(map(str, keys))] = (done, seeds[keys])
+    return found
 
 
 def mean_and_error(values: list[Any]) -> tuple[float, float]:

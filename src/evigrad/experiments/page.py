@@ -96,7 +96,7 @@ def _section(experiment: Experiment, store: Store, folder: Path) -> str:
     lines.append(f"- What it shows: {experiment.shows}.{_how(experiment, summary)}")
     if total:
         lines += [
-            f"- Settings: {_settings(experiment.take('training', {}))}.",
+            f"- Settings: {_settings(experiment)}.",
             f"- {'; '.join(summary['machines'])}; {_dates(summary['dates'])};"
             f" {summary['seconds'] / 60:.0f} minutes of runs.",
         ]
@@ -114,7 +114,17 @@ def _how(experiment: Experiment, summary: Mapping[str, Any]) -> str:
     return f" Preset `{experiment.preset}`, seeds {seeds}."
 
 
-def _settings(options: Mapping[str, Any]) -> str:
+def _settings(experiment: Experiment) -> str:
+    """What all trainings have in common, and what is of a panel or a block alone."""
+    found = [_in_line(experiment.take("training", {}))]
+    for parts in ("panels", "blocks"):
+        for name, part in experiment.content.get(parts, {}).items():
+            if own := part.get("training"):
+                found.append(f"{name}: {_in_line(own)}")
+    return "; ".join(found)
+
+
+def _in_line(options: Mapping[str, Any]) -> str:
     text = yaml.safe_dump(dict(options), default_flow_style=True, width=10**6, sort_keys=False)
     return "`" + text.strip().strip("{}") + "`"
 

@@ -1,7 +1,8 @@
 """What is shown of an experiment: its figure, its table, how much of it is done."""
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,16 @@ import torch
 
 from evigrad.drawing import save
 from evigrad.errors import ConfigurationError
-from evigrad.experiments.cases import rows_of
+from evigrad.experiments.cases import Case, Row, rows_of, unfinished
+from evigrad.experiments.cost import expected_seconds
 from evigrad.experiments.definition import Experiment
 from evigrad.experiments.jobs import Job, distinct
 from evigrad.experiments.kinds import kind_of
 from evigrad.experiments.store import Store, write_json
+from evigrad.experiments.work import KINDS
 from evigrad.training.files import replacing
 
-# Seconds of ``_yardstick`` on the machine whose seconds the files tell.
+# Seconds of ``_yardstick`` on the machine of the rates of ``evigrad.experiments.cost``.
 _REFERENCE = 0.10
 
 SUMMARY = "summary.json"
@@ -31,8 +34,8 @@ class State:
         done: Jobs with a result.
         total: Jobs in all.
         spent: Seconds of those that are done.
-        left: Seconds that the others are expected to take one after the other; None if nothing is
-            known of them.
+        left: Seconds that the others are expected to take one after the other on a thread of a
+            CPU; None if that is not known of one.
     """
 
     done: int
@@ -79,32 +82,33 @@ def state_of(experiment: Experiment, store: Store, speed: float = 1.0) -> State:
     Args:
         experiment: Any.
         store: Results.
-        speed: Of this machine, over that of the files' seconds.
+        speed: Of this machine, over that of the rates of ``evigrad.experiments.cost``.
 
     Returns:
         The state.
     """
     jobs = jobs_of(experiment)
-    return _state(experiment, jobs, [store.result(job) for job in jobs], speed)
+    return _state(jobs, [store.result(job) for job in jobs], speed)
 
 
 def _state(
-    experiment: Experiment,
     jobs: Sequence[Job],
     results: Sequence[Mapping[str, Any] | None],
     speed: float = 1.0,
 ) -> State:
     known = [result for result in results if result is not None]
-    missing, told = len(jobs) - len(known), experiment.content.get("seconds")
-    left = 0.0 if not missing else None
-    if missing and told is not None:
-        left = float(told) * missing / len(jobs) / speed
+    expected = [
+        expected_seconds(job, speed)
+        for job, result in zip(jobs, results, strict=True)
+        if result is None
+    ]
+    left = None if None in expected else math.fsum(each for each in expected if each is not None)
     spent = float(sum(result["job_seconds"] for result in known))
     return State(done=len(known), total=len(jobs), spent=spent, left=left)
 
 
 def machine_speed() -> float:
-    """Speed of this machine over that of the files' seconds, from a third of a second of work.
+    """Speed of this machine over that of the rates, from a third of a second of work.
 
     Returns:
         Above 1 for a faster machine.
@@ -128,6 +132,20 @@ def _yardstick() -> float:
         return time.perf_counter() - start
     finally:
         torch.set_num_threads(before)
+
+
+def _warnings(
+    cases: Sequence[Case], rows: Sequence[Row], done: Iterable[tuple[Job, Mapping[str, Any] | None]]
+) -> list[str]:
+    """What forbids to compare the rows with each other, in words."""
+    found = []
+    if partial := unfinished(cases, rows):
+        words = ", ".join(f"{name} ({some} of {all_})" for name, (some, all_) in partial.items())
+        found.append(f"Means of fewer seeds than those of the others: {words}.")
+    timed = {result["machine"] for job, result in done if result and KINDS[job.kind].alone}
+    if len(timed) > 1:
+        found.append(f"Times of several machines: {'; '.join(sorted(timed))}.")
+    return found
 
 
 def shown_in(experiment: Experiment, store: Store) -> Path:
@@ -179,8 +197,9 @@ def present(experiment: Experiment, store: Store) -> Shown:
         figure.savefig(folder / "figure.pdf")
     jobs = jobs_of(experiment)
     results = [store.result(job) for job in jobs]
-    state = _state(experiment, jobs, results)
+    state = _state(jobs, results)
     remarks = [] if kind.remarks is None else kind.remarks(experiment, rows)
+    remarks = [*remarks, *_warnings(cases, rows, zip(jobs, results, strict=True))]
     known = [result for result in results if result is not None]
     write_json(
         folder / SUMMARY,

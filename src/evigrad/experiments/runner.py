@@ -40,15 +40,12 @@ def missing(jobs: list[Job], place: Place) -> list[Job]:
     return [job for job in distinct(jobs) if place.store.result(job) is None]
 
 
-def run(
-    jobs: list[Job], place: Place, processes: int = 1, tell: Tell | None = None
-) -> list[Failure]:
+def run(jobs: list[Job], place: Place, tell: Tell | None = None) -> list[Failure]:
     """Do all that is missing. What measures time comes last, with nothing beside it.
 
     Args:
         jobs: Wanted.
-        place: Where.
-        processes: How many jobs at once, each in a process of its own if there are several.
+        place: Where, and how many at once.
         tell: Told of every job that is over.
 
     Returns:
@@ -69,9 +66,9 @@ def run(
             words = f"{seconds:.0f} s" if problem is None else f"failed: {problem}"
             tell(f"{job.kind} {job.label}: {words}", over, len(ordered))
 
-    in_pool = processes > 1 and len(side_by_side) > 1
+    in_pool = place.jobs > 1 and len(side_by_side) > 1
     if in_pool:
-        for job, problem, seconds in _pooled(side_by_side, place, processes):
+        for job, problem, seconds in _pooled(side_by_side, place):
             done(job, problem, seconds)
     for job in ordered[len(side_by_side) :] if in_pool else ordered:
         broken = _broken_need(job, failures)
@@ -98,15 +95,13 @@ def _broken_need(job: Job, failures: list[Failure]) -> str | None:
     return None
 
 
-def _pooled(
-    jobs: list[Job], place: Place, processes: int
-) -> Iterator[tuple[Job, str | None, float]]:
+def _pooled(jobs: list[Job], place: Place) -> Iterator[tuple[Job, str | None, float]]:
     """Jobs as they are over, none before what it needs."""
     waiting, broken = list(jobs), list[Failure]()
     running: dict[Future[Any], Job] = {}
     # A fresh interpreter each: threads of a forked one would hang.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(processes, len(jobs)), mp_context=context) as pool:
+    with ProcessPoolExecutor(min(place.jobs, len(jobs)), mp_context=context) as pool:
         try:
             while waiting or running:
                 open_ids = {job.id for job in [*waiting, *running.values()]}

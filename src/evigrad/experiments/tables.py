@@ -17,7 +17,8 @@ class Column:
         name: Its head.
         digits: Behind the point.
         scale: What numbers are multiplied by, as 100 for percent.
-        best: ``high`` or ``low`` to have the best values in bold; empty for none.
+        best: ``high`` or ``low`` to have the best values in bold; empty for none. Numbers without
+            a standard error, as those of one seed, are not bold.
         suffix: Behind each number.
     """
 
@@ -124,22 +125,18 @@ class Table:
             known = {
                 number: cell
                 for number, cell in values.items()
-                if isinstance(cell, Mean) and math.isfinite(cell.mean)
+                if isinstance(cell, Mean) and math.isfinite(cell.mean + cell.error)
             }
             if len(known) < 2:
                 continue
             top = max(known.values(), key=lambda cell: sign * cell.mean)
-            least = sign * top.mean - _error(top)
-            found += [n for n, cell in known.items() if sign * cell.mean + _error(cell) >= least]
+            least = sign * top.mean - top.error
+            found += [n for n, cell in known.items() if sign * cell.mean + cell.error >= least]
         return found
 
     @property
     def _groups(self) -> Sequence[str]:
         return self.group or [""] * len(self.rows)
-
-
-def _error(cell: Mean) -> float:
-    return cell.error if math.isfinite(cell.error) else 0.0
 
 
 def _shown(cell: Cell, column: Column, between: str) -> str:
@@ -161,5 +158,5 @@ def _digits(value: float | None) -> str:
 
 
 def _escaped(text: str) -> str:
-    marks = {"%": r"\%", "_": r"\_", "–": "--", "×": r"$\times$", "−": "$-$"}
+    marks = {"%": r"\%", "_": r"\_", "–": "--", "×": r"$\times$", "−": "$-$", "±": r"$\pm$"}
     return "".join(marks.get(letter, letter) for letter in text)

@@ -36,12 +36,14 @@ class Place:
         data_dir: Folder of data sets.
         device: As cpu or cuda.
         threads: CPU threads of each job.
+        jobs: How many at once, each in a process of its own if there are several.
     """
 
     store: Store
     data_dir: str | None = None
     device: str = "auto"
     threads: int = 1
+    jobs: int = 1
 
 
 def perform(job: Job, place: Place) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from evigrad.experiments.cases import Case, Row
+from evigrad.experiments.cases import Case, Mean, Row
 from evigrad.experiments.definition import Experiment
 from evigrad.experiments.figures import bound_curves, in_order
 from evigrad.experiments.plan import curve, grid_of, training
@@ -110,17 +110,28 @@ def remarks(experiment: Experiment, rows: list[Row]) -> list[str]:
             }
             chosen = [(name, by_name[name]) for name in chain if name in by_name]
             pairs = list(zip(chosen, chosen[1:], strict=False))
-            broken = []
+            broken, seeds = [], set[int]()
             for (upper, above), (lower, below) in pairs:
-                pairs_of_values = list(zip(above.mean, below.mean, strict=True))
-                gaps = [b - a for a, b in pairs_of_values if b - a > _ROUNDING * max(1.0, abs(a))]
+                seeds |= above.by_seed.keys() & below.by_seed.keys()
+                points, gaps = _gaps(above, below)
                 if gaps:
                     broken.append(
-                        f"{upper} lies below {lower} at {len(gaps)} of {len(pairs_of_values)}"
-                        f" points, by {max(gaps):.2g} nats per datum at most"
+                        f"{upper} lies below {lower} at {len(gaps)} of {points} points, by"
+                        f" {max(gaps):.2g} nats per datum at most"
                     )
-            if pairs:
+            if seeds:
                 words = " ≥ ".join(name for name, _ in chosen)
-                verdict = "; ".join(broken) if broken else "holds at every point of the grid"
+                each = f"holds for each of {len(seeds)} seeds" if len(seeds) > 1 else "holds"
+                verdict = "; ".join(broken) if broken else f"{each} at every point of the grid"
                 found.append(f"{panel}: {words}: {verdict}.")
     return found
+
+
+def _gaps(above: Mean, below: Mean) -> tuple[int, list[float]]:
+    """Points of the curves of all common seeds, and by how much some of them are in disorder."""
+    pairs = [
+        pair
+        for seed in above.by_seed.keys() & below.by_seed.keys()
+        for pair in zip(above.by_seed[seed], below.by_seed[seed], strict=True)
+    ]
+    return len(pairs), [b - a for a, b in pairs if b - a > _ROUNDING * max(1.0, abs(a))]

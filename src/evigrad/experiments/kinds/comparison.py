@@ -1,5 +1,6 @@
 """Methods in a table, blocks of them on several data sets, beside the paper's numbers."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from evigrad.experiments.cases import Case, Mean, Row
@@ -30,8 +31,12 @@ def cases(experiment: Experiment) -> list[Case]:
                         shared, content["training"], {"data": data}, options, seed=seed
                     )
                     keys = {"block": block, "data_set": data_set, "label": label}
-                    found.append(Case(keys, seed, with_estimate(trained, _BLOCKS), final_numbers))
+                    found.append(Case(keys, seed, with_estimate(trained, _BLOCKS), _read))
     return found
+
+
+def _read(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    return final_numbers(results) | {"weights": float(results["train"]["num_weights"])}
 
 
 def table(experiment: Experiment, rows: list[Row]) -> Table:
@@ -45,10 +50,10 @@ def table(experiment: Experiment, rows: list[Row]) -> Table:
         The table.
     """
     data_sets = list(dict.fromkeys(row["data_set"] for row in rows))
-    columns = [Column(""), Column("method")]
+    columns = [Column(""), Column("method"), Column("weights")]
     for data_set in data_sets:
         columns += [
-            Column(f"{data_set}: log evidence", 2),
+            Column(f"{data_set}: log evidence", 2, best="high"),
             Column(f"{data_set}: test log likelihood", 2, best="high"),
             Column(f"{data_set}: accuracy, %", 1, best="high"),
             Column(f"{data_set}: time, % of {experiment.take('yardstick')}", 0),
@@ -56,7 +61,8 @@ def table(experiment: Experiment, rows: list[Row]) -> Table:
         ]
     cells, groups = [], []
     for block, label in dict.fromkeys((row["block"], row["label"]) for row in rows):
-        line: list[Any] = [block, label]
+        weights = max(r["weights"].mean for r in rows if (r["block"], r["label"]) == (block, label))
+        line: list[Any] = [block, label, f"{weights:,.0f}"]
         for data_set in data_sets:
             found = _find(rows, block, data_set, label)
             yardstick = _find(rows, block, data_set, experiment.take("yardstick"))
@@ -86,13 +92,24 @@ def _of_the_paper(experiment: Experiment, block: str, data_set: str, label: str)
 
 
 def remarks(experiment: Experiment, rows: list[Row]) -> list[str]:
-    """How bold is to be read.
+    """How the table is to be read.
 
     Args:
         experiment: Of this kind.
         rows: Its results.
 
     Returns:
-        One sentence.
+        What is bold, whose evidence it is, and which data sets the preset leaves out.
     """
-    return ["Bold: the best of a block, and what overlaps with it within standard errors."]
+    found = [
+        "The log evidence is each estimator's own estimate: a looser bound reports less of it.",
+        "Bold: the best of a block, and what overlaps with it within standard errors. Numbers of"
+        " one seed have none, and are not bold.",
+    ]
+    done = {row["data_set"] for row in rows}
+    left = dict.fromkeys(
+        name for of_block in experiment.content.get("paper", {}).values() for name in of_block
+    )
+    if missing := [name for name in left if name not in done]:
+        found.append(f"Not run: {', '.join(missing)}.")
+    return found

@@ -81,7 +81,7 @@ def table(experiment: Experiment, rows: list[Row]) -> Table:
         Column("variant"),
         Column("N", digits=0),
         Column("method"),
-        Column("log evidence"),
+        Column("log evidence", best="high"),
         Column("test log likelihood", best="high"),
         Column("test accuracy, %", digits=1, best="high"),
         Column("seconds", digits=0),

@@ -1,0 +1,234 @@
+"""What a job is expected to take, from the work that is in it.
+
+The work is counted: steps and estimates, passes through the network, products of rows with each
+other, matrices as large as the weights. What a unit of each takes was fitted to jobs that were
+timed on one thread of a CPU, by ``benchmarks/experiment_seconds.py``. It is for planning.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from math import ceil
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from evigrad.cli.setup import sizes_of
+from evigrad.errors import EvigradError
+from evigrad.estimators import EstimatorSpec
+from evigrad.experiments.jobs import Job
+from evigrad.experiments.plan import BASELINES
+from evigrad.models import make_model
+from evigrad.training import AUTO
+from evigrad.training.schedules import count_rounds
+
+# Passes forward and backward, over one forward.
+_BOTH_WAYS = 3
+# An estimate with its gradient, over its value.
+_WITH_GRADIENT = 3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is known of a data set without loading it.
+
+    Attributes:
+        input: Shape of one input.
+        outputs: Number of classes C.
+        train: Number of training data.
+        test: Number of test data.
+    """
+
+    input: tuple[int, ...]
+    outputs: int
+    train: int
+    test: int
+
+
+SHAPES = {
+    "digits": Shape((1, 8, 8), 10, 1438, 359),
+    "mnist5k": Shape((1, 28, 28), 10, 4000, 1000),
+    "mnist": Shape((1, 28, 28), 10, 60_000, 10_000),
+    "fashion_mnist": Shape((1, 28, 28), 10, 60_000, 10_000),
+    "cifar10": Shape((3, 32, 32), 10, 50_000, 10_000),
+    "cifar100": Shape((3, 32, 32), 100, 50_000, 10_000),
+    "tiny_imagenet": Shape((3, 64, 64), 200, 100_000, 10_000),
+}
+
+
+@dataclass
+class Work:
+    """Amounts of work; and, as rates, the seconds of a unit of each.
+
+    Attributes:
+        jobs: To load data, and to build a network.
+        steps: Of the weights.
+        estimates: Of the log evidence.
+        passes: Floating-point operations of training the weights and of evaluations.
+        row_passes: Those of the rows of estimates.
+        products: Those of products of rows.
+        dense: Those of matrices as large as the weights of a layer, or of all.
+    """
+
+    jobs: float = 0.0
+    steps: float = 0.0
+    estimates: float = 0.0
+    passes: float = 0.0
+    row_passes: float = 0.0
+    products: float = 0.0
+    dense: float = 0.0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __mul__(self, times: int | float) -> "Work":
+        return Work(*(times * getattr(self, f.name) for f in fields(self)))
+
+    def seconds(self, rates: "Work") -> float:
+        """How long it takes, if a unit takes what ``rates`` say."""
+        return sum(getattr(self, f.name) * getattr(rates, f.name) for f in fields(self))
+
+
+RATES = Work(
+    jobs=0.573,
+    steps=3.98e-3,
+    estimates=9.88e-4,
+    passes=5.05e-11,
+    row_passes=6.72e-11,
+    products=1.4e-12,
+    dense=6.15e-12,
+)
+
+
+@dataclass(frozen=True)
+class _Network:
+    flops: float  # of one datum forwards, all of its transforms
+    weights: tuple[int, ...]  # of each parameter
+
+
+def expected_seconds(job: Job, speed: float = 1.0) -> float | None:
+    """About how long a job takes by itself, on one thread of a CPU.
+
+    Args:
+        job: Any.
+        speed: Of this machine, over that of the rates.
+
+    Returns:
+        Seconds; None if its data set or its estimator is not known beforehand.
+    """
+    work = work_of(job)
+    return None if work is None else work.seconds(RATES) / speed
+
+
+def work_of(job: Job) -> Work | None:
+    """The work of a job.
+
+    Args:
+        job: Any.
+
+    Returns:
+        Amounts; None if its data set or its estimator is not known beforehand.
+    """
+    train = (job if job.needs is None else job.needs).config
+    shape = SHAPES.get(train["data"].partition(":")[0])
+    if shape is None or AUTO in (train["estimator"], job.config.get("estimator")):
+        return None
+    try:
+        network = _network(
+            train["model"], train["depth"], train["width"], shape.input, shape.outputs
+        )
+    except EvigradError:
+        return None
+    samples = 1 if train["invariance"] is None else train["samples"]
+    network = _Network(samples * network.flops, network.weights)
+    num_data = min(train["subset"] or shape.train, shape.train)
+    if job.kind == "train":
+        return Work(jobs=1.0) + _training(job.config, shape, network, num_data)
+    name = job.config.get("estimator") or train["estimator"]
+    spec = EstimatorSpec.parse(name)
+    one = _estimate(spec, network, num_data, shape.outputs)
+    if job.kind == "time":
+        step = _step(train, network, num_data)
+        return Work(jobs=1.0) + (one * _WITH_GRADIENT + step) * (job.config["repeats"] + 2)
+    blocks = _blocks(spec, num_data, shape.outputs, train["anchor_share"])
+    blocks = min(blocks, job.config["blocks"] or blocks)
+    if job.kind == "evaluate":
+        return Work(jobs=1.0) + one * blocks
+    points = len(job.config["grid"])
+    passes = 1 if job.config["hyperparameter"] == "precision" else points
+    each = one * points
+    each.row_passes = passes * one.row_passes
+    return Work(jobs=1.0) + each * blocks
+
+
+def _training(config: Mapping[str, Any], shape: Shape, network: _Network, num_data: int) -> Work:
+    steps = config["epochs"] * ceil(num_data / config["batch_size"])
+    work = _step(config, network, num_data) * steps
+    tests = config["test_subset"] or shape.test
+    evaluations = 1 + (config["epochs"] // config["eval_every"] if config["eval_every"] else 0)
+    work.passes += evaluations * (num_data + tests) * network.flops
+    if config["estimator"] is None or config["estimator"] in BASELINES:
+        return work
+    spec = EstimatorSpec.parse(config["estimator"])
+    one = _estimate(spec, network, num_data, shape.outputs) * _WITH_GRADIENT
+    for every, count, learned in (
+        (config["every"], config["steps"], True),
+        (config["hyper_every"] or config["every"], config["hyper_steps"] or config["steps"],
+         config["invariance"] is not None and config["learn_invariance"]),
+    ):  # fmt: skip
+        if not learned:
+            continue
+        rounds = count_rounds(config["epochs"], config["burn_in"], every)
+        part = one * (rounds * count)
+        if spec.subset is None and spec.outputs is None and config["invariance"] is None:
+            part.row_passes = rounds * one.row_passes  # which all steps of a round share
+        work += part
+    return work
+
+
+def _step(config: Mapping[str, Any], network: _Network, num_data: int) -> Work:
+    batch = min(config["batch_size"], num_data)
+    return Work(steps=1.0, passes=_BOTH_WAYS * batch * network.flops)
+
+
+def _estimate(spec: EstimatorSpec, network: _Network, num_data: int, outputs: int) -> Work:
+    """The value of one block."""
+    most = num_data * outputs if spec.rows else num_data
+    data = min(spec.subset or most, most)
+    rows = data if spec.rows else data * min(spec.outputs or outputs, outputs)
+    work = Work(estimates=1.0, row_passes=_BOTH_WAYS * rows * network.flops)
+    total = sum(network.weights)
+    if spec.structure == "ntk":
+        work.products = float(rows) ** 2 * (2 * total + rows / 3)
+    elif spec.structure == "full":
+        work.dense = _gram(total, rows)
+    elif spec.structure == "blockdiag":
+        work.dense = sum(_gram(weights, rows) for weights in network.weights)
+    return work
+
+
+def _gram(weights: int, rows: int) -> float:
+    """The log-determinant of a sum of outer products, in the smaller one of two spaces."""
+    small, large = sorted((weights, rows))
+    return float(small) ** 2 * (2 * large + small / 3)
+
+
+def _blocks(spec: EstimatorSpec, num_data: int, outputs: int, anchor_share: float) -> int:
+    if spec.rows:
+        rows = num_data * outputs
+        own = (spec.subset or rows) * (1 - anchor_share if spec.anchored else 1)
+        return ceil(round(rows / max(own, 1.0), 6))
+    of_outputs = 1 if spec.iid else ceil(outputs / (spec.outputs or outputs))
+    return ceil(num_data / (spec.subset or num_data)) * of_outputs
+
+
+@cache
+def _network(
+    name: str, depth: int | None, width: int | None, shape: tuple[int, ...], outputs: int
+) -> _Network:
+    model = make_model(name, shape, outputs, seed=0, **sizes_of(name, depth, width))
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        model(torch.zeros(1, *shape))
+    return _Network(float(counter.get_total_flops()), tuple(w.numel() for w in model.parameters()))
