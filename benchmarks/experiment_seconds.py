@@ -18,6 +18,18 @@ import torch
 from evigrad.experiments.cost import Work, work_of
 from evigrad.experiments.jobs import Job
 
+# Seconds of a unit to begin with, and to stay near where no job says anything else.
+START = {
+    "jobs": 0.5,
+    "steps": 2e-3,
+    "estimates": 1e-2,
+    "passes": 2e-11,
+    "values": 1e-9,
+    "row_passes": 2e-11,
+    "row_values": 1e-9,
+    "products": 1e-11,
+    "dense": 1e-11,
+}
 NAMES = [field.name for field in fields(Work)]
 # Below this a job is all noise, and of no importance for a plan.
 LEAST = 0.5
@@ -46,7 +58,7 @@ def fitted(jobs: list[tuple[Work, float]]) -> Work:
     """The rates with the least squares of logarithms of expected over measured."""
     amounts = torch.tensor([list(asdict(w).values()) for w, _ in jobs], dtype=torch.float64)
     seconds = torch.tensor([s for _, s in jobs], dtype=torch.float64)
-    start = torch.tensor([0.5, 2e-3, 1e-2, 1e-10, 1e-10, 1e-10, 1e-10], dtype=torch.float64)
+    start = torch.tensor([START[name] for name in NAMES], dtype=torch.float64)
     logs = start.log().requires_grad_()
     optimizer = torch.optim.LBFGS([logs], max_iter=500, line_search_fn="strong_wolfe")
 
@@ -54,7 +66,7 @@ def fitted(jobs: list[tuple[Work, float]]) -> Work:
         optimizer.zero_grad()
         # Held near where one begins, for what the jobs say nothing about.
         value = ((amounts @ logs.exp()).log() - seconds.log()).square().mean()
-        value = value + 1e-4 * (logs - start.log()).square().mean()
+        value = value + 1e-2 * (logs - start.log()).square().mean()
         value.backward()
         return value
 

@@ -6,12 +6,13 @@ timed on one thread of a CPU, by ``benchmarks/experiment_seconds.py``. It is for
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import ceil
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from evigrad.cli.setup import sizes_of
@@ -66,7 +67,9 @@ class Work:
         steps: Of the weights.
         estimates: Of the log evidence.
         passes: Floating-point operations of training the weights and of evaluations.
-        row_passes: Those of the rows of estimates.
+        values: Outputs of layers in the same passes: they are written and read.
+        row_passes: As ``passes``, of the rows of estimates.
+        row_values: As ``values``, of the rows of estimates.
         products: Those of products of rows.
         dense: Those of matrices as large as the weights of a layer, or of all.
     """
@@ -75,7 +78,9 @@ class Work:
     steps: float = 0.0
     estimates: float = 0.0
     passes: float = 0.0
+    values: float = 0.0
     row_passes: float = 0.0
+    row_values: float = 0.0
     products: float = 0.0
     dense: float = 0.0
 
@@ -91,19 +96,22 @@ class Work:
 
 
 RATES = Work(
-    jobs=0.573,
-    steps=3.98e-3,
-    estimates=9.88e-4,
-    passes=5.05e-11,
-    row_passes=6.72e-11,
-    products=1.4e-12,
-    dense=6.15e-12,
+    jobs=0.526,
+    steps=3.94e-3,
+    estimates=1.07e-3,
+    passes=1.08e-11,
+    values=1.16e-9,
+    row_passes=1.14e-11,
+    row_values=2.70e-9,
+    products=1.51e-12,
+    dense=6.24e-12,
 )
 
 
 @dataclass(frozen=True)
 class _Network:
     flops: float  # of one datum forwards, all of its transforms
+    values: float  # outputs of layers in that
     weights: tuple[int, ...]  # of each parameter
 
 
@@ -141,7 +149,7 @@ def work_of(job: Job) -> Work | None:
     except EvigradError:
         return None
     samples = 1 if train["invariance"] is None else train["samples"]
-    network = _Network(samples * network.flops, network.weights)
+    network = _Network(samples * network.flops, samples * network.values, network.weights)
     num_data = min(train["subset"] or shape.train, shape.train)
     if job.kind == "train":
         return Work(jobs=1.0) + _training(job.config, shape, network, num_data)
@@ -156,9 +164,9 @@ def work_of(job: Job) -> Work | None:
     if job.kind == "evaluate":
         return Work(jobs=1.0) + one * blocks
     points = len(job.config["grid"])
-    passes = 1 if job.config["hyperparameter"] == "precision" else points
     each = one * points
-    each.row_passes = passes * one.row_passes
+    if job.config["hyperparameter"] == "precision":
+        each = _passed_once(each, one)
     return Work(jobs=1.0) + each * blocks
 
 
@@ -168,6 +176,7 @@ def _training(config: Mapping[str, Any], shape: Shape, network: _Network, num_da
     tests = config["test_subset"] or shape.test
     evaluations = 1 + (config["epochs"] // config["eval_every"] if config["eval_every"] else 0)
     work.passes += evaluations * (num_data + tests) * network.flops
+    work.values += evaluations * (num_data + tests) * network.values
     if config["estimator"] is None or config["estimator"] in BASELINES:
         return work
     spec = EstimatorSpec.parse(config["estimator"])
@@ -182,14 +191,20 @@ def _training(config: Mapping[str, Any], shape: Shape, network: _Network, num_da
         rounds = count_rounds(config["epochs"], config["burn_in"], every)
         part = one * (rounds * count)
         if spec.subset is None and spec.outputs is None and config["invariance"] is None:
-            part.row_passes = rounds * one.row_passes  # which all steps of a round share
+            part = _passed_once(part, one * rounds)  # all steps of a round share the passes
         work += part
     return work
 
 
 def _step(config: Mapping[str, Any], network: _Network, num_data: int) -> Work:
     batch = min(config["batch_size"], num_data)
-    return Work(steps=1.0, passes=_BOTH_WAYS * batch * network.flops)
+    passes = _BOTH_WAYS * batch
+    return Work(steps=1.0, passes=passes * network.flops, values=passes * network.values)
+
+
+def _passed_once(work: Work, once: Work) -> Work:
+    """Work of which the passes are made as often as in another one."""
+    return replace(work, row_passes=once.row_passes, row_values=once.row_values)
 
 
 def _estimate(spec: EstimatorSpec, network: _Network, num_data: int, outputs: int) -> Work:
@@ -197,7 +212,10 @@ def _estimate(spec: EstimatorSpec, network: _Network, num_data: int, outputs: in
     most = num_data * outputs if spec.rows else num_data
     data = min(spec.subset or most, most)
     rows = data if spec.rows else data * min(spec.outputs or outputs, outputs)
-    work = Work(estimates=1.0, row_passes=_BOTH_WAYS * rows * network.flops)
+    passes = _BOTH_WAYS * rows
+    work = Work(
+        estimates=1.0, row_passes=passes * network.flops, row_values=passes * network.values
+    )
     total = sum(network.weights)
     if spec.structure == "ntk":
         work.products = float(rows) ** 2 * (2 * total + rows / 3)
@@ -228,7 +246,17 @@ def _network(
     name: str, depth: int | None, width: int | None, shape: tuple[int, ...], outputs: int
 ) -> _Network:
     model = make_model(name, shape, outputs, seed=0, **sizes_of(name, depth, width))
+    values = 0.0
+
+    def count(module: nn.Module, inputs: Any, output: Any) -> None:
+        nonlocal values
+        values += output.numel() if isinstance(output, Tensor) else 0
+
+    for module in model.modules():
+        if not list(module.children()):
+            module.register_forward_hook(count)
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad():
         model(torch.zeros(1, *shape))
-    return _Network(float(counter.get_total_flops()), tuple(w.numel() for w in model.parameters()))
+    weights = tuple(w.numel() for w in model.parameters())
+    return _Network(float(counter.get_total_flops()), values, weights)
