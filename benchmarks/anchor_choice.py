@@ -62,8 +62,8 @@ def choices(
     return found | {w: (name, {"anchoring": Anchoring(choice=how)}) for w, how in ways.items()}
 
 
-def grams(evidence: Evidence, data: DataSet) -> dict[str, Tensor]:
-    """The share of each parameter tensor in S of all rows, by plain automatic differentiation."""
+def whitened(evidence: Evidence, data: DataSet) -> dict[str, Tensor]:
+    """All rows, a matrix for each parameter tensor, by plain automatic differentiation."""
     model, (x, _) = evidence.model, data.train
     weights = {name: w.detach() for name, w in evidence.weights().items()}
     with torch.no_grad():
@@ -78,9 +78,13 @@ def grams(evidence: Evidence, data: DataSet) -> dict[str, Tensor]:
     found = {}
     for name, precision in evidence.prior.precisions().items():
         j = torch.stack([each[name].flatten(1) for each in jacobians])
-        a = (rows @ j).flatten(0, 1).detach() / precision.detach().sqrt()
-        found[name] = a @ a.mT
+        found[name] = (rows @ j).flatten(0, 1).detach() / precision.detach().sqrt()
     return found
+
+
+def grams(evidence: Evidence, data: DataSet) -> dict[str, Tensor]:
+    """The share of each parameter tensor in S of all rows."""
+    return {name: rows @ rows.mT for name, rows in whitened(evidence, data).items()}
 
 
 def kernels(evidence: Evidence, data: DataSet) -> dict[str, Tensor]:

@@ -34,6 +34,7 @@ from measure import insert, machine, write_csv
 from tightness import EPOCHS, NUM_DATA, evidence_at, trained
 from torch import Tensor
 
+from evigrad import Evidence
 from evigrad.anchors import Scores
 from evigrad.anchors.blocks import AnchoredBlocks
 from evigrad.anchors.centres import Centres
@@ -100,11 +101,9 @@ IDEAS: dict[str, Idea] = {
 
 
 class Problem:
-    """A trained network as the Gram matrix of all its rows."""
+    """A trained network as the Gram matrix of all its rows, by parameter tensors."""
 
-    def __init__(self, path: Path, data: DataSet, seed: int) -> None:
-        evidence = evidence_at(path, data, seed, "ntk-400-rows-anchored")
-        shares = grams(evidence, data)
+    def __init__(self, evidence: Evidence, data: DataSet, shares: dict[str, Tensor]) -> None:
         with torch.no_grad():
             f = evidence.model(data.train[0])
         likelihood = evidence.likelihood
@@ -114,6 +113,7 @@ class Problem:
         # Columns that are zero for certain have no scores.
         kept = torch.arange(num_data * f.shape[1]).reshape(num_data, -1)[:, :columns].flatten()
         last = list(shares)[-1].rpartition(".")[0]
+        self.rows = kept
         self.shares = [gram[kept][:, kept] for gram in shares.values()]
         self.kernels = {
             "last layer": sum(
@@ -122,7 +122,7 @@ class Problem:
             ),
             "all": sum(gram.double() for gram in self.shares),
         }  # fmt: skip
-        self.exact = _entropy(self.kernels["all"])
+        self.exact = entropy(self.kernels["all"])
         self._centres, self._source = Centres(), as_source(data.train)
         self._greedy: dict[tuple[str, int, int], Tensor] = {}
         self._grouped: dict[tuple[Any, ...], tuple[list[Tensor], Tensor]] = {}
@@ -183,7 +183,7 @@ class Problem:
 
     def entropy(self, rows: Tensor) -> float:
         """ℓ of some rows."""
-        return _entropy(self.kernels["all"][rows[:, None], rows])
+        return entropy(self.kernels["all"][rows[:, None], rows])
 
     def gradient(self, rows: Tensor) -> Tensor:
         """Of ℓ of some rows with respect to the logarithms of the precisions, without its sign."""
@@ -192,7 +192,8 @@ class Problem:
         return torch.stack([(inverse * g[rows[:, None], rows]).sum() for g in self.shares])
 
 
-def _entropy(matrix: Tensor) -> float:
+def entropy(matrix: Tensor) -> float:
+    """The log-determinant of 1 + matrix."""
     factor = torch.linalg.cholesky(matrix.double() + torch.eye(len(matrix), dtype=torch.float64))
     return float(2 * factor.diagonal().log().sum())
 
@@ -216,7 +217,7 @@ def correlated(
         chosen = alike.topk(min(size, int(free.sum()))).indices
         free[chosen] = False
         parts.append(rest[chosen])
-        entropies.append(_entropy(left[chosen[:, None], chosen]))
+        entropies.append(entropy(left[chosen[:, None], chosen]))
     return parts, torch.tensor(entropies, dtype=torch.float64)
 
 
@@ -344,7 +345,8 @@ def main(arguments: list[str] | None = None) -> None:
         data = load("mnist", data_dir=options.data_dir, subset=options.num_data, seed=seed)
         files = trained(data, seed, options.epochs, options.networks)
         stage = max(files) if options.stage is None else options.stage
-        problem = Problem(files[stage], data, seed)
+        evidence = evidence_at(files[stage], data, seed, "ntk-400-rows-anchored")
+        problem = Problem(evidence, data, grams(evidence, data))
         for k in options.rows:
             found = []
             for name, idea in IDEAS.items():

@@ -30,10 +30,10 @@ from torch import Tensor
 
 import evigrad
 from evigrad import Evidence
+from evigrad.blocks import Block
 from evigrad.data import DataSet, load
 from evigrad.likelihoods import Categorical
 from evigrad.models import make_model
-from evigrad.partitions import Block
 from evigrad.priors import GaussianPrior
 
 DATA, MODEL = "mnist", "mininet"

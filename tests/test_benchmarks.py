@@ -107,3 +107,32 @@ def test_anchor_choice(monkeypatch, tmp_path, capsys):
     script.main([*options.split(), threads, "--tables", str(tmp_path), "--page", str(page)])
     assert "| random | k-centre | score | greedy, last layer | greedy, all |" in page.read_text()
     assert (tmp_path / "anchor_choice.csv").read_text().count("\n") == 1 + 6
+
+
+def test_anchored_parametric(monkeypatch, tmp_path, capsys):
+    script = load_script("anchored_parametric", monkeypatch)
+    data = script.load("digits", subset=20, seed=0)
+    monkeypatch.setattr(script, "load", lambda *_, **__: data)
+    tightness = load_script("tightness", monkeypatch)
+    monkeypatch.setattr(tightness, "MODEL", "digitsnet")
+    schedule = tightness.SCHEDULE | {"estimator": "ntk-10-rows-anchored", "burn_in": 1}
+    monkeypatch.setattr(tightness, "SCHEDULE", schedule | {"every": 1, "steps": 1})
+    for name in ("trained", "evidence_at"):
+        monkeypatch.setattr(script, name, getattr(tightness, name))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- anchored_parametric -->\nold\n<!-- end anchored_parametric -->\n")
+    folders = ["--networks", str(tmp_path / "n"), "--results", str(tmp_path / "r")]
+    common = [*folders, "--tables", str(tmp_path), "--page", str(page)]
+    common += ["--threads", str(torch.get_num_threads())]
+    script.main(
+        [*common, "--seeds", "0", "--rows", "10", "40", "--num-data", "20", "--epochs", "2"]
+    )
+    rows = json.loads((tmp_path / "r" / "case-0.json").read_text())
+    for row in rows:
+        # Anchors never make a bound looser on average; none goes below the exact value.
+        assert row["exact"] * (1 - 1e-6) <= row["anchored"]
+        assert 1 - 1e-6 <= row["exact"] <= row["plain"]
+    few, many = rows[0], rows[3]
+    assert few["structure"] == "ntk" and few["exact"] == pytest.approx(1.0)
+    assert many["anchored"] < few["anchored"]
+    assert "| diag |" in page.read_text()

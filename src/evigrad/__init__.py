@@ -4,11 +4,11 @@ The names listed here, with ``evigrad.likelihoods``, ``evigrad.priors`` and ``ev
 the public face; everything else may change.
 """
 
+from evigrad.blocks import Block
 from evigrad.descriptions import ParameterReport
 from evigrad.errors import EvigradError, EvigradWarning
 from evigrad.estimate import Estimate
 from evigrad.evidence import Evidence
-from evigrad.partitions import Block
 from evigrad.training import FitResult, fit
 
 __all__ = [

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.anchors import AnchorBook, Anchoring
+from evigrad.blocks import Block
 from evigrad.checks import check_finite, log_probabilities
 from evigrad.curvature import (
     Conditioning,
@@ -24,7 +25,7 @@ from evigrad.curvature import (
 from evigrad.errors import ConfigurationError
 from evigrad.jacobians import linearize
 from evigrad.likelihoods import Likelihood
-from evigrad.partitions import Block, Partition
+from evigrad.partitions import Partition
 from evigrad.passes import Batch, Chunk, Passes, Task
 from evigrad.preparation import Preparation, Prepared, Settings
 from evigrad.priors import GaussianPrior

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evigrad.blocks import Block
 from evigrad.errors import ConfigurationError, EvigradError, InputError, nearest
 from evigrad.estimators import EstimatorSpec
 from evigrad.likelihoods import Likelihood
-from evigrad.partitions import Block, Partition
+from evigrad.partitions import Partition
 
 
 def check_inputs(x: object, device: torch.device) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from evigrad.anchors import AnchoredStream, Anchoring
 from evigrad.assembly import Assembly, Collected
+from evigrad.blocks import Block
 from evigrad.checks import (
     as_device,
     as_generator,
@@ -40,7 +41,6 @@ from evigrad.likelihoods import Likelihood
 from evigrad.micro_batches import PEAK_FACTOR
 from evigrad.modes import warn_of_normalisation
 from evigrad.parameters import check_unchanged, held_constant, select, trainable
-from evigrad.partitions import Block
 from evigrad.passes import Task
 from evigrad.preparation import PROBE_SIZE, Settings
 from evigrad.priors import GaussianPrior

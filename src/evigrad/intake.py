@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.assembly import Assembly, Collected
+from evigrad.blocks import Block
 from evigrad.checks import as_pair, check_block, check_inputs, not_data
 from evigrad.errors import ConfigurationError, InputError, nearest
 from evigrad.groups import matches
-from evigrad.partitions import Block
 from evigrad.passes import Batch
 from evigrad.preparation import Prepared
 

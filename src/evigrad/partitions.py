@@ -1,4 +1,4 @@
-"""Blocks of data and outputs: what one stochastic estimate of the log-determinant looks at.
+"""Partitions of data and outputs into blocks, and the draws of one.
 
 The index set I holds every pair (datum, output), the rows of the Gram matrix, and l(X) is the
 log-determinant of the rows in X. Two ways of drawing a block B are unbiased for an upper bound of
@@ -12,164 +12,22 @@ l(I) (lower bounds of the evidence):
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import combinations, product
 from math import lgamma, log
 from typing import overload
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
+from evigrad.blocks import Block, padded_columns
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.estimators import EstimatorSpec
 from evigrad.sources import class_labels
 
-# Rows for each datum that has any, up to which a datum of several rows is taken several times: a
-# forward pass more is half of the price of a row.
-MOST_EXPANDED = 1.5
 # Enumerating more draws than this is a mistake: it takes minutes before anything is computed.
 _MAX_DRAWS = 1e6
-
-
-@dataclass(frozen=True, eq=False)
-class Block:
-    """A part of the index set, with the factors that scale it up to the whole.
-
-    All tensors but `inputs` and `targets` are on the CPU.
-
-    Attributes:
-        indices: Positions (m,) in the data set, distinct.
-        columns: Columns of the likelihood's root for each datum (m, k), distinct for one datum,
-            -1 where there is none; ``None`` is all C.
-        scale: The log-determinant of all rows is estimated by `scale` times the block's.
-        likelihood_weights: Weights (m,), float64: sum_n w_n log p(y_n) is an unbiased estimate of
-            the whole data set's log likelihood.
-        inputs: The inputs (m, ...) where they were fetched.
-        targets: The targets (m, ...) where they were fetched.
-        parts: Of an anchored block, for each of `columns` 0 for an anchor, b = 1, 2, … for a row
-            of part B_b, and -1 where there is none; ``None`` elsewhere.
-        part_weights: Of an anchored block, w_b of each part: the log-determinant of all rows is
-            estimated by ℓ(Z) + Σ_b w_b ℓ(B_b|Z) + `offset`, and `scale` is 1.
-        offset: Of an anchored block, what is expected of all blocks less w_b times that of its
-            own: of expectation zero, and of opposite sign to how far draws are off.
-        expected: Of an anchored block, what was expected of each ℓ(B_b|Z) when it was drawn.
-        part_keys: Of an anchored block, what tells which parts are alike.
-        entropies: Of an anchored block that was evaluated, ℓ(Z) and each ℓ(B_b|Z), in nats.
-        origin: Of a block from ``expanded``, where each datum stood before.
-    """
-
-    indices: Int[Tensor, " m"]
-    columns: Int[Tensor, "m k"] | None
-    scale: float
-    likelihood_weights: Float[Tensor, " m"]
-    inputs: Tensor | None = None
-    targets: Tensor | None = None
-    parts: Int[Tensor, "m k"] | None = None
-    part_weights: tuple[float, ...] = ()
-    offset: float = 0.0
-    expected: tuple[float, ...] = ()
-    part_keys: tuple[int, ...] = ()
-    entropies: list[float] = field(default_factory=list)
-    origin: Int[Tensor, " m"] | None = None
-
-    def expanded(self) -> "Block":
-        """A datum of k rows as k data of one row each, where most have no more than one.
-
-        Data with as many rows go through the network together. To see a few data twice costs less
-        than another pass for them.
-
-        Only where the rows of a datum do not depend on which of them a block has, and data are not
-        counted.
-
-        Returns:
-            A block without its data that has the same rows in the same order, and ``origin``; this
-            one where it has no padding, or so many rows of a datum that this would not pay.
-        """
-        if self.columns is None or self.origin is not None or self._counts is None:
-            return self
-        present = self.columns >= 0
-        counts = present.sum(1)
-        with_rows = int((counts > 0).sum())
-        if not 0 < int(counts.sum()) <= MOST_EXPANDED * with_rows:
-            return self
-        # Those without rows stand for themselves.
-        origin = torch.arange(len(counts)).repeat_interleave(counts.clamp(min=1))
-        first = torch.cat([torch.ones(1, dtype=torch.bool), origin.diff() > 0])
-        has_row = counts[origin] > 0
-        columns = torch.full((len(origin), 1), -1)
-        columns[has_row, 0] = self.columns[present]
-        parts = None
-        if self.parts is not None:
-            parts = torch.full_like(columns, -1)
-            parts[has_row, 0] = self.parts[present]
-        return replace(
-            self,
-            indices=self.indices[origin],
-            columns=columns,
-            parts=parts,
-            likelihood_weights=self.likelihood_weights[origin] * first,
-            inputs=None,
-            targets=None,
-            origin=origin,
-        )
-
-    @property
-    def num_rows(self) -> int | None:
-        """The rows of the block, None where they are all outputs of its data."""
-        return None if self.columns is None else int((self.columns >= 0).sum())
-
-    @cached_property
-    def _counts(self) -> list[int] | None:
-        """Columns of each datum, where no datum has more than the one before it; else None."""
-        if self.columns is None or not bool((self.columns < 0).any()):
-            return None
-        present = self.columns >= 0
-        counts = present.sum(1)
-        # Padding is at the end of each datum's columns.
-        ordered = bool((counts.diff() <= 0).all()) and bool((present.long().diff(dim=1) <= 0).all())
-        return counts.tolist() if ordered else None
-
-    def has_all_rows(self, data: slice) -> bool:
-        """Whether no datum outside of some has a row.
-
-        Args:
-            data: Positions, from the first on.
-
-        Returns:
-            True where the others are there for their likelihood alone.
-        """
-        if data.start != 0:
-            return False
-        rest = len(self.indices) - data.stop
-        if not rest or self.columns is None:
-            return not rest
-        return not bool((self.columns[data.stop :] >= 0).any())
-
-    def cuts(self) -> list[int]:
-        """Positions at which the number of columns of a datum changes, where that only falls.
-
-        Data with as many columns each go through the network together, without any padding.
-
-        Returns:
-            The positions, in ascending order.
-        """
-        counts = self._counts or []
-        return [i for i in range(1, len(counts)) if counts[i] != counts[i - 1]]
-
-    def columns_of(self, data: slice) -> Int[Tensor, "m k"] | None:
-        """The columns of some consecutive data, without needless padding.
-
-        Args:
-            data: Their positions; they lie between two cuts.
-
-        Returns:
-            One list for each datum, which may be empty; or None for all C.
-        """
-        if self.columns is None or self._counts is None:
-            return None if self.columns is None else self.columns[data]
-        return self.columns[data, : self._counts[data.start]]
 
 
 class Partition:
@@ -447,19 +305,6 @@ class _LazyBlocks(Sequence[Block]):
         if isinstance(index, slice):
             return [self._build(number) for number in self._order[index].tolist()]
         return self._build(int(self._order[index]))
-
-
-def padded_columns(
-    data: Int[Tensor, " r"], outputs: Int[Tensor, " r"], m: int
-) -> Int[Tensor, "m k"]:
-    """Arrange pairs (datum, output) as one list of outputs for each datum, padded with -1."""
-    by_datum = data.argsort(stable=True)
-    data, outputs = data[by_datum], outputs[by_datum]
-    counts = data.bincount(minlength=m)
-    slots = torch.arange(len(data)) - (counts.cumsum(0) - counts)[data]
-    columns = torch.full((m, int(counts.max())), -1)
-    columns[data, slots] = outputs
-    return columns
 
 
 def choose_distinct(n: int, size: int, generator: torch.Generator) -> Int[Tensor, " size"]:

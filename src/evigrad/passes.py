@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evigrad.blocks import Block
 from evigrad.checks import check_finite, check_inputs
 from evigrad.curvature import available_bytes
 from evigrad.draws import Noise
@@ -21,7 +22,6 @@ from evigrad.jacobians import Linearization, linearize, model_run
 from evigrad.likelihoods import Likelihood, RootRows
 from evigrad.micro_batches import MicroBatches, SavedBytes, fits
 from evigrad.modes import evaluation_mode
-from evigrad.partitions import Block
 from evigrad.preparation import Preparation, Prepared, Settings
 
 Batch = tuple[Tensor, Tensor]

@@ -7,8 +7,9 @@ from itertools import islice
 
 import torch
 
+from evigrad.blocks import Block
 from evigrad.errors import ConfigurationError, InputError
-from evigrad.partitions import Block, Partition
+from evigrad.partitions import Partition
 from evigrad.sources import Source
 
 

@@ -16,6 +16,7 @@ from zoo import OUTPUTS
 from evigrad import Evidence
 from evigrad.anchors import AnchoredBlocks, Anchoring, Scores
 from evigrad.anchors.masses import control_variate
+from evigrad.blocks import Block
 from evigrad.likelihoods import (
     Bernoulli,
     Categorical,
@@ -24,7 +25,6 @@ from evigrad.likelihoods import (
     categorical,
     roots,
 )
-from evigrad.partitions import Block
 from evigrad.priors import GaussianPrior
 
 LIKELIHOODS: dict[str, type[Likelihood]] = {

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from evigrad import Evidence
+from evigrad.blocks import Block
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from evigrad.partitions import Block
 from evigrad.priors import GaussianPrior
 
 LIKELIHOODS: dict[str, type[Likelihood]] = {

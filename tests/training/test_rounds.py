@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from evigrad.blocks import Block
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.fixed_point import FixedPoint
 from evigrad.likelihoods import Gaussian
-from evigrad.partitions import Block
 from evigrad.priors import GaussianPrior, NormalHyperprior
 from evigrad.training import Settings, fit, prepare
 from evigrad.training.loop import Loop

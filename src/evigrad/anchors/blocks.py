@@ -21,7 +21,8 @@ from torch import Tensor
 
 from evigrad.anchors.choice import Anchoring
 from evigrad.anchors.masses import Masses, control_variate, probabilities
-from evigrad.partitions import Block, choose_distinct, padded_columns
+from evigrad.blocks import Block, padded_columns
+from evigrad.partitions import choose_distinct
 from evigrad.sources import Source
 from evigrad.streams import Stream
 

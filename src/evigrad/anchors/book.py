@@ -14,9 +14,9 @@ from evigrad.anchors.choice import Anchoring, choose
 from evigrad.anchors.last_layer import Network, kernel_of_rows
 from evigrad.anchors.masses import Masses
 from evigrad.anchors.outputs import OutputMemory
+from evigrad.blocks import Block
 from evigrad.checks import log_probabilities
 from evigrad.likelihoods import Likelihood
-from evigrad.partitions import Block
 from evigrad.sources import Source
 
 # Data whose outputs or scores are computed at once, where nobody has seen them yet.

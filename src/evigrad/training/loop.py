@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.assembly import Collected
+from evigrad.blocks import Block
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimate import Estimate
 from evigrad.evidence import Evidence
 from evigrad.fixed_point import FixedPoint
 from evigrad.models import fixup_scalars
 from evigrad.modes import seeded
-from evigrad.partitions import Block
 from evigrad.preparation import PROBE_SIZE
 from evigrad.training import measuring
 from evigrad.training.augerino import Augerino

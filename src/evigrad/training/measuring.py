@@ -9,13 +9,13 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from evigrad.blocks import Block
 from evigrad.curvature import available_bytes
 from evigrad.errors import EvigradError
 from evigrad.estimators import EstimatorSpec
 from evigrad.evidence import Evidence
 from evigrad.micro_batches import FREE_SHARE
 from evigrad.out_of_memory import is_out_of_memory
-from evigrad.partitions import Block
 from evigrad.preparation import PROBE_SIZE
 from evigrad.training.budget import choose
 from evigrad.training.candidates import Candidate, Draws, Family, even

@@ -6,10 +6,10 @@ from itertools import repeat
 from torch import Tensor
 
 from evigrad.assembly import Collected
+from evigrad.blocks import Block
 from evigrad.draws import stochastic_modules
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
-from evigrad.partitions import Block
 from evigrad.preparation import PROBE_SIZE
 from evigrad.streams import Stream
 

@@ -1,0 +1,162 @@
+"""Does it pay to anchor the parametric structures?
+
+``blockdiag`` is a sum over parameter tensors, each an entropy of its own, log det(1 + A_t A_tᵀ),
+and ``diag`` one over single weights: each of them has an anchored bound, ℓ(Z) + Σ ℓ(B | Z), which
+lies between its exact value and the bound on blocks without anchors. Whether that pays depends on
+where the exact value of the structure lies, below which no anchors take it.
+
+The networks of ``tightness.py``, at the end of their training; the library's anchors and blocks of
+k rows, all blocks of a partition; everything over the exact log-determinant. The rows are the same
+for all structures, and so are their passes. From k rows on, ``ntk`` needs one factorisation of k×k,
+``blockdiag`` one for each parameter tensor, ``diag`` none.
+
+    python benchmarks/anchored_parametric.py --data-dir DIR --seeds 0 1 2
+    python benchmarks/anchored_parametric.py --table
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from anchor_choice import whitened
+from anchor_search import NOW, Problem, entropy
+from measure import insert, machine, write_csv
+from tightness import EPOCHS, NUM_DATA, evidence_at, trained
+from torch import Tensor
+
+from evigrad.data import load
+
+ROWS = (100, 200, 400, 1000)
+STRUCTURES = ("ntk", "blockdiag", "diag")
+
+
+def of_kernels(grams: list[Tensor], anchors: Tensor, parts: list[Tensor]) -> float:
+    """ℓ(Z) + Σ ℓ(B | Z), a sum over some Gram matrices."""
+    total = 0.0
+    for gram in grams:
+        held = entropy(gram[anchors[:, None], anchors]) if len(anchors) else 0.0
+        total += held
+        for part in parts:
+            both = torch.cat([anchors, part])
+            total += entropy(gram[both[:, None], both]) - held
+    return total
+
+
+def of_weights(squares: Tensor, anchors: Tensor, parts: list[Tensor]) -> float:
+    """The same where each weight is an entropy of its own: squares (rows, P)."""
+    held = squares[anchors].sum(0, dtype=torch.float64)
+    total = held.log1p().sum()
+    for part in parts:
+        total = total + (squares[part].sum(0, dtype=torch.float64) / (1 + held)).log1p().sum()
+    return float(total)
+
+
+def measured(
+    problem: Problem, squares: Tensor, exact: dict[str, float], k: int, seed: int
+) -> list[dict[str, Any]]:
+    """Each structure with and without anchors."""
+    generator = torch.Generator().manual_seed(seed)
+    count = int(NOW.share * k)
+    anchors = problem.anchors(NOW, count, generator)
+    parts, _, _ = problem.blocks(NOW, anchors, k - count, generator)
+    none = anchors[:0]
+    plain = list(torch.randperm(len(squares), generator=generator).split(k))
+    found = []
+    for structure in STRUCTURES:
+        values = {}
+        for name, given, blocks in (("anchored", anchors, parts), ("plain", none, plain)):
+            if structure == "diag":
+                values[name] = of_weights(squares, given, blocks)
+            else:
+                whole = [problem.kernels["all"]] if structure == "ntk" else problem.shares
+                values[name] = of_kernels(whole, given, blocks)
+        assert exact[structure] * (1 - 1e-6) <= values["anchored"]
+        relative = {name: value / problem.exact for name, value in values.items()}
+        own = exact[structure] / problem.exact
+        found.append({"seed": seed, "rows": k, "structure": structure, "exact": own, **relative})
+    return found
+
+
+def table(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Means over the seeds."""
+    rows = []
+    for structure, k in dict.fromkeys((r["structure"], r["rows"]) for r in results):
+        same = [r for r in results if (r["structure"], r["rows"]) == (structure, k)]
+        means = {n: statistics.mean(r[n] for r in same) for n in ("exact", "plain", "anchored")}
+        rows.append({"structure": structure, "rows": k, **means, "seeds": len(same)})
+    return rows
+
+
+def as_markdown(rows: list[dict[str, Any]]) -> str:
+    """A line for each structure: its exact value, then plain and anchored bounds by rows."""
+    sizes = sorted({row["rows"] for row in rows})
+    lines = [
+        f"| | exact | {' | '.join(f'{k} rows: plain, anchored' for k in sizes)} |",
+        "|---" * (2 + len(sizes)) + "|",
+    ]
+    for structure in STRUCTURES:
+        own = {row["rows"]: row for row in rows if row["structure"] == structure}
+        cells = [f"{own[k]['plain']:.2f}, {own[k]['anchored']:.2f}" for k in sizes]
+        lines.append(f"| {structure} | {own[sizes[0]]['exact']:.2f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what is missing, then write the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--data-dir", default=None, help="folder with mnist_train.parquet")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--num-data", type=int, default=NUM_DATA)
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--networks", type=Path, default=Path("results/tightness"))
+    parser.add_argument("--results", type=Path, default=Path("results/anchored_parametric"))
+    parser.add_argument("--tables", type=Path, default=Path("docs/results"))
+    parser.add_argument("--page", type=Path, default=Path("docs/results.md"))
+    parser.add_argument("--table", action="store_true", help="only write the table")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    for folder in (options.networks, options.results):
+        folder.mkdir(parents=True, exist_ok=True)
+    for seed in [] if options.table else options.seeds:
+        kept = options.results / f"case-{seed}.json"
+        if kept.exists():
+            continue
+        data = load("mnist", data_dir=options.data_dir, subset=options.num_data, seed=seed)
+        files = trained(data, seed, options.epochs, options.networks)
+        evidence = evidence_at(files[max(files)], data, seed, "ntk-400-rows-anchored")
+        rows = whitened(evidence, data)
+        problem = Problem(evidence, data, {name: a @ a.mT for name, a in rows.items()})
+        squares = torch.cat([a[problem.rows].square() for a in rows.values()], dim=1)
+        exact = {
+            "ntk": problem.exact,
+            "blockdiag": sum(map(entropy, problem.shares)),
+            "diag": float(squares.sum(0, dtype=torch.float64).log1p().sum()),
+        }
+        found = []
+        for k in options.rows:
+            found += measured(problem, squares, exact, k, seed)
+            print(*found[-len(STRUCTURES) :], sep="\n", flush=True)
+        kept.write_text(json.dumps(found, indent=1))
+    results = [
+        row for path in sorted(options.results.glob("case-*.json"))
+        for row in json.loads(path.read_text())
+    ]  # fmt: skip
+    if not results:
+        parser.error(f"there are no results in {options.results}")
+    rows_of_table = table(results)
+    write_csv(options.tables / "anchored_parametric.csv", rows_of_table)
+    text = f"{as_markdown(rows_of_table)}\n\n{machine()}"
+    print(text)
+    if options.page.exists():
+        insert(options.page, "anchored_parametric", text)
+
+
+if __name__ == "__main__":
+    main()
