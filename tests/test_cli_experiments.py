@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import yaml
 
 pytest.importorskip("jsonargparse")
 pytest.importorskip("rich")
@@ -52,7 +53,7 @@ def test_mistakes(capsys, tmp_path):
         (("reproduce", "fig4", "--jobs", 0), "jobs must be at least 1"),
         (("pareto", "--estimators", "ntk-10-1"), "two estimators or more"),
         (("pareto", "--estimators", "ntk-10-1", "ntk-10"), "OUTPUTS is missing"),
-        (("bounds", "--start", 2, "--stop", 1), "no grid"),
+        (("bounds", "--start", 2, "--stop", 1), "A grid goes up, not from 2 to 1"),
     ):
         run(*arguments, *(() if arguments[0] == "reproduce" else ("--results", tmp_path)), code=2)
         assert words in capsys.readouterr().err
@@ -62,8 +63,44 @@ def test_a_failed_run_is_told(capsys, tmp_path):
     options = ("--curves", "ntk-50-C", "ntk-10-C", *QUICK, "--estimator", "ntk-20-1")
     run("bounds", *options, "--points", 3, "--results", tmp_path, code=1)
     captured = capsys.readouterr()
-    assert "warning: curve ntk-50-C" in captured.err  # larger than the data set
+    # Larger than the data set, which is known before anything runs.
+    assert "warning: 1 of 3 jobs are left out: 'ntk-50-C' asks for" in captured.err
+    assert "Not run: precision ntk-50-C." in captured.err
+    assert "Failed, 1 job: 'ntk-50-C' asks for blocks of 50 data" in captured.err
     assert "| precision | ntk-10-C |" in captured.out
+    run("bounds", "--curves", "ntk-50-C", *options[3:], "--results", tmp_path / "n", code=2)
+    assert "error: 'ntk-50-C' asks for" in capsys.readouterr().err
+    assert not (tmp_path / "n").exists()
+
+
+def test_what_is_missing_is_said_once(capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("EVIGRAD_DATA", raising=False)
+    run("reproduce", "table1", "--results", tmp_path / "r", code=2)
+    error = capsys.readouterr().err
+    assert error.count("There is no data set 'cifar10' here") == 1 and "--data-dir" in error
+    run("reproduce", "fig4", "--device", "gpu", "--results", tmp_path / "r", code=2)
+    assert capsys.readouterr().err.count("The device 'gpu' cannot be used here") == 1
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_file_of_ones_own(capsys, tmp_path):
+    content = {"kind": "pareto", "title": "Mine", "seeds": [0], "estimators": ["ntk-10-1"]}
+    training = {"data": "digits", "subset": 40, "test_subset": 20, "model": "mlp", "epochs": 3}
+    training |= {"burn_in": 1, "every": 1, "steps": 1, "batch_size": 20}
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(content | {"training": training}))
+    where = ("--results", tmp_path / "r", "--device", "cpu", "--threads", 1, "--jobs", 1)
+    run("reproduce", file, "--list", *where)
+    assert "0/3" in capsys.readouterr().out
+    run("reproduce", file, *where)  # without any presets
+    captured = capsys.readouterr()
+    assert "mine, paper: Mine" in captured.err and "| ntk-10-1 |" in captured.out
+    own = tmp_path / "fig4.yaml"
+    own.write_text(file.read_text())
+    run("reproduce", own, *where, code=2)
+    assert "has the name of an experiment of the paper" in capsys.readouterr().err
+    run("reproduce", tmp_path / "none.yaml", code=2)
+    assert "There is no file" in capsys.readouterr().err
 
 
 def test_pareto_of_ones_own(capsys, tmp_path):
@@ -72,11 +109,17 @@ def test_pareto_of_ones_own(capsys, tmp_path):
     captured = capsys.readouterr()
     assert "On the frontier" in captured.err
     assert all(f"| {name} |" in captured.out for name in names)
-    assert (tmp_path / "shown" / "pareto-digits-mlp" / "figure.png").exists()
+    (figure,) = (tmp_path / "shown" / "pareto-digits-mlp").glob("*/figure.png")
+    # Another choice of estimators does not take its place.
+    names = ("ntk-10-1", "ntk-20-1")
+    run("pareto", "--estimators", *names, *QUICK, "--results", tmp_path)
+    assert figure in (both := set(figure.parents[1].glob("*/figure.png"))) and len(both) == 2
 
 
 def test_bounds_along_a_range(capsys, tmp_path):
     options = ("--invariance", "rotation", "--samples", 2, "--along", "rotation", "--points", 2)
-    grid = ("--start", 0, "--stop", 3, "--no-log-grid", "--curves", "ntk-10-1", "ntk-N-1")
-    run("bounds", *options, *grid, *QUICK, "--estimator", "ntk-20-1", "--results", tmp_path)
+    curves = ("--curves", "ntk-10-1", "ntk-N-1")
+    run("bounds", *options, *curves, *QUICK, "--estimator", "ntk-20-1", "--results", tmp_path)
     assert "| rotation | ntk-N-1 |" in capsys.readouterr().out
+    results = [json.loads(file.read_text()) for file in tmp_path.glob("curve/*/result.json")]
+    assert [result["grid"] for result in results] == [[0.0, 3.14159]] * 2

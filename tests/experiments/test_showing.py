@@ -16,7 +16,7 @@ import evigrad
 from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from evigrad.experiments import Experiment, make_experiment, present, read_experiment, run
-from evigrad.experiments.cases import Case, Mean, rows_of, unfinished
+from evigrad.experiments.cases import Case, Mean, coverage, rows_of, seeds_of
 from evigrad.experiments.figures import pareto_front
 from evigrad.experiments.jobs import Job
 from evigrad.experiments.kinds import KINDS, kind_of, overview
@@ -58,6 +58,9 @@ def test_the_best_is_bold_with_all_that_overlaps():
 def test_percent_is_escaped_in_latex():
     table = Table([Column("name"), Column("accuracy, %", 1, 100.0)], [["a_b", 0.5]])
     assert r"accuracy, \%" in table.latex() and r"a\_b & 50.0" in table.latex()
+    table = Table([Column("a"), Column("b"), Column("c")], [["`x.py`", "~100 %", -1.5]])
+    assert r"\texttt{x.py} & $\sim$100 \% & $-$1.500" in table.latex()
+    assert r"\begin{tabular}{llr}" in table.latex()
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=30))
@@ -84,7 +87,7 @@ def test_rows_are_means_over_the_seeds_that_are_done(tmp_path):
         return {"value": results["a"]["v"], "curve": [results["a"]["v"], 1.0]}
 
     jobs = [Job("train", {"n": n}) for n in range(4)]
-    cases = [Case({"name": "x"}, n, {"a": job}, read) for n, job in enumerate(jobs)]
+    cases = [Case({"label": "x"}, n, {"a": job}, read) for n, job in enumerate(jobs)]
     for job, value in zip(jobs[:3], (1.0, 2.0, 3.0), strict=True):
         store.begin(job)
         store.finish(job, {"v": value})
@@ -92,8 +95,8 @@ def test_rows_are_means_over_the_seeds_that_are_done(tmp_path):
     assert row["value"] == Mean(2.0, pytest.approx(1 / math.sqrt(3)), 3)
     assert row["curve"].mean == [2.0, 1.0] and row["curve"].error[1] == 0.0
     assert row["value"].by_seed == {0: 1.0, 1: 2.0, 2: 3.0}
-    assert unfinished(cases, [row]) == {"x": (3, 4)}
-    assert unfinished(cases[:3], [row]) == {}
+    assert coverage(cases, [row]) == {"x": (3, 4)} and seeds_of([row]) == {0, 1, 2}
+    assert coverage(cases, []) == {"x": (0, 4)}
 
 
 def test_means_that_are_not_to_be_compared_are_named(tmp_path):
@@ -106,8 +109,22 @@ def test_means_that_are_not_to_be_compared_are_named(tmp_path):
     store.finish(jobs[0], (store.result(jobs[0]) or {}) | {"machine": "another"})
     (store.folder(jobs[-1]) / "result.json").unlink()
     _, partial, machines = present(experiment, store).remarks
-    assert partial.endswith("than those of the others: ntk-20-1 ntk-m-1 20 False (1 of 2).")
+    assert partial.endswith("than those of the others: ntk-20-1 (1 of 2).")
     assert machines == "Times of several machines: another; none."
+    (store.folder(jobs[-2]) / "result.json").unlink()
+    store.fail(jobs[-2], "out of memory")
+    _, left, failed, machines = present(experiment, store).remarks
+    assert left == "Not run: ntk-20-1." and failed == "Failed, 1 job: out of memory"
+    (store.folder(jobs[0]) / "result.json").unlink()
+    (store.folder(jobs[1]) / "result.json").unlink()
+    for job in jobs[1:]:
+        store.finish(job, (store.result(job) or {"estimate_seconds": 1.0, "step_seconds": 1.0})
+                     | {"machine": "none", "date": "2026-01-01", "job_seconds": 1.0})  # fmt: skip
+    assert present(experiment, store).remarks[1] == (
+        "Means of fewer seeds than those of the others: ntk-10-1 (1 of 2)."
+    )
+    (store.folder(jobs[3]) / "result.json").unlink()
+    assert present(experiment, store).remarks[1] == "So far 1 of 2 seeds."
 
 
 def fake(experiment: Experiment, store: Store) -> None:
@@ -197,6 +214,10 @@ def test_the_papers_numbers_stand_beside_ours(tmp_path):
     shown = present(small, store)
     assert "Not run: CIFAR-100." in shown.remarks
     assert "**" not in shown.table  # one seed
+    line = next(line for line in shown.table.splitlines() if "| kfac-100-1 |" in line)
+    assert "-1.41 ± 0.02, -0.38 ± 0.00, 88.2 ± 0.1, 65 %" in line
+    # The paper's rows that nothing stands for come last.
+    assert any("| prior | kfac-N-C | – | – |" in line for line in shown.table.splitlines())
 
 
 def test_both_widths_of_table_2_are_there(tmp_path):
@@ -204,8 +225,11 @@ def test_both_widths_of_table_2_are_there(tmp_path):
     widths = {job.config["width"] for job in jobs_of(experiment) if job.kind == "train"}
     assert widths == {None, 64} and len(experiment.take("blocks")) == 4
     fake(experiment, store)
-    lines = [x for x in present(experiment, store).table.splitlines() if "kfac-60-1" in x]
+    lines = [x for x in present(experiment, store).table.splitlines() if "| kfac-60-1 |" in x]
     assert len(lines) == 2 and all("-2.02 ± 0.10, 58.4 ± 0.3" in line for line in lines)
+    table = present(experiment, store).table
+    assert "TinyImageNet: time, % of kfac-400-1, kfac-60-1" in table
+    assert table.count("| partitioned networks | – | – | – | – | – | –, –, 48.6 ± 0.0, – |") == 2
 
 
 def test_an_ordering_that_does_not_hold_is_told(tmp_path):
@@ -234,6 +258,11 @@ def test_a_page_holds_what_was_run_and_names_the_rest(tmp_path):
     fake(read_experiment("fig6", "small"), store)
     assert write_page(page, store) == []  # nobody asked for one of these as yet
     present(read_experiment("fig6", "small"), store)
+    assert write_page(page, store) == ["fig6"]
+    # Another summary without results, as after a change of its settings, is no hindrance.
+    stale = store.path / "shown" / "fig7" / "small"
+    stale.mkdir(parents=True)
+    (stale / "summary.json").write_text("{}")
     assert write_page(page, store) == ["fig6"]
     text = page.read_text()
     assert "    evigrad reproduce fig6\n" in text and "Preset `small`, seeds 0, 1, 2" in text

@@ -111,7 +111,9 @@ def test_an_interrupted_curve_goes_on_to_the_same_numbers(done, monkeypatch, tmp
 def test_times_are_positive(done):
     place, job, _ = done
     found = perform(timing(job, repeats=2), place)
-    assert found["estimate_seconds"] > 0 and found["step_seconds"] > 0 and found["repeats"] == 2
+    # An estimate has its part of the draw that its round begins with.
+    assert found["estimate_seconds"] > found["draw_seconds"] / job.config["steps"] > 0
+    assert found["step_seconds"] > 0
 
 
 def test_nothing_is_done_twice_and_the_folder_can_be_moved(tmp_path):

@@ -1,5 +1,6 @@
 """``evigrad bounds``: bounds along a hyperparameter, on one's own data and network."""
 
+import math
 from typing import Any, Literal
 
 from jsonargparse import Namespace
@@ -18,6 +19,7 @@ from evigrad.cli.train import add_training, folder_name
 from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from evigrad.experiments import Experiment, make_experiment
+from evigrad.experiments.curves import PRECISION
 from evigrad.invariances import GENERATORS
 
 SUMMARY = "Draw bounds along a hyperparameter (Figures 3 to 6 of the paper)"
@@ -31,15 +33,15 @@ examples:
   evigrad bounds --subset 200
   evigrad bounds --curves full-N-C kfac-N-C diag-N-C --log-grid --start 0.01 --stop 100
   evigrad bounds --data mnist:rotated180 --subset 250 --model mininet --invariance rotation \\
-      --along rotation --start 0 --stop 3.14159 --no-log-grid"""
+      --along rotation"""
 
 CURVES = ("ntk-10-C", "ntk-50-C", "ntk-100-C")
 _TYPES: dict[str, Any] = {
-    "along": Literal[("precision", *GENERATORS)],  # type: ignore[valid-type]
-    "start": float,
-    "stop": float,
+    "along": Literal[(PRECISION, *GENERATORS)],  # type: ignore[valid-type]
+    "start": float | None,
+    "stop": float | None,
     "points": int,
-    "log_grid": bool,
+    "log_grid": bool | None,
 }
 
 
@@ -64,11 +66,11 @@ def experiment(
     training: dict[str, Any],
     curves: list[str],
     seeds: list[int],
-    along: str = "precision",
-    start: float = 1e-4,
-    stop: float = 1e4,
+    along: str = PRECISION,
+    start: float | None = None,
+    stop: float | None = None,
     points: int = 33,
-    log_grid: bool = True,
+    log_grid: bool | None = None,
 ) -> Experiment:
     """The experiment that options describe.
 
@@ -78,10 +80,10 @@ def experiment(
         seeds: Each is a training of its own.
         along: The hyperparameter: precision, one prior precision for all weights, or the range of
             a random transform, as rotation.
-        start: Its first value.
-        stop: Its last value.
+        start: Its first value. Default: 1e-4 of the precision, 0 of a range.
+        stop: Its last value. Default: 1e4 of the precision, π of a rotation, 1 of other ranges.
         points: How many values.
-        log_grid: Whether they are evenly spaced on a logarithmic scale.
+        log_grid: Whether they are evenly spaced on a logarithmic scale. Default: of the precision.
 
     Returns:
         The experiment.
@@ -93,11 +95,18 @@ def experiment(
     if not names or not seeds:
         raise ConfigurationError("Name an estimator or more to draw a curve of, and a seed.")
     where = f"{training['model']} on {training['data']}"
+    is_precision = along == PRECISION
+    first, last = (1e-4, 1e4) if is_precision else (0.0, math.pi if along == "rotation" else 1.0)
     panel = {
         "title": where,
-        "axis": "prior precision" if along == "precision" else f"range of {along}",
+        "axis": "prior precision" if is_precision else f"range of {along}",
         "hyperparameter": along,
-        "grid": {"start": start, "stop": stop, "count": points, "log": log_grid},
+        "grid": {
+            "start": first if start is None else start,
+            "stop": last if stop is None else stop,
+            "count": points,
+            "log": is_precision if log_grid is None else log_grid,
+        },
         "training": {},
     }
     content = {

@@ -13,7 +13,9 @@ from evigrad.cli.messages import results_console, show
 from evigrad.cli.setup import INVARIANCE, NETWORK
 from evigrad.cli.train import FIT_TYPES
 from evigrad.errors import ConfigurationError, EvigradError
-from evigrad.experiments import Experiment, Place, Store, jobs_of, missing, present, run
+from evigrad.experiments import Experiment, Job, Place, Store, jobs_of, missing, present, run
+from evigrad.experiments.checks import problems
+from evigrad.experiments.kinds import kind_of
 
 PLACE_TYPES: dict[str, Any] = {
     "results": str,
@@ -119,6 +121,8 @@ def reproduce(experiment: Experiment, place: Place) -> int:
         The exit code: 1 where a run failed.
     """
     jobs = jobs_of(experiment)
+    forbidden = _left_out(experiment, missing(jobs, place), place)
+    jobs = [job for job in jobs if job.id not in forbidden]
     left = missing(jobs, place)
     preset = f", {experiment.preset}" if experiment.preset else ""
     show("note", f"{experiment.name}{preset}: {experiment.title}")
@@ -140,8 +144,13 @@ def reproduce(experiment: Experiment, place: Place) -> int:
             bar.console.print(line, markup=False, highlight=False, soft_wrap=True, style="dim")
 
         failures = run(jobs, place, tell)
+    by_reason: dict[str, list[str]] = {}
     for failure in failures:
-        show("warning", f"{failure.job.kind} {failure.job.label} failed: {failure.reason}")
+        name = f"{failure.job.kind} {failure.job.label}"
+        by_reason.setdefault(failure.reason, []).append(name)
+    for reason, names in by_reason.items():
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        show("warning", f"{names[0]}{others} failed: {reason}")
     if left:
         show("note", f"{len(left) - len(failures)} jobs in {time.perf_counter() - start:.0f} s")
     try:
@@ -153,4 +162,18 @@ def reproduce(experiment: Experiment, place: Place) -> int:
     for remark in shown.remarks:
         show("note", remark)
     show("note", f"Figure, tables and summary: {shown.folder}")
-    return 1 if failures else 0
+    return 1 if failures or forbidden else 0
+
+
+def _left_out(experiment: Experiment, left: Sequence[Job], place: Place) -> set[str]:
+    """The jobs that cannot be done here, after saying why; refuses if nothing could be shown."""
+    found = problems(left, place)
+    forbidden = {job.id for jobs in found.values() for job in jobs}
+    cases = kind_of(experiment).cases(experiment)
+    if cases and all(any(job.id in forbidden for job in case.jobs.values()) for case in cases):
+        raise ConfigurationError("\n".join(found))
+    for reason, jobs in found.items():
+        show("warning", f"{len(jobs)} of {len(left)} jobs are left out: {reason}")
+        for job in jobs:
+            place.store.fail(job, reason)
+    return forbidden

@@ -1,6 +1,5 @@
 """``evigrad reproduce``: a figure or a table of the paper from nothing."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ examples:
   evigrad reproduce table1 --data-dir DIR
   evigrad reproduce FILE.yaml --seeds 0 1           an experiment of your own"""
 
-_TYPES: dict[str, Any] = {"preset": str, "list": bool, "dry_run": bool, "page": str | None}
+_TYPES: dict[str, Any] = {"preset": str | None, "list": bool, "dry_run": bool, "page": str | None}
 
 
 def make_parser() -> Parser:
@@ -63,7 +62,7 @@ def make_parser() -> Parser:
 
 def chosen(
     name: str,
-    preset: str = "small",
+    preset: str | None = None,
     seeds: list[int] | None = None,
     list: bool = False,
     dry_run: bool = False,
@@ -73,18 +72,19 @@ def chosen(
 
     Args:
         name: As fig4, or a YAML file.
-        preset: How much of it: paper, small or tiny.
+        preset: How much of it: paper, small or tiny. Default: small, where there is such a preset.
         seeds: In the place of the preset's.
         list: Only say what there is, how much of it is done, and about how long the rest takes.
         dry_run: Only say which jobs are missing.
-        page: Markdown file to put all that was run into, of the presets paper and small: figures,
-            tables, settings, seeds, machine and date. Without a NAME nothing is run for it.
+        page: Markdown file to put all that was run of the paper into, of the presets paper and
+            small: figures, tables, settings, seeds, machine and date. Without a NAME nothing is
+            run for it.
 
     Returns:
         The experiment.
     """
     experiment = read_experiment(name, preset)
-    return experiment if seeds is None else replace(experiment, seeds=tuple(seeds))
+    return experiment if seeds is None else experiment.with_seeds(seeds)
 
 
 def run(parser: Parser, options: Namespace) -> int:
@@ -102,7 +102,8 @@ def run(parser: Parser, options: Namespace) -> int:
     """
     place = place_from(options)
     if options.list:
-        results_console().print(_overview(place))
+        names = list(paper_experiments()) if options.name is None else [options.name]
+        results_console().print(_overview(names, place))
         return 0
     if options.name is None and options.page is not None:
         return _write_page(options.page, place)
@@ -129,7 +130,7 @@ def _write_page(page: str, place: Place) -> int:
     return 0
 
 
-def _overview(place: Place) -> Table:
+def _overview(names: list[str], place: Place) -> Table:
     speed = machine_speed()
     table = Table(
         box=SIMPLE_HEAD,
@@ -140,15 +141,14 @@ def _overview(place: Place) -> Table:
     table.add_column("name", no_wrap=True)
     for name in ("shows", *PRESETS):
         table.add_column(name)
-    for name in paper_experiments():
-        cells, shows = [], ""
+    for name in names:
+        cells, shows = [], read_experiment(name).shows or read_experiment(name).title
         for preset in PRESETS:
             try:
                 experiment = read_experiment(name, preset)
             except ConfigurationError:
                 cells.append("–")
                 continue
-            shows = experiment.shows or experiment.title
             state = state_of(experiment, place.store, speed)
             left = "" if not state.left else f", {_duration(state.left)}"
             unknown = ", ?" if state.left is None else ""

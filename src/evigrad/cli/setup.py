@@ -144,7 +144,7 @@ def set_up(
     transforms = read_invariance(
         invariance, initial_range, learn_invariance, flip, samples, average
     )
-    place = _device(device)
+    place = choose_device(device)
     loaded = load(data, data_dir, subset, seed)
     if test_subset is not None:
         loaded = loaded.with_test_subset(test_subset, seed)
@@ -167,7 +167,18 @@ def sizes_of(model: str, depth: int | None, width: int | None) -> dict[str, int]
     return {name: size for name, size in given.items() if size is not None}
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """The device that an option names.
+
+    Args:
+        name: As cpu or cuda; auto is cuda if there is one.
+
+    Returns:
+        The device.
+
+    Raises:
+        ConfigurationError: If it cannot be used here.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

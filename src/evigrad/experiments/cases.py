@@ -10,6 +10,8 @@ from typing import Any
 from evigrad.experiments.jobs import Job
 from evigrad.experiments.store import Store
 
+# Keys that are named before a label.
+_PARTS = ("block", "data_set", "variant", "size", "panel", "group")
 # None where there is none.
 Value = float | list[float] | None
 
@@ -87,25 +89,49 @@ def _means(values: Mapping[int, dict[str, Value]]) -> dict[str, Mean]:
     return means
 
 
-def unfinished(cases: Iterable[Case], rows: Iterable[Row]) -> dict[str, tuple[int, int]]:
-    """The cases of which not all seeds are done, so that their means are not those of the others.
+def coverage(cases: Iterable[Case], rows: Iterable[Row]) -> dict[str, tuple[int, int]]:
+    """How much of each case is done: means of different seeds are not to be compared.
 
     Args:
         cases: Of an experiment.
         rows: What is known of them.
 
     Returns:
-        By a case's keys in words: how many seeds are done, and how many there are. Without those
-        of which nothing is done.
+        By a case's keys in words, in the order of the cases: how many seeds are done, and how many
+        there are.
     """
-    seeds = Counter(tuple(case.keys.values()) for case in cases)
-    found = {}
-    for row in rows:
-        done = next(value.count for value in row.values() if isinstance(value, Mean))
-        keys = tuple(value for value in row.values() if not isinstance(value, Mean))
-        if done < seeds[keys]:
-            found[" ".join(map(str, keys))] = (done, seeds[keys])
-    return found
+    seeds = Counter(in_words(case.keys) for case in cases)
+    done = {
+        in_words(row): next(value.count for value in row.values() if isinstance(value, Mean))
+        for row in rows
+    }
+    return {name: (done.get(name, 0), count) for name, count in seeds.items()}
+
+
+def seeds_of(rows: Iterable[Row]) -> set[int]:
+    """The seeds of which something is known.
+
+    Args:
+        rows: Of an experiment.
+
+    Returns:
+        The seeds.
+    """
+    return {seed for row in rows for v in row.values() if isinstance(v, Mean) for seed in v.by_seed}
+
+
+def in_words(keys: Mapping[str, Any]) -> str:
+    """What tells a case, or its row, from others, for people.
+
+    Args:
+        keys: As those of a case.
+
+    Returns:
+        The words.
+    """
+    own = keys.get("label", keys.get("estimator", ""))
+    parts = [str(keys[part]) for part in _PARTS if part in keys and "label" in keys]
+    return " ".join([*parts, own])
 
 
 def mean_and_error(values: list[Any]) -> tuple[float, float]:

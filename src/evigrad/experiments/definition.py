@@ -1,7 +1,9 @@
 """An experiment as it is written down: a YAML file with presets."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ _INSTALLED = Path(__file__).parent / "paper"
 _SOURCE = Path(__file__).parents[3] / "experiments" / "paper"
 
 PAPER = "paper"  # the preset that the file itself is
+SMALL = "small"  # the one that is taken where nothing is said
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,32 @@ class Experiment:
     shows: str
     seeds: tuple[int, ...]
     content: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """A few letters that tell it from others of the same name."""
+        text = json.dumps([self.kind, list(self.seeds), self.content], sort_keys=True)
+        return hashlib.sha256(text.encode("utf-8")).hexdigest()[:6]
+
+    def with_seeds(self, seeds: Sequence[int]) -> "Experiment":
+        """The same with other seeds, in blocks that have their own as well.
+
+        Args:
+            seeds: Each is a run of its own.
+
+        Returns:
+            A copy.
+
+        Raises:
+            ConfigurationError: If they are no seeds.
+        """
+        content = dict(self.content)
+        if "blocks" in content:
+            content["blocks"] = {
+                name: {key: value for key, value in block.items() if key != "seeds"}
+                for name, block in content["blocks"].items()
+            }
+        return replace(self, seeds=_seeds(seeds, self.name), content=content)
 
     def take(self, name: str, default: Any = None) -> Any:
         """A part of the content.
@@ -80,12 +109,12 @@ def _order(name: str) -> tuple[int, int, str]:
     return place, int(digits) if digits and place < 2 else 99, name
 
 
-def read_experiment(name: str, preset: str = PAPER) -> Experiment:
+def read_experiment(name: str, preset: str | None = PAPER) -> Experiment:
     """Read an experiment.
 
     Args:
         name: Of the paper's, as ``fig4``; or the path of a file.
-        preset: Of the file's.
+        preset: Of the file's. None takes ``small`` where there is one, else the file itself.
 
     Returns:
         The experiment.
@@ -95,15 +124,25 @@ def read_experiment(name: str, preset: str = PAPER) -> Experiment:
     """
     known = paper_experiments()
     path = known.get(name, Path(name))
+    if path.suffix in (".yaml", ".yml") and not path.is_file():
+        raise ConfigurationError(f"There is no file {path}.")
+    if path.stem in known and path.resolve() != known[path.stem].resolve():
+        raise ConfigurationError(
+            f"{path} has the name of an experiment of the paper, whose results it would overwrite;"
+            " name it otherwise."
+        )
     if not path.is_file():
         raise ConfigurationError(
             f"There is no experiment '{name}'.{nearest(name, known)} Known are"
             f" {', '.join(known) or 'none'}, and YAML files."
         )
-    return make_experiment(path.stem, _content(path), preset)
+    content = _content(path)
+    if preset is None:
+        preset = SMALL if SMALL in (content.get("presets") or {}) else PAPER
+    return make_experiment(path.stem, content, preset)
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _content(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The keys of a file, over those of the one beside it that it extends."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -114,7 +153,10 @@ def _content(path: Path) -> dict[str, Any]:
     base = content.pop("extends", None)
     if base is None:
         return content
-    return merged(_content(path.with_name(f"{base}.yaml")), content)
+    below = path.with_name(f"{base}.yaml")
+    if below in above or below == path:
+        raise ConfigurationError(f"{path} extends itself, by {below.name}.")
+    return merged(_content(below, (*above, path)), content)
 
 
 def make_experiment(name: str, content: Mapping[str, Any], preset: str = PAPER) -> Experiment:
@@ -149,11 +191,19 @@ def make_experiment(name: str, content: Mapping[str, Any], preset: str = PAPER) 
             title=rest.pop("title"),
             caption=" ".join(rest.pop("caption", "").split()),
             shows=rest.pop("shows", ""),
-            seeds=tuple(rest.pop("seeds")),
+            seeds=_seeds(rest.pop("seeds"), name),
             content=rest,
         )
     except KeyError as error:
         raise ConfigurationError(f"The experiment {name} lacks the key {error}.") from error
+
+
+def _seeds(value: Any, name: str) -> tuple[int, ...]:
+    if isinstance(value, list | tuple) and value and all(type(s) is int and s >= 0 for s in value):
+        return tuple(value)
+    raise ConfigurationError(
+        f"The experiment {name} has {value!r} for seeds; give a list of whole numbers, 0 or more."
+    )
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -149,7 +149,12 @@ def bound_curves(experiment: Experiment, rows: list[Row]) -> "Figure":
             _band(axes, grid, curve.mean, spread, line.get_color())
             best = max(range(len(grid)), key=curve.mean.__getitem__)
             axes.plot(
-                grid[best], curve.mean[best], marker="o", markersize=4.5, color=line.get_color()
+                grid[best],
+                curve.mean[best],
+                marker="o",
+                markersize=4.5,
+                color=line.get_color(),
+                clip_on=False,
             )
         axes.set_xlim(grid[0], grid[-1])
         _limit(axes, [row["log_evidence"].mean for row in drawn])
@@ -215,6 +220,9 @@ def pareto(experiment: Experiment, rows: list[Row]) -> "Figure":
         label="frontier",
     )
     axes.margins(x=0.08, y=0.12)
+    times = [row["seconds"].mean for row in rows]
+    if min(times) == max(times):  # one point
+        axes.set_xlim(times[0] / 2, times[0] * 2)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9)
     points = [(row["seconds"].mean, row["value"].mean) for row in corners]
     _name_points(figure, axes, points, [row["size"] for row in corners], _UNDER)
@@ -287,6 +295,9 @@ def lines(
                 line = _draw_line(axes, at, value, row["label"], styles, points=log)
                 handles.setdefault(row["label"], line)
             axes.margins(x=0.02)
+        curves = [row[quantity].mean for row in rows if row.get(quantity) is not None]
+        if quantity == "log_evidence" and curves and not log:
+            _limit(shared, [[v for v in curve if math.isfinite(v)] for curve in curves])
     _legend(figure, labels, handles)
     return figure
 

@@ -10,7 +10,8 @@ import yaml
 
 from evigrad.errors import ConfigurationError
 from evigrad.experiments.definition import PAPER, Experiment, paper_experiments, read_experiment
-from evigrad.experiments.present import SUMMARY, jobs_of, present, shown_in
+from evigrad.experiments.kinds.comparison import STANDS_FOR
+from evigrad.experiments.present import SUMMARY, has_results, jobs_of, present, shown_in
 from evigrad.experiments.store import Store
 from evigrad.training.files import replacing
 
@@ -69,12 +70,12 @@ def write_page(page: Path, store: Store, presets: tuple[str, ...] = (PAPER, "sma
 
 
 def _is_shown(name: str, preset: str, store: Store) -> bool:
-    """Whether it was shown before: some of its jobs may be those of another one."""
+    """Whether it was shown before, and still is: some of its jobs may be those of another one."""
     try:
         experiment = read_experiment(name, preset)
     except ConfigurationError:  # it has no such preset
         return False
-    return (shown_in(experiment, store) / SUMMARY).exists()
+    return (shown_in(experiment, store) / SUMMARY).exists() and has_results(experiment, store)
 
 
 def _section(experiment: Experiment, store: Store, folder: Path) -> str:
@@ -100,6 +101,8 @@ def _section(experiment: Experiment, store: Store, folder: Path) -> str:
             f"- {'; '.join(summary['machines'])}; {_dates(summary['dates'])};"
             f" {summary['seconds'] / 60:.0f} minutes of runs.",
         ]
+    if summary["num_data"]:
+        lines.append(f"- Training data: {', '.join(f'{n:,}' for n in summary['num_data'])}.")
     if done < total:
         lines.append(f"- {done} of {total} jobs are done.")
     if differs := experiment.content.get("differs"):
@@ -115,13 +118,25 @@ def _how(experiment: Experiment, summary: Mapping[str, Any]) -> str:
 
 
 def _settings(experiment: Experiment) -> str:
-    """What all trainings have in common, and what is of a panel or a block alone."""
+    """What all trainings have in common, and what is of a panel, a block or a row alone."""
+    content = experiment.content
     found = [_in_line(experiment.take("training", {}))]
     for parts in ("panels", "blocks"):
-        for name, part in experiment.content.get(parts, {}).items():
+        for name, part in content.get(parts, {}).items():
             if own := part.get("training"):
                 found.append(f"{name}: {_in_line(own)}")
+            found += _of_rows(part.get("rows", {}))
+    found += _of_rows(content.get("rows", {}))
     return "; ".join(found)
+
+
+def _of_rows(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What a row has beside its estimator."""
+    others = {
+        name: {k: v for k, v in options.items() if k not in ("estimator", STANDS_FOR)}
+        for name, options in rows.items()
+    }
+    return [f"{name}: {_in_line(own)}" for name, own in others.items() if own]
 
 
 def _in_line(options: Mapping[str, Any]) -> str:

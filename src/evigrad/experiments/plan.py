@@ -92,7 +92,8 @@ def timing(of: Job, repeats: int = 5) -> Job:
     Returns:
         The job.
     """
-    return Job("time", {"repeats": repeats}, of, of.label)
+    steps = of.config["hyper_steps"] or of.config["steps"]
+    return Job("time", {"repeats": repeats, "round": steps}, of, of.label)
 
 
 def curve(
@@ -134,12 +135,18 @@ def grid_of(settings: Mapping[str, Any]) -> list[float]:
     """
     try:
         start, stop = float(settings["start"]), float(settings["stop"])
-        count, log = int(settings["count"]), bool(settings.get("log", False))
+        count, log = settings["count"], settings.get("log", False)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"A grid has start, stop, count, and log: yes or no, not {dict(settings)}."
+            f"A grid has numbers start, stop and count, and log: yes or no, not {settings}."
         ) from error
-    if count < 2 or not math.isfinite(start) or not start < stop or (log and start <= 0):
-        raise ConfigurationError(f"There is no grid of {dict(settings)}.")
+    if type(count) is not int or count < 2:
+        raise ConfigurationError(f"A grid has 2 points or more, not {count}.")
+    if not math.isfinite(start) or not math.isfinite(stop) or not start < stop:
+        raise ConfigurationError(f"A grid goes up, not from {start:g} to {stop:g}.")
+    if not isinstance(log, bool):
+        raise ConfigurationError(f"A grid is logarithmic or not: yes or no, not {log!r}.")
+    if log and start <= 0:
+        raise ConfigurationError(f"A logarithmic grid begins above 0, not at {start:g}.")
     values = np.geomspace(start, stop, count) if log else np.linspace(start, stop, count)
     return [float(f"{value:.6g}") for value in values]

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from evigrad.drawing import save
 from evigrad.errors import ConfigurationError
-from evigrad.experiments.cases import Case, Row, rows_of, unfinished
+from evigrad.experiments.cases import Case, Row, coverage, rows_of, seeds_of
 from evigrad.experiments.cost import expected_seconds
 from evigrad.experiments.definition import Experiment
 from evigrad.experiments.jobs import Job, distinct
@@ -24,6 +25,7 @@ from evigrad.training.files import replacing
 _REFERENCE = 0.10
 
 SUMMARY = "summary.json"
+_MOST_NAMES = 12  # in a sentence
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,20 @@ def jobs_of(experiment: Experiment) -> list[Job]:
     """
     cases = kind_of(experiment).cases(experiment)
     return distinct([job for case in cases for job in case.jobs.values()])
+
+
+def has_results(experiment: Experiment, store: Store) -> bool:
+    """Whether there is something to present.
+
+    Args:
+        experiment: Any.
+        store: Results.
+
+    Returns:
+        True too where nothing is to be run.
+    """
+    cases = kind_of(experiment).cases(experiment)
+    return not cases or bool(rows_of(cases, store))
 
 
 def state_of(experiment: Experiment, store: Store, speed: float = 1.0) -> State:
@@ -135,17 +151,35 @@ def _yardstick() -> float:
 
 
 def _warnings(
-    cases: Sequence[Case], rows: Sequence[Row], done: Iterable[tuple[Job, Mapping[str, Any] | None]]
+    cases: Sequence[Case],
+    rows: Sequence[Row],
+    done: Sequence[tuple[Job, Mapping[str, Any] | None]],
+    store: Store,
 ) -> list[str]:
-    """What forbids to compare the rows with each other, in words."""
+    """What is not there, and what forbids to compare the rows with each other, in words."""
     found = []
-    if partial := unfinished(cases, rows):
-        words = ", ".join(f"{name} ({some} of {all_})" for name, (some, all_) in partial.items())
-        found.append(f"Means of fewer seeds than those of the others: {words}.")
+    covered = coverage(cases, rows)
+    if left := [name for name, (some, _) in covered.items() if not some]:
+        found.append(f"Not run: {_enumerated(left)}.")
+    partial = {name: both for name, both in covered.items() if 0 < both[0] < both[1]}
+    if len(set(partial.values())) == 1 and len(partial) + len(left) == len(covered):
+        some, all_ = next(iter(partial.values()))
+        found.append(f"So far {some} of {all_} seeds.")
+    elif partial:
+        words = [f"{name} ({some} of {all_})" for name, (some, all_) in partial.items()]
+        found.append(f"Means of fewer seeds than those of the others: {_enumerated(words)}.")
+    reasons = [store.failure(job) for job, result in done if result is None]
+    for reason, count in Counter(reason for reason in reasons if reason is not None).items():
+        found.append(f"Failed, {count} {'job' if count == 1 else 'jobs'}: {reason}")
     timed = {result["machine"] for job, result in done if result and KINDS[job.kind].alone}
     if len(timed) > 1:
         found.append(f"Times of several machines: {'; '.join(sorted(timed))}.")
     return found
+
+
+def _enumerated(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def shown_in(experiment: Experiment, store: Store) -> Path:
@@ -158,8 +192,8 @@ def shown_in(experiment: Experiment, store: Store) -> Path:
     Returns:
         A folder of it.
     """
-    # The preset is empty for an experiment without any.
-    return store.path / "shown" / experiment.name / experiment.preset
+    # One of a command line has no preset, and others may have its name.
+    return store.path / "shown" / experiment.name / (experiment.preset or experiment.digest)
 
 
 def present(experiment: Experiment, store: Store) -> Shown:
@@ -179,7 +213,8 @@ def present(experiment: Experiment, store: Store) -> Shown:
     cases = kind.cases(experiment)
     rows = rows_of(cases, store)
     if cases and not rows:
-        raise ConfigurationError(f"Nothing of {experiment.name} ({experiment.preset}) is done.")
+        preset = f" ({experiment.preset})" if experiment.preset else ""
+        raise ConfigurationError(f"Nothing of {experiment.name}{preset} is done.")
     folder = shown_in(experiment, store)
     folder.mkdir(parents=True, exist_ok=True)
     table = kind.table(experiment, rows)
@@ -199,7 +234,7 @@ def present(experiment: Experiment, store: Store) -> Shown:
     results = [store.result(job) for job in jobs]
     state = _state(jobs, results)
     remarks = [] if kind.remarks is None else kind.remarks(experiment, rows)
-    remarks = [*remarks, *_warnings(cases, rows, zip(jobs, results, strict=True))]
+    remarks = [*remarks, *_warnings(cases, rows, list(zip(jobs, results, strict=True)), store)]
     known = [result for result in results if result is not None]
     write_json(
         folder / SUMMARY,
@@ -207,7 +242,8 @@ def present(experiment: Experiment, store: Store) -> Shown:
             "name": experiment.name,
             "preset": experiment.preset,
             "shows": experiment.shows,
-            "seeds": list(experiment.seeds),
+            "seeds": sorted(seeds_of(rows)),
+            "num_data": sorted({result["num_data"] for result in known if "num_data" in result}),
             "jobs": [state.done, state.total],
             "seconds": state.spent,
             "machines": sorted({result["machine"] for result in known}),

@@ -3,10 +3,11 @@
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from evigrad.errors import EvigradError
+from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.experiments.jobs import Job, distinct
 from evigrad.experiments.work import KINDS, Place, perform
 
@@ -82,10 +83,14 @@ def _attempt(job: Job, place: Place) -> tuple[str | None, float]:
     try:
         return None, perform(job, place)["job_seconds"]
     except EvigradError as error:
-        return str(error), 0.0
+        reason = str(error)
     except Exception as error:
         # As PyTorch's own, out of memory: the other jobs do not depend on it.
-        return f"{type(error).__name__}: {error}", 0.0
+        reason = f"{type(error).__name__}: {error}"
+    # Where nothing can be written that is the reason itself.
+    with suppress(ConfigurationError, OSError):
+        place.store.fail(job, reason)
+    return reason, 0.0
 
 
 def _broken_need(job: Job, failures: list[Failure]) -> str | None:

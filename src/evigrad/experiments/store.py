@@ -11,6 +11,8 @@ from evigrad.training.files import replacing
 RESULT = "result.json"
 # What the result was computed from, for people and for a second look.
 CONFIG = "job.json"
+# Why it could not be done the last time.
+FAILURE = "failure.json"
 
 
 class Store:
@@ -104,6 +106,28 @@ class Store:
             result: Plain numbers, texts, lists and dictionaries of them.
         """
         write_json(self.folder(job) / RESULT, result)
+        (self.folder(job) / FAILURE).unlink(missing_ok=True)
+
+    def fail(self, job: Job, reason: str) -> None:
+        """Keep why a job could not be done.
+
+        Args:
+            job: Any.
+            reason: In words.
+        """
+        write_json(self.begin(job) / FAILURE, {"reason": reason})
+
+    def failure(self, job: Job) -> str | None:
+        """Why a job without a result could not be done the last time.
+
+        Args:
+            job: Any.
+
+        Returns:
+            The reason in words, or None.
+        """
+        path = self.folder(job) / FAILURE
+        return json.loads(path.read_text(encoding="utf-8"))["reason"] if path.exists() else None
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

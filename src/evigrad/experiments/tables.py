@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -60,7 +61,7 @@ class Table:
         """The table as LaTeX, for the package booktabs."""
         heads = " & ".join(_escaped(column.name) for column in self.columns)
         lines = [
-            r"\begin{tabular}{l" + "r" * (len(self.columns) - 1) + "}",
+            r"\begin{tabular}{" + "".join("l" if words else "r" for words in self._words) + "}",
             r"\toprule",
             heads + r" \\",
             r"\midrule",
@@ -93,6 +94,12 @@ class Table:
                     cells += [text_of, ""] if has_error else [text_of]
             writer.writerow(cells)
         return text.getvalue()
+
+    @property
+    def _words(self) -> list[bool]:
+        """Which columns hold words."""
+        columns = zip(*self.rows, strict=True) if self.rows else [()] * len(self.columns)
+        return [not any(_is_number(cell) for cell in column) for column in columns]
 
     @property
     def _places(self) -> range:
@@ -139,6 +146,10 @@ class Table:
         return self.group or [""] * len(self.rows)
 
 
+def _is_number(cell: Cell) -> bool:
+    return not isinstance(cell, str | None) or (cell or "")[:1].isdigit()
+
+
 def _shown(cell: Cell, column: Column, between: str) -> str:
     if cell is None:
         return "–"
@@ -158,5 +169,15 @@ def _digits(value: float | None) -> str:
 
 
 def _escaped(text: str) -> str:
-    marks = {"%": r"\%", "_": r"\_", "–": "--", "×": r"$\times$", "−": "$-$", "±": r"$\pm$"}
-    return "".join(marks.get(letter, letter) for letter in text)
+    marks = {
+        "%": r"\%",
+        "_": r"\_",
+        "–": "--",
+        "×": r"$\times$",
+        "−": "$-$",
+        "±": r"$\pm$",
+        "~": r"$\sim$",
+    }
+    marked = "".join(marks.get(letter, letter) for letter in text)
+    marked = re.sub(r"(?<![\w$-])-(?=\d)", "$-$", marked)
+    return re.sub(r"`([^`]*)`", r"\\texttt{\1}", marked)

@@ -17,6 +17,7 @@ from evigrad.experiments.kinds import (
     selection,
     subsets,
 )
+from evigrad.experiments.schema import check_keys
 from evigrad.experiments.tables import Table
 
 if TYPE_CHECKING:
@@ -66,11 +67,12 @@ def kind_of(experiment: Experiment) -> Kind:
         Its kind.
 
     Raises:
-        ConfigurationError: If there is no such kind.
+        ConfigurationError: If there is no such kind, or it has other keys.
     """
     if experiment.kind not in KINDS:
         raise ConfigurationError(
             f"The experiment {experiment.name} is of the kind '{experiment.kind}'; known are"
             f" {', '.join(KINDS)}.{nearest(str(experiment.kind), KINDS)}"
         )
+    check_keys(experiment)
     return KINDS[experiment.kind]

@@ -30,7 +30,7 @@ def cases(experiment: Experiment) -> list[Case]:
     for name, panel in experiment.take("panels").items():
         for estimator, label in experiment.take("curves").items():
             for seed in experiment.seeds:
-                trained = training(shared, panel["training"], seed=seed)
+                trained = training(shared, panel.get("training", {}), seed=seed)
                 job = curve(
                     trained,
                     estimator,

@@ -9,6 +9,8 @@ from evigrad.experiments.plan import final_numbers, training, with_estimate
 from evigrad.experiments.tables import Column, Table
 
 _BLOCKS = 20
+# Key of a row: the paper's row that it takes the place of.
+STANDS_FOR = "stands_for"
 _NUMBERS = ("log_evidence", "log_likelihood", "accuracy")
 
 
@@ -25,10 +27,11 @@ def cases(experiment: Experiment) -> list[Case]:
     shared = experiment.take("training")
     for block, content in experiment.take("blocks").items():
         for data_set, data in experiment.take("data_sets").items():
-            for label, options in content["rows"].items():
+            for label, row in content["rows"].items():
+                options = {key: value for key, value in row.items() if key != STANDS_FOR}
                 for seed in content.get("seeds", experiment.seeds):
                     trained = training(
-                        shared, content["training"], {"data": data}, options, seed=seed
+                        shared, content.get("training", {}), {"data": data}, options, seed=seed
                     )
                     keys = {"block": block, "data_set": data_set, "label": label}
                     found.append(Case(keys, seed, with_estimate(trained, _BLOCKS), _read))
@@ -41,6 +44,8 @@ def _read(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 def table(experiment: Experiment, rows: list[Row]) -> Table:
     """A row for each method; for each data set ours and, behind it, the paper's.
+
+    The paper's methods that ours have none of come last in their block.
 
     Args:
         experiment: Of this kind.
@@ -56,25 +61,43 @@ def table(experiment: Experiment, rows: list[Row]) -> Table:
             Column(f"{data_set}: log evidence", 2, best="high"),
             Column(f"{data_set}: test log likelihood", 2, best="high"),
             Column(f"{data_set}: accuracy, %", 1, best="high"),
-            Column(f"{data_set}: time, % of {experiment.take('yardstick')}", 0),
+            Column(f"{data_set}: time, % of {_yardsticks(experiment)}", 0),
             Column(f"{data_set}: the paper's (evidence, log likelihood, accuracy, time)"),
         ]
     cells, groups = [], []
-    for block, label in dict.fromkeys((row["block"], row["label"]) for row in rows):
-        weights = max(r["weights"].mean for r in rows if (r["block"], r["label"]) == (block, label))
-        line: list[Any] = [block, label, f"{weights:,.0f}"]
-        for data_set in data_sets:
-            found = _find(rows, block, data_set, label)
-            yardstick = _find(rows, block, data_set, experiment.take("yardstick"))
-            line += [None if found is None else found[name] for name in _NUMBERS]
-            line.append(_relative(found, yardstick))
-            line.append(_of_the_paper(experiment, block, data_set, label))
-        cells.append(line)
-        groups.append(block)
+    for block, content in experiment.take("blocks").items():
+        standard = content.get("yardstick", experiment.content.get("yardstick"))
+        done = dict.fromkeys(row["label"] for row in rows if row["block"] == block)
+        ours = {label: content["rows"][label].get(STANDS_FOR, label) for label in done}
+        theirs = dict.fromkeys(
+            name for known in _paper(experiment, block).values() for name in known
+        )
+        lines = [*ours.items(), *((name, name) for name in theirs if name not in ours.values())]
+        for label, name in lines if done else ():
+            all_found = {data_set: _find(rows, block, data_set, label) for data_set in data_sets}
+            known = [row["weights"].mean for row in all_found.values() if row is not None]
+            line: list[Any] = [block, label, f"{max(known):,.0f}" if known else None]
+            for data_set, found in all_found.items():
+                yardstick = _find(rows, block, data_set, standard)
+                line += [None if found is None else found[number] for number in _NUMBERS]
+                line.append(_relative(found, yardstick))
+                line.append(_of_the_paper(experiment, block, data_set, name))
+            cells.append(line)
+            groups.append(block)
     return Table(columns, cells, groups)
 
 
-def _find(rows: list[Row], block: str, data_set: str, label: str) -> Row | None:
+def _yardsticks(experiment: Experiment) -> str:
+    blocks = experiment.take("blocks").values()
+    shared = experiment.content.get("yardstick", "")
+    return ", ".join(dict.fromkeys(block.get("yardstick", shared) for block in blocks))
+
+
+def _paper(experiment: Experiment, block: str) -> Mapping[str, Mapping[str, Any]]:
+    return experiment.content.get("paper", {}).get(block, {})
+
+
+def _find(rows: list[Row], block: str, data_set: str, label: str | None) -> Row | None:
     wanted = (block, data_set, label)
     return next((r for r in rows if (r["block"], r["data_set"], r["label"]) == wanted), None)
 
@@ -87,7 +110,7 @@ def _relative(row: Row | None, yardstick: Row | None) -> Mean | None:
 
 
 def _of_the_paper(experiment: Experiment, block: str, data_set: str, label: str) -> str:
-    numbers = experiment.content.get("paper", {}).get(block, {}).get(data_set, {}).get(label)
+    numbers = _paper(experiment, block).get(data_set, {}).get(label)
     return "–" if numbers is None else ", ".join("–" if n is None else str(n) for n in numbers)
 
 
@@ -106,10 +129,9 @@ def remarks(experiment: Experiment, rows: list[Row]) -> list[str]:
         "Bold: the best of a block, and what overlaps with it within standard errors. Numbers of"
         " one seed have none, and are not bold.",
     ]
-    done = {row["data_set"] for row in rows}
-    left = dict.fromkeys(
-        name for of_block in experiment.content.get("paper", {}).values() for name in of_block
+    of_paper = dict.fromkeys(
+        name for block in experiment.take("blocks") for name in _paper(experiment, block)
     )
-    if missing := [name for name in left if name not in done]:
-        found.append(f"Not run: {', '.join(missing)}.")
+    if left := [name for name in of_paper if name not in experiment.take("data_sets")]:
+        found.append(f"Not run: {', '.join(left)}.")
     return found

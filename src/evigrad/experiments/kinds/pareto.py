@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from evigrad.experiments import figures
 from evigrad.experiments.cases import Case, Row
@@ -36,7 +37,7 @@ def cases(experiment: Experiment) -> list[Case]:
                 "estimator": name,
                 "family": family(spec),
                 "size": size(spec),
-                "is_full_batch": spec.subset is None,
+                "is_full_batch": is_full_batch(spec),
             }
             jobs = {
                 "train": trained,
@@ -58,11 +59,19 @@ def estimators(experiment: Experiment) -> list[EstimatorSpec]:
 
     Returns:
         Each once.
+
+    Raises:
+        ConfigurationError: If there is none.
     """
     found = experiment.take("estimators")
-    if isinstance(found, Mapping):
+    if isinstance(found, Mapping) and found.keys() >= {"structures", "subsets", "outputs"}:
         parts = product(found["structures"], found["subsets"], found["outputs"])
         found = ["-".join(map(str, each)) for each in parts] + found.get("more", [])
+    if not isinstance(found, list) or not found:
+        raise ConfigurationError(
+            f"The experiment {experiment.name} has {found!r} for estimators; give a list of names, or"
+            " lists of structures, subsets and outputs."
+        )
     return list(dict.fromkeys(map(EstimatorSpec.parse, found)))
 
 
@@ -87,7 +96,7 @@ def family(spec: EstimatorSpec) -> str:
     Returns:
         As ``ntk-m-1``, or the name itself of a full-batch estimator.
     """
-    if spec.subset is None:
+    if is_full_batch(spec):
         return spec.name
     _, _, *rest = spec.name.split("-")
     return "-".join([spec.structure, "k" if spec.rows else "m", *rest])
@@ -100,9 +109,23 @@ def size(spec: EstimatorSpec) -> str:
         spec: The estimator.
 
     Returns:
-        Its subset, or its name where that is all data.
+        Its subset, N for all data, or its name where all outputs are in it as well.
     """
-    return spec.name if spec.subset is None else str(spec.subset)
+    if is_full_batch(spec):
+        return spec.name
+    return "N" if spec.subset is None else str(spec.subset)
+
+
+def is_full_batch(spec: EstimatorSpec) -> bool:
+    """Whether nothing is drawn: all data and all outputs are one block.
+
+    Args:
+        spec: The estimator.
+
+    Returns:
+        True for what was known before the paper.
+    """
+    return spec.subset is None and spec.outputs is None
 
 
 def figure(experiment: Experiment, rows: list[Row]) -> "Figure":

@@ -1,0 +1,118 @@
+"""What is wrong with jobs that can be known before anything runs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evigrad.cli.invariance import read_invariance
+from evigrad.cli.setup import choose_device, sizes_of
+from evigrad.data import available, load
+from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.estimators import EstimatorSpec
+from evigrad.experiments.cost import SHAPES
+from evigrad.experiments.curves import PRECISION
+from evigrad.experiments.jobs import Job
+from evigrad.experiments.plan import BASELINES
+from evigrad.experiments.work import Place
+from evigrad.models import make_model
+from evigrad.partitions import Partition
+from evigrad.training import AUTO
+
+
+class Checks:
+    """Looks at jobs, at each data set and network once.
+
+    Args:
+        place: Where they would run.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._known: dict[tuple[Any, ...], str | None] = {}
+
+    def problem(self, job: Job) -> str | None:
+        """Why a job cannot be done.
+
+        Args:
+            job: Any.
+
+        Returns:
+            Words, or None if nothing is known against it.
+        """
+        train = (job if job.needs is None else job.needs).config
+        return (
+            self._once(("device",), lambda: choose_device(self._place.device))
+            or self._once(("data", train["data"]), lambda: self._find(train["data"]))
+            or self._once(_network_of(train), lambda: _build(train))
+            or self._once(("job", job.id), lambda: _check(job, train))
+        )
+
+    def _once(self, key: tuple[Any, ...], attempt: Any) -> str | None:
+        if key not in self._known:
+            self._known[key] = None
+            try:
+                attempt()
+            except EvigradError as error:
+                self._known[key] = str(error)
+        return self._known[key]
+
+    def _find(self, name: str) -> None:
+        if name.partition(":")[0] not in available(self._place.data_dir):
+            load(name, self._place.data_dir)  # says what is wrong
+
+
+def problems(jobs: Sequence[Job], place: Place) -> dict[str, list[Job]]:
+    """What forbids jobs, before any of them runs.
+
+    Args:
+        jobs: Those that are missing.
+        place: Where they would run.
+
+    Returns:
+        Reasons, and the jobs that each forbids, those that need them with them.
+    """
+    checks = Checks(place)
+    found: dict[str, list[Job]] = {}
+    for job in jobs:
+        reason = next(filter(None, (checks.problem(each) for each in job.chain())), None)
+        if reason is not None:
+            found.setdefault(reason, []).append(job)
+    return found
+
+
+def _network_of(train: Mapping[str, Any]) -> tuple[Any, ...]:
+    base = train["data"].partition(":")[0]
+    return ("network", base, train["model"], train["depth"], train["width"])
+
+
+def _build(train: Mapping[str, Any]) -> None:
+    shape = SHAPES.get(train["data"].partition(":")[0])
+    if shape is not None:
+        sizes = sizes_of(train["model"], train["depth"], train["width"])
+        make_model(train["model"], shape.input, shape.outputs, seed=0, **sizes)
+
+
+def _check(job: Job, train: Mapping[str, Any]) -> None:
+    name = job.config.get("estimator")
+    shape = SHAPES.get(train["data"].partition(":")[0])
+    if name is not None and name not in (AUTO, *BASELINES):
+        spec = EstimatorSpec.parse(name)
+        if shape is not None:
+            Partition(spec, min(train["subset"] or shape.train, shape.train), shape.outputs)
+    if job.kind == "curve":
+        _check_hyperparameter(job.config, train)
+
+
+def _check_hyperparameter(curve: Mapping[str, Any], train: Mapping[str, Any]) -> None:
+    name, least = curve["hyperparameter"], min(curve["grid"])
+    if name == PRECISION:
+        if least <= 0:
+            raise ConfigurationError(f"A precision is positive; the grid begins at {least:g}.")
+        return
+    options = ("invariance", "initial_range", "learn_invariance", "flip", "samples", "average")
+    invariance = read_invariance(*(train[option] for option in options))
+    ranges = [] if invariance is None else list(invariance.ranges)
+    if name not in ranges:
+        raise ConfigurationError(
+            f"There is no hyperparameter '{name}' to go along: {PRECISION}, or the range of a"
+            f" transform of the training's invariance ({', '.join(ranges) or 'it has none'})."
+        )
