@@ -126,7 +126,9 @@ def reproduce(experiment: Experiment, place: Place) -> int:
     left = missing(jobs, place)
     preset = f", {experiment.preset}" if experiment.preset else ""
     show("note", f"{experiment.name}{preset}: {experiment.title}")
-    show("note", f"{len(jobs) - len(left)} of {len(jobs)} jobs are done, in {place.store.path}")
+    if jobs:
+        done = len(jobs) - len(left)
+        show("note", f"{done} of {len(jobs)} jobs are done, in {place.store.path}")
     start = time.perf_counter()
     console = Console(stderr=True)
     columns = (

@@ -177,6 +177,7 @@ def _escaped(text: str) -> str:
         "−": "$-$",
         "±": r"$\pm$",
         "~": r"$\sim$",
+        "…": r"\ldots{}",
     }
     marked = "".join(marks.get(letter, letter) for letter in text)
     marked = re.sub(r"(?<![\w$-])-(?=\d)", "$-$", marked)

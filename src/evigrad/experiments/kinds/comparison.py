@@ -61,7 +61,7 @@ def table(experiment: Experiment, rows: list[Row]) -> Table:
             Column(f"{data_set}: log evidence", 2, best="high"),
             Column(f"{data_set}: test log likelihood", 2, best="high"),
             Column(f"{data_set}: accuracy, %", 1, best="high"),
-            Column(f"{data_set}: time, % of {_yardsticks(experiment)}", 0),
+            Column(f"{data_set}: {_time_in_words(experiment)}", 0),
             Column(f"{data_set}: the paper's (evidence, log likelihood, accuracy, time)"),
         ]
     cells, groups = [], []
@@ -80,17 +80,18 @@ def table(experiment: Experiment, rows: list[Row]) -> Table:
             for data_set, found in all_found.items():
                 yardstick = _find(rows, block, data_set, standard)
                 line += [None if found is None else found[number] for number in _NUMBERS]
-                line.append(_relative(found, yardstick))
+                line.append(_time(found, yardstick, is_relative=standard is not None))
                 line.append(_of_the_paper(experiment, block, data_set, name))
             cells.append(line)
             groups.append(block)
     return Table(columns, cells, groups)
 
 
-def _yardsticks(experiment: Experiment) -> str:
-    blocks = experiment.take("blocks").values()
-    shared = experiment.content.get("yardstick", "")
-    return ", ".join(dict.fromkeys(block.get("yardstick", shared) for block in blocks))
+def _time_in_words(experiment: Experiment) -> str:
+    shared = experiment.content.get("yardstick")
+    own = (block.get("yardstick", shared) for block in experiment.take("blocks").values())
+    standards = dict.fromkeys(each for each in own if each is not None)
+    return f"time, % of {', '.join(standards)}" if standards else "seconds"
 
 
 def _paper(experiment: Experiment, block: str) -> Mapping[str, Mapping[str, Any]]:
@@ -102,9 +103,11 @@ def _find(rows: list[Row], block: str, data_set: str, label: str | None) -> Row 
     return next((r for r in rows if (r["block"], r["data_set"], r["label"]) == wanted), None)
 
 
-def _relative(row: Row | None, yardstick: Row | None) -> Mean | None:
-    if row is None or yardstick is None:
+def _time(row: Row | None, yardstick: Row | None, *, is_relative: bool) -> Mean | None:
+    if row is None or (is_relative and yardstick is None):
         return None
+    if yardstick is None:
+        return row["seconds"]
     share = 100 / yardstick["seconds"].mean
     return Mean(share * row["seconds"].mean, share * row["seconds"].error, row["seconds"].count)
 

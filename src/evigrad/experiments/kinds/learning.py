@@ -76,8 +76,11 @@ def table(experiment: Experiment, rows: list[Row]) -> Table:
         rows: Its results.
 
     Returns:
-        A row for each estimator.
+        A row for each estimator, in the order of the legend.
     """
+    labels = figures.in_order([row["label"] for row in rows], experiment)
+    groups = list(experiment.take("groups"))
+    rows = sorted(rows, key=lambda r: (groups.index(r["group"]), labels.index(r["label"])))
     names = [name for name in experiment.take("quantities") if name != "test_log_likelihood"]
     columns = [
         Column("estimators"),

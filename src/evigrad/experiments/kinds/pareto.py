@@ -69,8 +69,8 @@ def estimators(experiment: Experiment) -> list[EstimatorSpec]:
         found = ["-".join(map(str, each)) for each in parts] + found.get("more", [])
     if not isinstance(found, list) or not found:
         raise ConfigurationError(
-            f"The experiment {experiment.name} has {found!r} for estimators; give a list of names, or"
-            " lists of structures, subsets and outputs."
+            f"The experiment {experiment.name} has {found!r} for estimators; give a list of names,"
+            " or lists of structures, subsets and outputs."
         )
     return list(dict.fromkeys(map(EstimatorSpec.parse, found)))
 
