@@ -14,7 +14,6 @@ for all structures, and so are their passes. From k rows on, ``ntk`` needs one f
     python benchmarks/anchored_parametric.py --table
 """
 
-import argparse
 import json
 import statistics
 from pathlib import Path
@@ -24,7 +23,7 @@ import torch
 from anchor_choice import whitened
 from anchor_search import NOW, Problem, entropy
 from measure import insert, machine, write_csv
-from tightness import EPOCHS, NUM_DATA, evidence_at, trained
+from tightness import evidence_at, study_parser, trained
 from torch import Tensor
 
 from evigrad.data import load
@@ -106,20 +105,8 @@ def as_markdown(rows: list[dict[str, Any]]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then write the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--data-dir", default=None, help="folder with mnist_train.parquet")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
-    parser.add_argument("--num-data", type=int, default=NUM_DATA)
-    parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--threads", type=int, default=1)
+    parser = study_parser(__doc__, "anchored_parametric", ROWS)
     parser.add_argument("--networks", type=Path, default=Path("results/tightness"))
-    parser.add_argument("--results", type=Path, default=Path("results/anchored_parametric"))
-    parser.add_argument("--tables", type=Path, default=Path("docs/results"))
-    parser.add_argument("--page", type=Path, default=Path("docs/results.md"))
-    parser.add_argument("--table", action="store_true", help="only write the table")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     for folder in (options.networks, options.results):
