@@ -31,7 +31,7 @@ ROWS = (200, 400, 1000)
 ESTIMATORS = ("ntk-{k}-1", "ntk-{k}-rows-anchored")
 DRAWS, ROUND = 12, 10
 PRECISION = 25.0  # the usual weight decay, 5e-4, of 50,000 data
-MODEL: dict[str, Any] = {"depth": 10, "width": 1}
+MODEL: dict[str, Any] = {"depth": 10, "widen_factor": 1}
 TRAINING: dict[str, Any] = {
     "estimator": "map",
     "batch_size": 100,

@@ -11,6 +11,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 from evigrad.cli import main
+from evigrad.cli.experiments import place_of
 from evigrad.experiments import paper_experiments
 
 QUICK = (
@@ -24,7 +25,7 @@ def run(*arguments, code=0):
 
 
 def test_figure_4_from_nothing(capsys, tmp_path):
-    where = ("--results", tmp_path, "--device", "cpu", "--threads", 1)
+    where = ("--results", tmp_path, "--device", "cpu", "--threads", 1, "--jobs", 1)
     run("reproduce", "fig4", "--preset", "tiny", *where)
     captured = capsys.readouterr()
     assert "0 of 8 jobs are done" in captured.err and "[8/8]" in captured.err
@@ -44,6 +45,16 @@ def test_figure_4_from_nothing(capsys, tmp_path):
     run("reproduce", "--list", "--results", tmp_path)
     listed = capsys.readouterr().out
     assert all(name in listed for name in paper_experiments()) and "8/8" in listed
+
+
+def test_jobs_run_side_by_side_where_nothing_is_said(monkeypatch):
+    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
+    assert (place := place_of(device="cpu")).jobs == 4 and place.threads == 2
+    assert (place := place_of(device="cpu", threads=4)).jobs == 2 and place.threads == 4
+    assert (place := place_of(device="cpu", jobs=8)).jobs == 8 and place.threads == 1
+    assert (place := place_of(device="cuda")).jobs == 1 and place.threads == 8
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    assert (place := place_of(device="cpu")).jobs == 1 and place.threads == 1
 
 
 def test_mistakes(capsys, tmp_path):

@@ -142,7 +142,8 @@ def _overview(names: list[str], place: Place) -> Table:
     for name in ("shows", *PRESETS):
         table.add_column(name)
     for name in names:
-        cells, shows = [], read_experiment(name).shows or read_experiment(name).title
+        whole = read_experiment(name)
+        cells, shows = [], whole.shows or whole.title
         for preset in PRESETS:
             try:
                 experiment = read_experiment(name, preset)
@@ -153,7 +154,7 @@ def _overview(names: list[str], place: Place) -> Table:
             left = "" if not state.left else f", {_duration(state.left)}"
             unknown = ", ?" if state.left is None else ""
             cells.append(f"{state.done}/{state.total}{left}{unknown}")
-        table.add_row(name, shows, *cells)
+        table.add_row(whole.name, shows, *cells)
     return table
 
 

@@ -74,7 +74,10 @@ def jobs_of(experiment: Experiment) -> list[Job]:
     Returns:
         Each once, with what it needs before it.
     """
-    cases = kind_of(experiment).cases(experiment)
+    return _jobs_of(kind_of(experiment).cases(experiment))
+
+
+def _jobs_of(cases: Sequence[Case]) -> list[Job]:
     return distinct([job for case in cases for job in case.jobs.values()])
 
 
@@ -230,7 +233,7 @@ def present(experiment: Experiment, store: Store) -> Shown:
         figure = kind.figure(experiment, rows)
         picture = save(figure, folder / "figure.png")
         figure.savefig(folder / "figure.pdf")
-    jobs = jobs_of(experiment)
+    jobs = _jobs_of(cases)
     results = [store.result(job) for job in jobs]
     state = _state(jobs, results)
     remarks = [] if kind.remarks is None else kind.remarks(experiment, rows)
