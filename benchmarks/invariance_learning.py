@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import insert, summaries, write_csv
+from measure import insert, summaries, with_error, write_csv
 from torch import Tensor, nn
 
 import evigrad
@@ -168,15 +168,18 @@ def write_table(name: str, results: list[dict[str, Any]], folder: Path) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for r in rows:
-        learned = r["row"] not in ("map", "fixed")
-        spread = f" ± {r['rotation_error']:.2f}" if learned else ""
-        turned = "–" if r["row"] == "map" else f"{r['rotation']:.2f}{spread}"
-        lines.append(
-            f"| {r['row']} | {r['log_likelihood']:.3f} ± {r['log_likelihood_error']:.3f}"
-            f" | {100 * r['accuracy']:.1f} ± {100 * r['accuracy_error']:.1f} | {turned}"
-            f" | {r['log_evidence']:.3f} ± {r['log_evidence_error']:.3f}"
-            f" | {r['seconds']:.0f} | {r['seeds']} |"
-        )
+        spread = r["rotation_error"] if r["row"] not in ("map", "fixed") else math.nan
+        turned = "–" if r["row"] == "map" else with_error(r["rotation"], spread, 2)
+        cells = [
+            r["row"],
+            with_error(r["log_likelihood"], r["log_likelihood_error"], 3),
+            with_error(100 * r["accuracy"], 100 * r["accuracy_error"], 1),
+            turned,
+            with_error(r["log_evidence"], r["log_evidence_error"], 3),
+            f"{r['seconds']:.0f}",
+            str(r["seeds"]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -121,23 +121,33 @@ def in_own_process(script: str, arguments: Sequence[str], timeout: float) -> dic
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """Mean and its standard error, NaN where there is none."""
-    mean = statistics.fmean(values)
+    mean = statistics.fmean(values) if values else math.nan
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return mean, math.nan
     return mean, statistics.stdev(values) / len(values) ** 0.5
 
 
+def with_error(mean: float, error: float, digits: int) -> str:
+    """Both as text; the mean alone where there is no error, as of a single seed."""
+    spread = f" ± {error:.{digits}f}" if math.isfinite(error) else ""
+    return f"{mean:.{digits}f}{spread}"
+
+
 def summaries(
     results: Sequence[Mapping[str, Any]], rows: Sequence[str], keys: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """For each row that has results the mean of every key over its seeds, and ``KEY_error``."""
+    """For each row that has results the mean of every key over its seeds, and ``KEY_error``.
+
+    None, as the seconds of a run that was suspended, does not count.
+    """
     found = []
     for row in rows:
         runs = [r for r in results if r["row"] == row]
         if runs:
             summary: dict[str, Any] = {"row": row, "seeds": len(runs)}
             for key in keys:
-                summary[key], summary[f"{key}_error"] = mean_and_error([r[key] for r in runs])
+                known = [r[key] for r in runs if r[key] is not None]
+                summary[key], summary[f"{key}_error"] = mean_and_error(known)
             found.append(summary)
     return found
 
