@@ -176,7 +176,7 @@ def write_table(name: str, results: list[dict[str, Any]], folder: Path) -> str:
             with_error(100 * r["accuracy"], 100 * r["accuracy_error"], 1),
             turned,
             with_error(r["log_evidence"], r["log_evidence_error"], 3),
-            f"{r['seconds']:.0f}",
+            "–" if math.isnan(r["seconds"]) else f"{r['seconds']:.0f}",
             str(r["seeds"]),
         ]
         lines.append(f"| {' | '.join(cells)} |")
