@@ -4,7 +4,6 @@ import pytest
 from small_experiments import TRAINING, place_in
 
 from evigrad.data import load
-from evigrad.experiments import jobs_of, paper_experiments, read_experiment
 from evigrad.experiments.cost import SHAPES, Work, expected_seconds, work_of
 from evigrad.experiments.jobs import Job
 from evigrad.experiments.plan import curve, evaluation, timing, training
@@ -21,13 +20,6 @@ def work(job: Job) -> Work:
     found = work_of(job)
     assert found is not None
     return found
-
-
-@pytest.mark.parametrize("preset", ["paper", "small", "tiny"])
-def test_something_is_expected_of_every_job_of_the_paper(preset):
-    for name in paper_experiments():
-        for job in jobs_of(read_experiment(name, preset)):
-            assert seconds(job) > 0
 
 
 def test_more_work_takes_longer():

@@ -11,6 +11,7 @@ from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from evigrad.experiments import jobs_of, make_experiment, merged, paper_experiments, read_experiment
 from evigrad.experiments.configuration import make_settings
+from evigrad.experiments.cost import expected_seconds
 from evigrad.experiments.page import PRESETS
 
 NEEDED = {
@@ -97,3 +98,4 @@ def test_all_jobs_of_the_paper_have_settings_that_fit(name, preset):
             make_settings(job.config, "categorical", learned)
         else:
             EstimatorSpec.parse(job.config.get("estimator", "ntk-N-C"))
+        assert (expected_seconds(job) or 0.0) > 0
