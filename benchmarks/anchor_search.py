@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from anchor_choice import grams
-from measure import insert, machine, write_csv
+from measure import insert, machine, means, write_csv
 from tightness import evidence_at, study_parser, trained
 from torch import Tensor
 
@@ -292,16 +292,6 @@ class Gradients:
             self._known[key] = 0.5 * (self._known.get(key, one) + one)
 
 
-def table(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Means over the seeds."""
-    rows = []
-    for k, idea in dict.fromkeys((r["rows"], r["idea"]) for r in results):
-        same = [r for r in results if (r["rows"], r["idea"]) == (k, idea)]
-        means = {n: statistics.mean(r[n] for r in same) for n in ("bound", "deviation", "gradient")}
-        rows.append({"idea": idea, "rows": k, **means, "seeds": len(same)})
-    return rows
-
-
 def as_markdown(rows: list[dict[str, Any]]) -> str:
     """A line for each idea; bound ± deviation of a draw (deviation of its gradient)."""
     sizes = list(dict.fromkeys(row["rows"] for row in rows))
@@ -349,7 +339,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not results:
         parser.error(f"there are no results in {options.results}")
     results.sort(key=lambda row: (row["rows"], list(IDEAS).index(row["idea"])))
-    rows = table(results)
+    rows = means(results, ("idea", "rows"), ("bound", "deviation", "gradient"))
     write_csv(options.tables / "anchor_search.csv", rows)
     text = f"{as_markdown(rows)}\n\n{machine()}"
     print(text)

@@ -15,14 +15,13 @@ for all structures, and so are their passes. From k rows on, ``ntk`` needs one f
 """
 
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
 from anchor_choice import whitened
 from anchor_search import NOW, Problem, entropy
-from measure import insert, machine, write_csv
+from measure import insert, machine, means, write_csv
 from tightness import evidence_at, study_parser, trained
 from torch import Tensor
 
@@ -79,16 +78,6 @@ def measured(
     return found
 
 
-def table(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Means over the seeds."""
-    rows = []
-    for structure, k in dict.fromkeys((r["structure"], r["rows"]) for r in results):
-        same = [r for r in results if (r["structure"], r["rows"]) == (structure, k)]
-        means = {n: statistics.mean(r[n] for r in same) for n in ("exact", "plain", "anchored")}
-        rows.append({"structure": structure, "rows": k, **means, "seeds": len(same)})
-    return rows
-
-
 def as_markdown(rows: list[dict[str, Any]]) -> str:
     """A line for each structure: its exact value, then plain and anchored bounds by rows."""
     sizes = sorted({row["rows"] for row in rows})
@@ -137,7 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
     ]  # fmt: skip
     if not results:
         parser.error(f"there are no results in {options.results}")
-    rows_of_table = table(results)
+    rows_of_table = means(results, ("structure", "rows"), ("exact", "plain", "anchored"))
     write_csv(options.tables / "anchored_parametric.csv", rows_of_table)
     text = f"{as_markdown(rows_of_table)}\n\n{machine()}"
     print(text)

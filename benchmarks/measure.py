@@ -152,6 +152,18 @@ def summaries(
     return found
 
 
+def means(
+    results: Sequence[Mapping[str, Any]], keys: Sequence[str], names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """For all distinct values of ``keys`` the means of ``names`` over the seeds."""
+    found = []
+    for values in dict.fromkeys(tuple(r[key] for key in keys) for r in results):
+        same = [r for r in results if tuple(r[key] for key in keys) == values]
+        averages = {name: statistics.mean(r[name] for r in same) for name in names}
+        found.append(dict(zip(keys, values, strict=True)) | averages | {"seeds": len(same)})
+    return found
+
+
 def machine() -> str:
     """The machine, its threads and the date, for the head of a table."""
     if torch.cuda.is_available():

@@ -1,20 +1,19 @@
 """The figures of experiments: readable in print, and by the colour-blind."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from evigrad.drawing import DASHES, LIGHT, new_figure, words
+from evigrad.drawing import LIGHT, new_figure, words
 from evigrad.experiments.cases import Mean, Row
 from evigrad.experiments.definition import Experiment
 from evigrad.experiments.plan import grid_of
+from evigrad.experiments.styles import Styles, labels_and_styles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 # Panels of curves: inches, and how far below the lowest top a panel goes, nats per datum; more
 # where the tops are further apart.
 _PANEL = (4.0, 3.1)
@@ -44,79 +43,6 @@ def frame(axes: "Axes", title: str, across: str, along: str) -> None:
     axes.set_axisbelow(True)
 
 
-class Styles:
-    """A colour, a dash and a marker for each name, the same in all panels.
-
-    What the file calls ``reference`` is black; the rest go through shades if they are in an order,
-    as sizes are, or through colours that are told apart.
-
-    Args:
-        names: In their order.
-        reference: Names in black.
-        ordered: Whether the others are in an order.
-    """
-
-    def __init__(
-        self, names: Sequence[str], reference: Sequence[str] = (), ordered: bool = False
-    ) -> None:
-        others = [name for name in names if name not in reference]
-        # The ink is for what the others are compared with, and for nothing else.
-        plain = [colour for colour in LIGHT.lines if colour != LIGHT.ink]
-        colours = _shades(len(others)) if ordered else plain
-        self._styles: dict[str, dict[str, Any]] = {}
-        for place, name in enumerate(others):
-            round_ = place // len(colours)
-            self._styles[name] = {
-                "color": colours[place % len(colours)],
-                "linestyle": DASHES[(place if not ordered else round_) % len(DASHES)],
-                "marker": MARKERS[place % len(MARKERS)],
-            }
-        for place, name in enumerate(name for name in names if name in reference):
-            dash, marker = DASHES[place % len(DASHES)], MARKERS[place % len(MARKERS)]
-            self._styles[name] = {"color": LIGHT.ink, "linestyle": dash, "marker": marker}
-
-    def line(self, name: str) -> dict[str, Any]:
-        """Colour and dash of a line."""
-        return {key: value for key, value in self._styles[name].items() if key != "marker"}
-
-    def all(self, name: str) -> dict[str, Any]:
-        """Colour, dash and marker."""
-        return dict(self._styles[name])
-
-
-def in_order(labels: Sequence[str], experiment: Experiment) -> list[str]:
-    """Labels as a legend has them.
-
-    Args:
-        labels: As they come, each several times maybe.
-        experiment: Says which are black, and whether the others are in the order of their sizes.
-
-    Returns:
-        Each once; what is black at the end.
-    """
-    reference = experiment.content.get("reference", [])
-    found = list(dict.fromkeys(labels))
-    others = [label for label in found if label not in reference]
-    if experiment.content.get("ordered", False):
-        # Without a number in it, all.
-        others.sort(key=lambda label: [*map(int, re.findall(r"\d+", label)), math.inf])
-    return others + [label for label in found if label in reference]
-
-
-def _labels_and_styles(experiment: Experiment, rows: list[Row]) -> tuple[list[str], Styles]:
-    content, labels = experiment.content, in_order([row["label"] for row in rows], experiment)
-    return labels, Styles(labels, content.get("reference", []), content.get("ordered", False))
-
-
-def _shades(count: int) -> list[str]:
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-
-    # Without the light end of the map, which is hard to see on white.
-    shades = colormaps["viridis_r"]
-    return [to_hex(shades(0.12 + 0.88 * i / max(count - 1, 1))) for i in range(count)]
-
-
 def bound_curves(experiment: Experiment, rows: list[Row]) -> "Figure":
     """Bounds along hyperparameters: a panel each, a line for each estimator.
 
@@ -129,7 +55,7 @@ def bound_curves(experiment: Experiment, rows: list[Row]) -> "Figure":
     """
     panels = [name for name in experiment.take("panels") if _of(rows, "panel", name)]
     figure = new_figure(_PANEL[0] * len(panels) + 1.2, _PANEL[1])
-    labels, styles = _labels_and_styles(experiment, rows)
+    labels, styles = labels_and_styles(experiment, rows)
     handles: dict[str, Any] = {}
     for place, name in enumerate(panels, start=1):
         panel = experiment.take("panels")[name]
@@ -272,7 +198,7 @@ def lines(
         The figure.
     """
     figure = new_figure(3.6 * len(columns) + 1.6, 2.5 * len(quantities) + 0.3)
-    labels, styles = _labels_and_styles(experiment, rows)
+    labels, styles = labels_and_styles(experiment, rows)
     handles: dict[str, Any] = {}
     first: Any = None
     for down, (quantity, unit) in enumerate(quantities.items()):

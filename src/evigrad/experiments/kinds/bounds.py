@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from evigrad.experiments.cases import Case, Mean, Row
 from evigrad.experiments.definition import Experiment
-from evigrad.experiments.figures import bound_curves, in_order
+from evigrad.experiments.figures import bound_curves
 from evigrad.experiments.plan import curve, grid_of, training
+from evigrad.experiments.styles import in_order
 from evigrad.experiments.tables import Column, Table
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from evigrad.experiments import figures
 from evigrad.experiments.cases import Case, Mean, Row
 from evigrad.experiments.definition import Experiment
 from evigrad.experiments.plan import training
+from evigrad.experiments.styles import in_order
 from evigrad.experiments.tables import Column, Table
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def table(experiment: Experiment, rows: list[Row]) -> Table:
     Returns:
         A row for each estimator, in the order of the legend.
     """
-    labels = figures.in_order([row["label"] for row in rows], experiment)
+    labels = in_order([row["label"] for row in rows], experiment)
     groups = list(experiment.take("groups"))
     rows = sorted(rows, key=lambda r: (groups.index(r["group"]), labels.index(r["label"])))
     names = [name for name in experiment.take("quantities") if name != "test_log_likelihood"]
