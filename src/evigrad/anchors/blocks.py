@@ -11,105 +11,16 @@ of the others, hence π (``masses``): the estimate depends little on which block
 there are many columns, those behind the first ones are partitioned without any ranks (``Tail``).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from math import gcd
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from evigrad.anchors.choice import Anchoring
-from evigrad.anchors.masses import Masses, control_variate, probabilities
+from evigrad.anchors.scores import Scores, least_score
+from evigrad.anchors.tail import Tail
 from evigrad.blocks import Block, padded_columns
-from evigrad.partitions import choose_distinct
-from evigrad.sources import Source
-from evigrad.streams import Stream
-
-
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """How much curvature rows can hold.
-
-    Attributes:
-        head: |R_n[:, d]|² of each row of the first K columns.
-        tail: The sum of those of all columns behind.
-        behind: How many columns there are behind; 0 where they are none, or zero for certain.
-    """
-
-    head: Float[Tensor, "N K"]
-    tail: Float[Tensor, " N"]
-    behind: int
-
-    @property
-    def num_rows(self) -> int:
-        """All rows."""
-        return self.head.numel() + len(self.tail) * self.behind
-
-
-@dataclass(frozen=True, eq=False)
-class Tail:
-    """The rows of unlikely columns in blocks, without a list of them: there may be millions.
-
-    An affine map t ↦ (a t + c) mod T with a random a that has no divisor in common with T is a
-    permutation; block b holds what it makes of b size, b size + 1, …
-
-    Attributes:
-        first: The first of the columns.
-        behind: Their number.
-        num_rows: T.
-        size: Rows in a block.
-        factor: a.
-        shift: c.
-    """
-
-    first: int
-    behind: int
-    num_rows: int
-    size: int
-    factor: int
-    shift: int
-
-    @classmethod
-    def draw(cls, scores: Scores, size: int, generator: torch.Generator) -> "Tail":
-        """Draw a partition.
-
-        Args:
-            scores: Of the rows.
-            size: Rows in a block.
-            generator: A CPU generator.
-
-        Returns:
-            The partition.
-        """
-        num_rows = len(scores.tail) * scores.behind
-
-        def number() -> int:
-            return int(torch.randint(num_rows, (), generator=generator))
-
-        factor, shift = number(), number()
-        while gcd(factor, num_rows) != 1:
-            factor = number()
-        return cls(scores.head.shape[1], scores.behind, num_rows, size, factor, shift)
-
-    @property
-    def count(self) -> int:
-        """The number of blocks."""
-        return -(-self.num_rows // self.size)
-
-    def rows(self, number: int) -> tuple[Int[Tensor, " b"], Int[Tensor, " b"]]:
-        """A block.
-
-        Args:
-            number: Of the block.
-
-        Returns:
-            Data and columns.
-        """
-        stop = min((number + 1) * self.size, self.num_rows)
-        places = torch.arange(number * self.size, stop)
-        chosen = (self.factor * places + self.shift) % self.num_rows
-        return chosen // self.behind, self.first + chosen % self.behind
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,15 +160,6 @@ class AnchoredBlocks:
         return part // self.num_columns, part % self.num_columns
 
 
-def least_score(anchors: Int[Tensor, " Z"], flat: Float[Tensor, " R"]) -> float:
-    """The least score of an anchor, or a typical one where there are none."""
-    chosen = flat[anchors] if len(anchors) else flat
-    positive = chosen[chosen > 0]
-    if not len(positive):
-        return 1.0
-    return float(positive.min() if len(anchors) else positive.median())
-
-
 def _together(counts: list[int], size: int) -> list[Int[Tensor, " _"]]:
     """Consecutive columns in groups of at least ``size`` rows, where there are as many."""
     groups: list[list[int]] = []
@@ -287,118 +189,3 @@ def _dealt(
     keys = torch.rand(strata, count, dtype=torch.float64, generator=generator)
     table = table.gather(1, keys.argsort(dim=1))
     return [column[column >= 0] for column in table.mT]
-
-
-class AnchoredStream(Stream):
-    """An endless stream of anchored blocks with their data.
-
-    Each iteration (``for``, ``take``, ``epoch``) takes anchors and a partition of the rest anew.
-    ``take`` draws blocks of it, each as likely as it is expected to matter, and a new partition
-    after as many draws as it has blocks; ``epoch`` goes through all of them once.
-
-    Args:
-        source: The data.
-        anchoring: How many data the likelihood takes.
-        num_rows: Of a block.
-        prepare: Returns anchors and scores, at the beginning of an iteration.
-        masses: What to expect of blocks.
-        generator: A CPU generator.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        anchoring: Anchoring,
-        num_rows: int,
-        prepare: Callable[[], tuple[Int[Tensor, " Z"], Scores]],
-        masses: Masses,
-        generator: torch.Generator,
-    ) -> None:
-        self._source, self._anchoring, self._num_rows = source, anchoring, num_rows
-        self._prepare, self._masses, self._generator = prepare, masses, generator
-
-    @property
-    def is_constant(self) -> bool:
-        """Never: blocks are drawn, and the data of their log likelihood too."""
-        return False
-
-    def __iter__(self) -> Iterator[Block]:
-        """Blocks drawn from partition after partition, without end."""
-        anchors, scores = self._prepare()
-        while True:
-            made = AnchoredBlocks.draw(anchors, scores, self._num_rows, self._generator)
-            for _ in range(max(1, made.num_blocks)):
-                # Drawn late, as what was seen of the last block tells what to expect of this one.
-                yield self._drawn(made)
-
-    def round(self, n: int) -> Iterator[Block]:
-        """Blocks whose mean several steps share.
-
-        Args:
-            n: How many, at most.
-
-        Yields:
-            As ``take`` draws them, or all of a partition that has no more.
-        """
-        anchors, scores = self._prepare()
-        made = AnchoredBlocks.draw(anchors, scores, self._num_rows, self._generator)
-        if made.num_blocks <= n:
-            yield from self._all(made)
-            return
-        for _ in range(n):
-            yield self._drawn(made)
-
-    def epoch(self) -> Iterator[Block]:
-        """The blocks of exactly one partition, whose mean is ℓ(Z) + Σ_m ℓ(B_m|Z).
-
-        Yields:
-            Blocks with their inputs and targets.
-        """
-        anchors, scores = self._prepare()
-        made = AnchoredBlocks.draw(anchors, scores, self._num_rows, self._generator)
-        yield from self._all(made)
-
-    def _all(self, made: AnchoredBlocks) -> Iterator[Block]:
-        count = made.num_blocks
-        if not count:
-            yield self._with_data(made, None, 1.0, 0.0)
-        for number in torch.randperm(count, generator=self._generator).tolist():
-            yield self._with_data(made, number, 1.0 / count, self._expected(made, number))
-
-    def _drawn(self, made: AnchoredBlocks) -> Block:
-        if not made.num_blocks:
-            return self._with_data(made, None, 1.0, 0.0)
-        expected = self._masses.expected(made.keys, made.guesses)
-        chances = probabilities(expected)
-        number = int(torch.multinomial(chances, 1, generator=self._generator))
-        chance = float(chances[number])
-        if made.tail is not None and number == len(made.parts):
-            # Of the tail any of its blocks.
-            chance /= made.tail.count
-            number += int(torch.randint(made.tail.count, (), generator=self._generator))
-        own = self._expected(made, number)
-        offset = control_variate(expected, own, chance)
-        return self._with_data(made, number, chance, own, offset)
-
-    def _expected(self, made: AnchoredBlocks, number: int) -> float:
-        group = made.group(number)
-        one = slice(group, group + 1)
-        expected = float(self._masses.expected(made.keys[one], made.guesses[one]))
-        if made.tail is not None and group == len(made.parts):
-            return expected / made.tail.count
-        return expected
-
-    def _with_data(
-        self,
-        made: AnchoredBlocks,
-        number: int | None,
-        probability: float,
-        expected: float,
-        offset: float = 0.0,
-    ) -> Block:
-        num_data = len(self._source)
-        count = self._anchoring.num_likelihood(self._num_rows, num_data)
-        of_likelihood = choose_distinct(num_data, count, self._generator)
-        block = made.block(number, of_likelihood, probability, expected, offset)
-        inputs, targets = self._source.fetch(block.indices)
-        return replace(block, inputs=inputs, targets=targets)

@@ -8,12 +8,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from evigrad.anchors.blocks import AnchoredStream, Scores
 from evigrad.anchors.centres import Centres
 from evigrad.anchors.choice import Anchoring, choose
 from evigrad.anchors.last_layer import Network, kernel_of_rows
 from evigrad.anchors.masses import Masses
 from evigrad.anchors.outputs import OutputMemory
+from evigrad.anchors.scores import Scores
+from evigrad.anchors.stream import AnchoredStream
 from evigrad.blocks import Block
 from evigrad.checks import log_probabilities
 from evigrad.likelihoods import Likelihood

@@ -1,0 +1,132 @@
+"""The endless stream of anchored blocks: which one is drawn, and what is expected of it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from evigrad.anchors.blocks import AnchoredBlocks
+from evigrad.anchors.choice import Anchoring
+from evigrad.anchors.masses import Masses, control_variate, probabilities
+from evigrad.anchors.scores import Scores
+from evigrad.blocks import Block
+from evigrad.partitions import choose_distinct
+from evigrad.sources import Source
+from evigrad.streams import Stream
+
+
+class AnchoredStream(Stream):
+    """An endless stream of anchored blocks with their data.
+
+    Each iteration (``for``, ``take``, ``epoch``) takes anchors and a partition of the rest anew.
+    ``take`` draws blocks of it, each as likely as it is expected to matter, and a new partition
+    after as many draws as it has blocks; ``epoch`` goes through all of them once.
+
+    Args:
+        source: The data.
+        anchoring: How many data the likelihood takes.
+        num_rows: Of a block.
+        prepare: Returns anchors and scores, at the beginning of an iteration.
+        masses: What to expect of blocks.
+        generator: A CPU generator.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        anchoring: Anchoring,
+        num_rows: int,
+        prepare: Callable[[], tuple[Int[Tensor, " Z"], Scores]],
+        masses: Masses,
+        generator: torch.Generator,
+    ) -> None:
+        self._source, self._anchoring, self._num_rows = source, anchoring, num_rows
+        self._prepare, self._masses, self._generator = prepare, masses, generator
+
+    @property
+    def is_constant(self) -> bool:
+        """Never: blocks are drawn, and the data of their log likelihood too."""
+        return False
+
+    def __iter__(self) -> Iterator[Block]:
+        """Blocks drawn from partition after partition, without end."""
+        anchors, scores = self._prepare()
+        while True:
+            made = AnchoredBlocks.draw(anchors, scores, self._num_rows, self._generator)
+            for _ in range(max(1, made.num_blocks)):
+                # Drawn late, as what was seen of the last block tells what to expect of this one.
+                yield self._drawn(made)
+
+    def round(self, n: int) -> Iterator[Block]:
+        """Blocks whose mean several steps share.
+
+        Args:
+            n: How many, at most.
+
+        Yields:
+            As ``take`` draws them, or all of a partition that has no more.
+        """
+        anchors, scores = self._prepare()
+        made = AnchoredBlocks.draw(anchors, scores, self._num_rows, self._generator)
+        if made.num_blocks <= n:
+            yield from self._all(made)
+            return
+        for _ in range(n):
+            yield self._drawn(made)
+
+    def epoch(self) -> Iterator[Block]:
+        """The blocks of exactly one partition, whose mean is ℓ(Z) + Σ_m ℓ(B_m|Z).
+
+        Yields:
+            Blocks with their inputs and targets.
+        """
+        anchors, scores = self._prepare()
+        made = AnchoredBlocks.draw(anchors, scores, self._num_rows, self._generator)
+        yield from self._all(made)
+
+    def _all(self, made: AnchoredBlocks) -> Iterator[Block]:
+        count = made.num_blocks
+        if not count:
+            yield self._with_data(made, None, 1.0, 0.0)
+        for number in torch.randperm(count, generator=self._generator).tolist():
+            yield self._with_data(made, number, 1.0 / count, self._expected(made, number))
+
+    def _drawn(self, made: AnchoredBlocks) -> Block:
+        if not made.num_blocks:
+            return self._with_data(made, None, 1.0, 0.0)
+        expected = self._masses.expected(made.keys, made.guesses)
+        chances = probabilities(expected)
+        number = int(torch.multinomial(chances, 1, generator=self._generator))
+        chance = float(chances[number])
+        if made.tail is not None and number == len(made.parts):
+            # Of the tail any of its blocks.
+            chance /= made.tail.count
+            number += int(torch.randint(made.tail.count, (), generator=self._generator))
+        own = self._expected(made, number)
+        offset = control_variate(expected, own, chance)
+        return self._with_data(made, number, chance, own, offset)
+
+    def _expected(self, made: AnchoredBlocks, number: int) -> float:
+        group = made.group(number)
+        one = slice(group, group + 1)
+        expected = float(self._masses.expected(made.keys[one], made.guesses[one]))
+        if made.tail is not None and group == len(made.parts):
+            return expected / made.tail.count
+        return expected
+
+    def _with_data(
+        self,
+        made: AnchoredBlocks,
+        number: int | None,
+        probability: float,
+        expected: float,
+        offset: float = 0.0,
+    ) -> Block:
+        num_data = len(self._source)
+        count = self._anchoring.num_likelihood(self._num_rows, num_data)
+        of_likelihood = choose_distinct(num_data, count, self._generator)
+        block = made.block(number, of_likelihood, probability, expected, offset)
+        inputs, targets = self._source.fetch(block.indices)
+        return replace(block, inputs=inputs, targets=targets)
