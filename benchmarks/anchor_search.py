@@ -6,9 +6,10 @@ algebra on parts of it. Of k rows in all for each draw:
 
 * anchors: greedily by the last layer's kernel (what the library does) or by the whole one, which
   nobody has; by score, k-centre on the inputs, random; a part of them random; more or fewer;
-* blocks: the library's, stratified within columns of the root; uniform; or rows with the highest
-  correlation given the anchors together, by the last layer's kernel or by the whole one (what
-  tracking correlations from step to step could at best come to know);
+* blocks: the library's, where of the rows that can hold most those are together which are most
+  correlated given the anchors, by the last layer's kernel; all rows so, by that or by the whole
+  kernel (what tracking correlations from step to step could at best come to know); stratified
+  within columns of the root alone; uniform;
 * several smaller blocks for each draw in the place of one;
 * what is known of the columns from earlier draws as chances, and as a control variate of the value
   (what the library does), or of the gradient too.
@@ -38,6 +39,7 @@ from evigrad.anchors import Scores
 from evigrad.anchors.blocks import AnchoredBlocks
 from evigrad.anchors.centres import Centres
 from evigrad.anchors.greedy import pivots
+from evigrad.anchors.groups import Groups, conditional, form_groups, grouped
 from evigrad.anchors.masses import FLOOR, Masses, probabilities
 from evigrad.data import DataSet, load
 from evigrad.sources import as_source
@@ -67,7 +69,7 @@ class Idea:
     among: float = 4.0
     share: float = 0.9
     at_random: float = 0.0
-    blocks: str = "stratified"
+    blocks: str = "grouped"
     several: int = 1
     chances: str = "masses"
     floor: float = FLOOR
@@ -75,7 +77,7 @@ class Idea:
 
 
 NOW = Idea()
-BEFORE = Idea(anchors="score", share=0.75, floor=0.1, control="")
+BEFORE = Idea(anchors="score", share=0.75, blocks="stratified", floor=0.1, control="")
 IDEAS: dict[str, Idea] = {
     "as it is": NOW,
     "as it was: by score, 75 %": BEFORE,
@@ -88,8 +90,9 @@ IDEAS: dict[str, Idea] = {
     "75 % of the rows anchors": replace(NOW, share=0.75),
     "95 % of the rows anchors": replace(NOW, share=0.95),
     "blocks: uniform": replace(NOW, blocks="uniform"),
-    "blocks: correlated, last layer": replace(NOW, blocks="last layer"),
-    "blocks: correlated, all": replace(NOW, blocks="all"),
+    "blocks: stratified": replace(NOW, blocks="stratified"),
+    "blocks: all grouped, last layer": replace(NOW, blocks="last layer"),
+    "blocks: all grouped, all": replace(NOW, blocks="all"),
     "two blocks": replace(NOW, several=2),
     "four blocks": replace(NOW, several=4),
     "no control variate": replace(NOW, control=""),
@@ -162,8 +165,16 @@ class Problem:
         self, idea: Idea, anchors: Tensor, size: int, generator: torch.Generator
     ) -> tuple[list[Tensor], list[int], Tensor]:
         """Blocks of the rest, the column that each belongs to, and guesses of what they hold."""
-        made = AnchoredBlocks.draw(anchors, self.scores, size + len(anchors), generator)
-        if idea.blocks == "stratified":
+        num_rows = size + len(anchors)
+        groups = Groups()
+        if idea.blocks == "grouped":
+
+            def known(rows: Tensor) -> Tensor:
+                return self.kernels["last layer"][rows][:, rows]
+
+            groups = form_groups(self.scores.head, anchors, num_rows, known, generator)
+        made = AnchoredBlocks.draw(anchors, self.scores, num_rows, generator, groups)
+        if idea.blocks in ("grouped", "stratified"):
             return made.parts, list(made.keys), made.guesses
         if idea.blocks == "uniform":
             rest = torch.cat(made.parts)
@@ -172,7 +183,11 @@ class Problem:
             key = (idea.blocks, size, *anchors.tolist())
             if key not in self._grouped:
                 rest = torch.cat(made.parts)
-                self._grouped[key] = correlated(self.kernels[idea.blocks], anchors, rest, size)
+                both = torch.cat([anchors, rest])
+                left = conditional(self.kernels[idea.blocks][both][:, both], len(anchors))
+                assert left is not None
+                found, entropies = grouped(left, size)
+                self._grouped[key] = [rest[part] for part in found], entropies
             parts, guesses = self._grouped[key]
             return parts, [0] * len(parts), guesses
         flat = self.scores.head.flatten().double()
@@ -195,29 +210,6 @@ def entropy(matrix: Tensor) -> float:
     """The log-determinant of 1 + matrix."""
     factor = torch.linalg.cholesky(matrix.double() + torch.eye(len(matrix), dtype=torch.float64))
     return float(2 * factor.diagonal().log().sum())
-
-
-def correlated(
-    kernel: Tensor, anchors: Tensor, rest: Tensor, size: int
-) -> tuple[list[Tensor], Tensor]:
-    """Blocks of a row and those that are most correlated with it given the anchors; ℓ(B|Z)."""
-    own = kernel[anchors][:, anchors].double()
-    factor = torch.linalg.cholesky(own + torch.eye(len(own), dtype=own.dtype))
-    half = torch.linalg.solve_triangular(factor, kernel[anchors][:, rest].double(), upper=False)
-    left = kernel[rest][:, rest].double() - half.mT @ half
-    spread = (1 + left.diagonal().clamp(min=0)).rsqrt()
-    strength = left.diagonal().clone()
-    free = torch.ones(len(rest), dtype=torch.bool)
-    parts, entropies = [], []
-    while free.any():
-        first = int(strength.masked_fill(~free, -1.0).argmax())
-        alike = (left[first] * spread).square().masked_fill(~free, -1.0)
-        alike[first] = torch.inf
-        chosen = alike.topk(min(size, int(free.sum()))).indices
-        free[chosen] = False
-        parts.append(rest[chosen])
-        entropies.append(entropy(left[chosen[:, None], chosen]))
-    return parts, torch.tensor(entropies, dtype=torch.float64)
 
 
 def measured(problem: Problem, idea: Idea, k: int, seed: int) -> dict[str, float]:

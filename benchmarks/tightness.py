@@ -30,6 +30,7 @@ from torch import Tensor
 
 import evigrad
 from evigrad import Evidence
+from evigrad.anchors import Anchoring
 from evigrad.blocks import Block
 from evigrad.data import DataSet, load
 from evigrad.likelihoods import Categorical
@@ -160,23 +161,25 @@ def one_case(
 def timings(path: Path, data: DataSet, seed: int, rows: list[int], repeats: int) -> dict[str, Any]:
     """Seconds of a step of a round on k rows, with its gradient, estimators in alternation.
 
-    A round begins with a partition, and for the anchored bound with a choice of anchors, as in
-    training.
+    A round begins with a partition, and for the anchored bound some with a choice of anchors, as in
+    training: what is timed are as many rounds as there are from one choice to the next.
     """
     found: dict[str, Any] = {}
+    rounds = Anchoring().refresh
     for k in rows:
         made = {row: evidence_at(path, data, seed, name) for row, name in names(k).items()}
         times: dict[str, list[float]] = {row: [] for row in made}
-        counts: dict[str, list[float]] = {row: [] for row in made}
+        counts: dict[str, list[int]] = {row: [] for row in made}
         for turn in range(repeats + 1):
             for row, evidence in made.items():
                 start, count = time.perf_counter(), 0
-                for block in evidence.blocks(data.train).take(ROUND):
-                    evidence.backward(block)
-                    count += block.num_rows or len(block.indices) * data.num_outputs
+                for _ in range(rounds):
+                    for block in evidence.blocks(data.train).take(ROUND):
+                        evidence.backward(block)
+                        count += block.num_rows or len(block.indices) * data.num_outputs
                 if turn:  # the first one plans and checks
-                    times[row].append((time.perf_counter() - start) / ROUND)
-                    counts[row].append(count / ROUND)
+                    times[row].append(time.perf_counter() - start)
+                    counts[row].append(count)
         for row, taken in times.items():
             # Of k rows: a partition's last block may be smaller.
             per_row = [t / c for t, c in zip(taken, counts[row], strict=True)]

@@ -15,6 +15,8 @@ from zoo import OUTPUTS
 
 from evigrad import Evidence
 from evigrad.anchors import AnchoredBlocks, Anchoring, Scores
+from evigrad.anchors.blocks import GROUPED
+from evigrad.anchors.groups import Groups
 from evigrad.anchors.masses import control_variate
 from evigrad.blocks import Block
 from evigrad.likelihoods import (
@@ -47,7 +49,13 @@ def problem(seed: int, num_data: int, likelihood: str, gain: float) -> tuple[nn.
 
 
 def anchored(
-    model: nn.Module, likelihood: str, num_data: int, root: str, precision: float, rows: int
+    model: nn.Module,
+    likelihood: str,
+    num_data: int,
+    root: str,
+    precision: float,
+    rows: int,
+    **anchoring: Any,
 ) -> Evidence:
     return Evidence(
         model,
@@ -56,6 +64,7 @@ def anchored(
         estimator=f"ntk-{rows}-rows-anchored",
         num_data=num_data,
         root=root,
+        anchoring=Anchoring(**anchoring),
         generator=0,
     )
 
@@ -136,11 +145,12 @@ def test_a_bound_whatever_the_anchors_and_the_partition(
     seed=st.integers(0, 10**6),
     gain=st.floats(0.1, 6.0),
     num_rows=st.integers(1, 36),
+    grouped=st.booleans(),
 )
-@settings(max_examples=25)
+@settings(max_examples=30)
 @pytest.mark.usefixtures("by_h")
 def test_a_bound_of_many_classes_whose_unlikely_ones_are_drawn(
-    num_data: int, classes: int, seed: int, gain: float, num_rows: int
+    num_data: int, classes: int, seed: int, gain: float, num_rows: int, grouped: bool
 ) -> None:
     """All blocks of a partition, those of the tail included, with an eigen root of two classes."""
     total = classes * num_data
@@ -155,7 +165,7 @@ def test_a_bound_of_many_classes_whose_unlikely_ones_are_drawn(
     with pytest.MonkeyPatch.context() as patch:
         for module in (roots, categorical):
             patch.setattr(module, "TOP_CLASSES", 2)
-        evidence = anchored(model, "categorical", num_data, "eigen", 0.5, num_rows)
+        evidence = anchored(model, "categorical", num_data, "eigen", 0.5, num_rows, grouped=grouped)
         drawn = [evidence.estimate(block).log_det for block in evidence.blocks(pair).epoch()]
         true = evidence.with_estimator("full-N-C").estimate(*pair).log_det
         if 1 < num_rows < total:
@@ -308,18 +318,29 @@ def test_all_draws_have_the_value_and_the_gradient_of_the_bound_for_their_mean(
     outputs=st.integers(1, 4),
     num_rows=st.integers(1, 12),
     share=st.sampled_from([0.0, 0.5, 0.75]),
+    grouped=st.floats(0.0, 1.0),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60)
 def test_every_row_is_an_anchor_or_in_one_block(
-    num_data: int, outputs: int, num_rows: int, share: float, seed: int
+    num_data: int, outputs: int, num_rows: int, share: float, grouped: float, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(num_data, outputs, generator=generator)
     num_rows = min(num_rows, scores.numel())
     anchors = scores.flatten().argsort(descending=True)[: Anchoring(share).num_anchors(num_rows)]
     every = Scores(scores, torch.zeros(num_data), 0)
-    blocks = AnchoredBlocks.draw(anchors, every, num_rows, generator)
+    others = torch.ones(scores.numel(), dtype=torch.bool)
+    others[anchors] = False
+    rest = others.nonzero().squeeze(1)
+    known = rest[torch.randperm(len(rest), generator=generator)][: int(grouped * len(rest))]
+    parts = list(known.split(num_rows - len(anchors))) if len(known) else []
+    groups = Groups(parts, torch.arange(1.0, 1 + len(parts)).double())
+    blocks = AnchoredBlocks.draw(anchors, every, num_rows, generator, groups)
+    assert [part.tolist() for part in blocks.parts[: len(parts)]] == [p.tolist() for p in parts]
+    assert blocks.guesses[: len(parts)].tolist() == groups.guesses.tolist()
+    assert list(blocks.keys[: len(parts)]) == [GROUPED] * len(parts)
+    assert len(blocks.guesses) == len(blocks.keys) == blocks.num_blocks
     everything = torch.cat([anchors, *blocks.parts])
     assert sorted(everything.tolist()) == list(range(scores.numel()))
     assert all(0 < len(part) <= num_rows - len(anchors) for part in blocks.parts)

@@ -1,8 +1,10 @@
 """The anchored bound: rows that every block is conditioned on, and blocks of the rest (DESIGN 3.2).
 
-The network's latest outputs tell which rows matter (``outputs``, ``choice``), or where they do not,
-the inputs which data stand for the others (``centres``); ``blocks`` arranges
-the others into blocks of equal weight and draws them; ``curvature.conditional`` has the number.
+The network's latest outputs tell which rows matter (``outputs``, ``scores``, ``choice``), its last
+layer how alike they are (``last_layer``, ``greedy``, ``groups``), or where neither does, the inputs
+which data stand for the others (``centres``). ``blocks`` and ``tail`` partition the others, and
+``stream`` draws blocks, each as likely as it is expected to matter (``masses``). ``book`` keeps all
+of it over a training; ``curvature.conditional`` has the number.
 """
 
 from evigrad.anchors.blocks import AnchoredBlocks

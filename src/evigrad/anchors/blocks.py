@@ -3,12 +3,14 @@
 The rows that are no anchors are partitioned into M blocks, of which m is drawn with probability
 π_m: the estimate is ℓ(Z) + ℓ(B_m|Z)/π_m, and its expectation ℓ(Z) + Σ_m ℓ(B_m|Z) ≥ ℓ(I).
 
-The rows of a block are of one column of the root: data that the network is unsure of in the same
-way have much in common, and their joint entropy is less than the sum. Within a column the partition
-is stratified: rows are ranked by their scores, and of every M consecutive ones each block gets one,
-at random. The blocks of a column then are much alike, and what was seen of one tells what to expect
-of the others, hence π (``masses``): the estimate depends little on which block was drawn. Where
-there are many columns, those behind the first ones are partitioned without any ranks (``Tail``).
+Rows that have much in common belong in one block: their joint entropy is less than the sum. Of the
+rows that can hold most, the last layer's kernel tells which those are (``groups``). Of the others,
+a block has rows of one column of the root: data that the network is unsure of in the same way.
+Within a column the partition is stratified: rows are ranked by their scores, and of every M
+consecutive ones each block gets one, at random. The blocks of a column then are much alike, and
+what was seen of one tells what to expect of the others, hence π (``masses``): the estimate depends
+little on which block was drawn. Where there are many columns, those behind the first ones are
+partitioned without any ranks (``tail``).
 """
 
 from collections.abc import Sequence
@@ -18,9 +20,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from evigrad.anchors.groups import Groups
 from evigrad.anchors.scores import Scores, least_score
 from evigrad.anchors.tail import Tail
 from evigrad.blocks import Block, padded_columns
+
+# The key of blocks that were grouped, in the place of a column.
+GROUPED = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +39,8 @@ class AnchoredBlocks:
         num_data: N.
         num_columns: K.
         tail: The blocks of all other columns, or None where there are none.
-        keys: For each of the parts the first column in it, and that of the tail.
-        guesses: What scores say of each part, and of all of the tail; see ``masses``.
+        keys: For each of the parts the first column in it or GROUPED, and that of the tail.
+        guesses: What kernel or scores say of each part, and of all of the tail; see ``masses``.
     """
 
     anchors: Int[Tensor, " Z"]
@@ -52,14 +58,16 @@ class AnchoredBlocks:
         scores: Scores,
         num_rows: int,
         generator: torch.Generator,
+        groups: Groups | None = None,
     ) -> "AnchoredBlocks":
-        """Draw a partition by columns, stratified by scores.
+        """Draw a partition: what is grouped, and the others by columns, stratified by scores.
 
         Args:
             anchors: Rows as n K + d.
             scores: Of every row.
             num_rows: Of a block, its anchors included.
             generator: A CPU generator.
+            groups: Blocks that are known beforehand.
 
         Returns:
             The partition.
@@ -69,6 +77,9 @@ class AnchoredBlocks:
         free = torch.ones(num_data * num_columns, dtype=torch.bool)
         free[anchors] = False
         size = max(1, num_rows - len(anchors))
+        groups = groups or Groups()
+        if groups.parts:
+            free[torch.cat(groups.parts)] = False
         parts: list[Tensor] = []
         keys: list[int] = []
         for columns in _together(free.reshape(num_data, num_columns).sum(0).tolist(), size):
@@ -81,15 +92,16 @@ class AnchoredBlocks:
             parts += dealt
             keys += [int(columns[0])] * len(dealt)
         unit = least_score(anchors, flat)
-        guesses = [float((flat[part].double() / unit).log1p().sum()) for part in parts]
+        guesses = _sums((flat.double() / unit).log1p(), parts)
         tail = None
         if scores.behind:
             tail = Tail.draw(scores, size, generator)
             keys.append(tail.first)
             each = scores.tail.double() / (scores.behind * unit)
-            guesses.append(float(scores.behind * each.log1p().sum()))
-        found = torch.tensor(guesses, dtype=torch.float64)
-        return cls(anchors, parts, num_data, num_columns, tail, keys, found)
+            guesses = torch.cat([guesses, scores.behind * each.log1p().sum().reshape(1)])
+        keys = [GROUPED] * len(groups.parts) + keys
+        parts, guesses = groups.parts + parts, torch.cat([groups.guesses, guesses])
+        return cls(anchors, parts, num_data, num_columns, tail, keys, guesses)
 
     @property
     def num_blocks(self) -> int:
@@ -187,5 +199,17 @@ def _dealt(
     missing = count * strata - len(ranked)
     table = torch.cat([ranked, ranked.new_full((missing,), -1)]).reshape(strata, count)
     keys = torch.rand(strata, count, dtype=torch.float64, generator=generator)
-    table = table.gather(1, keys.argsort(dim=1))
-    return [column[column >= 0] for column in table.mT]
+    table = table.gather(1, keys.argsort(dim=1)).mT
+    present = table >= 0
+    return list(table[present].split(present.sum(1).tolist()))
+
+
+def _sums(values: Float[Tensor, " R"], parts: list[Int[Tensor, " _"]]) -> Float[Tensor, " M"]:
+    """The sum over the rows of each part."""
+    if not parts:
+        return values[:0]
+    lengths = torch.tensor([len(part) for part in parts])
+    sums = values.new_zeros(len(parts))
+    return sums.index_add(
+        0, torch.arange(len(parts)).repeat_interleave(lengths), values[torch.cat(parts)]
+    )

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from evigrad.anchors.centres import Centres
 from evigrad.anchors.choice import Anchoring, choose
-from evigrad.anchors.last_layer import Network, kernel_of_rows
+from evigrad.anchors.groups import Groups, form_groups
+from evigrad.anchors.last_layer import LastLayerKernel, Network
 from evigrad.anchors.masses import Masses
 from evigrad.anchors.outputs import OutputMemory
 from evigrad.anchors.scores import Scores
-from evigrad.anchors.stream import AnchoredStream
+from evigrad.anchors.stream import AnchoredStream, Prepared
 from evigrad.blocks import Block
 from evigrad.checks import log_probabilities
 from evigrad.likelihoods import Likelihood
@@ -52,6 +53,7 @@ class AnchorBook:
         self._num_rows, self._root = num_rows, root
         self._likelihood, self._network, self._generator = likelihood, network, generator
         self._anchors: Int[Tensor, " Z"] | None = None
+        self._groups = Groups()
         self._streams = 0  # begun since the last choice
         self._num_outputs = 0
         self._masses = Masses()
@@ -137,10 +139,11 @@ class AnchorBook:
         return Scores(head, torch.cat(tails), self._num_outputs - head.shape[1])
 
     def state_dict(self) -> dict[str, Any]:
-        """Outputs and anchors, for a checkpoint."""
+        """Outputs, anchors and groups, for a checkpoint."""
         return {
             "memory": self.memory.state_dict(),
             "anchors": self._anchors,
+            "groups": (self._groups.parts, self._groups.guesses),
             "streams": self._streams,
             "masses": self._masses.state_dict(),
             "num_outputs": self._num_outputs,
@@ -154,41 +157,34 @@ class AnchorBook:
         """
         self.memory.load_state_dict(state["memory"])
         self._anchors, self._streams = state["anchors"], state["streams"]
+        self._groups = Groups(*state.get("groups", ()))
         self._masses.load_state_dict(state["masses"])
         self._num_outputs = state["num_outputs"]
 
-    def _prepare(self, source: Source) -> tuple[Int[Tensor, " Z"], Scores]:
+    def _prepare(self, source: Source) -> Prepared:
         if len(missing := self.memory.missing()):
             self._look(source, missing)
         scores = self.scores()
-        due = self._anchors is None or self._streams >= self.anchoring.refresh
-        if due or self._anchors is None:
-            heads = scores.head.numel()
-            count = min(self.anchoring.num_anchors(self._num_rows), heads)
-            if self._num_rows >= scores.num_rows:
-                count = heads  # all rows fit: nothing is drawn, or the tail as a whole
-            self._anchors = choose(
-                self.anchoring,
-                scores.head,
-                count,
-                self._generator,
-                partial(self._centres.first, source),
-                partial(self._kernel, source, scores.head.shape[1]),
-            )
+        if self._anchors is None or self._streams >= self.anchoring.refresh:
+            self._anchors, self._groups = self._chosen(source, scores)
             self._streams = 0
         self._streams += 1
-        return self._anchors, scores
+        return Prepared(self._anchors, self._groups, scores)
 
-    def _kernel(
-        self, source: Source, num_columns: int, rows: Int[Tensor, " m"]
-    ) -> Float[Tensor, "m m"] | None:
-        """What the last layer says of rows n K + d, by the present weights."""
-        data, columns = rows // num_columns, rows % num_columns
-        distinct, position = data.unique(return_inverse=True)
-        inputs, _ = source.fetch(distinct)
-        return kernel_of_rows(
-            self._network, self._likelihood, self._root, inputs, position, columns, _AT_ONCE
+    def _chosen(self, source: Source, scores: Scores) -> tuple[Int[Tensor, " Z"], Groups]:
+        heads = scores.head.numel()
+        count = min(self.anchoring.num_anchors(self._num_rows), heads)
+        if self._num_rows >= scores.num_rows:
+            count = heads  # all rows fit: nothing is drawn, or the tail as a whole
+        kernel = LastLayerKernel(
+            self._network, self._likelihood, self._root, source, scores.head.shape[1], _AT_ONCE
         )
+        centres = partial(self._centres.first, source)
+        anchors = choose(self.anchoring, scores.head, count, self._generator, centres, kernel)
+        if not self.anchoring.grouped:
+            return anchors, Groups()
+        groups = form_groups(scores.head, anchors, self._num_rows, kernel, self._generator)
+        return anchors, groups
 
     def _look(self, source: Source, indices: Int[Tensor, " n"]) -> float:
         total = 0.0

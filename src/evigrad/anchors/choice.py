@@ -41,6 +41,8 @@ class Anchoring:
             rows, given as n D + d.
         random_share: The part of the anchors that is drawn at random in any case.
         refresh: Streams of blocks (in training, rounds) from one choice of anchors to the next.
+        grouped: Whether rows that have much in common given the anchors, by the kernel of the last
+            layer, lie in one block; else blocks are stratified by scores alone.
         likelihood_data: Data of a block that its log likelihood is taken from, drawn uniformly.
             Default: a quarter as many as rows.
 
@@ -51,7 +53,8 @@ class Anchoring:
     share: float = 0.9
     choice: str | Chooser = "auto"
     random_share: float = 0.0
-    refresh: int = 1
+    refresh: int = 3
+    grouped: bool = True
     likelihood_data: int | None = None
 
     def __post_init__(self) -> None:

@@ -5,9 +5,9 @@ rows the products are
 
     (R_n[:, d]ᵀ R_n'[:, d']) (φ_nᵀ φ_n' / δ_W + 1 / δ_b).
 
-The kernel of all layers is larger, and looks alike: anchors that are chosen by the last layer's are
-as good as those by the whole one (``benchmarks/anchor_search.py``). It only steers a choice that is
-free; no number depends on whether it is right.
+The kernel of all layers is larger, and looks alike: anchors and blocks that are chosen by the last
+layer's are as good as those by the whole one (``benchmarks/anchor_search.py``). It only steers a
+choice that is free; no number depends on whether it is right.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from evigrad.likelihoods import Likelihood
+from evigrad.sources import Source
 
 
 @runtime_checkable
@@ -58,8 +59,8 @@ class LastLayer:
         Returns:
             Inner products of the rows.
         """
-        inputs = self.of_weight * (self.features @ self.features.mT) + self.of_bias
-        return (vectors @ vectors.mT) * inputs
+        inputs = (self.features * self.of_weight) @ self.features.mT
+        return inputs.add_(self.of_bias).mul_(vectors @ vectors.mT)
 
 
 @contextmanager
@@ -129,42 +130,64 @@ def last_layer(
     return LastLayer(features.float(), variance(layer.weight), variance(layer.bias))
 
 
-def kernel_of_rows(
-    network: Network,
-    likelihood: Likelihood,
-    root: str,
-    inputs: Float[Tensor, "n ..."],
-    data: Int[Tensor, " m"],
-    columns: Int[Tensor, " m"],
-    batch_size: int,
-) -> Float[Tensor, "m m"] | None:
-    """What the last layer says of rows.
+class LastLayerKernel:
+    """Inner products of rows by the last layer alone, with the weights that it has at first.
 
     Args:
         network: Gives outputs and last layer.
         likelihood: Gives their root.
         root: Its kind.
-        inputs: Distinct data.
-        data: The datum of each row, as a position among them.
-        columns: Of the root, of each row.
+        source: The data; each that is asked for goes through the network once.
+        num_columns: K, the columns of the root that rows are of.
         batch_size: Data that go through the network at once.
-
-    Returns:
-        The kernel, on the CPU; None where the network has no such layer.
     """
-    layers: list[LastLayer] = []
-    vectors: list[Tensor] = []
-    listed = torch.arange(int(columns.max()) + 1)
-    for x in inputs.split(batch_size):
-        f, layer = network.last_layer(x)
-        if layer is None:
+
+    def __init__(
+        self,
+        network: Network,
+        likelihood: Likelihood,
+        root: str,
+        source: Source,
+        num_columns: int,
+        batch_size: int,
+    ) -> None:
+        self._network, self._likelihood, self._root = network, likelihood, root
+        self._source, self._num_columns, self._batch_size = source, num_columns, batch_size
+        self._place = torch.full((len(source),), -1)  # of each datum among those that were seen
+        self._seen = 0
+        self._layers: list[LastLayer] = []
+        self._vectors: list[Tensor] = []
+
+    def __call__(self, rows: Int[Tensor, " m"]) -> Float[Tensor, "m m"] | None:
+        """What the last layer says of rows.
+
+        Args:
+            rows: n K + d.
+
+        Returns:
+            The kernel, on the CPU; None where the network has no such layer.
+        """
+        data, columns = rows // self._num_columns, rows % self._num_columns
+        if not len(rows) or not self._look(data.unique()):
             return None
-        # A root costs as much for one column of a datum as for several.
-        rows = likelihood.root(f, listed.to(f.device).expand(len(f), -1), root)
-        own = rows.vectors if rows.scale is None else rows.vectors * rows.scale[..., None]
-        vectors.append(own.detach().float())
-        layers.append(layer)
-    features = torch.cat([layer.features for layer in layers])
-    data, columns = data.to(features.device), columns.to(features.device)
-    together = replace(layers[0], features=features[data])
-    return together.kernel(torch.cat(vectors)[data, columns]).cpu()
+        features = torch.cat([layer.features for layer in self._layers])
+        position, columns = (each.to(features.device) for each in (self._place[data], columns))
+        together = replace(self._layers[0], features=features[position])
+        return together.kernel(torch.cat(self._vectors)[position, columns]).cpu()
+
+    def _look(self, data: Int[Tensor, " n"]) -> bool:
+        """Take note of data that were not seen yet; False where there is no such layer."""
+        listed = torch.arange(self._num_columns)
+        new = data[self._place[data] < 0]
+        for part in new.split(self._batch_size) if len(new) else ():
+            f, layer = self._network.last_layer(self._source.fetch(part)[0])
+            if layer is None:
+                return False
+            # A root costs as much for one column of a datum as for several.
+            rows = self._likelihood.root(f, listed.to(f.device).expand(len(f), -1), self._root)
+            own = rows.vectors if rows.scale is None else rows.vectors * rows.scale[..., None]
+            self._vectors.append(own.detach().float())
+            self._layers.append(layer)
+            self._place[part] = torch.arange(self._seen, self._seen + len(part))
+            self._seen += len(part)
+        return True

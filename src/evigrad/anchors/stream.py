@@ -1,7 +1,7 @@
 """The endless stream of anchored blocks: which one is drawn, and what is expected of it."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int
@@ -9,12 +9,28 @@ from torch import Tensor
 
 from evigrad.anchors.blocks import AnchoredBlocks
 from evigrad.anchors.choice import Anchoring
+from evigrad.anchors.groups import Groups
 from evigrad.anchors.masses import Masses, control_variate, probabilities
 from evigrad.anchors.scores import Scores
 from evigrad.blocks import Block
 from evigrad.partitions import choose_distinct
 from evigrad.sources import Source
 from evigrad.streams import Stream
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What partitions are drawn from.
+
+    Attributes:
+        anchors: Rows as n K + d.
+        groups: Blocks that all partitions have.
+        scores: Of every row.
+    """
+
+    anchors: Int[Tensor, " Z"]
+    groups: Groups
+    scores: Scores
 
 
 class AnchoredStream(Stream):
@@ -28,7 +44,7 @@ class AnchoredStream(Stream):
         source: The data.
         anchoring: How many data the likelihood takes.
         num_rows: Of a block.
-        prepare: Returns anchors and scores, at the beginning of an iteration.
+        prepare: Returns anchors, groups and scores, at the beginning of an iteration.
         masses: What to expect of blocks.
         generator: A CPU generator.
     """
@@ -38,7 +54,7 @@ class AnchoredStream(Stream):
         source: Source,
         anchoring: Anchoring,
         num_rows: int,
-        prepare: Callable[[], tuple[Int[Tensor, " Z"], Scores]],
+        prepare: Callable[[], "Prepared"],
         masses: Masses,
         generator: torch.Generator,
     ) -> None:
@@ -52,9 +68,9 @@ class AnchoredStream(Stream):
 
     def __iter__(self) -> Iterator[Block]:
         """Blocks drawn from partition after partition, without end."""
-        anchors, scores = self._prepare()
+        prepared = self._prepare()
         while True:
-            made = AnchoredBlocks.draw(anchors, scores, self._num_rows, self._generator)
+            made = self._partition(prepared)
             for _ in range(max(1, made.num_blocks)):
                 # Drawn late, as what was seen of the last block tells what to expect of this one.
                 yield self._drawn(made)
@@ -68,8 +84,7 @@ class AnchoredStream(Stream):
         Yields:
             As ``take`` draws them, or all of a partition that has no more.
         """
-        anchors, scores = self._prepare()
-        made = AnchoredBlocks.draw(anchors, scores, self._num_rows, self._generator)
+        made = self._partition(self._prepare())
         if made.num_blocks <= n:
             yield from self._all(made)
             return
@@ -82,9 +97,13 @@ class AnchoredStream(Stream):
         Yields:
             Blocks with their inputs and targets.
         """
-        anchors, scores = self._prepare()
-        made = AnchoredBlocks.draw(anchors, scores, self._num_rows, self._generator)
+        made = self._partition(self._prepare())
         yield from self._all(made)
+
+    def _partition(self, prepared: Prepared) -> AnchoredBlocks:
+        return AnchoredBlocks.draw(
+            prepared.anchors, prepared.scores, self._num_rows, self._generator, prepared.groups
+        )
 
     def _all(self, made: AnchoredBlocks) -> Iterator[Block]:
         count = made.num_blocks

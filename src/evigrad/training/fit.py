@@ -72,7 +72,7 @@ def fit(
     autocast: torch.dtype | str | None = None,
     anchor_share: float = 0.9,
     anchor_choice: str = "auto",
-    anchor_refresh: int = 1,
+    anchor_refresh: int = 3,
     anchor_likelihood: int | None = None,
     test: Any = None,
     eval_every: int = 0,
