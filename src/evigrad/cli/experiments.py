@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from evigrad.cli.messages import results_console, show
-from evigrad.cli.setup import INVARIANCE, NETWORK
+from evigrad.cli.setup import INVARIANCE, NETWORK, device_name
 from evigrad.cli.train import FIT_TYPES
 from evigrad.errors import ConfigurationError, EvigradError
-from evigrad.experiments import Experiment, Job, Place, Store, jobs_of, missing, present, run
+from evigrad.experiments import Experiment, Job, Place, Store, missing, present, run
+from evigrad.experiments.cases import Case, jobs_in
 from evigrad.experiments.checks import problems
 from evigrad.experiments.kinds import kind_of
 
@@ -59,8 +60,8 @@ def place_of(
         if value is not None and value < 1:
             raise ConfigurationError(f"{name} must be at least 1, not {value}.")
     cores = torch.get_num_threads()
-    on_gpu = device not in ("cpu", "auto") or (device == "auto" and torch.cuda.is_available())
-    together = jobs or (1 if on_gpu else max(1, min(cores // (threads or 1), _MOST_JOBS)))
+    on_cpu = device_name(device) == "cpu"
+    together = jobs or (1 if not on_cpu else max(1, min(cores // (threads or 1), _MOST_JOBS)))
     each = threads or max(1, cores // together)
     return Place(Store(results), data_dir, device, each, together)
 
@@ -120,8 +121,9 @@ def reproduce(experiment: Experiment, place: Place) -> int:
     Returns:
         The exit code: 1 where a run failed.
     """
-    jobs = jobs_of(experiment)
-    forbidden = _left_out(experiment, missing(jobs, place), place)
+    cases = kind_of(experiment).cases(experiment)
+    jobs = jobs_in(cases)
+    forbidden = _left_out(cases, missing(jobs, place), place)
     jobs = [job for job in jobs if job.id not in forbidden]
     left = missing(jobs, place)
     preset = f", {experiment.preset}" if experiment.preset else ""
@@ -167,11 +169,10 @@ def reproduce(experiment: Experiment, place: Place) -> int:
     return 1 if failures or forbidden else 0
 
 
-def _left_out(experiment: Experiment, left: Sequence[Job], place: Place) -> set[str]:
+def _left_out(cases: Sequence[Case], left: Sequence[Job], place: Place) -> set[str]:
     """The jobs that cannot be done here, after saying why; refuses if nothing could be shown."""
     found = problems(left, place)
     forbidden = {job.id for jobs in found.values() for job in jobs}
-    cases = kind_of(experiment).cases(experiment)
     if cases and all(any(job.id in forbidden for job in case.jobs.values()) for case in cases):
         raise ConfigurationError("\n".join(found))
     for reason, jobs in found.items():

@@ -167,6 +167,20 @@ def sizes_of(model: str, depth: int | None, width: int | None) -> dict[str, int]
     return {name: size for name, size in given.items() if size is not None}
 
 
+def device_name(name: str) -> str:
+    """What an option of a device means here.
+
+    Args:
+        name: As cpu or cuda; auto is cuda if there is one.
+
+    Returns:
+        The name of a device.
+    """
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
+
+
 def choose_device(name: str) -> torch.device:
     """The device that an option names.
 
@@ -179,10 +193,8 @@ def choose_device(name: str) -> torch.device:
     Raises:
         ConfigurationError: If it cannot be used here.
     """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
+        device = torch.device(device_name(name))
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigurationError(

@@ -3,11 +3,11 @@
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from evigrad.experiments.jobs import Job
+from evigrad.experiments.jobs import Job, distinct
 from evigrad.experiments.store import Store
 
 # Keys that are named before a label.
@@ -31,6 +31,18 @@ class Case:
     seed: int
     jobs: Mapping[str, Job]
     read: Callable[[Mapping[str, dict[str, Any]]], dict[str, Value]]
+
+
+def jobs_in(cases: Sequence[Case]) -> list[Job]:
+    """All jobs of cases.
+
+    Args:
+        cases: Any.
+
+    Returns:
+        Each once, with what it needs before it.
+    """
+    return distinct([job for case in cases for job in case.jobs.values()])
 
 
 @dataclass(frozen=True)

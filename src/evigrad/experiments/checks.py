@@ -4,16 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evigrad.cli.invariance import read_invariance
-from evigrad.cli.setup import choose_device, sizes_of
+from evigrad.cli.setup import choose_device
 from evigrad.data import available, load
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimators import EstimatorSpec
-from evigrad.experiments.cost import SHAPES
+from evigrad.experiments.cost import network_of, shape_of
 from evigrad.experiments.curves import PRECISION
 from evigrad.experiments.jobs import Job
 from evigrad.experiments.plan import BASELINES
 from evigrad.experiments.work import Place
-from evigrad.models import make_model
 from evigrad.partitions import Partition
 from evigrad.training import AUTO
 
@@ -42,9 +41,16 @@ class Checks:
         return (
             self._once(("device",), lambda: choose_device(self._place.device))
             or self._once(("data", train["data"]), lambda: self._find(train["data"]))
-            or self._once(_network_of(train), lambda: _build(train))
+            or self._problem_of_network(train)
             or self._once(("job", job.id), lambda: _check(job, train))
         )
+
+    def _problem_of_network(self, train: Mapping[str, Any]) -> str | None:
+        shape = shape_of(train)
+        if shape is None:
+            return None
+        names = (shape, train["model"], train["depth"], train["width"])
+        return self._once(("network", *names), lambda: network_of(train, shape))
 
     def _once(self, key: tuple[Any, ...], attempt: Any) -> str | None:
         if key not in self._known:
@@ -79,21 +85,9 @@ def problems(jobs: Sequence[Job], place: Place) -> dict[str, list[Job]]:
     return found
 
 
-def _network_of(train: Mapping[str, Any]) -> tuple[Any, ...]:
-    base = train["data"].partition(":")[0]
-    return ("network", base, train["model"], train["depth"], train["width"])
-
-
-def _build(train: Mapping[str, Any]) -> None:
-    shape = SHAPES.get(train["data"].partition(":")[0])
-    if shape is not None:
-        sizes = sizes_of(train["model"], train["depth"], train["width"])
-        make_model(train["model"], shape.input, shape.outputs, seed=0, **sizes)
-
-
 def _check(job: Job, train: Mapping[str, Any]) -> None:
     name = job.config.get("estimator")
-    shape = SHAPES.get(train["data"].partition(":")[0])
+    shape = shape_of(train)
     if name is not None and name not in (AUTO, *BASELINES):
         spec = EstimatorSpec.parse(name)
         if shape is not None:

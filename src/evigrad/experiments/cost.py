@@ -109,10 +109,18 @@ RATES = Work(
 
 
 @dataclass(frozen=True)
-class _Network:
-    flops: float  # of one datum forwards, all of its transforms
-    values: float  # outputs of layers in that
-    weights: tuple[int, ...]  # of each parameter
+class Network:
+    """What a network does with one datum, all of its transforms.
+
+    Attributes:
+        flops: Forwards.
+        values: Outputs of layers in that.
+        weights: Numbers of each parameter.
+    """
+
+    flops: float
+    values: float
+    weights: tuple[int, ...]
 
 
 def expected_seconds(job: Job, speed: float = 1.0) -> float | None:
@@ -139,17 +147,15 @@ def work_of(job: Job) -> Work | None:
         Amounts; None if its data set or its estimator is not known beforehand.
     """
     train = (job if job.needs is None else job.needs).config
-    shape = SHAPES.get(train["data"].partition(":")[0])
+    shape = shape_of(train)
     if shape is None or AUTO in (train["estimator"], job.config.get("estimator")):
         return None
     try:
-        network = _network(
-            train["model"], train["depth"], train["width"], shape.input, shape.outputs
-        )
+        network = network_of(train, shape)
     except EvigradError:
         return None
     samples = 1 if train["invariance"] is None else train["samples"]
-    network = _Network(samples * network.flops, samples * network.values, network.weights)
+    network = Network(samples * network.flops, samples * network.values, network.weights)
     num_data = min(train["subset"] or shape.train, shape.train)
     if job.kind == "train":
         return Work(jobs=1.0) + _training(job.config, shape, network, num_data)
@@ -170,7 +176,7 @@ def work_of(job: Job) -> Work | None:
     return Work(jobs=1.0) + each * blocks
 
 
-def _training(config: Mapping[str, Any], shape: Shape, network: _Network, num_data: int) -> Work:
+def _training(config: Mapping[str, Any], shape: Shape, network: Network, num_data: int) -> Work:
     steps = config["epochs"] * ceil(num_data / config["batch_size"])
     work = _step(config, network, num_data) * steps
     tests = config["test_subset"] or shape.test
@@ -196,7 +202,7 @@ def _training(config: Mapping[str, Any], shape: Shape, network: _Network, num_da
     return work
 
 
-def _step(config: Mapping[str, Any], network: _Network, num_data: int) -> Work:
+def _step(config: Mapping[str, Any], network: Network, num_data: int) -> Work:
     batch = min(config["batch_size"], num_data)
     passes = _BOTH_WAYS * batch
     return Work(steps=1.0, passes=passes * network.flops, values=passes * network.values)
@@ -207,7 +213,7 @@ def _passed_once(work: Work, once: Work) -> Work:
     return replace(work, row_passes=once.row_passes, row_values=once.row_values)
 
 
-def _estimate(spec: EstimatorSpec, network: _Network, num_data: int, outputs: int) -> Work:
+def _estimate(spec: EstimatorSpec, network: Network, num_data: int, outputs: int) -> Work:
     """The value of one block."""
     most = num_data * outputs if spec.rows else num_data
     data = min(spec.subset or most, most)
@@ -241,10 +247,38 @@ def _blocks(spec: EstimatorSpec, num_data: int, outputs: int, anchor_share: floa
     return ceil(num_data / (spec.subset or num_data)) * of_outputs
 
 
+def shape_of(train: Mapping[str, Any]) -> Shape | None:
+    """The shape of a training's data set.
+
+    Args:
+        train: Its options.
+
+    Returns:
+        The shape, None if it is not known beforehand.
+    """
+    return SHAPES.get(train["data"].partition(":")[0])
+
+
+def network_of(train: Mapping[str, Any], shape: Shape) -> Network:
+    """The network of a training, built once to count what it does.
+
+    Args:
+        train: Its options.
+        shape: Of its data set.
+
+    Returns:
+        Its amounts for a datum.
+
+    Raises:
+        EvigradError: If there is no such network.
+    """
+    return _counted(train["model"], train["depth"], train["width"], shape.input, shape.outputs)
+
+
 @cache
-def _network(
+def _counted(
     name: str, depth: int | None, width: int | None, shape: tuple[int, ...], outputs: int
-) -> _Network:
+) -> Network:
     model = make_model(name, shape, outputs, seed=0, **sizes_of(name, depth, width))
     values = 0.0
 
@@ -259,4 +293,4 @@ def _network(
     with counter, torch.no_grad():
         model(torch.zeros(1, *shape))
     weights = tuple(w.numel() for w in model.parameters())
-    return _Network(float(counter.get_total_flops()), values, weights)
+    return Network(float(counter.get_total_flops()), values, weights)

@@ -12,10 +12,10 @@ import torch
 
 from evigrad.drawing import save
 from evigrad.errors import ConfigurationError
-from evigrad.experiments.cases import Case, Row, coverage, rows_of, seeds_of
+from evigrad.experiments.cases import Case, Row, coverage, jobs_in, rows_of, seeds_of
 from evigrad.experiments.cost import expected_seconds
 from evigrad.experiments.definition import Experiment
-from evigrad.experiments.jobs import Job, distinct
+from evigrad.experiments.jobs import Job
 from evigrad.experiments.kinds import kind_of
 from evigrad.experiments.store import Store, write_json
 from evigrad.experiments.work import KINDS
@@ -74,11 +74,7 @@ def jobs_of(experiment: Experiment) -> list[Job]:
     Returns:
         Each once, with what it needs before it.
     """
-    return _jobs_of(kind_of(experiment).cases(experiment))
-
-
-def _jobs_of(cases: Sequence[Case]) -> list[Job]:
-    return distinct([job for case in cases for job in case.jobs.values()])
+    return jobs_in(kind_of(experiment).cases(experiment))
 
 
 def has_results(experiment: Experiment, store: Store) -> bool:
@@ -233,7 +229,7 @@ def present(experiment: Experiment, store: Store) -> Shown:
         figure = kind.figure(experiment, rows)
         picture = save(figure, folder / "figure.png")
         figure.savefig(folder / "figure.pdf")
-    jobs = _jobs_of(cases)
+    jobs = jobs_in(cases)
     results = [store.result(job) for job in jobs]
     state = _state(jobs, results)
     remarks = [] if kind.remarks is None else kind.remarks(experiment, rows)
