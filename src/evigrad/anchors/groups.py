@@ -30,7 +30,8 @@ class Groups:
 
     Attributes:
         parts: The rows of each, as n K + d.
-        guesses: ℓ(B|Z) of each by the last layer's kernel, in nats.
+        guesses: What is said of each: in proportion to ℓ(B|Z) by the last layer's kernel, and all
+            together as much as scores say of their rows (``masses``).
     """
 
     parts: list[Int[Tensor, " _"]] = field(default_factory=list)
@@ -74,7 +75,13 @@ def form_groups(
     left = None if known is None else conditional(known, len(anchors))
     if left is None or not bool(left.diagonal().isfinite().all()):
         return Groups()
-    parts, guesses = grouped(left, size)
+    parts, entropies = grouped(left, size)
+    total = float(entropies.sum())
+    if not total > 0:
+        return Groups()
+    # In the unit of the other blocks' guesses: a part that seemed to be next to nothing would
+    # hardly ever be drawn, and then with a weight beyond all measure.
+    guesses = entropies * float(held[chosen].sum()) / total
     return Groups([chosen[part] for part in parts], guesses)
 
 
