@@ -233,7 +233,7 @@ def measured(problem: Problem, idea: Idea, k: int, seed: int) -> dict[str, float
             of_anchors, slope = problem.entropy(anchors), problem.gradient(anchors)
         expected = masses.expected(keys, guesses)
         even = torch.ones(len(parts), dtype=torch.float64)
-        chances = probabilities(expected if idea.chances == "masses" else even, idea.floor)
+        chances = probabilities(expected if idea.chances == "masses" else even, floor=idea.floor)
         base = expected if idea.control else expected * 0
         slopes = expected[:, None] * slope * 0
         if idea.control == "gradient":

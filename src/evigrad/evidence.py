@@ -113,7 +113,7 @@ class Evidence:
             gradient: How hyperparameters of the forward pass get theirs: ``"two-pass"``, or
                 ``"one-graph"``, the reference, which holds the whole block in memory.
             anchoring: How the rows of an anchored estimator are spent. Default: nine tenths of
-                them on anchors, chosen greedily for every stream of blocks.
+                them on anchors, chosen greedily for every third stream of blocks.
             generator: CPU generator or seed. Default: PyTorch's initial seed.
 
         Raises:

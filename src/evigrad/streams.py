@@ -24,6 +24,11 @@ class Stream(Iterable[Block]):
     def is_constant(self) -> bool:
         """Whether every block is the same: all data and outputs, with nothing drawn."""
 
+    @property
+    def period(self) -> int:
+        """How many iterations, one after the other, share what one of them begins with."""
+        return 1
+
     def take(self, n: int) -> Iterator[Block]:
         """The first n blocks of a new iteration.
 

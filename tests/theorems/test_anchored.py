@@ -18,6 +18,7 @@ from evigrad.anchors import AnchoredBlocks, Anchoring, Scores
 from evigrad.anchors.blocks import GROUPED
 from evigrad.anchors.groups import Groups
 from evigrad.anchors.masses import control_variate
+from evigrad.anchors.scores import guessed
 from evigrad.blocks import Block
 from evigrad.likelihoods import (
     Bernoulli,
@@ -335,10 +336,16 @@ def test_every_row_is_an_anchor_or_in_one_block(
     rest = others.nonzero().squeeze(1)
     known = rest[torch.randperm(len(rest), generator=generator)][: int(grouped * len(rest))]
     parts = list(known.split(num_rows - len(anchors))) if len(known) else []
-    groups = Groups(parts, torch.arange(1.0, 1 + len(parts)).double())
+    shares = torch.arange(1.0, 1 + len(parts)).double()
+    groups = Groups(parts, shares / shares.sum())
     blocks = AnchoredBlocks.draw(anchors, every, num_rows, generator, groups)
     assert [part.tolist() for part in blocks.parts[: len(parts)]] == [p.tolist() for p in parts]
-    assert blocks.guesses[: len(parts)].tolist() == groups.guesses.tolist()
+    of_groups = blocks.guesses[: len(parts)]
+    assert of_groups.tolist() == pytest.approx((groups.shares * of_groups.sum()).tolist())
+    # In the unit of the other blocks, whatever that of the kernel is.
+    assert float(of_groups.sum()) == pytest.approx(
+        float(guessed(scores.flatten(), anchors)[known].sum())
+    )
     assert list(blocks.keys[: len(parts)]) == [GROUPED] * len(parts)
     assert len(blocks.guesses) == len(blocks.keys) == blocks.num_blocks
     everything = torch.cat([anchors, *blocks.parts])

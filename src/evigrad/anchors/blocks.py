@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from evigrad.anchors.groups import Groups
-from evigrad.anchors.scores import Scores, least_score
+from evigrad.anchors.scores import Scores, guessed, unit_score
 from evigrad.anchors.tail import Tail
 from evigrad.blocks import Block, padded_columns
 
@@ -91,16 +91,18 @@ class AnchoredBlocks:
             dealt = _dealt(ranked, size, generator)
             parts += dealt
             keys += [int(columns[0])] * len(dealt)
-        unit = least_score(anchors, flat)
-        guesses = _sums((flat.double() / unit).log1p(), parts)
+        held = guessed(flat, anchors)
+        # Groups have the unit of the others: what seems to be next to nothing beside them would
+        # hardly ever be drawn, and then with a weight beyond all measure.
+        of_groups = groups.shares * _sums(held, groups.parts).sum()
+        guesses = torch.cat([of_groups, _sums(held, parts)])
+        parts, keys = groups.parts + parts, [GROUPED] * len(groups.parts) + keys
         tail = None
         if scores.behind:
             tail = Tail.draw(scores, size, generator)
             keys.append(tail.first)
-            each = scores.tail.double() / (scores.behind * unit)
+            each = scores.tail.double() / (scores.behind * unit_score(flat, anchors))
             guesses = torch.cat([guesses, scores.behind * each.log1p().sum().reshape(1)])
-        keys = [GROUPED] * len(groups.parts) + keys
-        parts, guesses = groups.parts + parts, torch.cat([groups.guesses, guesses])
         return cls(anchors, parts, num_data, num_columns, tail, keys, guesses)
 
     @property
@@ -153,6 +155,14 @@ class AnchoredBlocks:
             expected=() if number is None else (expected,),
             part_keys=() if number is None else (self._key(number),),
         )
+
+    @property
+    def counts(self) -> Float[Tensor, " _"]:
+        """How many blocks each of ``keys`` and ``guesses`` stands for."""
+        counts = torch.ones(len(self.keys), dtype=torch.float64)
+        if self.tail is not None:
+            counts[-1] = self.tail.count
+        return counts
 
     def group(self, number: int) -> int:
         """The position of a block in ``keys`` and ``guesses``, where all of the tail has one."""

@@ -17,7 +17,7 @@ from evigrad.anchors.outputs import OutputMemory
 from evigrad.anchors.scores import Scores
 from evigrad.anchors.stream import AnchoredStream, Prepared
 from evigrad.blocks import Block
-from evigrad.checks import log_probabilities
+from evigrad.checks import check_finite, log_probabilities
 from evigrad.likelihoods import Likelihood
 from evigrad.sources import Source
 
@@ -126,6 +126,7 @@ class AnchorBook:
 
     def scores(self) -> Scores:
         """|R_n[:, d]|² of every row that is not zero for certain, by the outputs that are known."""
+        check_finite("The model's outputs", self.memory.outputs)
         heads: list[Tensor] = []
         tails: list[Tensor] = []
         for part in self.memory.outputs.to(self._device()).split(_AT_ONCE):
@@ -143,7 +144,7 @@ class AnchorBook:
         return {
             "memory": self.memory.state_dict(),
             "anchors": self._anchors,
-            "groups": (self._groups.parts, self._groups.guesses),
+            "groups": (self._groups.parts, self._groups.shares),
             "streams": self._streams,
             "masses": self._masses.state_dict(),
             "num_outputs": self._num_outputs,

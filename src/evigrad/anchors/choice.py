@@ -157,6 +157,8 @@ def _ranked(
         drawn = torch.randperm(len(others), generator=generator)[:half]
         candidates = torch.cat([by_score[:half], others[drawn]])
         known = kernel(candidates)
+        if known is not None and not bool(known.diagonal().isfinite().all()):
+            known = None
         return by_score if known is None else _first(candidates[pivots(known, count)], by_score)
     first = None
     if callable(choice):

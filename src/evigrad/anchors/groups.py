@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from evigrad.anchors.scores import least_score
+from evigrad.anchors.scores import guessed
 
 # So many rows for each of a block are looked at, those of the largest scores, but no more than
 # MOST_ROWS: their kernel has the square of it.
@@ -30,12 +30,11 @@ class Groups:
 
     Attributes:
         parts: The rows of each, as n K + d.
-        guesses: What is said of each: in proportion to ℓ(B|Z) by the last layer's kernel, and all
-            together as much as scores say of their rows (``masses``).
+        shares: Of each in ℓ(B|Z) of all of them, by the last layer's kernel.
     """
 
     parts: list[Int[Tensor, " _"]] = field(default_factory=list)
-    guesses: Float[Tensor, " G"] = field(default_factory=lambda: torch.zeros(0).double())
+    shares: Float[Tensor, " G"] = field(default_factory=lambda: torch.zeros(0).double())
 
 
 def form_groups(
@@ -68,7 +67,7 @@ def form_groups(
     rows = rows[torch.randperm(len(rows), generator=generator)]
     ranked = rows[flat[rows].argsort(descending=True, stable=True)]
     chosen = ranked[: min(ROWS_PER_ROW * num_rows, MOST_ROWS)]
-    held = (flat.double() / least_score(anchors, flat)).log1p()
+    held = guessed(flat, anchors)
     if not float(held[chosen].sum()) > LEAST_SHARE * float(held[rows].sum()):
         return Groups()
     known = kernel(torch.cat([anchors, chosen]))
@@ -77,12 +76,7 @@ def form_groups(
         return Groups()
     parts, entropies = grouped(left, size)
     total = float(entropies.sum())
-    if not total > 0:
-        return Groups()
-    # In the unit of the other blocks' guesses: a part that seemed to be next to nothing would
-    # hardly ever be drawn, and then with a weight beyond all measure.
-    guesses = entropies * float(held[chosen].sum()) / total
-    return Groups([chosen[part] for part in parts], guesses)
+    return Groups([chosen[part] for part in parts], entropies / total) if total > 0 else Groups()
 
 
 def conditional(kernel: Float[Tensor, "m m"], given: int) -> Float[Tensor, "r r"] | None:

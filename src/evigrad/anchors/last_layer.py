@@ -157,6 +157,7 @@ class LastLayerKernel:
         self._seen = 0
         self._layers: list[LastLayer] = []
         self._vectors: list[Tensor] = []
+        self._is_there = True
 
     def __call__(self, rows: Int[Tensor, " m"]) -> Float[Tensor, "m m"] | None:
         """What the last layer says of rows.
@@ -168,21 +169,25 @@ class LastLayerKernel:
             The kernel, on the CPU; None where the network has no such layer.
         """
         data, columns = rows // self._num_columns, rows % self._num_columns
-        if not len(rows) or not self._look(data.unique()):
+        if not len(rows) or not self._is_there:
+            return None
+        self._look(data.unique())
+        if not self._is_there:
             return None
         features = torch.cat([layer.features for layer in self._layers])
         position, columns = (each.to(features.device) for each in (self._place[data], columns))
         together = replace(self._layers[0], features=features[position])
         return together.kernel(torch.cat(self._vectors)[position, columns]).cpu()
 
-    def _look(self, data: Int[Tensor, " n"]) -> bool:
-        """Take note of data that were not seen yet; False where there is no such layer."""
+    def _look(self, data: Int[Tensor, " n"]) -> None:
+        """Take note of data that were not seen yet, or of there being no such layer."""
         listed = torch.arange(self._num_columns)
         new = data[self._place[data] < 0]
         for part in new.split(self._batch_size) if len(new) else ():
             f, layer = self._network.last_layer(self._source.fetch(part)[0])
             if layer is None:
-                return False
+                self._is_there = False
+                return
             # A root costs as much for one column of a datum as for several.
             rows = self._likelihood.root(f, listed.to(f.device).expand(len(f), -1), self._root)
             own = rows.vectors if rows.scale is None else rows.vectors * rows.scale[..., None]
@@ -190,4 +195,3 @@ class LastLayerKernel:
             self._layers.append(layer)
             self._place[part] = torch.arange(self._seen, self._seen + len(part))
             self._seen += len(part)
-        return True

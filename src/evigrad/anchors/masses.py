@@ -1,9 +1,10 @@
 """What to expect of blocks that were not looked at yet, from those that were.
 
-A block of rows B with scores λ is guessed to have Σ_r log(1 + λ_r/λ_Z), λ_Z the least score of an
-anchor: the anchors hold most of what the largest rows have. How far off that is, is learned for
-each column of the root from the values ℓ(B|Z) that estimates come upon. The values only steer which
-blocks are drawn how often: whatever they are, the expectation of the estimate is the same bound.
+A block of rows B with scores λ is guessed to have Σ_r log(1 + λ_r/λ_Z), λ_Z a typical score of an
+anchor (``scores``): the anchors hold most of what the largest rows have. How far off that is, is
+learned for each column of the root, and for all groups, from the values ℓ(B|Z) that estimates come
+upon. The values only steer which blocks are drawn how often: whatever they are, the expectation of
+the estimate is the same bound.
 """
 
 from collections.abc import Mapping, Sequence
@@ -72,17 +73,23 @@ class Masses:
         self._ratios = dict(state["ratios"])
 
 
-def probabilities(expected: Float[Tensor, " M"], floor: float = FLOOR) -> Float[Tensor, " M"]:
+def probabilities(
+    expected: Float[Tensor, " M"],
+    counts: Float[Tensor, " M"] | None = None,
+    floor: float = FLOOR,
+) -> Float[Tensor, " M"]:
     """π of blocks: in proportion to what is expected of them, with a uniform floor.
 
     Args:
         expected: At least 0.
+        counts: How many blocks each number stands for; None is one.
         floor: The part of all cases in which blocks are drawn uniformly.
 
     Returns:
         Positive numbers that add up to 1, float64.
     """
-    uniform = torch.full_like(expected, 1.0 / len(expected))
+    uniform = torch.ones_like(expected) if counts is None else counts
+    uniform = uniform / uniform.sum()
     total = float(expected.sum())
     if not 0 < total < float("inf"):
         return uniform

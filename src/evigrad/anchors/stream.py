@@ -66,6 +66,11 @@ class AnchoredStream(Stream):
         """Never: blocks are drawn, and the data of their log likelihood too."""
         return False
 
+    @property
+    def period(self) -> int:
+        """Iterations from one choice of anchors to the next."""
+        return self._anchoring.refresh
+
     def __iter__(self) -> Iterator[Block]:
         """Blocks drawn from partition after partition, without end."""
         prepared = self._prepare()
@@ -116,7 +121,7 @@ class AnchoredStream(Stream):
         if not made.num_blocks:
             return self._with_data(made, None, 1.0, 0.0)
         expected = self._masses.expected(made.keys, made.guesses)
-        chances = probabilities(expected)
+        chances = probabilities(expected, made.counts)
         number = int(torch.multinomial(chances, 1, generator=self._generator))
         chance = float(chances[number])
         if made.tail is not None and number == len(made.parts):

@@ -70,6 +70,7 @@ class Tail:
             Data and columns.
         """
         stop = min((number + 1) * self.size, self.num_rows)
-        places = torch.arange(number * self.size, stop)
-        chosen = (self.factor * places + self.shift) % self.num_rows
+        # In Python's numbers: a t may be beyond 64 bits.
+        places = range(number * self.size, stop)
+        chosen = torch.tensor([(self.factor * t + self.shift) % self.num_rows for t in places])
         return chosen // self.behind, self.first + chosen % self.behind

@@ -185,7 +185,8 @@ def _time(job: Job, folder: Path, place: Place) -> dict[str, Any]:
     """Seconds of an estimate with its gradient, and of a step of the weights."""
     setup, result = _of_trained(job, place)
     evidence, (x, y) = result.evidence, setup.data.train
-    blocks = iter(evidence.blocks((x, y)))
+    stream = evidence.blocks((x, y))
+    blocks = iter(stream)
 
     def estimate() -> None:
         evidence.backward(next(blocks))
@@ -197,12 +198,14 @@ def _time(job: Job, folder: Path, place: Place) -> dict[str, Any]:
         torch.autograd.grad(evidence.map_loss(x[batch], y[batch]), weights)
 
     def draw() -> None:
-        next(iter(evidence.blocks((x, y))))
+        for _ in range(stream.period):
+            next(iter(stream))
 
     times = {
         name: statistics.median(_timed(work, job.config["repeats"]))
         for name, work in (("estimate", estimate), ("draw", draw), ("step", step))
     }
+    times["draw"] /= stream.period
     return {
         # With its part of what a round begins with: a partition is drawn, anchors are chosen.
         "estimate_seconds": times["estimate"] + times["draw"] / job.config["round"],

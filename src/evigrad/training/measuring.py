@@ -289,9 +289,19 @@ class NetworkMeter:
             evidence.backward(block, wrt=names)
             start = clock()
             least = min(least, start - drawn)
+        period = evidence.blocks(self._data).period
         if shared:
             drawing = 0.0
+        elif period > 1:
+            beginning = self._beginning(evidence, period)
         return least + drawing + max(0.0, beginning - drawing) / self._schedule.steps
+
+    def _beginning(self, evidence: Evidence, period: int) -> float:
+        """Seconds until a round has its first block, where some of them have less to do for it."""
+        start = clock()
+        for _ in range(period):
+            next(iter(evidence.blocks(self._data)))
+        return (clock() - start) / period
 
     def _does_not_fit(self, evidence: Evidence) -> str:
         """Why the memory does not suffice, as far as can be said beforehand; else nothing."""
