@@ -10,7 +10,7 @@ is compared with the exact one of all rows: ``ntk-k-1``, the paper's, without an
   give, and of the whole kernel, which nobody has, to see what there is to gain.
 
 The rest is in blocks of rows that have much in common given the anchors, and once, for k-centre,
-in blocks that are random.
+in blocks that are stratified by scores alone, which are random where all scores are the same.
 
 Mean and standard deviation of a draw over the exact.
 
@@ -111,7 +111,7 @@ def greedy(kernel: Tensor, scores: Tensor, count: int) -> Tensor:
 
 
 def draws(evidence: Evidence, data: DataSet, count: int) -> list[float]:
-    """Log-determinants of independent draws, each with a partition of its own."""
+    """Log-determinants of draws, each with a partition of its own; some share their anchors."""
     blocks = chain.from_iterable(evidence.blocks(data.train).take(1) for _ in repeat(None))
     return [evidence.estimate(next(blocks)).log_det for _ in range(count)]
 

@@ -38,6 +38,7 @@ from evigrad import Evidence
 from evigrad.anchors import Scores
 from evigrad.anchors.blocks import AnchoredBlocks
 from evigrad.anchors.centres import Centres
+from evigrad.anchors.choice import MOST_CANDIDATES
 from evigrad.anchors.greedy import pivots
 from evigrad.anchors.groups import Groups, conditional, form_groups, grouped
 from evigrad.anchors.masses import FLOOR, Masses, probabilities
@@ -131,7 +132,8 @@ class Problem:
 
     def anchors(self, idea: Idea, count: int, generator: torch.Generator) -> Tensor:
         """Anchors, rows as n K + d."""
-        ranked = self._ranked(idea.anchors, count, round(idea.among * count), generator)
+        among = min(round(idea.among * count), max(2 * count, MOST_CANDIDATES))
+        ranked = self._ranked(idea.anchors, count, among, generator)
         drawn = int(idea.at_random * count)
         chosen = ranked[: count - drawn]
         others = torch.ones(self.scores.head.numel(), dtype=torch.bool)

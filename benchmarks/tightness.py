@@ -118,7 +118,7 @@ def evidence_at(path: Path, data: DataSet, seed: int, estimator: str) -> Evidenc
 
 
 def blocks(evidence: Evidence, data: tuple[Tensor, Tensor]) -> Iterator[Block]:
-    """Independent draws: each the first block of a partition of its own."""
+    """Draws that each are the first block of a partition of its own; some share their anchors."""
     return chain.from_iterable(evidence.blocks(data).take(1) for _ in repeat(None))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from evigrad import Evidence
 from evigrad.anchors import Anchoring, groups
+from evigrad.anchors.choice import Kernel
 from evigrad.anchors.groups import conditional, form_groups, grouped
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
@@ -115,7 +116,7 @@ def test_nothing_is_grouped_where_that_is_of_no_use(monkeypatch: pytest.MonkeyPa
     scores = torch.rand(40, 3, generator=seeded())
 
     def found(
-        num_rows: int = 7, count: int = 3, kernel: groups.Kernel = lambda rows: torch.eye(len(rows))
+        num_rows: int = 7, count: int = 3, kernel: Kernel = lambda rows: torch.eye(len(rows))
     ) -> list[Tensor]:
         return form_groups(scores, torch.arange(count), num_rows, kernel, seeded()).parts
 

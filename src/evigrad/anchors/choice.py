@@ -21,6 +21,9 @@ MOST_CANDIDATES = 2048
 # One's own: from the scores |R_n[:, d]|² (N, D) and a number to so many rows n D + d.
 Chooser = Callable[[Float[Tensor, "N D"], int], Int[Tensor, " Z"]]
 
+# From rows n D + d to what is known of their inner products, or to None where nothing is.
+Kernel = Callable[[Int[Tensor, " m"]], Float[Tensor, "m m"] | None]
+
 # Data of a block's log likelihood, for each of its rows: a forward pass each, where a row takes
 # three.
 LIKELIHOOD_SHARE = 0.25
@@ -108,7 +111,7 @@ def choose(
     count: int,
     generator: torch.Generator,
     centres: Callable[[int], Int[Tensor, " k"] | None] | None = None,
-    kernel: Callable[[Int[Tensor, " m"]], Float[Tensor, "m m"] | None] | None = None,
+    kernel: Kernel | None = None,
 ) -> Int[Tensor, " Z"]:
     """The anchors among all rows.
 
@@ -140,7 +143,7 @@ def _ranked(
     count: int,
     generator: torch.Generator,
     centres: Callable[[int], Int[Tensor, " k"] | None] | None,
-    kernel: Callable[[Int[Tensor, " m"]], Float[Tensor, "m m"] | None] | None,
+    kernel: Kernel | None,
 ) -> Int[Tensor, " R"]:
     """All rows, the best ones first."""
     num_data, num_columns = scores.shape

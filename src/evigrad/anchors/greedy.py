@@ -23,7 +23,6 @@ def pivots(kernel: Float[Tensor, "m m"], count: int) -> Int[Tensor, " k"]:
     factor = kernel.new_zeros(count, len(kernel))
     chosen = torch.zeros(count, dtype=torch.int64, device=kernel.device)
     for step in range(count):
-        # Without a number on the host, for which a GPU would have to be waited for.
         row = left.argmax().reshape(1)
         chosen[step] = row[0]
         before = factor[:step]

@@ -5,13 +5,13 @@ would count it again and again. What they have in common is taken from the last 
 (``last_layer``), as the choice of anchors is, and so is what to expect of each block.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from evigrad.anchors.choice import Kernel
 from evigrad.anchors.scores import guessed
 
 # So many rows for each of a block are looked at, those of the largest scores, but no more than
@@ -20,8 +20,6 @@ ROWS_PER_ROW = 16
 MOST_ROWS = 2048
 # Where those hold less of all curvature than this, it does not pay to look at them.
 LEAST_SHARE = 0.1
-
-Kernel = Callable[[Int[Tensor, " m"]], Float[Tensor, "m m"] | None]
 
 
 @dataclass(frozen=True, eq=False)
