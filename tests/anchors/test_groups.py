@@ -112,6 +112,15 @@ def test_rows_of_the_largest_scores_are_grouped(monkeypatch: pytest.MonkeyPatch)
     assert len(torch.cat(form_groups(scores, anchors, 7, known, seeded()).parts)) == 22
 
 
+def test_equal_scores_let_expect_as_much_of_each_row() -> None:
+    kernel = kernel_of(40, 6, 0)
+    found = form_groups(
+        torch.full((40, 1), 0.3), torch.arange(4), 9, lambda rows: kernel[rows][:, rows], seeded()
+    )
+    assert [len(part) for part in found.parts] == [5] * 7 + [1]
+    assert found.shares.tolist() == pytest.approx([5 / 36] * 7 + [1 / 36])
+
+
 def test_nothing_is_grouped_where_that_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.rand(40, 3, generator=seeded())
 

@@ -28,7 +28,8 @@ class Groups:
 
     Attributes:
         parts: The rows of each, as n K + d.
-        shares: Of each in ℓ(B|Z) of all of them, by the last layer's kernel.
+        shares: Of each in ℓ(B|Z) of all of them, by the last layer's kernel; by their numbers of
+            rows where all scores are the same.
     """
 
     parts: list[Int[Tensor, " _"]] = field(default_factory=list)
@@ -73,6 +74,9 @@ def form_groups(
     if left is None or not bool(left.diagonal().isfinite().all()):
         return Groups()
     parts, entropies = grouped(left, size)
+    if bool((flat == flat[0]).all()):
+        # As in regression: the last layer tells what is alike, but not how much there is of it.
+        entropies = torch.tensor([len(part) for part in parts], dtype=torch.float64)
     total = float(entropies.sum())
     return Groups([chosen[part] for part in parts], entropies / total) if total > 0 else Groups()
 
