@@ -71,7 +71,8 @@ def test_tightness(monkeypatch, tmp_path, capsys):
     script = load_script("tightness", monkeypatch)
     monkeypatch.setattr(script, "DATA", "digits")
     monkeypatch.setattr(script, "MODEL", "digitsnet")
-    monkeypatch.setattr(script, "TIMED", 1)
+    for name in ("TIMED", "ROUND"):
+        monkeypatch.setattr(script, name, 1)
     schedule = script.SCHEDULE | {"estimator": "ntk-10-rows-anchored", "burn_in": 1, "every": 1}
     monkeypatch.setattr(script, "SCHEDULE", schedule | {"steps": 1})
     page = tmp_path / "page.md"
