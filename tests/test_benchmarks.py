@@ -1,5 +1,6 @@
 """The scripts in ``benchmarks/`` that learn, in a short form."""
 
+import csv
 import importlib.util
 import json
 from pathlib import Path
@@ -23,13 +24,17 @@ def load_script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+def runs_of(path):
+    with path.open(newline="") as file:
+        return {(run["row"], int(run["seed"])): run for run in csv.DictReader(file)}
+
+
 def test_invariance_learning(monkeypatch, tmp_path, capsys):
     script = load_script("invariance_learning", monkeypatch)
-    problem = script.Problem("digitsnet", 30, "ntk-10-C")
-    estimators = ("ntk-10-1", "kfac-10-1")
-    monkeypatch.setattr(script, "PROBLEMS", {"digits": problem})
+    estimators = ("ntk-10-1",)
+    monkeypatch.setattr(script, "PROBLEMS", {"digits": script.Problem("digitsnet", 30)})
     monkeypatch.setattr(script, "ESTIMATORS", estimators)
-    rows = ("map", "fixed", *script.REWARDS, *estimators)
+    rows = ("map", "fixed", "augerino", *estimators)
     monkeypatch.setattr(script, "ROWS", rows)
     for name in ("SAMPLES", "TEST_SAMPLES"):
         monkeypatch.setattr(script, name, 2)
@@ -38,33 +43,63 @@ def test_invariance_learning(monkeypatch, tmp_path, capsys):
     page = tmp_path / "page.md"
     marker = "invariance_learning digits"
     page.write_text(f"a\n<!-- {marker} -->\nold\n<!-- end {marker} -->\nb\n")
-    folder = tmp_path / "results"
-    common = ["--data", "digits", "--results", str(folder), "--tables", str(tmp_path)]
+    common = ["--results", str(tmp_path), "--checkpoints", str(tmp_path / "checkpoints")]
     common += ["--pages", str(page), "--threads", str(torch.get_num_threads())]
     script.main([*common, "--seeds", "0", "1"])
-    found = {p.stem: json.loads(p.read_text()) for p in (folder / "digits").glob("*.json")}
-    assert found.keys() == {f"{row}-{seed}" for row in rows for seed in (0, 1)}
-    for name, result in found.items():
-        fixed = {"map": 0.0, "fixed": 3.14159}.get(result["row"])
+    path = tmp_path / "invariance_learning_digits.csv"
+    found = runs_of(path)
+    assert list(found) == [(row, seed) for seed in (0, 1) for row in rows]
+    for (row, seed), run in found.items():
+        fixed = {"map": 0.0, "fixed": 3.14159}.get(row)
         if fixed is None:
-            assert abs(result["rotation"] - script.START) > 1e-4, name
+            assert abs(float(run["rotation"]) - script.START) > 1e-4, (row, seed)
         else:
-            assert result["rotation"] == pytest.approx(fixed, abs=1e-3)
-        learned = {round(p, 6) for p in result["precisions"].values()}
-        assert (learned == {0.015}) == (result["row"] not in estimators)  # 5e-4 of 30
+            assert float(run["rotation"]) == pytest.approx(fixed, abs=1e-3)
+        learned = {round(p, 6) for p in json.loads(run["precisions"]).values()}
+        assert (learned == {0.015}) == (row not in estimators)  # 5e-4 of 30
+        assert float(run["log_evidence"]) < 0
     # What is there is not run again; a run that is missing is.
-    stamp = (folder / "digits" / "map-0.json").stat().st_mtime_ns
-    (folder / "digits" / "fixed-1.json").unlink()
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not line.startswith("fixed,1,")))
     script.main([*common, "--seeds", "0", "1"])
-    assert (folder / "digits" / "map-0.json").stat().st_mtime_ns == stamp
-    again = json.loads((folder / "digits" / "fixed-1.json").read_text())
-    assert again["log_likelihood"] == found["fixed-1"]["log_likelihood"]
+    again = runs_of(path)
+    assert list(again)[-1] == ("fixed", 1) and len(again) == len(found)
+    for key, run in again.items():
+        for column in script.COLUMNS:
+            same = run[column] == found[key][column]
+            assert same or (key == ("fixed", 1) and column == "seconds")
+    assert not list((tmp_path / "checkpoints" / "digits").iterdir())
     text = page.read_text()
     assert text.startswith("a\n<!--") and text.endswith("-->\nb\n") and "old" not in text
     assert text.count("\n| ") == len(rows) + 1
     assert "| fixed |" in text and "| 3.14 |" in text
-    with pytest.raises(SystemExit):
-        script.main(["--data", "digits", "--results", str(tmp_path / "none"), "--table"])
+    with pytest.raises(SystemExit, match="no runs"):
+        script.main(["--results", str(tmp_path / "none"), "--table"])
+    path.write_text("row,seed\nfixed,0\n")
+    with pytest.raises(SystemExit, match="columns row, seed, where"):
+        script.main([*common, "--table"])
+
+
+def test_prior_learning(monkeypatch, tmp_path, capsys):
+    script = load_script("prior_learning", monkeypatch)
+    monkeypatch.setattr(script, "PROBLEMS", {"digits": script.Problem("digitsnet", 30, 3)})
+    monkeypatch.setattr(script, "DECAYS", (1e-3, 10.0))
+    schedule = script.SCHEDULE | {"burn_in": 1, "every": 1, "batch_size": 10}
+    monkeypatch.setattr(script, "SCHEDULE", schedule)
+    rows = ("map-none", "grid", "ntk-10-1")
+    monkeypatch.setattr(script, "ROWS", rows)
+    threads = str(torch.get_num_threads())
+    script.main(["--results", str(tmp_path), "--seeds", "0", "--threads", threads])
+    runs = runs_of(tmp_path / "prior_learning_digits.csv")
+    assert list(runs) == [(row, 0) for row in rows]
+    none, grid, learned = runs.values()
+    assert none["log_evidence"] == "" and none["precisions"] == ""
+    scores = json.loads(grid["validation"])
+    assert float(grid["decay"]) == max(map(float, scores), key=lambda d: scores[str(d)])
+    assert all(p != 1.0 for p in json.loads(learned["precisions"]).values())
+    assert float(learned["log_evidence"]) < 0
+    table = capsys.readouterr().out
+    assert "| map-none |" in table and "| – |" in table
 
 
 def test_tightness(monkeypatch, tmp_path, capsys):

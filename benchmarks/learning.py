@@ -1,0 +1,130 @@
+"""What the tables of trained networks share: options, finished runs, the loop over what is missing.
+
+A run is a row of the table for one seed, and a line of a CSV file as soon as it ends. A script goes
+on where it was stopped, also from the file in ``docs/results``: what has a line there is not run
+again.
+"""
+
+import argparse
+import csv
+import fcntl
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import insert
+
+from evigrad.data import DataSet, load
+
+Run = dict[str, Any]
+
+
+class Runs:
+    """Finished runs in a CSV file; several processes may add to it.
+
+    Args:
+        path: Of the file; need not exist.
+        columns: Of the file, with ``row`` and ``seed``. A run has them all. None is an empty cell,
+            and what is neither text nor a number is JSON.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        self.path = path
+        self.columns = list(columns)
+
+    def read(self) -> list[Run]:
+        """All runs so far, in the order in which they ended."""
+        if not self.path.exists():
+            return []
+        with self.path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            if reader.fieldnames not in (None, self.columns):
+                raise SystemExit(
+                    f"{self.path} has the columns {', '.join(reader.fieldnames or [])}, where runs"
+                    f" of this script have {', '.join(self.columns)}. Give another --results."
+                )
+            return [{key: _value(cell) for key, cell in line.items()} for line in reader]
+
+    def has(self, row: str, seed: int) -> bool:
+        """Whether a run has ended, by now, in any process."""
+        return any(run["row"] == row and run["seed"] == seed for run in self.read())
+
+    def add(self, run: Run) -> None:
+        """Write a run down."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", newline="") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
+            if file.seek(0, 2) == 0:
+                writer.writeheader()
+            writer.writerow({key: _cell(value) for key, value in run.items()})
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _value(cell: str) -> Any:
+    if not cell:
+        return None
+    try:
+        return json.loads(cell)
+    except json.JSONDecodeError:
+        return cell
+
+
+def options(description: str, data: Sequence[str], rows: Sequence[str]) -> argparse.ArgumentParser:
+    """The options of all of them."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--data", choices=data, default=data[0])
+    parser.add_argument("--data-dir", default=None, help="folder with NAME_train.parquet files")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--rows", nargs="+", choices=rows, default=list(rows))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=Path("results"),
+        help="folder with the CSV file of the runs; what is there is not run again",
+    )
+    parser.add_argument(
+        "--pages", type=Path, nargs="*", default=[], help="pages that get the table"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="only print the table of what is there"
+    )
+    return parser
+
+
+def tabulate(
+    name: str,
+    given: argparse.Namespace,
+    columns: Sequence[str],
+    subset: int | None,
+    run_row: Callable[[DataSet, int, str], Run],
+    table_of: Callable[[list[Run]], str],
+) -> None:
+    """Run what is missing, then print the table and insert it into the pages."""
+    torch.set_num_threads(given.threads)
+    runs = Runs(given.results / f"{name}_{given.data.replace(':', '_')}.csv", columns)
+    for seed in [] if given.table else given.seeds:
+        data = load(given.data, data_dir=given.data_dir, subset=subset, seed=seed)
+        for row in given.rows:
+            if runs.has(row, seed):
+                continue
+            run = {"row": row, "seed": seed, "threads": given.threads, **run_row(data, seed, row)}
+            runs.add(run)
+            print({k: v for k, v in run.items() if not isinstance(v, dict)}, flush=True)
+    found = runs.read()
+    if not found:
+        raise SystemExit(f"There are no runs in {runs.path}.")
+    table = table_of(found)
+    print(table)
+    for page in given.pages:
+        insert(page, f"{name} {given.data}", table)
