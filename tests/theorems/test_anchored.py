@@ -18,7 +18,7 @@ from evigrad.anchors import AnchoredBlocks, Anchoring, Scores
 from evigrad.anchors.blocks import GROUPED
 from evigrad.anchors.groups import Groups
 from evigrad.anchors.masses import control_variate
-from evigrad.anchors.scores import guessed
+from evigrad.anchors.scores import guessed, unit_score
 from evigrad.blocks import Block
 from evigrad.likelihoods import (
     Bernoulli,
@@ -344,7 +344,7 @@ def test_every_row_is_an_anchor_or_in_one_block(
     assert of_groups.tolist() == pytest.approx((groups.shares * of_groups.sum()).tolist())
     # In the unit of the other blocks, whatever that of the kernel is.
     assert float(of_groups.sum()) == pytest.approx(
-        float(guessed(scores.flatten(), anchors)[known].sum())
+        float(guessed(scores.flatten(), unit_score(scores.flatten(), anchors))[known].sum())
     )
     assert list(blocks.keys[: len(parts)]) == [GROUPED] * len(parts)
     assert len(blocks.guesses) == len(blocks.keys) == blocks.num_blocks

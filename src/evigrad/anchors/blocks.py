@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from evigrad.anchors.groups import Groups
-from evigrad.anchors.scores import Scores, guessed, unit_score
+from evigrad.anchors.scores import Scores, guessed, ranked, unit_score
 from evigrad.anchors.tail import Tail
 from evigrad.blocks import Block, padded_columns
 
@@ -84,14 +84,11 @@ class AnchoredBlocks:
         keys: list[int] = []
         for columns in _together(free.reshape(num_data, num_columns).sum(0).tolist(), size):
             rest = (torch.arange(num_data)[:, None] * num_columns + columns).flatten()
-            rest = rest[free[rest]]
-            # Rows of equal scores in random order: where all are equal, the partition is uniform.
-            rest = rest[torch.randperm(len(rest), generator=generator)]
-            ranked = rest[flat[rest].argsort(descending=True, stable=True)]
-            dealt = _dealt(ranked, size, generator)
+            dealt = _dealt(ranked(rest[free[rest]], flat, generator), size, generator)
             parts += dealt
             keys += [int(columns[0])] * len(dealt)
-        held = guessed(flat, anchors)
+        unit = unit_score(flat, anchors)
+        held = guessed(flat, unit)
         # Groups have the unit of the others: what seems to be next to nothing beside them would
         # hardly ever be drawn, and then with a weight beyond all measure.
         of_groups = groups.shares * _sums(held, groups.parts).sum()
@@ -101,8 +98,8 @@ class AnchoredBlocks:
         if scores.behind:
             tail = Tail.draw(scores, size, generator)
             keys.append(tail.first)
-            each = scores.tail.double() / (scores.behind * unit_score(flat, anchors))
-            guesses = torch.cat([guesses, scores.behind * each.log1p().sum().reshape(1)])
+            each = guessed(scores.tail / scores.behind, unit)
+            guesses = torch.cat([guesses, scores.behind * each.sum().reshape(1)])
         return cls(anchors, parts, num_data, num_columns, tail, keys, guesses)
 
     @property
@@ -199,15 +196,15 @@ def _together(counts: list[int], size: int) -> list[Int[Tensor, " _"]]:
 
 
 def _dealt(
-    ranked: Int[Tensor, " R"], size: int, generator: torch.Generator
+    rows: Int[Tensor, " R"], size: int, generator: torch.Generator
 ) -> list[Int[Tensor, " _"]]:
-    """Parts of at most ``size`` rows with one of each stratum of ranked rows."""
-    if not len(ranked):
+    """Parts of at most ``size`` rows with one of each stratum of rows in order of rank."""
+    if not len(rows):
         return []
-    count = -(-len(ranked) // size)
-    strata = -(-len(ranked) // count)
-    missing = count * strata - len(ranked)
-    table = torch.cat([ranked, ranked.new_full((missing,), -1)]).reshape(strata, count)
+    count = -(-len(rows) // size)
+    strata = -(-len(rows) // count)
+    missing = count * strata - len(rows)
+    table = torch.cat([rows, rows.new_full((missing,), -1)]).reshape(strata, count)
     keys = torch.rand(strata, count, dtype=torch.float64, generator=generator)
     table = table.gather(1, keys.argsort(dim=1)).mT
     present = table >= 0

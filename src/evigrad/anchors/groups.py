@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from evigrad.anchors.choice import Kernel
-from evigrad.anchors.scores import guessed
+from evigrad.anchors.scores import guessed, ranked, unit_score
 
 # So many rows for each of a block are looked at, those of the largest scores, but no more than
 # MOST_ROWS: their kernel has the square of it.
@@ -63,10 +63,8 @@ def form_groups(
     rows = rest.nonzero().squeeze(1)
     if size < 2 or len(rows) < 2:
         return Groups()
-    rows = rows[torch.randperm(len(rows), generator=generator)]
-    ranked = rows[flat[rows].argsort(descending=True, stable=True)]
-    chosen = ranked[: min(ROWS_PER_ROW * num_rows, MOST_ROWS)]
-    held = guessed(flat, anchors)
+    chosen = ranked(rows, flat, generator)[: min(ROWS_PER_ROW * num_rows, MOST_ROWS)]
+    held = guessed(flat, unit_score(flat, anchors))
     if not float(held[chosen].sum()) > LEAST_SHARE * float(held[rows].sum()):
         return Groups()
     known = kernel(torch.cat([anchors, chosen]))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -26,17 +27,34 @@ class Scores:
         return self.head.numel() + len(self.tail) * self.behind
 
 
-def guessed(flat: Float[Tensor, " R"], anchors: Int[Tensor, " Z"]) -> Float[Tensor, " R"]:
-    """What rows are guessed to hold given the anchors: log(1 + λ/λ_Z), with a typical anchor's λ_Z.
+def ranked(
+    rows: Int[Tensor, " r"], flat: Float[Tensor, " R"], generator: torch.Generator
+) -> Int[Tensor, " r"]:
+    """Rows by falling score, and those of equal scores in random order.
 
     Args:
-        flat: λ, the scores of all rows.
-        anchors: Their numbers.
+        rows: Their numbers.
+        flat: The scores of all rows.
+        generator: A CPU generator.
+
+    Returns:
+        The same numbers; uniformly at random where all scores are equal.
+    """
+    rows = rows[torch.randperm(len(rows), generator=generator)]
+    return rows[flat[rows].argsort(descending=True, stable=True)]
+
+
+def guessed(flat: Float[Tensor, " R"], unit: float) -> Float[Tensor, " R"]:
+    """What rows are guessed to hold given the anchors: log(1 + λ/λ_Z).
+
+    Args:
+        flat: λ, the scores of rows.
+        unit: λ_Z, as of ``unit_score``.
 
     Returns:
         One number for each row, float64.
     """
-    return (flat.double() / unit_score(flat, anchors)).log1p()
+    return (flat.double() / unit).log1p()
 
 
 def unit_score(flat: Float[Tensor, " R"], anchors: Int[Tensor, " Z"]) -> float:

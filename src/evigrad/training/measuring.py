@@ -289,10 +289,9 @@ class NetworkMeter:
             evidence.backward(block, wrt=names)
             start = clock()
             least = min(least, start - drawn)
-        period = evidence.blocks(self._data).period
         if shared:
             drawing = 0.0
-        elif period > 1:
+        elif (period := evidence.blocks(self._data).period) > 1:
             beginning = self._beginning(evidence, period)
         return least + drawing + max(0.0, beginning - drawing) / self._schedule.steps
 
