@@ -4,6 +4,7 @@ The names listed here, with ``evigrad.likelihoods``, ``evigrad.priors`` and ``ev
 the public face; everything else may change.
 """
 
+from evigrad.allocator import kept_memory
 from evigrad.blocks import Block
 from evigrad.descriptions import ParameterReport
 from evigrad.errors import EvigradError, EvigradWarning
@@ -20,5 +21,6 @@ __all__ = [
     "FitResult",
     "ParameterReport",
     "fit",
+    "kept_memory",
 ]
 __version__ = "0.1.0"

@@ -162,6 +162,7 @@ def test_the_smaller_of_machine_and_container(tmp_path, monkeypatch):
     meminfo, limit, used = (tmp_path / name for name in ("meminfo", "max", "current"))
     for name, path in (("MEMINFO", meminfo), ("CGROUP_LIMIT", limit), ("CGROUP_USED", used)):
         monkeypatch.setattr(memory, name, path)
+    monkeypatch.setattr(memory, "held_bytes", lambda: 0)
     meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:  5000 kB\n")
     assert available_bytes(torch.device("cpu")) == 5000 * 1024
     limit.write_text("max\n")

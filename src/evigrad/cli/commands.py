@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
+from evigrad.allocator import kept_memory
 from evigrad.cli import bounds, doctor, pareto, report, reproduce, train
 from evigrad.cli.parser import CommandLineError, Parser, explain, with_hyphens
 from evigrad.cli.resume import resumed_configuration
@@ -76,7 +77,8 @@ def run(arguments: Sequence[str]) -> int:
         raise mistake from error
     except SystemExit as finished:  # --help and --print-config
         return int(finished.code or 0)
-    return command.run(parser, options)
+    with kept_memory():
+        return command.run(parser, options)
 
 
 def _overview() -> str:

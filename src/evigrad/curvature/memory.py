@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from evigrad.allocator import held_bytes
 from evigrad.curvature.base import Structure
 from evigrad.errors import MemoryBudgetError
 
@@ -32,7 +33,8 @@ def available_bytes(device: torch.device) -> int | None:
     if device.type != "cpu":
         return None
     known = [free for free in (_system_bytes(), _cgroup_bytes()) if free is not None]
-    return min(known, default=None)
+    # As for CUDA: what the allocator holds is free too.
+    return min(known) + held_bytes() if known else None
 
 
 def check_memory(

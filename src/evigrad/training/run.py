@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evigrad.allocator import kept_memory
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.evidence import Evidence
 from evigrad.training.checkpoint import (
@@ -132,6 +133,7 @@ class Run:
         is_path = isinstance(run_dir, str | Path)
         directory = RunDirectory(run_dir, resume=resume) if is_path else run_dir
         with ExitStack() as stack:
+            stack.enter_context(kept_memory())
             state = None
             if directory is not None:
                 stack.enter_context(directory.locked())
