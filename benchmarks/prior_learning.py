@@ -32,7 +32,8 @@ DECAYS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 VALIDATION = 0.2
 NO_DECAY = 1e-10  # a Gaussian prior needs a positive precision; this one is none in float32
 ESTIMATORS = (
-    *("ntk-100-1", "ntk-150-1", "ntk-400-1", "ntk-150-rows-anchored", "ntk-400-rows-anchored"),
+    *("ntk-100-1", "ntk-150-1", "ntk-400-1"),
+    *("ntk-150-rows-anchored", "ntk-400-rows-anchored", "ntk-1000-rows-anchored"),
     *("kfac-150-1", "kfac-400-1", "kfac-N-C", "ntk-N-1"),
 )
 ROWS = ("map-none", "map-5e-4", "grid", *ESTIMATORS)
