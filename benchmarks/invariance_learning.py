@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learning import Run, options, tabulate
+from learning import Result, make_parser, run_and_show
 from measure import summaries, with_error
 from torch import Tensor, nn
 
@@ -107,11 +107,13 @@ def rotation_of(model: nn.Module) -> float:
     return model.invariance.named_ranges()["rotation"]
 
 
-def run_row(
-    problem: Problem, schedule: dict[str, Any], folder: Path, data: DataSet, seed: int, row: str
-) -> Run:
+def run_dir(folder: Path, seed: int, row: str) -> Path:
+    """Where a run has its checkpoints."""
+    return folder / f"{row}-{seed}"
+
+
+def run_row(problem: Problem, folder: Path, data: DataSet, seed: int, row: str) -> Result:
     """One row of the table for one seed, from the last checkpoint in its part of a folder on."""
-    run_dir = folder / f"{row}-{seed}"
     model = network(problem, data, seed, row)
     options: dict[str, Any] = {"estimator": row, "prior": "layerwise", "precision": 1.0}
     if row not in ESTIMATORS:
@@ -126,24 +128,23 @@ def run_row(
         data.train,
         likelihood=data.likelihood,
         seed=seed,
-        run_dir=run_dir,
+        run_dir=run_dir(folder, seed, row),
         resume=True,
         checkpoint_every=CHECKPOINT_EVERY,
-        **schedule,
+        **SCHEDULE,
         **options,
     )
     judged = evaluate_evidence(result.evidence, data.train, JUDGE)
     if isinstance(model, Averaged):
         model.num_samples = TEST_SAMPLES
     metrics = test_metrics(model, result.evidence, data.test)
-    shutil.rmtree(run_dir)
     return {
         "log_likelihood": metrics["log_likelihood"],
         "accuracy": metrics["accuracy"],
         "rotation": rotation_of(model),
         "log_evidence": judged.per_datum,
         "seconds": result.seconds,
-        "epochs": schedule["epochs"],
+        "epochs": SCHEDULE["epochs"],
         "test_samples": TEST_SAMPLES if row != "map" else 1,
         "precisions": {n: p.mean().item() for n, p in result.evidence.prior.precisions().items()},
     }
@@ -157,7 +158,7 @@ def test_metrics(
     return evaluate(model, evidence.likelihood, *test, batch_size=TEST_BATCH, generator=generator)
 
 
-def table_of(runs: list[Run]) -> str:
+def table_of(runs: list[Result]) -> str:
     """The table of the seeds' means, as Markdown."""
     rows = summaries(runs, ROWS, KEYS)
     lines = [
@@ -183,15 +184,17 @@ def table_of(runs: list[Run]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then print the table."""
-    parser = options(str(__doc__), list(PROBLEMS), ROWS)
-    parser.add_argument("--epochs", type=int, default=SCHEDULE["epochs"])
+    parser = make_parser(str(__doc__), list(PROBLEMS), ROWS)
     parser.add_argument("--checkpoints", type=Path, default=Path("results/invariance_learning"))
     given = parser.parse_args(arguments)
     problem = PROBLEMS[given.data]
-    schedule = SCHEDULE | {"epochs": given.epochs}
     folder = given.checkpoints / given.data.replace(":", "_")
-    run = partial(run_row, problem, schedule, folder)
-    tabulate("invariance_learning", given, COLUMNS, problem.subset, run, table_of)
+    run = partial(run_row, problem, folder)
+
+    def tidy(seed: int, row: str) -> None:
+        shutil.rmtree(run_dir(folder, seed, row))
+
+    run_and_show("invariance_learning", given, COLUMNS, problem.subset, run, table_of, tidy)
 
 
 if __name__ == "__main__":

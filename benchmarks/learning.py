@@ -11,55 +11,75 @@ import fcntl
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from measure import insert
 
 from evigrad.data import DataSet, load
 
-Run = dict[str, Any]
+Result = dict[str, Any]
 
 
-class Runs:
+class Results:
     """Finished runs in a CSV file; several processes may add to it.
 
     Args:
         path: Of the file; need not exist.
-        columns: Of the file, with ``row`` and ``seed``. A run has them all. None is an empty cell,
-            and what is neither text nor a number is JSON.
+        columns: Of the file, with ``row`` and ``seed``, which no two runs share. A run has them
+            all. None is an empty cell, and what is neither text nor a number is JSON.
     """
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         self.path = path
         self.columns = list(columns)
 
-    def read(self) -> list[Run]:
+    def read(self) -> list[Result]:
         """All runs so far, in the order in which they ended."""
         if not self.path.exists():
             return []
         with self.path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            if reader.fieldnames not in (None, self.columns):
-                raise SystemExit(
-                    f"{self.path} has the columns {', '.join(reader.fieldnames or [])}, where runs"
-                    f" of this script have {', '.join(self.columns)}. Give another --results."
-                )
-            return [{key: _value(cell) for key, cell in line.items()} for line in reader]
+            fcntl.flock(file, fcntl.LOCK_SH)
+            return self._read(file)
 
     def has(self, row: str, seed: int) -> bool:
         """Whether a run has ended, by now, in any process."""
-        return any(run["row"] == row and run["seed"] == seed for run in self.read())
+        return any((run["row"], run["seed"]) == (row, seed) for run in self.read())
 
-    def add(self, run: Run) -> None:
-        """Write a run down."""
+    def add(self, run: Result) -> None:
+        """Write a run down, unless another process has done so with the same one."""
+        if run.keys() != set(self.columns):
+            raise ValueError(f"A run has {', '.join(self.columns)}, not {', '.join(run)}.")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", newline="") as file:
+        with self.path.open("a+", newline="") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            found = self._read(file)
+            if any(all(run[key] == other[key] for key in ("row", "seed")) for other in found):
+                return
             writer = csv.DictWriter(file, self.columns, lineterminator="\n")
-            if file.seek(0, 2) == 0:
+            if file.tell() == 0:
                 writer.writeheader()
             writer.writerow({key: _cell(value) for key, value in run.items()})
+
+    def _read(self, file: TextIO) -> list[Result]:
+        text = file.read()
+        reader = csv.DictReader(text.splitlines(keepends=True), strict=True)
+        if reader.fieldnames not in (None, self.columns):
+            raise SystemExit(
+                f"{self.path} has the columns {', '.join(reader.fieldnames or [])}, where runs of"
+                f" this script have {', '.join(self.columns)}. Give another --results."
+            )
+        try:
+            lines = list(reader)
+        except csv.Error:  # within quotes
+            lines = [{}]
+        whole = all(
+            line.keys() == set(self.columns) and None not in line.values() for line in lines
+        )
+        if text and not (whole and text.endswith("\n")):
+            raise SystemExit(f"{self.path} has a broken line: remove it, and it is run again.")
+        return [{key: _value(cell) for key, cell in line.items()} for line in lines]
 
 
 def _cell(value: Any) -> str:
@@ -77,7 +97,9 @@ def _value(cell: str) -> Any:
         return cell
 
 
-def options(description: str, data: Sequence[str], rows: Sequence[str]) -> argparse.ArgumentParser:
+def make_parser(
+    description: str, data: Sequence[str], rows: Sequence[str]
+) -> argparse.ArgumentParser:
     """The options of all of them."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
@@ -102,28 +124,41 @@ def options(description: str, data: Sequence[str], rows: Sequence[str]) -> argpa
     return parser
 
 
-def tabulate(
+def run_and_show(
     name: str,
     given: argparse.Namespace,
     columns: Sequence[str],
     subset: int | None,
-    run_row: Callable[[DataSet, int, str], Run],
-    table_of: Callable[[list[Run]], str],
+    run_row: Callable[[DataSet, int, str], Result],
+    table_of: Callable[[list[Result]], str],
+    tidy: Callable[[int, str], None] | None = None,
 ) -> None:
-    """Run what is missing, then print the table and insert it into the pages."""
+    """Run what is missing, then print the table and insert it into the pages.
+
+    Args:
+        name: Of the table.
+        given: By the options of ``make_parser``.
+        columns: Of the results.
+        subset: Training data to draw.
+        run_row: Runs a row for a seed; row, seed and threads are added to what it returns.
+        table_of: Makes the table as Markdown.
+        tidy: Called with seed and row after a run was written down.
+    """
     torch.set_num_threads(given.threads)
-    runs = Runs(given.results / f"{name}_{given.data.replace(':', '_')}.csv", columns)
+    results = Results(given.results / f"{name}_{given.data.replace(':', '_')}.csv", columns)
     for seed in [] if given.table else given.seeds:
         data = load(given.data, data_dir=given.data_dir, subset=subset, seed=seed)
         for row in given.rows:
-            if runs.has(row, seed):
+            if results.has(row, seed):
                 continue
             run = {"row": row, "seed": seed, "threads": given.threads, **run_row(data, seed, row)}
-            runs.add(run)
+            results.add(run)
+            if tidy is not None:
+                tidy(seed, row)
             print({k: v for k, v in run.items() if not isinstance(v, dict)}, flush=True)
-    found = runs.read()
+    found = results.read()
     if not found:
-        raise SystemExit(f"There are no runs in {runs.path}.")
+        raise SystemExit(f"There are no runs in {results.path}.")
     table = table_of(found)
     print(table)
     for page in given.pages:

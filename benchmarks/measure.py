@@ -1,7 +1,6 @@
 """What the benchmarks share: timing, peak memory in a process of its own, tables."""
 
 import csv
-import ctypes
 import gc
 import json
 import math
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from evigrad.allocator import give_back
 
 MIB = 2**20
 
@@ -67,7 +68,7 @@ class Peak:
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
         else:
-            _trim()
+            give_back()  # or what follows would seem to need no memory of its own
             # Linux's way to forget the peak so far, which planning may have set.
             Path("/proc/self/clear_refs").write_text("5")
             self._before = _resident("VmRSS")
@@ -79,13 +80,6 @@ class Peak:
             self.bytes = torch.cuda.max_memory_allocated() - self._before
         else:
             self.bytes = max(0, _resident("VmHWM") - self._before)
-
-
-def _trim() -> None:
-    """Give free memory back to the system, or what follows would seem to need none of its own."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _resident(field: str) -> int:

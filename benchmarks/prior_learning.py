@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from learning import Run, options, tabulate
-from measure import summaries
+from learning import Result, make_parser, run_and_show
+from measure import summaries, with_error
 
 import evigrad
 from evigrad.data import DataSet
@@ -91,9 +91,9 @@ def run_map(problem: Problem, data: DataSet, seed: int, decay: float, parts: Any
     return train(problem, data, seed, parts, estimator=None, prior="scalar", precision=decay * n)
 
 
-def run_row(problem: Problem, data: DataSet, seed: int, row: str) -> Run:
+def run_row(problem: Problem, data: DataSet, seed: int, row: str) -> Result:
     """One row of the table for one seed."""
-    run: Run = {"decay": None, "validation": None, "precisions": None, "log_evidence": None}
+    run: Result = {"decay": None, "validation": None, "precisions": None, "log_evidence": None}
     searched = 0.0
     if row == "grid":
         part, held_out = data.split_validation(VALIDATION, seed)
@@ -120,7 +120,7 @@ def run_row(problem: Problem, data: DataSet, seed: int, row: str) -> Run:
     }
 
 
-def table_of(runs: list[Run]) -> str:
+def table_of(runs: list[Result]) -> str:
     """The table of the seeds' means, as Markdown."""
     rows = summaries(runs, ROWS, KEYS)
     baseline = next((r["seconds"] for r in rows if r["row"] == "map-5e-4"), math.nan)
@@ -132,21 +132,26 @@ def table_of(runs: list[Run]) -> str:
     for r in rows:
         evidence = "–"
         if not math.isnan(r["log_evidence"]):
-            evidence = f"{r['log_evidence']:.3f} ± {r['log_evidence_error']:.3f}"
-        lines.append(
-            f"| {r['row']} | {r['log_likelihood']:.3f} ± {r['log_likelihood_error']:.3f}"
-            f" | {100 * r['accuracy']:.1f} ± {100 * r['accuracy_error']:.1f} | {evidence}"
-            f" | {r['seconds']:.0f} | {r['seconds'] / baseline:.1f} | {r['seeds']} |"
-        )
+            evidence = with_error(r["log_evidence"], r["log_evidence_error"], 3)
+        cells = [
+            r["row"],
+            with_error(r["log_likelihood"], r["log_likelihood_error"], 3),
+            with_error(100 * r["accuracy"], 100 * r["accuracy_error"], 1),
+            evidence,
+            f"{r['seconds']:.0f}",
+            f"{r['seconds'] / baseline:.1f}",
+            str(r["seeds"]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then print the table."""
-    given = options(str(__doc__), sorted(PROBLEMS), ROWS).parse_args(arguments)
+    given = make_parser(str(__doc__), sorted(PROBLEMS), ROWS).parse_args(arguments)
     problem = PROBLEMS[given.data]
     run = partial(run_row, problem)
-    tabulate("prior_learning", given, COLUMNS, problem.subset, run, table_of)
+    run_and_show("prior_learning", given, COLUMNS, problem.subset, run, table_of)
 
 
 if __name__ == "__main__":

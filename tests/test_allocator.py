@@ -1,32 +1,41 @@
 """Freed memory that is kept while it is wanted, and not afterwards."""
 
-import ctypes
 import json
 import os
-import resource
+import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-import torch
 
 from evigrad import allocator
-from evigrad.allocator import held_bytes, kept_memory
-from evigrad.curvature import available_bytes, memory
+from evigrad.allocator import kept_memory
+from evigrad.cli import commands
+from evigrad.experiments import runner
+from evigrad.experiments.jobs import Job
+from evigrad.experiments.store import Store
+from evigrad.experiments.work import Place
 
 # What a process has to do with memory depends on all that it did before: a fresh one tells.
 SCRIPT = """
-import json, resource, torch, evigrad
-from evigrad.allocator import held_bytes, kept_memory
+import json, resource, threading, torch, evigrad
+from evigrad.allocator import give_back, kept_memory
 
 def pages():
-    # Those that the system has to supply for a large tensor, made and freed again and again.
+    # Those that the system has to supply for a large tensor, made and freed again and again: the
+    # fewest, and the most but for three times, as a small object in the way costs a second place.
     found = []
-    for _ in range(4):
+    for _ in range(8):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         torch.ones(50 * 2**20)
         found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    return min(found[1:])
+    return min(found), sorted(found)[4]
+
+def resident():
+    for line in open("/proc/self/status"):
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
 
 def train():
     data = torch.randn(20, 3), torch.randint(2, (20,))
@@ -35,35 +44,48 @@ def train():
         torch.nn.Linear(3, 2), data, likelihood="categorical", estimator="ntk-5-1", epochs=2,
         burn_in=1, every=1, steps=1, progress=False, callbacks=[lambda _: found.append(pages())],
     )
-    return found
+    return [most for _, most in found]
 
-seen = {"usual": pages(), "held at first": held_bytes()}
+def beside():
+    with kept_memory():
+        pass
+
+seen = {"usual": pages()[0]}
+at_first = resident()
 with kept_memory():
-    seen["kept"] = pages()
-    seen["held"] = held_bytes()
-    in_use = torch.ones(50 * 2**20)
-    seen["held in use"] = held_bytes()
-    del in_use
+    seen["kept"] = pages()[1]
+    seen["held"] = resident() - at_first
+    give_back()
+    seen["given back"] = resident() - at_first
+    other = threading.Thread(target=beside)
+    other.start()
+    other.join()
     try:
         with kept_memory():
             raise ValueError
     except ValueError:
-        seen["within"] = pages()
-seen["held at last"] = held_bytes()
+        seen["within"] = pages()[1]
+seen["at last"] = resident() - at_first
 seen["training"] = train()
-seen["held after training"] = held_bytes()
+seen["after training"] = resident() - at_first
 print(json.dumps(seen))
 """
 SIZE = 4 * 50 * 2**20
-PAGES = SIZE // resource.getpagesize()
+PAGES = SIZE // 4096
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
+# PyTorch for other processors has other allocators, and huge pages are faults of another number.
 needs_glibc = pytest.mark.skipif(
-    not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33 or newer"
+    platform.libc_ver()[0] != "glibc"
+    or platform.machine() != "x86_64"
+    or "LD_PRELOAD" in os.environ
+    or (HUGE_PAGES.exists() and "[always]" in HUGE_PAGES.read_text()),
+    reason="needs tensors of glibc's allocator, and pages of 4 KiB",
 )
 
 
 def seen_by_a_process(**settings):
-    kept = {k: v for k, v in os.environ.items() if k not in allocator.OWN_SETTINGS}
+    kept = {k: v for k, v in os.environ.items() if k not in allocator.ENVIRONMENT}
     run = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(run, capture_output=True, text=True, check=True, env=kept | settings)
     return json.loads(done.stdout)
@@ -73,14 +95,10 @@ def seen_by_a_process(**settings):
 def test_the_next_tensor_gets_the_pages_of_the_last_one():
     seen = seen_by_a_process()
     assert seen["usual"] > 0.9 * PAGES
-    assert seen["kept"] < 0.01 * PAGES
-    assert seen["within"] < 0.01 * PAGES  # an inner block ends nothing
-    assert max(seen["training"]) < 0.01 * PAGES
-    # What is kept is known, and given back in the end.
-    assert seen["held"] - seen["held at first"] > 0.9 * SIZE
-    assert seen["held in use"] < seen["held"] - 0.9 * SIZE
-    assert seen["held at last"] < 0.1 * SIZE
-    assert seen["held after training"] < 0.1 * SIZE
+    # An inner block, or one of another thread, ends nothing.
+    assert max(seen["kept"], seen["within"], *seen["training"]) < 0.01 * PAGES
+    assert seen["held"] > 0.9 * SIZE
+    assert max(seen["given back"], seen["at last"], seen["after training"]) < 0.6 * SIZE
 
 
 @needs_glibc
@@ -89,26 +107,58 @@ def test_settings_of_the_environment_are_left_alone():
     assert min(seen["usual"], seen["kept"], *seen["training"]) > 0.9 * PAGES
 
 
-@pytest.mark.parametrize("name", allocator.OWN_SETTINGS)
-def test_every_one_of_these_settings(name, monkeypatch):
-    monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(allocator, "_glibc", lambda: pytest.fail("looked for the allocator"))
+@pytest.fixture
+def options_set(monkeypatch):
+    found = []
+    monkeypatch.setattr(allocator, "_glibc", lambda: "glibc")
+    monkeypatch.setattr(allocator, "_set", lambda _, options: found.append(options))
+    monkeypatch.setattr(allocator, "give_back", lambda: found.append("given back"))
+    for name in allocator.ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+@pytest.mark.parametrize("name", allocator.ENVIRONMENT)
+def test_every_one_of_these_settings(name, options_set, monkeypatch):
+    monkeypatch.setenv(name, "glibc.malloc.tcache_count=1" if name == "GLIBC_TUNABLES" else "1")
     with kept_memory():
         pass
+    assert not options_set
 
 
-def test_another_c_library_is_left_alone(monkeypatch):
+def test_other_tunables_do_not_matter(options_set, monkeypatch):
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.rtld.nns=4")
+    with kept_memory():
+        pass
+    assert options_set == [allocator._KEEPING, allocator._USUAL, "given back"]
+
+
+def test_another_c_library_is_left_alone(options_set, monkeypatch):
     monkeypatch.setattr(allocator, "_glibc", lambda: None)
-    monkeypatch.setattr(allocator, "_set", lambda *_: pytest.fail("set an option"))
     with kept_memory():
         pass
-    assert held_bytes() == 0
+    assert not options_set
 
 
-def test_what_the_allocator_holds_is_free(monkeypatch):
-    monkeypatch.setattr(memory, "_system_bytes", lambda: 1000)
-    monkeypatch.setattr(memory, "_cgroup_bytes", lambda: None)
-    monkeypatch.setattr(memory, "held_bytes", lambda: 30)
-    assert available_bytes(torch.device("cpu")) == 1030
-    monkeypatch.setattr(memory, "_system_bytes", lambda: None)
-    assert available_bytes(torch.device("cpu")) is None
+def test_a_command_keeps_memory(options_set, capsys):
+    seen = []
+
+    def run(*_):
+        seen.append(list(options_set))
+        return 0
+
+    command = commands.Command("", commands.COMMANDS["doctor"].make_parser, run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(commands.COMMANDS, "doctor", command)
+        assert commands.run(["doctor"]) == 0
+    assert seen == [[allocator._KEEPING]] and options_set[-1] == "given back"
+
+
+def test_a_job_of_an_experiment_keeps_memory(options_set, monkeypatch, tmp_path):
+    def perform(*_):
+        assert options_set == [allocator._KEEPING]
+        return {"job_seconds": 1.0}
+
+    monkeypatch.setattr(runner, "perform", perform)
+    assert runner._attempt(Job("train", {}), Place(Store(tmp_path))) == (None, 1.0)
+    assert options_set[-1] == "given back"

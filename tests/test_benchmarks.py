@@ -29,6 +29,29 @@ def runs_of(path):
         return {(run["row"], int(run["seed"])): run for run in csv.DictReader(file)}
 
 
+def test_finished_runs_are_written_once_and_whole(monkeypatch, tmp_path):
+    path = tmp_path / "there" / "runs.csv"
+    results = load_script("learning", monkeypatch).Results(path, ("row", "seed", "a", "b"))
+    assert results.read() == [] and not results.has("map", 0)
+    run = {"row": "map", "seed": 0, "a": 0.1 + 0.2, "b": {"x": [1, None]}}
+    results.add(run)
+    results.add({**run, "seed": 1, "a": None, "b": "ntk-N-1"})
+    results.add({**run, "a": 7.0})  # as by another process that did the same
+    assert results.read() == [run, {"row": "map", "seed": 1, "a": None, "b": "ntk-N-1"}]
+    assert results.has("map", 1) and not results.has("map", 2)
+    with pytest.raises(ValueError, match="A run has row, seed, a, b"):
+        results.add({"row": "map", "seed": 2})
+    whole = path.read_text()
+    for torn in ("map,2", "map,2,0.5,1", "map,2\n", 'map,2,0.5,"{'):
+        path.write_text(whole + torn)
+        for use in (results.read, lambda: results.add({**run, "seed": 3})):
+            with pytest.raises(SystemExit, match="broken line"):
+                use()
+    path.write_text("row,seed\n")
+    with pytest.raises(SystemExit, match="columns row, seed, where"):
+        results.read()
+
+
 def test_invariance_learning(monkeypatch, tmp_path, capsys):
     script = load_script("invariance_learning", monkeypatch)
     estimators = ("ntk-10-1",)

@@ -147,6 +147,27 @@ def test_the_error_has_the_number_what_is_free_and_the_cheaper_choice(name, chea
     check_memory(structure, 4000, torch.device("cpu"))
 
 
+def test_what_is_kept_is_given_back_before_anything_is_refused(monkeypatch):
+    structure = make_structure("full", {"w": torch.zeros(10)}, Plan())
+    needed = structure.predicted_bytes(1)
+    free = [needed]
+
+    def give_back():
+        free[0] += 1
+
+    monkeypatch.setattr(memory, "available_bytes", lambda device: free[0])
+    monkeypatch.setattr(memory, "give_back", give_back)
+    cpu = torch.device("cpu")
+    check_memory(structure, 1, cpu)
+    assert free == [needed]
+    free[0] = needed - 1
+    check_memory(structure, 1, cpu)
+    assert free == [needed]
+    free[0] = needed - 2
+    with pytest.raises(MemoryBudgetError):
+        check_memory(structure, 1, cpu)
+
+
 def test_nothing_is_refused_where_the_system_does_not_tell(monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda device: None)
     structure = make_structure("full", {"w": torch.zeros(10_000)}, Plan())
@@ -162,7 +183,6 @@ def test_the_smaller_of_machine_and_container(tmp_path, monkeypatch):
     meminfo, limit, used = (tmp_path / name for name in ("meminfo", "max", "current"))
     for name, path in (("MEMINFO", meminfo), ("CGROUP_LIMIT", limit), ("CGROUP_USED", used)):
         monkeypatch.setattr(memory, name, path)
-    monkeypatch.setattr(memory, "held_bytes", lambda: 0)
     meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:  5000 kB\n")
     assert available_bytes(torch.device("cpu")) == 5000 * 1024
     limit.write_text("max\n")

@@ -98,7 +98,7 @@ class AnchoredBlocks:
         if scores.behind:
             tail = Tail.draw(scores, size, generator)
             keys.append(tail.first)
-            each = guessed(scores.tail / scores.behind, unit)
+            each = guessed(scores.tail.double() / scores.behind, unit)
             guesses = torch.cat([guesses, scores.behind * each.sum().reshape(1)])
         return cls(anchors, parts, num_data, num_columns, tail, keys, guesses)
 

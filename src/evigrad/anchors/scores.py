@@ -33,12 +33,12 @@ def ranked(
     """Rows by falling score, and those of equal scores in random order.
 
     Args:
-        rows: Their numbers.
+        rows: Their numbers, n K + d.
         flat: The scores of all rows.
         generator: A CPU generator.
 
     Returns:
-        The same numbers; uniformly at random where all scores are equal.
+        The same numbers in another order; uniformly at random where all scores are equal.
     """
     rows = rows[torch.randperm(len(rows), generator=generator)]
     return rows[flat[rows].argsort(descending=True, stable=True)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from evigrad.allocator import held_bytes
+from evigrad.allocator import give_back
 from evigrad.curvature.base import Structure
 from evigrad.errors import MemoryBudgetError
 
@@ -19,6 +19,9 @@ CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 
 def available_bytes(device: torch.device) -> int | None:
     """Memory that an allocation on a device may still take.
+
+    What the CPU's allocator keeps is not in it (``evigrad.allocator.give_back``): it need not be of
+    use to another one, in pieces as it may be.
 
     Args:
         device: Where.
@@ -33,8 +36,7 @@ def available_bytes(device: torch.device) -> int | None:
     if device.type != "cpu":
         return None
     known = [free for free in (_system_bytes(), _cgroup_bytes()) if free is not None]
-    # As for CUDA: what the allocator holds is free too.
-    return min(known) + held_bytes() if known else None
+    return min(known, default=None)
 
 
 def check_memory(
@@ -60,6 +62,9 @@ def check_memory(
     predict = structure.summarised_bytes if summarised else structure.predicted_bytes
     kept = predict(num_rows)
     free = available_bytes(device)
+    if free is not None and kept + pass_bytes > free:
+        give_back()
+        free = available_bytes(device)
     if free is None or kept + pass_bytes <= free:
         return
     cheaper = structure.cheaper if kept > pass_bytes else "a smaller micro_batch"

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from evigrad.allocator import kept_memory
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.experiments.jobs import Job, distinct
 from evigrad.experiments.work import KINDS, Place, perform
@@ -81,7 +82,8 @@ def run(jobs: list[Job], place: Place, tell: Tell | None = None) -> list[Failure
 def _attempt(job: Job, place: Place) -> tuple[str | None, float]:
     """What went wrong, if anything, and the seconds that it took."""
     try:
-        return None, perform(job, place)["job_seconds"]
+        with kept_memory():  # of this process, which may be one of several
+            return None, perform(job, place)["job_seconds"]
     except EvigradError as error:
         reason = str(error)
     except Exception as error:
