@@ -139,7 +139,7 @@ def table_of(runs: list[Result]) -> str:
             with_error(100 * r["accuracy"], 100 * r["accuracy_error"], 1),
             evidence,
             f"{r['seconds']:.0f}",
-            f"{r['seconds'] / baseline:.1f}",
+            "–" if math.isnan(baseline) else f"{r['seconds'] / baseline:.1f}",
             str(r["seeds"]),
         ]
         lines.append(f"| {' | '.join(cells)} |")
