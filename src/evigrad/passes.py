@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evigrad.allocator import give_back
 from evigrad.blocks import Block
 from evigrad.checks import check_finite, check_inputs
 from evigrad.curvature import available_bytes
@@ -263,7 +262,6 @@ class Passes:
         key = self._key(task, kind, x)
         if key in self.sizes.chosen or self.sizes.asked != "auto":
             return self.sizes.size(key, rest, lambda: 0.0, None)
-        give_back()
         free = available_bytes(self._device)
         if free is not None and kind != "second":  # the statistic is still to come
             free -= task.prepared.structure.predicted_bytes(task.prepared.partition.block_rows)

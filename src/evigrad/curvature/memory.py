@@ -20,8 +20,7 @@ CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 def available_bytes(device: torch.device) -> int | None:
     """Memory that an allocation on a device may still take.
 
-    What the CPU's allocator keeps is not in it (``evigrad.allocator.give_back``): it need not be of
-    use to another one, in pieces as it may be.
+    What the CPU's allocator keeps is given back before, as it may be in pieces that are of no use.
 
     Args:
         device: Where.
@@ -29,14 +28,9 @@ def available_bytes(device: torch.device) -> int | None:
     Returns:
         Bytes, or None where the system does not tell.
     """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        # What PyTorch's allocator holds but has not handed out is free too.
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if device.type != "cpu":
-        return None
-    known = [free for free in (_system_bytes(), _cgroup_bytes()) if free is not None]
-    return min(known, default=None)
+    if device.type == "cpu":
+        give_back()
+    return _free_bytes(device)
 
 
 def check_memory(
@@ -61,17 +55,29 @@ def check_memory(
     """
     predict = structure.summarised_bytes if summarised else structure.predicted_bytes
     kept = predict(num_rows)
-    free = available_bytes(device)
-    if free is not None and kept + pass_bytes > free:
-        give_back()
+    needed = kept + pass_bytes
+    free = _free_bytes(device)
+    if free is not None and needed > free:
         free = available_bytes(device)
-    if free is None or kept + pass_bytes <= free:
+    if free is None or needed <= free:
         return
     cheaper = structure.cheaper if kept > pass_bytes else "a smaller micro_batch"
     raise MemoryBudgetError(
-        f"{structure.name!r} with {num_rows} rows needs about {(kept + pass_bytes) / GIB:.3g} GiB"
+        f"{structure.name!r} with {num_rows} rows needs about {needed / GIB:.3g} GiB"
         f" on {device}, where {free / GIB:.3g} GiB are free. Cheaper: {cheaper}."
     )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """What is free now, but for what the CPU's allocator keeps."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # What PyTorch's allocator holds but has not handed out is free too.
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        return None
+    known = [free for free in (_system_bytes(), _cgroup_bytes()) if free is not None]
+    return min(known, default=None)
 
 
 def _system_bytes() -> int | None:

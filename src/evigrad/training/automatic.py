@@ -6,7 +6,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from evigrad.allocator import give_back
 from evigrad.curvature import available_bytes
 from evigrad.errors import ConfigurationError, MemoryBudgetError
 from evigrad.estimators import EstimatorSpec
@@ -69,7 +68,6 @@ def largest_subset(
     """
     budget = as_bytes("memory_budget", memory_budget)
     if budget is None:
-        give_back()
         free = available_bytes(x.device)
         if free is None:
             raise ConfigurationError(

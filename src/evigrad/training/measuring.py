@@ -9,7 +9,6 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from evigrad.allocator import give_back
 from evigrad.blocks import Block
 from evigrad.curvature import available_bytes
 from evigrad.errors import EvigradError
@@ -308,7 +307,6 @@ class NetworkMeter:
         (x, y), settings, spec = self._data, self._settings, evidence.spec
         budget = as_bytes("memory_budget", settings.memory_budget)
         if budget is None:
-            give_back()
             free = available_bytes(x.device)
             if free is None:
                 return ""
