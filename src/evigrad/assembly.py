@@ -15,13 +15,8 @@ from torch import Tensor, nn
 from evigrad.anchors import AnchorBook, Anchoring
 from evigrad.blocks import Block
 from evigrad.checks import check_finite, log_probabilities
-from evigrad.curvature import (
-    Conditioning,
-    Statistic,
-    check_memory,
-    hessian_statistic,
-    inner_product,
-)
+from evigrad.collected import Collected, conditioned
+from evigrad.curvature import Statistic, check_memory, hessian_statistic, inner_product
 from evigrad.errors import ConfigurationError
 from evigrad.jacobians import linearize
 from evigrad.likelihoods import Likelihood
@@ -29,34 +24,6 @@ from evigrad.partitions import Partition
 from evigrad.passes import Batch, Chunk, Passes, Task
 from evigrad.preparation import Preparation, Prepared, Settings
 from evigrad.priors import GaussianPrior
-
-
-@dataclass(frozen=True, eq=False)
-class Collected:
-    """One pass over a block: all that the log evidence needs of the data, whatever the prior.
-
-    Attributes:
-        owner: The assembly that made it.
-        prepared: The structure that the statistic belongs to.
-        log_likelihood: (1/T) log p(D|w,h), scaled to the whole data set, in nats.
-        statistic: Of the structure.
-        block: That was passed over, without its data.
-        splits_outputs: Whether the block holds some of a datum's rows only.
-        outputs: Micro-batches without inputs, with their outputs: what the likelihood's own
-            hyperparameters need. Kept on demand.
-        follows: Names of the hyperparameters of which it holds whatever they become.
-        versions: Of all else that it was made with.
-    """
-
-    owner: "Assembly"
-    prepared: Prepared
-    log_likelihood: Tensor
-    statistic: Any
-    block: Block
-    splits_outputs: bool
-    outputs: Sequence[tuple[Chunk, Tensor]] = ()
-    follows: frozenset[str] = frozenset()
-    versions: tuple[tuple[int, int], ...] = ()
 
 
 class _NotClosed(Exception):
@@ -179,10 +146,7 @@ class Assembly:
             task = replace(task, prepared=prepared)
             return self.collect(task, differentiable, keep_outputs, condense)
         block, structure = task.block, task.prepared.structure
-        if block.parts is not None and block.columns is not None:
-            parts = block.parts[block.columns >= 0]
-            conditioning = Conditioning(parts, block.part_weights, block.entropies, block.offset)
-            statistic = structure.condition(statistic, conditioning)
+        statistic = conditioned(structure, statistic, block)
         if condense:
             statistic = structure.condense(statistic)
         splits = block.columns is not None and _splits(block.columns, task.prepared.partition)
@@ -376,9 +340,8 @@ class Assembly:
             asked = settings.micro_batch
             at_once = 1 if asked == "auto" else min(asked if isinstance(asked, int) else size, size)
             pass_bytes = at_once * width * sum(w.numel() * w.element_size() for w in formed)
-        alone = settings.micro_batch is None or (
-            isinstance(settings.micro_batch, int) and settings.micro_batch >= size
-        )
+        at_once = self.passes.most_at_once(prepared, block)
+        alone = at_once is not None and at_once >= size
         summarised = condensed and alone
         rows = size * width if block.num_rows is None else block.num_rows
         check_memory(prepared.structure, rows, self.device, pass_bytes, summarised)

@@ -12,6 +12,26 @@ from torch import Tensor
 MOST_EXPANDED = 1.5
 
 
+@dataclass(frozen=True)
+class Draw:
+    """A draw of a part B of all rows but the anchors: it estimates ℓ by ℓ(Z) + w ℓ(B|Z) + offset.
+
+    Attributes:
+        part: The label of its rows in a block, from 1; in a partition their number, from 0.
+        weight: w, one over the probability of the draw.
+        offset: What is expected of all parts less w times that of this one: of expectation zero,
+            and of opposite sign to how far draws are off.
+        expected: What was expected of ℓ(B|Z) when it was drawn, in nats.
+        key: Tells which parts are alike.
+    """
+
+    part: int
+    weight: float = 1.0
+    offset: float = 0.0
+    expected: float = 0.0
+    key: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class Block:
     """A part of the index set, with the factors that scale it up to the whole.
@@ -29,12 +49,9 @@ class Block:
         targets: The targets (m, ...) where they were fetched.
         parts: Of an anchored block, for each of `columns` 0 for an anchor, b = 1, 2, … for a row
             of part B_b, and -1 where there is none; ``None`` elsewhere.
-        part_weights: Of an anchored block, w_b of each part: the log-determinant of all rows is
-            estimated by ℓ(Z) + Σ_b w_b ℓ(B_b|Z) + `offset`, and `scale` is 1.
-        offset: Of an anchored block, what is expected of all blocks less w_b times that of its
-            own: of expectation zero, and of opposite sign to how far draws are off.
-        expected: Of an anchored block, what was expected of each ℓ(B_b|Z) when it was drawn.
-        part_keys: Of an anchored block, what tells which parts are alike.
+        draws: Of an anchored block: the log-determinant of all rows is estimated by the mean over
+            these, of parts that may be the same, and `scale` is 1. None where all of them are
+            anchors.
         entropies: Of an anchored block that was evaluated, ℓ(Z) and each ℓ(B_b|Z), in nats.
         origin: Of a block from ``expanded``, where each datum stood before.
     """
@@ -46,10 +63,7 @@ class Block:
     inputs: Tensor | None = None
     targets: Tensor | None = None
     parts: Int[Tensor, "m k"] | None = None
-    part_weights: tuple[float, ...] = ()
-    offset: float = 0.0
-    expected: tuple[float, ...] = ()
-    part_keys: tuple[int, ...] = ()
+    draws: tuple[Draw, ...] = ()
     entropies: list[float] = field(default_factory=list)
     origin: Int[Tensor, " m"] | None = None
 
@@ -98,6 +112,38 @@ class Block:
     def num_rows(self) -> int | None:
         """The rows of the block, None where they are all outputs of its data."""
         return None if self.columns is None else int((self.columns >= 0).sum())
+
+    @property
+    def part_weights(self) -> tuple[float, ...]:
+        """Of an anchored block, w_b in ℓ(Z) + Σ_b w_b ℓ(B_b|Z) + ``offset``, for each part."""
+        weights = [0.0] * max((draw.part for draw in self.draws), default=0)
+        for draw in self.draws:
+            weights[draw.part - 1] += draw.weight / len(self.draws)
+        return tuple(weights)
+
+    @property
+    def offset(self) -> float:
+        """Of an anchored block, the mean offset of its draws, in nats."""
+        return sum(draw.offset for draw in self.draws) / max(1, len(self.draws))
+
+    def of_draw(self, draw: Draw) -> "Block":
+        """The same data and anchors with a single draw.
+
+        Args:
+            draw: One of ``draws``.
+
+        Returns:
+            A block in which rows of other parts are of no part, and have no share in its number.
+        """
+        if self.parts is None or len(self.draws) == 1:
+            return self
+        mine = torch.where(self.parts == draw.part, 1, -1)
+        return replace(
+            self,
+            parts=torch.where(self.parts == 0, 0, mine),
+            draws=(replace(draw, part=1),),
+            entropies=[],
+        )
 
     @cached_property
     def _counts(self) -> list[int] | None:

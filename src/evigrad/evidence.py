@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.anchors import AnchoredStream, Anchoring
-from evigrad.assembly import Assembly, Collected
+from evigrad.assembly import Assembly
 from evigrad.blocks import Block
 from evigrad.checks import (
     as_device,
@@ -21,6 +21,7 @@ from evigrad.checks import (
     check_type,
     log_probabilities,
 )
+from evigrad.collected import Collected
 from evigrad.curvature import ParameterPartition, partition_names
 from evigrad.descriptions import ParameterReport, parameter_reports
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError
@@ -321,7 +322,8 @@ class Evidence:
 
         As long as the weights stay, and with them the hyperparameters that are not named in
         ``wrt``, ``estimate`` and ``backward`` take the result in place of the block, or a list of
-        such for their mean, and cost no pass through the network.
+        such for their mean, and cost no pass through the network. Where an anchored block holds
+        several draws, ``draws()`` of the result is one for each.
 
         Args:
             x: As for ``estimate``.
@@ -361,6 +363,29 @@ class Evidence:
         prepared = self._assembly.prepare(x)
         with held_constant(others):
             check_keepable(self._assembly, prepared, list(changing))
+
+    def shares_anchors(self, x: Tensor, draws: int) -> bool:
+        """Whether one pass over an anchored estimator's anchors serves several of its draws.
+
+        It does where steps on the prior read no more than products of rows, which do not grow with
+        the network: ``collect`` then keeps those of ``blocks(data).round(n, at_once=draws)``, and
+        ``draws()`` of what it returns are passes for each.
+
+        Args:
+            x: Some inputs.
+            draws: How many, each of a part of its own.
+
+        Returns:
+            False where the estimator has no anchors, a precision varies inside a weight tensor, or
+            the products would take more than a gibibyte.
+        """
+        if self._anchors is None or draws < 2:
+            return False
+        check_inputs(x, self._assembly.device)
+        own, anchoring = self.spec.subset or 0, self._anchors.anchoring
+        anchors = anchoring.num_anchors(own)
+        structure = self._assembly.prepare(x).structure
+        return structure.keeps_products(anchors + draws * (own - anchors))
 
     def _kept(self, x: Data, wanted: Iterable[str]) -> list[Collected] | None:
         """The kept passes that were given in the place of data, or None for data."""

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from evigrad.assembly import Assembly, Collected, Terms
+from evigrad.assembly import Assembly, Terms
+from evigrad.collected import Collected
 from evigrad.errors import EvigradError
 from evigrad.estimate import Estimate
 from evigrad.passes import Task

@@ -8,9 +8,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from evigrad.assembly import Assembly, Collected
+from evigrad.assembly import Assembly
 from evigrad.blocks import Block
 from evigrad.checks import as_pair, check_block, check_inputs, not_data
+from evigrad.collected import Collected
 from evigrad.errors import ConfigurationError, InputError, nearest
 from evigrad.groups import matches
 from evigrad.passes import Batch

@@ -258,7 +258,25 @@ class Passes:
 
     # ------------------------------------------------------------ memory
 
+    def most_at_once(self, prepared: Prepared, block: Block) -> int | None:
+        """Data of a block that go through the network together, at most.
+
+        Args:
+            prepared: For its inputs.
+            block: The block.
+
+        Returns:
+            Their number, or None where the memory will tell.
+        """
+        asked = self.sizes.asked
+        if asked is None and len(block.draws) > 1:
+            # No more than for a block of one draw, whose size the user has chosen.
+            return prepared.partition.block_rows
+        return len(block.indices) if asked is None else asked if isinstance(asked, int) else None
+
     def _size(self, task: Task, kind: str, x: Tensor, rest: int) -> int:
+        if (at_once := self.most_at_once(task.prepared, task.block)) is not None:
+            return min(rest, at_once)
         key = self._key(task, kind, x)
         if key in self.sizes.chosen or self.sizes.asked != "auto":
             return self.sizes.size(key, rest, lambda: 0.0, None)

@@ -183,4 +183,4 @@ def test_groups_come_back_with_a_checkpoint() -> None:
     mine, theirs = (list(evidence.blocks((x, y)).take(4)) for evidence in (first, second))
     for one, other in zip(mine, theirs, strict=True):
         assert torch.equal(one.indices, other.indices)
-        assert one.expected == other.expected
+        assert one.draws == other.draws

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from zoo import OUTPUTS
 
 from evigrad import Evidence
-from evigrad.anchors import AnchoredBlocks, Anchoring, Scores
+from evigrad.anchors import AnchoredBlocks, AnchoredStream, Anchoring, Scores
 from evigrad.anchors.blocks import GROUPED
 from evigrad.anchors.groups import Groups
 from evigrad.anchors.masses import control_variate
 from evigrad.anchors.scores import guessed, unit_score
-from evigrad.blocks import Block
+from evigrad.blocks import Block, Draw
 from evigrad.likelihoods import (
     Bernoulli,
     Categorical,
@@ -77,7 +77,8 @@ def value(
     number: int | None,
     probability: float = 1.0,
 ) -> float:
-    block = blocks.block(number, torch.arange(blocks.num_data), probability)
+    draws = [] if number is None else [Draw(number, 1.0 / probability)]
+    block = blocks.block(draws, torch.arange(blocks.num_data))
     return evidence.estimate(with_data(block, data)).log_det
 
 
@@ -199,7 +200,7 @@ def test_every_row_of_the_tail_is_in_one_block(
     chosen = torch.zeros(1, dtype=torch.long)
     rows = []
     for number in range(blocks.num_blocks):
-        block = blocks.block(number, chosen)
+        block = blocks.block([Draw(number)], chosen)
         assert block.columns is not None
         assert block.parts is not None
         mine = block.parts == 1
@@ -299,7 +300,7 @@ def test_all_draws_have_the_value_and_the_gradient_of_the_bound_for_their_mean(
         own = float(made_up[number])
         offset = control_variate(made_up, own, chance)
         for chosen in subsets:
-            block = with_data(blocks.block(number, chosen, chance, own, offset), data)
+            block = with_data(blocks.block([Draw(number, 1 / chance, offset, own)], chosen), data)
             estimate = evidence.backward(block, wrt=names)
             mean += chance / len(subsets) * estimate.log_evidence
             for name in names:
@@ -353,7 +354,7 @@ def test_every_row_is_an_anchor_or_in_one_block(
     assert all(0 < len(part) <= num_rows - len(anchors) for part in blocks.parts)
     for number, part in enumerate(blocks.parts):
         chosen = torch.randperm(num_data, generator=generator)[:1]
-        block = blocks.block(number, chosen, 0.25)
+        block = blocks.block([Draw(number, 4.0)], chosen)
         assert block.columns is not None
         assert block.parts is not None
         present = block.columns >= 0
@@ -419,3 +420,110 @@ def test_a_round_is_drawn_or_the_whole_partition() -> None:
         rows.append(set(zip(data[mine].tolist(), block.columns[mine].tolist(), strict=True)))
     for one in rows:
         assert all(one == other or not one & other for other in rows)
+
+
+def gradients_of(evidence: Evidence) -> list[Tensor]:
+    """Those that were added, and are taken away."""
+    found = []
+    for parameter in evidence.hyperparameters().values():
+        assert parameter.grad is not None
+        found.append(parameter.grad)
+        parameter.grad = None
+    return found
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    num_data=st.integers(2, 6),
+    likelihood=st.sampled_from(sorted(LIKELIHOODS)),
+    root=st.sampled_from(["fisher", "eigen"]),
+    micro_batch=st.sampled_from([None, 1, 3]),
+    rows=st.integers(2, 9),
+    data=st.data(),
+)
+@settings(max_examples=40)
+def test_draws_that_share_a_pass_are_those_of_passes_of_their_own(
+    seed: int,
+    num_data: int,
+    likelihood: str,
+    root: str,
+    micro_batch: int | None,
+    rows: int,
+    data: st.DataObject,
+) -> None:
+    """Values, gradients (of a noise too) and what is learned of each part; the same part twice."""
+    total = num_data * OUTPUTS
+    model, pair = problem(seed, num_data, likelihood, 2.0)
+    labels = torch.tensor(data.draw(st.lists(st.integers(0, 4), min_size=total, max_size=total)))
+    anchors = (labels == 0).nonzero().squeeze(1)
+    parts = [p for b in range(1, 5) if len(p := (labels == b).nonzero().squeeze(1))]
+    blocks = AnchoredBlocks(anchors, parts, num_data, OUTPUTS, keys=list(range(len(parts))))
+    numbers = data.draw(st.lists(st.integers(0, len(parts) - 1), max_size=5)) if parts else []
+    draws = [
+        Draw(number, data.draw(st.floats(1.0, 9.0)), data.draw(st.floats(-3.0, 3.0)), 0.5)
+        for number in numbers
+    ]
+    evidence = Evidence(
+        model,
+        Gaussian(0.7) if likelihood == "gaussian" else LIKELIHOODS[likelihood](),
+        GaussianPrior("layerwise", precision=0.7),
+        estimator=f"ntk-{min(rows, total)}-rows-anchored",
+        num_data=num_data,
+        root=root,
+        micro_batch=micro_batch,
+        generator=0,
+    )
+    if not (len(anchors) or draws):
+        return
+    everything = torch.arange(num_data)
+    together = with_data(blocks.block(draws, everything), pair)
+    kept = list(evidence.collect(together).draws())
+    assert len(kept) == max(1, len(draws))
+    values = []
+    for own, draw in zip(kept, [[draw] for draw in draws] or [[]], strict=True):
+        alone = with_data(blocks.block(draw, everything), pair)
+        expected, wanted = evidence.backward(alone), gradients_of(evidence)
+        estimate, found = evidence.backward(own), gradients_of(evidence)
+        assert estimate.log_evidence == pytest.approx(expected.log_evidence, rel=1e-10)
+        assert estimate.log_det == pytest.approx(expected.log_det, rel=1e-9, abs=1e-12)
+        for mine, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-11)
+        # What the stream learns from it is of this part alone, and not of the whole block.
+        assert own.block.entropies == pytest.approx(alone.entropies, rel=1e-9, abs=1e-12)
+        assert [d.key for d in own.block.draws] == [d.part for d in draw]
+        values.append(estimate.log_det)
+    mean = sum(values) / len(values)
+    assert evidence.estimate(together).log_det == pytest.approx(mean, rel=1e-9, abs=1e-11)
+    # A pass on all draws leaves as well the gradient of the mean.
+    evidence.backward(together)
+    whole = gradients_of(evidence)
+    evidence.backward(kept)
+    for mine, theirs in zip(gradients_of(evidence), whole, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-11)
+
+
+def test_draws_of_a_round_in_one_block() -> None:
+    """Anchors once, each part with its rows, the data of as many likelihoods."""
+    model, pair = problem(0, 30, "categorical", 1.0)
+    evidence = anchored(model, "categorical", 30, "eigen", 0.5, 8)
+    stream = evidence.blocks(pair)
+    assert isinstance(stream, AnchoredStream)
+    blocks = list(stream.round(7, at_once=3))
+    assert [len(block.draws) for block in blocks] == [3, 3, 1]
+    anchors = []
+    for block in blocks:
+        assert block.columns is not None
+        assert block.parts is not None
+        rows = block.indices[:, None] * OUTPUTS + block.columns
+        anchors.append(sorted(rows[block.parts == 0].tolist()))
+        labels = {draw.part for draw in block.draws}
+        assert sorted(labels) == list(range(1, len(labels) + 1))
+        assert all(int((block.parts == label).sum()) > 0 for label in labels)
+        assert int((block.likelihood_weights > 0).sum()) == min(30, 2 * len(block.draws))
+        assert float(block.likelihood_weights.sum()) == pytest.approx(30)
+    assert anchors[0] == anchors[1] == anchors[2]
+    # Parts of one row, so that all partitions are the same.
+    (everything,) = stream.round(10_000, at_once=10_000)
+    assert everything.part_weights == pytest.approx([1.0] * len(everything.draws))
+    whole = sum(evidence.estimate(block).log_det for block in stream.epoch())
+    assert evidence.estimate(everything).log_det == pytest.approx(whole / len(everything.draws))

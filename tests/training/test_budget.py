@@ -51,7 +51,7 @@ def family(
     largest: int = 1000,
     exact: bool = False,
     is_bound: bool = True,
-    sharing: int = 1,
+    sharing: float = 1.0,
 ) -> Family:
     def make(size: int) -> Candidate:
         word = "N" if size == 1000 else str(size)
@@ -134,7 +134,7 @@ def test_steps_that_share_a_pass_make_the_exact_one_affordable():
 
     # 800 would take more than the 5 steps, all of them shared by ten steps do not.
     found = chosen(
-        Fake(ntk=(seconds, 1.0, 0.0)), family("ntk", exact=True, sharing=10), step_budget=1.0
+        Fake(ntk=(seconds, 1.0, 0.0)), family("ntk", exact=True, sharing=10.0), step_budget=1.0
     )
     assert found.name == "ntk-N-C"
     alone = chosen(Fake(ntk=(seconds, 1.0, 0.0)), family("ntk", exact=True), step_budget=1.0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.blocks import Block
-from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.errors import ConfigurationError, EvigradError, MemoryBudgetError
 from evigrad.fixed_point import FixedPoint
 from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior, NormalHyperprior
@@ -130,6 +130,84 @@ def test_one_pass_where_every_block_is_the_same(make_net, regression, monkeypatc
     assert loop.learn(2).is_shared
     assert len(seen) == 1
     assert (hyperparameters_of(loop) != before).all()
+
+
+@pytest.mark.parametrize("prior_blocks", [None, 2])
+def test_steps_share_the_pass_over_their_anchors(
+    make_net, regression, monkeypatch, prior_blocks: int | None
+):
+    """As many draws as steps, a step on each; or the mean of some of them again and again."""
+    loop = prepared(
+        make_net().double(),
+        (regression[0].double(), regression[1].double()),
+        likelihood=Gaussian(0.7),
+        estimator="ntk-20-rows-anchored",
+        steps=4,
+        prior_blocks=prior_blocks,
+    )
+    twin = copy.deepcopy(loop.evidence)
+    seen = record_passes(loop, monkeypatch)
+    learned = loop.learn(2)
+    (block,) = seen
+    draws = block.draws
+    assert len(draws) == (prior_blocks or 4)
+    assert learned.is_shared
+    # By hand: each draw's own block.
+    found = twin.hyperparameters()
+    optimizer = make_hyper_optimizer(found, loop.settings)
+    for step in range(4):
+        for p in found.values():
+            p.grad = None
+        own = draws[step : step + 1] if prior_blocks is None else draws
+        values = [twin.backward(block.of_draw(draw)).log_evidence for draw in own]
+        for p in found.values():
+            assert p.grad is not None
+            p.grad /= len(own)
+        mean = sum(values) / len(own)
+        assert learned.estimates[step].log_evidence == pytest.approx(mean, rel=1e-9)
+        for group in optimizer.param_groups:
+            group["lr"] = cosine(step / 8, group["lr_first"], group["lr_last"])
+        optimizer.step()
+    by_hand = torch.cat([p.detach().flatten() for p in found.values()])
+    torch.testing.assert_close(hyperparameters_of(loop), by_hand, rtol=1e-8, atol=1e-10)
+
+
+def test_anchors_are_shared_by_as_many_draws_as_fit(make_net, regression, monkeypatch):
+    loop = prepared(
+        make_net(), regression, likelihood=Gaussian(0.7), estimator="ntk-9-rows-anchored", steps=6
+    )
+    collect, tried = loop.evidence.collect, []
+
+    def limited(block: Block, **keywords: Any):
+        tried.append(len(block.draws))
+        if len(block.draws) > 2:
+            raise MemoryBudgetError("too many rows")
+        return collect(block, **keywords)
+
+    monkeypatch.setattr(loop.evidence, "collect", limited)
+    learned = loop.learn(2)
+    assert tried == [6, 3, 2, 2, 2]
+    assert len(learned.estimates) == 6
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prior": GaussianPrior("diagonal")},
+        {"hyperparameters": ["gate"]},
+        {"steps": 1},
+    ],
+)
+def test_where_anchors_are_not_shared_each_step_has_its_block(
+    make_net, regression, monkeypatch, changes: dict[str, Any]
+):
+    steps = changes.get("steps", 3)
+    settings = {"likelihood": Gaussian(0.7), "estimator": "ntk-20-rows-anchored", **changes}
+    net = Gated() if "hyperparameters" in changes else make_net()
+    loop = prepared(net, regression, **settings)
+    seen = record_passes(loop, monkeypatch)
+    assert not loop.learn(2).is_shared
+    assert [len(block.draws) for block in seen] == [1] * steps
 
 
 def test_passes_that_cannot_be_kept_are_made_again(make_net, regression, monkeypatch):

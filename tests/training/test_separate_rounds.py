@@ -138,8 +138,10 @@ def test_steps_are_those_of_two_optimisers_on_parts_of_the_gradient(images):
         torch.testing.assert_close(value, found[name].detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_steps_on_precisions_do_not_pay_for_the_ranges(images, monkeypatch):
-    loop = prepared(images)
+@pytest.mark.parametrize("changes", [{}, {"estimator": "ntk-10-rows-anchored"}])
+def test_steps_on_precisions_do_not_pay_for_the_ranges(images, monkeypatch, changes):
+    """Each draws transforms of its own: no pass is shared, not even over anchors."""
+    loop = prepared(images, **changes)
     kinds: list[str] = []
     run = loop.evidence._assembly.passes.run
 

@@ -14,7 +14,7 @@ partitioned without any ranks (``tail``).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -23,7 +23,7 @@ from torch import Tensor
 from evigrad.anchors.groups import Groups
 from evigrad.anchors.scores import Scores, guessed, ranked, unit_score
 from evigrad.anchors.tail import Tail
-from evigrad.blocks import Block, padded_columns
+from evigrad.blocks import Block, Draw, padded_columns
 
 # The key of blocks that were grouped, in the place of a column.
 GROUPED = -1
@@ -107,32 +107,28 @@ class AnchoredBlocks:
         """M, the blocks of the partition."""
         return len(self.parts) + (0 if self.tail is None else self.tail.count)
 
-    def block(
-        self,
-        number: int | None,
-        of_likelihood: Int[Tensor, " u"],
-        probability: float = 1.0,
-        expected: float = 0.0,
-        offset: float = 0.0,
-    ) -> Block:
-        """A block of the anchors and one part.
+    def block(self, draws: Sequence[Draw], of_likelihood: Int[Tensor, " u"]) -> Block:
+        """A block of the anchors and some parts.
 
         Args:
-            number: Of the part, those of the tail last; None for the anchors alone.
+            draws: Of parts by their numbers, those of the tail last; none for the anchors alone.
             of_likelihood: The data that the log likelihood is taken from, drawn uniformly.
-            probability: With which the part was drawn.
-            expected: What is expected of ℓ(B|Z), in nats.
-            offset: See ``Block``.
 
         Returns:
             The block, without inputs; data with the same number of rows lie together.
         """
-        data, columns = self._rows(number)
-        labels = torch.cat([torch.zeros_like(self.anchors), torch.ones_like(data)])
-        data = torch.cat([self.anchors // self.num_columns, data])
-        columns = torch.cat([self.anchors % self.num_columns, columns])
-        indices = torch.cat([data, of_likelihood]).unique()
-        position = torch.searchsorted(indices, data)
+        numbers = list(dict.fromkeys(draw.part for draw in draws))
+        data, columns, labels = [self.anchors // self.num_columns], [], []
+        columns.append(self.anchors % self.num_columns)
+        labels.append(torch.zeros_like(self.anchors))
+        for label, number in enumerate(numbers, start=1):
+            own, own_columns = self._rows(number)
+            data.append(own)
+            columns.append(own_columns)
+            labels.append(torch.full_like(own, label))
+        of_rows = torch.cat(data)
+        indices = torch.cat([of_rows, of_likelihood]).unique()
+        position = torch.searchsorted(indices, of_rows)
         # Those with most rows first, and those without any last.
         counts = position.bincount(minlength=len(indices))
         order = counts.argsort(descending=True, stable=True)
@@ -143,14 +139,14 @@ class AnchoredBlocks:
         return Block(
             indices,
             # Rows and their labels are laid out in the same way.
-            columns=padded_columns(position, columns, len(indices)),
+            columns=padded_columns(position, torch.cat(columns), len(indices)),
             scale=1.0,
             likelihood_weights=weights,
-            parts=padded_columns(position, labels, len(indices)),
-            part_weights=() if number is None else (1.0 / probability,),
-            offset=0.0 if number is None else offset,
-            expected=() if number is None else (expected,),
-            part_keys=() if number is None else (self._key(number),),
+            parts=padded_columns(position, torch.cat(labels), len(indices)),
+            draws=tuple(
+                replace(draw, part=1 + numbers.index(draw.part), key=self._key(draw.part))
+                for draw in draws
+            ),
         )
 
     @property
@@ -168,10 +164,8 @@ class AnchoredBlocks:
     def _key(self, number: int) -> int:
         return self.keys[self.group(number)] if self.keys else 0
 
-    def _rows(self, number: int | None) -> tuple[Tensor, Tensor]:
+    def _rows(self, number: int) -> tuple[Tensor, Tensor]:
         """Data and columns of a part."""
-        if number is None:
-            return self.anchors[:0], self.anchors[:0]
         if number >= len(self.parts):
             assert self.tail is not None
             return self.tail.rows(number - len(self.parts))

@@ -85,12 +85,9 @@ class AnchorBook:
         """
         if block.columns is None or block.parts is None or len(block.entropies) < 2:
             return
-        for part, (expected, seen) in enumerate(
-            zip(block.expected, block.entropies[1:], strict=True), start=1
-        ):
-            rows = block.columns[block.parts == part]
-            if len(rows):
-                self._masses.observe(block.part_keys[part - 1], expected, seen)
+        for draw in block.draws:
+            if bool((block.columns[block.parts == draw.part] >= 0).any()):
+                self._masses.observe(draw.key, draw.expected, block.entropies[draw.part])
 
     def refresh(self, source: Source) -> float:
         """Pass all data through the network, and choose anchors anew by its present outputs.

@@ -1,7 +1,8 @@
 """The endless stream of anchored blocks: which one is drawn, and what is expected of it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from jaxtyping import Int
@@ -12,7 +13,7 @@ from evigrad.anchors.choice import Anchoring
 from evigrad.anchors.groups import Groups
 from evigrad.anchors.masses import Masses, control_variate, probabilities
 from evigrad.anchors.scores import Scores
-from evigrad.blocks import Block
+from evigrad.blocks import Block, Draw
 from evigrad.partitions import choose_distinct
 from evigrad.sources import Source
 from evigrad.streams import Stream
@@ -78,23 +79,20 @@ class AnchoredStream(Stream):
             made = self._partition(prepared)
             for _ in range(max(1, made.num_blocks)):
                 # Drawn late, as what was seen of the last block tells what to expect of this one.
-                yield self._drawn(made)
+                yield self._block(made, [self._draw(made)] if made.num_blocks else [])
 
-    def round(self, n: int) -> Iterator[Block]:
+    def round(self, n: int, at_once: int = 1) -> Iterator[Block]:
         """Blocks whose mean several steps share.
 
         Args:
-            n: How many, at most.
+            n: How many draws, at most.
+            at_once: How many of them a block holds, with the anchors that they share.
 
         Yields:
             As ``take`` draws them, or all of a partition that has no more.
         """
         made = self._partition(self._prepare())
-        if made.num_blocks <= n:
-            yield from self._all(made)
-            return
-        for _ in range(n):
-            yield self._drawn(made)
+        yield from self._with_data(made, self._draws(made, n), at_once)
 
     def epoch(self) -> Iterator[Block]:
         """The blocks of exactly one partition, whose mean is ℓ(Z) + Σ_m ℓ(B_m|Z).
@@ -103,23 +101,24 @@ class AnchoredStream(Stream):
             Blocks with their inputs and targets.
         """
         made = self._partition(self._prepare())
-        yield from self._all(made)
+        yield from self._with_data(made, self._draws(made, made.num_blocks), 1)
 
     def _partition(self, prepared: Prepared) -> AnchoredBlocks:
         return AnchoredBlocks.draw(
             prepared.anchors, prepared.scores, self._num_rows, self._generator, prepared.groups
         )
 
-    def _all(self, made: AnchoredBlocks) -> Iterator[Block]:
+    def _draws(self, made: AnchoredBlocks, n: int) -> Iterator[Draw]:
+        """So many draws, or each part once."""
         count = made.num_blocks
-        if not count:
-            yield self._with_data(made, None, 1.0, 0.0)
-        for number in torch.randperm(count, generator=self._generator).tolist():
-            yield self._with_data(made, number, 1.0 / count, self._expected(made, number))
+        if count > n:
+            yield from (self._draw(made) for _ in range(n))
+        for number in (
+            torch.randperm(count, generator=self._generator).tolist() if count <= n else ()
+        ):
+            yield Draw(number, float(count), expected=self._expected(made, number))
 
-    def _drawn(self, made: AnchoredBlocks) -> Block:
-        if not made.num_blocks:
-            return self._with_data(made, None, 1.0, 0.0)
+    def _draw(self, made: AnchoredBlocks) -> Draw:
         expected = self._masses.expected(made.keys, made.guesses)
         chances = probabilities(expected, made.counts)
         number = int(torch.multinomial(chances, 1, generator=self._generator))
@@ -129,8 +128,7 @@ class AnchoredStream(Stream):
             chance /= made.tail.count
             number += int(torch.randint(made.tail.count, (), generator=self._generator))
         own = self._expected(made, number)
-        offset = control_variate(expected, own, chance)
-        return self._with_data(made, number, chance, own, offset)
+        return Draw(number, 1.0 / chance, control_variate(expected, own, chance), own)
 
     def _expected(self, made: AnchoredBlocks, number: int) -> float:
         group = made.group(number)
@@ -141,16 +139,19 @@ class AnchoredStream(Stream):
         return expected
 
     def _with_data(
-        self,
-        made: AnchoredBlocks,
-        number: int | None,
-        probability: float,
-        expected: float,
-        offset: float = 0.0,
-    ) -> Block:
+        self, made: AnchoredBlocks, draws: Iterable[Draw], at_once: int
+    ) -> Iterator[Block]:
+        """Draws in blocks of some of them, the anchors alone where there are none."""
+        rest, found = iter(draws), False
+        # Taken late, as what was seen of a block tells what to expect of the next ones.
+        while (some := list(islice(rest, at_once))) or not found:
+            found = True
+            yield self._block(made, some)
+
+    def _block(self, made: AnchoredBlocks, draws: Sequence[Draw]) -> Block:
         num_data = len(self._source)
-        count = self._anchoring.num_likelihood(self._num_rows, num_data)
-        of_likelihood = choose_distinct(num_data, count, self._generator)
-        block = made.block(number, of_likelihood, probability, expected, offset)
+        each = self._anchoring.num_likelihood(self._num_rows, num_data)
+        count = min(max(1, len(draws)) * each, num_data)
+        block = made.block(draws, choose_distinct(num_data, count, self._generator))
         inputs, targets = self._source.fetch(block.indices)
         return replace(block, inputs=inputs, targets=targets)

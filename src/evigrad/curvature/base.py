@@ -298,6 +298,17 @@ class Structure(ABC, Generic[StatisticT]):
             f"{self.name!r} has no anchored form: take 'ntk', whose rows can be anchors."
         )
 
+    def keeps_products(self, num_rows: int) -> bool:
+        """Whether steps on prior and scale read no more of a statistic than products of its rows.
+
+        Args:
+            num_rows: Rows of the whole block.
+
+        Returns:
+            False where each step reads the rows, or where ℓ is not a function of their products.
+        """
+        return False
+
     @abstractmethod
     def predicted_bytes(self, num_rows: int) -> int:
         """Bytes of the statistic and of the working copies of a differentiated ``log_det``.

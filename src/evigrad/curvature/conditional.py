@@ -90,12 +90,17 @@ class _LogDetConditional(Function):
         like, head = ctx.like, ctx.head
         found = like.new_zeros(ctx.size, ctx.size)
         for number, (factor, both) in enumerate(zip(factors, rows, strict=True)):
-            weight = ctx.weights[number] if ctx.weights else 0.0
-            part = torch.cholesky_inverse(factor).to(like.dtype).mul_(weight)
+            # Of an inverse, what own rows add to that of the anchors has no more rank than these:
+            # (I + S)⁻¹ = (I + S_ZZ)⁻¹ + Y Yᵀ, and Y the last columns of the factor's inverse.
+            last = factor.new_zeros(len(factor), len(factor) - head)
+            last[head:].fill_diagonal_(1.0)
+            y = torch.linalg.solve_triangular(factor.mT, last, upper=True)
+            part = (y @ y.mT).to(like.dtype)
+            if ctx.weights:
+                part.mul_(ctx.weights[number])
             if head and number == 0:
                 # The head of the factor is the anchors' own.
-                alone = torch.cholesky_inverse(factor[:head, :head]).to(like.dtype)
-                part[:head, :head].add_(alone, alpha=1.0 - sum(ctx.weights))
+                part[:head, :head] += torch.cholesky_inverse(factor[:head, :head]).to(like.dtype)
             # Back into the order of the rows; those of other parts have no products with these.
             spread = like.new_zeros(ctx.size, len(both)).index_copy_(0, both, part)
             found.index_add_(1, both, spread)

@@ -183,6 +183,11 @@ class Ntk(Structure[NtkStatistic]):
             terms.append((own.to(root.scale) * root.scale.flatten()[flat]).sum())
         return torch.stack([term.to(terms[0]) for term in terms]).sum()
 
+    def keeps_products(self, num_rows: int) -> bool:
+        """See ``Structure.keeps_products``: Grams that are kept whatever the rows' size."""
+        grams = len(self._groups) * num_rows**2 * self._like().element_size()
+        return not self._varying and grams <= GRAM_CACHE_BYTES
+
     def predicted_bytes(self, num_rows: int) -> int:
         """See ``Structure.predicted_bytes``: the rows, the Grams that are kept, and S."""
         item = working_dtype(self._dtype, self._gram_dtype).itemsize

@@ -33,7 +33,8 @@ class Family:
         first: The size to begin with.
         largest: The size that takes all there is.
         rounded: The next lower size that is worth having, of any.
-        sharing: Steps that share the one pass of the largest size; 1 where each has its own.
+        sharing: How much less a step of the largest size costs than in proportion to those below,
+            as the steps of a round share the one pass of it; 1 where each has its own.
         variants: Others whose time is about the same at the same size.
     """
 
@@ -41,7 +42,7 @@ class Family:
     first: int
     largest: int
     rounded: Callable[[int], int] = field(default=lambda size: two_digits(size))
-    sharing: int = 1
+    sharing: float = 1.0
     variants: Sequence[Callable[[int], Candidate]] = ()
 
 

@@ -129,7 +129,7 @@ def families_for(
     sizes = [w.numel() for w in known.weights().values()]
     # Of the prior's steps those that are on all the data share one pass.
     alone = is_of_model(schedule) or settings.prior_blocks is not None
-    sharing = 1 if alone else schedule.steps
+    sharing = 1.0 if alone else float(schedule.steps)
 
     coupled = known.likelihood.couples_outputs
 
@@ -171,7 +171,11 @@ def families_for(
     if root != "subblock":
         others = tuple(anchored(share) for share in SHARES if share != settings.anchor_share)
         own, first = anchored(settings.anchor_share), min(_FIRST, n * c)
-        families.insert(0, Family(own, first, n * c, sharing=sharing, variants=others))
+        saved = sharing
+        if sharing > 1 and known.shares_anchors(x[:PROBE_SIZE], schedule.steps):
+            # Of the steps' passes over anchors there is only one at any size.
+            saved = settings.anchor_share + sharing * (1 - settings.anchor_share)
+        families.insert(0, Family(own, first, n * c, sharing=saved, variants=others))
     if c > 1:
         # The root by which outputs that are coupled are split in a bound.
         families.append(some_outputs("ntk", root or ("fisher" if coupled else None)))
@@ -277,7 +281,8 @@ class NetworkMeter:
         names = self._schedule.names
         count = None if is_of_model(self._schedule) else self._settings.prior_blocks
         start = clock()
-        blocks, shared = blocks_of_a_round(evidence, self._data, names, steps, count)
+        whole = self._schedule.steps
+        blocks, shared = blocks_of_a_round(evidence, self._data, names, whole, count)
         beginning, least, drawing = 0.0, float("inf"), 0.0
         each = iter(blocks)
         for step, block in enumerate(islice(each, steps)):
@@ -291,16 +296,21 @@ class NetworkMeter:
             least = min(least, start - drawn)
         if shared:
             drawing = 0.0
-        elif (period := evidence.blocks(self._data).period) > 1:
-            beginning = self._beginning(evidence, period)
+        if (period := evidence.blocks(self._data).period) > 1:
+            times = self._beginnings(evidence, period)
+            mean = sum(times) / period
+            # Shared passes were timed, in a round that has not chosen anchors.
+            beginning = beginning + mean - min(times) if shared else mean
         return least + drawing + max(0.0, beginning - drawing) / self._schedule.steps
 
-    def _beginning(self, evidence: Evidence, period: int) -> float:
+    def _beginnings(self, evidence: Evidence, period: int) -> list[float]:
         """Seconds until a round has its first block, where some of them have less to do for it."""
-        start = clock()
+        times: list[float] = []
         for _ in range(period):
+            start = clock()
             next(iter(evidence.blocks(self._data)))
-        return (clock() - start) / period
+            times.append(clock() - start)
+        return times
 
     def _does_not_fit(self, evidence: Evidence) -> str:
         """Why the memory does not suffice, as far as can be said beforehand; else nothing."""
