@@ -19,7 +19,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,12 @@ import evigrad
 from evigrad import Evidence
 from evigrad.anchors import Anchoring
 from evigrad.blocks import Block
+from evigrad.collected import Collected
 from evigrad.data import DataSet, load
 from evigrad.likelihoods import Categorical
 from evigrad.models import make_model
 from evigrad.priors import GaussianPrior
+from evigrad.training.rounds import blocks_of_a_round
 
 DATA, MODEL = "mnist", "mininet"
 NUM_DATA, EPOCHS = 1000, 500
@@ -43,6 +45,7 @@ STAGES = (0, 100, 250, 500)
 ROWS = (50, 100, 200, 400, 1000)
 DRAWS, TIMED = 40, 5
 ROUND = 10  # steps between two epochs
+ALONE = "anchored, a pass for each step"
 SCHEDULE: dict[str, Any] = {
     "estimator": "ntk-400-rows-anchored",
     "batch_size": 250,
@@ -162,21 +165,24 @@ def timings(path: Path, data: DataSet, seed: int, rows: list[int], repeats: int)
     """Seconds of a step of a round on k rows, with its gradient, estimators in alternation.
 
     A round begins with a partition, and for the anchored bound some with a choice of anchors, as in
-    training: what is timed are as many rounds as there are from one choice to the next.
+    training: what is timed are as many rounds as there are from one choice to the next. Steps of
+    the anchored bound share the pass over their anchors; what each costs with a pass of its own, as
+    steps on hyperparameters of the model have it, is timed beside it.
     """
     found: dict[str, Any] = {}
     rounds = Anchoring().refresh
     for k in rows:
-        made = {row: evidence_at(path, data, seed, name) for row, name in names(k).items()}
+        wanted = names(k) | {ALONE: f"ntk-{k}-rows-anchored"}
+        made = {row: evidence_at(path, data, seed, name) for row, name in wanted.items()}
         times: dict[str, list[float]] = {row: [] for row in made}
         counts: dict[str, list[int]] = {row: [] for row in made}
         for turn in range(repeats + 1):
             for row, evidence in made.items():
                 start, count = time.perf_counter(), 0
                 for _ in range(rounds):
-                    for block in evidence.blocks(data.train).take(ROUND):
+                    for block in steps_of_a_round(evidence, data, alone=row == ALONE):
                         evidence.backward(block)
-                        count += block.num_rows or len(block.indices) * data.num_outputs
+                        count += rows_of(block, data.num_outputs)
                 if turn:  # the first one plans and checks
                     times[row].append(time.perf_counter() - start)
                     counts[row].append(count)
@@ -187,7 +193,26 @@ def timings(path: Path, data: DataSet, seed: int, rows: list[int], repeats: int)
     return found
 
 
-def table(results: list[dict[str, Any]], stage: int, times: dict[str, Any]) -> list[dict[str, Any]]:
+def steps_of_a_round(
+    evidence: Evidence, data: DataSet, alone: bool
+) -> Iterable[Block | list[Collected]]:
+    """What the steps of a round are on; ``alone`` is a pass for each in any case."""
+    if alone:
+        return evidence.blocks(data.train).take(ROUND)
+    learned = list(evidence.hyperparameters())
+    return blocks_of_a_round(evidence, data.train, learned, ROUND, None)[0]
+
+
+def rows_of(block: Block | list[Collected], num_outputs: int) -> int:
+    """Rows that a step looks at."""
+    if isinstance(block, Block):
+        return block.num_rows or len(block.indices) * num_outputs
+    (collected,) = block
+    assert collected.block.parts is not None
+    return int((collected.block.parts >= 0).sum())
+
+
+def table(results: list[dict[str, Any]], stage: int) -> list[dict[str, Any]]:
     """Means over the seeds at one stage."""
     cases = [r for r in results if r["stage"] == stage]
     rows = []
@@ -201,7 +226,6 @@ def table(results: list[dict[str, Any]], stage: int, times: dict[str, Any]) -> l
                 "rows": int(k),
                 "mean": statistics.mean(v["mean"] for v in values),
                 "deviation": statistics.mean(v["deviation"] for v in values),
-                "seconds": times.get(key, ""),
                 "seeds": len(cases),
             }
         )
@@ -239,6 +263,21 @@ def times_as_markdown(times: dict[str, Any]) -> str:
         ]
         lines.append(f"| {k} | {' | '.join(cells)} |")
     return "\n".join(lines) + f"\n\n{times['machine']}"
+
+
+def times_as_rows(times: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row for each estimator and size."""
+    keys = [key.rpartition(" ") for key in times if " " in key]
+    return [
+        {
+            "estimator": row,
+            "rows": int(k),
+            "seconds": times[f"{row} {k}"],
+            "ratio": times[f"{row} {k}"] / times[f"{keys[0][0]} {k}"],
+            "machine": times["machine"],
+        }
+        for row, _, k in keys
+    ]
 
 
 def study_parser(doc: str | None, name: str, rows: Sequence[int]) -> argparse.ArgumentParser:
@@ -281,17 +320,23 @@ def main(arguments: list[str] | None = None) -> None:
                 wanted = options.rows, options.draws, known, options.again
                 case = one_case(path, data, seed, *wanted)
                 kept.write_text(json.dumps({"seed": seed, "stage": stage, **case}, indent=1))
-    results = [json.loads(path.read_text()) for path in sorted(folder.glob("case-*.json"))]
-    if not results:
+    if not (folder / "times.json").exists():
         parser.error(f"there are no results in {folder}")
     times = json.loads((folder / "times.json").read_text())
-    rows = [row for s in sorted({r["stage"] for r in results}) for row in table(results, s, times)]
-    write_csv(options.tables / "tightness.csv", rows)
-    print(as_markdown(rows))
+    write_csv(options.tables / "tightness_times.csv", times_as_rows(times))
     print(times_as_markdown(times))
     if options.page.exists():
-        insert(options.page, "tightness", as_markdown(rows))
         insert(options.page, "tightness times", times_as_markdown(times))
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("case-*.json"))]
+    if options.time:
+        return
+    if not results:
+        parser.error(f"there are no results in {folder}")
+    rows = [row for s in sorted({r["stage"] for r in results}) for row in table(results, s)]
+    write_csv(options.tables / "tightness.csv", rows)
+    print(as_markdown(rows))
+    if options.page.exists():
+        insert(options.page, "tightness", as_markdown(rows))
 
 
 if __name__ == "__main__":

@@ -129,8 +129,8 @@ def test_tightness(monkeypatch, tmp_path, capsys):
     script = load_script("tightness", monkeypatch)
     monkeypatch.setattr(script, "DATA", "digits")
     monkeypatch.setattr(script, "MODEL", "digitsnet")
-    for name in ("TIMED", "ROUND"):
-        monkeypatch.setattr(script, name, 1)
+    monkeypatch.setattr(script, "TIMED", 1)
+    monkeypatch.setattr(script, "ROUND", 2)
     schedule = script.SCHEDULE | {"estimator": "ntk-10-rows-anchored", "burn_in": 1, "every": 1}
     monkeypatch.setattr(script, "SCHEDULE", schedule | {"steps": 1})
     page = tmp_path / "page.md"
@@ -149,6 +149,7 @@ def test_tightness(monkeypatch, tmp_path, capsys):
     assert "old" not in text
     assert "| 100 % | 10 |" in text
     assert (tmp_path / "tightness.csv").read_text().count("\n") == 1 + 3 * 2 * 5
+    assert (tmp_path / "tightness_times.csv").read_text().count("\n") == 1 + 2 * 6
     with pytest.raises(SystemExit):
         script.main(["--results", str(tmp_path / "none"), "--table"])
 
