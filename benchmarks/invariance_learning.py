@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learning import Result, make_parser, run_and_show
+from learning import JUDGE, Result, make_parser, run_and_show
 from measure import summaries, with_error
 from torch import Tensor, nn
 
@@ -53,7 +53,6 @@ ESTIMATORS = (
 ROWS = ("map", "fixed", *REWARDS, *ESTIMATORS)
 KEYS = ("log_likelihood", "accuracy", "rotation", "log_evidence", "seconds")
 COLUMNS = ("row", "seed", *KEYS, "threads", "epochs", "test_samples", "precisions")
-JUDGE = "ntk-N-C"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ from evigrad.data import DataSet, load
 
 Result = dict[str, Any]
 
+# What evaluates the log evidence of all rows after training: exactly, by all rows of all data.
+JUDGE = "ntk-N-C"
+
 
 class Results:
     """Finished runs in a CSV file; several processes may add to it.
@@ -44,7 +47,7 @@ class Results:
 
     def has(self, row: str, seed: int) -> bool:
         """Whether a run has ended, by now, in any process."""
-        return any((run["row"], run["seed"]) == (row, seed) for run in self.read())
+        return _is_in(self.read(), row, seed)
 
     def add(self, run: Result) -> None:
         """Write a run down, unless another process has done so with the same one."""
@@ -54,8 +57,7 @@ class Results:
         with self.path.open("a+", newline="") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
-            found = self._read(file)
-            if any(all(run[key] == other[key] for key in ("row", "seed")) for other in found):
+            if _is_in(self._read(file), run["row"], run["seed"]):
                 return
             writer = csv.DictWriter(file, self.columns, lineterminator="\n")
             if file.tell() == 0:
@@ -80,6 +82,10 @@ class Results:
         if text and not (whole and text.endswith("\n")):
             raise SystemExit(f"{self.path} has a broken line: remove it, and it is run again.")
         return [{key: _value(cell) for key, cell in line.items()} for line in lines]
+
+
+def _is_in(runs: list[Result], row: str, seed: int) -> bool:
+    return any((run["row"], run["seed"]) == (row, seed) for run in runs)
 
 
 def _cell(value: Any) -> str:

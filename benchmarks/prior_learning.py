@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from learning import Result, make_parser, run_and_show
+from learning import JUDGE, Result, make_parser, run_and_show
 from measure import summaries, with_error
 
 import evigrad
@@ -39,7 +39,6 @@ ESTIMATORS = (
 ROWS = ("map-none", "map-5e-4", "grid", *ESTIMATORS)
 KEYS = ("log_evidence", "log_likelihood", "accuracy", "seconds")
 COLUMNS = ("row", "seed", *KEYS, "threads", "decay", "validation", "precisions")
-JUDGE = "ntk-N-C"
 
 
 @dataclass(frozen=True)
