@@ -201,6 +201,14 @@ def test_sizes_by_hand() -> None:
     assert MicroBatches(None).size("first", 100, lambda: 10.0, 1000) == 100
 
 
+def test_sizes_found_in_what_failed_are_forgotten() -> None:
+    sizes = MicroBatches("auto", chosen={"first": 8})
+    with pytest.raises(ZeroDivisionError), sizes.restored_on_error():
+        sizes.halve("first", 8)
+        assert 1 // 0
+    assert sizes.chosen == {"first": 8}
+
+
 def test_saved_bytes_count_each_storage_once() -> None:
     x = torch.randn(100, requires_grad=True)
     saved = SavedBytes()

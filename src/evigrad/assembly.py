@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from evigrad.anchors import AnchorBook, Anchoring
 from evigrad.blocks import Block
 from evigrad.checks import check_finite, log_probabilities
-from evigrad.collected import Collected, conditioned
+from evigrad.collected import Collected, conditioned, weighted_sum
 from evigrad.curvature import Statistic, check_memory, hessian_statistic, inner_product
 from evigrad.errors import ConfigurationError
 from evigrad.jacobians import linearize
@@ -114,6 +114,7 @@ class Assembly:
         """
         statistic: Any = None
         log_likelihood = torch.zeros((), dtype=torch.float64, device=self.device)
+        log_probs: list[Tensor] = []
         kept: list[tuple[Chunk, Tensor]] = []
         checks = self.preparation.check_is_due()
 
@@ -132,7 +133,9 @@ class Assembly:
                 added, f = self._add_rows(
                     task, statistic, chunk, differentiable, keep_outputs, alone
                 )
-            log_likelihood = log_likelihood + self._log_likelihood(f, chunk)
+            own = log_probabilities(self.likelihood, f, chunk.y)
+            log_probs.append(own.detach())
+            log_likelihood = log_likelihood + self._weighted(own, chunk)
             statistic = added
             if keep_outputs:
                 # Not a view, which would hold the inputs in memory.
@@ -150,8 +153,16 @@ class Assembly:
         if condense:
             statistic = structure.condense(statistic)
         splits = block.columns is not None and _splits(block.columns, task.prepared.partition)
-        made = replace(block, inputs=None, targets=None)
-        return Collected(self, task.prepared, log_likelihood, statistic, made, splits, kept)
+        return Collected(
+            self,
+            task.prepared,
+            log_likelihood,
+            statistic,
+            replace(block, inputs=None, targets=None),
+            splits,
+            kept,
+            torch.cat(log_probs),
+        )
 
     def terms(self, collected: Collected) -> Terms:
         """The data-dependent parts of the log evidence, under the present prior.
@@ -298,9 +309,10 @@ class Assembly:
 
     def _log_likelihood(self, f: Tensor, chunk: Chunk) -> Tensor:
         """A micro-batch's share of (1/T) log p(D|w,h), scaled to the whole data set."""
-        log_prob = log_probabilities(self.likelihood, f, chunk.y)
-        weighted = chunk.likelihood_weights.to(log_prob) * log_prob
-        return weighted.sum().double() / self.settings.temperature
+        return self._weighted(log_probabilities(self.likelihood, f, chunk.y), chunk)
+
+    def _weighted(self, log_probs: Tensor, chunk: Chunk) -> Tensor:
+        return weighted_sum(chunk.likelihood_weights, log_probs) / self.settings.temperature
 
     def _rescaled(
         self, collected: Collected, precisions: Mapping[str, Tensor]
@@ -335,6 +347,10 @@ class Assembly:
         settings, size = self.settings, len(block.indices)
         width = prepared.partition.num_outputs if block.columns is None else block.columns.shape[1]
         pass_bytes = 0
+        if len(block.draws) > 1:
+            # Several micro-batches: the rows of one, beside all that are kept.
+            own = prepared.partition.block_rows
+            pass_bytes = own * sum(w.numel() * w.element_size() for w in self.weights.values())
         if not prepared.structure.keeps_rows and settings.spec.curvature != "hessian":
             formed = [w for n, w in self.weights.items() if not self._is_factored(prepared, n)]
             asked = settings.micro_batch

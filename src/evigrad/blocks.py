@@ -17,18 +17,19 @@ class Draw:
     """A draw of a part B of all rows but the anchors: it estimates ℓ by ℓ(Z) + w ℓ(B|Z) + offset.
 
     Attributes:
-        part: The label of its rows in a block, from 1; in a partition their number, from 0.
+        part: The label of its rows in the block, from 1; before there is one, the number of the
+            part in its partition, from 0.
         weight: w, one over the probability of the draw.
         offset: What is expected of all parts less w times that of this one: of expectation zero,
             and of opposite sign to how far draws are off.
-        expected: What was expected of ℓ(B|Z) when it was drawn, in nats.
-        key: Tells which parts are alike.
+        guess: Of ℓ(B|Z), whatever was seen of other parts.
+        key: Tells for which parts guesses are off alike.
     """
 
     part: int
     weight: float = 1.0
     offset: float = 0.0
-    expected: float = 0.0
+    guess: float = 0.0
     key: int = 0
 
 
@@ -48,10 +49,12 @@ class Block:
         inputs: The inputs (m, ...) where they were fetched.
         targets: The targets (m, ...) where they were fetched.
         parts: Of an anchored block, for each of `columns` 0 for an anchor, b = 1, 2, … for a row
-            of part B_b, and -1 where there is none; ``None`` elsewhere.
+            of part B_b, and -1 where there is none or it does not count; ``None`` elsewhere.
         draws: Of an anchored block: the log-determinant of all rows is estimated by the mean over
             these, of parts that may be the same, and `scale` is 1. None where all of them are
             anchors.
+        likelihood_shares: Of an anchored block, the weights of each draw's own data, of which
+            `likelihood_weights` are the mean.
         entropies: Of an anchored block that was evaluated, ℓ(Z) and each ℓ(B_b|Z), in nats.
         origin: Of a block from ``expanded``, where each datum stood before.
     """
@@ -64,6 +67,7 @@ class Block:
     targets: Tensor | None = None
     parts: Int[Tensor, "m k"] | None = None
     draws: tuple[Draw, ...] = ()
+    likelihood_shares: Float[Tensor, "d m"] | None = None
     entropies: list[float] = field(default_factory=list)
     origin: Int[Tensor, " m"] | None = None
 
@@ -97,12 +101,14 @@ class Block:
         if self.parts is not None:
             parts = torch.full_like(columns, -1)
             parts[has_row, 0] = self.parts[present]
+        shares = self.likelihood_shares
         return replace(
             self,
             indices=self.indices[origin],
             columns=columns,
             parts=parts,
             likelihood_weights=self.likelihood_weights[origin] * first,
+            likelihood_shares=None if shares is None else shares[:, origin] * first,
             inputs=None,
             targets=None,
             origin=origin,
@@ -126,24 +132,42 @@ class Block:
         """Of an anchored block, the mean offset of its draws, in nats."""
         return sum(draw.offset for draw in self.draws) / max(1, len(self.draws))
 
-    def of_draw(self, draw: Draw) -> "Block":
+    def of_draw(self, number: int) -> "Block":
         """The same data and anchors with a single draw.
 
         Args:
-            draw: One of ``draws``.
+            number: Of the draw, its position in ``draws``.
 
         Returns:
-            A block in which rows of other parts are of no part, and have no share in its number.
+            A block in which rows of other parts, and data of the others' log likelihoods, do not
+            count.
         """
-        if self.parts is None or len(self.draws) == 1:
+        if self.parts is None or self.likelihood_shares is None or len(self.draws) < 2:
             return self
+        draw = self.draws[number]
         mine = torch.where(self.parts == draw.part, 1, -1)
+        shares = self.likelihood_shares[number]
         return replace(
             self,
             parts=torch.where(self.parts == 0, 0, mine),
             draws=(replace(draw, part=1),),
+            likelihood_weights=shares,
+            likelihood_shares=shares[None],
             entropies=[],
         )
+
+    def rows_of(self, position: int) -> int:
+        """How many rows data from a position on have each, at most.
+
+        Args:
+            position: In the block.
+
+        Returns:
+            A number of columns; 0 where all rows are behind.
+        """
+        if self.columns is None:
+            return 0
+        return self.columns.shape[1] if self._counts is None else self._counts[position]
 
     @cached_property
     def _counts(self) -> list[int] | None:

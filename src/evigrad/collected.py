@@ -28,6 +28,7 @@ class Collected:
         splits_outputs: Whether the block holds some of a datum's rows only.
         outputs: Micro-batches without inputs, with their outputs: what the likelihood's own
             hyperparameters need. Kept on demand.
+        log_probs: log p(y|w,h) of each datum of the block.
         follows: Names of the hyperparameters of which it holds whatever they become.
         versions: Of all else that it was made with.
     """
@@ -39,6 +40,7 @@ class Collected:
     block: Block
     splits_outputs: bool
     outputs: Sequence[tuple[Chunk, Tensor]] = ()
+    log_probs: Tensor | None = None
     follows: frozenset[str] = frozenset()
     versions: tuple[tuple[int, int], ...] = ()
 
@@ -48,13 +50,36 @@ class Collected:
         Yields:
             Passes whose mean estimate is that of this one, which share all that they hold.
         """
-        if len(self.block.draws) < 2:
+        if len(self.block.draws) < 2 or self.log_probs is None:
             yield self
             return
-        for draw in self.block.draws:
-            block = self.block.of_draw(draw)
-            own = conditioned(self.prepared.structure, self.statistic, block)
-            yield replace(self, statistic=own, block=block)
+        temperature = self.owner.settings.temperature
+        for number in range(len(self.block.draws)):
+            block = self.block.of_draw(number)
+            weights = block.likelihood_weights
+            yield replace(
+                self,
+                block=block,
+                statistic=conditioned(self.prepared.structure, self.statistic, block),
+                log_likelihood=weighted_sum(weights, self.log_probs) / temperature,
+                outputs=[
+                    (replace(chunk, likelihood_weights=weights[chunk.data]), f)
+                    for chunk, f in self.outputs
+                ],
+            )
+
+
+def weighted_sum(weights: Tensor, log_probs: Tensor) -> Tensor:
+    """Σ w_n log p(y_n), float64.
+
+    Args:
+        weights: Of the data, (m,).
+        log_probs: Of the data, (m,).
+
+    Returns:
+        A scalar.
+    """
+    return (weights.to(log_probs) * log_probs).sum().double()
 
 
 def conditioned(structure: Structure[Any], statistic: Any, block: Block) -> Any:

@@ -340,7 +340,8 @@ class Evidence:
         """
         changing, others = divided(self.hyperparameters(), wrt)
         beside = any(not name.startswith("prior.") for name in changing)
-        with torch.no_grad(), undrawn_on_error(self.generator):
+        sizes = self._assembly.passes.sizes
+        with torch.no_grad(), undrawn_on_error(self.generator), sizes.restored_on_error():
             task = self._task(x, y, ())
             with held_constant(others):
                 check_keepable(self._assembly, task.prepared, list(changing))
@@ -367,25 +368,30 @@ class Evidence:
     def shares_anchors(self, x: Tensor, draws: int) -> bool:
         """Whether one pass over an anchored estimator's anchors serves several of its draws.
 
-        It does where steps on the prior read no more than products of rows, which do not grow with
-        the network: ``collect`` then keeps those of ``blocks(data).round(n, at_once=draws)``, and
-        ``draws()`` of what it returns are passes for each.
+        ``collect`` then keeps a block of ``blocks(data).round(n, at_once=draws)`` for less than
+        as many passes, and ``draws()`` of what it returns are passes for each.
 
         Args:
             x: Some inputs.
             draws: How many, each of a part of its own.
 
         Returns:
-            False where the estimator has no anchors, a precision varies inside a weight tensor, or
-            the products would take more than a gibibyte.
+            False where steps on the prior would read more than products of rows, these would be
+            more than those of passes for each, or beyond a gibibyte or the memory budget.
         """
         if self._anchors is None or draws < 2:
             return False
         check_inputs(x, self._assembly.device)
-        own, anchoring = self.spec.subset or 0, self._anchors.anchoring
-        anchors = anchoring.num_anchors(own)
+        own = self.spec.subset or 0
+        anchors = self._anchors.anchoring.num_anchors(own)
+        rows = anchors + draws * (own - anchors)
         structure = self._assembly.prepare(x).structure
-        return structure.keeps_products(anchors + draws * (own - anchors))
+        budget = self._assembly.settings.memory_budget
+        return (
+            rows**2 <= draws * own**2
+            and structure.keeps_products(rows)
+            and (budget is None or structure.predicted_bytes(rows) <= budget)
+        )
 
     def _kept(self, x: Data, wanted: Iterable[str]) -> list[Collected] | None:
         """The kept passes that were given in the place of data, or None for data."""

@@ -86,6 +86,16 @@ class MicroBatches:
             limits.append(self.asked)
         return min(limits)
 
+    @contextmanager
+    def restored_on_error(self) -> Iterator[None]:
+        """Forget what was found inside where an exception passes."""
+        chosen = dict(self.chosen)
+        try:
+            yield
+        except BaseException:
+            self.chosen = chosen
+            raise
+
     def halve(self, kind: str, failed: int) -> None:
         """Take half of what did not fit from here on.
 

@@ -150,7 +150,7 @@ class Passes:
                 start = 0
                 while start < len(x):
                     rest = len(x) - start
-                    stop = start + self._size(task, kind, x, rest)
+                    stop = start + self._size(task, kind, x, rest, first + start)
                     cut = next((c for c in cuts if c > first + start), expected)
                     stop = min(stop, cut - first)
                     chunk = self._chunk(task, x[start:stop], y[start:stop], first + start)
@@ -258,31 +258,33 @@ class Passes:
 
     # ------------------------------------------------------------ memory
 
-    def most_at_once(self, prepared: Prepared, block: Block) -> int | None:
+    def most_at_once(self, prepared: Prepared, block: Block, position: int = 0) -> int | None:
         """Data of a block that go through the network together, at most.
 
         Args:
             prepared: For its inputs.
             block: The block.
+            position: Of the first of them.
 
         Returns:
             Their number, or None where the memory will tell.
         """
         asked = self.sizes.asked
         if asked is None and len(block.draws) > 1:
-            # No more than for a block of one draw, whose size the user has chosen.
-            return prepared.partition.block_rows
+            # No more rows than of one draw, whose number the user has chosen.
+            return max(1, prepared.partition.block_rows // max(1, block.rows_of(position)))
         return len(block.indices) if asked is None else asked if isinstance(asked, int) else None
 
-    def _size(self, task: Task, kind: str, x: Tensor, rest: int) -> int:
-        if (at_once := self.most_at_once(task.prepared, task.block)) is not None:
+    def _size(self, task: Task, kind: str, x: Tensor, rest: int, position: int) -> int:
+        if (at_once := self.most_at_once(task.prepared, task.block, position)) is not None:
             return min(rest, at_once)
         key = self._key(task, kind, x)
         if key in self.sizes.chosen or self.sizes.asked != "auto":
             return self.sizes.size(key, rest, lambda: 0.0, None)
         free = available_bytes(self._device)
         if free is not None and kind != "second":  # the statistic is still to come
-            free -= task.prepared.structure.predicted_bytes(task.prepared.partition.block_rows)
+            rows = task.block.num_rows or task.prepared.partition.block_rows
+            free -= task.prepared.structure.predicted_bytes(rows)
         return self.sizes.size(key, rest, lambda: self.bytes_per_datum(task, kind, x), free)
 
     def _key(self, task: Task, kind: str, x: Tensor) -> str:

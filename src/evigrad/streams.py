@@ -46,11 +46,13 @@ class Stream(Iterable[Block]):
         return islice(iter(self), n)
 
     @abstractmethod
-    def round(self, n: int) -> Iterator[Block]:
+    def round(self, n: int, at_once: int = 1) -> Iterator[Block]:
         """Blocks whose mean several steps share.
 
         Args:
             n: How many, at most.
+            at_once: How many draws a block may hold that have their anchors in common; blocks of an
+                estimator without any hold one.
 
         Returns:
             No more than n of one partition.
@@ -101,11 +103,12 @@ class BlockStream(Stream):
         while True:
             yield from self.epoch()
 
-    def round(self, n: int) -> Iterator[Block]:
+    def round(self, n: int, at_once: int = 1) -> Iterator[Block]:
         """Blocks whose mean several steps share.
 
         Args:
             n: How many, at most.
+            at_once: Of no effect, as blocks have nothing in common.
 
         Returns:
             The first n of one partition, or all of it where it has no more.

@@ -33,15 +33,19 @@ def test_guesses_are_of_the_scores_over_the_least_anchors():
 def test_what_was_seen_of_a_column_is_expected_of_its_other_blocks():
     masses = Masses()
     first = expected(masses)
-    masses.observe(0, float(first[0]), 4.0)
+    masses.observe(0, float(first[0]), 4.0)  # guessed at .5
     assert expected(masses)[:2].tolist() == pytest.approx([4.0, 4.0])
     # Of a column that nobody has seen the same ratio is expected.
     assert float(expected(masses)[2]) == pytest.approx(4.0)
-    masses.observe(1, 4.0, 1.0)
+    masses.observe(1, 0.5, 1.0)
     assert expected(masses).tolist() == pytest.approx([4.0, 4.0, 1.0])
     # Later ones count by half, in logarithms.
-    masses.observe(0, 4.0, 1.0)
+    masses.observe(0, 0.5, 1.0)
     assert expected(masses).tolist() == pytest.approx([2.0, 2.0, 1.0])
+    # The same one again and again brings them nearer, and not beyond.
+    for _ in range(50):
+        masses.observe(0, 0.5, 1.0)
+    assert expected(masses).tolist() == pytest.approx([1.0, 1.0, 1.0])
 
 
 def test_nothing_is_learned_from_nothing():
@@ -49,7 +53,10 @@ def test_nothing_is_learned_from_nothing():
     masses.observe(0, 0.0, 1.0)
     masses.observe(0, 1.0, 0.0)
     assert masses.state_dict() == {"ratios": {}}
-    masses.observe(0, 1.0, 1e30)  # limited
+    masses.observe(0, 1e-320, 1e30)
+    assert masses.state_dict() == {"ratios": {}}
+    masses.observe(0, 1.0, 1e30)
+    assert masses.state_dict() == {"ratios": {0: pytest.approx(math.log(1e3))}}  # limited
     other = Masses()
     other.load_state_dict(masses.state_dict())
     assert torch.equal(expected(other), expected(masses))

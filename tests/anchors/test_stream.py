@@ -54,9 +54,10 @@ def test_each_block_is_drawn_as_often_as_its_weight_says(
             patch.setattr(
                 torch, "randint", lambda _, size, w=within, **__: torch.arange(*size) if size else w
             )
-            block = stream._block(made, [stream._draw(made)])
+            block = stream._alone(made, [stream._draw(made)])
         (draw,) = block.draws
-        (weight,), own = block.part_weights, draw.expected
+        (weight,) = block.part_weights
+        own = draw.guess * float(stream._masses.expected([draw.key], torch.ones(1).double()))
         # With the chance of its group, and within it as likely as the others.
         chance = float(chances[0][group]) / float(made.counts[group])
         assert 1 / weight == pytest.approx(chance)

@@ -78,7 +78,7 @@ def value(
     probability: float = 1.0,
 ) -> float:
     draws = [] if number is None else [Draw(number, 1.0 / probability)]
-    block = blocks.block(draws, torch.arange(blocks.num_data))
+    block = blocks.block(draws, torch.arange(blocks.num_data)[None])
     return evidence.estimate(with_data(block, data)).log_det
 
 
@@ -200,7 +200,7 @@ def test_every_row_of_the_tail_is_in_one_block(
     chosen = torch.zeros(1, dtype=torch.long)
     rows = []
     for number in range(blocks.num_blocks):
-        block = blocks.block([Draw(number)], chosen)
+        block = blocks.block([Draw(number)], chosen[None])
         assert block.columns is not None
         assert block.parts is not None
         mine = block.parts == 1
@@ -300,7 +300,9 @@ def test_all_draws_have_the_value_and_the_gradient_of_the_bound_for_their_mean(
         own = float(made_up[number])
         offset = control_variate(made_up, own, chance)
         for chosen in subsets:
-            block = with_data(blocks.block([Draw(number, 1 / chance, offset, own)], chosen), data)
+            block = with_data(
+                blocks.block([Draw(number, 1 / chance, offset, own)], chosen[None]), data
+            )
             estimate = evidence.backward(block, wrt=names)
             mean += chance / len(subsets) * estimate.log_evidence
             for name in names:
@@ -354,7 +356,7 @@ def test_every_row_is_an_anchor_or_in_one_block(
     assert all(0 < len(part) <= num_rows - len(anchors) for part in blocks.parts)
     for number, part in enumerate(blocks.parts):
         chosen = torch.randperm(num_data, generator=generator)[:1]
-        block = blocks.block([Draw(number, 4.0)], chosen)
+        block = blocks.block([Draw(number, 4.0)], chosen[None])
         assert block.columns is not None
         assert block.parts is not None
         present = block.columns >= 0
@@ -475,13 +477,15 @@ def test_draws_that_share_a_pass_are_those_of_passes_of_their_own(
     )
     if not (len(anchors) or draws):
         return
-    everything = torch.arange(num_data)
-    together = with_data(blocks.block(draws, everything), pair)
+    each = data.draw(st.integers(1, num_data))
+    generator = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(num_data, generator=generator)[:each] for _ in draws or [None]]
+    together = with_data(blocks.block(draws, torch.stack(orders)), pair)
     kept = list(evidence.collect(together).draws())
     assert len(kept) == max(1, len(draws))
     values = []
-    for own, draw in zip(kept, [[draw] for draw in draws] or [[]], strict=True):
-        alone = with_data(blocks.block(draw, everything), pair)
+    for own, draw, order in zip(kept, [[draw] for draw in draws] or [[]], orders, strict=True):
+        alone = with_data(blocks.block(draw, order[None]), pair)
         expected, wanted = evidence.backward(alone), gradients_of(evidence)
         estimate, found = evidence.backward(own), gradients_of(evidence)
         assert estimate.log_evidence == pytest.approx(expected.log_evidence, rel=1e-10)
@@ -519,11 +523,14 @@ def test_draws_of_a_round_in_one_block() -> None:
         labels = {draw.part for draw in block.draws}
         assert sorted(labels) == list(range(1, len(labels) + 1))
         assert all(int((block.parts == label).sum()) > 0 for label in labels)
-        assert int((block.likelihood_weights > 0).sum()) == min(30, 2 * len(block.draws))
-        assert float(block.likelihood_weights.sum()) == pytest.approx(30)
+        assert block.likelihood_shares is not None
+        assert (block.likelihood_shares > 0).sum(1).tolist() == [2] * len(block.draws)
+        assert block.likelihood_shares.sum(1).tolist() == pytest.approx([30] * len(block.draws))
+        assert int((block.likelihood_weights > 0).sum()) == 2 * len(block.draws)
     assert anchors[0] == anchors[1] == anchors[2]
     # Parts of one row, so that all partitions are the same.
     (everything,) = stream.round(10_000, at_once=10_000)
     assert everything.part_weights == pytest.approx([1.0] * len(everything.draws))
     whole = sum(evidence.estimate(block).log_det for block in stream.epoch())
     assert evidence.estimate(everything).log_det == pytest.approx(whole / len(everything.draws))
+    assert not list(stream.round(0))

@@ -17,6 +17,7 @@ from evigrad.priors import GaussianPrior, NormalHyperprior
 from evigrad.training import Settings, fit, prepare
 from evigrad.training.loop import Loop
 from evigrad.training.optimizers import make_hyper_optimizer
+from evigrad.training.rounds import blocks_of_a_round
 from evigrad.training.schedules import cosine
 
 SETTINGS: dict[str, Any] = {
@@ -151,15 +152,15 @@ def test_steps_share_the_pass_over_their_anchors(
     (block,) = seen
     draws = block.draws
     assert len(draws) == (prior_blocks or 4)
-    assert learned.is_shared
+    assert learned.is_shared == (prior_blocks is not None)
     # By hand: each draw's own block.
     found = twin.hyperparameters()
     optimizer = make_hyper_optimizer(found, loop.settings)
     for step in range(4):
         for p in found.values():
             p.grad = None
-        own = draws[step : step + 1] if prior_blocks is None else draws
-        values = [twin.backward(block.of_draw(draw)).log_evidence for draw in own]
+        own = [step] if prior_blocks is None else range(len(draws))
+        values = [twin.backward(block.of_draw(number)).log_evidence for number in own]
         for p in found.values():
             assert p.grad is not None
             p.grad /= len(own)
@@ -172,22 +173,57 @@ def test_steps_share_the_pass_over_their_anchors(
     torch.testing.assert_close(hyperparameters_of(loop), by_hand, rtol=1e-8, atol=1e-10)
 
 
-def test_anchors_are_shared_by_as_many_draws_as_fit(make_net, regression, monkeypatch):
+def test_what_fits_makes_no_difference_to_what_is_drawn(make_net, regression, monkeypatch):
+    """Fewer draws in a pass, the same draws; also in the rounds after it, and with OOM errors."""
+    net, found = make_net(), {}
+    for most in (6, 2, 1):
+        settings = {"likelihood": Gaussian(0.7), "estimator": "ntk-20-rows-anchored", "steps": 6}
+        loop = prepared(copy.deepcopy(net), regression, **settings)
+        collect, tried, made = loop.evidence.collect, [], []
+
+        def limited(block: Block, collect=collect, tried=tried, made=made, most=most, **keywords):
+            tried.append(len(block.draws))
+            if len(block.draws) > most:
+                raise torch.OutOfMemoryError("rows") if most > 1 else MemoryBudgetError("rows")
+            made.append(block)
+            return collect(block, **keywords)
+
+        monkeypatch.setattr(loop.evidence, "collect", limited)
+        learned = [estimate for epoch in (2, 4, 6, 8) for estimate in loop.learn(epoch).estimates]
+        assert tried[:5] == {6: [6, 6, 6, 6], 2: [6, 3, 2, 2, 2], 1: [6, 3, 2, 1, 1]}[most][:5]
+        draws = [draw.weight for block in made for draw in block.draws]
+        found[most] = draws, [e.log_evidence for e in learned], loop.evidence.generator.get_state()
+    draws, values, state = found[6]
+    assert len(values) == 24
+    for most in (2, 1):
+        assert found[most][0] == pytest.approx(draws, rel=1e-4)
+        assert found[most][1] == pytest.approx(values, rel=1e-4)
+        assert torch.equal(found[most][2], state)
+
+
+@pytest.mark.parametrize("prior_blocks", [None, 5])
+def test_masses_are_learned_from_rounds_as_from_single_blocks(blobs, make_net, prior_blocks):
+    """What is expected of blocks settles, and draws do not get wilder from round to round."""
+    data = blobs[0]
     loop = prepared(
-        make_net(), regression, likelihood=Gaussian(0.7), estimator="ntk-9-rows-anchored", steps=6
+        make_net(), data, estimator="ntk-20-rows-anchored", steps=10, prior_blocks=prior_blocks
     )
-    collect, tried = loop.evidence.collect, []
+    evidence = loop.evidence
+    names = list(evidence.hyperparameters())
+    assert evidence._anchors is not None
 
-    def limited(block: Block, **keywords: Any):
-        tried.append(len(block.draws))
-        if len(block.draws) > 2:
-            raise MemoryBudgetError("too many rows")
-        return collect(block, **keywords)
+    def spread() -> Tensor:
+        found = [evidence.estimate(block).log_det for block in evidence.blocks(data).take(40)]
+        return torch.tensor(found).std()
 
-    monkeypatch.setattr(loop.evidence, "collect", limited)
-    learned = loop.learn(2)
-    assert tried == [6, 3, 2, 2, 2]
-    assert len(learned.estimates) == 6
+    before = spread()
+    ratios = dict(evidence._anchors._masses._ratios)
+    for _ in range(8):
+        for block in blocks_of_a_round(evidence, data, names, 10, prior_blocks)[0]:
+            evidence.estimate(block)
+    for key, ratio in evidence._anchors._masses._ratios.items():
+        assert abs(ratio - ratios.get(key, ratio)) < 1.0
+    assert spread() < 2 * before
 
 
 @pytest.mark.parametrize(

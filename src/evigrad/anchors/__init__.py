@@ -13,7 +13,7 @@ from evigrad.anchors.centres import Centres
 from evigrad.anchors.choice import CHOICES, Anchoring, choose
 from evigrad.anchors.outputs import OutputMemory
 from evigrad.anchors.scores import Scores
-from evigrad.anchors.stream import AnchoredStream
+from evigrad.anchors.stream import AnchoredStream, Drawn
 
 __all__ = [
     "CHOICES",
@@ -22,6 +22,7 @@ __all__ = [
     "AnchoredStream",
     "Anchoring",
     "Centres",
+    "Drawn",
     "OutputMemory",
     "Scores",
     "choose",

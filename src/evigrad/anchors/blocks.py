@@ -107,12 +107,13 @@ class AnchoredBlocks:
         """M, the blocks of the partition."""
         return len(self.parts) + (0 if self.tail is None else self.tail.count)
 
-    def block(self, draws: Sequence[Draw], of_likelihood: Int[Tensor, " u"]) -> Block:
+    def block(self, draws: Sequence[Draw], of_likelihood: Int[Tensor, "d u"]) -> Block:
         """A block of the anchors and some parts.
 
         Args:
             draws: Of parts by their numbers, those of the tail last; none for the anchors alone.
-            of_likelihood: The data that the log likelihood is taken from, drawn uniformly.
+            of_likelihood: The data that the log likelihood of each draw is taken from, drawn
+                uniformly; those of the anchors alone.
 
         Returns:
             The block, without inputs; data with the same number of rows lie together.
@@ -127,7 +128,7 @@ class AnchoredBlocks:
             columns.append(own_columns)
             labels.append(torch.full_like(own, label))
         of_rows = torch.cat(data)
-        indices = torch.cat([of_rows, of_likelihood]).unique()
+        indices = torch.cat([of_rows, of_likelihood.flatten()]).unique()
         position = torch.searchsorted(indices, of_rows)
         # Those with most rows first, and those without any last.
         counts = position.bincount(minlength=len(indices))
@@ -135,13 +136,15 @@ class AnchoredBlocks:
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order))
         position, indices = rank[position], indices[order]
-        weights = torch.isin(indices, of_likelihood).double() * self.num_data / len(of_likelihood)
+        each = self.num_data / of_likelihood.shape[1]
+        shares = torch.stack([each * torch.isin(indices, own).double() for own in of_likelihood])
         return Block(
             indices,
             # Rows and their labels are laid out in the same way.
             columns=padded_columns(position, torch.cat(columns), len(indices)),
             scale=1.0,
-            likelihood_weights=weights,
+            likelihood_weights=shares.mean(0),
+            likelihood_shares=shares,
             parts=padded_columns(position, torch.cat(labels), len(indices)),
             draws=tuple(
                 replace(draw, part=1 + numbers.index(draw.part), key=self._key(draw.part))

@@ -87,7 +87,7 @@ class AnchorBook:
             return
         for draw in block.draws:
             if bool((block.columns[block.parts == draw.part] >= 0).any()):
-                self._masses.observe(draw.key, draw.expected, block.entropies[draw.part])
+                self._masses.observe(draw.key, draw.guess, block.entropies[draw.part])
 
     def refresh(self, source: Source) -> float:
         """Pass all data through the network, and choose anchors anew by its present outputs.

@@ -7,6 +7,7 @@ upon. The values only steer which blocks are drawn how often: whatever they are,
 the estimate is the same bound.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ FLOOR = 0.03
 # Part of the way to what was seen last.
 RATE = 0.5
 # An observation moves what is expected by no more than this factor.
-LIMIT = 1e3
+LOG_LIMIT = math.log(1e3)
 
 
 class Masses:
@@ -43,22 +44,22 @@ class Masses:
         logs = [self._ratios.get(key, otherwise) for key in keys]
         return guesses * torch.tensor(logs, dtype=torch.float64).exp()
 
-    def observe(self, column: int, expected: float, seen: float) -> None:
-        """Learn from a block.
+    def observe(self, column: int, guess: float, seen: float) -> None:
+        """Learn from a block; from several in any order, also from the same one again.
 
         Args:
             column: The first column of its rows.
-            expected: What was expected of it.
+            guess: Of the block.
             seen: Its ℓ(B|Z).
         """
-        if not (expected > 0 and seen > 0):
+        if not (guess > 0 and seen > 0 and math.isfinite(seen / guess)):
             return
-        ratio = min(max(seen / expected, 1 / LIMIT), LIMIT)
         known = list(self._ratios.values())
         otherwise = sum(known) / len(known) if known else 0.0
         rate = RATE if column in self._ratios else 1.0
         before = self._ratios.get(column, otherwise)
-        self._ratios[column] = before + rate * float(torch.tensor(ratio, dtype=torch.float64).log())
+        step = math.log(seen / guess) - before
+        self._ratios[column] = before + rate * min(max(step, -LOG_LIMIT), LOG_LIMIT)
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers, for a checkpoint."""

@@ -1,11 +1,10 @@
 """The endless stream of anchored blocks: which one is drawn, and what is expected of it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from evigrad.anchors.blocks import AnchoredBlocks
@@ -79,7 +78,7 @@ class AnchoredStream(Stream):
             made = self._partition(prepared)
             for _ in range(max(1, made.num_blocks)):
                 # Drawn late, as what was seen of the last block tells what to expect of this one.
-                yield self._block(made, [self._draw(made)] if made.num_blocks else [])
+                yield self._alone(made, [self._draw(made)] if made.num_blocks else [])
 
     def round(self, n: int, at_once: int = 1) -> Iterator[Block]:
         """Blocks whose mean several steps share.
@@ -88,11 +87,10 @@ class AnchoredStream(Stream):
             n: How many draws, at most.
             at_once: How many of them a block holds, with the anchors that they share.
 
-        Yields:
+        Returns:
             As ``take`` draws them, or all of a partition that has no more.
         """
-        made = self._partition(self._prepare())
-        yield from self._with_data(made, self._draws(made, n), at_once)
+        return self.drawn(n, whole=True).blocks(at_once)
 
     def epoch(self) -> Iterator[Block]:
         """The blocks of exactly one partition, whose mean is ℓ(Z) + Σ_m ℓ(B_m|Z).
@@ -101,22 +99,41 @@ class AnchoredStream(Stream):
             Blocks with their inputs and targets.
         """
         made = self._partition(self._prepare())
-        yield from self._with_data(made, self._draws(made, made.num_blocks), 1)
+        for draw in self._each(made):
+            yield self._alone(made, [draw])
+        if not made.num_blocks:
+            yield self._alone(made, [])
+
+    def drawn(self, n: int, whole: bool = False) -> "Drawn":
+        """Draws of one partition, of which nothing is random any more.
+
+        Args:
+            n: How many.
+            whole: Whether to take each part once instead, where the partition has no more than n.
+
+        Returns:
+            The draws; none where all rows are anchors.
+        """
+        made = self._partition(self._prepare())
+        if whole and made.num_blocks <= n:
+            draws = list(self._each(made))
+        else:
+            draws = [self._draw(made) for _ in range(n if made.num_blocks else 0)]
+        return Drawn(self._source, made, draws, self._likelihood_data(max(1, len(draws))))
 
     def _partition(self, prepared: Prepared) -> AnchoredBlocks:
         return AnchoredBlocks.draw(
             prepared.anchors, prepared.scores, self._num_rows, self._generator, prepared.groups
         )
 
-    def _draws(self, made: AnchoredBlocks, n: int) -> Iterator[Draw]:
-        """So many draws, or each part once."""
+    def _each(self, made: AnchoredBlocks) -> Iterator[Draw]:
+        """Each part once, in random order."""
         count = made.num_blocks
-        if count > n:
-            yield from (self._draw(made) for _ in range(n))
-        for number in (
-            torch.randperm(count, generator=self._generator).tolist() if count <= n else ()
-        ):
-            yield Draw(number, float(count), expected=self._expected(made, number))
+        expected = self._masses.expected(made.keys, made.guesses)
+        for number in torch.randperm(count, generator=self._generator).tolist():
+            # Offsets that have no part in the mean of all; of each they take what it is off by.
+            offset = control_variate(expected, self._of_one(made, number, expected), 1.0 / count)
+            yield Draw(number, float(count), offset, self._of_one(made, number, made.guesses))
 
     def _draw(self, made: AnchoredBlocks) -> Draw:
         expected = self._masses.expected(made.keys, made.guesses)
@@ -127,31 +144,57 @@ class AnchoredStream(Stream):
             # Of the tail any of its blocks.
             chance /= made.tail.count
             number += int(torch.randint(made.tail.count, (), generator=self._generator))
-        own = self._expected(made, number)
-        return Draw(number, 1.0 / chance, control_variate(expected, own, chance), own)
+        offset = control_variate(expected, self._of_one(made, number, expected), chance)
+        return Draw(number, 1.0 / chance, offset, self._of_one(made, number, made.guesses))
 
-    def _expected(self, made: AnchoredBlocks, number: int) -> float:
+    @staticmethod
+    def _of_one(made: AnchoredBlocks, number: int, values: Float[Tensor, " _"]) -> float:
+        """What is said of a part, where all of the tail has one number."""
         group = made.group(number)
-        one = slice(group, group + 1)
-        expected = float(self._masses.expected(made.keys[one], made.guesses[one]))
-        if made.tail is not None and group == len(made.parts):
-            return expected / made.tail.count
-        return expected
+        return float(values[group]) / float(made.counts[group])
 
-    def _with_data(
-        self, made: AnchoredBlocks, draws: Iterable[Draw], at_once: int
-    ) -> Iterator[Block]:
-        """Draws in blocks of some of them, the anchors alone where there are none."""
-        rest, found = iter(draws), False
-        # Taken late, as what was seen of a block tells what to expect of the next ones.
-        while (some := list(islice(rest, at_once))) or not found:
-            found = True
-            yield self._block(made, some)
+    def _alone(self, made: AnchoredBlocks, draws: list[Draw]) -> Block:
+        return next(Drawn(self._source, made, draws, self._likelihood_data(1)).blocks(1))
 
-    def _block(self, made: AnchoredBlocks, draws: Sequence[Draw]) -> Block:
+    def _likelihood_data(self, count: int) -> Int[Tensor, "d u"]:
+        """The data of the log likelihood of so many draws; together they are spread over all."""
         num_data = len(self._source)
         each = self._anchoring.num_likelihood(self._num_rows, num_data)
-        count = min(max(1, len(draws)) * each, num_data)
-        block = made.block(draws, choose_distinct(num_data, count, self._generator))
-        inputs, targets = self._source.fetch(block.indices)
-        return replace(block, inputs=inputs, targets=targets)
+        total = min(count * each, num_data)
+        chosen = choose_distinct(num_data, total, self._generator)
+        if count > 1:
+            chosen = chosen[torch.randperm(total, generator=self._generator)]
+        return chosen[torch.arange(count * each) % total].reshape(count, each)
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """Draws of one partition, which can be laid out in blocks again and again.
+
+    Attributes:
+        source: The data.
+        partition: What is drawn from.
+        draws: Of its parts, by their numbers.
+        of_likelihood: The data of each draw's log likelihood; of the anchors alone without any.
+    """
+
+    source: Source
+    partition: AnchoredBlocks
+    draws: list[Draw]
+    of_likelihood: Int[Tensor, "d u"]
+
+    def blocks(self, at_once: int) -> Iterator[Block]:
+        """The draws in blocks, or one of the anchors alone where these are all rows.
+
+        Args:
+            at_once: How many of them a block holds, with the anchors that they share.
+
+        Yields:
+            Blocks with their inputs and targets.
+        """
+        starts = range(0, len(self.draws), at_once) if self.partition.num_blocks else [0]
+        for start in starts:
+            some = slice(start, start + at_once)
+            block = self.partition.block(self.draws[some], self.of_likelihood[some])
+            inputs, targets = self.source.fetch(block.indices)
+            yield replace(block, inputs=inputs, targets=targets)

@@ -20,8 +20,8 @@ class Conditioning:
     """Which rows of a block are anchors, and which belong to its parts given the anchors.
 
     Attributes:
-        parts: For each row, in the order in which rows are accumulated, 0 for an anchor and b for
-            part B_b.
+        parts: For each row, in the order in which rows are accumulated, 0 for an anchor, b for
+            part B_b, and -1 for a row that does not count.
         weights: Of the parts, w_1, w_2, …; one over the probability that the part was drawn with.
         entropies: Filled by each evaluation with ℓ(Z), ℓ(B_1|Z), …
         offset: Added to the value, in nats: a control variate, of expectation zero.

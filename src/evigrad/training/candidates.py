@@ -35,7 +35,7 @@ class Family:
         rounded: The next lower size that is worth having, of any.
         sharing: How much less a step of the largest size costs than in proportion to those below,
             as the steps of a round share the one pass of it; 1 where each has its own.
-        variants: Others whose time is about the same at the same size.
+        variants: Others, tried at the size that was found, or at less where they take longer.
     """
 
     make: Callable[[int], Candidate]

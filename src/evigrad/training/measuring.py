@@ -22,7 +22,7 @@ from evigrad.training.candidates import Candidate, Draws, Family, even
 from evigrad.training.choice import Choice
 from evigrad.training.estimator_options import as_bytes, estimator_options
 from evigrad.training.randomness import Use, stream
-from evigrad.training.rounds import blocks_of_a_round
+from evigrad.training.rounds import blocks_of_a_round, draws_at_once, is_keepable
 from evigrad.training.schedules import Schedule, count_rounds
 from evigrad.training.settings import Settings
 
@@ -172,7 +172,11 @@ def families_for(
         others = tuple(anchored(share) for share in SHARES if share != settings.anchor_share)
         own, first = anchored(settings.anchor_share), min(_FIRST, n * c)
         saved = sharing
-        if sharing > 1 and known.shares_anchors(x[:PROBE_SIZE], schedule.steps):
+        if (
+            sharing > 1
+            and known.shares_anchors(x[:PROBE_SIZE], schedule.steps)
+            and (is_keepable(known, x, schedule.names))
+        ):
             # Of the steps' passes over anchors there is only one at any size.
             saved = settings.anchor_share + sharing * (1 - settings.anchor_share)
         families.insert(0, Family(own, first, n * c, sharing=saved, variants=others))
@@ -283,7 +287,7 @@ class NetworkMeter:
         start = clock()
         whole = self._schedule.steps
         blocks, shared = blocks_of_a_round(evidence, self._data, names, whole, count)
-        beginning, least, drawing = 0.0, float("inf"), 0.0
+        beginning, least, drawing, kept = 0.0, float("inf"), 0.0, False
         each = iter(blocks)
         for step, block in enumerate(islice(each, steps)):
             drawn = clock()
@@ -291,16 +295,19 @@ class NetworkMeter:
                 beginning = drawn - start
             else:
                 drawing = drawn - start
+            kept = isinstance(block, list)
             evidence.backward(block, wrt=names)
             start = clock()
             least = min(least, start - drawn)
-        if shared:
-            drawing = 0.0
+        if kept:
+            # The first of as many passes as a round has.
+            passes = 1 if shared else -(-whole // draws_at_once(evidence, self._data[0], whole))
+            beginning, drawing = passes * beginning, 0.0
         if (period := evidence.blocks(self._data).period) > 1:
             times = self._beginnings(evidence, period)
             mean = sum(times) / period
-            # Shared passes were timed, in a round that has not chosen anchors.
-            beginning = beginning + mean - min(times) if shared else mean
+            # Kept passes were timed, in a round that has not chosen anchors.
+            beginning = beginning + mean - min(times) if kept else mean
         return least + drawing + max(0.0, beginning - drawing) / self._schedule.steps
 
     def _beginnings(self, evidence: Evidence, period: int) -> list[float]:

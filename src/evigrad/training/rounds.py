@@ -1,16 +1,17 @@
 """The blocks of a round of hyperparameter steps."""
 
-from collections.abc import Iterable
-from itertools import cycle, islice, repeat
+from collections.abc import Iterable, Iterator
+from itertools import repeat
 
 from torch import Tensor
 
-from evigrad.anchors import AnchoredStream
+from evigrad.anchors import AnchoredStream, Drawn
 from evigrad.blocks import Block
 from evigrad.collected import Collected
 from evigrad.draws import stochastic_modules
-from evigrad.errors import ConfigurationError, MemoryBudgetError
+from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
+from evigrad.micro_batches import fits
 from evigrad.preparation import PROBE_SIZE
 
 
@@ -21,7 +22,7 @@ def blocks_of_a_round(
     steps: int,
     prior_blocks: int | None,
 ) -> tuple[Iterable[Block | list[Collected]], bool]:
-    """What each step of a round is on, and whether steps share passes through the network.
+    """What each step of a round is on, and whether that is the same for all of them.
 
     Where no more than prior and noise are learned, steps share what they would otherwise repeat:
     the only pass there is, where all the data are one block, and that over the anchors, where
@@ -35,17 +36,22 @@ def blocks_of_a_round(
         prior_blocks: Blocks whose passes the steps share; None for a block for each step.
 
     Returns:
-        A block for each step, or kept passes for each: one, or the same ones again and again.
+        A block or a kept pass for each step, or the same kept passes again and again: the second is
+        whether these are the same.
     """
     blocks = evidence.blocks(data)
     anchored = isinstance(blocks, AnchoredStream)
     keepable = (anchored or blocks.is_constant) and is_keepable(evidence, data[0], names)
-    if anchored and keepable:
-        count = steps if prior_blocks is None else prior_blocks
-        if kept := draws_that_share_anchors(evidence, blocks, data[0], names, count):
-            if prior_blocks is None:
-                return islice(cycle([draw] for draw in kept), steps), True
+    if anchored and keepable and evidence.shares_anchors(data[0][:PROBE_SIZE], 2):
+        drawn = blocks.drawn(prior_blocks or steps, whole=prior_blocks is not None)
+        passes = passes_over(evidence, drawn, data[0], names)
+        if prior_blocks is not None:
+            kept = list(passes)
+            if len(kept) > 1:  # their draws may be of different number
+                kept = [own for each in kept for own in each.draws()]
             return repeat(kept, steps), True
+        if drawn.draws:
+            return ([own] for each in passes for own in each.draws()), False
     if prior_blocks is None and blocks.is_constant and keepable:
         prior_blocks = 1
     if prior_blocks is None:
@@ -54,31 +60,57 @@ def blocks_of_a_round(
     return repeat(kept, steps), True
 
 
-def draws_that_share_anchors(
-    evidence: Evidence, blocks: AnchoredStream, x: Tensor, names: list[str], count: int
-) -> list[Collected]:
-    """Draws of one partition, as many of them in a pass as the memory holds.
+def passes_over(
+    evidence: Evidence, drawn: Drawn, x: Tensor, names: list[str]
+) -> Iterator[Collected]:
+    """Kept passes over draws, each over as many as fit into memory.
+
+    Whatever fits, the draws are the same, and so are those of all later rounds.
 
     Args:
         evidence: Of the model that is trained.
-        blocks: Its blocks.
+        drawn: The draws.
         x: Some inputs.
         names: Of the hyperparameters that are learned.
-        count: How many, at most.
+
+    Yields:
+        Passes in the order of the draws, one after the other as they are asked for.
+    """
+
+    def collect(block: Block) -> Collected:
+        # A seed for the model is drawn, which draws nothing, in each pass of however many.
+        state = evidence.generator.get_state()
+        kept = evidence.collect(block, wrt=names)
+        evidence.generator.set_state(state)
+        return kept
+
+    at_once = draws_at_once(evidence, x, max(1, len(drawn.draws)))
+    blocks = drawn.blocks(at_once)
+    while at_once > 1:
+        block, found = next(blocks), list[Collected]()
+        if fits(lambda own=block, kept=found: kept.append(collect(own))):
+            yield found.pop()
+            break
+        at_once = -(-at_once // 2)
+        blocks = drawn.blocks(at_once)
+    for block in blocks:
+        yield collect(block)
+
+
+def draws_at_once(evidence: Evidence, x: Tensor, count: int) -> int:
+    """How many draws of an anchored estimator a pass is worth having for.
+
+    Args:
+        evidence: Of the model that is trained.
+        x: Some inputs.
+        count: How many there are.
 
     Returns:
-        A kept pass for each; none where a pass holds no more than one.
+        That many, or fewer; 1 where none are shared.
     """
-    at_once = count
-    while at_once > 1:
-        if evidence.shares_anchors(x[:PROBE_SIZE], at_once):
-            try:
-                passes = [evidence.collect(b, wrt=names) for b in blocks.round(count, at_once)]
-                return [draw for collected in passes for draw in collected.draws()]
-            except MemoryBudgetError:
-                pass  # of the rows; fewer of them may fit
-        at_once = -(-at_once // 2)
-    return []
+    while count > 1 and not evidence.shares_anchors(x[:PROBE_SIZE], count):
+        count = -(-count // 2)
+    return count
 
 
 def is_keepable(evidence: Evidence, x: Tensor, names: list[str]) -> bool:
