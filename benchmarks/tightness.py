@@ -311,7 +311,8 @@ def main(arguments: list[str] | None = None) -> None:
         files = trained(data, seed, options.epochs, folder)
         last = max(files)
         if options.time or not (folder / "times.json").exists():
-            found = timings(files[last], data, seed, options.rows, TIMED)
+            with evigrad.kept_memory():  # as in training
+                found = timings(files[last], data, seed, options.rows, TIMED)
             (folder / "times.json").write_text(json.dumps({"machine": machine(), **found}))
         for stage, path in files.items() if not options.time else ():
             kept = folder / f"case-{seed}-{stage}.json"
@@ -320,18 +321,17 @@ def main(arguments: list[str] | None = None) -> None:
                 wanted = options.rows, options.draws, known, options.again
                 case = one_case(path, data, seed, *wanted)
                 kept.write_text(json.dumps({"seed": seed, "stage": stage, **case}, indent=1))
-    if not (folder / "times.json").exists():
+    cases = sorted(folder.glob("case-*.json"))
+    if not (folder / "times.json").exists() or not (cases or options.time):
         parser.error(f"there are no results in {folder}")
     times = json.loads((folder / "times.json").read_text())
     write_csv(options.tables / "tightness_times.csv", times_as_rows(times))
     print(times_as_markdown(times))
     if options.page.exists():
         insert(options.page, "tightness times", times_as_markdown(times))
-    results = [json.loads(path.read_text()) for path in sorted(folder.glob("case-*.json"))]
     if options.time:
         return
-    if not results:
-        parser.error(f"there are no results in {folder}")
+    results = [json.loads(path.read_text()) for path in cases]
     rows = [row for s in sorted({r["stage"] for r in results}) for row in table(results, s)]
     write_csv(options.tables / "tightness.csv", rows)
     print(as_markdown(rows))
