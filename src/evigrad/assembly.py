@@ -134,9 +134,9 @@ class Assembly:
                     task, statistic, chunk, differentiable, keep_outputs, alone
                 )
             own = log_probabilities(self.likelihood, f, chunk.y)
-            log_probs.append(own.detach())
             log_likelihood = log_likelihood + self._weighted(own, chunk)
             statistic = added
+            log_probs.append(own.detach())
             if keep_outputs:
                 # Not a view, which would hold the inputs in memory.
                 kept.append((replace(chunk, x=chunk.x[:0].clone()), f.detach()))

@@ -201,6 +201,35 @@ def test_what_fits_makes_no_difference_to_what_is_drawn(make_net, regression, mo
         assert torch.equal(found[most][2], state)
 
 
+def test_a_later_pass_that_does_not_fit_is_cut_too(make_net, regression, monkeypatch):
+    settings = {"likelihood": Gaussian(0.7), "estimator": "ntk-20-rows-anchored", "steps": 8}
+    loop = prepared(make_net(), regression, **settings)
+    collect, tried = loop.evidence.collect, []
+
+    def limited(block: Block, **keywords: Any):
+        tried.append(len(block.draws))
+        if len(block.draws) > (4 if len(tried) < 3 else 2):
+            raise MemoryBudgetError("rows")
+        return collect(block, **keywords)
+
+    monkeypatch.setattr(loop.evidence, "collect", limited)
+    assert len(loop.learn(2).estimates) == 8
+    assert tried == [8, 4, 4, 2, 2]
+
+
+@pytest.mark.parametrize("prior_blocks", [None, 3])
+def test_all_steps_share_one_pass_where_all_rows_are_anchors(
+    make_net, regression, monkeypatch, prior_blocks
+):
+    settings = {"likelihood": Gaussian(0.7), "estimator": "ntk-180-rows-anchored", "steps": 4}
+    loop = prepared(make_net(), regression, prior_blocks=prior_blocks, **settings)
+    seen = record_passes(loop, monkeypatch)
+    learned = loop.learn(2)
+    assert (len(seen), len(learned.estimates), learned.is_shared) == (1, 4, True)
+    exact = loop.evidence.with_estimator("ntk-N-C").estimate(*regression).log_det
+    assert loop.evidence.estimate(seen[0]).log_det == pytest.approx(exact, rel=1e-4)
+
+
 @pytest.mark.parametrize("prior_blocks", [None, 5])
 def test_masses_are_learned_from_rounds_as_from_single_blocks(blobs, make_net, prior_blocks):
     """What is expected of blocks settles, and draws do not get wilder from round to round."""

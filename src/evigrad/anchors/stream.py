@@ -154,7 +154,7 @@ class AnchoredStream(Stream):
         return float(values[group]) / float(made.counts[group])
 
     def _alone(self, made: AnchoredBlocks, draws: list[Draw]) -> Block:
-        return next(Drawn(self._source, made, draws, self._likelihood_data(1)).blocks(1))
+        return Drawn(self._source, made, draws, self._likelihood_data(1)).block(0, 1)
 
     def _likelihood_data(self, count: int) -> Int[Tensor, "d u"]:
         """The data of the log likelihood of so many draws; together they are spread over all."""
@@ -192,9 +192,21 @@ class Drawn:
         Yields:
             Blocks with their inputs and targets.
         """
-        starts = range(0, len(self.draws), at_once) if self.partition.num_blocks else [0]
-        for start in starts:
-            some = slice(start, start + at_once)
-            block = self.partition.block(self.draws[some], self.of_likelihood[some])
-            inputs, targets = self.source.fetch(block.indices)
-            yield replace(block, inputs=inputs, targets=targets)
+        count = len(self.draws) if self.partition.num_blocks else 1
+        for start in range(0, count, at_once):
+            yield self.block(start, at_once)
+
+    def block(self, start: int, count: int) -> Block:
+        """Some of the draws in a block, or the anchors alone where these are all rows.
+
+        Args:
+            start: The position of the first one.
+            count: How many, at most.
+
+        Returns:
+            A block with its inputs and targets.
+        """
+        some = slice(start, start + count)
+        block = self.partition.block(self.draws[some], self.of_likelihood[some])
+        inputs, targets = self.source.fetch(block.indices)
+        return replace(block, inputs=inputs, targets=targets)

@@ -22,7 +22,7 @@ from evigrad.training.candidates import Candidate, Draws, Family, even
 from evigrad.training.choice import Choice
 from evigrad.training.estimator_options import as_bytes, estimator_options
 from evigrad.training.randomness import Use, stream
-from evigrad.training.rounds import blocks_of_a_round, draws_at_once, is_keepable
+from evigrad.training.rounds import blocks_of_a_round, is_keepable
 from evigrad.training.schedules import Schedule, count_rounds
 from evigrad.training.settings import Settings
 
@@ -287,28 +287,31 @@ class NetworkMeter:
         start = clock()
         whole = self._schedule.steps
         blocks, shared = blocks_of_a_round(evidence, self._data, names, whole, count)
-        beginning, least, drawing, kept = 0.0, float("inf"), 0.0, False
-        each = iter(blocks)
-        for step, block in enumerate(islice(each, steps)):
+        beginning, least, drawing, kept, taken = 0.0, float("inf"), 0.0, False, 0.0
+        for step, block in enumerate(blocks):
             drawn = clock()
+            kept = isinstance(block, list)
             if step == 0:
                 beginning = drawn - start
             else:
                 drawing = drawn - start
-            kept = isinstance(block, list)
+            taken += drawn - start
             evidence.backward(block, wrt=names)
             start = clock()
             least = min(least, start - drawn)
-        if kept:
-            # The first of as many passes as a round has.
-            passes = 1 if shared else -(-whole // draws_at_once(evidence, self._data[0], whole))
-            beginning, drawing = passes * beginning, 0.0
+            # Passes that some steps share come between them: those of all the round count.
+            if step + 1 >= (whole if kept and not shared else steps):
+                break
+        choosing = 0.0
         if (period := evidence.blocks(self._data).period) > 1:
             times = self._beginnings(evidence, period)
-            mean = sum(times) / period
-            # Kept passes were timed, in a round that has not chosen anchors.
-            beginning = beginning + mean - min(times) if kept else mean
-        return least + drawing + max(0.0, beginning - drawing) / self._schedule.steps
+            # What was timed is a round that has not chosen anchors.
+            choosing = sum(times) / period - min(times)
+            if not kept:
+                beginning = min(times)
+        if kept:
+            return least + ((beginning if shared else taken) + choosing) / whole
+        return least + drawing + max(0.0, beginning + choosing - drawing) / whole
 
     def _beginnings(self, evidence: Evidence, period: int) -> list[float]:
         """Seconds until a round has its first block, where some of them have less to do for it."""

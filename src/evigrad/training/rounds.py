@@ -45,13 +45,12 @@ def blocks_of_a_round(
     if anchored and keepable and evidence.shares_anchors(data[0][:PROBE_SIZE], 2):
         drawn = blocks.drawn(prior_blocks or steps, whole=prior_blocks is not None)
         passes = passes_over(evidence, drawn, data[0], names)
-        if prior_blocks is not None:
-            kept = list(passes)
-            if len(kept) > 1:  # their draws may be of different number
-                kept = [own for each in kept for own in each.draws()]
-            return repeat(kept, steps), True
-        if drawn.draws:
+        if prior_blocks is None and drawn.draws:
             return ([own] for each in passes for own in each.draws()), False
+        kept = list(passes)
+        if len(kept) > 1:  # their draws may be of different number
+            kept = [own for each in kept for own in each.draws()]
+        return repeat(kept, steps), True
     if prior_blocks is None and blocks.is_constant and keepable:
         prior_blocks = 1
     if prior_blocks is None:
@@ -84,17 +83,17 @@ def passes_over(
         evidence.generator.set_state(state)
         return kept
 
-    at_once = draws_at_once(evidence, x, max(1, len(drawn.draws)))
-    blocks = drawn.blocks(at_once)
-    while at_once > 1:
-        block, found = next(blocks), list[Collected]()
-        if fits(lambda own=block, kept=found: kept.append(collect(own))):
-            yield found.pop()
-            break
-        at_once = -(-at_once // 2)
-        blocks = drawn.blocks(at_once)
-    for block in blocks:
-        yield collect(block)
+    number, start = len(drawn.draws) or 1, 0
+    at_once = draws_at_once(evidence, x, number)
+    while start < number:
+        block, found = drawn.block(start, at_once), list[Collected]()
+        if at_once == 1:
+            found.append(collect(block))
+        elif not fits(lambda own=block, kept=found: kept.append(collect(own))):
+            at_once = -(-at_once // 2)
+            continue
+        start += at_once
+        yield found.pop()
 
 
 def draws_at_once(evidence: Evidence, x: Tensor, count: int) -> int:
