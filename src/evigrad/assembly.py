@@ -347,17 +347,18 @@ class Assembly:
         settings, size = self.settings, len(block.indices)
         width = prepared.partition.num_outputs if block.columns is None else block.columns.shape[1]
         pass_bytes = 0
+        most = self.passes.most_at_once(prepared, block)
         if len(block.draws) > 1:
-            # Several micro-batches: the rows of one, beside all that are kept.
-            own = prepared.partition.block_rows
-            pass_bytes = own * sum(w.numel() * w.element_size() for w in self.weights.values())
+            # Several micro-batches: the rows that are formed of one, beside all that are kept.
+            own = min(prepared.partition.block_rows, (most or 1) * width)
+            formed = [w for n, w in self.weights.items() if n not in prepared.structure.contracted]
+            pass_bytes = own * sum(w.numel() * w.element_size() for w in formed)
         if not prepared.structure.keeps_rows and settings.spec.curvature != "hessian":
             formed = [w for n, w in self.weights.items() if not self._is_factored(prepared, n)]
             asked = settings.micro_batch
             at_once = 1 if asked == "auto" else min(asked if isinstance(asked, int) else size, size)
             pass_bytes = at_once * width * sum(w.numel() * w.element_size() for w in formed)
-        at_once = self.passes.most_at_once(prepared, block)
-        alone = at_once is not None and at_once >= size
+        alone = most is not None and most >= size
         summarised = condensed and alone
         rows = size * width if block.num_rows is None else block.num_rows
         check_memory(prepared.structure, rows, self.device, pass_bytes, summarised)

@@ -172,11 +172,8 @@ def families_for(
         others = tuple(anchored(share) for share in SHARES if share != settings.anchor_share)
         own, first = anchored(settings.anchor_share), min(_FIRST, n * c)
         saved = sharing
-        if (
-            sharing > 1
-            and known.shares_anchors(x[:PROBE_SIZE], schedule.steps)
-            and (is_keepable(known, x, schedule.names))
-        ):
+        shares = sharing > 1 and known.shares_anchors(x[:PROBE_SIZE], schedule.steps)
+        if shares and is_keepable(known, x, schedule.names):
             # Of the steps' passes over anchors there is only one at any size.
             saved = settings.anchor_share + sharing * (1 - settings.anchor_share)
         families.insert(0, Family(own, first, n * c, sharing=saved, variants=others))
