@@ -344,24 +344,21 @@ class Assembly:
         return task if better is prepared else replace(task, prepared=better)
 
     def _check_memory(self, prepared: Prepared, block: Block, condensed: bool) -> None:
-        settings, size = self.settings, len(block.indices)
+        structure, size = prepared.structure, len(block.indices)
         width = prepared.partition.num_outputs if block.columns is None else block.columns.shape[1]
-        pass_bytes = 0
         most = self.passes.most_at_once(prepared, block)
+        at_once = min(most or 1, size) * width
+        formed: list[Tensor] = []
         if len(block.draws) > 1:
             # Several micro-batches: the rows that are formed of one, beside all that are kept.
-            own = min(prepared.partition.block_rows, (most or 1) * width)
-            formed = [w for n, w in self.weights.items() if n not in prepared.structure.contracted]
-            pass_bytes = own * sum(w.numel() * w.element_size() for w in formed)
-        if not prepared.structure.keeps_rows and settings.spec.curvature != "hessian":
+            at_once = min(at_once, prepared.partition.block_rows)
+            formed = [w for n, w in self.weights.items() if n not in structure.contracted]
+        elif not structure.keeps_rows and self.settings.spec.curvature != "hessian":
             formed = [w for n, w in self.weights.items() if not self._is_factored(prepared, n)]
-            asked = settings.micro_batch
-            at_once = 1 if asked == "auto" else min(asked if isinstance(asked, int) else size, size)
-            pass_bytes = at_once * width * sum(w.numel() * w.element_size() for w in formed)
-        alone = most is not None and most >= size
-        summarised = condensed and alone
+        pass_bytes = at_once * sum(w.numel() * w.element_size() for w in formed)
+        summarised = condensed and most is not None and most >= size
         rows = size * width if block.num_rows is None else block.num_rows
-        check_memory(prepared.structure, rows, self.device, pass_bytes, summarised)
+        check_memory(structure, rows, self.device, pass_bytes, summarised)
 
     def _is_factored(self, prepared: Prepared, name: str) -> bool:
         return self.settings.spec.structure == "kfac" and name in prepared.plan.kronecker

@@ -119,15 +119,11 @@ class AnchoredBlocks:
             The block, without inputs; data with the same number of rows lie together.
         """
         numbers = list(dict.fromkeys(draw.part for draw in draws))
-        data, columns, labels = [self.anchors // self.num_columns], [], []
-        columns.append(self.anchors % self.num_columns)
-        labels.append(torch.zeros_like(self.anchors))
-        for label, number in enumerate(numbers, start=1):
-            own, own_columns = self._rows(number)
-            data.append(own)
-            columns.append(own_columns)
-            labels.append(torch.full_like(own, label))
-        of_rows = torch.cat(data)
+        rows = [(self.anchors // self.num_columns, self.anchors % self.num_columns)]
+        rows += [self._rows(number) for number in numbers]
+        of_rows, columns = (torch.cat(each) for each in zip(*rows, strict=True))
+        sizes = torch.tensor([len(data) for data, _ in rows])
+        labels = torch.arange(len(rows)).repeat_interleave(sizes)
         indices = torch.cat([of_rows, of_likelihood.flatten()]).unique()
         position = torch.searchsorted(indices, of_rows)
         # Those with most rows first, and those without any last.
@@ -141,11 +137,11 @@ class AnchoredBlocks:
         return Block(
             indices,
             # Rows and their labels are laid out in the same way.
-            columns=padded_columns(position, torch.cat(columns), len(indices)),
+            columns=padded_columns(position, columns, len(indices)),
             scale=1.0,
             likelihood_weights=shares.mean(0),
             likelihood_shares=shares,
-            parts=padded_columns(position, torch.cat(labels), len(indices)),
+            parts=padded_columns(position, labels, len(indices)),
             draws=tuple(
                 replace(draw, part=1 + numbers.index(draw.part), key=self._key(draw.part))
                 for draw in draws

@@ -279,25 +279,21 @@ class NetworkMeter:
 
     def _round(self, evidence: Evidence, steps: int) -> float:
         """Seconds of a step, from some steps of a round."""
-        names = self._schedule.names
+        names, whole = self._schedule.names, self._schedule.steps
         count = None if is_of_model(self._schedule) else self._settings.prior_blocks
         start = clock()
-        whole = self._schedule.steps
         blocks, shared = blocks_of_a_round(evidence, self._data, names, whole, count)
-        beginning, least, drawing, kept, taken = 0.0, float("inf"), 0.0, False, 0.0
-        for step, block in enumerate(blocks):
+        waits: list[float] = []  # for what each step is on: drawn blocks, or passes over some
+        least, kept = float("inf"), False
+        for block in blocks:
             drawn = clock()
-            kept = isinstance(block, list)
-            if step == 0:
-                beginning = drawn - start
-            else:
-                drawing = drawn - start
-            taken += drawn - start
+            waits.append(drawn - start)
             evidence.backward(block, wrt=names)
             start = clock()
             least = min(least, start - drawn)
+            kept = isinstance(block, list)
             # Passes that some steps share come between them: those of all the round count.
-            if step + 1 >= (whole if kept and not shared else steps):
+            if len(waits) >= (whole if kept and not shared else steps):
                 break
         choosing = 0.0
         if (period := evidence.blocks(self._data).period) > 1:
@@ -305,10 +301,11 @@ class NetworkMeter:
             # What was timed is a round that has not chosen anchors.
             choosing = sum(times) / period - min(times)
             if not kept:
-                beginning = min(times)
+                waits[0] = min(times)
         if kept:
-            return least + ((beginning if shared else taken) + choosing) / whole
-        return least + drawing + max(0.0, beginning + choosing - drawing) / whole
+            return least + ((waits[0] if shared else sum(waits)) + choosing) / whole
+        drawing = waits[-1] if len(waits) > 1 else 0.0
+        return least + drawing + max(0.0, waits[0] + choosing - drawing) / whole
 
     def _beginnings(self, evidence: Evidence, period: int) -> list[float]:
         """Seconds until a round has its first block, where some of them have less to do for it."""
