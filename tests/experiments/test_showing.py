@@ -17,7 +17,7 @@ from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from evigrad.experiments import Experiment, make_experiment, present, read_experiment, run
 from evigrad.experiments.cases import Case, Mean, coverage, rows_of, seeds_of
-from evigrad.experiments.figures import pareto_front
+from evigrad.experiments.figures import pareto, pareto_front
 from evigrad.experiments.jobs import Job
 from evigrad.experiments.kinds import KINDS, kind_of, overview
 from evigrad.experiments.kinds.selection import rank_correlation
@@ -301,3 +301,20 @@ def test_a_pareto_figure_of_real_runs(tmp_path):
         *("| ntk-10-1", "| ntk-20-rows-anchored", "| kfac-N-C")
     ]
     assert "On the frontier" in shown.remarks[0]
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.0123, 0.01, 0.001, 3e-4, 2.0])
+def test_a_pareto_figure_of_one_point(seconds):
+    """Whatever its time, and no word of matplotlib about limits."""
+    content = {"kind": "pareto", "title": "One", "seeds": [0], "training": TRAINING}
+    experiment = make_experiment("one", content | {"estimators": ["ntk-10-1"]})
+    row = {
+        "family": "ntk-1",
+        "is_full_batch": False,
+        "seconds": Mean(seconds, NAN, 1),
+        "value": Mean(1.0, NAN, 1),
+        "size": "10",
+    }
+    figure = pareto(experiment, [row])
+    (axes,) = figure.axes
+    assert axes.get_xlim() == pytest.approx((seconds / 2, 2 * seconds))

@@ -147,7 +147,8 @@ def pareto(experiment: Experiment, rows: list[Row]) -> "Figure":
     )
     axes.margins(x=0.08, y=0.12)
     times = [row["seconds"].mean for row in rows]
-    if min(times) == max(times):  # one point
+    if min(times) == max(times):  # one point, for which some limits of matplotlib's own are equal
+        axes.set_autoscalex_on(False)
         axes.set_xlim(times[0] / 2, times[0] * 2)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9)
     points = [(row["seconds"].mean, row["value"].mean) for row in corners]
