@@ -39,7 +39,7 @@ def state_of(result):
 
 def test_burn_in_rounds_and_steps(blobs, make_net):
     train, test = blobs
-    result = fit(make_net(), train, test=test, **SMALL)
+    result = fit(make_net(), train, test=test, eval_every=0, **SMALL)
     assert [row["hyper_steps"] for row in result.history] == [0, 3, 3, 6, 6, 9]
     learned = [row["log_evidence"] is not None for row in result.history]
     assert learned == [False, True, False, True, False, True]
@@ -52,6 +52,16 @@ def test_burn_in_rounds_and_steps(blobs, make_net):
     assert result.history[-1]["test_accuracy"] == result.test_metrics["accuracy"]
     assert result.history[-2]["test_accuracy"] is None
     assert not result.model.training
+
+
+def test_a_result_is_shown_in_a_line_and_evaluated_during_training(blobs, make_net, tmp_path):
+    train, test = blobs
+    result = fit(make_net(), train, test=test, run_dir=tmp_path / "run", **SMALL)
+    shown = repr(result)
+    assert len(shown) < 300 and "\n" not in shown
+    for words in ("ntk-20-1", "6 epochs", "train accuracy", "test log_likelihood", "run_dir"):
+        assert words in shown
+    assert None not in [row["test_accuracy"] for row in result.history]
 
 
 def test_map_is_the_same_loop_without_hyperparameter_steps(blobs, make_net):

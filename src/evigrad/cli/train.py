@@ -101,7 +101,7 @@ FIT_TYPES: dict[str, Any] = {
     "anchor_likelihood": int | None,
     "bracket_every": int,
     "bracket_rows": int,
-    "eval_every": int,
+    "eval_every": int | None,
     "checkpoint_every": int | None,
     "progress": bool,
 }

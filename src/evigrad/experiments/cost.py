@@ -22,7 +22,7 @@ from evigrad.experiments.jobs import Job
 from evigrad.experiments.plan import BASELINES
 from evigrad.models import make_model
 from evigrad.training import AUTO
-from evigrad.training.schedules import count_rounds
+from evigrad.training.schedules import count_rounds, is_evaluated
 
 # Passes forward and backward, over one forward.
 _BOTH_WAYS = 3
@@ -180,7 +180,8 @@ def _training(config: Mapping[str, Any], shape: Shape, network: Network, num_dat
     steps = config["epochs"] * ceil(num_data / config["batch_size"])
     work = _step(config, network, num_data) * steps
     tests = config["test_subset"] or shape.test
-    evaluations = 1 + (config["epochs"] // config["eval_every"] if config["eval_every"] else 0)
+    epochs = range(1, config["epochs"] + 1)
+    evaluations = sum(is_evaluated(n, config["epochs"], config["eval_every"]) for n in epochs)
     work.passes += evaluations * (num_data + tests) * network.flops
     work.values += evaluations * (num_data + tests) * network.values
     if config["estimator"] is None or config["estimator"] in BASELINES:

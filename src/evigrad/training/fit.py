@@ -75,7 +75,7 @@ def fit(
     anchor_refresh: int = 3,
     anchor_likelihood: int | None = None,
     test: Any = None,
-    eval_every: int = 0,
+    eval_every: int | None = None,
     bracket_every: int = 0,
     bracket_rows: int = 400,
     seed: int = 0,
@@ -175,6 +175,7 @@ def fit(
             Default: a quarter as many as rows.
         test: Test data, like ``train``.
         eval_every: Epochs between evaluations on training and test data; 0 is only at the end.
+            Default: a tenth of all epochs.
         bracket_every: Epochs between bounds, lower and upper, on the exact log evidence; 0 is none.
         bracket_rows: Rows of the kernel that these bounds may take at once: more of them bring the
             bounds together.

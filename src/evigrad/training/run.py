@@ -36,6 +36,7 @@ from evigrad.training.metrics import Row, evaluate
 from evigrad.training.progress import make_progress
 from evigrad.training.randomness import derived_seed, stream
 from evigrad.training.run_directory import RunDirectory, RunRecord
+from evigrad.training.schedules import is_evaluated
 from evigrad.training.tracking import hyperparameter_values
 
 Callback = Callable[[Row], None]
@@ -69,6 +70,15 @@ class FitResult:
     run_dir: Path | None
     estimator: str | None
     choice: Choice | None = None
+
+    def __repr__(self) -> str:
+        """Where the run ended, in a line: the history has a row for each epoch."""
+        took = f"{len(self.history)} epochs in {self.seconds:.3g} s"
+        parts = [self.estimator or "no estimator", took]
+        for name, metrics in (("train", self.train_metrics), ("test", self.test_metrics)):
+            parts += [f"{name} {key} {value:.4g}" for key, value in metrics.items()]
+        parts += [] if self.run_dir is None else [f"run_dir {str(self.run_dir)!r}"]
+        return f"FitResult({', '.join(parts)})"
 
 
 class Run:
@@ -233,11 +243,12 @@ class Run:
         lr = self.loop.weight_optimizer.param_groups[0]["lr"]
         learned = self.loop.learn(epoch) if self.loop.is_round(epoch) else None
         self.seconds += time.perf_counter() - start
-        self._evaluate(epoch)
+        evaluated = is_evaluated(epoch, self.settings.epochs, self.settings.eval_every)
+        if evaluated:
+            self._evaluate(epoch)
         row: Row = {"epoch": epoch, "seconds": self.seconds, "lr": lr, "loss": loss}
         row |= _evidence_columns(learned)
         row["hyper_steps"] = self.loop.hyper_steps
-        evaluated = self._is_evaluated(epoch)
         for part, metrics in self.metrics.items():
             for name in self._metric_names:
                 row[f"{part}_{name}"] = metrics.get(name) if evaluated else None
@@ -260,18 +271,12 @@ class Run:
         values = (found.lower_per_datum, lower_error, found.upper_per_datum)
         return dict(zip(BRACKET_COLUMNS, values, strict=True))
 
-    def _is_evaluated(self, epoch: int) -> bool:
-        every = self.settings.eval_every
-        return epoch == self.settings.epochs or (every > 0 and epoch % every == 0)
-
     @property
     def _metric_names(self) -> tuple[str, str]:
         classifies = self.evidence.likelihood.is_classification
         return ("log_likelihood", "accuracy" if classifies else "squared_error")
 
     def _evaluate(self, epoch: int) -> None:
-        if not self._is_evaluated(epoch):
-            return
         evidence, seed = self.evidence, self.settings.seed
         pairs = {"train": (self.loop.x, self.loop.y), "test": self.test}
         for part, pair in pairs.items():

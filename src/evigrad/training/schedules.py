@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from evigrad.training.settings import Settings
 
+# Enough for curves, and a small part of the time of training.
+_EVALUATIONS = 10
+
 
 def cosine(progress: float, start: float, end: float) -> float:
     """A cosine from ``start`` to ``end``.
@@ -50,6 +53,23 @@ def count_rounds(epochs: int, burn_in: int, every: int) -> int:
         The number of epochs for which ``is_round`` is true.
     """
     return sum(is_round(epoch, burn_in, every) for epoch in range(1, epochs + 1))
+
+
+def is_evaluated(epoch: int, epochs: int, every: int | None) -> bool:
+    """Whether a run is evaluated after an epoch, as it always is after the last one.
+
+    Args:
+        epoch: The epoch, from 1.
+        epochs: Epochs in all.
+        every: Epochs from one evaluation to the next; 0 for the last one alone, None for ten
+            evaluations over the run at most.
+
+    Returns:
+        True where an evaluation follows.
+    """
+    if every is None:
+        every = -(-epochs // _EVALUATIONS)
+    return epoch == epochs or (every > 0 and epoch % every == 0)
 
 
 @dataclass

@@ -69,7 +69,7 @@ class Settings:
     anchor_likelihood: int | None
     bracket_every: int
     bracket_rows: int
-    eval_every: int
+    eval_every: int | None
     checkpoint_every: int | None
     seed: int
 
@@ -87,9 +87,10 @@ class Settings:
             object.__setattr__(self, "estimator", None)
         for name in ("epochs", "batch_size"):
             self._check_integer(name, 1)
-        if self.checkpoint_every is not None:
-            self._check_integer("checkpoint_every", 1)
-        for name in ("eval_every", "bracket_every", "seed"):
+        for name, least in (("checkpoint_every", 1), ("eval_every", 0)):
+            if getattr(self, name) is not None:
+                self._check_integer(name, least)
+        for name in ("bracket_every", "seed"):
             self._check_integer(name, 0)
         self._check_integer("bracket_rows", 1)
         self._check_rates("lr", "lr_min")
