@@ -1,20 +1,22 @@
 """Micro-batches by a budget of memory, and what happens where memory does not suffice."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from evigrad import Evidence
-from evigrad.errors import ConfigurationError, MemoryBudgetError
+from evigrad.errors import ConfigurationError, EvigradWarning, MemoryBudgetError
 from evigrad.likelihoods import Categorical
-from evigrad.micro_batches import MicroBatches, SavedBytes, fits
+from evigrad.micro_batches import HeldBytes, MicroBatches, fits
 from evigrad.out_of_memory import is_out_of_memory
 from evigrad.priors import GaussianPrior
 
 M = 12
-
+LABELS = torch.arange(M) % 3
 
 SEEN: list[int] = []  # sizes of the batches that the network was given
 
@@ -51,7 +53,7 @@ def build(estimator: str = f"ntk-{M}-1", **settings: Any) -> tuple[Evidence, Net
     )
     evidence.describe(x)
     SEEN.clear()
-    return evidence, model, x, torch.arange(M) % 3
+    return evidence, model, x, LABELS
 
 
 def gradients(evidence: Evidence, x: Tensor, y: Tensor) -> list[Tensor]:
@@ -209,10 +211,98 @@ def test_sizes_found_in_what_failed_are_forgotten() -> None:
     assert sizes.chosen == {"first": 8}
 
 
-def test_saved_bytes_count_each_storage_once() -> None:
+def test_held_bytes_count_each_storage_once() -> None:
     x = torch.randn(100, requires_grad=True)
-    saved = SavedBytes()
-    with saved.counting():
-        (x * x).sum()
-        torch.tanh(x)
-    assert saved.total == 2 * 400  # x, and the result of tanh
+    with HeldBytes() as held:
+        kept = [(2 * x).tanh(), x.detach().view(10, 10)]
+        kept += [kept[0][:50], torch.zeros(7).sin()]
+        assert held.total == 400 + 7 * 4  # the result of tanh, which autograd keeps, and the sine
+        vectorised = torch.func.vmap(torch.func.grad(lambda v: (v * v).sum()))(x.view(10, 10))
+        kept.append(vectorised)
+        assert held.total > 400 + 7 * 4 + vectorised.numel() * 4  # its graph into x too
+    del kept, vectorised
+    assert held.total == 0
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(2, 1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unflatten(1, (3, 2))
+        return self.attention(x, x, x, need_weights=False)[0].flatten(1)
+
+
+GENERIC: dict[str, Callable[[], nn.Module]] = {
+    "a matrix product": Product,
+    "attention": Attention,
+    "a transposed convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 3)), nn.ConvTranspose1d(2, 2, 1), nn.Flatten()
+    ),
+    "weight_norm": lambda: weight_norm(nn.Linear(6, 6)),
+}
+
+
+@pytest.mark.parametrize("name", GENERIC)
+def test_generic_parameters_beside_a_hyperparameter_of_the_model(name: str) -> None:
+    """Their rows come out of function transforms, in which memory is measured too."""
+    found = []
+    for settings in ({}, {"micro_batch": "auto", "memory_budget": 20_000}):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = Net()
+            model.body = nn.Sequential(GENERIC[name](), nn.Tanh(), nn.Linear(6, 20))
+            x = torch.randn(M, 6, dtype=torch.float64)
+        evidence = Evidence(
+            model.double(),
+            Categorical(),
+            GaussianPrior("layerwise"),
+            estimator=f"ntk-{M}-C",
+            num_data=M,
+            hyperparameters=["gate"],
+            generator=0,
+            **settings,
+        )
+        assert "generic: vmap" in {report.rows for report in evidence.describe(x)}
+        found.append((evidence.estimate(x, LABELS), gradients(evidence, x, LABELS)))
+        if settings:
+            assert 1 <= sizes_of(evidence)["second"] < M
+    assert found[0][0].log_evidence == pytest.approx(found[1][0].log_evidence, rel=1e-12)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch": "auto", "memory_budget": 20_000}])
+def test_memory_is_measured_as_passes_run(settings: dict[str, Any]) -> None:
+    """In evaluation mode, with random states of their own, and without traces."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Net()
+        model.body = nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.Dropout())
+        x = torch.randn(M, 6, dtype=torch.float64)
+    model.double().train()
+    with pytest.warns(EvigradWarning, match="normalisation"):
+        evidence = Evidence(
+            model,
+            Categorical(),
+            GaussianPrior(),
+            estimator=f"ntk-{M}-1",
+            num_data=M,
+            hyperparameters=["gate"],
+            **settings,
+        )
+    random_state, buffers = torch.get_rng_state(), [b.clone() for b in model.buffers()]
+    assert evidence.pass_bytes(x, LABELS) > 0
+    evidence.backward(x, LABELS)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
+    assert all(module.training for module in model.modules())

@@ -1,13 +1,16 @@
 """How many data pass through the network at once: given, or as many as the memory holds."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from evigrad.errors import MemoryBudgetError
 from evigrad.out_of_memory import is_out_of_memory
@@ -20,30 +23,46 @@ FREE_SHARE = 0.7
 PEAK_FACTOR = 2.0
 
 
-class SavedBytes:
-    """Counts the memory that autograd keeps of what runs inside ``counting``.
+class HeldBytes(TorchDispatchMode):
+    """Counts the memory of tensors made inside that something still holds.
 
-    On every device alike, each storage once.
+    On every device alike, each storage once. It sees the operations themselves, so that what
+    autograd keeps counts however it keeps it, inside function transforms too, where hooks on saved
+    tensors are an error.
     """
 
     def __init__(self) -> None:
-        self._storages: dict[int, Tensor] = {}
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count what is saved for backward inside."""
-        with torch.autograd.graph.saved_tensors_hooks(self.see, lambda tensor: tensor):
-            yield
+        super().__init__()
+        self._made: dict[StorageWeakRef, int] = {}
+        self._given: set[StorageWeakRef] = set()
 
     @property
     def total(self) -> int:
-        """Bytes so far."""
-        return sum(t.untyped_storage().nbytes() for t in self._storages.values())
+        """Bytes at present."""
+        return sum(size for storage, size in self._made.items() if not storage.expired())
 
-    def see(self, tensor: Tensor) -> Tensor:
-        """Count a tensor that is held otherwise, and return it."""
-        self._storages.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation, and take note of the storages that it makes."""
+        kwargs = kwargs or {}
+        self._given |= {s for s in _storages((args, kwargs)) if s not in self._made}
+        result = func(*args, **kwargs)
+        for storage, size in _storages(result).items():
+            if storage not in self._given:
+                self._made[storage] = size
+        return result
+
+
+def _storages(values: Any) -> dict[StorageWeakRef, int]:
+    """The storages of all tensors in nested containers, with their bytes."""
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    storages = [t.untyped_storage() for t in tensors if t.layout == torch.strided]
+    return {StorageWeakRef(storage): storage.nbytes() for storage in storages}
 
 
 @dataclass

@@ -20,7 +20,7 @@ from evigrad.draws import Noise
 from evigrad.errors import InputError
 from evigrad.jacobians import Linearization, linearize, model_run
 from evigrad.likelihoods import Likelihood, RootRows
-from evigrad.micro_batches import MicroBatches, SavedBytes, fits
+from evigrad.micro_batches import HeldBytes, MicroBatches, fits
 from evigrad.modes import evaluation_mode
 from evigrad.preparation import Preparation, Prepared, Settings
 
@@ -139,10 +139,9 @@ class Passes:
         Raises:
             InputError: If the batches do not hold the block's data.
         """
-        expected, first, model = len(task.block.indices), 0, task.prepared.model
+        expected, first = len(task.block.indices), 0
         cuts = [] if self._counts_data else task.block.cuts()
-        own = torch.Generator().manual_seed(task.seed)
-        with evaluation_mode(model, own), model_run(model):
+        with self._evaluating(task):
             for x, y in task.batches:
                 check_inputs(x, self._device)
                 if first + len(x) > expected:
@@ -298,7 +297,7 @@ class Passes:
         return task.prepared.partition.num_outputs if columns is None else columns.shape[1]
 
     def bytes_per_datum(self, task: Task, kind: str, x: Tensor) -> float:
-        """Memory that autograd keeps for each further datum of a pass.
+        """Memory that is held at once for each further datum of a pass.
 
         Args:
             task: Of a block.
@@ -320,19 +319,25 @@ class Passes:
         return float(max(totals[1] - totals[0], 1))
 
     def _pass_bytes(self, task: Task, kind: str, x: Tensor) -> int:
-        saved = SavedBytes()
         prepared, weights = task.prepared, self._preparation.weights
         packed = prepared.pack(x, task.noise, slice(0, len(x)))
         width = self._width(task)
-        with saved.counting(), torch.enable_grad(), self._autocast():
-            second = kind == "second"
+        with self._evaluating(task), torch.enable_grad(), self._autocast(), HeldBytes() as held:
+            second, graph = kind == "second", None
             lin = linearize(prepared.model, weights, packed, prepared.plan, second)
-            for tensor in lin.recorded():
-                saved.see(tensor)
             if second:
                 shape = (len(x), width)
                 zeros = {n: w.new_zeros(1).expand(*shape, *w.shape) for n, w in weights.items()}
                 vectors = lin.outputs.detach()[:, None].expand(-1, width, -1)
-                lin.inner(vectors.clone().requires_grad_(), zeros)
+                graph = lin.inner(vectors.clone().requires_grad_(), zeros)
+            total = held.total  # while what was made above is there
+            del graph
         formed = sum(w.numel() * w.element_size() for w in weights.values()) * len(x) * width
-        return saved.total + formed
+        return total + formed
+
+    @contextmanager
+    def _evaluating(self, task: Task) -> Iterator[None]:
+        """What every forward pass of a block runs under, whatever it is for."""
+        model, own = task.prepared.model, torch.Generator().manual_seed(task.seed)
+        with evaluation_mode(model, own), model_run(model):
+            yield

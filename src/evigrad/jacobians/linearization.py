@@ -236,10 +236,6 @@ class Linearization:
                 for name in names
             }
 
-    def recorded(self) -> list[Tensor]:
-        """The inputs of calls that are kept for closed forms, beside what autograd keeps."""
-        return [call.match.input for uses in self._uses.values() for call, _ in uses]
-
     def is_closed(self, name: str) -> bool:
         """Whether a parameter's uses in this very pass are those of the plan's closed forms."""
         uses = self._uses.get(name, [])
