@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 JOBS ?= 2
-CONFIG ?= experiments/digits.yaml
+CONFIG ?= experiments/mnist5k.yaml
 TORCH ?= 2.13.0
 PYTEST_ARGS ?=
 

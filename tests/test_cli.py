@@ -3,6 +3,7 @@ import json
 import re
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,8 +41,12 @@ def error_of(capsys, *arguments):
 
 
 def test_train_compares_and_leaves_a_whole_run_directory(capsys, tmp_path):
-    run("train", *QUICK, "--compare-map", "--eval-every", 2, "--run-dir", tmp_path / "run")
+    same = ("--precision", 1.0)  # in place of MAP's usual weight decay
+    run("train", *QUICK, *same, "--compare-map", "--eval-every", 2, "--run-dir", tmp_path / "run")
     output = capsys.readouterr().out
+    won = re.search(
+        r"Learning by ntk-20-1 (raised|lowered) .* by (.*) nats", " ".join(output.split())
+    )
     assert "MAP" in output
     assert "ntk-20-1, learned" in output
     assert "log evidence" in output
@@ -71,6 +76,9 @@ def test_train_compares_and_leaves_a_whole_run_directory(capsys, tmp_path):
     assert fixed[-1]["hyper_steps"] == 0
     results = json.loads((folder / "results.json").read_text())
     assert list(results) == ["MAP", "ntk-20-1"]
+    base, own = (results[name]["test"]["log_likelihood"] for name in results)
+    assert won and won[1] == ("raised" if own >= base else "lowered")
+    assert float(won[2]) == pytest.approx(abs(own - base), abs=6e-4)
     assert results["MAP"]["hyperparameters"]["precision/linear1.weight"] == 1.0
     assert results["MAP"]["evidence"]["estimator"] == "ntk-20-C"
     assert f"{results['MAP']['evidence']['per_datum']:.4f}" in output
@@ -134,12 +142,25 @@ def test_the_default_folder_is_named_for_the_run(tmp_path, monkeypatch):
     assert (tmp_path / "runs" / "digits-mlp-ntk-20-1" / "results.json").is_file()
 
 
-def test_the_experiment_of_make_run_is_valid(capsys, request):
-    file = request.config.rootpath / "experiments" / "digits.yaml"
+EXPERIMENTS = sorted((Path(__file__).parent.parent / "experiments").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
+def test_the_shipped_experiments_are_valid(capsys, file):
     run("train", "--config", file, "--print-config")
     options = yaml.safe_load(capsys.readouterr().out)
-    assert options["compare_map"] is True
-    assert (options["data"], options["model"]) == ("digits", "digitsnet")
+    written = yaml.safe_load(file.read_text())
+    assert {name: options[name] for name in written} == written
+
+
+def test_make_run_shows_real_digits_beside_map(capsys):
+    # Where learning pays: loose bounds and 8x8 digits show MAP ahead.
+    makefile = Path(__file__).parent.parent / "Makefile"
+    assert "CONFIG ?= experiments/mnist5k.yaml" in makefile.read_text()
+    run("train", "--config", makefile.parent / "experiments" / "mnist5k.yaml", "--print-config")
+    options = yaml.safe_load(capsys.readouterr().out)
+    assert options["compare_map"] and options["estimator"] == "ntk-400-rows-anchored"
+    assert (options["data"], options["model"]) == ("mnist5k", "mininet")
 
 
 def test_the_doctor_lists_every_parameter_and_the_cost(capsys, tmp_path, monkeypatch):

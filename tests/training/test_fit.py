@@ -44,8 +44,8 @@ def test_burn_in_rounds_and_steps(blobs, make_net):
     learned = [row["log_evidence"] is not None for row in result.history]
     assert learned == [False, True, False, True, False, True]
     first = [row["precision/0.weight"] for row in result.history]
-    assert first[0] == 1.0
-    assert first[1] != 1.0
+    assert first[0] == pytest.approx(0.1)  # where learning starts
+    assert first[1] != first[0]
     assert first[2] == first[1]
     assert len(set(first)) == 4
     assert result.estimator == "ntk-20-1"
@@ -162,6 +162,12 @@ def test_hyperparameters_of_the_model_are_learned_by_the_evidence_alone(blobs):
     assert rows[-1]["model/scale"] != pytest.approx(1.0)
     fixed = fit(Gated(), blobs[0], **(settings | small(estimator=None)))
     assert fixed.history[-1]["model/gate"] == pytest.approx(1.0)
+
+
+def test_map_keeps_the_usual_weight_decay_where_no_precision_is_named(blobs, make_net):
+    train, _ = blobs
+    fixed = fit(make_net(), train, **small(estimator=None, epochs=1))
+    assert fixed.history[-1]["precision/0.weight"] == pytest.approx(5e-4 * len(train[0]))
 
 
 def test_one_precision_for_each_group_and_the_mean_of_a_diagonal_prior(blobs, make_net):

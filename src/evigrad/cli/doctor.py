@@ -26,6 +26,7 @@ from evigrad.training import (
     ANCHOR_OPTIONS,
     AUTO,
     ESTIMATOR_OPTIONS,
+    LEARNED_PRECISION,
     estimator_options,
     fit,
     is_automatic,
@@ -112,7 +113,7 @@ def run(parser: Parser, options: Namespace) -> int:
         return Evidence(
             setup.make_model(),
             make_likelihood(options.likelihood or setup.data.likelihood),
-            GaussianPrior(structure=options.prior, precision=options.precision),
+            GaussianPrior(options.prior, options.precision or LEARNED_PRECISION),
             estimator=estimator,
             num_data=len(data[0]),
             hyperparameters=setup.hyperparameters,

@@ -1,6 +1,7 @@
 """``evigrad train``: train a network, learn its prior, and compare with plain MAP training."""
 
 import json
+import math
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -63,7 +64,7 @@ FIT_TYPES: dict[str, Any] = {
     "step_budget": float,
     "likelihood": str | None,
     "prior": Literal["scalar", "layerwise", "diagonal"],
-    "precision": float,
+    "precision": float | None,
     "epochs": int,
     "batch_size": int,
     "optimizer": Literal["adam", "sgd"],
@@ -264,7 +265,10 @@ def report(
     except EvigradError as error:  # the training is done: the rest is written all the same
         show("warning", f"The log evidence could not be evaluated with {name}: {error}")
         values = {}
-    results_console().print(_table(results, values))
+    console = results_console()
+    console.print(_table(results, values))
+    if words := _gain(results):
+        console.print(words)
     directory.write_json(RESULTS, _record(results, values))
 
 
@@ -365,6 +369,23 @@ def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue]) -> T
             *([ranges[key]] if any(ranges.values()) else []),
         )
     return table
+
+
+def _gain(results: dict[str, FitResult]) -> str:
+    """What learning won or lost on the test data beside MAP, in a sentence; empty without MAP."""
+    if "MAP" not in results or len(results) < 2:
+        return ""
+    base, (name, learned) = results["MAP"], list(results.items())[-1]
+    gain = learned.test_metrics["log_likelihood"] - base.test_metrics["log_likelihood"]
+    if not math.isfinite(gain):
+        return ""
+    change = 100 * math.expm1(gain)
+    return (
+        f"Learning by {name} {'raised' if gain >= 0 else 'lowered'} the test log likelihood by"
+        f" {abs(gain):.3f} nats per datum: a test target is {abs(change):.0f} %"
+        f" {'more' if gain >= 0 else 'less'} probable (geometric mean) than under MAP, for"
+        f" {learned.seconds / base.seconds:.1f} times its training time."
+    )
 
 
 def _ranges(result: FitResult) -> str:

@@ -17,13 +17,14 @@ from evigrad.training.fit import fit, prepare
 from evigrad.training.metrics import evaluate, read_metrics
 from evigrad.training.run import FitResult, Run
 from evigrad.training.run_directory import RunDirectory
-from evigrad.training.settings import Settings
+from evigrad.training.settings import LEARNED_PRECISION, Settings
 
 __all__ = [
     "ANCHOR_OPTIONS",
     "AUTO",
     "CHOICE_FILE",
     "ESTIMATOR_OPTIONS",
+    "LEARNED_PRECISION",
     "Choice",
     "EvidenceValue",
     "FitResult",

@@ -37,7 +37,7 @@ def fit(
     estimator: str | None = "ntk-100-1",
     step_budget: float = 5.0,
     prior: str | GaussianPrior = "layerwise",
-    precision: float = 1.0,
+    precision: float | None = None,
     hyperparameters: Sequence[str] = (),
     epochs: int = 100,
     batch_size: int = 250,
@@ -115,6 +115,7 @@ def fit(
         prior: What has its own prior precision (weight decay): scalar (one for all weights),
             layerwise (one for each parameter tensor) or diagonal (one for each weight).
         precision: Prior precision at the start. Weight decay in the usual sense is precision / N.
+            Default: 0.1 where it is learned, and 5e-4 N, the usual weight decay, where it is kept.
         hyperparameters: Names, or prefixes of names, of parameters of the model that the evidence
             learns instead of the MAP. Without an estimator they keep their values.
         epochs: Passes over the training data.
@@ -283,6 +284,7 @@ def prepare(
     """
     place = _place(model, device)
     x, y = _tensors(train, place)
+    settings = settings.for_data(len(x))
     held_out = None if test is None else _tensors(test, place)
     if settings.estimator == "augerino":
         ranges = [n for n in range_parameters(model) if not _names(settings.hyperparameters, n)]
@@ -347,10 +349,11 @@ def _tensors(data: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     return x.to(device), y.to(device)
 
 
-def _make_prior(prior: str | GaussianPrior, precision: float) -> GaussianPrior:
+def _make_prior(prior: str | GaussianPrior, precision: float | None) -> GaussianPrior:
     if not isinstance(prior, GaussianPrior):
+        assert precision is not None  # by ``Settings.for_data``
         return GaussianPrior(structure=prior, precision=precision)
-    if precision != 1.0:
+    if precision is not None:
         raise ConfigurationError(
             "The prior is given with its precision; leave precision=... away, or name the prior's"
             " structure instead."

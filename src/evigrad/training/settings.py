@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,11 @@ OPTIMIZERS = ("adam", "sgd")
 # Estimator names that stand for no estimator, and what the runs are called.
 BASELINES = {"map": "MAP", "augerino": "Augerino"}
 PRIOR_UPDATES = ("adam", "fixed_point")
+# Prior precision where none is named. One that is learned starts low: where it starts high, first
+# steps meet weights that have learned nothing yet, and take that for a reason to decay them.
+LEARNED_PRECISION = 0.1
+# One that is kept is the usual weight decay, over N.
+WEIGHT_DECAY = 5e-4
 
 OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], Optimizer]
 
@@ -30,7 +35,7 @@ class Settings:
     estimator: str | None
     step_budget: float
     prior: str | GaussianPrior
-    precision: float
+    precision: float | None
     hyperparameters: Sequence[str]
     epochs: int
     batch_size: int
@@ -145,6 +150,20 @@ class Settings:
     def baseline(self) -> str | None:
         """What a run without an evidence estimator is called, None for one with it."""
         return BASELINES.get(self.estimator or "map")
+
+    def for_data(self, num_data: int) -> "Settings":
+        """The settings with numbers in place of those that follow from the number of data.
+
+        Args:
+            num_data: N.
+
+        Returns:
+            Settings that say the same, and keep what was named.
+        """
+        if self.precision is not None or isinstance(self.prior, GaussianPrior):
+            return self
+        kept = self.baseline is not None
+        return replace(self, precision=WEIGHT_DECAY * num_data if kept else LEARNED_PRECISION)
 
     @property
     def is_open(self) -> bool:
