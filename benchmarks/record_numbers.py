@@ -6,8 +6,8 @@ gradient of several draws from a fixed generator, of kept passes and of micro-ba
     python benchmarks/record_numbers.py before.json          # at the old revision
     python benchmarks/record_numbers.py after.json --against before.json
 
-It takes about five minutes. Numbers are compared relative to the largest of their estimate; what exceeds ``--tolerance`` is
-listed, and the exit status is 1.
+It takes about five minutes. Numbers are compared relative to the largest of their estimate; what
+exceeds ``--tolerance`` is listed, and the exit status is 1.
 """
 
 import argparse
