@@ -154,7 +154,7 @@ def test_metrics(
 ) -> dict[str, float]:
     """Log likelihood and accuracy on all test data, the same transforms for every row."""
     generator = torch.Generator().manual_seed(0)
-    return evaluate(model, evidence.likelihood, *test, batch_size=TEST_BATCH, generator=generator)
+    return evaluate(model, evidence.likelihood, test, batch_size=TEST_BATCH, generator=generator)
 
 
 def table_of(runs: list[Result]) -> str:

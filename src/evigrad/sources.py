@@ -17,8 +17,18 @@ _ACCEPTED = (
 )
 
 
+# Data of a data set that are read at once where only their targets are kept.
+_AT_ONCE = 1000
+
+
 class Source(ABC):
-    """A finite set of data (x_n, y_n) that can be read at any positions."""
+    """A finite set of data (x_n, y_n) that can be read at any positions.
+
+    Attributes:
+        is_held: Whether the data are tensors in memory, the same at every reading.
+    """
+
+    is_held = False
 
     @abstractmethod
     def __len__(self) -> int:
@@ -37,6 +47,17 @@ class Source(ABC):
         Raises:
             InputError: If the items cannot be made into one tensor each.
         """
+
+    def first(self, count: int) -> tuple[Tensor, Tensor]:
+        """Read the first data.
+
+        Args:
+            count: How many, at most.
+
+        Returns:
+            As ``fetch``.
+        """
+        return self.fetch(torch.arange(min(count, len(self))))
 
     @abstractmethod
     def _targets(self) -> Tensor:
@@ -81,6 +102,8 @@ def class_labels(targets: Tensor, num_data: int) -> Int[Tensor, " N"]:
 
 
 class _TensorSource(Source):
+    is_held = True
+
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         self._inputs, self._all_targets = inputs, targets
 
@@ -98,13 +121,12 @@ class _DatasetSource(Source):
     def __init__(self, dataset: Any, length: int) -> None:
         self._dataset, self._length = dataset, length
         self._labels: Tensor | None = None
-        self._item(0)
+        self.fetch(torch.zeros(1, dtype=torch.int64))  # to see at once whether items are pairs
 
     def __len__(self) -> int:
         return self._length
 
-    def _item(self, index: int) -> tuple[Tensor, Tensor]:
-        item = self._dataset[index]
+    def _pair(self, item: Any, index: int) -> tuple[Tensor, Tensor]:
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise InputError(
                 f"Item {index} of the data set is not a pair (x, y) but a {type(item).__name__}; "
@@ -114,11 +136,14 @@ class _DatasetSource(Source):
 
     def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Tensor, Tensor]:
         positions = indices.tolist()
-        inputs, targets = zip(*(self._item(index) for index in positions), strict=True)
+        together = getattr(self._dataset, "__getitems__", None)  # as DataLoader asks for a batch
+        items = together(positions) if together else [self._dataset[n] for n in positions]
+        pairs = [self._pair(item, n) for item, n in zip(items, positions, strict=True)]
+        inputs, targets = zip(*pairs, strict=True)
         return _stack(inputs, "x"), _stack(targets, "y")
 
     def _targets(self) -> Tensor:
-        return _stack([self._item(index)[1] for index in range(self._length)], "y")
+        return torch.cat([self.fetch(n)[1] for n in torch.arange(len(self)).split(_AT_ONCE)])
 
     def labels(self) -> Int[Tensor, " N"]:
         if self._labels is None:  # a whole pass over the data set: once is enough
@@ -154,8 +179,9 @@ def as_source(data: Any) -> Source:
         data: A tuple or list (x, y) of two tensors whose first dimension counts the data, a
             `TensorDataset` of two tensors, a map-style data set (anything with a length and
             positions) of pairs (x, y), or a `Source`, which is returned as it is. Inputs may have
-            any dtype (token ids too); the items' y may be numbers. A data set should give the same
-            item every time it is asked.
+            any dtype (token ids too); the items' y may be numbers. Items are read each time that
+            they are needed, so that random transforms draw anew; a data set with
+            ``__getitems__`` is asked for a batch at once.
 
     Returns:
         The source.

@@ -63,7 +63,7 @@ def made_up(monkeypatch) -> list[int]:
     calls: list[int] = []
 
     def choose(known: Evidence, data: Any, *rest: Any) -> Choice:
-        calls.append(len(data[0]))
+        calls.append(len(data))
         return MADE_UP
 
     monkeypatch.setattr(measuring, "choose_estimator", choose)

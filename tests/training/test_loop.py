@@ -10,6 +10,7 @@ from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
 from evigrad.training import Settings
+from evigrad.training.data import RunData
 from evigrad.training.loop import Loop, training_mode
 from evigrad.training.optimizers import make_hyper_optimizer, make_weight_optimizer
 from evigrad.training.schedules import cosine
@@ -72,8 +73,7 @@ def make_loop(net, data, likelihood=None, prior=None, **changes) -> Loop:
         hyperparameters=settings.hyperparameters,
         generator=0,
     )
-    x, y = data
-    return Loop(evidence, x, y, settings)
+    return Loop(evidence, RunData(data, next(net.parameters()).device), settings)
 
 
 def log_precision_of(loop: Loop) -> nn.Parameter:

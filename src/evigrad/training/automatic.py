@@ -53,8 +53,8 @@ def largest_subset(
     Args:
         evidence: Of the same estimator with some subset.
         estimator: As ``ntk-auto-1``.
-        x: All training inputs.
-        y: All targets.
+        x: Inputs of two data or more.
+        y: Their targets.
         micro_batch: As for ``fit``.
         memory_budget: As for ``fit``.
 
@@ -78,13 +78,13 @@ def largest_subset(
         if micro_batch == "auto":
             budget = int(KEPT_SHARE * budget)
     per_datum = 0.0 if micro_batch == "auto" else evidence.pass_bytes(x[:2], y[:2])
-    at_once = micro_batch if isinstance(micro_batch, int) else len(x)
+    at_once = micro_batch if isinstance(micro_batch, int) else evidence.num_data
 
     def needed(subset: int) -> float:
         kept = evidence.predicted_bytes(x, estimator=with_subset(estimator, subset))
         return kept + per_datum * min(subset, at_once)
 
-    least, most = 1, len(x)
+    least, most = 1, evidence.num_data
     if needed(least) > budget:
         raise MemoryBudgetError(
             f"{estimator}: a subset of one needs {needed(least) / 2**20:.3g} MiB, and there are"
@@ -105,8 +105,8 @@ def with_largest_subset(settings: Settings, evidence: Evidence, x: Tensor, y: Te
     Args:
         settings: With an automatic estimator.
         evidence: As for ``largest_subset``.
-        x: All training inputs.
-        y: All targets.
+        x: Inputs of two data or more.
+        y: Their targets.
 
     Returns:
         Settings of a run that can be repeated.

@@ -16,7 +16,7 @@ from evigrad.jacobians import model_run
 from evigrad.modes import evaluation_mode
 from evigrad.training.metrics import Row
 
-CHECKPOINT_FORMAT = 2
+CHECKPOINT_FORMAT = 3
 # Settings that change no result. All others must be those of the run.
 FREE_SETTINGS = ("checkpoint_every",)
 
@@ -24,23 +24,21 @@ FREE_SETTINGS = ("checkpoint_every",)
 _DIGESTED = 4096
 # Data on which the network's outputs are compared with those that it had when it was saved, and
 # how much other machines' rounding may change them in relation.
-_PROBED = 2
+PROBED = 2
 _SAME_OUTPUTS = 1e-2
 # More names than this do not fit a sentence.
 _NAMED = 4
 
 
-def digest(data: tuple[Tensor, Tensor] | None) -> str | None:
+def digest(data: tuple[Tensor, Tensor]) -> str:
     """A fingerprint of data: other values, types, shapes or another order have another one.
 
     Args:
         data: Inputs and targets.
 
     Returns:
-        Hexadecimal digits, or None without data.
+        Hexadecimal digits.
     """
-    if data is None:
-        return None
     found = hashlib.blake2b(digest_size=16)
     for tensor in data:
         found.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
@@ -89,14 +87,14 @@ def probe_outputs(evidence: Evidence, x: Tensor) -> Tensor:
 
     Args:
         evidence: Of the network.
-        x: Inputs.
+        x: Inputs (m, ...).
 
     Returns:
-        (2, C), on the CPU.
+        (m, C), on the CPU.
     """
     model, generator = evidence.model, torch.Generator().manual_seed(0)
     with evaluation_mode(model, generator), model_run(model), torch.no_grad():
-        return model(x[:_PROBED].clone()).cpu()
+        return model(x.clone()).cpu()
 
 
 def packed_history(history: Sequence[Row]) -> dict[str, list[Any]]:
@@ -169,7 +167,7 @@ def check_data(
     """Refuse data that are not those of the run.
 
     Args:
-        saved: The digest of each part of the run's.
+        saved: The fingerprint of each part of the run's, or None where it has none.
         own: The same of the data at hand.
         where: The run's folder, for the words of an error.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from evigrad.bracket import check_bracket
 from evigrad.checks import called, check_inputs, check_outputs, log_probabilities
@@ -16,10 +16,11 @@ from evigrad.groups import matches
 from evigrad.jacobians import model_run
 from evigrad.likelihoods import Likelihood, make_likelihood
 from evigrad.modes import evaluation_mode
+from evigrad.preparation import PROBE_SIZE
 from evigrad.priors import GaussianPrior
-from evigrad.sources import as_source
 from evigrad.training.augerino import range_parameters
 from evigrad.training.automatic import recorded_estimator, with_largest_subset, with_subset
+from evigrad.training.data import RunData
 from evigrad.training.estimator_options import estimator_options, is_automatic
 from evigrad.training.loop import Loop
 from evigrad.training.measuring import placeholder
@@ -27,6 +28,9 @@ from evigrad.training.randomness import stream
 from evigrad.training.run import Callback, FitResult, Run
 from evigrad.training.run_directory import RunDirectory
 from evigrad.training.settings import OptimizerFactory, Settings
+
+# Data of a data set that are checked at once.
+_AT_ONCE = 1000
 
 
 def fit(
@@ -75,6 +79,7 @@ def fit(
     anchor_refresh: int = 3,
     anchor_likelihood: int | None = None,
     test: Any = None,
+    hold_data: bool = False,
     eval_every: int | None = None,
     bracket_every: int = 0,
     bracket_rows: int = 400,
@@ -102,7 +107,9 @@ def fit(
         model: Any module that maps inputs (m, ...) to outputs (m, C). It is trained in place;
             frozen parameters stay as they are.
         train: Training data: a pair (x, y) of tensors, a ``TensorDataset``, or a map-style data
-            set of (x, y) items, which is read once.
+            set of (x, y) items, which is read anew in every epoch, and for blocks of the evidence
+            their own data. Random transforms that draw from the global generators of PyTorch,
+            NumPy or Python are seeded by ``seed``.
         likelihood: Of the targets: categorical, gaussian or bernoulli.
         estimator: Name of the evidence estimator, STRUCTURE-SUBSET-OUTPUTS, as ntk-100-1 or
             kfac-N-C; auto in the place of SUBSET takes as many data as the memory holds, as
@@ -175,6 +182,8 @@ def fit(
         anchor_likelihood: Data that the log likelihood of an anchored estimate is taken from.
             Default: a quarter as many as rows.
         test: Test data, like ``train``.
+        hold_data: Whether data sets are read once and kept in memory: faster where reading is
+            slow, but random transforms keep their first draws for all epochs.
         eval_every: Epochs between evaluations on training and test data; 0 is only at the end.
             Default: a tenth of all epochs.
         bracket_every: Epochs between bounds, lower and upper, on the exact log evidence; 0 is none.
@@ -246,6 +255,7 @@ def fit(
         anchor_choice=anchor_choice,
         anchor_refresh=anchor_refresh,
         anchor_likelihood=anchor_likelihood,
+        hold_data=hold_data,
         eval_every=eval_every,
         bracket_every=bracket_every,
         bracket_rows=bracket_rows,
@@ -283,25 +293,27 @@ def prepare(
         InputError: If the data do not fit the model, the likelihood or the estimator.
     """
     place = _place(model, device)
-    x, y = _tensors(train, place)
-    settings = settings.for_data(len(x))
-    held_out = None if test is None else _tensors(test, place)
+    seed, hold = settings.seed, settings.hold_data
+    data = RunData(train, place, seed, hold=hold)
+    settings = settings.for_data(len(data))
+    held_out = None if test is None else RunData(test, place, seed, hold=hold)
     if settings.estimator == "augerino":
         ranges = [n for n in range_parameters(model) if not _names(settings.hyperparameters, n)]
         settings = replace(settings, hyperparameters=[*settings.hyperparameters, *ranges])
-    evidence = _make_evidence(model, len(x), settings)
-    _check_data(evidence, x, y, place)
-    if held_out is not None:
-        _check_data(evidence, *held_out, place)
+    evidence = _make_evidence(model, len(data), settings)
+    # Reading all items of a data set takes as long as an epoch: they are checked as they are read.
+    _check_data(evidence, data, place, len(data) if data.is_held else PROBE_SIZE)
+    if held_out is not None:  # which is read next when training is over
+        _check_data(evidence, held_out, place, len(held_out))
     if is_automatic(settings.estimator):
-        settings = with_largest_subset(settings, evidence, x, y)
-        evidence = _make_evidence(model, len(x), settings)
+        settings = with_largest_subset(settings, evidence, *data.first(PROBE_SIZE))
+        evidence = _make_evidence(model, len(data), settings)
     if settings.bracket_every:
         check_bracket(evidence.spec)
     if settings.baseline is None:
         _check_learnable(evidence)
-        evidence.blocks((x, y))  # raises now what the first round would, epochs later
-    return Run(Loop(evidence, x, y, settings), held_out)
+        evidence.blocks(data)  # raises now what the first round would, epochs later
+    return Run(Loop(evidence, data, settings), held_out)
 
 
 def _make_evidence(model: nn.Module, num_data: int, settings: Settings) -> Evidence:
@@ -343,12 +355,6 @@ def _place(model: nn.Module, device: str | torch.device | None) -> torch.device:
     return next(model.parameters()).device
 
 
-def _tensors(data: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    source = as_source(data)
-    x, y = source.fetch(torch.arange(len(source)))
-    return x.to(device), y.to(device)
-
-
 def _make_prior(prior: str | GaussianPrior, precision: float | None) -> GaussianPrior:
     if not isinstance(prior, GaussianPrior):
         assert precision is not None  # by ``Settings.for_data``
@@ -361,16 +367,20 @@ def _make_prior(prior: str | GaussianPrior, precision: float | None) -> Gaussian
     return prior
 
 
-def _check_data(evidence: Evidence, x: Tensor, y: Tensor, device: torch.device) -> None:
-    """Refuse all unfit data before the first step, not in the batch where they turn up."""
-    check_inputs(x, device)
-    probe = x[:2]
+def _check_data(evidence: Evidence, data: RunData, device: torch.device, count: int) -> None:
+    """Refuse unfit data before the first step, not in the batch where they turn up."""
+    probe, y = data.first(2)
+    check_inputs(probe, device)
     generator = torch.Generator().manual_seed(0)
     with evaluation_mode(evidence.model, generator), model_run(evidence.model), torch.no_grad():
         f = called(evidence.model, probe)
     check_outputs(f, probe)
-    evidence.likelihood.validate(torch.Size((len(x), f.shape[1])), y)
-    log_probabilities(evidence.likelihood, f.detach(), y[: len(f)])
+    evidence.likelihood.validate(f.shape, y)
+    log_probabilities(evidence.likelihood, f.detach(), y)
+    for indices in torch.arange(min(count, len(data))).split(count if data.is_held else _AT_ONCE):
+        x, y = data.fetch(indices)
+        check_inputs(x, device)
+        evidence.likelihood.validate(torch.Size((len(x), f.shape[1])), y)
 
 
 def _check_learnable(evidence: Evidence) -> None:

@@ -23,6 +23,7 @@ from evigrad.preparation import PROBE_SIZE
 from evigrad.training import measuring
 from evigrad.training.augerino import Augerino
 from evigrad.training.choice import Choice
+from evigrad.training.data import RunData
 from evigrad.training.optimizers import make_hyper_optimizer, make_weight_optimizer
 from evigrad.training.randomness import derived_seed, stream
 from evigrad.training.rounds import blocks_of_a_round
@@ -55,14 +56,13 @@ class Loop:
     prior's, inside the loss, and a decay of hyperparameters would be a hyperprior by accident.
     """
 
-    def __init__(self, evidence: Evidence, x: Tensor, y: Tensor, settings: Settings) -> None:
+    def __init__(self, evidence: Evidence, data: RunData, settings: Settings) -> None:
         """Make the optimisers.
 
         Args:
             evidence: Of the model that is trained; its hyperparameters are only touched by
                 ``learn``.
-            x: All training inputs (N, ...), on the model's device.
-            y: All targets.
+            data: All training data, on the model's device.
             settings: Validated settings.
 
         Raises:
@@ -70,7 +70,7 @@ class Loop:
                 hold exactly the weights; if the prior has no fixed-point update; if a round
                 cannot keep its passes (``prior_blocks``).
         """
-        self.evidence, self.x, self.y, self.settings = evidence, x, y, settings
+        self.evidence, self.data, self.settings = evidence, data, settings
         weights, hyperparameters = evidence.weights(), evidence.hyperparameters()
         held = {id(w) for w in weights.values()}
         scalars = [p for p in fixup_scalars(evidence.model).values() if id(p) in held]
@@ -91,7 +91,8 @@ class Loop:
             if settings.prior_update == "fixed_point":
                 self.fixed_point = FixedPoint(evidence, settings.prior_rate)
             if settings.prior_blocks is not None:
-                evidence.check_collect(x[:PROBE_SIZE], wrt=self.schedules[0].names)
+                x, _ = data.first(PROBE_SIZE)
+                evidence.check_collect(x, wrt=self.schedules[0].names)
 
     @property
     def learned(self) -> list[str]:
@@ -109,7 +110,8 @@ class Loop:
         """Show the weights all training data once.
 
         The order, the only random choice here, is drawn from (seed, epoch); what the model draws
-        itself (dropout) comes from a second stream of (seed, epoch).
+        itself (dropout) comes from a second stream of (seed, epoch), what the items of a data set
+        draw from others.
 
         Args:
             epoch: From 1; sets the learning rate.
@@ -121,8 +123,9 @@ class Loop:
             EvigradError: If the loss or a weight is not finite.
         """
         self._set_weight_rates(epoch)
+        self.data.epoch = epoch
         seed = self.settings.seed
-        order = torch.randperm(len(self.x), generator=stream(seed, "shuffle", epoch))
+        order = torch.randperm(len(self.data), generator=stream(seed, "shuffle", epoch))
         # Batches of nearly one size: a last batch of one datum would break batch normalisation.
         batches = order.tensor_split(-(-len(order) // self.settings.batch_size))
         total = 0.0
@@ -132,8 +135,7 @@ class Loop:
         ):
             for batch in batches:
                 start = measuring.clock()
-                indices = batch.to(self.device)
-                loss = self._loss(self.x[indices], self.y[indices], batch)
+                loss = self._loss(*self.data.fetch(batch), batch)
                 value = loss.item()
                 if not math.isfinite(value):
                     raise self._diverged("the loss", value, epoch)
@@ -197,7 +199,7 @@ class Loop:
                     prior_blocks = self.settings.prior_blocks
                     blocks, is_shared = blocks_of_a_round(
                         self.evidence,
-                        (self.x, self.y),
+                        self.data,
                         schedule.names,
                         schedule.steps,
                         prior_blocks if schedule is self.schedules[0] else None,
@@ -214,7 +216,7 @@ class Loop:
         """Measure estimators, and take one from here on."""
         found = measuring.choose_estimator(
             self.evidence,
-            (self.x, self.y),
+            self.data,
             self.settings,
             self.schedules[-1],  # that of the model's own hyperparameters, which costs more
             median(self._times),

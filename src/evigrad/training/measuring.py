@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from evigrad.evidence import Evidence
 from evigrad.micro_batches import FREE_SHARE
 from evigrad.out_of_memory import is_out_of_memory
 from evigrad.preparation import PROBE_SIZE
+from evigrad.sources import as_source
 from evigrad.training.budget import choose
 from evigrad.training.candidates import Candidate, Draws, Family, even
 from evigrad.training.choice import Choice
@@ -38,8 +40,6 @@ _TIMED = 2
 
 # Tests have a clock of their own.
 clock: Callable[[], float] = time.perf_counter
-
-Data = tuple[Tensor, Tensor]
 
 
 def placeholder(settings: Settings, num_data: int) -> str:
@@ -88,7 +88,7 @@ def evidence_of(
 
 
 def choose_estimator(
-    known: Evidence, data: Data, settings: Settings, schedule: Schedule, step_seconds: float
+    known: Evidence, data: Any, settings: Settings, schedule: Schedule, step_seconds: float
 ) -> Choice:
     """Choose an estimator for the hyperparameter steps of a run.
 
@@ -96,7 +96,7 @@ def choose_estimator(
 
     Args:
         known: The run's evidence so far.
-        data: All training data.
+        data: All training data, as for ``Evidence.blocks``.
         settings: Of the run.
         schedule: Of the costliest steps.
         step_seconds: Of a step of the weights.
@@ -105,7 +105,7 @@ def choose_estimator(
         The choice.
     """
     meter = NetworkMeter(known, data, settings, schedule)
-    families, fallback = families_for(known, data[0], settings, schedule)
+    families, fallback = families_for(known, meter.probe[0], settings, schedule)
     rounds = count_rounds(schedule.epochs, schedule.burn_in, schedule.every)
     steps = rounds * schedule.steps
     return choose(families, fallback, meter, step_seconds, settings.step_budget, steps)
@@ -125,7 +125,7 @@ def families_for(
     Returns:
         Families of bounds, and what remains where none can be used.
     """
-    n, c, root = known.num_data, known.num_outputs(x[:PROBE_SIZE]), settings.root
+    n, c, root = known.num_data, known.num_outputs(x), settings.root
     sizes = [w.numel() for w in known.weights().values()]
     # Of the prior's steps those that are on all the data share one pass.
     alone = is_of_model(schedule) or settings.prior_blocks is not None
@@ -172,7 +172,7 @@ def families_for(
         others = tuple(anchored(share) for share in SHARES if share != settings.anchor_share)
         own, first = anchored(settings.anchor_share), min(_FIRST, n * c)
         saved = sharing
-        shares = sharing > 1 and known.shares_anchors(x[:PROBE_SIZE], schedule.steps)
+        shares = sharing > 1 and known.shares_anchors(x, schedule.steps)
         if shares and is_keepable(known, x, schedule.names):
             # Of the steps' passes over anchors there is only one at any size.
             saved = settings.anchor_share + sharing * (1 - settings.anchor_share)
@@ -195,13 +195,17 @@ class NetworkMeter:
 
     Args:
         known: The run's evidence so far.
-        data: All training data.
+        data: All training data, as for ``Evidence.blocks``.
         settings: Of the run.
         schedule: Of the costliest steps.
+
+    Attributes:
+        probe: Some of the data.
     """
 
-    def __init__(self, known: Evidence, data: Data, settings: Settings, schedule: Schedule) -> None:
-        self._known, self._data = known, data
+    def __init__(self, known: Evidence, data: Any, settings: Settings, schedule: Schedule) -> None:
+        self._known, self._data = known, as_source(data)
+        self.probe = self._data.first(PROBE_SIZE)
         self._settings, self._schedule = settings, schedule
         self._of_prior = [n for n in known.hyperparameters() if not n.startswith("model.")]
         self._begun = clock()
@@ -229,7 +233,7 @@ class NetworkMeter:
         try:
             evidence = self._evidence(candidate)
             if self._settings.prior_blocks is not None:
-                evidence.check_collect(self._data[0][:PROBE_SIZE], wrt=self._of_prior)
+                evidence.check_collect(self.probe[0], wrt=self._of_prior)
             problem = self._does_not_fit(evidence)
             if not problem:
                 with untouched_gradients(evidence.hyperparameters()):
@@ -318,19 +322,19 @@ class NetworkMeter:
 
     def _does_not_fit(self, evidence: Evidence) -> str:
         """Why the memory does not suffice, as far as can be said beforehand; else nothing."""
-        (x, y), settings, spec = self._data, self._settings, evidence.spec
+        (x, y), settings, spec = self.probe, self._settings, evidence.spec
         budget = as_bytes("memory_budget", settings.memory_budget)
         if budget is None:
             free = available_bytes(x.device)
             if free is None:
                 return ""
             budget = int(FREE_SHARE * free)
-        needed = float(evidence.predicted_bytes(x[:PROBE_SIZE]))
+        needed = float(evidence.predicted_bytes(x))
         if settings.micro_batch != "auto":
             if self._per_datum is None:
                 one = evidence_of(self._known, settings, "ntk-1-C", None, None, "auto")
                 self._per_datum = one.pass_bytes(x[:2], y[:2])
-            subset = min(spec.subset or len(x), len(x))
+            subset = min(spec.subset or len(self._data), len(self._data))
             at_once = settings.micro_batch if isinstance(settings.micro_batch, int) else subset
             needed += self._per_datum * min(subset, at_once)
         if needed <= budget:

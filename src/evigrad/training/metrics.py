@@ -4,13 +4,15 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from evigrad.errors import InputError
 from evigrad.likelihoods import Likelihood
 from evigrad.modes import evaluation_mode
+from evigrad.sources import as_source
 from evigrad.training.files import replacing
 
 # A value that was not computed in an epoch is None, and an empty cell in the file.
@@ -20,8 +22,7 @@ Row = dict[str, int | float | None]
 def evaluate(
     model: nn.Module,
     likelihood: Likelihood,
-    x: Tensor,
-    y: Tensor,
+    data: Any,
     *,
     batch_size: int = 1000,
     generator: torch.Generator | None = None,
@@ -31,8 +32,7 @@ def evaluate(
     Args:
         model: Maps inputs (m, ...) to outputs (m, C). Its mode is left as it was.
         likelihood: Of the targets given the outputs.
-        x: Inputs (n, ...) on the model's device.
-        y: Targets.
+        data: A pair (x, y) of tensors or a map-style data set, on the model's device.
         batch_size: Data per forward pass.
         generator: Seeds what the model draws, if it draws anything. Default: seed 0.
 
@@ -43,17 +43,17 @@ def evaluate(
     Raises:
         InputError: If there are no data, or they do not fit the likelihood.
     """
-    if len(x) == 0 or len(x) != len(y):
-        raise InputError(f"There are {len(x)} inputs and {len(y)} targets; give one for each.")
+    source = as_source(data)
     totals: dict[str, float] = {}
     generator = generator or torch.Generator().manual_seed(0)
     with evaluation_mode(model, generator), torch.no_grad():
-        for inputs, targets in zip(x.split(batch_size), y.split(batch_size), strict=True):
+        for indices in torch.arange(len(source)).split(batch_size):
+            inputs, targets = source.fetch(indices)
             f = model(inputs)
             likelihood.validate(f.shape, targets)
             for name, value in likelihood.metrics(f, targets).items():
                 totals[name] = totals.get(name, 0.0) + float(value)
-    means = {name: value / len(x) for name, value in totals.items()}
+    means = {name: value / len(source) for name, value in totals.items()}
     if "correct" in means:
         means["accuracy"] = means.pop("correct")
     return means

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 # What a stream is for. The position in this list is part of the seed: append, do not reorder.
-_USES = ("shuffle", "model", "evidence", "evaluation", "bracket", "auto")
+_USES = ("shuffle", "model", "evidence", "evaluation", "bracket", "auto", "data")
 
-Use = Literal["shuffle", "model", "evidence", "evaluation", "bracket", "auto"]
+Use = Literal["shuffle", "model", "evidence", "evaluation", "bracket", "auto", "data"]
 
 
 def derived_seed(seed: int, use: Use, epoch: int = 0) -> int:
@@ -24,8 +24,8 @@ def derived_seed(seed: int, use: Use, epoch: int = 0) -> int:
         use: What the stream is for: the order of the training data (``shuffle``), what the
             model draws while its weights train (``model``, as dropout), the blocks of the
             evidence (``evidence``), what the model draws on test data (``evaluation``), the
-            bounds on the evidence (``bracket``), or the estimators among which one is chosen
-            (``auto``).
+            bounds on the evidence (``bracket``), the estimators among which one is chosen
+            (``auto``), or what the items of a data set draw (``data``).
         epoch: The epoch, where the stream starts anew in each.
 
     Returns:

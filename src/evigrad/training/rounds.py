@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import repeat
+from typing import Any
 
 from torch import Tensor
 
@@ -13,11 +14,12 @@ from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.micro_batches import fits
 from evigrad.preparation import PROBE_SIZE
+from evigrad.sources import as_source
 
 
 def blocks_of_a_round(
     evidence: Evidence,
-    data: tuple[Tensor, Tensor],
+    data: Any,
     names: list[str],
     steps: int,
     prior_blocks: int | None,
@@ -30,7 +32,7 @@ def blocks_of_a_round(
 
     Args:
         evidence: Of the model that is trained.
-        data: All training data.
+        data: All training data, as for ``Evidence.blocks``.
         names: Of the hyperparameters that are learned.
         steps: Of the round.
         prior_blocks: Blocks whose passes the steps share; None for a block for each step.
@@ -39,12 +41,14 @@ def blocks_of_a_round(
         A block or a kept pass for each step, or the same kept passes again and again: the second is
         whether these are the same.
     """
-    blocks = evidence.blocks(data)
+    source = as_source(data)
+    blocks = evidence.blocks(source)
+    x, _ = source.first(PROBE_SIZE)
     anchored = isinstance(blocks, AnchoredStream)
-    keepable = (anchored or blocks.is_constant) and is_keepable(evidence, data[0], names)
-    if anchored and keepable and evidence.shares_anchors(data[0][:PROBE_SIZE], 2):
+    keepable = (anchored or blocks.is_constant) and is_keepable(evidence, x, names)
+    if anchored and keepable and evidence.shares_anchors(x, 2):
         drawn = blocks.drawn(prior_blocks or steps, whole=prior_blocks is not None)
-        passes = passes_over(evidence, drawn, data[0], names)
+        passes = passes_over(evidence, drawn, x, names)
         if prior_blocks is None and drawn.draws:
             return ([own] for each in passes for own in each.draws()), False
         kept = list(passes)

@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from evigrad.allocator import kept_memory
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.evidence import Evidence
 from evigrad.training.checkpoint import (
     CHECKPOINT_FORMAT,
+    PROBED,
     check_data,
     check_format,
     check_network,
     check_outputs,
     check_settings,
-    digest,
     machine,
     packed_history,
     probe_outputs,
@@ -31,6 +31,7 @@ from evigrad.training.checkpoint import (
     with_threads,
 )
 from evigrad.training.choice import AUTO, CHOICE_FILE, Choice
+from evigrad.training.data import RunData
 from evigrad.training.loop import Loop, Round
 from evigrad.training.metrics import Row, evaluate
 from evigrad.training.progress import make_progress
@@ -84,7 +85,7 @@ class FitResult:
 class Run:
     """A checked run that has not started yet; ``prepare`` makes one, ``train`` runs it once."""
 
-    def __init__(self, loop: Loop, test: tuple[Tensor, Tensor] | None) -> None:
+    def __init__(self, loop: Loop, test: RunData | None) -> None:
         """Take up what was prepared.
 
         Args:
@@ -92,6 +93,7 @@ class Run:
             test: Test data on the model's device.
         """
         self.loop, self.test = loop, test
+        self._probe, _ = loop.data.first(PROBED)
         self.settings = loop.settings
         self.history: list[Row] = []
         self.metrics: dict[str, dict[str, float]] = {"train": {}, "test": {}}
@@ -263,7 +265,7 @@ class Run:
         if epoch % s.bracket_every and epoch != s.epochs:
             return dict.fromkeys(BRACKET_COLUMNS)
         found = self.evidence.bracket(
-            (self.loop.x, self.loop.y),
+            self.loop.data,
             rows=s.bracket_rows,
             seed=derived_seed(s.seed, "bracket", epoch),
         )
@@ -278,12 +280,11 @@ class Run:
 
     def _evaluate(self, epoch: int) -> None:
         evidence, seed = self.evidence, self.settings.seed
-        pairs = {"train": (self.loop.x, self.loop.y), "test": self.test}
-        for part, pair in pairs.items():
-            if pair is not None:
+        for part, data in {"train": self.loop.data, "test": self.test}.items():
+            if data is not None:
                 generator = stream(seed, "evaluation", epoch)
                 self.metrics[part] = evaluate(
-                    evidence.model, evidence.likelihood, *pair, generator=generator
+                    evidence.model, evidence.likelihood, data, generator=generator
                 )
 
     def _state(self) -> dict[str, Any]:
@@ -296,7 +297,9 @@ class Run:
             "metrics": self.metrics,
             **self._identity,
             "machine": machine(self.loop.device),
-            "outputs": probe_outputs(self.evidence, self.loop.x),
+            # Saved with its outputs, as a data set may have another one the next time.
+            "probe": self._probe.cpu(),
+            "outputs": probe_outputs(self.evidence, self._probe),
             **self.loop.state_dict(),
         }
 
@@ -306,7 +309,10 @@ class Run:
         evidence = self.evidence
         return {
             "settings": self.settings.as_record(),
-            "data": {"train": digest((self.loop.x, self.loop.y)), "test": digest(self.test)},
+            "data": {
+                "train": self.loop.data.fingerprint(),
+                "test": None if self.test is None else self.test.fingerprint(),
+            },
             "learned": {
                 "weights": list(evidence.weights()),
                 "hyperparameters": list(evidence.hyperparameters()),
@@ -320,7 +326,8 @@ class Run:
         check_data(state["data"], own["data"], where)
         check_network(state, self.evidence, where)
         self.loop.load_state_dict(state)
-        outputs = probe_outputs(self.evidence, self.loop.x)
+        self._probe = state["probe"].to(self.loop.device)
+        outputs = probe_outputs(self.evidence, self._probe)
         check_outputs(state["outputs"], outputs, here, state["machine"], where)
         self.seconds = state["seconds"]
         self.metrics = state["metrics"]

@@ -77,6 +77,7 @@ class Settings:
     eval_every: int | None
     checkpoint_every: int | None
     seed: int
+    hold_data: bool = False  # which the command line, whose data are tensors, does not have
 
     def __post_init__(self) -> None:
         """Refuse what cannot work.
