@@ -40,7 +40,7 @@ from evigrad.intake import (
 )
 from evigrad.likelihoods import Likelihood
 from evigrad.micro_batches import PEAK_FACTOR
-from evigrad.modes import warn_of_normalisation
+from evigrad.modes import TURN, warn_of_normalisation
 from evigrad.parameters import check_unchanged, held_constant, select, trainable
 from evigrad.passes import Task
 from evigrad.preparation import PROBE_SIZE, Settings
@@ -444,7 +444,7 @@ class Evidence:
         given |= {name: value for name, value in changes.items() if value is not None}
         if given["micro_batch"] == "auto":
             given.setdefault("memory_budget", settings.memory_budget)
-        with warnings.catch_warnings():
+        with TURN, warnings.catch_warnings():
             # What it says about the model was said when this evidence was made.
             warnings.simplefilter("ignore", EvigradWarning)
             return Evidence(

@@ -1,9 +1,11 @@
 """Leaving a model and the global random state as they were."""
 
+import pickle
 import random
+import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -18,60 +20,93 @@ _NORMALISATION_LAYERS = (
     nn.RMSNorm,
 )
 
+# Random states, switches of kernels and filters of warnings belong to the whole process: threads
+# that change them take turns, pass by pass and epoch by epoch. Never held while a generator yields.
+TURN = threading.RLock()
+
 
 @contextmanager
-def evaluation_mode(model: nn.Module, generator: torch.Generator) -> Iterator[None]:
+def evaluation_mode(
+    model: nn.Module, generator: torch.Generator | None
+) -> Iterator[Callable[[], bool]]:
     """Evaluate a model without dropout or batch statistics, and restore it on the way out.
 
     The flags are set one by one rather than by ``model.eval()``, so that modules in mixed modes
     get their own mode back and overridden ``train`` methods have no side effects. Whatever the
     forward pass draws from the global generators is seeded from ``generator``; their states are
-    restored.
+    restored. Other threads wait.
 
     Args:
         model: Any module.
-        generator: A CPU generator; advances by one draw.
+        generator: A CPU generator; advances by one draw. None for a model that draws nothing from
+            the global generators, which are then left alone.
+
+    Yields:
+        Tells whether anything was drawn from those of PyTorch and NumPy so far.
     """
-    training = [(module, module.training) for module in model.modules()]
-    first = next(model.parameters(), None)
-    device = torch.device("cpu") if first is None else first.device
-    seed = int(torch.randint(2**62, (), generator=generator))
-    try:
-        for module, _ in training:
-            module.training = False
-        with seeded(seed, device):
-            yield
-    finally:
-        for module, mode in training:
-            module.training = mode
+    with TURN:
+        training = [(module, module.training) for module in model.modules()]
+        first = next(model.parameters(), None)
+        device = torch.device("cpu") if first is None else first.device
+        if generator is None:
+            seeds = nullcontext(lambda: False)
+        else:
+            seeds = seeded(int(torch.randint(2**62, (), generator=generator)), device)
+        try:
+            for module, _ in training:
+                module.training = False
+            with seeds as has_drawn:
+                yield has_drawn
+        finally:
+            for module, mode in training:
+                module.training = mode
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
+def seeded(seed: int, device: torch.device) -> Iterator[Callable[[], bool]]:
     """Seed what a model draws from the global generators, and restore them on the way out.
+
+    Other threads that do so wait.
 
     Args:
         seed: Seed of PyTorch's generators of the CPU and the device, of Python's and of NumPy's.
         device: The model's device.
+
+    Yields:
+        Tells whether anything was drawn from those of PyTorch and NumPy so far.
     """
     # Not torch.manual_seed: it would also reseed every other GPU and not put those back.
     generators = [torch.default_generator]
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         generators.append(torch.cuda.default_generators[index])
-    states = [generator.get_state() for generator in generators]
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        for generator in generators:
-            generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+
+    def has_drawn() -> bool:
+        # Not Python's own generator: tools beside the model, as checks of types, draw from it too.
+        fresh = [torch.Generator(g.device).manual_seed(seed) for g in generators]
+        as_seeded = [
+            g.get_state().equal(f.get_state()) for g, f in zip(generators, fresh, strict=True)
+        ]
+        numpys, fresh_numpys = (
+            np.random.get_state(),
+            np.random.RandomState(seed % 2**32).get_state(),
+        )
+        return not all(as_seeded) or pickle.dumps(numpys) != pickle.dumps(fresh_numpys)
+
+    with TURN:
+        before = [generator.get_state() for generator in generators]
+        python_state, numpy_state = random.getstate(), np.random.get_state()
+        try:
+            for generator in generators:
+                generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            yield has_drawn
+        finally:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 def normalisation_layers(model: nn.Module) -> list[str]:

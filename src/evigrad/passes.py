@@ -338,6 +338,7 @@ class Passes:
     @contextmanager
     def _evaluating(self, task: Task) -> Iterator[None]:
         """What every forward pass of a block runs under, whatever it is for."""
-        model, own = task.prepared.model, torch.Generator().manual_seed(task.seed)
+        model = task.prepared.model
+        own = torch.Generator().manual_seed(task.seed) if task.prepared.draws_globally else None
         with evaluation_mode(model, own), model_run(model):
             yield

@@ -96,12 +96,14 @@ class Prepared:
         plan: How its derivatives are computed.
         structure: Of the curvature.
         partition: Of rows into blocks.
+        draws_globally: Whether the model drew from the global generators when it was planned.
     """
 
     model: nn.Module
     plan: JacobianPlan
     structure: Structure[Any]
     partition: Partition
+    draws_globally: bool
 
     def pack(self, x: Tensor, noise: Noise | None, data: slice) -> Tensor:
         """Inputs as the model takes them.
@@ -173,14 +175,16 @@ class Preparation:
             model = Drawn(model, probe, noise)
             probe = model.pack(probe, noise)
         # Planning happens once, so it draws from a generator of its own.
-        with evaluation_mode(model, torch.Generator().manual_seed(0)), model_run(model):
+        own = torch.Generator().manual_seed(0)
+        with evaluation_mode(model, own) as has_drawn, model_run(model):
             with torch.no_grad():
                 f = called(model, probe)
             check_outputs(f, probe)
             made = self._known_plans.get(key) or plan(model, self.weights, probe)
+            draws_globally = has_drawn()
         partition = Partition(self.settings.spec, self.settings.num_data, f.shape[1])
         structure = self._structure(made, partition, contract=key not in self._formed)
-        self._prepared[key] = Prepared(model, made, structure, partition)
+        self._prepared[key] = Prepared(model, made, structure, partition, draws_globally)
         return self._prepared[key]
 
     def state_dict(self) -> dict[str, Any]:

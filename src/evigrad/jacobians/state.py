@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from evigrad.modes import TURN
+
 _CONTAINERS = (dict, list, set, deque)
 # How deep containers and objects within each other are looked into.
 _DEPTH = 8
@@ -20,12 +22,13 @@ def model_run(model: nn.Module) -> Iterator[None]:
     """Everything that a forward or backward pass of rows is wrapped in.
 
     Attributes and buffers of the model that a pass sets are put back, also after an exception.
-    Fused kernels that lack a (second) derivative are replaced by plain ones.
+    Fused kernels that lack a (second) derivative are replaced by plain ones, in the whole process:
+    other threads that run a model here wait.
 
     Args:
         model: Any module.
     """
-    with ExitStack() as stack:
+    with TURN, ExitStack() as stack:
         stack.enter_context(_unchanged_attributes(model))
         stack.enter_context(_unchanged_buffers(model))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))

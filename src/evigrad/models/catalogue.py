@@ -14,6 +14,7 @@ from evigrad.models.mlp import mlp
 from evigrad.models.resnet import resnet18, resnet50
 from evigrad.models.sequences import gru, transformer
 from evigrad.models.wide_resnet import wide_resnet, wrn16_4
+from evigrad.modes import seeded
 
 # Each takes (input_shape, num_outputs) and settings of its own.
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -72,8 +73,6 @@ def make_model(
             "more"
         )
     # On the CPU, so that a seed gives the same weights wherever the network goes afterwards.
-    with torch.device("cpu"), nullcontext() if seed is None else torch.random.fork_rng(devices=[]):
-        if seed is not None:
-            # Not torch.manual_seed, which also seeds the devices that were not forked.
-            torch.default_generator.manual_seed(seed)
+    cpu = torch.device("cpu")
+    with cpu, nullcontext() if seed is None else seeded(seed, cpu):
         return MODELS[name](input_shape, num_outputs, **settings)
