@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from evigrad.errors import ConfigurationError
@@ -19,9 +20,14 @@ if TYPE_CHECKING:
 History = Sequence[Mapping[str, int | float | None]]
 
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
-# Inches: the height that a label needs, and what title and axis take of the figure's.
-_LABEL_HEIGHT = 0.17
-_SURROUNDINGS = 0.9
+# Points: letters of titles, and of axes' labels and legends.
+_LARGE, _SMALL = 11.0, 9.0
+# Inches: a row of a legend; what is beside a name in it; what other things than a title or an
+# axis' label take of the width and the height; and axes beside which a legend has a place.
+_LINE_HEIGHT = 0.2
+_HANDLE = 0.75
+_SURROUNDINGS = (1.0, 1.1)
+_LEAST_WIDTH = 4.5
 
 
 @dataclass(frozen=True)
@@ -111,12 +117,18 @@ def decorate(axes: "Axes", title: str, label: str, palette: Palette = LIGHT) -> 
         label: Of the vertical axis.
         palette: Colours.
     """
-    axes.set_title(title, loc="left", fontsize=11, color=palette.ink)
+    figure: Any = axes.figure
+    grid: Any = axes.get_subplotspec()
+    rows, columns = grid.get_gridspec().get_geometry()
+    width = figure.get_figwidth() / columns - _SURROUNDINGS[0]
+    height = figure.get_figheight() / rows - _SURROUNDINGS[1]
+    title, label = words(fitted(title, width, _LARGE)), words(fitted(label, height, _SMALL))
+    axes.set_title(title, loc="left", fontsize=_LARGE, color=palette.ink)
     axes.set_xlabel("epoch", color=palette.ink)
     axes.locator_params(axis="x", integer=True)
-    axes.set_ylabel(label, fontsize=9, color=palette.ink)
+    axes.set_ylabel(label, fontsize=_SMALL, color=palette.ink)
     axes.set_facecolor(palette.paper)
-    axes.tick_params(which="both", labelsize=9, color=palette.ink, labelcolor=palette.ink)
+    axes.tick_params(which="both", labelsize=_SMALL, color=palette.ink, labelcolor=palette.ink)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(palette.ink)
     axes.grid(axis="y", color=palette.grid, linewidth=0.6)
@@ -159,75 +171,75 @@ def burst_limits(values: Sequence[float]) -> tuple[float, float] | None:
     return typical - 2 * spread, ordered[-1] + 0.15 * spread
 
 
-def label_ends(
-    axes: "Axes", lines: Mapping[str, tuple[float, float, str]], figure_height: float
+def add_legend(
+    figure: "Figure",
+    lines: Sequence[tuple[str, str, Any]],
+    palette: Palette = LIGHT,
+    beside: bool = False,
 ) -> None:
-    """Write each name to the right of its line, apart from its neighbours.
+    """Name the lines of a figure, which grows by the room that the names take.
+
+    They are below the axes, in as many columns as fit, and a name that is wider than the figure
+    has several rows.
 
     Args:
-        axes: With the lines.
-        lines: Name to the last point (x, y) and the colour.
-        figure_height: Inches.
+        figure: With its axes.
+        lines: Of each line its name, colour and style.
+        palette: Of the figure.
+        beside: Whether they are to be at the right, one under the other, where there is room.
     """
-    axes.autoscale_view()  # otherwise the limits are found when the figure is drawn
-    transform = axes.transData + axes.transAxes.inverted()
-    ends = {name: float(transform.transform((x, y))[1]) for name, (x, y, _) in lines.items()}
-    order = sorted(ends, key=ends.__getitem__)
-    height = min(_LABEL_HEIGHT / (figure_height - _SURROUNDINGS), 1.0 / len(order))
-    places = spread([ends[name] for name in order], height)
-    for name, place in zip(order, places, strict=True):
-        value, colour = lines[name][1], lines[name][2]
-        axes.annotate(
-            f"{name}  {number(value)}",
-            xy=(1.0, ends[name]),
-            xytext=(1.04, place),
-            xycoords="axes fraction",
-            color=colour,
-            fontsize=9,
-            va="center",
-            annotation_clip=False,
-            parse_math=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkB": 0},
-        )
-    axes.margins(x=0)
+    width, height = figure.get_size_inches()
+    longest = max(_inches(name, _SMALL) for name, _, _ in lines) + _HANDLE
+    beside = beside and width - longest >= _LEAST_WIDTH
+    columns = 1 if beside else max(1, min(4, int(width / longest)))
+    names = [fitted(name, width - _HANDLE, _SMALL) for name, _, _ in lines]
+    room = _LINE_HEIGHT * sum(1 + name.count("\n") for name in names) / columns
+    figure.set_figheight(max(height, room + 0.3) if beside else height + room + 0.2)
+    figure.legend(
+        handles=[
+            _handle(name, colour, dash)
+            for name, (_, colour, dash) in zip(names, lines, strict=True)
+        ],
+        loc="outside right upper" if beside else "outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize=_SMALL,
+        labelcolor=palette.ink,
+    )
 
 
-def spread(places: Sequence[float], distance: float) -> list[float]:
-    """Move ascending places apart, as little as possible, until neighbours have a distance.
+def fitted(text: str, inches: float, size: float) -> str:
+    """Break a text into lines that are no wider than a length.
 
     Args:
-        places: Ascending.
-        distance: Between neighbours, at least.
+        text: Any; its own line breaks stay.
+        inches: The length.
+        size: Of the letters, in points.
 
     Returns:
-        The new places.
+        The lines.
     """
-    groups: list[list[float]] = []  # each (centre, count): labels that touch each other
-    for place in places:
-        groups.append([place, 1.0])
-        while len(groups) > 1:
-            (c0, n0), (c1, n1) = groups[-2], groups[-1]
-            if c1 - c0 >= distance * (n0 + n1) / 2:
-                break
-            groups[-2:] = [[(c0 * n0 + c1 * n1) / (n0 + n1), n0 + n1]]
-    return [
-        centre + distance * (i - (count - 1) / 2)
-        for centre, count in groups
-        for i in range(int(count))
-    ]
+    found: list[str] = []
+    for part in text.split("\n"):
+        lines, columns = [part], len(part)
+        while columns > 1 and any(_inches(line, size) > inches for line in lines):
+            columns -= 1
+            lines = wrap(part, columns)
+        found += lines
+    return "\n".join(found)
 
 
-def legend_handle(name: str, colour: str, dash: Any = "-") -> Any:
-    """A line for a legend.
+def _inches(text: str, size: float) -> float:
+    """The width of a line of text."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
 
-    Args:
-        name: Its words.
-        colour: Its colour.
-        dash: Its style.
+    font = FontProperties(size=size)
+    return text_to_path.get_text_width_height_descent(text, font, ismath=False)[0] / 72
 
-    Returns:
-        The handle.
-    """
+
+def _handle(name: str, colour: str, dash: Any) -> Any:
+    """A line for a legend."""
     from matplotlib.lines import Line2D
 
     # A label with a leading underscore is left out of a legend.

@@ -13,12 +13,12 @@ from evigrad.drawing import (
     LIGHT,
     History,
     Palette,
+    add_legend,
     burst_limits,
     decorate,
     errors,
-    label_ends,
-    legend_handle,
     new_figure,
+    number,
     plain_ticks,
     save,
     series,
@@ -28,7 +28,7 @@ from evigrad.errors import InputError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# More labels than this at the end of the lines cannot be told apart.
+# More lines than this cannot be told apart.
 _MAX_LABELS = 24
 
 
@@ -53,13 +53,13 @@ def learning_curves(histories: Mapping[str, History]) -> "Figure":
         ("test_log_likelihood", "test log likelihood", "nats per datum"),
     ]
     panels = [panel for panel in panels if any(series(h, panel[0])[0] for h in histories.values())]
-    figure = new_figure(3.6 * len(panels) + 0.4, 3.3)
+    figure = new_figure(3.6 * len(panels) + 0.4, 3.1)
     for position, (column, title, unit) in enumerate(panels, start=1):
         axes = figure.add_subplot(1, len(panels), position)
         decorate(axes, title, unit)
         axes.set_xlim(0, max(len(history) for history in histories.values()))
         drawn = []
-        for number, (name, history) in enumerate(histories.items()):
+        for place, (name, history) in enumerate(histories.items()):
             epochs, values = series(history, column)
             if not epochs:
                 continue
@@ -68,7 +68,7 @@ def learning_curves(histories: Mapping[str, History]) -> "Figure":
                 epochs,
                 values,
                 label=name,
-                color=LIGHT.lines[number % len(LIGHT.lines)],
+                color=LIGHT.lines[place % len(LIGHT.lines)],
                 linewidth=1.6,
                 marker="o" if sparse else None,
                 markersize=3,
@@ -86,11 +86,8 @@ def learning_curves(histories: Mapping[str, History]) -> "Figure":
             plain_ticks(axes)
         elif limits := burst_limits(drawn):
             axes.set_ylim(*limits)
-    handles = [
-        legend_handle(name, LIGHT.lines[number % len(LIGHT.lines)])
-        for number, name in enumerate(histories)
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
+    colours = [LIGHT.lines[place % len(LIGHT.lines)] for place in range(len(histories))]
+    add_legend(figure, [(*named, "-") for named in zip(histories, colours, strict=True)])
     return figure
 
 
@@ -100,9 +97,9 @@ def precision_paths(
     width: float = 7.2,
     palette: Palette = LIGHT,
 ) -> "Figure":
-    """The learned prior precisions over the epochs, each labelled at the end of its line.
+    """The learned prior precisions over the epochs, the highest one at the end named first.
 
-    More than can be labelled are shaded from the first group to the last.
+    More than can be told apart are shaded from the first group to the last.
 
     Args:
         history: Of a run with a learned prior.
@@ -123,11 +120,12 @@ def precision_paths(
     if not names:
         raise InputError("The history has no column precision/...: it is not one of a run.")
     many = len(names) > _MAX_LABELS
-    figure = new_figure(width, 4.4 if many else max(3.6, 0.24 * len(names) + 1.2), palette)
+    figure = new_figure(width, 4.0, palette)
     axes = figure.add_subplot()
+    title = f"{title} ({len(names)} groups)" if many else title
     decorate(axes, title, "prior precision (1 / variance of the weights)", palette)
     axes.set_yscale("log")
-    lines = {}
+    lines = []
     shades = _shades(len(names), palette) if many else palette.lines
     for position, name in enumerate(names):
         epochs, values = series(history, name)
@@ -143,25 +141,17 @@ def precision_paths(
             linewidth=0.8 if many else 1.6,
             drawstyle="steps-post",
         )
-        lines[name.removeprefix(prefix)] = (epochs[-1], values[-1], colour)
+        lines.append((values[-1], name.removeprefix(prefix), colour, dash))
+    axes.margins(x=0)
     plain_ticks(axes)
     if many:
-        axes.set_title(f"{title} ({len(names)} groups)", loc="left", fontsize=11)
-        ends = (f"first: {names[0]}", f"last: {names[-1]}")
-        handles = [
-            legend_handle(end.replace(prefix, ""), colour)
-            for end, colour in zip(ends, (shades[0], shades[-1]), strict=True)
-        ]
-        figure.legend(
-            handles=handles,
-            loc="outside lower center",
-            ncols=2,
-            frameon=False,
-            fontsize=9,
-            labelcolor=palette.ink,
-        )
-    elif lines:
-        label_ends(axes, lines, figure.get_figheight())
+        ends = (("first", *lines[0]), ("last", *lines[-1]))
+        named = [(f"{end}: {name}", colour, dash) for end, _, name, colour, dash in ends]
+    else:
+        lines.sort(key=lambda line: line[0], reverse=True)
+        named = [(f"{number(value)}  {name}", *style) for value, name, *style in lines]
+    if named:
+        add_legend(figure, named, palette, beside=not many)
     return figure
 
 

@@ -38,7 +38,7 @@ def test_a_real_run(run_dir, capsys):
     assert captured.err.split("Report: ")[1].replace("\n", "") == str(run_dir / "report.html")
     page = Page(run_dir / "report.html")
     assert {file.stem for file in (run_dir / "figures").iterdir()} == {
-        *("loss", "log_likelihood", "accuracy", "log_evidence", "precisions"),
+        *("loss", "log_likelihood", "accuracy", "log_evidence", "prior_precision"),
         *("range-rotation", "range-scale", "augmentation"),
     }
     assert len(page.images) == len(page.dark) == 8

@@ -1,7 +1,6 @@
 import math
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from evigrad.errors import InputError
 from evigrad.invariances import AffineInvariance
 
 pytest.importorskip("matplotlib")
+from figure_geometry import problems
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from evigrad.drawing import DARK, LIGHT
@@ -29,10 +29,6 @@ from evigrad.report.curves import (
 
 def legend_of(figure):
     return [text.get_text() for text in figure.legends[0].get_texts()]
-
-
-def annotation_place(text: Any):
-    return text.xy
 
 
 def test_one_run_has_a_line_for_train_and_test():
@@ -90,20 +86,22 @@ def test_a_single_value_is_a_point():
     assert line.get_marker() == "o"
 
 
-def test_paths_are_labelled_at_their_ends():
+def test_paths_are_named_from_the_highest_on():
     rows = make_rows(ranges={"scale_x": 1.0, "scale_y": 0.2})
-    columns = {"x": "range/scale_x", "y": "range/scale_y"}
-    figure = value_paths(rows, columns, "scaling", "factor", math.exp, 1.0)
-    (axes,) = figure.axes
-    assert [text.get_text() for text in axes.texts] == ["y  1.22", "x  2.72"]
-    assert axes.get_ylim()[0] == 1.0
-    FigureCanvasAgg(figure).draw()
-    for text, line in zip(axes.texts, reversed(axes.lines), strict=True):
-        # Each label starts where its line ends: on a linear axis too.
-        end = axes.transData.transform((20, float(np.asarray(line.get_ydata())[-1])))
-        assert axes.transAxes.transform(annotation_place(text))[1] == pytest.approx(end[1], abs=1)
-    with pytest.raises(InputError, match="no value of x"):
+    columns = {"y": "range/scale_y", "x": "range/scale_x"}
+    figure = value_paths(rows, columns, "scaling, a run of a long name", "factor", math.exp, 1.0)
+    assert legend_of(figure) == ["2.72  x", "1.22  y"]
+    assert figure.axes[0].get_ylim()[0] == 1.0
+    assert problems(figure) == []
+    with pytest.raises(InputError, match="no value of y"):
         value_paths(make_rows(), columns, "scaling", "factor")
+
+
+@pytest.mark.parametrize(("count", "quantity"), [(1, LOG_EVIDENCE), (2, LOSS), (5, LOG_LIKELIHOOD)])
+def test_runs_of_long_names_are_named_where_they_can_be_read(count, quantity):
+    name = "digits-mininet-ntk-400-rows-anchored-precision-0.1-seed-{}, MAP"
+    runs = {name.format(i): make_rows() for i in range(count)}
+    assert problems(quantity_curves(runs, quantity)) == []
 
 
 def test_a_rotation_has_radians_and_degrees():

@@ -46,6 +46,16 @@ def figures(folder):
     return {file.stem for file in (folder / "figures").iterdir()}
 
 
+def test_the_figures_of_training_stay(tmp_path, sketched):
+    run = write_run(tmp_path / "run", options=OPTIONS)
+    (run / "figures").mkdir()
+    for name in ("learning_curves.png", "precisions.png"):  # as ``plots.save_all`` calls them
+        (run / "figures" / name).write_bytes(b"of training")
+    report(run)
+    assert (run / "figures" / "precisions.png").read_bytes() == b"of training"
+    assert (run / "figures" / "learning_curves.png").read_bytes() == b"of training"
+
+
 def test_a_learned_run(tmp_path):
     run = write_run(
         tmp_path / "run",
@@ -53,7 +63,7 @@ def test_a_learned_run(tmp_path):
         results={"ntk-100-1": {"evidence": {"per_datum": -0.4321, "estimator": "full-N-C"}}},
     )
     page = report(run)
-    assert figures(run) == {"loss", "log_likelihood", "accuracy", "log_evidence", "precisions"}
+    assert figures(run) == {"loss", "log_likelihood", "accuracy", "log_evidence", "prior_precision"}
     assert len(page.images) == len(page.dark) == len(page.captions) == 5
     assert all(caption.strip().endswith(".") for caption in page.captions)
     assert page.cell("test accuracy (%)") == "80.00"
@@ -117,7 +127,7 @@ def test_a_run_beside_its_map(tmp_path):
     assert page.cell("hyperparameter steps", 1) == "0"
     assert page.cell("hyperparameter steps", 2) == "40"
     # The run's own figures need no name, and MAP learned nothing to draw.
-    assert "precisions" in figures(run)
+    assert "prior_precision" in figures(run)
     assert not (run / "map" / "figures").exists()
 
 
@@ -144,7 +154,7 @@ def test_an_unfinished_run_before_its_first_round(tmp_path):
 def test_regression(tmp_path):
     run = write_run(tmp_path / "run", make_rows(regression=True))
     page = report(run)
-    assert figures(run) >= {"squared_error", "noise", "precisions"}
+    assert figures(run) >= {"squared_error", "noise", "prior_precision"}
     assert "accuracy" not in figures(run)
     assert page.cell("test squared error") == "0.8"
     assert page.cell("noise", 2) == f"{math.exp(-1):.3f}"
@@ -222,7 +232,7 @@ def test_several_runs_beside_each_other(tmp_path):
     page = report(first, second, third)
     assert page.tables[0][0] == ["", str(first), str(second), "third"]
     assert not (second / "report.html").exists()
-    assert len([name for name in figures(first) if name.startswith("precisions-")]) == 3
+    assert len([name for name in figures(first) if name.startswith("prior_precision-")]) == 3
     assert page.cell("test squared error", 1) == NOTHING
     assert page.cell("test squared error", 3) == "0.8"
     # Different runs, though their names become the same in a file's name.
@@ -234,7 +244,7 @@ def test_several_runs_beside_each_other(tmp_path):
         "10 (layer1)",
         "100 (layer2)",
     ]
-    assert figures(twins[0]) >= {"precisions-x-y", "precisions-x-y-2"}
+    assert figures(twins[0]) >= {"prior_precision-x-y", "prior_precision-x-y-2"}
     with pytest.raises(ConfigurationError, match="named twice"):
         write_report(first, tmp_path / "b" / ".." / "a" / "run")
 

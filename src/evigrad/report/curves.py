@@ -11,15 +11,14 @@ from evigrad.drawing import (
     LIGHT,
     History,
     Palette,
+    add_legend,
     burst_limits,
     decorate,
     errors,
-    label_ends,
-    legend_handle,
     new_figure,
+    number,
     plain_ticks,
     series,
-    words,
 )
 from evigrad.errors import InputError
 
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Inches: at the width of a phone, letters of 9 points are still read.
-WIDTH, HEIGHT = 4.6, 3.4
-# Names that a legend or the end of the lines has room for.
+WIDTH, HEIGHT = 4.6, 3.1
+# Lines that can be told apart.
 _MOST_NAMES = 16
 # So few values are shown as points too: a line with one value could not be seen.
 _FEW = 40
@@ -55,7 +54,7 @@ class Quantity:
 
 
 LOSS = Quantity(
-    "training loss", "mean NLL + prior term (nats per datum)", {"train": "loss"}, logarithmic=True
+    "training loss", "mean NLL + prior term\n(nats per datum)", {"train": "loss"}, logarithmic=True
 )
 LOG_LIKELIHOOD = Quantity(
     "log likelihood",
@@ -67,17 +66,17 @@ ACCURACY = Quantity(
 )
 SQUARED_ERROR = Quantity(
     "squared error",
-    "mean over the data, standardised targets",
+    "mean over the data,\nstandardised targets",
     {"test": "test_squared_error", "train": "train_squared_error"},
     logarithmic=True,
 )
 LOG_EVIDENCE = Quantity(
-    "log evidence", "estimate while training (nats per datum)", {"train": "log_evidence"}
+    "log evidence", "estimate while training\n(nats per datum)", {"train": "log_evidence"}
 )
 
 BRACKET = Quantity(
     "bounds on the log evidence",
-    "exact value between them (nats per datum)",
+    "exact value between them\n(nats per datum)",
     {"lower": "bracket_lower", "upper": "bracket_upper"},
 )
 
@@ -105,15 +104,16 @@ def quantity_curves(
         raise InputError(f"No run has a value of the {quantity.title}.")
     figure, axes = _axes(quantity.title, quantity.unit, palette)
     alone = len(histories) == 1
-    runs, kinds = {}, {}
+    runs: dict[str, tuple[str, Any]] = {}
+    kinds: dict[str, tuple[str, Any]] = {}
     for place, (name, history) in enumerate(histories.items()):
         for kind, (label, column) in enumerate(quantity.columns.items()):
             # The colour of a run is the same in every figure, also where others have no line.
             colour = palette.lines[(kind if alone else place) % len(palette.lines)]
             if _curve(axes, history, column, quantity.factor, colour, DASHES[kind]):
-                runs.setdefault(name, legend_handle(name, colour))
+                runs.setdefault(name, (colour, "-"))
                 shade = colour if alone else palette.muted
-                kinds.setdefault(label, legend_handle(label, shade, DASHES[kind]))
+                kinds.setdefault(label, (shade, DASHES[kind]))
     last = max((series(history, "epoch")[0] or [1.0])[-1] for history in histories.values())
     axes.set_xlim(0, 1.02 * last)
     if _is_logarithmic(histories, quantity):
@@ -121,17 +121,10 @@ def quantity_curves(
         plain_ticks(axes)
     elif limits := burst_limits(_values(histories, quantity)):
         axes.set_ylim(*limits)
-    handles = [] if alone else [*runs.values()]
-    handles += [*kinds.values()] if len(kinds) > 1 else []
-    if handles:
-        figure.legend(
-            handles=handles,
-            loc="outside lower center",
-            ncols=2,
-            frameon=False,
-            fontsize=9,
-            labelcolor=palette.ink,
-        )
+    named = [] if alone else [*runs.items()]
+    named += [*kinds.items()] if len(kinds) > 1 else []
+    if named:
+        add_legend(figure, [(name, *style) for name, style in named], palette)
     return figure
 
 
@@ -158,7 +151,7 @@ def value_paths(
     floor: float | None = None,
     palette: Palette = LIGHT,
 ) -> "Figure":
-    """Hyperparameters over the epochs, each labelled at the end of its line.
+    """Hyperparameters over the epochs, the highest one at the end named first.
 
     Args:
         history: Of one run.
@@ -177,7 +170,7 @@ def value_paths(
         ConfigurationError: If matplotlib is not installed.
     """
     figure, axes = _axes(title, unit, palette)
-    ends = {}
+    lines = []
     for place, (name, column) in enumerate(columns.items()):
         epochs, values = series(history, column)
         if not epochs:
@@ -196,13 +189,16 @@ def value_paths(
             markersize=4,
             drawstyle="steps-post",
         )
-        ends[words(name)] = (epochs[-1], values[-1], colour)
-    if not ends:
+        lines.append((values[-1], name, colour, dash))
+    if not lines:
         raise InputError(f"The history has no value of {', '.join(columns)}.")
     if floor is not None:
         axes.set_ylim(bottom=floor)
-    if len(ends) <= _MOST_NAMES:
-        label_ends(axes, ends, HEIGHT)
+    axes.margins(x=0)
+    if len(lines) <= _MOST_NAMES:
+        lines.sort(key=lambda line: line[0], reverse=True)
+        named = [(f"{number(value)}  {name}", *style) for value, name, *style in lines]
+        add_legend(figure, named, palette)
     return figure
 
 
@@ -248,7 +244,7 @@ def rotation_path(
 def _axes(title: str, unit: str, palette: Palette) -> "tuple[Figure, Axes]":
     figure = new_figure(WIDTH, HEIGHT, palette)
     axes = figure.add_subplot()
-    decorate(axes, words(title), unit, palette)
+    decorate(axes, title, unit, palette)
     return figure, axes
 
 

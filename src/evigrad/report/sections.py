@@ -109,7 +109,7 @@ def precision_section(records: Sequence[Record]) -> Section:
             ends = f"from {show(last[low])} ({low}) to {show(last[high])} ({high})"
         drawings.append(
             Drawing(
-                name=f"precisions{suffix}",
+                name=f"prior_precision{suffix}",
                 title=title,
                 sentence=(
                     "How strongly the prior pulls the weights of each group to zero, learned from"
