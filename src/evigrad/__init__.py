@@ -10,7 +10,7 @@ from evigrad.descriptions import ParameterReport
 from evigrad.errors import EvigradError, EvigradWarning
 from evigrad.estimate import Estimate
 from evigrad.evidence import Evidence
-from evigrad.training import FitResult, fit
+from evigrad.training import FitResult, TuneResult, fit, tune
 
 __all__ = [
     "Block",
@@ -20,7 +20,9 @@ __all__ = [
     "Evidence",
     "FitResult",
     "ParameterReport",
+    "TuneResult",
     "fit",
     "kept_memory",
+    "tune",
 ]
 __version__ = "0.1.0"

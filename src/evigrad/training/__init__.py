@@ -18,6 +18,7 @@ from evigrad.training.metrics import evaluate, read_metrics
 from evigrad.training.run import FitResult, Run
 from evigrad.training.run_directory import RunDirectory
 from evigrad.training.settings import LEARNED_PRECISION, Settings
+from evigrad.training.tune import TuneResult, tune
 
 __all__ = [
     "ANCHOR_OPTIONS",
@@ -32,6 +33,7 @@ __all__ = [
     "RunDirectory",
     "Settings",
     "Trial",
+    "TuneResult",
     "describe_estimator",
     "estimator_options",
     "evaluate",
@@ -41,4 +43,5 @@ __all__ = [
     "prepare",
     "read_metrics",
     "tight_estimator",
+    "tune",
 ]

@@ -249,7 +249,7 @@ class Run:
         if evaluated:
             self._evaluate(epoch)
         row: Row = {"epoch": epoch, "seconds": self.seconds, "lr": lr, "loss": loss}
-        row |= _evidence_columns(learned)
+        row |= evidence_columns(learned)
         row["hyper_steps"] = self.loop.hyper_steps
         for part, metrics in self.metrics.items():
             for name in self._metric_names:
@@ -360,8 +360,15 @@ class Run:
         return self.settings.as_record() | found
 
 
-def _evidence_columns(learned: Round | None) -> Row:
-    """Mean over a round's estimates, nats per datum, and the standard error of the mean."""
+def evidence_columns(learned: Round | None) -> Row:
+    """The columns of the log evidence: its mean over a round's estimates, nats per datum.
+
+    Args:
+        learned: A round, or None for an epoch without one.
+
+    Returns:
+        The mean, that of the log-determinant's term, and the standard error of the mean.
+    """
     if learned is None:
         return dict.fromkeys(("log_evidence", "log_det_term", "log_evidence_sem"))
     estimates = learned.estimates

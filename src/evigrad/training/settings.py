@@ -192,7 +192,10 @@ class Settings:
     def _check_rates(self, first: str, last: str) -> None:
         start, end = getattr(self, first), getattr(self, last)
         if not (math.isfinite(start) and start > 0):
-            raise ConfigurationError(f"{first} must be a positive number, not {start}.")
+            kept = " (To learn hyperparameters with the weights as they are: evigrad.tune.)"
+            raise ConfigurationError(
+                f"{first} must be a positive number, not {start}.{kept if first == 'lr' else ''}"
+            )
         if not 0 <= end <= start:
             raise ConfigurationError(
                 f"{last} must lie between 0 and {first} = {start}, not {end}: the learning rate"
