@@ -67,7 +67,7 @@ def test_precisions_reach_the_optimum_and_the_weights_stay(trained, update, erro
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert torch.equal(torch.get_rng_state(), state)
-    evidence = [row["log_evidence"] for row in result.history]
+    evidence = [float(row["log_evidence"] or 0) for row in result.history]
     assert len(evidence) == 20 and evidence[-1] > evidence[0]
     assert result.history[-1]["precision/0.weight"] == pytest.approx(found.detach()[0].exp().item())
     assert len(repr(result)) < 200
