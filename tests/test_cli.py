@@ -203,7 +203,7 @@ def test_help_is_complete_and_narrow(capsys, command):
 def test_every_option_of_fit_is_on_the_command_line():
     # Those that only Python can give, or that the command gives itself.
     beside = {"model", "train", "test", "seed", "device", "run_dir", "callbacks"}
-    beside |= {"hyperparameters", "resume"}
+    beside |= {"hyperparameters", "resume", "hold_data"}
     assert set(inspect.signature(fit).parameters) == set(FIT_TYPES) | beside
     for function, types in ((fit, FIT_TYPES), (set_up, SETUP_TYPES)):
         assert set(types) <= set(argument_descriptions(function))
@@ -238,7 +238,7 @@ def test_the_version(capsys):
         ("train --estimator nkt-100-1", "Did you mean 'ntk-100-1'?"),
         ("train --evaluate-with nkt-100-1", "Did you mean 'ntk-100-1'?"),
         ("train --likelihood categoricl", "Did you mean 'categorical'?"),
-        ("train --likelihood gaussian", "argets"),
+        ("train --likelihood gaussian", "likelihood=gaussian: only tables"),
         ("train --subset 50", "num_data is 50"),
         ("train --epochs 3", "burn_in is 10"),
         ("train --model mininet", "at least 28x28"),

@@ -68,7 +68,7 @@ def test_variant_that_does_not_exist(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["crab", "uci/crab"])
 def test_tables_have_no_variants(folder: Path, name: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"'{name}' is a regression table.*say '{name}'"):
+    with pytest.raises(ConfigurationError, match=rf"'{name}' is a table.*say '{name}'"):
         load(f"{name}:scaled", data_dir=folder)
 
 
@@ -92,7 +92,7 @@ def test_folder_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["digits", "fish"])
 def test_split_of_a_set_without_numbered_splits(folder: Path, name: str) -> None:
-    with pytest.raises(ConfigurationError, match="only regression tables"):
+    with pytest.raises(ConfigurationError, match="only tables have one"):
         load(name, data_dir=folder, split=1)
 
 

@@ -9,7 +9,7 @@ import torch
 from image_files import pixels, png, write
 
 from evigrad.data import load
-from evigrad.errors import ConfigurationError, InputError
+from evigrad.errors import ConfigurationError, EvigradError, InputError
 
 pa: Any = pytest.importorskip("pyarrow")
 pq: Any = pytest.importorskip("pyarrow.parquet")
@@ -110,6 +110,27 @@ def test_constant_channel(tmp_path: Path) -> None:
     data = load("toy", data_dir=tmp_path)
     assert data.std.item() == 1.0
     torch.testing.assert_close(data.train[0], torch.zeros(1, 1, 4, 5), atol=1e-6, rtol=0)
+
+
+def test_a_label_that_is_no_class(tmp_path: Path) -> None:
+    images = [png(p) for p in pixels(2, (4, 5))]
+    for part in ("train", "test"):
+        write(tmp_path / f"toy_{part}.parquet", images, [0, 10**9], names=None)
+    with pytest.raises(InputError, match="a label is 1000000000"):
+        load("toy", data_dir=tmp_path)
+
+
+def test_damaged_images(grey: tuple[Path, np.ndarray]) -> None:
+    file = grey[0] / "toy_train.parquet"
+    content = file.read_bytes()
+    refused = 0
+    for place in np.random.RandomState(0).randint(0, len(content), 60):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
+        try:
+            load("toy", data_dir=grey[0])
+        except EvigradError:
+            refused += 1
+    assert refused > 10
 
 
 def test_without_class_names(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
-"""Regression tables: standardisation, splits, errors."""
+"""Tables: what follows from their columns, standardisation, splits, errors."""
 
+import datetime
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from evigrad.data import load
-from evigrad.errors import ConfigurationError, InputError
+from evigrad.data import Scaling, load
+from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, InputError
 
 pa: Any = pytest.importorskip("pyarrow")
 pq: Any = pytest.importorskip("pyarrow.parquet")
+pa_csv: Any = pytest.importorskip("pyarrow.csv")
 
 METADATA = {"features": "height,width", "target": "weight"}
 
@@ -63,7 +66,7 @@ def test_standardised_with_the_train_rows(tmp_path: Path, name: str) -> None:
 def test_the_split_is_chosen_by_number_or_by_the_seed(tmp_path: Path) -> None:
     write(tmp_path, columns())
 
-    def sizes(**settings: int) -> tuple[int, int]:
+    def sizes(**settings: Any) -> tuple[int, int]:
         data = load("crab", tmp_path, **settings)
         return len(data.train[0]), len(data.test[0])
 
@@ -97,15 +100,13 @@ def without(name: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("table", "metadata", "words"),
     [
-        (columns(), {"target": "weight"}, "must have the keys"),
         (columns(), METADATA | {"features": "heigth"}, "Did you mean 'height'"),
         (columns() | {"width": np.full(10, np.nan)}, METADATA, "'width' holds values"),
-        (columns() | {"weight": ["heavy"] * 10}, METADATA, "'weight' holds values"),
         (columns() | {"test_00": np.ones(10, bool)}, METADATA, "'test_00' must be boolean"),
         (columns() | {"test_00": np.zeros(10, bool)}, METADATA, "'test_00' must be boolean"),
         (columns() | {"test_00": np.arange(10)}, METADATA, "'test_00' must be boolean"),
-        ({k: v for k, v in columns().items() if "test" not in k}, METADATA, "no split column"),
-        (without("weight"), METADATA, "names a column 'weight'"),
+        (columns() | {"weight": np.ones(10)}, METADATA, "the same in all rows"),
+        (without("weight"), METADATA, "no column 'weight', which its metadata names"),
     ],
 )
 def test_unusable_tables(
@@ -115,6 +116,132 @@ def test_unusable_tables(
     with pytest.raises(InputError) as error:
         load("crab", data_dir=tmp_path)
     assert words in str(error.value)
+
+
+def houses(count: int = 50) -> dict[str, Any]:
+    """Columns of every kind: real, whole, text and yes/no."""
+    random = np.random.RandomState(1)
+    area, rooms = 50 + 100 * random.rand(count), random.randint(1, 9, count)
+    return {
+        "area": area,
+        "rooms": rooms,
+        "town": [["Bern", "Chur", "Genf"][n % 3] for n in range(count)],
+        "garden": random.rand(count) < 0.5,
+        "country": ["CH"] * count,
+        "price": 3000 * area + 20_000 * rooms + 1000 * random.randn(count),
+        "class": [["cheap", "dear"][n % 2] for n in range(count)],
+        "stars": random.randint(3, 6, count),
+    }
+
+
+def save(file: Path, table: Mapping[str, Any]) -> Path:
+    made = pa.table(dict(table))
+    if file.suffix == ".parquet":
+        pq.write_table(made, file)
+    else:
+        mark = {".csv": ",", ".tsv": "\t"}[file.suffix]
+        options = pa_csv.WriteOptions(delimiter=mark, quoting_style="needed")
+        pa_csv.write_csv(made, file, options)
+    return file
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "parquet"])
+def test_a_plain_table_of_a_real_target(tmp_path: Path, suffix: str) -> None:
+    table = houses()
+    file = save(tmp_path / f"houses.{suffix}", table)
+    with pytest.warns(EvigradWarning, match="same in all rows: country"):
+        data = load(str(file), target="price")
+    assert (data.name, data.likelihood, data.num_outputs) == ("houses", "gaussian", 1)
+    # area, rooms, three towns, garden, two classes, stars
+    assert data.input_shape == (9,)
+    assert (len(data.train[0]), len(data.test[0])) == (40, 10)
+    torch.testing.assert_close(data.train[0].mean(0), torch.zeros(9), atol=1e-5, rtol=0)
+    torch.testing.assert_close(data.train[1].std(0, correction=0), torch.ones(1))
+    assert data.target_mean is not None and data.target_std is not None
+    both = torch.cat([data.train[1], data.test[1]])
+    scaling = Scaling(data.target_mean, data.target_std)
+    found = scaling.undo(both).squeeze(1).sort().values.numpy()
+    np.testing.assert_allclose(found, np.sort(table["price"]), rtol=1e-5)
+    towns = (data.test[0] * data.std + data.mean)[:, 2:5].round(decimals=4)
+    assert set(towns.flatten().tolist()) == {0.0, 1.0} and (towns.sum(1) == 1).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*country:evigrad.errors.EvigradWarning")
+def test_what_a_target_is(tmp_path: Path) -> None:
+    file = str(save(tmp_path / "houses.csv", houses()))
+    data = load(file, target="class")
+    assert (data.likelihood, data.class_names) == ("categorical", ("cheap", "dear"))
+    assert data.test[1].bincount().tolist() == [5, 5]  # stratified
+    stars = load(file, target="stars")
+    assert (stars.likelihood, stars.class_names) == ("categorical", ("3", "4", "5"))
+    assert load(file, target="stars", likelihood="gaussian").num_outputs == 1
+    assert load(file, target="garden").class_names == ("False", "True")
+    for name, words in (("town", "no finite numbers"), ("prize", "Did you mean 'price'")):
+        with pytest.raises(EvigradError, match=words):
+            load(file, target=name, likelihood="gaussian")
+    with pytest.raises(ConfigurationError, match="--target NAME.*area, rooms, town"):
+        load(file)
+    with pytest.raises(ConfigurationError, match=r"no file .*Did you mean '.*houses.csv'"):
+        load(str(tmp_path / "house.csv"), target="price")
+    with pytest.raises(ConfigurationError, match="target=price: only tables"):
+        load("digits", target="price")
+
+
+@pytest.mark.filterwarnings("ignore:.*country:evigrad.errors.EvigradWarning")
+def test_the_random_split_is_that_of_the_seed(tmp_path: Path) -> None:
+    file = str(save(tmp_path / "houses.csv", houses()))
+    first, same, other = (load(file, seed=seed, target="price") for seed in (0, 0, 1))
+    assert torch.equal(first.test[0], same.test[0])
+    assert not torch.equal(first.test[0], other.test[0])
+    assert torch.equal(load(file, seed=5, split=1, target="price").test[0], other.test[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*country:evigrad.errors.EvigradWarning")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"area": [None] * 3 + [1.5] * 47}, "'area' lacks 3 of 50 values"),
+        ({"town": [None] + ["Bern"] * 49}, "'town' lacks 1 of 50 values"),
+        ({"town": [f"street {n}" for n in range(150)]}, "'town' holds 150 different texts"),
+        ({"price": [None] + [1.5] * 49}, "'price' lacks 1 of 50 values"),
+        ({"area": [datetime.date(2020, 1, 1)] * 50}, "'area' holds values.*date32"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_columns_that_cannot_be_used(
+    tmp_path: Path, changes: dict[str, Any], words: str, suffix: str
+) -> None:
+    table = houses(len(next(iter(changes.values())))) | changes
+    file = save(tmp_path / f"houses.{suffix}", table)
+    with pytest.raises(InputError, match=words):
+        load(str(file), target="price")
+
+
+def test_semicolons_and_files_that_are_no_tables(tmp_path: Path) -> None:
+    file = tmp_path / "wine.csv"
+    file.write_text(
+        "acid;alcohol;quality\n" + "".join(f"{n};{n % 4}.5;{n % 3}\n" for n in range(9))
+    )
+    assert load(str(file), target="quality").input_shape == (2,)
+    for content in (b"", b"a,b\n1\n2,3,4\n", b"\xff\xfe\x00", b"a,a\n1,2\n3,4\n"):
+        file.write_bytes(content)
+        with pytest.raises(InputError, match=r"wine\.csv"):
+            load(str(file), target="a")
+
+
+def test_damaged_pages(tmp_path: Path) -> None:
+    file = save(tmp_path / "houses.parquet", houses(2000))
+    content, random = file.read_bytes(), np.random.RandomState(0)
+    refused = 0
+    for place in random.randint(0, len(content), 60):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                load(str(file), target="price")
+        except EvigradError:
+            refused += 1
+    assert refused
 
 
 # Rows, features and root mean squared error of linear regression on split 0, as published with

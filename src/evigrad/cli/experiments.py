@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from evigrad.cli.messages import results_console, show
-from evigrad.cli.setup import INVARIANCE, NETWORK, device_name
+from evigrad.cli.setup import INVARIANCE, NETWORK, device_name, set_up
 from evigrad.cli.train import FIT_TYPES
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.experiments import Experiment, Job, Place, Store, missing, present, run
@@ -88,7 +88,11 @@ def training_options(options: Namespace) -> dict[str, Any]:
         Name to value.
     """
     known = {*NETWORK, *INVARIANCE, *FIT_TYPES} - {*PLACE_TYPES, "progress"}
-    return {name: options[name] for name in known if name in options}
+    found = {name: options[name] for name in known if name in options}
+    if found["model"] is None:  # known by the data alone, and part of every title
+        names = ("data", "data_dir", "target", "likelihood")
+        found["model"] = set_up(**{name: options[name] for name in names}).model_name
+    return found
 
 
 def add_list(group: Any, flag: str, kind: type, default: Sequence[Any] | None, words: str) -> None:

@@ -1,6 +1,6 @@
 """What several commands do first: threads, device, data, network."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,9 +16,11 @@ from evigrad.models import make_model
 SETUP_TYPES: dict[str, Any] = {
     "data": str,
     "data_dir": str | None,
+    "target": str | None,
+    "likelihood": str | None,
     "subset": int | None,
     "test_subset": int | None,
-    "model": str,
+    "model": str | None,
     "depth": int | None,
     "width": int | None,
     "invariance": str | None,
@@ -32,7 +34,7 @@ SETUP_TYPES: dict[str, Any] = {
     "threads": int | None,
 }
 # The options in their groups.
-NETWORK = ("data", "data_dir", "subset", "test_subset", "model", "depth", "width")
+NETWORK = ("data", "data_dir", "target", "subset", "test_subset", "model", "depth", "width")
 INVARIANCE = ("invariance", "initial_range", "learn_invariance", "flip", "samples", "average")
 MACHINE = ("seed", "device", "threads")
 # What the width of a network is called where it is not called that.
@@ -84,9 +86,11 @@ class Setup:
 def set_up(
     data: str = "digits",
     data_dir: str | None = None,
+    target: str | None = None,
+    likelihood: str | None = None,
     subset: int | None = None,
     test_subset: int | None = None,
-    model: str = "digitsnet",
+    model: str | None = None,
     depth: int | None = None,
     width: int | None = None,
     invariance: str | None = None,
@@ -105,13 +109,18 @@ def set_up(
         data: Data set: digits, mnist5k, or the NAME of Parquet files in the data folder; mnist,
             fashion_mnist, cifar10, cifar100 and tiny_imagenet come from the Hugging Face hub where
             the folder lacks them. NAME:rotated90, NAME:rotated180, NAME:translated8 and NAME:scaled
-            are image sets with every image transformed once.
+            are image sets with every image transformed once. A path that ends in .csv, .tsv or
+            .parquet is a table, whose features and real targets are standardised.
         data_dir: Folder with NAME_train.parquet and NAME_test.parquet. Default: the environment
             variable EVIGRAD_DATA.
+        target: Column of a table that is to be predicted. Default: the one that the file names.
+        likelihood: Of the targets; it says whether those of a table are classes or numbers.
+            Default: texts, yes/no, and at most 20 different whole numbers are classes.
         subset: Number of training data, drawn at random. Default: all.
         test_subset: Number of test data, drawn at random. Default: all.
         model: Network: mlp, digitsnet (8x8 images), mininet or lenet (28x28 images), cnn,
-            resnet18, resnet50, wrn16-4, wide_resnet, transformer or gru.
+            resnet18, resnet50, wrn16-4, wide_resnet, transformer or gru. Default: mlp for tables,
+            digitsnet or mininet for images of their sizes, cnn for others.
         depth: Layers of cnn and wide_resnet. Default: the network's own.
         width: Channels of cnn, of the first layer of resnet18 and resnet50, widening of
             wide_resnet, features of transformer and gru. Default: the network's own.
@@ -145,11 +154,27 @@ def set_up(
         invariance, initial_range, learn_invariance, flip, samples, average
     )
     place = choose_device(device)
-    loaded = load(data, data_dir, subset, seed)
+    loaded = load(data, data_dir, subset, seed, target=target, likelihood=likelihood)
     if test_subset is not None:
         loaded = loaded.with_test_subset(test_subset, seed)
+    model = model or default_model(loaded.input_shape)
     sizes = sizes_of(model, depth, width)
     return Setup(loaded.to(place), place, model, seed, sizes, transforms)
+
+
+def default_model(input_shape: Sequence[int]) -> str:
+    """The name of a network that takes some data.
+
+    Args:
+        input_shape: Shape of one input.
+
+    Returns:
+        A key of ``evigrad.models.MODELS``.
+    """
+    if len(input_shape) == 1:
+        return "mlp"
+    by_size = {(8, 8): "digitsnet", (28, 28): "mininet"}
+    return by_size.get((input_shape[-2], input_shape[-1]), "cnn")
 
 
 def sizes_of(model: str, depth: int | None, width: int | None) -> dict[str, int]:

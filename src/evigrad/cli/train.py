@@ -24,6 +24,7 @@ from evigrad.cli.resume import (
     resumed_directory,
 )
 from evigrad.cli.setup import INVARIANCE, MACHINE, NETWORK, SETUP_TYPES, Setup, set_up
+from evigrad.data import DataSet
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimators import EstimatorSpec
 from evigrad.training import (
@@ -189,6 +190,7 @@ def run(parser: Parser, options: Namespace) -> int:
         show("note", f"The run in {directory.path} is complete: there is nothing left to do.")
         return 0
     setup = set_up(**{name: options[name] for name in SETUP_TYPES})
+    options.model = setup.model_name
     if options.evaluate_with != "auto":
         EstimatorSpec.parse(options.evaluate_with)
     runs = _prepare(setup, options)
@@ -197,7 +199,7 @@ def run(parser: Parser, options: Namespace) -> int:
         chosen = runs[-1].settings
         show("note", f"{options.estimator} is {chosen.estimator} in this memory")
         options.estimator, options.memory_budget = chosen.estimator, chosen.memory_budget
-    directory = directory or RunDirectory(options.run_dir or _default_directory(options))
+    directory = directory or RunDirectory(options.run_dir or _default_directory(setup, options))
     with directory.locked(), interruptible(directory.path) as interruption:
         if file is None:
             directory.write_text(CONFIGURATION, parser.dump(_recorded(options)))
@@ -266,7 +268,7 @@ def report(
         show("warning", f"The log evidence could not be evaluated with {name}: {error}")
         values = {}
     console = results_console()
-    console.print(_table(results, values))
+    console.print(_table(results, values, setup.data))
     if words := _gain(results):
         console.print(words)
     directory.write_json(RESULTS, _record(results, values))
@@ -308,8 +310,9 @@ def _recorded(options: Namespace) -> Namespace:
     return kept
 
 
-def _default_directory(options: Namespace) -> Path:
-    return Path("runs") / folder_name(options.data, options.model, options.estimator or "map")
+def _default_directory(setup: Setup, options: Namespace) -> Path:
+    name = folder_name(setup.data.name, setup.model_name, options.estimator or "map")
+    return Path("runs") / name
 
 
 def folder_name(*parts: str) -> str:
@@ -329,13 +332,22 @@ def _describe_model(setup: Setup, run: Run) -> str:
     return f"{setup.describe_model()}, with {weights:,} weights on {setup.device}"
 
 
-def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue]) -> Table:
+def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue], data: DataSet) -> Table:
     value = next(iter(values.values()), None)
     judged = "The log evidence could not be evaluated."
     if value is not None:
         what = describe_estimator(value.estimator, value.blocks)
         judged = f"The log evidence is by {what}."
     classifies = "accuracy" in next(iter(results.values())).test_metrics
+    units, deviation = "", 1.0
+    if data.target_mean is not None and data.target_std is not None:
+        mean, deviation = data.target_mean.item(), data.target_std.item()
+        units = (
+            f" Targets were standardised by the training part (mean {mean:.4g},"
+            f" deviation {deviation:.4g}): log likelihoods are of standardised targets, those of"
+            f" the targets themselves are less by {math.log(deviation):.4f}; the test RMSE is in"
+            " the targets' own units."
+        )
     ranges = {key: _ranges(result) for key, result in results.items()}
     table = Table(
         box=SIMPLE_HEAD,
@@ -343,7 +355,9 @@ def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue]) -> T
         caption=(
             f"Log evidence and test log likelihood in nats per datum, higher is better. {judged}"
             " Seconds are those of training, without evaluation. MAP keeps its prior and its"
-            " noise; a named estimator learned them." + (_UNITS if any(ranges.values()) else "")
+            " noise; a named estimator learned them."
+            + (_UNITS if any(ranges.values()) else "")
+            + units
         ),
         caption_justify="left",
     )
@@ -351,7 +365,7 @@ def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue]) -> T
     for column in (
         "log evidence",
         "test log lik.",
-        "test accuracy" if classifies else "test squared error",
+        "test accuracy" if classifies else "test RMSE",
         "seconds",
     ):
         table.add_column(column, justify="right")
@@ -359,7 +373,11 @@ def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue]) -> T
         table.add_column("ranges")
     for key, result in results.items():
         test = result.test_metrics
-        last = f"{100 * test['accuracy']:.2f} %" if classifies else f"{test['squared_error']:.4g}"
+        last = (
+            f"{100 * test['accuracy']:.2f} %"
+            if classifies
+            else f"{deviation * math.sqrt(test['squared_error']):.4g}"
+        )
         table.add_row(
             key if result.estimator is None else f"{key}, learned",
             f"{values[key].per_datum:.4f}" if key in values else "–",

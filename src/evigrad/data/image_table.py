@@ -18,6 +18,9 @@ from evigrad.errors import InputError
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "fine_label")
 
+# A number beyond is no class, and would stand for as many outputs.
+MOST_CLASSES = 100_000
+
 # Modes that Pillow converts without loss of meaning. Not among them: transparency and 16 bits, of
 # which a conversion would drop a part without a word.
 GREY_MODES = frozenset({"1", "L"})
@@ -73,6 +76,11 @@ def load_tables(
     """
     class_names = train.class_names
     if not class_names:
+        if train.labels.max() >= MOST_CLASSES:
+            raise InputError(
+                f"{train.where}: a label is {train.labels.max()}, and {MOST_CLASSES:,} classes are"
+                " the most: number them 0, 1, 2, ..."
+            )
         class_names = tuple(str(label) for label in range(int(train.labels.max()) + 1))
     for table in (train, test):
         labels = table.labels

@@ -1,6 +1,8 @@
 """Image sets in Parquet files, in the layout of the Hugging Face `datasets` library."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +55,9 @@ def load_image_set(
 def _table(parquet: Any, file: Path) -> ImageTable:
     opened = open_parquet(parquet, file)
     image, label = find_columns(str(file), opened.schema_arrow.names)
-    values = opened.read(columns=[label]).column(label)
-    metadata = json.loads((opened.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
+    with reading(file):
+        values = opened.read(columns=[label]).column(label)
+        metadata = json.loads((opened.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
     feature = metadata.get("info", {}).get("features", {}).get(label, {})
     return ImageTable(
         where=str(file),
@@ -77,10 +80,26 @@ def open_parquet(parquet: Any, file: Path) -> Any:
     Raises:
         InputError: If it is not one.
     """
+    with reading(file):
+        return parquet.ParquetFile(file, page_checksum_verification=True)
+
+
+@contextmanager
+def reading(file: Path, kind: str = "Parquet") -> Iterator[None]:
+    """Say which file it is that cannot be read.
+
+    Args:
+        file: The file.
+        kind: What it should be.
+
+    Raises:
+        InputError: If it is none, or damaged.
+    """
     try:
-        return parquet.ParquetFile(file)
-    except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
-        raise InputError(f"{file}: cannot be read as Parquet ({error})") from error
+        yield
+    # Those that pyarrow's own errors derive from; a damaged length may ask for any memory.
+    except (OSError, ValueError, NotImplementedError, LookupError, MemoryError) as error:
+        raise InputError(f"{file}: cannot be read as {kind} ({error})") from error
 
 
 def _decode(parquet: Any, file: Path, image: str, rows: np.ndarray) -> list[np.ndarray]:
@@ -92,8 +111,9 @@ def _decode(parquet: Any, file: Path, image: str, rows: np.ndarray) -> list[np.n
         stop = start + opened.metadata.row_group(group).num_rows
         wanted = np.flatnonzero((rows >= start) & (rows < stop))
         if len(wanted):
-            table = opened.read_row_group(group, columns=[image])
-            column = table.column(image).take(rows[wanted] - start)
+            with reading(file):
+                table = opened.read_row_group(group, columns=[image])
+                column = table.column(image).take(rows[wanted] - start)
             for position, cell in zip(wanted, column.to_pylist(), strict=True):
                 images[position] = decode(cell, f"{file}, row {rows[position]}")
         start = stop

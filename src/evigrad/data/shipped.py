@@ -9,11 +9,10 @@ import numpy as np
 from evigrad.data.dataset import DataSet
 from evigrad.data.images import image_data_set
 from evigrad.data.optional import require
-from evigrad.data.splits import draw_subset, stratified_split
+from evigrad.data.splits import TEST_FRACTION, draw_subset, stratified_split
 
 # A fifth of the data is held out, by a split that no argument changes: test results of different
 # seeds and subsets are on the same data.
-TEST_FRACTION = 0.2
 SPLIT_SEED = 0
 
 DIGIT_NAMES = tuple(str(digit) for digit in range(10))

@@ -4,6 +4,9 @@ import numpy as np
 
 from evigrad.errors import ConfigurationError
 
+# The part of the data that is the test set where nobody has made one.
+TEST_FRACTION = 0.2
+
 
 def shuffled(count: int, seed: int) -> np.ndarray:
     """The numbers 0 to ``count - 1`` in a random order.

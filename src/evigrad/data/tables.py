@@ -1,5 +1,6 @@
-"""Regression tables in Parquet files, with train/test splits as boolean columns."""
+"""Tables of features and a target, in Parquet and CSV files."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,111 +10,264 @@ from torch import Tensor
 
 from evigrad.data.dataset import DataSet
 from evigrad.data.optional import require
-from evigrad.data.parquet import open_parquet
-from evigrad.data.splits import draw_subset
-from evigrad.errors import ConfigurationError, InputError, nearest
+from evigrad.data.parquet import open_parquet, reading
+from evigrad.data.scaling import Scaling
+from evigrad.data.splits import TEST_FRACTION, draw_subset, shuffled, stratified_split
+from evigrad.errors import ConfigurationError, EvigradWarning, InputError, nearest
 
+# Endings of files that are tables.
+SUFFIXES = (".parquet", ".csv", ".tsv")
+LIKELIHOODS = ("categorical", "gaussian")
 SPLIT_PREFIX = "test_"
+# A target of more different whole numbers is taken for a quantity and not for classes.
+MOST_CLASSES = 20
+# A column with more different texts is taken for names or remarks and not for categories.
+MOST_CATEGORIES = 100
 
 
-def load_table(name: str, file: Path, subset: int | None, seed: int, split: int | None) -> DataSet:
-    """Read a regression table.
+def load_table(
+    name: str,
+    file: Path,
+    subset: int | None,
+    seed: int,
+    split: int | None,
+    target: str | None = None,
+    likelihood: str | None = None,
+) -> DataSet:
+    """Read a table.
 
-    The schema metadata names the columns: ``features`` (comma-separated) and ``target``. Boolean
-    columns ``test_00``, ``test_01``, ... are splits: true rows are that split's test set. Features
-    and target are standardised with the mean and deviation of the split's (drawn) train rows.
+    The schema metadata of a Parquet file may name the columns: ``features`` (comma-separated) and
+    ``target``. Else ``target`` names that column, and all others are features: numbers as they
+    are, and one 0/1 column for each value of a column of texts; those with one value in all rows
+    are left out, with a warning. Boolean columns ``test_00``, ``test_01``, ... are splits: true
+    rows are that split's test set. Without any, a fifth of the rows drawn by the split's number,
+    stratified by class, is the test set. Features and real targets are standardised with the mean
+    and deviation of the split's (drawn) train rows.
+
+    Texts, yes/no, and at most 20 different whole numbers are classes, unless metadata name the
+    target; all else is a real target.
 
     Args:
         name: Name of the data set.
-        file: The Parquet file.
+        file: The Parquet, CSV or TSV file.
         subset: Number of train data to draw; None takes all.
         seed: Seed of that draw.
-        split: Index of the split; None takes ``seed`` modulo the number of splits.
+        split: Index of the split; None takes ``seed``, modulo the number of splits.
+        target: The target's column; None takes the one that the metadata name.
+        likelihood: ``categorical`` takes the target for classes and ``gaussian`` for a real number,
+            whatever the rule says.
 
     Returns:
-        The data set, float32, inputs (F,) and one target.
+        The data set, float32, inputs (F,), and one target or labels.
 
     Raises:
-        ConfigurationError: If there is no such split.
-        InputError: If metadata, columns or split columns are missing, a value is not finite, or a
-            split leaves no train or no test data.
+        ConfigurationError: If there is no such column or split, or none is named as the target.
+        InputError: If the file cannot be read, a value is missing or of no use, or a split leaves
+            no train or no test data.
     """
-    parquet: Any = require("pyarrow.parquet", f"The data set '{name}'")
-    opened = open_parquet(parquet, file)
-    metadata = opened.schema_arrow.metadata or {}
-    if b"features" not in metadata or b"target" not in metadata:
-        raise InputError(
-            f"{file}: the schema metadata must have the keys 'features' (comma-separated column "
-            "names) and 'target' (a column name)"
-        )
-    features = [feature.strip() for feature in metadata[b"features"].decode().split(",")]
-    target = metadata[b"target"].decode().strip()
-    table = opened.read()
-    x = np.stack([_column(file, table, feature) for feature in features], axis=1)
-    y = _column(file, table, target)[:, None]
-
-    is_test = _test_rows(name, file, table, seed, split)
+    table = _read(name, file)
+    if len(set(table.column_names)) < table.num_columns or table.num_rows < 2:
+        raise InputError(f"{file}: a table has two rows or more, and no two columns of one name")
+    metadata = table.schema.metadata or {}
+    is_declared = target is None and b"target" in metadata
+    target, features = _roles(file, table, metadata, target)
+    x = _inputs(file, table, features, b"features" not in metadata)
+    values = table.column(target)
+    if likelihood is None:
+        likelihood = "categorical" if _is_classes(values, is_declared) else "gaussian"
+    is_classes, class_names = likelihood == "categorical", np.empty(0)
+    if is_classes:
+        class_names, labels = np.unique(_present(file, target, values), return_inverse=True)
+        y = torch.from_numpy(labels.astype(np.int64))
+    else:
+        y = torch.from_numpy(_numbers(file, target, values)[:, None])
+    if len(y.unique(dim=0)) < 2:
+        raise InputError(f"{file}: the target '{target}' is the same in all rows")
+    is_test = _test_rows(file, table, {*features, target}, seed, split, y if is_classes else None)
     train = np.flatnonzero(~is_test)
     train = train[draw_subset(len(train), subset, seed)]
     test = np.flatnonzero(is_test)
-    x_train, x_test, mean, std = _standardise(x[train], x[test])
-    y_train, y_test, target_mean, target_std = _standardise(y[train], y[test])
+    scaling = Scaling.of(x[train])
+    scaled = scaling(x).float()
+    of_target = None if is_classes else Scaling.of(y[train])
+    y = y if of_target is None else of_target(y).float()
     return DataSet(
         name=name,
-        train=(x_train, y_train),
-        test=(x_test, y_test),
-        num_outputs=1,
-        input_shape=(len(features),),
-        likelihood="gaussian",
-        class_names=(),
-        mean=mean,
-        std=std,
-        target_mean=target_mean,
-        target_std=target_std,
+        train=(scaled[train], y[train]),
+        test=(scaled[test], y[test]),
+        num_outputs=len(class_names) or 1,
+        input_shape=(x.shape[1],),
+        likelihood=likelihood,
+        class_names=tuple(map(str, class_names)),
+        mean=scaling.mean.float(),
+        std=scaling.std.float(),
+        target_mean=None if of_target is None else of_target.mean.float(),
+        target_std=None if of_target is None else of_target.std.float(),
     )
 
 
-def _column(file: Path, table: Any, column: str) -> np.ndarray:
-    if column not in table.column_names:
-        raise InputError(
-            f"{file}: its metadata names a column '{column}' that it does not have."
-            + nearest(column, table.column_names)
+def _read(name: str, file: Path) -> Any:
+    """The whole table, a ``pyarrow.Table``."""
+    purpose = f"The data set '{name}'"
+    if file.suffix == ".parquet":
+        opened = open_parquet(require("pyarrow.parquet", purpose), file)
+        with reading(file):
+            return opened.read()
+    csv: Any = require("pyarrow.csv", purpose)
+    with reading(file, "a table"):
+        with file.open("rb") as lines:
+            header = lines.readline()
+        delimiter = max(",;\t", key=lambda mark: header.count(mark.encode()))
+        return csv.read_csv(
+            file,
+            parse_options=csv.ParseOptions(delimiter=delimiter),
+            convert_options=csv.ConvertOptions(strings_can_be_null=True),
         )
-    values = table.column(column).to_numpy()
-    if values.dtype.kind not in "iufb" or not np.isfinite(values).all():
-        raise InputError(f"{file}: column '{column}' holds values that are no finite numbers")
-    return values.astype(np.float64)
 
 
-def _test_rows(name: str, file: Path, table: Any, seed: int, split: int | None) -> np.ndarray:
-    """Which rows are the test set of a split, (n,) bool."""
-    columns = sorted(
-        column
-        for column in table.column_names
-        if column.startswith(SPLIT_PREFIX) and column.removeprefix(SPLIT_PREFIX).isdigit()
-    )
-    if not columns:
-        raise InputError(f"{file}: no split column (test_00, test_01, ...; boolean)")
-    index = seed % len(columns) if split is None else split
-    if not 0 <= index < len(columns):
+def _roles(
+    file: Path, table: Any, metadata: dict[bytes, bytes], target: str | None
+) -> tuple[str, list[str]]:
+    """The columns of the target and of the features."""
+    columns = table.column_names
+    if target is None and b"target" in metadata:
+        target = metadata[b"target"].decode().strip()
+        if target not in columns:
+            raise InputError(_no_column(file, target, "which its metadata names", columns))
+    if target is None:
         raise ConfigurationError(
-            f"split={split}, but '{name}' has {len(columns)} splits, 0 to {len(columns) - 1}"
+            f"{file}: say which column is the target, with --target NAME (target=...). There are"
+            f" {', '.join(columns)}."
         )
-    is_test = table.column(columns[index]).to_numpy()
-    if is_test.dtype != np.bool_ or is_test.all() or not is_test.any():
+    if target not in columns:
+        raise ConfigurationError(_no_column(file, target, "to be the target", columns))
+    if b"features" in metadata:
+        listed = [each.strip() for each in metadata[b"features"].decode().split(",")]
+        for column in listed:
+            if column not in columns:
+                raise InputError(_no_column(file, column, "which its metadata names", columns))
+    else:
+        listed = [c for c in columns if not _is_split(c) or _kind(table.column(c)) != "yes/no"]
+    features = [each for each in listed if each != target]
+    if not features:
+        raise InputError(f"{file}: there is no column beside the target '{target}'")
+    return target, features
+
+
+def _no_column(file: Path, column: str, words: str, columns: list[str]) -> str:
+    return (
+        f"{file} has no column '{column}', {words}.{nearest(column, columns)} There are"
+        f" {', '.join(columns)}."
+    )
+
+
+def _kind(values: Any) -> str:
+    """What a column holds: text, yes/no, whole numbers, numbers, or the name of another type."""
+    types = require("pyarrow", "A table").types
+    kind = values.type.value_type if types.is_dictionary(values.type) else values.type
+    if types.is_string(kind) or types.is_large_string(kind):
+        return "text"
+    if types.is_boolean(kind):
+        return "yes/no"
+    if types.is_integer(kind):
+        return "whole numbers"
+    return "numbers" if types.is_floating(kind) or types.is_decimal(kind) else str(kind)
+
+
+def _is_classes(values: Any, is_declared: bool) -> bool:
+    """Whether a target is of classes, where nobody says what it is."""
+    kind = _kind(values)
+    few = kind == "whole numbers" and len(values.unique()) <= MOST_CLASSES
+    return kind in ("text", "yes/no") or (few and not is_declared)
+
+
+def _present(file: Path, column: str, values: Any) -> np.ndarray:
+    """A column of which no value is missing."""
+    if missing := values.null_count:
         raise InputError(
-            f"{file}: column '{columns[index]}' must be boolean, with some test rows (true) and "
-            "some train rows (false)"
+            f"{file}: column '{column}' lacks {missing:,} of {len(values):,} values: fill them in,"
+            " or take out their rows"
         )
+    return np.array(values.to_pylist()) if _kind(values) == "text" else values.to_numpy()
+
+
+def _numbers(file: Path, column: str, values: Any) -> np.ndarray:
+    """A column of numbers, (n,) float64."""
+    kind = _kind(values)
+    if kind in ("yes/no", "whole numbers", "numbers"):
+        numbers = _present(file, column, values).astype(np.float64)
+        if np.isfinite(numbers).all():
+            return numbers
+        kind = "NaN or infinity"
+    raise InputError(f"{file}: column '{column}' holds values that are no finite numbers ({kind})")
+
+
+def _feature(file: Path, table: Any, column: str) -> np.ndarray:
+    """A column of numbers (n, 1), or one of texts with a column of 0 and 1 for each of them."""
+    values = table.column(column)
+    if _kind(values) != "text":
+        return _numbers(file, column, values)[:, None]
+    categories, codes = np.unique(_present(file, column, values), return_inverse=True)
+    if len(categories) > MOST_CATEGORIES:
+        raise InputError(
+            f"{file}: column '{column}' holds {len(categories):,} different texts, which are no"
+            f" categories (at most {MOST_CATEGORIES}): take it out of the file, or make numbers"
+        )
+    return np.eye(len(categories))[codes]
+
+
+def _inputs(file: Path, table: Any, features: list[str], choose: bool) -> Tensor:
+    """The features (n, F) float64; ``choose`` leaves out those that tell nothing."""
+    parts = {column: _feature(file, table, column) for column in features}
+    constant = [column for column, part in parts.items() if (part == part[0]).all()]
+    if choose and constant:
+        if len(constant) == len(parts):
+            raise InputError(f"{file}: all features are the same in all rows")
+        warnings.warn(
+            f"{file.name}: left out of the features, as they are the same in all rows:"
+            f" {', '.join(constant)}.",
+            EvigradWarning,
+            stacklevel=4,  # the caller of load
+        )
+        parts = {column: part for column, part in parts.items() if column not in constant}
+    return torch.from_numpy(np.concatenate(list(parts.values()), axis=1))
+
+
+def _is_split(column: str) -> bool:
+    """Whether a column has the name of a split."""
+    return column.startswith(SPLIT_PREFIX) and column.removeprefix(SPLIT_PREFIX).isdigit()
+
+
+def _test_rows(
+    file: Path,
+    table: Any,
+    used: set[str],
+    seed: int,
+    split: int | None,
+    labels: Tensor | None,
+) -> np.ndarray:
+    """Which rows are the test set of a split, (n,) bool."""
+    count = table.num_rows
+    columns = sorted(c for c in table.column_names if _is_split(c) and c not in used)
+    if columns:
+        index = seed % len(columns) if split is None else split
+        if not 0 <= index < len(columns):
+            raise ConfigurationError(
+                f"split={split}, but '{file.stem}' has {len(columns)} splits, 0 to"
+                f" {len(columns) - 1}"
+            )
+        is_test = _present(file, columns[index], table.column(columns[index]))
+        if is_test.dtype != np.bool_ or is_test.all() or not is_test.any():
+            raise InputError(
+                f"{file}: column '{columns[index]}' must be boolean, with some test rows (true) and"
+                " some train rows (false)"
+            )
+        return is_test
+    index = seed if split is None else split
+    is_test = np.zeros(count, dtype=np.bool_)
+    size = max(1, round(TEST_FRACTION * count))
+    if labels is None or size < 2:
+        is_test[shuffled(count, index)[:size]] = True
+    else:
+        is_test[stratified_split(labels.numpy(), TEST_FRACTION, index)[1]] = True
     return is_test
-
-
-def _standardise(train: np.ndarray, test: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Train and test columns standardised, mean and deviation; all float32."""
-    mean = train.mean(axis=0)
-    std = train.std(axis=0)
-    # Compared exactly: rounding gives a constant column a tiny deviation that is not zero.
-    std[(train == train[0]).all(axis=0)] = 1.0
-    scaled = ((train - mean) / std, (test - mean) / std, mean, std)
-    first, second, third, fourth = (torch.from_numpy(a.astype(np.float32)) for a in scaled)
-    return first, second, third, fourth

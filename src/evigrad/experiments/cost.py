@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from evigrad.cli.setup import sizes_of
+from evigrad.cli.setup import default_model, sizes_of
 from evigrad.errors import EvigradError
 from evigrad.estimators import EstimatorSpec
 from evigrad.experiments.jobs import Job
@@ -273,7 +273,8 @@ def network_of(train: Mapping[str, Any], shape: Shape) -> Network:
     Raises:
         EvigradError: If there is no such network.
     """
-    return _counted(train["model"], train["depth"], train["width"], shape.input, shape.outputs)
+    name = train["model"] or default_model(shape.input)
+    return _counted(name, train["depth"], train["width"], shape.input, shape.outputs)
 
 
 @cache

@@ -25,7 +25,7 @@ def training(*options: Mapping[str, Any], seed: int) -> Job:
     """
     together = {name: value for part in options for name, value in part.items()}
     config = resolved({**together, "seed": seed})
-    words = [config["estimator"] or "map", config["data"], config["model"]]
+    words = [config["estimator"] or "map", config["data"], config["model"] or "default network"]
     if config["subset"] is not None:
         words.insert(2, f"{config['subset']} data")
     return Job("train", config, label=", ".join([*words, f"seed {seed}"]))

@@ -1,0 +1,76 @@
+"""Tables of one's own on the command line: network, likelihood and scaling follow from the data."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evigrad.cli import main
+
+pa: Any = pytest.importorskip("pyarrow")
+pq: Any = pytest.importorskip("pyarrow.parquet")
+pa_csv: Any = pytest.importorskip("pyarrow.csv")
+pytest.importorskip("jsonargparse")
+
+SHORT = ("--epochs", "2", "--burn-in", "1", "--every", "1", "--steps", "1", "--no-figures")
+SHORT += ("--estimator", "ntk-20-1", "--no-progress")
+
+
+@pytest.fixture(scope="module")
+def houses(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one table in two files."""
+    folder = tmp_path_factory.mktemp("tables")
+    random = np.random.RandomState(0)
+    area = 50 + 100 * random.rand(60)
+    table = pa.table(
+        {
+            "area": area,
+            "town": ["Bern", "Chur", "Genf"] * 20,
+            "price": 3000 * area + 1e4 * random.randn(60),
+            "stars": random.randint(3, 6, 60),
+        }
+    )
+    pa_csv.write_csv(table, folder / "houses.csv")
+    pq.write_table(table, folder / "houses.parquet")
+    return folder
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+@pytest.mark.parametrize(
+    ("target", "options", "column"),
+    [("price", (), "RMSE"), ("stars", (), "accuracy"), ("stars", ("gaussian",), "RMSE")],
+)
+def test_training_on_a_table(houses, tmp_path, capsys, suffix, target, options, column):
+    run = tmp_path / "run"
+    given = ["train", "--data", str(houses / f"houses.{suffix}"), "--target", target, *SHORT]
+    given += ["--run-dir", str(run), *(word for name in options for word in ("--likelihood", name))]
+    assert main(given) == 0
+    said = capsys.readouterr()
+    words = " ".join(said.out.split())
+    assert "; mlp, with" in said.err and f"test {column}" in words
+    found = json.loads((run / "results.json").read_text())["ntk-20-1"]["test"]
+    assert ("accuracy" in found) == (column == "accuracy")
+    if column == "RMSE":
+        mean, deviation = map(float, re.findall(r"mean ([\d.e+]+), deviation ([\d.e+]+)", words)[0])
+        shown = float(re.findall(r"learned \S+ \S+ (\S+)", words)[0])
+        assert shown == pytest.approx(deviation * found["squared_error"] ** 0.5, rel=1e-2)
+        assert mean > 3.5 * deviation / 2
+        assert f"less by {np.log(deviation):.1f}"[:-1] in words
+    assert "model: mlp" in (run / "config.yaml").read_text()
+    assert main(["train", "--resume", str(run)]) == 0
+    assert "nothing left to do" in capsys.readouterr().err
+
+
+def test_mistakes_in_the_target(houses, capsys):
+    file = str(houses / "houses.csv")
+    for given, words in (
+        (["--data", file], "--target NAME (target=...). There are area, town, price, stars"),
+        (["--data", file, "--target", "prise"], "Did you mean 'price'?"),
+        (["--data", file, "--target", "price", "--model", "digitsnet"], "takes images"),
+        (["--data", "digits", "--target", "price"], "only tables"),
+    ):
+        assert main(["train", *given]) == 2
+        assert words in " ".join(capsys.readouterr().err.split())
