@@ -2,38 +2,50 @@
 
 import io
 import warnings
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evigrad import Evidence
 from evigrad.errors import EvigradWarning
+from evigrad.jacobians.layers import RULES, Linear
+from evigrad.jacobians.rules import Match
 from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
 
 N = 24
 
 
-class Sorting(nn.Module):
-    """Sorts its data on the way, which the fast paths take for one row's work on another."""
+class Wrong(Linear):
+    """A closed form that is wrong for inputs as no plan is made with."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 3)
-        self.double()
+    def rows(self, slot: str, match: Match, gradient: Tensor) -> Tensor:
+        right = super().rows(slot, match, gradient)
+        if slot == "bias" or match.input.shape[1] != 3:
+            return right
+        return right * (1 + (match.input[:, 0] > 1).to(right))[:, None, None, None]
 
-    def forward(self, x: Tensor) -> Tensor:
-        order = x[:, 0].argsort(stable=True)
-        return self.last(torch.tanh(self.first(x))[order])[order.argsort()]
+
+@pytest.fixture(autouse=True)
+def wrong_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, F.linear, Wrong())
+
+
+def network(seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            OrderedDict(first=nn.Linear(3, 4), tanh=nn.Tanh(), last=nn.Linear(4, 3))
+        ).double()
 
 
 def make(seed: int) -> Evidence:
     return Evidence(
-        Sorting(seed),
+        network(seed),
         Categorical(),
         GaussianPrior(),
         estimator="ntk-12-1",
@@ -45,7 +57,8 @@ def make(seed: int) -> Evidence:
 def make_data() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(N, 3, generator=generator, dtype=torch.float64)
-    x[:3, 0] = 1.0  # tied where the plan is made
+    x[:, 0] = 2.0
+    x[:3, 0] = -1.0  # where the plan is made
     return x, torch.arange(N) % 3
 
 
@@ -73,18 +86,18 @@ def step(evidence: Evidence, data: tuple[Tensor, Tensor]) -> tuple[float, Tensor
 def test_what_checks_found_holds_in_the_evidence_that_takes_up_the_state(seen: bool) -> None:
     data = make_data()
     one = make(0)
-    with pytest.warns(EvigradWarning, match=r"The fast derivatives of .last\."):
+    with pytest.warns(EvigradWarning, match=r"The fast derivatives of .first\."):
         for _ in range(5):
             step(one, data)
-    assert paths(one)["last.weight"] == "generic: loop"
-    assert paths(one)["first.weight"] == "linear"
+    assert paths(one)["first.weight"] == "generic: loop"
+    assert paths(one)["last.weight"] == "linear"
     state = through_a_file(one.state_dict())
     assert state["preparation"]["passes"] == 5
 
     other = make(7)  # whose own plan is made with other weights
     if seen:
         other.blocks(data)
-        assert paths(other)["last.weight"] == "linear"
+        assert paths(other)["first.weight"] == "linear"
     other.model.load_state_dict(one.model.state_dict())
     other.load_state_dict(state)
     with warnings.catch_warnings():

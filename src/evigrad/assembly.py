@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from evigrad.anchors import AnchorBook, Anchoring
 from evigrad.blocks import Block
-from evigrad.checks import check_finite, log_probabilities
+from evigrad.checks import log_probabilities
 from evigrad.collected import Collected, conditioned, weighted_sum
 from evigrad.curvature import Statistic, check_memory, hessian_statistic, inner_product
 from evigrad.errors import ConfigurationError
@@ -117,6 +117,7 @@ class Assembly:
         log_probs: list[Tensor] = []
         kept: list[tuple[Chunk, Tensor]] = []
         checks = self.preparation.check_is_due()
+        task = replace(task, suspicious=checks)
 
         def work(chunk: Chunk) -> None:
             nonlocal statistic, log_likelihood, task, checks
@@ -292,8 +293,7 @@ class Assembly:
             return -self.likelihood.log_prob(f, chunk.y).sum() / self.settings.temperature
 
         with torch.set_grad_enabled(differentiable):
-            f = prepared.model(chunk.x.clone())
-        check_finite("The model's outputs", f)
+            f = self.passes.outputs(task, chunk)
         learnable = any(p.requires_grad for p in self.likelihood.parameters())
         graph = torch.is_grad_enabled() and (differentiable or learnable)
         statistic = hessian_statistic(

@@ -18,7 +18,7 @@ from evigrad.checks import check_finite, check_inputs
 from evigrad.curvature import available_bytes
 from evigrad.draws import Noise
 from evigrad.errors import InputError
-from evigrad.jacobians import Linearization, linearize, model_run
+from evigrad.jacobians import Linearization, Recorder, check_separate, linearize, model_run
 from evigrad.likelihoods import Likelihood, RootRows
 from evigrad.micro_batches import HeldBytes, MicroBatches, fits
 from evigrad.modes import evaluation_mode
@@ -41,6 +41,7 @@ class Task:
         seed: Of what the model draws from global generators.
         noise: Of the modules that draw through the evidence.
         labels: Sampled labels of all its data, one tensor for each sample ("mc").
+        suspicious: Whether to make sure in every micro-batch that no data mix.
     """
 
     prepared: Prepared
@@ -49,6 +50,7 @@ class Task:
     seed: int
     noise: Noise | None
     labels: Sequence[Tensor] = ()
+    suspicious: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,6 +185,8 @@ class Passes:
                 prepared.model, self._preparation.weights, chunk.x, prepared.plan, differentiable
             )
         check_finite("The model's outputs", linearization.outputs)
+        if task.suspicious or linearization.may_mix:
+            self._check_separate(task, chunk, linearization.outputs)
         return linearization
 
     def root_rows(self, f: Tensor, chunk: Chunk) -> RootRows:
@@ -227,10 +231,22 @@ class Passes:
         Returns:
             Of shape (m, C), finite, in the type of the weights.
         """
-        with self._autocast():
-            f = task.prepared.model(chunk.x.clone())  # a model may change its input in place
+        model = task.prepared.model
+        with self._autocast(), Recorder({}, len(chunk.x)) as recorder:
+            f = model(chunk.x.clone())  # a model may change its input in place
         check_finite("The model's outputs", f)
+        if task.suspicious or recorder.may_mix(model):
+            self._check_separate(task, chunk, f)
         return f.to(next(iter(self._preparation.weights.values())).dtype)
+
+    def _check_separate(self, task: Task, chunk: Chunk, f: Tensor) -> None:
+        if len(chunk.x) == 1:
+            return
+        model, own = task.prepared.model, torch.Generator().manual_seed(task.seed)
+        if self._settings.autocast is not None:  # whose rounding would look like what is wrong
+            with torch.no_grad():
+                f = model(chunk.x.clone())
+        check_separate(model, chunk.x, f, own)
 
     @contextmanager
     def _autocast(self) -> Iterator[None]:

@@ -4,8 +4,9 @@ from evigrad.jacobians.kronecker import KroneckerUse
 from evigrad.jacobians.linearization import Linearization, linearize
 from evigrad.jacobians.paths import JacobianPlan, demote
 from evigrad.jacobians.plan import plan
+from evigrad.jacobians.recorder import Recorder
 from evigrad.jacobians.sizes import MatrixUse, matrix_uses
-from evigrad.jacobians.spot_checks import spot_check
+from evigrad.jacobians.spot_checks import check_separate, spot_check
 from evigrad.jacobians.state import model_run
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "KroneckerUse",
     "Linearization",
     "MatrixUse",
+    "Recorder",
+    "check_separate",
     "demote",
     "linearize",
     "matrix_uses",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from evigrad.jacobians.geometry import CONVOLUTIONS, Geometry, input_gradient
 
@@ -33,6 +34,11 @@ def convolve(
     """
     x, settings = geometry.split(x)
     return _Convolve.apply(x, weight, bias, settings | {"groups": geometry.groups})
+
+
+def is_convolution(node: Node) -> bool:
+    """Whether a node of an autograd graph is a convolution by ``convolve``."""
+    return getattr(node, "_forward_cls", None) is _Convolve
 
 
 class _Convolve(torch.autograd.Function):

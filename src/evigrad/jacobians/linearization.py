@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -11,6 +12,7 @@ from evigrad.errors import ConfigurationError, InputError, nearest
 from evigrad.jacobians.arguments import check_call, check_output
 from evigrad.jacobians.generic import loop_rows, vmap_rows
 from evigrad.jacobians.kronecker import KroneckerUse
+from evigrad.jacobians.ownership import probed, traced
 from evigrad.jacobians.paths import JacobianPlan
 from evigrad.jacobians.recorder import Call, Recorder, reachable
 from evigrad.jacobians.state import model_run, without_autocast
@@ -60,6 +62,7 @@ class Linearization:
             if self.mixed:
                 self._graph = self._graph.to(next(iter(weights.values()), x).dtype)
         self.outputs = self._graph if differentiable else self._graph.detach()
+        self._recorder_doubts = recorder.may_mix(model)
         self._uses = uses_of(recorder.calls)
         self._elsewhere = reachable(self._graph, weights)
         self._kept: tuple[Tensor, dict[int, Tensor | None]] | None = None
@@ -223,8 +226,9 @@ class Linearization:
             if not self.is_closed(name):
                 raise InputError(
                     f"{name!r} is used otherwise for this batch than for the probe that the plan"
-                    " was made with, so it has no Kronecker factors here. Plan with inputs of the"
-                    " same shape, or choose a structure other than kfac."
+                    " was made with, or acts on rows in another order than that of their data, so"
+                    " it has no Kronecker factors here. Plan with inputs of the same shape, or"
+                    " choose a structure other than kfac."
                 )
         with self._computing():
             gradients = self._gradients(vectors)
@@ -238,6 +242,27 @@ class Linearization:
 
     def is_closed(self, name: str) -> bool:
         """Whether a parameter's uses in this very pass are those of the plan's closed forms."""
+        return name in self._as_planned[0]
+
+    @property
+    def may_mix(self) -> bool:
+        """Whether data may have acted on each other, by the functions called or by the graph."""
+        return self._recorder_doubts or bool(self._as_planned[1])
+
+    @cached_property
+    def _as_planned(self) -> tuple[set[str], set[str]]:
+        """Names whose uses are as planned: those whose rows have known data, and the others."""
+        uses = {name: self._uses[name] for name in self._weights if self._is_as_planned(name)}
+        calls = {id(call): call for each in uses.values() for call, _ in each}
+        known = traced(self._graph, calls.values()) if calls else set()
+        rest = [call for key, call in calls.items() if key not in known]
+        if rest:
+            with without_autocast(self._x.device):
+                known |= probed(self._graph, rest, self._differentiable)
+        closed = {n for n, each in uses.items() if all(id(call) in known for call, _ in each)}
+        return closed, uses.keys() - closed
+
+    def _is_as_planned(self, name: str) -> bool:
         uses = self._uses.get(name, [])
         return (
             name in self._plan.uses

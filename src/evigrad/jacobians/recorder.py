@@ -25,6 +25,29 @@ from evigrad.jacobians.rules import Match, Rule
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 
+# Functions through which the numbers of some data can decide what is done with others. Those that
+# hand them to Python:
+_TO_PYTHON = (
+    "__array__ __bool__ __complex__ __contains__ __dlpack__ __float__ __index__ __int__ allclose"
+    " equal is_nonzero item numpy tolist"
+)
+# Those that count, order, choose or place entries by numbers:
+_BY_NUMBERS = (
+    "_pack_padded_sequence argsort argwhere bincount bucketize cummax cummin embedding_bag gather"
+    " histc index_add index_copy index_fill index_put index_reduce index_select kthvalue"
+    " masked_scatter masked_select median mode msort nanmedian nanquantile nonzero quantile scatter"
+    " scatter_add scatter_reduce searchsorted segment_reduce sort take take_along_dim tensor_split"
+    " topk unique unique_consecutive"
+)
+_DECIDING = frozenset((*_TO_PYTHON.split(), *_BY_NUMBERS.split()))
+# Those that may leave one number of all data, or of a part of them:
+_REDUCTIONS = frozenset(
+    (
+        "all amax amin aminmax any argmax argmin count_nonzero logsumexp max mean min nanmean"
+        " nansum norm prod std std_mean sum var var_mean vector_norm"
+    ).split()
+)
+
 
 @dataclass(frozen=True)
 class Call:
@@ -140,12 +163,16 @@ class Recorder(TorchFunctionMode):
     Args:
         weights: Name → parameter to track.
         num_data: How many data the model is given.
+
+    Attributes:
+        calls: The recorded calls, in their order.
     """
 
     def __init__(self, weights: Mapping[str, nn.Parameter], num_data: int) -> None:
         super().__init__()
         self._num_data = num_data
         self.calls: list[Call] = []
+        self._decides = False
         self._names = {id(p): name for name, p in weights.items()}
         # Autocast around the whole pass was not on when the plan was made.
         self._mixed = any(torch.is_autocast_enabled(p.device.type) for p in weights.values())
@@ -162,7 +189,9 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         found = self._match(func, args, kwargs)
         if found is None:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self._decides = self._decides or _decides(func, args, kwargs, result)
+            return result
         rule, match, names = found
         output = rule.call(
             func,
@@ -196,6 +225,20 @@ class Recorder(TorchFunctionMode):
         )
         return result
 
+    def may_mix(self, model: nn.Module) -> bool:
+        """Whether data may act on each other in some batches, as far as functions tell.
+
+        Args:
+            model: That was run. Scripted modules cannot be looked into.
+
+        Returns:
+            False where no function was called through which they could.
+        """
+        if self._num_data == 1:
+            return False
+        modules = model.modules()
+        return self._decides or any(isinstance(each, torch.jit.ScriptModule) for each in modules)
+
     def _match(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Rule, Match, dict[str, str]] | None:
@@ -219,6 +262,27 @@ class Recorder(TorchFunctionMode):
         if {id(match.slots[slot]) for slot in names} != tracked:
             return None
         return rule, match, names
+
+
+def _decides(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> bool:
+    """Whether numbers of some data may decide what is done with others."""
+    name = getattr(func, "__name__", "")
+    plain = name if name.startswith("__") else name.removesuffix("_")
+    if plain in _DECIDING or "nested" in name:
+        return True
+    if plain in ("__getitem__", "__setitem__"):
+        index = args[1] if isinstance(args[1], tuple) else args[1:2]
+        return any(isinstance(each, Tensor | list) for each in index)
+    if plain == "repeat_interleave":
+        return any(isinstance(each, Tensor) for each in (*args[1:], *kwargs.values()))
+    if plain == "where":
+        return len(args) + len(kwargs) == 1
+    if plain not in _REDUCTIONS or not args or not isinstance(args[0], Tensor):
+        return False
+    result = result[0] if isinstance(result, tuple) else result
+    return not isinstance(args[0], nn.Parameter) and result.shape[:1] != args[0].shape[:1]
 
 
 def _is_transformed() -> bool:

@@ -4,19 +4,21 @@ A plan is checked on a few data and on the weights of its day. What it could not
 branch that only other inputs take, data that mix only in larger batches) shows here.
 """
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
-from evigrad.jacobians.arguments import DATA_MIX
+from evigrad.jacobians.arguments import DATA_MIX, check_output
 from evigrad.jacobians.generic import datum_rows
 from evigrad.jacobians.linearization import Linearization, linearize
 from evigrad.jacobians.paths import LOOP, JacobianPlan
 from evigrad.jacobians.state import model_run, without_autocast
 from evigrad.jacobians.verification import close, close_outputs
+from evigrad.out_of_memory import is_out_of_memory
 
 # On the part of the largest rows below which all is rounding: trained networks cancel more than
 # those on which plans are made.
@@ -88,7 +90,7 @@ def _disagreeing(
     if not f.isfinite().all():  # which tells nothing about the paths
         return set()
     if not close_outputs(f[one], alone, f.norm(dim=1).max()):
-        raise ConfigurationError(DATA_MIX)
+        _refuse_mixing(model, x, [torch.arange(len(x))[one]])
     rows = linearization.fast_rows_of_datum(vectors, index)
     stacked = {name: torch.stack(expected[name])[None] for name in names}
     largest = torch.stack([r.norm().to(f.dtype) for r in stacked.values()]).max()
@@ -99,3 +101,63 @@ def _disagreeing(
         if name in stacked
         and (row is None or not close(row, stacked[name], largest * _ROUNDING_FACTOR))
     }
+
+
+def check_separate(
+    model: nn.Module, x: Tensor, outputs: Float[Tensor, "m C"], generator: torch.Generator
+) -> None:
+    """Make sure that no output depends on other data of its batch, where that may be.
+
+    The data go through the model again in parts of 1, 2, 4, … that are drawn at random: what mixes
+    them may come with any one of them, with many, or with their number. Takes one more forward
+    pass without a graph in all.
+
+    Args:
+        model: In the same mode as for ``outputs``.
+        x: The m inputs.
+        outputs: f(x) as it was computed, in the type of the weights.
+        generator: For the parts, on the CPU.
+
+    Raises:
+        ConfigurationError: If outputs of a part are others than in the whole.
+    """
+    order, parts = torch.randperm(len(x), generator=generator), list[Tensor]()
+    while len(order):
+        size = 2 ** len(parts)
+        parts.append(order[:size])
+        order = order[size:]
+    outputs = outputs.detach()
+    if outputs.isfinite().all() and not _is_separate(model, x, outputs, parts):
+        _refuse_mixing(model, x, parts)
+
+
+def _is_separate(
+    model: nn.Module, x: Tensor, outputs: Float[Tensor, "m C"], parts: Sequence[Tensor]
+) -> bool:
+    scale = outputs.norm(dim=1).max()
+    with model_run(model), torch.no_grad():
+        return all(
+            close_outputs(check_output(model(x[part]), len(part)).to(outputs), outputs[part], scale)
+            for part in parts
+        )
+
+
+def _refuse_mixing(model: nn.Module, x: Tensor, parts: Sequence[Tensor]) -> None:
+    """Refuse a model whose outputs differ, if it was not rounding that decided something.
+
+    Where numbers choose between experts, say, those of a datum near the border may choose one in
+    a batch and the other in a part of it. In double precision there are no such data.
+
+    Raises:
+        ConfigurationError: If they differ in double precision too.
+    """
+    try:
+        with model_run(model), torch.no_grad(), without_autocast(x.device):
+            exact = copy.deepcopy(model).double()
+            x = x.double() if x.is_floating_point() else x
+            if _is_separate(exact, x, check_output(exact(x.clone()), len(x)), parts):
+                return
+    except Exception as error:  # of whatever kind: there is no such copy
+        if is_out_of_memory(error):
+            raise
+    raise ConfigurationError(DATA_MIX)

@@ -38,28 +38,37 @@ def close(value: Tensor, expected: Tensor, norm: Tensor | float = 0.0, factor: f
     Returns:
         False also where one is not finite.
     """
-    relative, rounding = _tolerances(expected)
+    relative, rounding = tolerances(expected)
     allowed = relative * expected.norm() + rounding * norm
     return value.shape == expected.shape and bool((value - expected).norm() <= factor * allowed)
 
 
 def close_outputs(value: Tensor, expected: Tensor, scale: Tensor) -> bool:
-    """Whether outputs of a datum agree, seen next to the largest ones of its batch.
+    """Whether the outputs of all data agree, seen next to the largest ones of the batch.
 
     Args:
-        value: Outputs of a datum.
+        value: Outputs of some data, (n, C).
         expected: The same by another way.
         scale: Norm of the largest outputs of a datum.
 
     Returns:
         False also where one is not finite.
     """
-    allowed = _tolerances(expected)[0] * torch.maximum(expected.norm(), scale)
-    return value.shape == expected.shape and bool((value - expected).norm() <= allowed)
+    if value.shape != expected.shape:
+        return False
+    allowed = tolerances(expected)[0] * torch.maximum(expected.norm(dim=1), scale)
+    return bool(((value - expected).norm(dim=1) <= allowed).all())
 
 
-def _tolerances(like: Tensor) -> tuple[float, float]:
-    """Relative tolerance, and the part of the largest norm that is rounding, for this type."""
+def tolerances(like: Tensor) -> tuple[float, float]:
+    """What rounding can do in a type.
+
+    Args:
+        like: Of that type, on its device.
+
+    Returns:
+        Relative tolerance, and the part of the largest norm that is rounding.
+    """
     relative, rounding = _TOLERANCES.get(like.dtype, _COARSE_TOLERANCES)
     if like.is_cuda and like.dtype == torch.float32:
         relative *= _TF32_FACTOR
@@ -92,7 +101,7 @@ class Reference:
         self._vectors = self._random(outputs[:, None, :].expand(-1, _COLUMNS, -1))
         self.rows = self._loop_rows(list(weights), x, self._vectors, False)
         self._norm = max((r.norm() for r in self.rows.values()), default=torch.tensor(0.0))
-        rounding = _tolerances(outputs)[1]
+        rounding = tolerances(outputs)[1]
         self.vanishing = {
             name for name, r in self.rows.items() if not r.norm() > rounding * self._norm
         }

@@ -1,0 +1,331 @@
+"""Which datum each row of a recorded call belongs to: known, or the closed form does not hold.
+
+The closed forms take row r of a call's output, of R = m F in all, for a part of datum r // F. That
+is right if the outputs for every other datum have no derivative in it. Where the rows of a call
+are packed tokens or sorted for experts, the number R may be right and the order is not.
+
+``traced`` follows the data's dimension through the autograd graph of the very pass, from the
+outputs to the calls. It knows the operations that cannot mix rows whatever numbers they act on, and
+costs no arithmetic. Calls that lie behind any other operation (indexing, sorting, scattering, a
+product along the data's dimension, a function of somebody's own) are left to ``probed``, which
+finds out with a few backward passes, exact but for a set of random numbers of measure zero.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from evigrad.jacobians.fixed_convolutions import is_convolution
+from evigrad.jacobians.recorder import Call
+from evigrad.jacobians.verification import tolerances
+
+# (node, which of its inputs, shape of the output, dimension there, shape of the input) → the
+# dimension of the input whose entries are one by one those of the output's dimension; None where
+# an entry may meet others.
+_Step = Callable[[Node, int, Sequence[int], int, Sequence[int]], int | None]
+
+# Coefficients are this many tolerances apart.
+_APART = 16.0
+# On the part of the largest gradient below which all is rounding.
+_ROUNDING_FACTOR = 10.0
+
+
+def traced(outputs: Tensor, calls: Collection[Call]) -> set[int]:
+    """The calls whose rows belong to the data that they are taken for, by the graph alone.
+
+    Args:
+        outputs: (m, C), with the graph of the pass.
+        calls: Recorded in that pass.
+
+    Returns:
+        ``id(call)`` of each; also where the outputs do not use a call at all.
+    """
+    m, found = len(outputs), {id(call) for call in calls}
+    if m == 1 or outputs.grad_fn is None:
+        return found
+    claimed = {
+        (call.edge.node, call.edge.output_nr): (id(call), call.parts * prod(call.output_shape[1:]))
+        for call in calls
+    }
+    # In row-major order, entry i of a tensor belongs to datum (i // stride) % m. None: not known.
+    stack: list[tuple[Node, int, int | None]] = [
+        (outputs.grad_fn, outputs.output_nr, outputs[0].numel())
+    ]
+    seen: dict[tuple[Node, int], int | None] = {}
+    while stack:
+        node, output, stride = stack.pop()
+        place = (node, output)
+        if place in seen:
+            if seen[place] == stride or seen[place] is None:
+                continue
+            stride = None  # two ways lead here that do not agree
+        seen[place] = stride
+        if place in claimed and stride != claimed[place][1]:
+            found.discard(claimed[place][0])
+        shape = node._input_metadata[output].shape if stride is not None else ()
+        for i, (source, of_source) in enumerate(node.next_functions):
+            if source is not None:
+                before = None
+                if stride is not None:
+                    of_shape = source._input_metadata[of_source].shape
+                    before = _stride_before(node, i, shape, of_shape, stride, m)
+                stack.append((source, of_source, before))
+    return found
+
+
+def _stride_before(
+    node: Node, which: int, shape: Sequence[int], of_input: Sequence[int], stride: int, m: int
+) -> int | None:
+    """The stride of the data in an input of an operation, from the one in its output."""
+    operation = _operation(node)
+    if operation in _VIEWS:
+        return stride if _dimension(of_input, stride, m) is not None else None
+    step = _first if is_convolution(node) else _STEPS.get(operation)
+    dim = _dimension(shape, stride, m)
+    if step is None or dim is None:
+        return None
+    try:
+        before = step(node, which, shape, dim, of_input)
+    except AttributeError:  # settings of nodes have other names in other versions of PyTorch
+        return None
+    if before is None or not 0 <= before < len(of_input) or of_input[before] != shape[dim]:
+        return None
+    return prod(of_input[before + 1 :]) * (stride // prod(shape[dim + 1 :]))
+
+
+def _dimension(shape: Sequence[int], stride: int, m: int) -> int | None:
+    """The one dimension that tells an entry's datum, (groups, m, parts) in size."""
+    inner = 1
+    for dim in reversed(range(len(shape))):
+        size = shape[dim]
+        if size and inner * size >= stride * m:
+            whole = stride % inner == 0 and (inner * size) % (stride * m) == 0
+            return dim if whole else None
+        inner *= size
+    return None
+
+
+def probed(outputs: Tensor, calls: Sequence[Call], differentiable: bool) -> set[int]:
+    """The calls whose rows belong to the data that they are taken for, by their gradients.
+
+    With cotangents u of the outputs the gradient in row r is g_r = Σ_n J_nrᵀ u_n; with c_n u_n in
+    their place it is c_n g_r for all rows that are of datum n alone, and for no others. The numbers
+    c are so far apart that every wrong owner shows, in one pass or, for many data and few digits,
+    in several.
+
+    Args:
+        outputs: (m, C), with the graph of the pass.
+        calls: Recorded in that pass.
+        differentiable: Whether derivatives of the rows are wanted too. Gradients that vanish then
+            say nothing about these.
+
+    Returns:
+        ``id(call)`` of each.
+    """
+    m, own = len(outputs), torch.Generator().manual_seed(0)
+    u = torch.randn(outputs.shape, generator=own, dtype=torch.float64).to(outputs)
+
+    def gradients(vectors: Tensor) -> list[Tensor | None]:
+        edges = [call.edge for call in calls]
+        found = torch.autograd.grad(outputs, edges, vectors, retain_graph=True, allow_unused=True)
+        return list(found)
+
+    plain = gradients(u)
+    relative = max(tolerances(g)[0] for g in (*plain, outputs) if g is not None)
+    passing = {
+        id(call)
+        for call, g in zip(calls, plain, strict=True)
+        if g is None or not differentiable or g.any()
+    }
+    for c in _codes(m, max(2, int(2 / (_APART * relative)))):
+        scaled = gradients(u * c.to(u)[:, None])
+        for call, g, of_scaled in zip(calls, plain, scaled, strict=True):
+            if g is not None and of_scaled is not None and not _agree(call, g, of_scaled, c):
+                passing.discard(id(call))
+    return passing
+
+
+def _agree(call: Call, plain: Tensor, scaled: Tensor, c: Tensor) -> bool:
+    relative, rounding = tolerances(plain)
+    type_ = torch.promote_types(plain.dtype, torch.float32)
+    each = c.to(plain.device, type_).repeat_interleave(call.parts)[:, None]
+    plain, scaled = plain.to(type_).flatten(1), scaled.to(type_).flatten(1)
+    size = plain.norm(dim=1)
+    allowed = relative * size + _ROUNDING_FACTOR * rounding * size.max()
+    return bool(((scaled - each * plain).norm(dim=1) <= allowed).all())
+
+
+def _codes(m: int, levels: int) -> list[Tensor]:
+    """Numbers in [-1, 1] for m data: no two data have nearly the same in all of them."""
+    levels = min(levels, m)
+    digits, rest = [], torch.arange(m)
+    while not digits or rest.any():
+        digits.append(rest % levels)
+        rest = rest // levels
+    return [2.0 * digit / (levels - 1) - 1.0 for digit in digits]
+
+
+# ------------------------------------------------------------ operations that mix no rows
+
+
+# The same entries in the same order.
+_VIEWS = frozenset(("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"))
+
+
+def _operation(node: Node) -> str:
+    """The name of one of PyTorch's own operations, else nothing."""
+    name = node.name()
+    # A class of somebody's own gives a name that ends in "Backward", without a digit behind it.
+    return name.rstrip("0123456789").removesuffix("Backward") if name[-1:].isdigit() else ""
+
+
+def _broadcast(
+    node: Node, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
+) -> int | None:
+    return dim - len(shape) + len(of_input)
+
+
+def _first(
+    node: Node, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
+) -> int | None:
+    """An operation on each entry of dim 0 of its first input; the others are shared by all."""
+    return 0 if which == dim == 0 else None
+
+
+def _both(
+    node: Node, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
+) -> int | None:
+    return 0 if dim == 0 else None
+
+
+def _product(
+    node: Node, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
+) -> int | None:
+    """Rows of the left matrix, columns of the right one, and what is added, if anything."""
+    side = which - len(node.next_functions) + 2
+    if side < 0:
+        return _broadcast(node, which, shape, dim, of_input)
+    return dim if dim != len(shape) - 1 - side else None
+
+
+def _reduction(
+    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
+) -> int | None:
+    reduced = node._saved_dim if isinstance(node._saved_dim, tuple) else (node._saved_dim,)
+    if node._saved_keepdim:
+        return dim
+    kept = sorted(set(range(len(of_input))) - {_signed(d, of_input) for d in reduced})
+    return kept[dim] if len(kept) == len(shape) else None
+
+
+def _along(
+    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
+) -> int | None:
+    """An operation along one dimension, which must be another one than that of the data."""
+    return dim if _signed(node._saved_dim, of_input) != dim else None
+
+
+def _flip(
+    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
+) -> int | None:
+    return dim if dim not in [_signed(d, shape) for d in node._saved_dims] else None
+
+
+def _without(
+    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
+) -> int | None:
+    """The output lacks a dimension."""
+    return dim + (dim >= _signed(node._saved_dim, of_input))
+
+
+def _stack(
+    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
+) -> int | None:
+    new = _signed(node._saved_dim, shape)
+    return dim - (dim > new) if dim != new else None
+
+
+def _permute(
+    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
+) -> int | None:
+    return _signed(node._saved_dims[dim], shape)
+
+
+def _transpose(
+    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
+) -> int | None:
+    one, other = _signed(node._saved_dim0, shape), _signed(node._saved_dim1, shape)
+    return {one: other, other: one}.get(dim, dim)
+
+
+def _repeat(
+    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
+) -> int | None:
+    return dim - len(shape) + len(of_input) if node._saved_repeats[dim] == 1 else None
+
+
+def _pad(
+    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
+) -> int | None:
+    behind = 2 * (len(shape) - 1 - dim)  # pads come from the last dimension on
+    return None if any(node._saved_pad[behind : behind + 2]) else dim
+
+
+def _layer_norm(
+    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
+) -> int | None:
+    kept = len(shape) - len(node._saved_normalized_shape)
+    return dim if which == 0 and dim < kept else None
+
+
+def _batch_norm(
+    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
+) -> int | None:
+    return dim if which == 0 and not node._saved_training else None
+
+
+def _signed(dim: int, shape: Sequence[int]) -> int:
+    """A dimension counted from the front; autograd keeps -1 as 2^64 - 1."""
+    dim = dim - 2**64 if dim >= 2**63 else dim
+    return dim + len(shape) if dim < 0 else dim
+
+
+def _named(names: str, step: _Step) -> dict[str, _Step]:
+    return dict.fromkeys(names.split(), step)
+
+
+_STEPS: dict[str, _Step] = {
+    **_named(
+        "Abs Add Addcdiv Addcmul Alias Asinh Atan Atan2 Celu Clamp ClampMax ClampMin Clone Cos Cosh"
+        " Div Elu Erf Erfc Exp Exp2 Expand Expm1 Gelu Hardsigmoid Hardswish Hardtanh LeakyRelu Lerp"
+        " Log Log10 Log1P Log2 Logaddexp LogSigmoid MaskedFill Maximum Minimum Mish Mul Neg Pow"
+        " PreluKernel Reciprocal Relu Rsqrt Rsub Sigmoid Sign Silu Sin Sinh Softplus Softshrink"
+        " Sqrt Sub Tan Tanh Threshold ToCopy Where",
+        _broadcast,
+    ),
+    **_named("Addmm Mm Bmm Baddbmm", _product),
+    **_named("Sum Mean Amax Amin Max Min Logsumexp LinalgVectorNorm Var Std", _reduction),
+    **_named("Softmax SafeSoftmax LogSoftmax Cumsum Glu Slice Split SplitWithSizes Cat", _along),
+    **_named("Flip", _flip),
+    **_named("Select Unbind", _without),
+    **_named("Stack", _stack),
+    **_named("Permute", _permute),
+    **_named("Transpose", _transpose),
+    **_named("Repeat", _repeat),
+    **_named("ConstantPadNd", _pad),
+    **_named("NativeLayerNorm", _layer_norm),
+    **_named("NativeBatchNorm CudnnBatchNorm", _batch_norm),
+    **_named(
+        "Convolution NativeGroupNorm MaxPool2DWithIndices MaxPool3DWithIndices AvgPool2D AvgPool3D"
+        " AdaptiveAvgPool2D AdaptiveAvgPool3D AdaptiveMaxPool2D AdaptiveMaxPool3D UpsampleNearest1D"
+        " UpsampleNearest2D UpsampleNearest3D UpsampleLinear1D UpsampleBilinear2D"
+        " UpsampleBicubic2D ReflectionPad1D ReflectionPad2D ReplicationPad1D ReplicationPad2D"
+        " Im2Col Col2Im",
+        _first,
+    ),
+    **_named("GridSampler2D GridSampler3D", _both),
+}
