@@ -18,11 +18,11 @@ comma := ,
 say = @echo "==> $(1)"
 
 .DEFAULT_GOAL := help
-.PHONY: help run test format clean constraints
+.PHONY: help run test check-long format clean constraints
 
 help: ## Show this list
 	@echo "make TARGET, with TARGET one of"
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | \
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | \
 		while IFS='|' read -r name words; do printf '%-16s%s\n' "$$name" "$$words"; done
 	@echo "Settings: PYTHON=$(PYTHON) JOBS=$(JOBS) CONFIG=$(CONFIG) PYTEST_ARGS='$(PYTEST_ARGS)'"
 
@@ -39,6 +39,10 @@ test: $(VENV)/.test ## Install, then run all checks: ruff, basedpyright, pytest
 	@$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(call say,pytest: $(JOBS) processes with one thread each$(comma) warnings are errors)
 	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+check-long: $(VENV)/.test ## Install, then run the checks that take too long for `make test`
+	$(call say,pytest: tests that are marked long)
+	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) -m long $(PYTEST_ARGS)
 
 format: $(VENV)/.test ## Format the code and mend what ruff can mend
 	$(call say,ruff: mending and formatting)

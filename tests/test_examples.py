@@ -1,6 +1,7 @@
-"""The scripts in ``examples/`` run, in a short form."""
+"""The scripts in ``examples/`` and the first experiments, in a short form and to their end."""
 
 import importlib.util
+import json
 import math
 from pathlib import Path
 from types import ModuleType
@@ -32,3 +33,30 @@ def test_sequences(capsys: pytest.CaptureFixture[str]) -> None:
         values = result.model.get_submodule(script.TASKS[name].hyperparameter)().detach()
         assert values.isfinite().all()
         assert all(abs(math.log(w.precision)) > 1e-4 for w in result.evidence.describe())
+
+
+@pytest.mark.long
+def test_sequences_converge() -> None:
+    for result in load_script("sequences").main([]).values():
+        assert result.test_metrics["accuracy"] >= 0.92
+        assert result.test_metrics["log_likelihood"] >= -0.35
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "ahead", "accuracy"), [("mnist5k", 0.05, 0.93), ("digits", -0.01, 0.97)]
+)
+def test_the_first_experiments_show_learning_ahead_of_map_or_level(
+    name: str, ahead: float, accuracy: float, tmp_path: Path
+) -> None:
+    pytest.importorskip("jsonargparse")
+    pytest.importorskip("mlxtend")
+    from evigrad.cli import main
+
+    config = EXAMPLES.parent / "experiments" / f"{name}.yaml"
+    run = ["train", "--config", str(config), "--run-dir", str(tmp_path / name), "--no-progress"]
+    assert main(run) == 0
+    results = json.loads((tmp_path / name / "results.json").read_text())
+    fixed, learned = (results[method]["test"] for method in results)
+    assert learned["log_likelihood"] >= fixed["log_likelihood"] + ahead
+    assert learned["accuracy"] >= accuracy

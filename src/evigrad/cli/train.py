@@ -53,9 +53,10 @@ marginal likelihood (the log evidence) learn the precision of the Gaussian prior
 which is its weight decay, and the ranges of an invariance. The test set is only evaluated.
 
 examples:
-  evigrad train                                     digits, a small network, ntk-100-1
+  evigrad train                                     scikit-learn's digits and a small network
   evigrad train --compare-map                       ... beside plain MAP training, as a table
-  evigrad train --invariance rotation --estimator kfac-100-1 --hyper-every 1
+  evigrad train --data mnist5k --subset 1000 --model mininet --compare-map
+  evigrad train --data digits:rotated90 --invariance rotation --estimator kfac-100-1
   evigrad train --config FILE.yaml --epochs 50      options after a file replace what it says
   evigrad train --resume runs/digits-...            go on with a run that was interrupted
   evigrad train --estimator kfac-N-C --print-config > FILE.yaml"""
