@@ -1,5 +1,6 @@
 """What once went wrong in silence, or could."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from zoo import CASES, OUTPUTS
 
 from evigrad import Evidence
 from evigrad.curvature.kernel_rows import by_columns, slabs
-from evigrad.errors import EvigradError, InputError
-from evigrad.invariances import AffineInvariance, Averaged
+from evigrad.errors import ConfigurationError, EvigradError, InputError
+from evigrad.invariances import AdditiveNoise, AffineInvariance, Averaged
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
 from evigrad.training import fit
@@ -107,6 +108,68 @@ def test_kept_passes_see_statistics_and_fixed_noise_change() -> None:
         next(likelihood.parameters()).mul_(2.0)
     with pytest.raises(InputError, match="fixed noise"):
         evidence.estimate(passes)
+
+
+EDITS: dict[str, Callable[[Tensor], Any]] = {
+    "scaled": lambda w: w.mul_(1.0 + 1e-7),
+    "other sign": lambda w: w.neg_(),
+    "one entry": lambda w: w[-1:].add_(1e-6),
+    "reversed": lambda w: w.copy_(w.flip(0)),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("held", ["0.weight", "3.weight", "1.running_mean"])
+def test_kept_passes_see_edits_through_data(held: str, edit: str) -> None:
+    """They leave the version counters of autograd alone."""
+    layers = (nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 350), nn.Linear(350, OUTPUTS))
+    model = nn.Sequential(*layers).double()
+    tensor = model.state_dict(keep_vars=True)[held]
+    tensor.data.copy_(torch.linspace(0.3, 1.0, tensor.numel()).reshape(tensor.shape))
+    x = torch.randn(M, 3, dtype=torch.float64)
+    with pytest.warns(Warning, match="normalisation"):
+        evidence = make(model, Gaussian(), "ntk-7-1")
+    passes = evidence.collect(x, targets(Gaussian(), M))
+    evidence.backward(passes)
+    version = tensor._version
+    EDITS[edit](tensor.data)
+    assert tensor._version == version
+    with pytest.raises(InputError, match="pass the data again"):
+        evidence.backward(passes)
+
+
+def doubled(*gradients: Any) -> Any:
+    return tuple(None if g is None else 2 * g for g in gradients[-1])
+
+
+HOOKS: dict[str, Callable[[nn.Sequential], Any]] = {
+    "full": lambda model: model[0].register_full_backward_hook(doubled),
+    "full, of the model": lambda model: model.register_full_backward_hook(doubled),
+    "pre": lambda model: model[0].register_full_backward_pre_hook(doubled),
+    "legacy": lambda model: model[0].register_backward_hook(doubled),
+    "global": lambda _: nn.modules.module.register_module_full_backward_hook(doubled),
+    "global pre": lambda _: nn.modules.module.register_module_full_backward_pre_hook(doubled),
+}
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_backward_hooks_of_modules_are_refused(kind: str, averaged: bool) -> None:
+    network = small()
+    model = Averaged(network, AdditiveNoise((3,)), num_samples=2) if averaged else network
+    evidence = make(model, Gaussian(), "ntk-7-1")
+    x, y = torch.randn(M, 3, dtype=torch.float64), targets(Gaussian(), M)
+    expected, state = evidence.estimate(x, y), evidence.generator.get_state()
+    handle = HOOKS[kind](network)
+    try:
+        with pytest.raises(ConfigurationError, match="backward hook"):
+            evidence.backward(x, y)
+    finally:
+        handle.remove()
+    assert torch.equal(evidence.generator.get_state(), state)
+    with network[0].register_forward_hook(lambda module, given, output: output):
+        evidence.generator.manual_seed(0)
+        assert evidence.estimate(x, y).log_det == pytest.approx(expected.log_det)
 
 
 @pytest.mark.parametrize("structure", ["full", "blockdiag", "diag", "kfac"])

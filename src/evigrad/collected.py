@@ -42,7 +42,7 @@ class Collected:
     outputs: Sequence[tuple[Chunk, Tensor]] = ()
     log_probs: Tensor | None = None
     follows: frozenset[str] = frozenset()
-    versions: tuple[tuple[int, int], ...] = ()
+    versions: tuple[tuple[int, int, int], ...] = ()
 
     def draws(self) -> Iterator["Collected"]:
         """Each draw of an anchored block by itself: ℓ(Z) + w ℓ(B|Z), on the same pass.

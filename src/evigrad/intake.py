@@ -19,6 +19,8 @@ from evigrad.preparation import Prepared
 
 Data = Tensor | Block | Iterable[Batch] | Collected | Iterable[Collected]
 
+# Numbers whose sums are taken at once: a prime, so that no layer's rows have this length.
+_WIDTH = 1021
 # Its multiples modulo one are spread evenly.
 _GOLDEN_RATIO = 0.6180339887498949
 
@@ -249,10 +251,14 @@ def kept_passes(
         kept = [p for p in x if isinstance(p, Collected)]
     else:
         return None
+    now: dict[frozenset[str], tuple[tuple[int, int, int], ...]] = {}
     for collected in kept:
         if collected.owner is not assembly:
             raise InputError("This pass was collected by another evidence.")
-        if collected.versions != _versions(assembly, hyperparameters, collected.follows):
+        follows = collected.follows
+        if follows not in now:
+            now[follows] = _versions(assembly, hyperparameters, follows)
+        if collected.versions != now[follows]:
             raise InputError(
                 "The weights, a buffer of the model, a fixed noise or hyperparameters that the"
                 " pass does not follow have changed since collect(): pass the data again."
@@ -267,12 +273,26 @@ def kept_passes(
 
 def _versions(
     assembly: Assembly, hyperparameters: Mapping[str, nn.Parameter], follows: Iterable[str]
-) -> tuple[tuple[int, int], ...]:
-    """Numbers that change with parameters and buffers, unless through ``.data``."""
+) -> tuple[tuple[int, int, int], ...]:
+    """Numbers that change with parameters and buffers."""
     free = {id(hyperparameters[name]) for name in follows if name in hyperparameters}
     model, likelihood = assembly.preparation.model, assembly.likelihood
     held = [*model.parameters(), *model.buffers(), *likelihood.parameters(), *likelihood.buffers()]
-    return tuple((t.data_ptr(), t._version) for t in held if id(t) not in free)
+    held = [t for t in held if id(t) not in free and t.layout == torch.strided]
+    sums = torch.stack([_checksum(t).to(assembly.device) for t in held]).tolist()
+    return tuple((t.data_ptr(), t._version, own) for t, own in zip(held, sums, strict=True))
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """A sum of bits by their place: writing through ``.data`` leaves no other trace."""
+    whole = tensor.detach().reshape(-1)
+    # Halves of 64 bits, whose sums cannot overflow; sums of integers are exact in any order.
+    bits = whole.view({1: torch.int8, 2: torch.int16}.get(whole.element_size(), torch.int32))
+    head = len(bits) // _WIDTH * _WIDTH
+    table = bits[:head].view(-1, _WIDTH)
+    sums = (bits[head:], table.sum(0), table.sum(1))[: 3 if head else 1]
+    parts = [(s * torch.arange(1, len(s) + 1, device=s.device)).sum() for s in sums]
+    return torch.stack(parts).sum()
 
 
 def check_keepable(assembly: Assembly, prepared: Prepared, learned: Sequence[str]) -> None:

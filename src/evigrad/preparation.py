@@ -30,6 +30,7 @@ from evigrad.groups import listed
 from evigrad.jacobians import (
     JacobianPlan,
     Linearization,
+    check_hooks,
     demote,
     matrix_uses,
     model_run,
@@ -162,6 +163,7 @@ class Preparation:
         Returns:
             What is prepared for them.
         """
+        check_hooks(self.model)
         # How much a module draws may be changed at any time (its number of samples).
         one = torch.Generator().manual_seed(0)
         drawn = [module.draw(1, one).shape for module in self._drawing]

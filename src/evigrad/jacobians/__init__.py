@@ -1,5 +1,6 @@
 """The rows of the Jacobian: closed forms where they exist, any other module one datum at a time."""
 
+from evigrad.jacobians.arguments import check_hooks
 from evigrad.jacobians.kronecker import KroneckerUse
 from evigrad.jacobians.linearization import Linearization, linearize
 from evigrad.jacobians.paths import JacobianPlan, demote
@@ -15,6 +16,7 @@ __all__ = [
     "Linearization",
     "MatrixUse",
     "Recorder",
+    "check_hooks",
     "check_separate",
     "demote",
     "linearize",

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 
 from evigrad.errors import ConfigurationError, InputError, nearest
+from evigrad.groups import listed
 
 DATA_MIX = (
     "The model's output for a datum changes from call to call, or with the other data of"
@@ -54,6 +56,31 @@ def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor)
                 " the curvature that of another function. Remove the hook, or keep it only"
                 " for the training steps."
             )
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Make sure that no module changes the gradients that go back through it.
+
+    Args:
+        model: Any module.
+
+    Raises:
+        ConfigurationError: If a backward hook is on one of its modules, or on all modules: one
+            that only looks cannot be told from one that changes what it sees.
+    """
+    everywhere = (modules._global_backward_hooks, modules._global_backward_pre_hooks)
+    found = ["all modules"] if any(everywhere) else []
+    found += [
+        f"{name!r}" if name else "the model"
+        for name, module in model.named_modules()
+        if module._backward_hooks or module._backward_pre_hooks
+    ]
+    if found:
+        raise ConfigurationError(
+            f"A backward hook (register_full_backward_hook or alike) on {listed(found)} may change"
+            " gradients, which would make the curvature that of another function. Remove the hook,"
+            " or keep it only for the training steps. Forward hooks are part of the function."
+        )
 
 
 def check_storage(weights: Mapping[str, nn.Parameter]) -> None:
