@@ -38,8 +38,8 @@ def test_sequences(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.long
 def test_sequences_converge() -> None:
     for result in load_script("sequences").main([]).values():
-        assert result.test_metrics["accuracy"] >= 0.92
-        assert result.test_metrics["log_likelihood"] >= -0.35
+        assert result.test_metrics["accuracy"] >= 0.9
+        assert result.test_metrics["log_likelihood"] >= -0.4
 
 
 @pytest.mark.long
