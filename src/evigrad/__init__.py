@@ -10,7 +10,7 @@ from evigrad.descriptions import ParameterReport
 from evigrad.errors import EvigradError, EvigradWarning
 from evigrad.estimate import Estimate
 from evigrad.evidence import Evidence
-from evigrad.training import FitResult, TuneResult, fit, tune
+from evigrad.training import FitResult, LoadedRun, TuneResult, fit, load, tune
 
 __all__ = [
     "Block",
@@ -19,10 +19,12 @@ __all__ = [
     "EvigradWarning",
     "Evidence",
     "FitResult",
+    "LoadedRun",
     "ParameterReport",
     "TuneResult",
     "fit",
     "kept_memory",
+    "load",
     "tune",
 ]
 __version__ = "0.1.0"

@@ -2,11 +2,10 @@
 
 import math
 from dataclasses import dataclass
-
-from torch import nn
+from typing import Any
 
 from evigrad.errors import ConfigurationError, nearest
-from evigrad.invariances import GENERATORS, AffineInvariance, Averaged
+from evigrad.invariances import GENERATORS, AffineInvariance
 from evigrad.invariances.affine import LIMITS
 
 # In the place of the names, all of them; in the place of a range, its limit.
@@ -37,18 +36,17 @@ class Invariance:
         """What there is to learn in a wrapped network."""
         return ("invariance",) if self.learn and self.ranges else ()
 
-    def wrap(self, model: nn.Module, fill: list[float]) -> nn.Module:
-        """A network averaged over transforms of its input.
+    def as_record(self, fill: list[float]) -> dict[str, Any]:
+        """What ``evigrad.models.make_network`` averages a network over.
 
         Args:
-            model: The network.
             fill: Beyond the borders of an image.
 
         Returns:
-            Another one, with the same weights.
+            Plain numbers, strings and dictionaries, for files.
         """
-        transform = AffineInvariance(self.ranges, learn=self.learn, flip=self.flip, fill=fill)
-        return Averaged(model, transform, self.samples, self.average)
+        transform = {"ranges": self.ranges, "learn": self.learn, "flip": self.flip, "fill": fill}
+        return {"transform": transform, "num_samples": self.samples, "average": self.average}
 
     def describe(self) -> str:
         """In words, as a part of a sentence."""

@@ -10,7 +10,7 @@ from torch import nn
 from evigrad.cli.invariance import Invariance, read_invariance
 from evigrad.data import DataSet, load
 from evigrad.errors import ConfigurationError
-from evigrad.models import make_model
+from evigrad.models import make_network
 
 # Types of the options below, and of those of ``evigrad.fit``, on the command line.
 SETUP_TYPES: dict[str, Any] = {
@@ -61,15 +61,25 @@ class Setup:
     sizes: Mapping[str, int] = field(default_factory=dict)
     invariance: Invariance | None = None
 
-    def make_model(self) -> nn.Module:
-        """The network with its initial weights, the same ones at every call."""
-        shape, outputs = self.data.input_shape, self.data.num_outputs
-        model = make_model(self.model_name, shape, outputs, self.seed, **self.sizes)
+    @property
+    def network(self) -> dict[str, Any]:
+        """What ``evigrad.models.make_network`` makes the network of."""
+        model = {
+            "name": self.model_name,
+            "input_shape": list(self.data.input_shape),
+            "num_outputs": self.data.num_outputs,
+            **self.sizes,
+        }
+        averaged = None
         if self.invariance is not None:
             # Black, as beyond the borders of the variants of image sets.
             fill = (-self.data.mean / self.data.std).flatten().tolist()
-            model = self.invariance.wrap(model, fill)
-        return model.to(self.device)
+            averaged = self.invariance.as_record(fill)
+        return {"model": model, "invariance": averaged}
+
+    def make_model(self) -> nn.Module:
+        """The network with its initial weights, the same ones at every call."""
+        return make_network(self.network, self.seed).to(self.device)
 
     @property
     def hyperparameters(self) -> tuple[str, ...]:

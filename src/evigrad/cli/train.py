@@ -299,7 +299,10 @@ def _prepare(setup: Setup, options: Namespace) -> list[Run]:
             raise ConfigurationError("compare_map needs an estimator to compare MAP with.")
         wanted.insert(0, replace(settings, estimator=None))
     data = setup.data
-    return [prepare(setup.make_model(), data.train, each, test=data.test) for each in wanted]
+    return [
+        prepare(setup.make_model(), data.train, each, test=data.test, network=setup.network)
+        for each in wanted
+    ]
 
 
 def _recorded(options: Namespace) -> Namespace:

@@ -148,7 +148,7 @@ def trained(job: Job, folder: Path, place: Place) -> tuple[Setup, FitResult]:
     setup = make_setup(job.config, place.data_dir, place.device)
     data = setup.data
     settings = make_settings(job.config, data.likelihood, setup.hyperparameters)
-    run = prepare(setup.make_model(), data.train, settings, test=data.test)
+    run = prepare(setup.make_model(), data.train, settings, test=data.test, network=setup.network)
     directory = RunDirectory(folder / RUN, resume=True)
     if not (directory.path / CONFIGURATION).exists():
         directory.write_text(CONFIGURATION, as_file(job.config))

@@ -1,6 +1,6 @@
 """Networks by name: small ones, the paper's residual networks with Fixup, and sequences."""
 
-from evigrad.models.catalogue import MODELS, make_model
+from evigrad.models.catalogue import MODELS, make_model, make_network
 from evigrad.models.convolutional import cnn, digitsnet, lenet, mininet
 from evigrad.models.fixup import fixup_scalars
 from evigrad.models.mlp import ACTIVATIONS, mlp
@@ -20,6 +20,7 @@ __all__ = [
     "gru",
     "lenet",
     "make_model",
+    "make_network",
     "mininet",
     "mlp",
     "resnet18",

@@ -1,7 +1,7 @@
 """Networks by name."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from evigrad.errors import ConfigurationError, nearest
+from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.models.convolutional import cnn, digitsnet, lenet, mininet
 from evigrad.models.mlp import mlp
 from evigrad.models.resnet import resnet18, resnet50
@@ -76,3 +77,22 @@ def make_model(
     cpu = torch.device("cpu")
     with cpu, nullcontext() if seed is None else seeded(seed, cpu):
         return MODELS[name](input_shape, num_outputs, **settings)
+
+
+def make_network(record: Mapping[str, Any], seed: int = 0) -> nn.Module:
+    """A network by what a run's configuration says of it.
+
+    Args:
+        record: ``model``, the arguments of ``make_model``; and ``invariance``, None or
+            ``transform``, those of ``AffineInvariance``, ``num_samples`` and ``average``.
+        seed: Of the initial weights.
+
+    Returns:
+        The network, averaged over the transform where there is one, on the CPU.
+    """
+    model = make_model(**record["model"], seed=seed)
+    averaged = record["invariance"]
+    if averaged is None:
+        return model
+    transform = AffineInvariance(**averaged["transform"])
+    return Averaged(model, transform, averaged["num_samples"], averaged["average"])

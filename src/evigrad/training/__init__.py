@@ -14,6 +14,7 @@ from evigrad.training.estimator_options import (
     is_automatic,
 )
 from evigrad.training.fit import fit, prepare
+from evigrad.training.load import LoadedRun, load
 from evigrad.training.metrics import evaluate, read_metrics
 from evigrad.training.run import FitResult, Run
 from evigrad.training.run_directory import RunDirectory
@@ -29,6 +30,7 @@ __all__ = [
     "Choice",
     "EvidenceValue",
     "FitResult",
+    "LoadedRun",
     "Run",
     "RunDirectory",
     "Settings",
@@ -40,6 +42,7 @@ __all__ = [
     "evaluate_evidence",
     "fit",
     "is_automatic",
+    "load",
     "prepare",
     "read_metrics",
     "tight_estimator",

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.evidence import Evidence
@@ -212,6 +212,20 @@ def check_network(state: Mapping[str, Any], evidence: Evidence, where: object) -
             f"The network is not that of the run in {where}: {_listed(found)}. Give the same"
             " network, or start a new run in another folder."
         )
+
+
+def load_network(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Take up weights, hyperparameters and buffers, those that no ``state_dict`` holds too.
+
+    Args:
+        model: Of the architecture of the checkpoint.
+        state: Of a checkpoint.
+    """
+    model.load_state_dict(state["model"])
+    buffers = dict(model.named_buffers())
+    with torch.no_grad():
+        for name, value in state["buffers"].items():
+            buffers[name].copy_(value)
 
 
 def check_outputs(

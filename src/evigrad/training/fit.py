@@ -275,6 +275,7 @@ def prepare(
     *,
     test: Any = None,
     device: str | torch.device | None = None,
+    network: Mapping[str, Any] | None = None,
 ) -> Run:
     """Check everything that can be checked, and compute and write nothing yet.
 
@@ -284,6 +285,7 @@ def prepare(
         settings: All settings.
         test: As for ``fit``.
         device: As for ``fit``.
+        network: What ``evigrad.models.make_network`` makes the model of, where it is known.
 
     Returns:
         The run, which ``train`` starts.
@@ -292,7 +294,7 @@ def prepare(
         ConfigurationError: If a setting does not exist or does not fit.
         InputError: If the data do not fit the model, the likelihood or the estimator.
     """
-    place = _place(model, device)
+    place = place_model(model, device)
     seed, hold = settings.seed, settings.hold_data
     data = RunData(train, place, seed, hold=hold)
     settings = settings.for_data(len(data))
@@ -300,23 +302,36 @@ def prepare(
     if settings.estimator == "augerino":
         ranges = [n for n in range_parameters(model) if not _names(settings.hyperparameters, n)]
         settings = replace(settings, hyperparameters=[*settings.hyperparameters, *ranges])
-    evidence = _make_evidence(model, len(data), settings)
+    evidence = make_evidence(model, len(data), settings)
     # Reading all items of a data set takes as long as an epoch: they are checked as they are read.
     _check_data(evidence, data, place, len(data) if data.is_held else PROBE_SIZE)
     if held_out is not None:  # which is read next when training is over
         _check_data(evidence, held_out, place, len(held_out))
     if is_automatic(settings.estimator):
         settings = with_largest_subset(settings, evidence, *data.first(PROBE_SIZE))
-        evidence = _make_evidence(model, len(data), settings)
+        evidence = make_evidence(model, len(data), settings)
     if settings.bracket_every:
         check_bracket(evidence.spec)
     if settings.baseline is None:
         _check_learnable(evidence)
         evidence.blocks(data)  # raises now what the first round would, epochs later
-    return Run(Loop(evidence, data, settings), held_out)
+    return Run(Loop(evidence, data, settings), held_out, network)
 
 
-def _make_evidence(model: nn.Module, num_data: int, settings: Settings) -> Evidence:
+def make_evidence(model: nn.Module, num_data: int, settings: Settings) -> Evidence:
+    """The evidence that a run begins with.
+
+    Args:
+        model: Of the run.
+        num_data: N.
+        settings: Of the run, with a number for each that follows from the number of data.
+
+    Returns:
+        That of the estimator; a placeholder where there is none, or none yet.
+
+    Raises:
+        ConfigurationError: If a name or a value does not exist or does not fit.
+    """
     name = settings.estimator
     if name is None or settings.baseline is not None:
         # Some estimator that exists for any data; a baseline never evaluates it.
@@ -341,8 +356,19 @@ def _names(patterns: Sequence[str], name: str) -> bool:
     return any(matches(pattern, name) for pattern in patterns)
 
 
-def _place(model: nn.Module, device: str | torch.device | None) -> torch.device:
-    """Move the model, where a device is named; else find it."""
+def place_model(model: nn.Module, device: str | torch.device | None) -> torch.device:
+    """Move a model, where a device is named; else find it.
+
+    Args:
+        model: Of the run.
+        device: None leaves the model where it is.
+
+    Returns:
+        Where it is now.
+
+    Raises:
+        ConfigurationError: If the device cannot be used, or the model has no parameters.
+    """
     first = next(model.parameters(), None)
     if first is None:
         raise ConfigurationError("The model has no parameters: there is nothing to train.")

@@ -22,6 +22,7 @@ from evigrad.modes import seeded
 from evigrad.preparation import PROBE_SIZE
 from evigrad.training import measuring
 from evigrad.training.augerino import Augerino
+from evigrad.training.checkpoint import load_network
 from evigrad.training.choice import Choice
 from evigrad.training.data import RunData
 from evigrad.training.optimizers import make_hyper_optimizer, make_weight_optimizer
@@ -277,11 +278,7 @@ class Loop:
         """
         model = self.evidence.model
         try:
-            model.load_state_dict(state["model"])
-            buffers = dict(model.named_buffers())
-            with torch.no_grad():
-                for name, value in state["buffers"].items():
-                    buffers[name].copy_(value)
+            load_network(model, state)
             if state.get("choice") is not None:
                 self._take(Choice.from_record(state["choice"]))
             self.evidence.load_state_dict(state["evidence"])

@@ -85,14 +85,17 @@ class FitResult:
 class Run:
     """A checked run that has not started yet; ``prepare`` makes one, ``train`` runs it once."""
 
-    def __init__(self, loop: Loop, test: RunData | None) -> None:
+    def __init__(
+        self, loop: Loop, test: RunData | None, network: Mapping[str, Any] | None = None
+    ) -> None:
         """Take up what was prepared.
 
         Args:
             loop: Model, training data, settings and optimisers.
             test: Test data on the model's device.
+            network: What the model is made of, for ``evigrad.load``.
         """
-        self.loop, self.test = loop, test
+        self.loop, self.test, self.network = loop, test, network
         self._probe, _ = loop.data.first(PROBED)
         self.settings = loop.settings
         self.history: list[Row] = []
@@ -354,6 +357,7 @@ class Run:
             "num_data": evidence.num_data,
             "num_weights": sum(w.numel() for w in evidence.weights().values()),
             "learned": self.loop.learned,
+            "network": self.network,
             **machine(self.loop.device),
             "device": str(self.loop.device),
         }

@@ -1,0 +1,142 @@
+"""Take up a run from its folder: the trained network, its evidence and its settings."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from evigrad.errors import ConfigurationError
+from evigrad.evidence import Evidence
+from evigrad.likelihoods import LIKELIHOODS, Likelihood
+from evigrad.models import make_network
+from evigrad.priors import STRUCTURES, GaussianPrior
+from evigrad.training.checkpoint import (
+    check_format,
+    check_network,
+    load_network,
+    unpacked_history,
+)
+from evigrad.training.choice import Choice
+from evigrad.training.fit import make_evidence, place_model
+from evigrad.training.measuring import evidence_of
+from evigrad.training.metrics import Row
+from evigrad.training.run_directory import RunDirectory
+from evigrad.training.settings import OPTIMIZERS, Settings
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run as its last checkpoint has it.
+
+    Attributes:
+        model: With the weights and hyperparameters of the checkpoint, in evaluation mode.
+        evidence: Of the model, with prior, noise and generator of the checkpoint. After a baseline
+            the estimator is a placeholder.
+        settings: Those of ``fit`` by name, as ``config.json`` has them.
+        history: One row for each epoch up to the checkpoint.
+        epoch: The last epoch of these; ``settings["epochs"]`` for a finished run.
+    """
+
+    model: nn.Module = field(repr=False)
+    evidence: Evidence
+    settings: Mapping[str, Any] = field(repr=False)
+    history: list[Row] = field(repr=False)
+    epoch: int
+
+
+def load(
+    run: str | Path,
+    model: nn.Module | None = None,
+    *,
+    likelihood: Likelihood | None = None,
+    prior: GaussianPrior | None = None,
+    device: str | torch.device | None = None,
+) -> LoadedRun:
+    """The network, evidence and settings of a run, finished or interrupted, without its data.
+
+    The network of a run of the command line is built anew. That of a run of ``fit`` is known to
+    the user alone: its weights are filled into ``model``. Nothing of the folder is run as code.
+
+    Args:
+        run: Its folder.
+        model: A network of the run's architecture, whatever its weights; they are replaced.
+            Default: the one that the command line trained.
+        likelihood: That of the run, where ``fit`` was given an object. Its state is replaced.
+        prior: The same for the prior.
+        device: Where to put the network, as cpu or cuda. Default: where the model is.
+
+    Returns:
+        The run at its last checkpoint.
+
+    Raises:
+        ConfigurationError: If the folder holds no run with a checkpoint, a part of the run is to be
+            given, or one does not fit; the weights of ``model`` are as they were then.
+    """
+    path = Path(run)
+    if not path.is_dir():
+        raise ConfigurationError(f"There is no folder {path}; name the folder of a run.")
+    state = RunDirectory(path, resume=True).read_checkpoint()
+    if state is None:
+        raise ConfigurationError(f"{path} has no checkpoint: no run was begun there.")
+    check_format(state, path)
+    try:
+        configuration = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        num_data, network = int(configuration["num_data"]), configuration["network"]
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise ConfigurationError(
+            f"{path / 'config.json'} cannot be read, or not by this version: {error}."
+        ) from error
+    if model is None and network is None:
+        raise ConfigurationError(
+            f"The run in {path} was started from Python, which alone knows its network: give one of"
+            " the same architecture, evigrad.load(run, model=...)."
+        )
+    made = make_network(network) if model is None else model
+    place_model(made, device)
+    settings = _settings(state["settings"], likelihood, prior, path)
+    evidence = make_evidence(made, num_data, settings)
+    check_network(state, evidence, path)
+    if state["choice"] is not None:
+        choice = Choice.from_record(state["choice"])
+        evidence = evidence_of(evidence, settings, choice.name, choice.share, choice.root)
+    evidence.load_state_dict(state["evidence"])
+    load_network(made, state)
+    history = unpacked_history(state["history"])
+    return LoadedRun(made.eval(), evidence, state["settings"], history, state["epoch"])
+
+
+def _settings(
+    record: Mapping[str, Any],
+    likelihood: Likelihood | None,
+    prior: GaussianPrior | None,
+    where: Path,
+) -> Settings:
+    """Settings from their record, with objects in place of what only describes them."""
+    names = [each.name for each in fields(Settings)]
+    if missing := [name for name in names if name not in record]:
+        raise ConfigurationError(
+            f"The run in {where} was written by another version of evigrad: its settings lack"
+            f" {', '.join(missing)}."
+        )
+    given: dict[str, Any] = {name: record[name] for name in names}
+    for name, own, known in (
+        ("likelihood", likelihood, LIKELIHOODS),
+        ("prior", prior, STRUCTURES),
+    ):
+        if own is not None:
+            given[name] = own
+        elif given[name] not in known:
+            words = " ".join(str(given[name]).split())
+            raise ConfigurationError(
+                f"The run in {where} had a {name} of its own, {words}: give one of the same kind,"
+                f" evigrad.load(run, {name}=...)."
+            )
+    if prior is not None:
+        given["precision"] = None
+    if given["optimizer"] not in OPTIMIZERS:
+        given["optimizer"] = OPTIMIZERS[0]  # which is not used
+    return Settings(**given)

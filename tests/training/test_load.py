@@ -1,0 +1,106 @@
+"""Runs that are taken up from their folders, without their data."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training.small_runs import CASES, net, train
+
+from evigrad import load
+from evigrad.cli import main
+from evigrad.errors import ConfigurationError
+from evigrad.likelihoods import Categorical
+from evigrad.priors import GaussianPrior
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@pytest.mark.filterwarnings("ignore:The model has normalisation")
+@pytest.mark.parametrize("case", ["map", "ntk", "anchored", "learned model", "batch normalisation"])
+def test_a_run_of_fit_is_filled_into_a_network(case, blobs, tmp_path):
+    result = train(case, blobs, tmp_path / "run")
+    other = CASES[case][0](5)
+    found = load(tmp_path / "run", model=other)
+    assert found.model is other and not other.training
+    assert same(other.state_dict(), result.model.state_dict())
+    assert same(found.evidence.state_dict(), result.evidence.state_dict())
+    assert found.history == result.history
+    assert (found.epoch, found.settings["epochs"], found.settings["batch_size"]) == (5, 5, 20)
+    assert list(found.evidence.hyperparameters()) == list(result.evidence.hyperparameters())
+    assert len(repr(found)) < 200
+    if case == "anchored":  # what is drawn next is the same
+        drawn = [
+            next(iter(each.blocks(blobs[0]))).indices for each in (found.evidence, result.evidence)
+        ]
+        assert torch.equal(*drawn)
+
+
+def test_an_interrupted_run_is_loaded_at_its_checkpoint(blobs, tmp_path):
+    def stop(row):
+        if row["epoch"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train("ntk", blobs, tmp_path / "run", callbacks=[stop])
+    found = load(tmp_path / "run", net(5))
+    assert found.epoch == len(found.history) == 2
+
+
+def test_a_run_of_the_command_line_is_loaded_without_its_data(tmp_path, capsys, monkeypatch):
+    options = "--model mlp --subset 40 --test-subset 20 --epochs 2 --burn-in 1 --every 1 --steps 1"
+    image = "--invariance rotation=0.4,scale_x --flip --samples 2 --estimator kfac-20-1"
+    run = ["train", *options.split(), *image.split(), "--run-dir", str(tmp_path / "run")]
+    assert main([*run, "--no-progress", "--no-figures", "--compare-map", "--device", "cpu"]) == 0
+    monkeypatch.setattr("evigrad.data.load", None)
+    found = load(tmp_path / "run")
+    state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    assert same(dict(found.model.state_dict()), dict(state["model"]))
+    x = torch.randn(2, 1, 8, 8)
+    assert found.model(x).shape == (2, 10)
+    assert "model.invariance.rotation" in found.evidence.hyperparameters()
+    learned = json.loads((tmp_path / "run" / "results.json").read_text())["kfac-20-1"]
+    precision = found.evidence.prior.precisions()["model.output.weight"]
+    named = learned["hyperparameters"]["precision/model.output.weight"]
+    assert precision.detach().mean().item() == pytest.approx(named)
+    assert load(tmp_path / "run" / "map").settings["estimator"] is None
+
+
+def test_objects_of_a_run_are_asked_for(blobs, tmp_path):
+    prior = GaussianPrior({"first": ["0"], "last": ["3"]})
+    run = train("ntk", blobs, tmp_path / "run", likelihood=Categorical(), prior=prior)
+    folder = tmp_path / "run"
+    with pytest.raises(ConfigurationError, match="likelihood of its own"):
+        load(folder, net(5))
+    with pytest.raises(ConfigurationError, match=r"prior of its own.*prior=\.\.\."):
+        load(folder, net(5), likelihood=Categorical())
+    own = GaussianPrior({"first": ["0"], "last": ["3"]})
+    found = load(folder, net(5), likelihood=Categorical(), prior=own)
+    assert same(dict(own.state_dict()), dict(prior.state_dict()))
+    assert same(found.evidence.state_dict(), run.evidence.state_dict())
+
+
+def test_what_does_not_fit_is_refused_and_nothing_changes(blobs, tmp_path):
+    train("ntk", blobs, tmp_path / "run")
+    other = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Dropout(0.0), nn.Linear(9, 3))
+    before = other[0].weight.clone()
+    with pytest.raises(ConfigurationError, match=r"0\.weight is float32 \(9, 4\), not"):
+        load(tmp_path / "run", other)
+    assert torch.equal(other[0].weight, before)
+    with pytest.raises(ConfigurationError, match="same architecture"):
+        load(tmp_path / "run")
+    with pytest.raises(ConfigurationError, match="no folder"):
+        load(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    (tmp_path / "run" / "checkpoint.pt").unlink()
+    with pytest.raises(ConfigurationError, match="no checkpoint"):
+        load(tmp_path / "run", net())
