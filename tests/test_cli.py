@@ -1,5 +1,7 @@
+import errno
 import inspect
 import json
+import os
 import re
 import sys
 import warnings
@@ -15,10 +17,11 @@ pytest.importorskip("sklearn")
 import yaml
 
 from evigrad.cli import main
-from evigrad.cli.parser import argument_descriptions, with_hyphens
+from evigrad.cli.commands import COMMANDS
+from evigrad.cli.parser import argument_descriptions, check_null, with_hyphens
 from evigrad.cli.setup import SETUP_TYPES, set_up
 from evigrad.cli.train import FIT_TYPES
-from evigrad.errors import EvigradWarning
+from evigrad.errors import ConfigurationError, EvigradWarning, nearest
 from evigrad.training import fit, read_metrics
 
 QUICK = (
@@ -244,7 +247,10 @@ def test_the_version(capsys):
         ("train --model mininet", "at least 28x28"),
         ("train --device gpu", "'gpu' cannot be used here"),
         ("train --threads 0", "threads must be at least 1"),
-        ("train --seed -1", "seed must be 0 or more"),
+        ("train --threads 1000000", "threads must be at most 1024, not 1000000"),
+        ("bounds --threads 1000000", "threads must be at most 1024, not 1000000"),
+        ("train --seed -1", "seed must be at least 0, not -1"),
+        (f"train --seed {2**64}", "seed must be at most"),
         ("doctor --estimator map", "name one"),
         ("doctor --batch-size 0", "batch_size must be at least 1"),
     ],
@@ -267,6 +273,68 @@ def test_mistakes_in_a_file(capsys, tmp_path):
     )
     file.write_text("a: b: c\n")
     assert "config" in error_of(capsys, "train", "--config", file)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_null_is_no_value_of_an_option_with_a_default(command):
+    parser = COMMANDS[command].make_parser()
+    nameless = {"help", "config", "print_config"}
+    defaults = {n: v for n, v in parser.get_defaults().items() if n not in nameless}
+    options = parser.get_defaults()
+    check_null(parser, options)
+    for name, default in defaults.items():
+        options[name] = None
+        if default is None:
+            check_null(parser, options)
+        else:
+            with pytest.raises(ConfigurationError, match=f"^{name} is null"):
+                check_null(parser, options)
+        options[name] = default
+
+
+def test_files_of_nulls_and_of_other_encodings(capsys, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("epochs: null\nhyper_every: null\n")
+    words = error_of(capsys, "train", "--config", file)
+    assert "epochs is null, which is no value of it: leave it away for its default, 100." in words
+    file.write_bytes("epochs: 4 # caf\xe9\n".encode("latin-1"))
+    assert "is no text in UTF-8" in error_of(capsys, "train", "--config", file)
+    assert "cannot be read" in error_of(capsys, "reproduce", file)
+
+
+# Names that are nothing's misspelling, and such that are.
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        *[(name, None) for name in ("dry-run", "learning-rate", "dropout", "hyper-x")],
+        *[("epohcs", "epochs"), ("num-epochs", "epochs"), ("batchsize", "batch-size")],
+        *[("hyper-stesp", "hyper-steps"), ("run-dri", "run-dir"), ("presicion", "precision")],
+    ],
+)
+def test_hints_are_for_slips_alone(capsys, typed, meant):
+    words = error_of(capsys, "train", f"--{typed}")
+    assert (f"Did you mean '--{meant}'" in words) if meant else ("Did you mean" not in words)
+
+
+def test_a_table_is_not_taken_for_another_one_in_its_folder():
+    tables = ["uci/wine", "uci/kin8nm", "digits"]
+    assert nearest("uci/wnie", tables) == " Did you mean 'uci/wine'?"
+    assert nearest("uci/name", tables) == nearest("uci/NAME", tables) == ""
+
+
+@pytest.mark.parametrize("write", ["checkpoint.pt", "metrics.csv", "results.json", "figures"])
+def test_a_full_disk_is_one_line(capsys, monkeypatch, tmp_path, write):
+    def full(self, *arguments, **keywords):
+        if write in str(self):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+        return plain(self, *arguments, **keywords)
+
+    changed = "mkdir" if write == "figures" else "open"
+    plain = getattr(Path, changed)
+    monkeypatch.setattr(Path, changed, full)
+    run("train", *QUICK, "--run-dir", tmp_path / "run", code=0 if write == "figures" else 2)
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith(("err", "warn"))]
+    assert write in line and "No space left on device" in line
 
 
 def test_options_may_be_typed_with_either_dash():

@@ -1,8 +1,10 @@
 """``evigrad train --resume``: from the command line, and after a real ``kill -9``."""
 
+import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -133,6 +135,24 @@ def test_what_cannot_be_resumed(capsys, tmp_path):
     assert "was started from Python" in error_of(tmp_path)
     (tmp_path / "config.yaml").write_text("epoch: 7\n")
     assert "unknown key 'epoch'. Did you mean 'epochs'?" in error_of(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(capsys, monkeypatch, tmp_path, whole):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    (folder / "results.json").unlink()
+
+    def read_only(self: Path, mode: str = "r", *rest: Any, **keywords: Any) -> Any:
+        if folder in self.parents and not set(mode) <= set("rbt"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+        return plain(self, mode, *rest, **keywords)
+
+    plain = Path.open
+    monkeypatch.setattr(Path, "open", read_only)
+    capsys.readouterr()
+    resume(folder, code=2)
+    errors = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    assert len(errors) == 1 and "cannot be written: Read-only file system" in errors[0]
 
 
 def test_the_configuration_has_the_threads_and_not_the_folder_to_resume(whole):

@@ -93,6 +93,8 @@ def test_modifiers_come_in_any_order_and_leave_in_one(order):
         ("ntk", ["SUBSET and OUTPUTS are missing", "'ntk-100-1'"]),
         ("ntk-400", ["OUTPUTS is missing", "'ntk-400-1'", "'ntk-400-C'"]),
         ("ntk-400-iid", ["OUTPUTS is missing", "Did you mean 'ntk-400-1-iid'?"]),
+        ("ntk-400-anchored", ["OUTPUTS is missing", "Did you mean 'ntk-400-rows-anchored'?"]),
+        ("diag-N-hessian", ["OUTPUTS is missing", "Did you mean 'diag-N-C-hessian'?"]),
         ("ntk-0-1", ["SUBSET must be at least 1, not 0"]),
         ("ntk-5-0", ["OUTPUTS must be at least 1, not 0"]),
         ("ntk--5-1", ["SUBSET must be a positive integer or 'N', not ''", "'ntk-5-1'?"]),

@@ -1,7 +1,14 @@
 """The exceptions and the warning of evigrad, and the wording of a near miss."""
 
 from collections.abc import Iterable
-from difflib import get_close_matches
+from difflib import SequenceMatcher
+from os.path import commonprefix
+
+# Names less alike than this are other names, and a hint to one of them misleads. A slip in one of
+# few letters weighs more.
+_ALIKE, _ALIKE_IF_SHORT, _SHORT = 0.7, 0.65, 4
+# A shorter part is in many names.
+_LEAST_PART = 3
 
 
 class EvigradError(Exception):
@@ -38,5 +45,19 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     Returns:
         ``" Did you mean 'x'?"``, or an empty string where nothing is close.
     """
-    close = get_close_matches(name, list(candidates), n=1, cutoff=0.5)
-    return f" Did you mean '{close[0]}'?" if close else ""
+    best = max(candidates, key=lambda each: _likeness(name, each), default="")
+    return f" Did you mean '{best}'?" if _likeness(name, best) else ""
+
+
+def _likeness(name: str, other: str) -> float:
+    """How alike two names are, from 0 to 1; 0 where a slip does not lead from one to the other."""
+    # What is in front in both, as the hyphens of options or a folder, says nothing.
+    shared = max(commonprefix([name, other]).rfind(mark) for mark in "-/") + 1
+    one, two = name[shared:].lower(), other[shared:].lower()
+    short, long = sorted((one, two), key=len)
+    if sorted(one) == sorted(two):
+        return 1.0
+    ratio = SequenceMatcher(None, one, two).ratio()
+    is_part = len(short) >= _LEAST_PART and short in long
+    least = _ALIKE_IF_SHORT if len(long) <= _SHORT else _ALIKE
+    return ratio if is_part or (ratio >= least and one[:1] == two[:1]) else 0.0

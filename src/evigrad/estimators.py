@@ -270,7 +270,7 @@ def _repair(name: str) -> str:
             known = [*MODIFIERS, "rows"]
             word = next(iter(get_close_matches(word.lower(), known, n=1, cutoff=0.5)), word)
         if len(repaired) == 2 and word in MODIFIERS:
-            repaired.append("1")
+            repaired.append({"anchored": "rows", "hessian": "C"}.get(word, "1"))
         if word not in repaired or word not in MODIFIERS:
             repaired.append(word)
     return "-".join(repaired)

@@ -1,4 +1,7 @@
+import errno
+import io
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,13 +56,63 @@ def test_a_checkpoint_that_fails_leaves_the_one_before(tmp_path, monkeypatch):
 
     def fail(state, file):
         file.write(b"half a file")
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ConfigurationError, match=r"checkpoint.pt cannot be written: No space left"):
         directory.write_checkpoint({"epoch": 2})
     monkeypatch.undo()
     assert torch.load(directory.checkpoint)["epoch"] == 1
+
+
+def test_no_bit_of_a_checkpoint_flips_unseen(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    state = {"epoch": 1, "history": [1.5, None, "x"], "weights": {"w": torch.arange(5.0)}}
+    directory.write_checkpoint(state)
+    content = directory.checkpoint.read_bytes()
+    refused = 0
+    for place in range(len(content)):  # another bit of each byte: data, headers, padding, digest
+        broken = bytearray(content)
+        broken[place] ^= 1 << place % 8
+        directory.checkpoint.write_bytes(broken)
+        try:
+            found = directory.read_checkpoint()
+        except ConfigurationError as error:
+            refused += "cannot be read" in str(error)
+        else:  # what says that there is a digest
+            assert found is not None and torch.equal(
+                found.pop("weights")["w"], state["weights"]["w"]
+            )
+            assert found == {"epoch": 1, "history": [1.5, None, "x"]}
+    assert refused >= len(content) - 20
+
+
+def test_a_checkpoint_without_a_digest_is_read(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    torch.save({"epoch": 1}, directory.checkpoint)
+    assert directory.read_checkpoint() == {"epoch": 1}
+    directory.checkpoint.write_bytes(b"no archive")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        directory.read_checkpoint()
+
+
+@pytest.mark.parametrize("after", [0, 700, 2000])
+def test_a_disk_that_fills_leaves_the_checkpoint_before(tmp_path, monkeypatch, after):
+    directory = RunDirectory(tmp_path / "run")
+    directory.write_checkpoint({"epoch": 1})
+
+    class Filling(io.FileIO):
+        def write(self, data):
+            if self.tell() + len(data) > after:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda self, mode="r": Filling(self, mode))
+        with pytest.raises(ConfigurationError, match=r"checkpoint.pt cannot be written: No space"):
+            directory.write_checkpoint({"epoch": 2, "weights": torch.ones(500)})
+    assert directory.read_checkpoint() == {"epoch": 1}
+    assert [path.name for path in directory.path.iterdir()] == ["checkpoint.pt"]
 
 
 def test_what_a_crash_leaves_is_no_run_and_in_nobodys_way(tmp_path):
@@ -90,7 +143,7 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ConfigurationError, match="disk full"):
         directory.write_json("results.json", {"a": 2})
     monkeypatch.undo()
     assert json.loads((directory.path / "results.json").read_text()) == {"a": 1}

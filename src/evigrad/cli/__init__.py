@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except EvigradError as error:
             show("error", str(error))
             return 2
+        except OSError as error:  # as a full disk, of a file that is no run's
+            show("error", f"{error.filename or 'A file'}: {error.strerror or error}.")
+            return 2
         except KeyboardInterrupt as error:
             show("error", f"Interrupted. {error}")
             return getattr(error, "exit_code", _INTERRUPTED)

@@ -6,7 +6,7 @@ from types import ModuleType
 
 from evigrad.allocator import kept_memory
 from evigrad.cli import bounds, doctor, pareto, report, reproduce, train
-from evigrad.cli.parser import CommandLineError, Parser, explain, with_hyphens
+from evigrad.cli.parser import CommandLineError, Parser, check_null, explain, with_hyphens
 from evigrad.cli.resume import resumed_configuration
 from evigrad.errors import ConfigurationError, nearest
 
@@ -72,9 +72,14 @@ def run(arguments: Sequence[str]) -> int:
         if file := resumed_configuration(options.get("resume")):
             # Again, as if the run's own options had been given first.
             options = parser.parse_args(["--config", str(file), *arguments[1:]])
+        check_null(parser, options)
     except CommandLineError as error:
         mistake = explain(str(error), parser, f"{_PROGRAM} {name}")
         raise mistake from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"The configuration is no text in UTF-8 ({error}). Save the file as UTF-8."
+        ) from error
     except SystemExit as finished:  # --help and --print-config
         return int(finished.code or 0)
     with kept_memory():

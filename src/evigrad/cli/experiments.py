@@ -10,7 +10,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from evigrad.cli.messages import results_console, show
-from evigrad.cli.setup import INVARIANCE, NETWORK, device_name, set_up
+from evigrad.cli.setup import (
+    INVARIANCE,
+    MOST_THREADS,
+    NETWORK,
+    check_range,
+    device_name,
+    set_up,
+)
 from evigrad.cli.train import FIT_TYPES
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.experiments import Experiment, Job, Place, Store, missing, present, run
@@ -57,8 +64,8 @@ def place_of(
         ConfigurationError: If a number makes no sense.
     """
     for name, value in (("jobs", jobs), ("threads", threads)):
-        if value is not None and value < 1:
-            raise ConfigurationError(f"{name} must be at least 1, not {value}.")
+        if value is not None:
+            check_range(name, value, 1, MOST_THREADS)
     cores = torch.get_num_threads()
     on_cpu = device_name(device) == "cpu"
     together = jobs or (1 if not on_cpu else max(1, min(cores // (threads or 1), _MOST_JOBS)))

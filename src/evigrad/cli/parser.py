@@ -6,7 +6,7 @@ from argparse import Action, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from jsonargparse import ActionYesNo, ArgumentParser
+from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 
 from evigrad.errors import ConfigurationError, nearest
 
@@ -119,6 +119,24 @@ class Options:
             else:
                 metavar = _metavar(name, kind)
                 group.add_argument(flag, type=kind, metavar=metavar, default=default, help=text)
+
+
+def check_null(parser: ArgumentParser, options: Namespace) -> None:
+    """Refuse the null of a file as the value of an option that has another default.
+
+    Args:
+        parser: Of the options.
+        options: As read.
+
+    Raises:
+        ConfigurationError: If there is one; the text names it.
+    """
+    for name, default in parser.get_defaults().items():
+        if options[name] is None and default is not None:
+            raise ConfigurationError(
+                f"{name} is null, which is no value of it: leave it away for its default,"
+                f" {default}."
+            )
 
 
 def argument_descriptions(function: Callable[..., Any]) -> dict[str, str]:

@@ -33,6 +33,9 @@ SETUP_TYPES: dict[str, Any] = {
     "device": str,
     "threads": int | None,
 }
+# More than a machine has; of some ten thousand the OpenMP library ends the process.
+MOST_THREADS = 1024
+_LARGEST_SEED = 2**63 - 1
 # The options in their groups.
 NETWORK = ("data", "data_dir", "target", "subset", "test_subset", "model", "depth", "width")
 INVARIANCE = ("invariance", "initial_range", "learn_invariance", "flip", "samples", "average")
@@ -155,11 +158,9 @@ def set_up(
         ConfigurationError: If there is no such data set, network or device.
     """
     if threads is not None:
-        if threads < 1:
-            raise ConfigurationError(f"threads must be at least 1, not {threads}.")
+        check_range("threads", threads, 1, MOST_THREADS)
         torch.set_num_threads(threads)
-    if seed < 0:
-        raise ConfigurationError(f"seed must be 0 or more, not {seed}.")
+    check_range("seed", seed, 0, _LARGEST_SEED)
     transforms = read_invariance(
         invariance, initial_range, learn_invariance, flip, samples, average
     )
@@ -185,6 +186,23 @@ def default_model(input_shape: Sequence[int]) -> str:
         return "mlp"
     by_size = {(8, 8): "digitsnet", (28, 28): "mininet"}
     return by_size.get((input_shape[-2], input_shape[-1]), "cnn")
+
+
+def check_range(name: str, value: int, least: int, most: int) -> None:
+    """Refuse a number that makes no sense.
+
+    Args:
+        name: Of the option.
+        value: The number.
+        least: The smallest one that does.
+        most: The largest one.
+
+    Raises:
+        ConfigurationError: If it lies outside.
+    """
+    if not least <= value <= most:
+        end = f"at least {least}" if value < least else f"at most {most}"
+        raise ConfigurationError(f"{name} must be {end}, not {value}.")
 
 
 def sizes_of(model: str, depth: int | None, width: int | None) -> dict[str, int]:

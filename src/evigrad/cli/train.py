@@ -280,7 +280,7 @@ def _draw(results: dict[str, FitResult], directory: RunDirectory) -> None:
     learned = [key for key, result in results.items() if result.estimator is not None]
     try:
         files = plots.save_all(histories, directory.figures, learned[-1] if learned else None)
-    except EvigradError as error:  # the numbers are worth more than their pictures
+    except (EvigradError, OSError) as error:  # the numbers are worth more than their pictures
         show("warning", f"There are no figures: {error}")
         return
     show("note", "Figures: " + ", ".join(map(str, files)))

@@ -146,7 +146,7 @@ def _content(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The keys of a file, over those of the one beside it that it extends."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}.") from error
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path} holds no experiment.")

@@ -13,7 +13,7 @@ from evigrad.experiments.definition import PAPER, Experiment, paper_experiments,
 from evigrad.experiments.kinds.comparison import STANDS_FOR
 from evigrad.experiments.present import SUMMARY, has_results, jobs_of, present, shown_in
 from evigrad.experiments.store import Store
-from evigrad.training.files import replacing
+from evigrad.training.files import replacing, writing
 
 PRESETS = (PAPER, "small", "tiny")
 BEGIN, END = "<!-- experiments -->", "<!-- end experiments -->"
@@ -60,12 +60,10 @@ def write_page(page: Path, store: Store, presets: tuple[str, ...] = (PAPER, "sma
         _, found_end, after = rest.partition(END)
         if not (found_begin and found_end):
             before, after = before.rstrip("\n") + "\n\n", "\n"
-    try:
+    with writing(page):
         page.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(page) as file:
-            file.write(f"{before}{BEGIN}\n{text}{END}{after or ''}".encode())
-    except OSError as error:
-        raise ConfigurationError(f"{page} cannot be written: {error.strerror}.") from error
+    with replacing(page) as file:
+        file.write(f"{before}{BEGIN}\n{text}{END}{after or ''}".encode())
     return shown
 
 

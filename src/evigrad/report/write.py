@@ -28,7 +28,7 @@ from evigrad.report.tables import (
     metrics_table,
     settings_table,
 )
-from evigrad.training.files import replacing
+from evigrad.training.files import replacing, writing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -100,17 +100,12 @@ def write_report(
         images=images,
     )
     figures = folder / FIGURES
-    try:
+    with writing(folder / REPORT):
         figures.mkdir(exist_ok=True)
         for name, (light, _) in images.items():
             (figures / f"{name}.png").write_bytes(light)
         with replacing(folder / REPORT) as file:
             file.write(page.encode("utf-8"))
-    except OSError as error:
-        raise ConfigurationError(
-            f"The report cannot be written into {folder} ({error.strerror}); copy the run to a"
-            " folder of yours."
-        ) from error
     return folder / REPORT
 
 

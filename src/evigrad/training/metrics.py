@@ -13,7 +13,7 @@ from evigrad.errors import InputError
 from evigrad.likelihoods import Likelihood
 from evigrad.modes import evaluation_mode
 from evigrad.sources import as_source
-from evigrad.training.files import replacing
+from evigrad.training.files import replacing, writing
 
 # A value that was not computed in an epoch is None, and an empty cell in the file.
 Row = dict[str, int | float | None]
@@ -70,12 +70,13 @@ class MetricsFile:
             columns: Names of the values.
             rows: Those of the epochs before.
         """
-        self._columns = list(columns)
+        self._path, self._columns = path, list(columns)
         content = self._lines([dict(zip(columns, columns, strict=True)), *map(_cells, rows)])
         if not path.exists() or path.read_bytes() != content:
             with replacing(path) as new:
                 new.write(content)
-        self._file = path.open("ab")
+        with writing(path):
+            self._file = path.open("ab")
 
     def write(self, row: Mapping[str, int | float | None]) -> None:
         """Append a row.
@@ -83,12 +84,14 @@ class MetricsFile:
         Args:
             row: A value, or None, for every column.
         """
-        self._file.write(self._lines([_cells(row)]))
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(self._lines([_cells(row)]))
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with writing(self._path):  # what a full disk did not take before is tried again
+            self._file.close()
 
     def _lines(self, rows: Sequence[Mapping[str, str]]) -> bytes:
         text = io.StringIO(newline="")

@@ -1,7 +1,6 @@
 """The folder of a run: configuration, metrics, checkpoint, figures."""
 
 import json
-import pickle
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from evigrad.errors import ConfigurationError, EvigradWarning
-from evigrad.training.files import PARTIAL, replacing, sole_writer
+from evigrad.training.files import PARTIAL, is_intact, replacing, seal, sole_writer
 from evigrad.training.metrics import MetricsFile, Row
 
 # Part of the time that checkpoints may take where nobody said how often they are wanted.
@@ -132,7 +131,12 @@ class RunDirectory:
             state: Tensors, numbers, strings, and lists, tuples and dictionaries of them.
         """
         with replacing(self.checkpoint) as file:
-            torch.save(dict(state), file)
+            try:
+                torch.save(dict(state), file)
+            except RuntimeError as error:  # of the unfinished archive, behind the system's own
+                cause = error.__context__
+                raise (cause if isinstance(cause, OSError) else error) from None
+            seal(file)
 
     def read_checkpoint(self) -> dict[str, Any] | None:
         """The state of the last checkpoint, its tensors in the host's memory.
@@ -146,12 +150,13 @@ class RunDirectory:
         if not self.checkpoint.exists():
             return None
         try:
+            intact = is_intact(self.checkpoint)
             # Not code: a checkpoint of somebody else's can do no harm.
-            state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-        except (OSError, EOFError, RuntimeError, ValueError, LookupError) as error:
+            state = torch.load(self.checkpoint, "cpu", weights_only=True) if intact else None
+        except Exception as error:  # an older one without a digest may be damaged in any way
             raise self._unreadable(error) from error
-        except pickle.UnpicklingError as error:
-            raise self._unreadable(error) from error
+        if not intact:
+            raise self._unreadable("it is damaged, as its content does not fit its digest")
         if not isinstance(state, dict):
             raise self._unreadable("it holds no state of a run")
         return state
