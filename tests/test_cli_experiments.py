@@ -1,6 +1,7 @@
 """``evigrad reproduce``, ``pareto`` and ``bounds``."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -11,6 +12,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 from evigrad.cli import main
+from evigrad.cli.commands import COMMANDS
 from evigrad.cli.experiments import place_of
 from evigrad.experiments import paper_experiments
 
@@ -134,3 +136,17 @@ def test_bounds_along_a_range(capsys, tmp_path):
     assert "| rotation | ntk-N-1 |" in capsys.readouterr().out
     results = [json.loads(file.read_text()) for file in tmp_path.glob("curve/*/result.json")]
     assert [result["grid"] for result in results] == [[0.0, 3.14159]] * 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_example_of_a_help_can_be_typed(capsys, command, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE.yaml").write_text("epochs: 50\n")
+    run(command, "--help")
+    text = capsys.readouterr().out.replace("\\\n", " ")
+    examples = re.findall(rf"^  evigrad {command}(.*?)(?:   .*| > .*)?$", text, re.MULTILINE)
+    assert examples
+    for example in examples:
+        words = example.split()
+        if "--print-config" not in words:  # which ends the process
+            COMMANDS[command].make_parser().parse_args(words)

@@ -113,7 +113,7 @@ class Options:
             text = (words or {}).get(name, descriptions[name])
             text = re.sub(r"\s*\([Ii]n Python[^)]*\)", "", text)
             text = text.replace("``", "").replace("%", "%%")
-            if kind is bool:
+            if kind in (bool, bool | None):
                 action = ActionYesNo(no_prefix="no-")
                 group.add_argument(flag, action=action, nargs="?", default=default, help=text)
             else:
