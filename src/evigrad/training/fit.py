@@ -1,5 +1,6 @@
 """Train a network and learn its hyperparameters, in one call."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,11 @@ from torch import nn
 
 from evigrad.bracket import check_bracket
 from evigrad.checks import called, check_inputs, check_outputs, log_probabilities
-from evigrad.errors import ConfigurationError
+from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.evidence import Evidence
 from evigrad.groups import matches
 from evigrad.jacobians import model_run
-from evigrad.likelihoods import Likelihood, make_likelihood
+from evigrad.likelihoods import Gaussian, Likelihood, make_likelihood
 from evigrad.modes import evaluation_mode
 from evigrad.preparation import PROBE_SIZE
 from evigrad.priors import GaussianPrior
@@ -31,6 +32,9 @@ from evigrad.training.settings import OptimizerFactory, Settings
 
 # Data of a data set that are checked at once.
 _AT_ONCE = 1000
+# Data by which the scale of real targets is judged, and the factor from which on it is far off.
+_COMPARED = 100
+_FAR = 10.0
 
 
 def fit(
@@ -305,6 +309,8 @@ def prepare(
     evidence = make_evidence(model, len(data), settings)
     # Reading all items of a data set takes as long as an epoch: they are checked as they are read.
     _check_data(evidence, data, place, len(data) if data.is_held else PROBE_SIZE)
+    if isinstance(evidence.likelihood, Gaussian):
+        _warn_of_scale(evidence, evidence.likelihood, data)
     if held_out is not None:  # which is read next when training is over
         _check_data(evidence, held_out, place, len(held_out))
     if is_automatic(settings.estimator):
@@ -407,6 +413,32 @@ def _check_data(evidence: Evidence, data: RunData, device: torch.device, count: 
         x, y = data.fetch(indices)
         check_inputs(x, device)
         evidence.likelihood.validate(torch.Size((len(x), f.shape[1])), y)
+
+
+def _warn_of_scale(evidence: Evidence, likelihood: Gaussian, data: RunData) -> None:
+    """Warn of real targets far from the scale that networks, rates and priors are made for."""
+    positions = torch.linspace(0, len(data) - 1, min(len(data), _COMPARED)).long()
+    x, y = data.fetch(positions)
+    generator = torch.Generator().manual_seed(0)
+    with evaluation_mode(evidence.model, generator), model_run(evidence.model), torch.no_grad():
+        error = (y - called(evidence.model, x)).square().mean(0).sqrt()
+        noise = likelihood.log_noise.exp().expand_as(error)
+    spread = y.std(0, correction=0)
+    far = (error > _FAR * noise.clamp(min=1)) | ((spread > 0) & (_FAR * spread < noise))
+    if not bool(far.any()):
+        return
+    first = int(far.nonzero()[0])
+    warnings.warn(
+        f"The targets have a standard deviation of {float(spread[first]):.3g} and differ by"
+        f" {float(error[first]):.3g} (root mean square) from the outputs before training, and the"
+        f" noise begins at {float(noise[first]):.3g}: networks, learning rates and priors are made"
+        " for targets of about unit scale, and others are hardly fitted. Train on (x, scaling(y)),"
+        " with scaling = evigrad.data.Scaling.of(y) of the training targets; scaling.undo(outputs)"
+        " are predictions in their own units. (Of targets that are right as they are, say the"
+        " noise: likelihood=Gaussian(noise=...).)",
+        EvigradWarning,
+        stacklevel=4,  # the caller of fit
+    )
 
 
 def _check_learnable(evidence: Evidence) -> None:

@@ -1,0 +1,64 @@
+"""Real targets that are not of unit scale: a warning with the way out, and that it is one."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from training.small_runs import SMALL
+
+from evigrad.data import Scaling
+from evigrad.errors import EvigradWarning
+from evigrad.likelihoods import Gaussian
+from evigrad.training import fit
+
+
+def regression(scale: float, offset: float) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+    return x, scale * (x.sum(1, keepdim=True) / 3**0.5) + offset
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+# As of scikit-learn's diabetes, far from zero, and of a turbine's decay.
+@pytest.mark.parametrize(("scale", "offset"), [(77.0, 152.0), (1.0, 30.0), (0.015, 0.0)])
+@pytest.mark.parametrize("estimator", [None, "ntk-20-1"])
+def test_raw_targets_are_warned_of(scale, offset, estimator):
+    settings = SMALL | {"estimator": estimator}
+    data = regression(scale, offset)
+    for train in (data, list(zip(*data, strict=True))):
+        with pytest.warns(EvigradWarning, match=r"unit scale.*Scaling\.of\(y\)"):
+            fit(net(), train, likelihood="gaussian", **settings)
+
+
+def test_the_way_out():
+    x, y = regression(77.0, 152.0)
+    scaling = Scaling.of(y)
+    torch.testing.assert_close(scaling.undo(scaling(y)), y)
+    settings = SMALL | {"epochs": 60, "burn_in": 10, "every": 5}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = fit(net(), (x, scaling(y)), likelihood="gaussian", **settings)
+        fit(net(), (x, scaling(y)), likelihood=Gaussian(noise=0.01), **SMALL)
+    with torch.no_grad():
+        error = (scaling.undo(result.model(x)) - y).square().mean().sqrt()
+    assert error < 0.3 * y.std()
+
+
+def test_a_model_with_the_scale_of_its_targets_is_left_alone():
+    x, y = regression(77.0, 0.0)
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 77.0 * self.net(x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(Scaled(), (x, y), likelihood=Gaussian(noise=77.0), **SMALL)
