@@ -1,6 +1,7 @@
 """Real targets that are not of unit scale: a warning with the way out, and that it is one."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def test_the_way_out():
     x, y = regression(77.0, 152.0)
     scaling = Scaling.of(y)
     torch.testing.assert_close(scaling.undo(scaling(y)), y)
-    settings = SMALL | {"epochs": 60, "burn_in": 10, "every": 5}
+    settings: dict[str, Any] = SMALL | {"epochs": 60, "burn_in": 10, "every": 5}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = fit(net(), (x, scaling(y)), likelihood="gaussian", **settings)
