@@ -79,6 +79,9 @@ def test_rounding_gets_jitter_and_a_warning_that_says_how_much():
         value, grad = symmetric_grad(matrix, log_det_identity_plus)
     added = float(str(caught[0].message).split("rounding: ")[1].split()[0])
     assert 0 < added <= 10 * torch.finfo(torch.float32).eps * matrix.trace()
+    said = float(str(caught[0].message).split("up to about ")[1].split()[0])
+    exact = torch.linalg.slogdet(torch.eye(20) + rows.double().T @ rows.double())[1]
+    assert 1.0 < float(value) - float(exact) < said < 3 * float(value)
     expected = torch.linalg.slogdet(shifted + added * torch.eye(20))[1]
     torch.testing.assert_close(value.double(), expected, rtol=0.02, atol=0)
     assert grad.isfinite().all()

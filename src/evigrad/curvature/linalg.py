@@ -241,10 +241,14 @@ def factor_identity_plus(
     jitter, limit = rounding, JITTER_LIMIT_IN_ROUNDINGS * rounding * len(matrix)
     while 0 < jitter <= limit:
         if (factor := _factor(_shifted(precise, jitter))) is not None:
+            # Exact pivots are 1 or more, and less than these by rounding at its limit at most.
+            pivots = factor.diagonal().square()
+            excess = float((pivots / (pivots - jitter - limit).clamp(min=1.0)).log().sum())
             warnings.warn(
                 f"I + S was not positive definite by rounding: {jitter:.3g} was added to its"
                 f" diagonal, whose mean is {float(precise.diagonal().mean()):.3g}. The"
-                " log-determinant is a little too large; gram_dtype=torch.float64 avoids this.",
+                f" log-determinant may be too large by up to about {excess:.3g} nats;"
+                " gram_dtype=torch.float64, or weights in float64, avoids this.",
                 EvigradWarning,
                 stacklevel=2,
             )
