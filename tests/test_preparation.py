@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evigrad import Evidence
+from evigrad import Evidence, preparation
 from evigrad.errors import EvigradWarning
 from evigrad.jacobians.layers import RULES, Linear
 from evigrad.jacobians.rules import Match
 from evigrad.likelihoods import Categorical
+from evigrad.models.sequences import gru, transformer
 from evigrad.priors import GaussianPrior
 
 N = 24
@@ -121,3 +122,53 @@ def test_a_state_without_plans_is_taken_up_too() -> None:
     with pytest.warns(EvigradWarning, match="fast derivatives"):
         for _ in range(3):
             step(other, data)
+
+
+@pytest.mark.filterwarnings("ignore:The model has normalisation layers")
+@pytest.mark.parametrize("kind", ["gru", "transformer"])
+def test_lengths_share_what_was_checked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, F.linear, Linear())
+    torch.manual_seed(0)
+    model = {"gru": gru, "transformer": transformer}[kind]((40,), 3, width=4, vocabulary=9)
+
+    def evidence() -> Evidence:
+        return Evidence(model, Categorical(), GaussianPrior(), estimator="ntk-5-1", num_data=N)
+
+    one, made = evidence(), []
+    counted = vars(preparation)["plan"]
+    monkeypatch.setattr(preparation, "plan", lambda *args: made.append(1) or counted(*args))
+    y = torch.arange(5) % 3
+    monkeypatch.setattr(preparation, "_KEPT", 2)
+    batches = [torch.randint(9, (5, length)) for length in (3, 6, 2, 5)]
+    for x in batches:
+        one.estimate(x, y)
+    assert len(made) == 1
+    assert len(one.state_dict()["preparation"]["plans"]) == 2
+    # The same plan as one that is made for this length.
+    other = evidence()
+    other.estimate(batches[-1], y)
+    assert paths(one) == paths(other)
+    latest = [each._assembly.preparation.latest() for each in (one, other)]
+    assert latest[0] is not None and latest[1] is not None
+    assert latest[0].plan == latest[1].plan
+
+
+def test_a_length_with_other_operations_is_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, F.linear, Linear())
+
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x[:, :, None])
+            return h.mean(1) if x.shape[1] < 5 else h.amax(1)
+
+    model, made = Branch(), []
+    counted = vars(preparation)["plan"]
+    monkeypatch.setattr(preparation, "plan", lambda *args: made.append(1) or counted(*args))
+    one = Evidence(model, Categorical(), GaussianPrior(), estimator="ntk-5-1", num_data=N)
+    for length in (3, 4, 5, 6):
+        one.estimate(torch.randn(5, length), torch.arange(5) % 3)
+    assert len(made) == 2

@@ -30,6 +30,7 @@ from evigrad.groups import listed
 from evigrad.jacobians import (
     JacobianPlan,
     Linearization,
+    adapted,
     check_hooks,
     demote,
     matrix_uses,
@@ -41,6 +42,8 @@ from evigrad.modes import evaluation_mode
 from evigrad.partitions import Partition
 from evigrad.priors import GaussianPrior
 
+# Input shapes whose plans are kept, the latest; others are adapted from these at little cost.
+_KEPT = 16
 # Planning tells the batch from other dimensions by two batch sizes, two and three.
 PROBE_SIZE = 3
 
@@ -170,6 +173,7 @@ class Preparation:
         shapes = [tuple(shape) for shape in (x.shape[1:], *drawn)]
         key = f"{shapes} {x.dtype} {x.device}"
         if key in self._prepared:
+            self._prepared[key] = self._prepared.pop(key)  # the latest is the last
             return self._prepared[key]
         probe, model = x[:PROBE_SIZE].detach(), self.model
         if self.draws:
@@ -182,11 +186,19 @@ class Preparation:
             with torch.no_grad():
                 f = called(model, probe)
             check_outputs(f, probe)
-            made = self._known_plans.get(key) or plan(model, self.weights, probe)
+            plans = [each.plan for each in reversed(self._prepared.values())]
+            made = (
+                self._known_plans.get(key)
+                or adapted(plans, model, self.weights, probe)
+                or plan(model, self.weights, probe)
+            )
             draws_globally = has_drawn()
         partition = Partition(self.settings.spec, self.settings.num_data, f.shape[1])
         structure = self._structure(made, partition, contract=key not in self._formed)
         self._prepared[key] = Prepared(model, made, structure, partition, draws_globally)
+        for old in list(self._prepared)[:-_KEPT]:
+            del self._prepared[old]
+            self._formed.discard(old)
         return self._prepared[key]
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,7 +213,7 @@ class Preparation:
         plans = self._known_plans | {key: each.plan for key, each in self._prepared.items()}
         return {
             "passes": self._passes,
-            "plans": {key: each.as_record() for key, each in plans.items()},
+            "plans": {key: each.as_record() for key, each in list(plans.items())[-_KEPT:]},
             "formed": sorted(self._formed),
         }
 
@@ -371,6 +383,12 @@ class Preparation:
             EvigradWarning,
             stacklevel=2,
         )
+        self._known_plans = {key: demote(p, wrong) for key, p in self._known_plans.items()}
+        for key, each in self._prepared.items():  # plans of other lengths are made from these
+            if each is not prepared:
+                self._prepared[key] = self._demoted(each, wrong)
+        return self._replaced(prepared, self._demoted(prepared, wrong))
+
+    def _demoted(self, prepared: Prepared, wrong: set[str]) -> Prepared:
         contract = bool(prepared.structure.contracted)
-        replanned = self._replanned(prepared, demote(prepared.plan, wrong), contract)
-        return self._replaced(prepared, replanned)
+        return self._replanned(prepared, demote(prepared.plan, wrong), contract)

@@ -4,7 +4,7 @@ from evigrad.jacobians.arguments import check_hooks
 from evigrad.jacobians.kronecker import KroneckerUse
 from evigrad.jacobians.linearization import Linearization, linearize
 from evigrad.jacobians.paths import JacobianPlan, demote
-from evigrad.jacobians.plan import plan
+from evigrad.jacobians.plan import adapted, plan
 from evigrad.jacobians.recorder import Recorder
 from evigrad.jacobians.sizes import MatrixUse, matrix_uses
 from evigrad.jacobians.spot_checks import check_separate, spot_check
@@ -17,6 +17,7 @@ __all__ = [
     "MatrixUse",
     "Recorder",
     "check_hooks",
+    "adapted",
     "check_separate",
     "demote",
     "linearize",

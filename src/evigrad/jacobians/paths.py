@@ -1,12 +1,14 @@
 """Which way the rows in each parameter are computed."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from evigrad.errors import ConfigurationError, nearest
 
 LOOP = "generic: loop"
+
+_SETS = ("vectorised", "kronecker", "demoted", "operations")
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,8 @@ class JacobianPlan:
         kronecker: Names whose every use has Kronecker factors.
         datum_shape: Shape of one input.
         demoted: Names that take the plain loop whatever a pass shows; see ``demote``.
+        operations: Names of the nodes of the autograd graph that the plan was checked on; none
+            where it was not recorded.
     """
 
     words: Mapping[str, str]
@@ -28,6 +32,7 @@ class JacobianPlan:
     kronecker: frozenset[str]
     datum_shape: tuple[int, ...]
     demoted: frozenset[str] = frozenset()
+    operations: frozenset[str] = frozenset()
 
     def describe(self) -> dict[str, str]:
         """Name → "linear", "conv2d", ..., "generic: vmap", "generic: loop" or "unused"."""
@@ -36,7 +41,7 @@ class JacobianPlan:
     def as_record(self) -> dict[str, Any]:
         """The plan in plain types, for a checkpoint: another model's weights may give another."""
         record = vars(self) | {name: dict(getattr(self, name)) for name in ("words", "uses")}
-        for name in ("vectorised", "kronecker", "demoted"):
+        for name in _SETS:
             record[name] = sorted(record[name])
         return record
 
@@ -50,7 +55,7 @@ class JacobianPlan:
         Returns:
             A plan that is equal to the one that was recorded.
         """
-        sets = {name: frozenset(record[name]) for name in ("vectorised", "kronecker", "demoted")}
+        sets = {name: frozenset(record.get(name, ())) for name in _SETS}
         return cls(**{**record, **sets})
 
 
@@ -73,11 +78,11 @@ def demote(plan: JacobianPlan, names: Collection[str]) -> JacobianPlan:
                 f"The plan has no parameter named {name!r}.{nearest(name, plan.words)}"
             )
     gone = frozenset(names)
-    return JacobianPlan(
+    return replace(
+        plan,
         words={name: LOOP if name in gone else word for name, word in plan.words.items()},
         uses={name: uses for name, uses in plan.uses.items() if name not in gone},
         vectorised=plan.vectorised - gone,
         kronecker=plan.kronecker - gone,
-        datum_shape=plan.datum_shape,
         demoted=plan.demoted | gone,
     )

@@ -1,8 +1,8 @@
 """Choosing a path for each parameter, and checking the choice before anything relies on it."""
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class _Recording:
         kronecker: Those of them whose every use has Kronecker factors.
         idle: Parameters that are not used at all.
         without_effect: Parameters that are used, but not for the outputs.
+        operations: Names of the nodes of the outputs' graph.
     """
 
     uses: dict[str, tuple[tuple[Any, ...], ...]] = field(default_factory=dict)
@@ -41,6 +42,7 @@ class _Recording:
     kronecker: set[str] = field(default_factory=set)
     idle: set[str] = field(default_factory=set)
     without_effect: set[str] = field(default_factory=set)
+    operations: frozenset[str] = frozenset()
 
 
 def plan(model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor) -> JacobianPlan:
@@ -102,8 +104,7 @@ def _checked_plan(
         if name in idle or (name in closed and name in recording.without_effect):
             words[name] = "unused"
         elif name in closed:
-            counts = Counter(recording.rules[name])
-            words[name] = " + ".join(f"{n} x {r}" if n > 1 else r for r, n in counts.items())
+            words[name] = _counted(recording.rules[name])
         else:
             words[name] = "generic: vmap" if name in vectorised else LOOP
     return JacobianPlan(
@@ -112,7 +113,88 @@ def _checked_plan(
         vectorised=frozenset(vectorised),
         kronecker=frozenset(closed & recording.kronecker),
         datum_shape=tuple(x.shape[1:]),
+        operations=recording.operations,
     )
+
+
+def adapted(
+    known: Iterable[JacobianPlan],
+    model: nn.Module,
+    weights: Mapping[str, nn.Parameter],
+    x_probe: Tensor,
+) -> JacobianPlan | None:
+    """A plan for inputs of another length from one that was checked, at the cost of two passes.
+
+    What a check of a plan shows is that the closed forms, and vectorised derivatives, of certain
+    operations with certain settings are right, first and second derivatives. That does not depend
+    on how many steps there are: where a weight is used by the same functions with the same
+    settings, and the graph holds the same kinds of operations, they are what was checked. What may
+    depend on the length (which rows belong to which datum, where else a weight is used, changes in
+    place) is looked at in every pass.
+
+    Args:
+        known: Plans for the same model, the likeliest first.
+        model: As for ``plan``.
+        weights: As for ``plan``.
+        x_probe: As for ``plan``.
+
+    Returns:
+        The plan, or None where no plan is alike and one must be made and checked.
+    """
+    known = [plan for plan in known if plan.operations]
+    if not known:
+        return None
+    with without_autocast(x_probe.device):
+        x, distinct = distinct_probe(model, x_probe, _PROBE_SIZES[-1])
+        if not distinct:
+            return None
+        try:
+            with model_run(model), torch.no_grad():
+                alone = check_output(model(x[:1].clone()), 1)
+            recording = _record_once(model, weights, x, alone)
+        except Exception as error:  # planning tells what is wrong
+            if is_out_of_memory(error):
+                raise
+            return None
+    found = next((plan for plan in known if _alike(plan, recording)), None)
+    if found is None:
+        return None
+    words = {
+        name: _counted(recording.rules[name])
+        if name in found.uses and found.words[name] != "unused"
+        else word
+        for name, word in found.words.items()
+    }
+    return replace(
+        found,
+        words=words,
+        uses={name: recording.uses[name] for name in found.uses},
+        datum_shape=tuple(x.shape[1:]),
+    )
+
+
+def _alike(plan: JacobianPlan, recording: _Recording) -> bool:
+    """Whether all that a plan relies on is in a recording too, but for lengths and counts."""
+
+    def kinds(uses: Iterable[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
+        return {
+            (rule, slot, samples, len(inputs), len(outputs), settings)
+            for rule, slot, _, samples, inputs, outputs, settings in uses
+        }
+
+    unused = {name for name, word in plan.words.items() if word == "unused"}
+    return (
+        plan.operations == recording.operations
+        and plan.uses.keys() <= recording.uses.keys()
+        and all(kinds(uses) == kinds(recording.uses[name]) for name, uses in plan.uses.items())
+        and plan.kronecker <= recording.kronecker
+        and unused == (recording.idle | recording.without_effect) - plan.demoted
+    )
+
+
+def _counted(rules: Sequence[str]) -> str:
+    """The rules of a parameter's uses in words."""
+    return " + ".join(f"{n} x {r}" if n > 1 else r for r, n in Counter(rules).items())
 
 
 def _independent_outputs(model: nn.Module, x: Tensor) -> Tensor:
@@ -150,6 +232,7 @@ def _record(
         large.kronecker & same,
         large.idle & small.idle,
         large.without_effect & small.without_effect,
+        large.operations,
     )
 
 
@@ -159,12 +242,15 @@ def _record_once(
     recorder = Recorder(weights, len(x))
     with model_run(model), torch.enable_grad(), recorder:
         recorded = check_output(model(x.clone()), len(x))
-    if not close(recorded, outputs):
+    if not close(recorded[: len(outputs)], outputs):
         return _Recording()
     elsewhere = reachable(recorded, weights)
     all_uses = uses_of(recorder.calls)
     nodes = graph_nodes(recorded)
-    recording = _Recording(idle={n for n in weights if n not in elsewhere and n not in all_uses})
+    recording = _Recording(
+        idle={n for n in weights if n not in elsewhere and n not in all_uses},
+        operations=frozenset(node.name() for node in nodes),
+    )
     for name, uses in all_uses.items():
         by_datum = all(call.parts > 0 for call, _ in uses)
         if name in elsewhere or not by_datum:
