@@ -268,3 +268,24 @@ def test_each_step_needs_a_gradient_of_its_own() -> None:
     with pytest.raises(EvigradError, match="not finite"):
         update.step()
     assert torch.equal(log_precision(evidence).detach(), before)
+
+
+@pytest.mark.parametrize("estimator", ["full-N-C", "ntk-6-1"])
+def test_groups_that_are_not_learned(estimator: str) -> None:
+    """The others are as they would be with all of them learned, given the same precisions."""
+    groups = {"first": ["0"], "last": ["2"]}
+    some, every = (
+        make(estimator, GaussianPrior(groups, precision=3.0, learnable=learnable))
+        for learnable in ({"first": False}, True)
+    )
+    x, y = data(N if estimator == "full-N-C" else 6)
+    for evidence in (some, every):
+        evidence.backward(x, y)
+    torch.testing.assert_close(gradient_of(some), gradient_of(every)[1:])
+    updates = FixedPoint(some), FixedPoint(every)
+    found, whole = (update.effective_parameters() for update in updates)
+    torch.testing.assert_close(found, whole[1:])
+    for update in updates:
+        update.step()
+    torch.testing.assert_close(log_precision(some), log_precision(every)[1:])
+    assert float(some.prior.precisions()["0.weight"]) == pytest.approx(3.0)

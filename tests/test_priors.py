@@ -245,6 +245,79 @@ def test_learnable(learnable: bool) -> None:
     assert parameter(bound("layerwise", learnable=learnable)).requires_grad is learnable
 
 
+# The groups that a setting leaves to be learned.
+SOME = {
+    "all": ("scalar", {"all": True}, ["all"]),
+    "none": ("scalar", {"all": False}, []),
+    "one": (GROUPS, {"first": False}, ["rest"]),
+    "named": (GROUPS, {"rest": False, "first": True}, ["first"]),
+    "no group": (GROUPS, {"rest": False, "first": False}, []),
+    "tensors": ("layerwise", {"gain": False, "encoder.weight": False}, None),
+}
+
+
+@pytest.mark.parametrize(("structure", "learnable", "learned"), SOME.values(), ids=list(SOME))
+def test_groups_that_are_learned(structure, learnable, learned) -> None:
+    prior, whole = (GaussianPrior(structure, learnable=how) for how in (learnable, True))
+    for each in (prior, whole):
+        each.bind(weights())
+    if learned is None:
+        learned = [name for name in weights() if learnable.get(name, True)]
+    assert parameter(prior).requires_grad is bool(learned)
+    if learned:
+        assert [prior.group_names[i] for i in prior.learned_groups()] == learned
+        assert parameter(prior).shape == (len(learned),)
+    # Whatever happens to the parameters, the others keep their precision.
+    with torch.no_grad():
+        for p in prior.parameters():
+            if p.requires_grad:
+                p.fill_(1.5)
+    values = [1.5 if name in learned else 0.0 for name in prior.group_names]
+    with torch.no_grad():
+        parameter(whole).copy_(torch.tensor(values))
+    w = weights(seed=1)
+    for method in (
+        GaussianPrior.log_det,
+        lambda p: p.quadratic(w),
+        lambda p: p.precisions()["gain"],
+    ):
+        torch.testing.assert_close(method(prior), method(whole))
+    # A state says nothing of what is learned, and goes from one to the other.
+    for source, target in ((prior, whole), (whole, prior)):
+        fresh = copy.deepcopy(target)
+        with torch.no_grad():
+            parameter(fresh).sub_(3)
+        fresh.load_state_dict(through_a_file(source.state_dict()))
+        for name, precision in source.precisions().items():
+            torch.testing.assert_close(fresh.precisions()[name], precision)
+        unbound = GaussianPrior(structure, learnable=target.learnable)
+        unbound.load_state_dict(source.state_dict())
+        torch.testing.assert_close(unbound.log_det(), source.log_det())
+        assert parameter(unbound).shape == parameter(target).shape
+
+
+def test_a_hyperprior_sees_all_groups_and_moves_the_learned_ones() -> None:
+    prior = bound(GROUPS, learnable={"first": False}, hyperprior=NormalHyperprior(0.5, 2.0))
+    (gradient,) = torch.autograd.grad(prior.log_hyperprior(), parameter(prior))
+    torch.testing.assert_close(gradient, -(parameter(prior).detach() - 0.5) / 4)
+    values = torch.cat([torch.zeros(1).double(), parameter(prior).detach()])
+    assert prior.log_hyperprior().item() == pytest.approx(float(NormalHyperprior(0.5, 2.0)(values)))
+
+
+@pytest.mark.parametrize(
+    ("structure", "learnable", "words"),
+    [
+        (GROUPS, {"frist": False}, "Did you mean 'first'"),
+        ("scalar", {"al": False}, "Did you mean 'all'"),
+        ("layerwise", {"encoder.wieght": False}, "Did you mean 'encoder.weight'"),
+        ("diagonal", {"all": False}, "no groups: learnable is True or False"),
+    ],
+)
+def test_learnable_is_said_for_groups_that_there_are(structure, learnable, words) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        GaussianPrior(structure, learnable=learnable).bind(weights())
+
+
 @pytest.mark.parametrize(
     ("of_weights", "expected"),
     [

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from evigrad import Evidence, EvigradError, fit
-from evigrad.likelihoods import Categorical
+from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
 
 N = 6
@@ -46,6 +46,10 @@ CALLS: dict[str, Callable[[], Any]] = {
     "map_loss of the wrong width": lambda: build().map_loss(torch.zeros(N, 5), Y),
     "likelihood by name": lambda: build(likelihood="categorical"),
     "prior by name": lambda: build(prior="layerwise"),
+    "learnable a number": lambda: GaussianPrior(learnable=1),  # pyright: ignore
+    "learnable of a group a number": lambda: GaussianPrior("scalar", learnable={"all": 0}),
+    "learnable a list": lambda: GaussianPrior(learnable=["0.weight"]),  # pyright: ignore
+    "learnable noise by name": lambda: Gaussian(learnable={"0": False}),  # pyright: ignore
     "a function as model": lambda: build(model=lambda x: x),
     "no estimator": lambda: build(None),
     "a number as estimator": lambda: build(3),

@@ -68,7 +68,7 @@ class FixedPoint:
         self._log_precision()
 
     def effective_parameters(self) -> Float[Tensor, " G"]:
-        """γ of each prior group, as the gradient of the last ``backward`` has it.
+        """γ of each prior group that is learned, as the gradient of the last ``backward`` has it.
 
         Returns:
             One number for each entry of ``prior.log_precision``, between 0 and the number of
@@ -144,7 +144,8 @@ class FixedPoint:
                 return torch.cat([w.double().square().flatten() for w in weights.values()])
             norms = torch.stack([w.double().square().sum() for w in weights.values()])
             index = self._index().to(norms.device)
-            return norms.new_zeros(len(prior.group_names)).index_add(0, index, norms)
+            sums = norms.new_zeros(len(prior.group_names)).index_add(0, index, norms)
+            return sums[prior.learned_groups()]
 
     def _counts(self) -> Tensor:
         """P_g for each entry of ``log_precision``."""
@@ -152,9 +153,8 @@ class FixedPoint:
         if prior.structure == "diagonal":
             return torch.ones((), dtype=torch.float64)
         sizes = torch.tensor([w.numel() for w in self.evidence.weights().values()])
-        return torch.zeros(len(prior.group_names), dtype=torch.long).index_add(
-            0, self._index(), sizes
-        )
+        counts = torch.zeros(len(prior.group_names), dtype=torch.long)
+        return counts.index_add(0, self._index(), sizes)[prior.learned_groups()]
 
     def _index(self) -> Tensor:
         """The group of each weight tensor."""

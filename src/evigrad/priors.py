@@ -6,7 +6,7 @@ that they stay positive and a step changes them by a factor.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -62,27 +62,31 @@ class GaussianPrior(nn.Module):
             matches with the wildcards ``*``, ``?`` and ``[…]``. Each weight must be in one group.
         precision: Initial precision: one number, or one for each group by name (the groups of
             ``"scalar"`` and ``"layerwise"`` are ``"all"`` and the parameters' names).
-        learnable: Whether ``log_precision`` requires a gradient.
+        learnable: Whether the precisions are learned: for all of them, or for groups by name, the
+            others being learned. The rest keep their values.
         hyperprior: From the log precisions (G,) to their joint log density (a scalar, in nats), or
             None for a flat one. ``NormalHyperprior`` is one.
 
     Attributes:
-        log_precision: Log precision of each group, (G,); of each weight, (P,), if diagonal; None
-            before ``bind``.
+        log_precision: Log precision of each learned group, (G,), or of all where none is learned;
+            of each weight, (P,), if diagonal; None before ``bind``.
         group_names: Names of the groups; empty if diagonal.
         group_of: Index into ``log_precision`` for each weight tensor; empty if diagonal.
 
     Raises:
-        ConfigurationError: If the structure is unknown or a precision is not positive.
+        ConfigurationError: If the structure is unknown, a precision is not positive, or
+            ``learnable`` is neither a bool nor a mapping from names of groups to bools.
     """
 
     log_precision: nn.Parameter | None
+    _fixed: Tensor
+    _learned: Tensor
 
     def __init__(
         self,
         structure: str | Mapping[str, Sequence[str]] = "layerwise",
         precision: float | int | Mapping[str, float | int] = 1.0,
-        learnable: bool = True,
+        learnable: bool | Mapping[str, bool] = True,
         hyperprior: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
@@ -102,16 +106,19 @@ class GaussianPrior(nn.Module):
                 group: _positive(value, f"precision of '{group}'")
                 for group, value in precision.items()
             }
-            if self.structure != "layerwise":  # the layers are known when the prior is bound
-                known = list(self._patterns) or [SCALAR_GROUP]
-                _check_names("precision", self._precision, known)
         else:
             self._precision = _positive(precision, "precision")
+        self.learnable = _checked_learnable(learnable, self.structure)
+        if self.structure != "layerwise":  # the layers are known when the prior is bound
+            self._check_groups(list(self._patterns) or [SCALAR_GROUP])
         if hyperprior is not None and not callable(hyperprior):
             raise ConfigurationError(f"hyperprior must be callable, not {hyperprior!r}.")
-        self.learnable = bool(learnable)
         self.hyperprior = hyperprior
         self.register_parameter("log_precision", None)
+        # Log precisions of all groups, of which those of the learned ones are stale, and the
+        # positions of these. A state has one log precision for each group, whatever is learned.
+        self.register_buffer("_fixed", torch.empty(0), persistent=False)
+        self.register_buffer("_learned", torch.empty(0, dtype=torch.long), persistent=False)
         self._shapes: dict[str, torch.Size] = {}
         self.group_names: list[str] = []
         self.group_of: dict[str, int] = {}
@@ -128,8 +135,9 @@ class GaussianPrior(nn.Module):
             weights: The weights by name, each shared one once.
 
         Raises:
-            ConfigurationError: If there are none, they are not in exactly one group each, or the
-                prior is bound to others.
+            ConfigurationError: If there are none, they are not in exactly one group each, a setting
+                names another group, the prior is bound to others, or the hyperprior returns no
+                scalar.
         """
         if not weights:
             raise ConfigurationError("A prior needs weights: the model has no trainable ones.")
@@ -150,9 +158,11 @@ class GaussianPrior(nn.Module):
             self.to(device=device, dtype=dtype)
             return
         names, group_of = self._assign(shapes)
+        self._check_groups(names)
         initial = self._initial(names, shapes)
         self._shapes, self.group_names, self.group_of = shapes, names, group_of
         self._set(initial.to(device, dtype))
+        self.log_hyperprior()  # says now what it would say at the first step
 
     def _assign(self, shapes: Mapping[str, torch.Size]) -> tuple[list[str], dict[str, int]]:
         """The names of the groups, and the group of each weight tensor."""
@@ -172,19 +182,47 @@ class GaussianPrior(nn.Module):
         count = len(names) or sum(shape.numel() for shape in shapes.values())
         if not isinstance(precision, dict):
             return torch.full((count,), math.log(precision), dtype=torch.float64)
-        _check_names("precision", precision, names)
         return torch.tensor([math.log(precision[n]) for n in names], dtype=torch.float64)
 
-    def _set(self, values: Tensor) -> None:
-        self.log_precision = nn.Parameter(values, requires_grad=self.learnable)
+    def _check_groups(self, names: Sequence[str]) -> None:
+        """Refuse settings by group that name others than the prior's."""
+        if isinstance(self._precision, dict):
+            _check_names("precision", self._precision, names)
+            if missing := [name for name in names if name not in self._precision]:
+                raise ConfigurationError(f"precision lacks a value for {listed(missing)}.")
+        if isinstance(self.learnable, dict):
+            _check_names("learnable", self.learnable, names)
 
-    def _bound(self) -> nn.Parameter:
+    def _set(self, values: Tensor) -> None:
+        """Divide log precisions of all groups into those that are learned and the others."""
+        learnable = self.learnable
+        if isinstance(learnable, dict):
+            chosen = [i for i, name in enumerate(self.group_names) if learnable.get(name, True)]
+            if 0 < len(chosen) < len(self.group_names):
+                self._fixed = values.detach().clone()
+                self._learned = torch.tensor(chosen, device=values.device)
+                values = values[self._learned]
+            learnable = bool(chosen)
+        self.log_precision = nn.Parameter(values, requires_grad=learnable)
+
+    def learned_groups(self) -> list[int]:
+        """The groups that ``log_precision`` has an entry for, in its order.
+
+        Returns:
+            Indices into ``group_names``; none if diagonal.
+        """
+        return self._learned.tolist() or list(range(len(self.group_names)))
+
+    def _log_precisions(self) -> Tensor:
+        """The log precision of each group, learned or not; of each weight if diagonal."""
         if self.log_precision is None:
             raise ConfigurationError("The prior is not bound to weights yet: call bind(weights).")
-        return self.log_precision
+        if not len(self._learned):
+            return self.log_precision
+        return self._fixed.index_copy(0, self._learned, self.log_precision)
 
     def _check_known(self, name: str) -> None:
-        self._bound()
+        self._log_precisions()
         if name not in self._shapes:
             raise ConfigurationError(
                 f"The prior has no weight '{name}'.{nearest(name, self._shapes)}"
@@ -201,7 +239,7 @@ class GaussianPrior(nn.Module):
         Raises:
             ConfigurationError: If the prior is not bound.
         """
-        precision = self._bound().exp()
+        precision = self._log_precisions().exp()
         if self.structure == "diagonal":
             sizes = [shape.numel() for shape in self._shapes.values()]
             parts = zip(self._shapes.items(), precision.split(sizes), strict=True)
@@ -239,7 +277,7 @@ class GaussianPrior(nn.Module):
         Raises:
             ConfigurationError: If the prior is not bound.
         """
-        log_precision = self._bound()
+        log_precision = self._log_precisions()
         if self.structure == "diagonal":
             return log_precision.sum()
         counts = [0] * len(self.group_names)
@@ -256,7 +294,7 @@ class GaussianPrior(nn.Module):
         Raises:
             ConfigurationError: If the prior is not bound, or the hyperprior returns no scalar.
         """
-        log_precision = self._bound()
+        log_precision = self._log_precisions()
         if self.hyperprior is None:
             return log_precision.new_zeros(())
         value = self.hyperprior(log_precision)
@@ -288,7 +326,7 @@ class GaussianPrior(nn.Module):
         Raises:
             ConfigurationError: If the prior is not bound.
         """
-        self._bound()
+        self._log_precisions()
         return {name: self.group_names[index] for name, index in self.group_of.items()}
 
     def group_name(self, name: str) -> str:
@@ -354,8 +392,23 @@ class GaussianPrior(nn.Module):
                 raise ConfigurationError("The saved prior has other groups than this one.")
             if self.log_precision is None:
                 self._shapes, self.group_names, self.group_of = shapes, names, group_of
+                self._check_groups(names)
                 self._set(torch.empty_like(state_dict[f"{prefix}log_precision"]))
+        key = f"{prefix}log_precision"
+        values = state_dict.get(key)
+        if values is not None and len(self._learned) and values.shape == self._fixed.shape:
+            with torch.no_grad():
+                self._fixed.copy_(values)
+            state_dict = {**state_dict, key: values[self._learned.to(values.device)]}
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _save_to_state_dict(
+        self, destination: MutableMapping[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.log_precision is not None:
+            values = self._log_precisions()
+            destination[f"{prefix}log_precision"] = values if keep_vars else values.detach()
 
     def extra_repr(self) -> str:
         """What ``print`` shows."""
@@ -373,17 +426,31 @@ def _positive(value: object, what: str) -> float:
     return number
 
 
+def _checked_learnable(learnable: object, structure: str) -> bool | dict[str, bool]:
+    if isinstance(learnable, Mapping):
+        if structure == "diagonal":
+            raise ConfigurationError("A diagonal prior has no groups: learnable is True or False.")
+        return {name: _bool(value, f"['{name}']") for name, value in learnable.items()}
+    return _bool(learnable, "")
+
+
+def _bool(value: object, which: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigurationError(
+            f"learnable{which} is True or False, not {value!r}; a mapping says so for groups by"
+            " name, as {'head': False}."
+        )
+    return value
+
+
 def _check_names(what: str, given: Iterable[str], known: Sequence[str]) -> None:
-    """One value for each group, no more and no fewer."""
-    given = list(given)
+    """Names of groups that there are."""
     for name in given:
         if name not in known:
             raise ConfigurationError(
                 f"{what} names '{name}', but the prior's groups are {listed(known)}."
                 f"{nearest(name, known)}"
             )
-    if missing := [name for name in known if name not in given]:
-        raise ConfigurationError(f"{what} lacks a value for {listed(missing)}.")
 
 
 def _difference(bound: Mapping[str, torch.Size], other: Mapping[str, torch.Size]) -> str:

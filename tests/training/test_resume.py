@@ -18,6 +18,7 @@ from training.small_runs import CASES, SMALL, net, train
 
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
+from evigrad.priors import GaussianPrior
 from evigrad.training import FitResult, Settings, fit, prepare
 
 
@@ -51,6 +52,31 @@ def test_what_was_killed_while_it_computed_ends_the_same(case, blobs, tmp_path, 
         assert_same_runs(folder, whole(case))
     # Baselines take no gradient of the evidence to die in.
     assert deaths == (1 if case in ("map", "Augerino") else 2)
+
+
+@pytest.mark.parametrize("update", ["adam", "fixed_point"])
+@pytest.mark.parametrize("estimator", ["ntk-20-1", "kfac-N-C"])
+def test_groups_that_are_not_learned_keep_their_precision(estimator, update, blobs, tmp_path):
+    groups = {"first": ["0"], "last": ["3"]}
+
+    def run(folder: Path, **changes: Any) -> FitResult:
+        prior = GaussianPrior(
+            groups, precision={"first": 2.0, "last": 3.0}, learnable={"first": False}
+        )
+        given = {"prior": prior, "estimator": estimator, "prior_update": update}
+        return train("ntk", blobs, folder, **given, **changes)
+
+    result = run(tmp_path / "whole")
+    learned = result.evidence.hyperparameters()["prior.log_precision"]
+    assert learned.shape == (1,) and not torch.isclose(learned.exp(), torch.tensor(3.0))
+    assert {float(p) for p in result.evidence.prior.precisions().values()} == {
+        pytest.approx(2.0),
+        pytest.approx(learned.exp().item()),
+    }
+    with dying_at_call(Evidence, "backward", 4):
+        assert killed(lambda: run(tmp_path / "cut"))
+    run(tmp_path / "cut", seed=9, resume=True)
+    assert_same_runs(tmp_path / "cut", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("every", [1, 2])

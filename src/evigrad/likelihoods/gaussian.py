@@ -24,7 +24,8 @@ class Gaussian(Likelihood):
         learnable: Whether ``log_noise`` = log σ, of shape () or (C,), requires a gradient.
 
     Raises:
-        ConfigurationError: If a σ is not a positive number or their number is not C.
+        ConfigurationError: If a σ is not a positive number, their number is not C, or
+            ``learnable`` is no bool.
     """
 
     name = "gaussian"
@@ -54,7 +55,9 @@ class Gaussian(Likelihood):
                 " number, or one for each output."
             )
         log_noise = value.log().to(torch.get_default_dtype(), copy=True)
-        self.log_noise = nn.Parameter(log_noise, requires_grad=bool(learnable))
+        if not isinstance(learnable, bool):
+            raise ConfigurationError(f"learnable is True or False, not {learnable!r}.")
+        self.log_noise = nn.Parameter(log_noise, requires_grad=learnable)
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Float[Tensor, "m C"]) -> Float[Tensor, " m"]:
         """See ``Likelihood.log_prob``."""
