@@ -288,4 +288,4 @@ def test_groups_that_are_not_learned(estimator: str) -> None:
     for update in updates:
         update.step()
     torch.testing.assert_close(log_precision(some), log_precision(every)[1:])
-    assert float(some.prior.precisions()["0.weight"]) == pytest.approx(3.0)
+    assert some.prior.precisions()["0.weight"].item() == pytest.approx(3.0)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from evigrad.anchors import AnchorBook, Anchoring
 from evigrad.blocks import Block
-from evigrad.checks import log_probabilities
+from evigrad.checks import check_derivatives, log_probabilities
 from evigrad.collected import Collected, conditioned, weighted_sum
 from evigrad.curvature import Statistic, check_memory, hessian_statistic, inner_product
 from evigrad.errors import ConfigurationError
@@ -135,6 +135,7 @@ class Assembly:
                     task, statistic, chunk, differentiable, keep_outputs, alone
                 )
             own = log_probabilities(self.likelihood, f, chunk.y)
+            check_derivatives(self.likelihood, f, chunk.y, self.settings.spec.curvature)
             log_likelihood = log_likelihood + self._weighted(own, chunk)
             statistic = added
             log_probs.append(own.detach())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from evigrad.blocks import Block
 from evigrad.errors import ConfigurationError, EvigradError, InputError, nearest
 from evigrad.estimators import EstimatorSpec
+from evigrad.jacobians import raised_in
 from evigrad.likelihoods import Likelihood
 from evigrad.partitions import Partition
 
@@ -35,37 +36,28 @@ def not_data(x: object) -> InputError:
     )
 
 
-def called(model: nn.Module, x: Tensor) -> Tensor:
-    """The model's outputs for a copy of the inputs, which a model may change in place.
-
-    Args:
-        model: Any module.
-        x: Inputs (m, ...).
-
-    Returns:
-        What the model returns.
-
-    Raises:
-        InputError: If the model cannot take these inputs; the text holds the model's own words.
-    """  # noqa: DOC501 - the model's own errors pass where they are evigrad's or out of memory
-    try:
-        return model(x.clone())
-    except (RuntimeError, TypeError, IndexError) as error:
-        if isinstance(error, EvigradError | torch.OutOfMemoryError):
-            raise error
-        raise InputError(
-            f"The model does not take inputs of shape {tuple(x.shape)} and type {x.dtype}: {error}"
-        ) from error
+def check_targets(
+    likelihood: Likelihood, f_shape: Sequence[int], y: object, device: torch.device
+) -> None:
+    """Targets that are where the outputs are, and fit them by the likelihood's own words."""
+    if isinstance(y, Tensor) and y.device != device:
+        raise InputError(f"Targets are on {y.device}, outputs on {device}: move one of them.")
+    with raised_in(f"validate of {type(likelihood).__name__}, {_given(f_shape, y)},"):
+        likelihood.validate(f_shape, y)  # pyright: ignore[reportArgumentType]
 
 
-def check_outputs(f: object, x: Tensor) -> None:
-    """Outputs (m, C) for inputs (m, ...)."""
-    if not isinstance(f, Tensor) or f.ndim != 2 or len(f) != len(x):
-        got = tuple(f.shape) if isinstance(f, Tensor) else type(f).__name__
-        raise InputError(
-            f"The model must map inputs of {len(x)} data to outputs ({len(x)}, C); it returned"
-            f" {got}. Flatten or unsqueeze the outputs: one row of C numbers for each datum."
-        )
+def _given(f_shape: Sequence[int], y: object) -> str:
+    """In words, what a likelihood was given."""
+    what = f"{tuple(y.shape)} of {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
+    return f"given outputs {tuple(f_shape)} and targets {what}"
+
+
+def check_derivatives(likelihood: Likelihood, f: Tensor, y: Tensor, curvature: str) -> None:
+    """A density whose rows are its own at these data, whatever the user's class raises."""
+    with raised_in(
+        f"log_prob of {type(likelihood).__name__}, or what is derived at its reference_targets,"
+    ):
+        likelihood.check_derivatives(f, y, curvature)
 
 
 def check_finite(what: str, value: Tensor) -> None:
@@ -260,9 +252,10 @@ def log_probabilities(
 
     Raises:
         ConfigurationError: If the density does not return one number for each datum.
-        InputError: If it depends on the other data.
+        InputError: If it depends on the other data, or raises an exception.
     """
-    log_prob = likelihood.log_prob(f, y)
+    with raised_in(f"log_prob of {type(likelihood).__name__}, {_given(f.shape, y)},"):
+        log_prob = likelihood.log_prob(f, y)
     if log_prob.shape != (len(f),):
         raise ConfigurationError(
             f"log_prob of {type(likelihood).__name__} must return one number for each datum,"

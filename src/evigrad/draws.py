@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
+from evigrad.jacobians.arguments import called
 
 # Data whose noise is drawn at once: micro-batches are rarely smaller, and the noise of so many is
 # small beside their activations.
@@ -177,6 +178,6 @@ class Drawn(nn.Module):
             with ExitStack() as stack:
                 for module, part in zip(self._drawing, noise, strict=True):
                     stack.enter_context(module.held(part))
-                return model(x)
+                return called(model, x)
         finally:
             model.training = mode

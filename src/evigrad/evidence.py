@@ -13,39 +13,38 @@ from evigrad.blocks import Block
 from evigrad.checks import (
     as_device,
     as_generator,
-    called,
     check_gradients,
     check_inputs,
-    check_outputs,
     check_state,
+    check_targets,
     check_type,
     log_probabilities,
 )
 from evigrad.collected import Collected
 from evigrad.curvature import ParameterPartition, partition_names
 from evigrad.descriptions import ParameterReport, parameter_reports
-from evigrad.errors import ConfigurationError, EvigradWarning, InputError
+from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.estimate import Estimate
 from evigrad.estimators import EstimatorSpec
 from evigrad.gradient import needs_two_passes, of_data, of_kept
 from evigrad.intake import (
+    CheckedSource,
     Data,
     check_keepable,
-    checked,
     divided,
     kept_passes,
     pinned,
     resolve,
     undrawn_on_error,
 )
+from evigrad.jacobians import model_outputs
 from evigrad.likelihoods import Likelihood
 from evigrad.micro_batches import PEAK_FACTOR
 from evigrad.modes import TURN, warn_of_normalisation
 from evigrad.parameters import check_unchanged, held_constant, select, trainable
 from evigrad.passes import Task
-from evigrad.preparation import PROBE_SIZE, Settings
+from evigrad.preparation import Settings
 from evigrad.priors import GaussianPrior
-from evigrad.sources import as_source
 from evigrad.streams import BlockStream
 
 if TYPE_CHECKING:
@@ -204,9 +203,8 @@ class Evidence:
         """
         check_inputs(x, self._assembly.device)
         with held_constant(divided(self.hyperparameters(), wrt)[1]):
-            f = called(self.model, x)
-            check_outputs(f, x)
-            self.likelihood.validate(f.shape, y)
+            f = model_outputs(self.model, x)
+            check_targets(self.likelihood, f.shape, y, f.device)
             log_prob = log_probabilities(self.likelihood, f, y, alone=False)
         if indices is not None and self._anchors is not None:
             self._anchors.note(indices, f)
@@ -304,16 +302,16 @@ class Evidence:
             An endless stream of blocks; ``.take(n)`` ends it, ``.epoch()`` is one partition.
 
         Raises:
-            InputError: If ``data`` does not hold N data.
+            ConfigurationError: If rows cannot be made of the likelihood, as where its Hessian
+                depends on the targets.
+            InputError: If ``data`` does not hold N data, or they do not fit the model and the
+                likelihood. All targets are looked at here where they are in memory, other data as
+                they are read.
         """
-        source = as_source(data)
-        if len(source) != self.num_data:
-            raise InputError(f"num_data is {self.num_data}, but the data set has {len(source)}.")
-        x, y = source.fetch(torch.arange(min(PROBE_SIZE, len(source))))
-        prepared = checked(self._assembly, x, y)
+        source = CheckedSource(self._assembly, data)
         if self._anchors is not None:
             return self._anchors.stream(source)
-        return BlockStream(prepared.partition, source, self.generator)
+        return BlockStream(source.prepared.partition, source, self.generator)
 
     def collect(
         self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
@@ -514,10 +512,11 @@ class Evidence:
 
         Raises:
             ConfigurationError: If the estimator has no anchors.
+            InputError: If the data do not fit; nothing changes then.
         """
         if self._anchors is None:
             raise ConfigurationError(f"{self.spec.name} has no anchors.")
-        return self._anchors.refresh(as_source(data)) / self.temperature
+        return self._anchors.refresh(CheckedSource(self._assembly, data)) / self.temperature
 
     # ------------------------------------------------------------ telling and keeping
 

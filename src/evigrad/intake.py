@@ -6,21 +6,34 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from evigrad.assembly import Assembly
 from evigrad.blocks import Block
-from evigrad.checks import as_pair, check_block, check_inputs, not_data
+from evigrad.checks import (
+    as_pair,
+    check_block,
+    check_derivatives,
+    check_inputs,
+    check_targets,
+    log_probabilities,
+    not_data,
+)
 from evigrad.collected import Collected
 from evigrad.errors import ConfigurationError, InputError, nearest
 from evigrad.groups import matches
+from evigrad.likelihoods import LIKELIHOODS
 from evigrad.passes import Batch
-from evigrad.preparation import Prepared
+from evigrad.preparation import PROBE_SIZE, Prepared
+from evigrad.sources import Source, as_source
 
 Data = Tensor | Block | Iterable[Batch] | Collected | Iterable[Collected]
 
 # Numbers whose sums are taken at once: a prime, so that no layer's rows have this length.
 _WIDTH = 1021
+# Outputs for which a density of the user's own is tried at once.
+_NUMBERS_AT_ONCE = 2**22
 # Its multiples modulo one are spread evenly.
 _GOLDEN_RATIO = 0.6180339887498949
 
@@ -77,6 +90,69 @@ class Batches:
                 )
             yield x, y
         self._seen = self._seen or signatures
+
+
+class CheckedSource(Source):
+    """All N data of a user, each checked against model and likelihood as it is read.
+
+    What takes no reading is checked at once: their number, a few of the data, all targets that are
+    in memory, and whether rows can be made of the likelihood at these.
+
+    Args:
+        assembly: Of the evidence.
+        data: The user's, as for ``as_source``.
+
+    Attributes:
+        prepared: For their inputs.
+
+    Raises:
+        ConfigurationError: If rows cannot be made of the likelihood.
+        InputError: If the data do not fit.
+    """
+
+    def __init__(self, assembly: Assembly, data: object) -> None:
+        self._assembly, self._source = assembly, as_source(data)
+        num_data = assembly.settings.num_data
+        if len(self._source) != num_data:
+            raise InputError(f"num_data is {num_data}, but the data set has {len(self._source)}.")
+        self.is_held = self._source.is_held
+        x, y = self._source.fetch(torch.arange(min(PROBE_SIZE, num_data)))
+        self.prepared = checked(assembly, x, y)
+        if self.is_held:
+            y = self._source._targets()
+            shape = torch.Size((num_data, self.prepared.partition.num_outputs))
+            check_targets(assembly.likelihood, shape, y, self.prepared.outputs.device)
+        if type(assembly.likelihood) not in LIKELIHOODS.values():
+            # Of one's own; labels say all that they have to say once.
+            y = y if y.is_floating_point() else y.unique(dim=0)
+            for some in y.split(max(1, _NUMBERS_AT_ONCE // self.prepared.outputs.shape[1])):
+                self._try_density(some)
+        f = self.prepared.outputs
+        assembly.passes.rehearse(f, y[torch.arange(len(f)) % len(y)])
+
+    def _try_density(self, y: Tensor) -> None:
+        """Take the density and its derivatives at targets, whatever outputs they may get."""
+        likelihood, f = self._assembly.likelihood, self.prepared.outputs
+        f = f[torch.arange(len(y)) % len(f)]
+        with torch.no_grad():
+            log_probabilities(likelihood, f, y)
+        check_derivatives(likelihood, f, y, self._assembly.settings.spec.curvature)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Tensor, Tensor]:
+        """Some of the data, checked; see ``Source.fetch``."""
+        x, y = self._source.fetch(indices)
+        checked(self._assembly, x, y)
+        return x, y
+
+    def _targets(self) -> Tensor:
+        return self._source._targets()
+
+    def labels(self) -> Int[Tensor, " N"]:
+        """See ``Source.labels``."""
+        return self._source.labels()
 
 
 def resolve(assembly: Assembly, x: Data, y: Tensor | None) -> Request:
@@ -169,7 +245,7 @@ def checked(assembly: Assembly, x: Tensor, y: Tensor) -> Prepared:
     check_inputs(x, assembly.device)
     prepared = assembly.prepare(x)
     shape = torch.Size((len(x), prepared.partition.num_outputs))
-    assembly.likelihood.validate(shape, y)
+    check_targets(assembly.likelihood, shape, y, prepared.outputs.device)
     return prepared
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.groups import listed, matches
@@ -40,8 +41,14 @@ def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[st
         The weights by name, in the model's order.
 
     Raises:
-        ConfigurationError: If none is left.
+        ConfigurationError: If none is left, or a lazy module has not seen its first inputs.
     """
+    lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
+    if lazy:
+        raise ConfigurationError(
+            f"The model is lazy: {listed(lazy)} get their shape from the first inputs. Run one"
+            " batch first, model(x), and go on with the model that has seen it."
+        )
     ids = {id(p) for p in excluded.values()}
     weights = {
         name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in ids

@@ -6,7 +6,7 @@ and every size of micro-batch sees the same.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,16 @@ from evigrad.blocks import Block
 from evigrad.checks import check_finite, check_inputs
 from evigrad.curvature import available_bytes
 from evigrad.draws import Noise
-from evigrad.errors import InputError
-from evigrad.jacobians import Linearization, Recorder, check_separate, linearize, model_run
+from evigrad.errors import InputError, NotPositiveDefiniteError
+from evigrad.jacobians import (
+    Linearization,
+    Recorder,
+    check_separate,
+    linearize,
+    model_outputs,
+    model_run,
+    raised_in,
+)
 from evigrad.likelihoods import Likelihood, RootRows
 from evigrad.micro_batches import HeldBytes, MicroBatches, fits
 from evigrad.modes import evaluation_mode
@@ -189,6 +197,24 @@ class Passes:
             self._check_separate(task, chunk, linearization.outputs)
         return linearization
 
+    def rehearse(self, f: Tensor, y: Tensor) -> None:
+        """Ask the likelihood for what passes will ask it, to hear now what it lacks.
+
+        Args:
+            f: Outputs of a few data.
+            y: Their targets.
+
+        Raises:
+            EvigradError: If it lacks something, or is not what it says.
+        """
+        own = torch.Generator().manual_seed(0)
+        sampled = self._settings.spec.curvature == "mc"
+        labels = [self._likelihood.sample(f, own)] if sampled else []
+        columns = torch.zeros(len(f), 1, dtype=torch.int64)
+        weights = torch.ones(len(f))
+        with torch.no_grad(), suppress(NotPositiveDefiniteError):  # other outputs may do better
+            self.root_rows(f, Chunk(f, y, slice(0, len(f)), columns, weights, labels))
+
     def root_rows(self, f: Tensor, chunk: Chunk) -> RootRows:
         """The cotangents whose vector-Jacobian products are the rows, temperature included.
 
@@ -199,6 +225,17 @@ class Passes:
         Returns:
             The cotangents, with a graph into f and the likelihood's parameters where these have.
         """
+        name = type(self._likelihood).__name__
+        with raised_in(f"log_prob of {name}, or what is derived at its reference_targets,"):
+            root = self._root_rows(f, chunk)
+        if self._settings.temperature == 1.0:
+            return root
+        cooling = self._settings.temperature**-0.5
+        scale = torch.ones_like(root.vectors[:, :, 0]) if root.scale is None else root.scale
+        return replace(root, scale=scale * cooling)
+
+    def _root_rows(self, f: Tensor, chunk: Chunk) -> RootRows:
+        """The cotangents at temperature 1."""
         curvature, columns = self._settings.spec.curvature, chunk.columns
         if curvature == "ef":
             root = RootRows(self._likelihood.score(f, chunk.y)[:, None, :], None)
@@ -215,11 +252,7 @@ class Passes:
             root = self._likelihood.root(f, columns, self._settings.root)
             if columns is not None and (columns < 0).any():
                 root = replace(root, present=columns >= 0)
-        if self._settings.temperature == 1.0:
-            return root
-        cooling = self._settings.temperature**-0.5
-        scale = torch.ones_like(root.vectors[:, :, 0]) if root.scale is None else root.scale
-        return replace(root, scale=scale * cooling)
+        return root
 
     def outputs(self, task: Task, chunk: Chunk) -> Tensor:
         """The outputs of a micro-batch, with a graph where gradients are on.
@@ -233,7 +266,7 @@ class Passes:
         """
         model = task.prepared.model
         with self._autocast(), Recorder({}, len(chunk.x)) as recorder:
-            f = model(chunk.x.clone())  # a model may change its input in place
+            f = model_outputs(model, chunk.x)
         check_finite("The model's outputs", f)
         if task.suspicious or recorder.may_mix(model):
             self._check_separate(task, chunk, f)
@@ -245,7 +278,7 @@ class Passes:
         model, own = task.prepared.model, torch.Generator().manual_seed(task.seed)
         if self._settings.autocast is not None:  # whose rounding would look like what is wrong
             with torch.no_grad():
-                f = model(chunk.x.clone())
+                f = model_outputs(model, chunk.x)
         check_separate(model, chunk.x, f, own)
 
     @contextmanager

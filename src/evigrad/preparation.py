@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from evigrad.anchors import Anchoring
 from evigrad.anchors.last_layer import LastLayer, last_layer, watched
 from evigrad.checks import (
-    called,
     check_anchored,
     check_choice,
     check_count,
-    check_outputs,
     check_passes,
     check_positive,
     check_rows,
@@ -34,6 +32,7 @@ from evigrad.jacobians import (
     check_hooks,
     demote,
     matrix_uses,
+    model_outputs,
     model_run,
     plan,
     spot_check,
@@ -101,6 +100,7 @@ class Prepared:
         structure: Of the curvature.
         partition: Of rows into blocks.
         draws_globally: Whether the model drew from the global generators when it was planned.
+        outputs: Of the inputs that it was prepared on, under the weights of that day.
     """
 
     model: nn.Module
@@ -108,6 +108,7 @@ class Prepared:
     structure: Structure[Any]
     partition: Partition
     draws_globally: bool
+    outputs: Tensor
 
     def pack(self, x: Tensor, noise: Noise | None, data: slice) -> Tensor:
         """Inputs as the model takes them.
@@ -184,8 +185,7 @@ class Preparation:
         own = torch.Generator().manual_seed(0)
         with evaluation_mode(model, own) as has_drawn, model_run(model):
             with torch.no_grad():
-                f = called(model, probe)
-            check_outputs(f, probe)
+                f = model_outputs(model, probe)
             plans = [each.plan for each in reversed(self._prepared.values())]
             made = (
                 self._known_plans.get(key)
@@ -195,7 +195,7 @@ class Preparation:
             draws_globally = has_drawn()
         partition = Partition(self.settings.spec, self.settings.num_data, f.shape[1])
         structure = self._structure(made, partition, contract=key not in self._formed)
-        self._prepared[key] = Prepared(model, made, structure, partition, draws_globally)
+        self._prepared[key] = Prepared(model, made, structure, partition, draws_globally, f)
         for old in list(self._prepared)[:-_KEPT]:
             del self._prepared[old]
             self._formed.discard(old)
@@ -259,8 +259,7 @@ class Preparation:
             torch.no_grad(),
             watched(model, self.weights) as call,
         ):
-            f = called(model, x.clone())
-        check_outputs(f, x)
+            f = model_outputs(model, x)
         temperature = self.settings.temperature
         return f, last_layer(call, f, self.weights, self.prior.precisions(), temperature)
 

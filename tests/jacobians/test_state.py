@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from zoo import CASES, HYPERPARAMETERS
 
+from evigrad.errors import InputError
 from evigrad.jacobians import linearize, plan
 from evigrad.jacobians.generic import vmap_rows
 from evigrad.jacobians.state import model_run
@@ -126,7 +127,7 @@ def test_model_is_as_before_after_an_exception() -> None:
         lambda: linearize(model, weights, x, made, False),
         lambda: linearize(model, weights, x, made, True),
     ):
-        with pytest.raises(KeyError, match="on the way"):
+        with pytest.raises(InputError, match="on the way"):
             call()
         assert snapshot(model) == before
         assert global_state() == around

@@ -54,8 +54,9 @@ def test_what_was_killed_while_it_computed_ends_the_same(case, blobs, tmp_path, 
     assert deaths == (1 if case in ("map", "Augerino") else 2)
 
 
-@pytest.mark.parametrize("update", ["adam", "fixed_point"])
-@pytest.mark.parametrize("estimator", ["ntk-20-1", "kfac-N-C"])
+@pytest.mark.parametrize(
+    ("estimator", "update"), [("ntk-20-1", "adam"), ("kfac-N-C", "fixed_point")]
+)
 def test_groups_that_are_not_learned_keep_their_precision(estimator, update, blobs, tmp_path):
     groups = {"first": ["0"], "last": ["3"]}
 
@@ -69,10 +70,9 @@ def test_groups_that_are_not_learned_keep_their_precision(estimator, update, blo
     result = run(tmp_path / "whole")
     learned = result.evidence.hyperparameters()["prior.log_precision"]
     assert learned.shape == (1,) and not torch.isclose(learned.exp(), torch.tensor(3.0))
-    assert {float(p) for p in result.evidence.prior.precisions().values()} == {
-        pytest.approx(2.0),
-        pytest.approx(learned.exp().item()),
-    }
+    values = torch.stack(list(result.evidence.prior.precisions().values())).detach()
+    two, learned = torch.tensor(2.0), learned.detach().exp()[0]
+    torch.testing.assert_close(values, torch.stack([two, two, learned, learned]))
     with dying_at_call(Evidence, "backward", 4):
         assert killed(lambda: run(tmp_path / "cut"))
     run(tmp_path / "cut", seed=9, resume=True)

@@ -98,8 +98,9 @@ class AnchorBook:
         Returns:
             log p(D|w,h) of all the data, in nats.
         """
+        log_likelihood = self._look(source, torch.arange(self.memory.num_data))
         self._anchors = None
-        return self._look(source, torch.arange(self.memory.num_data))
+        return log_likelihood
 
     def note(self, indices: Tensor, f: Float[Tensor, "m C"]) -> None:
         """Take note of outputs that somebody has computed.
@@ -185,12 +186,16 @@ class AnchorBook:
         return anchors, groups
 
     def _look(self, source: Source, indices: Int[Tensor, " n"]) -> float:
-        total = 0.0
+        total, seen, num_outputs = 0.0, [], 0
         for part in indices.split(_AT_ONCE):
             x, y = source.fetch(part)
             f = self._network.outputs(x)
-            self.note(part, f)
             total += float(log_probabilities(self._likelihood, f, y).detach().double().sum())
+            seen.append(self._likelihood.condensed(f, self._root).float().cpu())
+            num_outputs = f.shape[1]
+        # Only now, as data that do not fit shall change nothing.
+        self.memory.update(indices, torch.cat(seen))
+        self._num_outputs = num_outputs
         return total
 
     def _device(self) -> torch.device:

@@ -68,7 +68,7 @@ def _points(source: Source) -> Float[Tensor, "N d"] | None:
         x, _ = source.fetch(indices)
         if not x.is_floating_point():
             return None
-        flat = x.detach().flatten(1).float().cpu()
+        flat = x.detach().reshape(len(x), -1).float().cpu()
         if flat.shape[1] > PROJECTED:
             if projection is None:
                 own = torch.Generator().manual_seed(0)

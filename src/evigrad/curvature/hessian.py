@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evigrad.curvature.base import Statistic, Structure
+from evigrad.jacobians.arguments import model_outputs
 from evigrad.jacobians.state import model_run
 
 StatisticT = TypeVar("StatisticT", bound=Statistic)
@@ -116,8 +117,7 @@ def hessian_statistic(
         ConfigurationError: The structure is made of rows (ntk, kfac).
     """
     with model_run(model), torch.enable_grad():
-        # In the model's own parameters: replaced ones miss what a module holds by reference. The
-        # model may change its input in place.
-        value = negative_log_likelihood(model(x.clone()))
+        # In the model's own parameters: replaced ones miss what a module holds by reference.
+        value = negative_log_likelihood(model_outputs(model, x))
         hessian = ExactHessian(value, weights, differentiable)
         return structure.accumulate_hessian(statistic, hessian)

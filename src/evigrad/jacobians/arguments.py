@@ -1,13 +1,15 @@
-"""Refusing what would give wrong rows, or none, without a word."""
+"""Calling the model, and refusing what would give wrong rows, or none, without a word."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
-from evigrad.errors import ConfigurationError, InputError, nearest
+from evigrad.errors import ConfigurationError, EvigradError, InputError, nearest
 from evigrad.groups import listed
+from evigrad.out_of_memory import is_out_of_memory
 
 DATA_MIX = (
     "The model's output for a datum changes from call to call, or with the other data of"
@@ -132,8 +134,61 @@ def _entries(p: Tensor) -> Tensor:
     return positions
 
 
+@contextmanager
+def raised_in(whose: str) -> Iterator[None]:
+    """Make an exception of the user's own code an error that says whose it is.
+
+    Those of evigrad, and those that say that memory did not suffice, pass as they are.
+
+    Args:
+        whose: The code and what it was given, the subject of the error's sentence.
+
+    Raises:
+        InputError: From any other exception.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, EvigradError) or is_out_of_memory(error):
+            raise
+        raise InputError(f"{whose} raised {type(error).__name__}: {error}") from error
+
+
+def called(model: nn.Module, x: Tensor) -> object:
+    """What the model returns for a copy of the inputs, which it may change in place.
+
+    Args:
+        model: Any module.
+        x: Inputs; dim 0 counts the data.
+
+    Returns:
+        Whatever it is.
+
+    Raises:
+        InputError: If the model raises an exception.
+    """
+    with raised_in(f"The model, given inputs of shape {tuple(x.shape)} and type {x.dtype},"):
+        return model(x.clone())
+
+
+def model_outputs(model: nn.Module, x: Tensor) -> Tensor:
+    """The model's outputs, made sure to be an (m, C) tensor that has derivatives.
+
+    Args:
+        model: Any module.
+        x: Inputs; dim 0 counts the data.
+
+    Returns:
+        The outputs.
+
+    Raises:
+        InputError: If the model raises an exception, or returns anything else.
+    """
+    return check_output(called(model, x), len(x))
+
+
 def check_output(output: object, m: int) -> Tensor:
-    """Make sure that the model maps m data to an (m, C) tensor.
+    """Make sure that a model maps m data to an (m, C) tensor that has derivatives.
 
     Args:
         output: What the model returned.
@@ -150,15 +205,30 @@ def check_output(output: object, m: int) -> Tensor:
             f"The model returned a {type(output).__name__}; evigrad needs one tensor of shape"
             " (data, outputs). Wrap the model in a module that returns only that tensor."
         )
+    if output.layout != torch.strided or output.is_nested:
+        raise InputError(
+            f"The model returned a {output.layout} tensor; evigrad needs a dense one: return"
+            " f.to_dense()."
+        )
     if output.dim() != 2 or output.shape[0] != m:
         hint = (
-            "Flatten each datum's outputs into one dimension (and give a single output a"
+            "Flatten each datum's outputs into one row of C numbers (and give a single output a"
             " dimension of its own, as in f[:, None])."
             if output.dim() > 0 and output.shape[0] == m
             else "Dim 0 of inputs and outputs must count the data."
         )
         raise InputError(
             f"For {m} data the model returned a tensor of shape {tuple(output.shape)}; evigrad"
-            f" needs ({m}, outputs). {hint}"
+            f" needs ({m}, C). {hint}"
+        )
+    if not output.is_floating_point():
+        hint = (
+            "return real and imaginary parts as outputs, as torch.view_as_real(f).flatten(1)"
+            if output.is_complex()
+            else "return the scores, before any argmax, comparison or rounding"
+        )
+        raise InputError(
+            f"The model returned outputs of type {output.dtype}; evigrad needs floating-point"
+            f" numbers, which have derivatives: {hint}."
         )
     return output

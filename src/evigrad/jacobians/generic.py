@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
-from evigrad.jacobians.arguments import check_output
+from evigrad.jacobians.arguments import check_output, model_outputs
 
 
 def loop_rows(
@@ -77,8 +77,7 @@ def datum_rows(
     parameters = [weights[name] for name in names]
     rows: dict[str, list[Tensor]] = {name: [] for name in names}
     with torch.enable_grad():
-        # A copy, because the model may change its input in place.
-        output = check_output(model(x.clone()), 1)
+        output = model_outputs(model, x)
         for j in range(k):
             gradients: Sequence[Tensor | None] = [None] * len(names)
             if output.requires_grad:

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, InputError, nearest
-from evigrad.jacobians.arguments import check_call, check_output
+from evigrad.jacobians.arguments import called, check_call, check_output
 from evigrad.jacobians.generic import loop_rows, vmap_rows
 from evigrad.jacobians.kronecker import KroneckerUse
 from evigrad.jacobians.ownership import probed, traced
@@ -57,7 +57,7 @@ class Linearization:
         self.mixed = torch.is_autocast_enabled(x.device.type)
         with model_run(model), torch.enable_grad():
             with recorder:
-                output = model(x.clone())  # the model may change its input in place
+                output = called(model, x)
             self._graph = check_output(output, len(x))
             if self.mixed:
                 self._graph = self._graph.to(next(iter(weights.values()), x).dtype)

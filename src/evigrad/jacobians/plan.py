@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, InputError
-from evigrad.jacobians.arguments import DATA_MIX, check_call, check_output, check_storage
+from evigrad.jacobians.arguments import DATA_MIX, check_call, check_storage, model_outputs
 from evigrad.jacobians.generic import vmap_rows
 from evigrad.jacobians.linearization import Linearization, uses_of
 from evigrad.jacobians.paths import LOOP, JacobianPlan
@@ -150,7 +150,7 @@ def adapted(
             return None
         try:
             with model_run(model), torch.no_grad():
-                alone = check_output(model(x[:1].clone()), 1)
+                alone = model_outputs(model, x[:1])
             recording = _record_once(model, weights, x, alone)
         except Exception as error:  # planning tells what is wrong
             if is_out_of_memory(error):
@@ -200,8 +200,8 @@ def _counted(rules: Sequence[str]) -> str:
 def _independent_outputs(model: nn.Module, x: Tensor) -> Tensor:
     """The outputs for the probe, made sure that each depends on its datum alone."""
     with model_run(model), torch.no_grad():
-        joint = check_output(model(x.clone()), len(x))
-        alone = torch.cat([check_output(model(x[n : n + 1].clone()), 1) for n in range(len(x))])
+        joint = model_outputs(model, x)
+        alone = torch.cat([model_outputs(model, x[n : n + 1]) for n in range(len(x))])
     if not joint.isfinite().all():
         raise InputError(
             "The model's outputs hold NaN or infinite values for these inputs, so that no"
@@ -241,7 +241,7 @@ def _record_once(
 ) -> _Recording:
     recorder = Recorder(weights, len(x))
     with model_run(model), torch.enable_grad(), recorder:
-        recorded = check_output(model(x.clone()), len(x))
+        recorded = model_outputs(model, x)
     if not close(recorded[: len(outputs)], outputs):
         return _Recording()
     elsewhere = reachable(recorded, weights)

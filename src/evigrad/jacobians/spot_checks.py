@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
-from evigrad.jacobians.arguments import DATA_MIX, check_output
+from evigrad.jacobians.arguments import DATA_MIX, model_outputs
 from evigrad.jacobians.generic import datum_rows
 from evigrad.jacobians.linearization import Linearization, linearize
 from evigrad.jacobians.paths import LOOP, JacobianPlan
@@ -137,7 +137,7 @@ def _is_separate(
     scale = outputs.norm(dim=1).max()
     with model_run(model), torch.no_grad():
         return all(
-            close_outputs(check_output(model(x[part]), len(part)).to(outputs), outputs[part], scale)
+            close_outputs(model_outputs(model, x[part]).to(outputs), outputs[part], scale)
             for part in parts
         )
 
@@ -155,7 +155,7 @@ def _refuse_mixing(model: nn.Module, x: Tensor, parts: Sequence[Tensor]) -> None
         with model_run(model), torch.no_grad(), without_autocast(x.device):
             exact = copy.deepcopy(model).double()
             x = x.double() if x.is_floating_point() else x
-            if _is_separate(exact, x, check_output(exact(x.clone()), len(x)), parts):
+            if _is_separate(exact, x, model_outputs(exact, x), parts):
                 return
     except Exception as error:  # of whatever kind: there is no such copy
         if is_out_of_memory(error):

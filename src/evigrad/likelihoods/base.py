@@ -19,6 +19,8 @@ from evigrad.likelihoods.roots import (
 
 # Two Hessians by autodiff count as equal up to this many √eps of their size.
 SAME_HESSIAN = 10.0
+# Outputs of which an inherited root's part of Λ is compared with the density's own.
+_COMPARED_OUTPUTS = 8
 
 
 class Likelihood(nn.Module, ABC):
@@ -94,23 +96,99 @@ class Likelihood(nn.Module, ABC):
             ConfigurationError: If the Hessian depends on the targets.
         """
         first, second = self.reference_targets(f)
-        with torch.no_grad():  # one datum is enough to tell, and costs next to nothing
-            one = self._differentiated(f[:1].detach(), first[:1])
-            other = self._differentiated(f[:1].detach(), second[:1])
-        if _differ(one, other):
-            raise ConfigurationError(
-                f"The Hessian of {type(self).__name__}.log_prob depends on the targets. Override"
-                " hessian(f) with a matrix that does not, such as the Fisher information."
-            )
-        return self._differentiated(f, first)
+        self._check_same_hessian(f[:1].detach(), second[:1])  # one datum costs next to nothing
 
-    def _differentiated(self, f: Tensor, y: Tensor) -> Tensor:
         def total_score(f: Tensor) -> Tensor:
             # Data are independent: the derivative of the sum holds each datum's own Hessian.
-            return torch.func.grad(lambda f: self.log_prob(f, y).sum())(f).sum(dim=0)
+            return torch.func.grad(lambda f: self.log_prob(f, first).sum())(f).sum(dim=0)
 
         # Reverse over reverse: many kernels have no forward mode.
         return -torch.func.jacrev(total_score)(f).transpose(0, 1)
+
+    def check_derivatives(self, f: Float[Tensor, "m C"], y: Tensor, curvature: str = "ggn") -> None:
+        """Refuse data whose rows would be those of another density than ``log_prob``.
+
+        Rows are made of Λ(f) whatever the targets are. There is no such Λ where the Hessian depends
+        on the target, as it does where a density leaves masked data out: theirs is zero. What the
+        class that defines ``log_prob`` overrides is taken at its word, and so is what a subclass of
+        it does; what it inherits from another likelihood is compared with its own derivatives.
+
+        Args:
+            f: Outputs.
+            y: Targets.
+            curvature: ``ggn``, whose rows are those of Λ, or one whose rows are scores.
+
+        Raises:
+            ConfigurationError: If the Hessian depends on the targets, or an inherited ``root`` or
+                ``score`` is not that of ``log_prob``.
+        """
+        f = f.detach()
+        if curvature == "ggn":
+            if self._is_inherited("root", "log_prob", "hessian"):
+                self._check_root(f[:1])
+            if self._is_inherited("hessian", "log_prob", default=True):
+                self._check_same_hessian(f, y)
+        elif curvature != "hessian" and self._is_inherited("score", "log_prob"):
+            if _differ(self.score(f, y), Likelihood.score(self, f, y)):
+                self._refuse_inherited("score", "the gradient of its log_prob")
+
+    def _is_inherited(self, name: str, *sources: str, default: bool = False) -> bool:
+        """Whether a method is of a class above one that defines what it should follow from."""
+        # The defaults follow from whatever a subclass overrides, and count only where asked for.
+        classes = type(self).__mro__
+        place = {
+            n: next(i for i, c in enumerate(classes) if n in vars(c)) for n in (name, *sources)
+        }
+        is_default = classes[place[name]] is Likelihood
+        return (default or not is_default) and any(place[name] > place[s] for s in sources)
+
+    def _refuse_inherited(self, name: str, what: str) -> None:
+        raise ConfigurationError(
+            f"{type(self).__name__} inherits {name}, which is not {what}: override it too, or make"
+            " it a Likelihood without other base classes, for which it is derived."
+        )
+
+    def _check_root(self, f: Tensor) -> None:
+        """Compare a sub-block of R Rᵀ with that of Λ, by a datum."""
+        outputs = torch.arange(min(f.shape[1], _COMPARED_OUTPUTS), device=f.device)
+        with torch.no_grad():
+            if self._is_inherited("hessian", "log_prob", default=True):
+                first, unit = self.reference_targets(f)[0], torch.eye(f.shape[1]).to(f)
+                rows = [self._times_hessian(f, first, unit[None, d])[0] for d in outputs]
+                expected = torch.stack(rows)[:, outputs]
+            else:
+                expected = self.hessian(f)[0][outputs][:, outputs]
+            root = self.root(f, outputs[None], "subblock")
+        vectors = root.vectors if root.scale is None else root.vectors * root.scale[..., None]
+        if _differ((vectors.mT @ vectors)[0][outputs][:, outputs], expected):
+            self._refuse_inherited("root", "that of the Hessian of its log_prob")
+
+    def _check_same_hessian(self, f: Tensor, y: Tensor) -> None:
+        """Compare the Hessians at targets with those at reference targets, along one direction."""
+        generator = torch.Generator().manual_seed(0)
+        direction = torch.randn(f.shape, generator=generator, dtype=torch.float64).to(f)
+        with torch.no_grad():
+            expected = self._times_hessian(f, self.reference_targets(f)[0], direction)
+            found = self._times_hessian(f, y, direction)
+        if _differ(found, expected):
+            worst = int((found - expected).abs().amax(1).argmax())
+            target = y[worst].item() if y.ndim == 1 else y[worst].flatten()[:3].tolist()
+            raise ConfigurationError(
+                f"The Hessian of {type(self).__name__}.log_prob depends on the targets: at"
+                f" target {target} it is another than at reference_targets, of which rows are made."
+                " Leave masked data out of the data set (num_data counts the others); where no"
+                " target is special, override hessian(f) with a matrix that depends on none, such"
+                " as the Fisher information."
+            )
+
+    def _times_hessian(self, f: Tensor, y: Tensor, direction: Tensor) -> Tensor:
+        """−∇²_f log p(y|f) times a vector for each datum."""
+
+        def slope(f: Tensor) -> Tensor:
+            score = torch.func.grad(lambda f: self.log_prob(f, y).sum())(f)
+            return -(score * direction).sum()
+
+        return torch.func.grad(slope)(f)
 
     def reference_targets(self, f: Float[Tensor, "m C"]) -> tuple[Tensor, Tensor]:
         """Two valid sets of targets that differ, for the default ``hessian``.
@@ -281,7 +359,8 @@ def _differ(one: Tensor, other: Tensor) -> bool:
     """Whether two Hessians differ by more than rounding."""
     eps = torch.finfo(one.dtype).eps
     size = torch.maximum(one.abs().amax(), other.abs().amax()) + eps**0.5
-    return bool(((one - other).abs() > SAME_HESSIAN * eps**0.5 * size).any())
+    # NaN is different from anything.
+    return not bool(((one - other).abs() <= SAME_HESSIAN * eps**0.5 * size).all())
 
 
 def total(values: Tensor) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.evidence import Evidence
-from evigrad.jacobians import model_run
+from evigrad.jacobians import model_outputs, model_run
 from evigrad.modes import evaluation_mode
 from evigrad.training.metrics import Row
 
@@ -94,7 +94,7 @@ def probe_outputs(evidence: Evidence, x: Tensor) -> Tensor:
     """
     model, generator = evidence.model, torch.Generator().manual_seed(0)
     with evaluation_mode(model, generator), model_run(model), torch.no_grad():
-        return model(x.clone()).cpu()
+        return model_outputs(model, x).cpu()
 
 
 def packed_history(history: Sequence[Row]) -> dict[str, list[Any]]:

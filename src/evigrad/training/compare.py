@@ -17,6 +17,7 @@ import torch
 
 from evigrad.estimators import EstimatorSpec
 from evigrad.evidence import Evidence
+from evigrad.jacobians import model_outputs
 from evigrad.modes import evaluation_mode
 from evigrad.sources import as_source
 
@@ -175,7 +176,7 @@ def default_micro_batch(evidence: Evidence, data: Any) -> int:
     """
     x, _ = as_source(data).fetch(torch.arange(2))
     with evaluation_mode(evidence.model, torch.Generator().manual_seed(0)), torch.no_grad():
-        num_outputs = evidence.model(x.clone()).shape[1]
+        num_outputs = model_outputs(evidence.model, x).shape[1]
     num_weights = sum(w.numel() for w in evidence.weights().values())
     return max(1, int(_NUMBERS_IN_A_PASS / (num_outputs * num_weights)))
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from evigrad.bracket import check_bracket
-from evigrad.checks import called, check_inputs, check_outputs, log_probabilities
+from evigrad.checks import check_inputs, check_targets, log_probabilities
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.evidence import Evidence
 from evigrad.groups import matches
-from evigrad.jacobians import model_run
+from evigrad.jacobians import model_outputs, model_run
 from evigrad.likelihoods import Gaussian, Likelihood, make_likelihood
 from evigrad.modes import evaluation_mode
 from evigrad.preparation import PROBE_SIZE
@@ -405,14 +405,13 @@ def _check_data(evidence: Evidence, data: RunData, device: torch.device, count: 
     check_inputs(probe, device)
     generator = torch.Generator().manual_seed(0)
     with evaluation_mode(evidence.model, generator), model_run(evidence.model), torch.no_grad():
-        f = called(evidence.model, probe)
-    check_outputs(f, probe)
-    evidence.likelihood.validate(f.shape, y)
+        f = model_outputs(evidence.model, probe)
+    check_targets(evidence.likelihood, f.shape, y, f.device)
     log_probabilities(evidence.likelihood, f.detach(), y)
     for indices in torch.arange(min(count, len(data))).split(count if data.is_held else _AT_ONCE):
         x, y = data.fetch(indices)
         check_inputs(x, device)
-        evidence.likelihood.validate(torch.Size((len(x), f.shape[1])), y)
+        check_targets(evidence.likelihood, (len(x), f.shape[1]), y, f.device)
 
 
 def _warn_of_scale(evidence: Evidence, likelihood: Gaussian, data: RunData) -> None:
@@ -421,7 +420,7 @@ def _warn_of_scale(evidence: Evidence, likelihood: Gaussian, data: RunData) -> N
     x, y = data.fetch(positions)
     generator = torch.Generator().manual_seed(0)
     with evaluation_mode(evidence.model, generator), model_run(evidence.model), torch.no_grad():
-        error = (y - called(evidence.model, x)).square().mean(0).sqrt()
+        error = (y - model_outputs(evidence.model, x)).square().mean(0).sqrt()
         noise = likelihood.log_noise.exp().expand_as(error)
     spread = y.std(0, correction=0)
     far = (error > _FAR * noise.clamp(min=1)) | ((spread > 0) & (_FAR * spread < noise))

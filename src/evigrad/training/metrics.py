@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from evigrad.checks import check_targets
 from evigrad.errors import InputError
+from evigrad.jacobians import model_outputs
 from evigrad.likelihoods import Likelihood
 from evigrad.modes import evaluation_mode
 from evigrad.sources import as_source
@@ -49,8 +51,8 @@ def evaluate(
     with evaluation_mode(model, generator), torch.no_grad():
         for indices in torch.arange(len(source)).split(batch_size):
             inputs, targets = source.fetch(indices)
-            f = model(inputs)
-            likelihood.validate(f.shape, targets)
+            f = model_outputs(model, inputs)
+            check_targets(likelihood, f.shape, targets, f.device)
             for name, value in likelihood.metrics(f, targets).items():
                 totals[name] = totals.get(name, 0.0) + float(value)
     means = {name: value / len(source) for name, value in totals.items()}

@@ -1,0 +1,145 @@
+"""Every verb refuses data that do not fit, before anything changes."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from evigrad import Evidence, fit
+from evigrad.errors import InputError
+from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from evigrad.priors import GaussianPrior
+
+N, C = 40, 3
+BAD = 37  # behind the data that a model is probed with
+X = torch.linspace(-1, 1, 2 * N).reshape(N, 2)
+LABELS = torch.arange(N) % C
+NUMBERS = torch.linspace(-1, 1, N * C).reshape(N, C)
+
+
+class Items(Dataset[tuple[Tensor, Tensor]]):
+    """A data set that is read item by item."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+def build(likelihood: Likelihood, estimator: str) -> Evidence:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, C))
+    prior = GaussianPrior()
+    return Evidence(model, likelihood, prior, estimator=estimator, num_data=N, generator=0)
+
+
+def put(tensor: Tensor, value: float) -> Tensor:
+    changed = tensor.clone()
+    changed[BAD] = value
+    return changed
+
+
+# Verb → name of an estimator and the call, on tensors of all the data.
+VERBS: dict[str, tuple[str, Callable[[Evidence, Tensor, Tensor], Any]]] = {
+    "estimate": ("ntk-N-1", Evidence.estimate),
+    "backward": ("ntk-N-1", Evidence.backward),
+    "collect": ("kfac-N-C", Evidence.collect),
+    "batches": ("diag-N-C", lambda e, x, y: e.estimate([(x[:9], y[:9]), (x[9:], y[9:])])),
+    "blocks": ("ntk-4-1", lambda e, x, y: list(e.blocks((x, y)).epoch())),
+    "blocks, anchored": ("ntk-6-rows-anchored", lambda e, x, y: list(e.blocks((x, y)).epoch())),
+    "items": ("ntk-8-1", lambda e, x, y: list(e.blocks(Items(x, y)).epoch())),
+    "items, anchored": ("ntk-6-rows-anchored", lambda e, x, y: next(iter(e.blocks(Items(x, y))))),
+    "refresh_anchors": ("ntk-6-rows-anchored", lambda e, x, y: e.refresh_anchors((x, y))),
+    "refresh, items": ("ntk-6-rows-anchored", lambda e, x, y: e.refresh_anchors(Items(x, y))),
+    "bracket": ("kfac-N-C", lambda e, x, y: e.bracket((x, y), rows=12)),
+    "fit": (
+        "ntk-4-1",
+        lambda e, x, y: fit(
+            e.model, (x, y), likelihood=e.likelihood, estimator="ntk-4-1", epochs=10, progress=False
+        ),
+    ),
+    "fit, test": (
+        "ntk-4-1",
+        lambda e, x, y: fit(
+            e.model,
+            (X, LABELS if isinstance(e.likelihood, Categorical) else NUMBERS.clamp(0).ceil()),
+            test=(x, y),
+            likelihood=e.likelihood,
+            estimator="ntk-4-1",
+            epochs=10,
+            progress=False,
+        ),
+    ),
+}
+DATA: dict[str, tuple[Likelihood, Tensor, Tensor]] = {
+    "label 7": (Categorical(), X, put(LABELS, 7)),
+    "label -1": (Categorical(), X, put(LABELS, -1)),
+    "label -100": (Categorical(), X, put(LABELS, -100)),
+    "one-hot": (Categorical(), X, nn.functional.one_hot(LABELS)),
+    "labels as numbers": (Categorical(), X, LABELS.float()),
+    "NaN in inputs": (Categorical(), put(X, float("nan")), LABELS),
+    "too many": (Categorical(), X[[*range(N), 0]], LABELS[[*range(N), 0]]),
+    "too few": (Categorical(), X[:-1], LABELS[:-1]),
+    "another width": (Categorical(), X[:, :1], LABELS),
+    "NaN in targets": (Gaussian(), X, put(NUMBERS, float("nan"))),
+    "integer targets": (Gaussian(), X, NUMBERS.long()),
+    "one target": (Gaussian(), X, NUMBERS[:, 0]),
+    "neither 0 nor 1": (Bernoulli(), X, put(NUMBERS.clamp(0).ceil(), 2)),
+}
+
+
+def all_that_can_change(evidence: Evidence) -> dict[str, Any]:
+    state = evidence.state_dict()
+    del state["preparation"]  # what is known of inputs of this shape does not depend on the data
+    return {"evidence": state, "model": evidence.model.state_dict()}
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_bad_data_are_refused_before_anything_changes(verb: str) -> None:
+    estimator, call = VERBS[verb]
+    evidences: dict[type[Likelihood], Evidence] = {}
+    for kind, (likelihood, x, y) in DATA.items():
+        if verb.startswith("fit") and kind.startswith("too"):  # it takes as many as there are
+            continue
+        evidence = evidences.setdefault(type(likelihood), build(likelihood, estimator))
+        before = copy.deepcopy(all_that_can_change(evidence))
+        with pytest.raises(InputError):
+            call(evidence, x, y)
+            pytest.fail(f"{kind}: accepted")
+        if verb in ("blocks", "items"):  # which draw a partition before they read its data
+            evidence.generator.set_state(before["evidence"]["generator"])
+        assert same(all_that_can_change(evidence), before), kind
+        parameters = [*evidence.model.parameters(), *evidence.hyperparameters().values()]
+        assert all(p.grad is None for p in parameters), kind
+
+
+@pytest.mark.parametrize("estimator", ["ntk-6-rows-anchored", "kfac-N-C"])
+def test_inputs_that_are_single_numbers(estimator: str) -> None:
+    """(N,) in regression, which a model makes (N, 1) of."""
+    model = nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+    evidence = Evidence(
+        model, Gaussian(), GaussianPrior(), estimator=estimator, num_data=N, generator=0
+    )
+    pair = X[:, 0], NUMBERS[:, :1]
+    assert evidence.bracket(pair, rows=N).lower == pytest.approx(
+        evidence.with_estimator("ntk-N-C").estimate(*pair).log_evidence, rel=1e-5
+    )
+    for block in evidence.blocks(pair).take(2):
+        evidence.backward(block)

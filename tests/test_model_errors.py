@@ -1,0 +1,170 @@
+"""What goes wrong in the user's own model or likelihood is said to be theirs, in every verb."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evigrad import Evidence, fit
+from evigrad.errors import ConfigurationError, InputError
+from evigrad.likelihoods import Categorical, Gaussian, Likelihood
+from evigrad.priors import GaussianPrior
+
+N = 8
+X, Y = torch.linspace(-1, 1, 2 * N).reshape(N, 2), torch.arange(N) % 3
+
+
+class Returns(nn.Module):
+    """Outputs as a function makes them of a linear layer's."""
+
+    def __init__(self, change: Callable[[Tensor], Any] = lambda f: f) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Any:
+        return self.change(self.layer(x))
+
+
+class Unlike(Exception):
+    """An exception that nobody else has."""
+
+
+def build(model: nn.Module, estimator: str = "ntk-4-1", **settings: Any) -> Evidence:
+    likelihood = settings.pop("likelihood", None) or Categorical()
+    return Evidence(
+        model, likelihood, GaussianPrior(), estimator=estimator, num_data=N, generator=0, **settings
+    )
+
+
+VERBS: dict[str, Callable[[Evidence], Any]] = {
+    "map_loss": lambda e: e.map_loss(X, Y),
+    "estimate": lambda e: e.estimate(X[:4], Y[:4]),
+    "backward": lambda e: e.backward(X[:4], Y[:4]),
+    "collect": lambda e: e.collect(X[:4], Y[:4]),
+    "blocks": lambda e: e.estimate(next(iter(e.blocks((X, Y))))),
+    "bracket": lambda e: e.bracket((X, Y), rows=6),
+    "refresh_anchors": lambda e: e.with_estimator("ntk-6-rows-anchored").refresh_anchors((X, Y)),
+    "describe": lambda e: e.describe(X),
+    "fit": lambda e: fit(
+        e.model, (X, Y), estimator="ntk-4-1", epochs=1, burn_in=1, steps=1, progress=False
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda f: f.argmax(1, keepdim=True), "type torch.int64.*before any argmax"),
+        (lambda f: f > 0, "type torch.bool.*comparison"),
+        (lambda f: f * 1j, "type torch.complex64.*view_as_real"),
+        (lambda f: f.to_sparse(), r"torch.sparse_coo tensor.*to_dense\(\)"),
+        (lambda f: f.tolist(), "returned a list"),
+    ],
+    ids=["integer", "boolean", "complex", "sparse", "list"],
+)
+@pytest.mark.parametrize("verb", VERBS)
+def test_outputs_that_have_no_derivatives(verb: str, change: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        VERBS[verb](build(Returns(change)))
+
+
+class Fused(nn.Module):
+    """Fails in the call after so many."""
+
+    def __init__(self, error: Exception, calls: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+        self.error, self.left = error, [calls]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left[0] -= 1
+        if self.left[0] < 0:
+            raise self.error
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "describe"])
+@pytest.mark.parametrize("when", ["first", "last"])
+def test_exceptions_of_the_model(verb: str, when: str) -> None:
+    """In the first call of a verb, or in its last, when the model is known well."""
+    error = KeyError("x")
+    counting = Fused(error, 10**6)
+    evidence = build(counting)
+    evidence.describe(X)
+    counting.left[0] = 10**6
+    VERBS[verb](evidence)
+    calls = 10**6 - counting.left[0]
+
+    model = Fused(error, 10**6)
+    evidence = build(model)
+    evidence.describe(X)
+    model.left[0] = 0 if when == "first" else calls - 1
+    words = (
+        r"The model, given inputs of shape \(\d, 2\) and type torch.float32, raised KeyError: 'x'"
+    )
+    with pytest.raises(InputError, match=words) as caught:
+        VERBS[verb](evidence)
+    causes, cause = [], caught.value.__cause__
+    while cause is not None:
+        causes.append(cause)
+        cause = cause.__cause__
+    assert error in causes
+    assert all(p.grad is None for p in evidence.hyperparameters().values())
+
+
+@pytest.mark.parametrize("error", [Unlike("own"), StopIteration(), NotImplementedError()], ids=repr)
+def test_exceptions_of_any_type(error: Exception) -> None:
+    with pytest.raises(InputError, match=f"raised {type(error).__name__}") as caught:
+        build(Fused(error, 0)).estimate(X[:4], Y[:4])
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), ConfigurationError("mine")])
+def test_what_passes_as_it_is(error: BaseException) -> None:
+    def change(f: Tensor) -> Tensor:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        build(Returns(change)).estimate(X[:4], Y[:4])
+    assert caught.value is error
+
+
+class Own(Likelihood):
+    """A density without a check of its targets."""
+
+    name = "own"
+    is_classification = True
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return f.log_softmax(1).gather(1, y[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("verb", ["map_loss", "estimate", "backward", "collect"])
+def test_exceptions_of_the_likelihood(verb: str) -> None:
+    evidence = build(Returns(), likelihood=Own(), estimator="ntk-N-1")
+    with pytest.raises(InputError, match=r"log_prob of Own, given outputs .* raised RuntimeError"):
+        getattr(evidence, verb)(X, Y + 5)
+
+
+@pytest.mark.parametrize(
+    "module", [nn.LazyLinear(3), nn.Sequential(nn.Linear(2, 3), nn.LazyBatchNorm1d())]
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_lazy_modules(module: nn.Module) -> None:
+    for call in (build, lambda model: fit(model, (X, Y), estimator="map", progress=False)):
+        with pytest.raises(ConfigurationError, match=r"lazy: .* Run one batch first, model\(x\)"):
+            call(module)
+
+
+@pytest.mark.parametrize("verb", ["map_loss", "estimate", "backward", "collect"])
+@pytest.mark.parametrize("likelihood", [Categorical(), Gaussian()])
+def test_targets_on_another_device(verb: str, likelihood: Likelihood) -> None:
+    y = torch.empty(N, 3, device="meta") if isinstance(likelihood, Gaussian) else Y.to("meta")
+    evidence = build(Returns(), likelihood=likelihood, estimator="ntk-N-1")
+    with pytest.raises(InputError, match="Targets are on meta, outputs on cpu"):
+        getattr(evidence, verb)(X, y)
+    with pytest.raises(InputError, match="Targets are on meta, outputs on cpu"):
+        evidence.blocks((X, y))

@@ -1,0 +1,215 @@
+"""A density of the user's own whose rows would be another's is refused, and before training."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evigrad import Evidence, fit
+from evigrad.errors import ConfigurationError
+from evigrad.likelihoods import Categorical, Gaussian, Likelihood
+from evigrad.priors import GaussianPrior
+
+N, C, MASK = 12, 3, -100
+X = torch.linspace(-1, 1, 2 * N).reshape(N, 2)
+LABELS = torch.arange(N) % C
+MASKED = torch.where(torch.arange(N) > 8, MASK, LABELS)
+NUMBERS = torch.linspace(-1, 1, N * C).reshape(N, C)
+
+
+class Masked(Likelihood):
+    """Classes, where some data do not count."""
+
+    name = "masked"
+    is_classification = True
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        chosen = f.log_softmax(1).gather(1, y.clamp(min=0)[:, None])[:, 0]
+        return torch.where(y == MASK, 0.0, chosen)
+
+    def reference_targets(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        label = torch.zeros(len(f), dtype=torch.long, device=f.device)
+        return label, label + 1
+
+
+class MaskedCategorical(Categorical):
+    """The same by half."""
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return Masked().log_prob(f, y)
+
+    def validate(self, f_shape: Any, y: Tensor) -> None:
+        pass
+
+
+class StudentT(Likelihood):
+    """Its Hessian depends on the targets."""
+
+    name = "student"
+    couples_outputs = False
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return -2.0 * torch.log1p((y - f).square()).sum(1)
+
+
+class InheritedStudentT(Gaussian):
+    """Its root is that of another density."""
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return StudentT().log_prob(f, y)
+
+
+class FisherStudentT(StudentT):
+    """With the curvature that it has on average."""
+
+    def hessian(self, f: Tensor) -> Tensor:
+        return torch.eye(f.shape[1]).expand(len(f), -1, -1) * (2 / 3)
+
+
+class Tempered(Categorical):
+    """Its Hessian is that of another density, whatever the targets."""
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return super().log_prob(f / 2, y)
+
+
+class Smoothed(Categorical):
+    """Its Hessian is that of a softmax, and its score is not."""
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return 0.9 * super().log_prob(f, y) + 0.1 * f.log_softmax(1).mean(1)
+
+
+class Uncoupled(Masked):
+    """Says of its outputs what is not so."""
+
+    couples_outputs = False
+
+
+class Careless(Likelihood):
+    """Takes no targets but integers, and does not say which."""
+
+    name = "careless"
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return f.log_softmax(1).gather(1, y[:, None])[:, 0]
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, C))
+
+
+def build(likelihood: Likelihood, estimator: str, num_data: int = N) -> Evidence:
+    return Evidence(
+        network(),
+        likelihood,
+        GaussianPrior(),
+        estimator=estimator,
+        num_data=num_data,
+        generator=0,
+    )
+
+
+VERBS: dict[str, tuple[str, Callable[[Evidence, Tensor], Any]]] = {
+    "estimate": ("ntk-N-C", lambda e, y: e.estimate(X, y)),
+    "backward": ("kfac-N-C", lambda e, y: e.backward(X, y)),
+    "collect": ("ntk-N-1", lambda e, y: e.collect(X, y)),
+    "blocks": ("ntk-4-1", lambda e, y: e.blocks((X, y))),
+    "anchored": ("ntk-4-rows-anchored", lambda e, y: e.blocks((X, y))),
+    "bracket": ("ntk-4-1", lambda e, y: e.bracket((X, y), rows=6)),
+    "fit": (
+        "ntk-4-1",
+        lambda e, y: fit(
+            e.model, (X, y), likelihood=e.likelihood, estimator="ntk-4-1", progress=False
+        ),
+    ),
+}
+REFUSED: dict[str, tuple[Likelihood, Tensor, str]] = {
+    "mask": (Masked(), MASKED, "at target -100 it is another.*Leave masked data out"),
+    "mask of a subclass": (MaskedCategorical(), MASKED, "at target -100 it is another"),
+    "Student": (StudentT(), NUMBERS, "StudentT.log_prob depends on the targets"),
+    "Student of a subclass": (InheritedStudentT(), NUMBERS, "inherits root"),
+    "tempered": (Tempered(), LABELS, "Tempered inherits root"),
+    "uncoupled": (Uncoupled(), LABELS, "couples_outputs = True"),
+    "careless": (
+        Careless(),
+        LABELS,
+        "Careless, or what is derived at its reference_targets, raised",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_rows_of_another_density_are_refused_before_anything_changes(kind: str) -> None:
+    likelihood, y, words = REFUSED[kind]
+    for verb, (estimator, call) in VERBS.items():
+        evidence = build(likelihood, estimator)
+        before = copy.deepcopy(evidence.state_dict()["generator"])
+        weights = copy.deepcopy(evidence.model.state_dict())
+        with pytest.raises((ConfigurationError, ValueError), match=words):
+            call(evidence, y)
+            pytest.fail(f"{verb}: accepted")
+        assert torch.equal(evidence.generator.get_state(), before), verb
+        after = evidence.model.state_dict()
+        assert all(torch.equal(after[name], w) for name, w in weights.items()), verb
+
+
+def test_without_masked_data_it_is_the_density_that_it_looks_like() -> None:
+    kept = MASKED != MASK
+    found = build(Masked(), "ntk-N-C", 9).estimate(X[kept], MASKED[kept])
+    expected = build(Categorical(), "ntk-N-C", 9).estimate(X[kept], MASKED[kept])
+    assert found.log_evidence == pytest.approx(expected.log_evidence, rel=1e-5)
+    # A subset without a mask passes, the next one does not.
+    evidence = build(MaskedCategorical(), "ntk-4-1")
+    evidence.estimate(X[:4], MASKED[:4])
+    with pytest.raises(ConfigurationError, match="-100"):
+        evidence.estimate(X[6:10], MASKED[6:10])
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "y", "estimator"),
+    [
+        (Masked(), LABELS, "ntk-4-1"),
+        (Masked(), MASKED, "diag-N-1-ef"),
+        (StudentT(), NUMBERS, "diag-N-1-ef"),
+        (FisherStudentT(), NUMBERS, "ntk-4-1"),
+        (Smoothed(), LABELS, "ntk-4-1"),
+    ],
+)
+def test_what_has_rows_of_its_own_is_taken(
+    likelihood: Likelihood, y: Tensor, estimator: str
+) -> None:
+    evidence = build(likelihood, estimator)
+    evidence.backward(next(iter(evidence.blocks((X, y)))))
+
+
+def test_training_without_an_evidence_needs_no_rows() -> None:
+    fit(network(), (X, NUMBERS), likelihood=StudentT(), estimator="map", epochs=1, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "y", "estimator", "words"),
+    [
+        (Smoothed(), LABELS, "diag-N-1-ef", "Smoothed inherits score"),
+        (MaskedCategorical(), MASKED, "diag-N-1-ef", "MaskedCategorical inherits score"),
+        (Masked(), LABELS, "diag-N-1-mc", r"no sample\(f, generator\)"),
+    ],
+)
+def test_scores_are_known_beforehand_too(
+    likelihood: Likelihood, y: Tensor, estimator: str, words: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        build(likelihood, estimator).blocks((X, y))
+    with pytest.raises(ConfigurationError, match=words):
+        build(likelihood, estimator).estimate(X, y)
+
+
+def test_a_hyperprior_that_is_no_number() -> None:
+    prior = GaussianPrior(hyperprior=lambda log_precision: log_precision)
+    with pytest.raises(ConfigurationError, match="0-dimensional"):
+        Evidence(network(), Categorical(), prior, estimator="ntk-4-1", num_data=N)
