@@ -18,6 +18,7 @@ import yaml
 
 from evigrad.cli import main
 from evigrad.cli.commands import COMMANDS
+from evigrad.cli.needs import NEEDS, check_needs
 from evigrad.cli.parser import argument_descriptions, check_null, with_hyphens
 from evigrad.cli.setup import SETUP_TYPES, set_up
 from evigrad.cli.train import FIT_TYPES
@@ -133,10 +134,11 @@ def test_a_number_of_bytes_in_a_file(capsys, tmp_path):
 
 
 def test_map_alone(capsys, tmp_path):
-    run("train", *QUICK, "--estimator", "map", "--run-dir", tmp_path / "run")
+    plain = "--data digits --subset 60 --model mlp --epochs 4 --no-progress --device cpu".split()
+    run("train", *plain, "--estimator", "map", "--run-dir", tmp_path / "run")
     assert ", learned" not in capsys.readouterr().out
     assert [p.name for p in (tmp_path / "run" / "figures").iterdir()] == ["learning_curves.png"]
-    run("train", *QUICK, "--estimator", "map", "--compare-map", code=2)
+    run("train", *plain, "--estimator", "map", "--compare-map", code=2)
 
 
 def test_the_default_folder_is_named_for_the_run(tmp_path, monkeypatch):
@@ -290,6 +292,71 @@ def test_null_is_no_value_of_an_option_with_a_default(command):
             with pytest.raises(ConfigurationError, match=f"^{name} is null"):
                 check_null(parser, options)
         options[name] = default
+
+
+# What would be ignored, what it is of use with, and the same with that.
+IDLE = [
+    ("train --initial-range 0.2", "--invariance", "--invariance rotation"),
+    ("train --no-learn-invariance", "--invariance", "--invariance rotation"),
+    ("doctor --samples 3", "--invariance or --flip", "--flip"),
+    ("bounds --average probabilities", "--invariance or --flip", "--invariance shear"),
+    ("train --hyper-every 1", "--invariance that is learned", "--invariance rotation"),
+    ("pareto --hyper-steps 3 --flip", "--invariance that is learned", "--invariance rotation"),
+    ("train --hyper-lr 0.1", "--invariance that is learned", "--invariance rotation"),
+    *[
+        (f"train --estimator map --{option}", "estimator", "--estimator kfac-N-C")
+        for option in (
+            *("burn-in 3", "every 2", "steps=7", "prior-blocks 2", "prior-update fixed_point"),
+            *("prior-lr 0.3", "prior-lr-min 0", "root fisher", "gram-dtype float64"),
+            *("hyper-lr 0.1 --invariance shear", "hyper-every 1 --invariance shear"),
+        )
+    ],
+    ("train --invariance shear --augerino-weight 0.1", "augerino", "--estimator augerino"),
+    ("train --step-budget 2", "auto", "--estimator auto"),
+    ("train --momentum 0.5", "sgd", "--optimizer sgd"),
+    ("train --prior-rate 0.3", "fixed_point", "--prior-update fixed_point"),
+    ("pareto --prior-rate-min 0.1", "fixed_point", "--prior-update fixed_point"),
+    ("train --prior-update fixed_point --prior-lr 0.3", "noise", "--likelihood gaussian"),
+    ("train --sharing reduce", "kfac", "--estimator kfac-N-C"),
+    ("pareto --estimators ntk-9-1 ntk-8-1 --sharing reduce", "kfac", "--estimators kfac-N-C"),
+    ("bounds --parameter-partition module", "blockdiag", "--estimator blockdiag-N-C"),
+    ("train --rows-dtype bfloat16 --estimator kfac-N-C", "ntk", "--estimator ntk-N-C"),
+    ("train --estimator full-N-C --rows-device cpu", "ntk", "--estimator auto"),
+    ("train --anchor-share 0.5", "anchored", "--estimator ntk-400-rows-anchored"),
+    ("doctor --anchor-likelihood 5", "anchored", "--estimator ntk-400-rows-anchored"),
+    ("train --bracket-rows 9", "--bracket-every", "--bracket-every 5"),
+    ("reproduce fig4 --list --seeds 1", "without --list", "--no-list"),
+    ("reproduce fig4 --list --page x.md", "without --list", "--no-list"),
+    ("reproduce fig4 --dry-run --page x.md", "without --dry-run", "--no-dry-run"),
+    ("reproduce --page x.md --preset tiny", "the NAME of an experiment", "fig4"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words", "more"), IDLE, ids=[case[0] for case in IDLE])
+def test_what_would_be_ignored_is_refused(capsys, tmp_path, monkeypatch, arguments, words, more):
+    monkeypatch.chdir(tmp_path)
+    name, *typed = arguments.split()
+    error = error_of(capsys, name, *typed)
+    assert "would be ignored: it is of use only with" in error and words in error
+    assert list(tmp_path.iterdir()) == []
+    parser = COMMANDS[name].make_parser()
+    typed += more.split()
+    check_needs(parser, parser.parse_args(typed), typed)
+
+
+def test_every_option_that_needs_others_is_one_of_a_command():
+    there = {n for c in COMMANDS.values() for n in c.make_parser().get_defaults().keys()}
+    assert {name for names, _, _ in NEEDS for name in names} <= there
+
+
+def test_a_file_may_say_more_than_a_run_has_use_for(capsys, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("burn_in: 3\nmomentum: 0.5\nestimator: map\nmodel: digitnet\n")
+    run("train", "--config", file, code=2)
+    note, error = capsys.readouterr().err.splitlines()
+    assert note.startswith("Of the configuration file, burn_in is of use only with an --estimator")
+    assert "; momentum is of use only with --optimizer sgd." in note and "digitsnet" in error
+    assert "--momentum would" in error_of(capsys, "train", "--config", file, "--momentum=0.6")
 
 
 def test_files_of_nulls_and_of_other_encodings(capsys, tmp_path):

@@ -6,6 +6,7 @@ from types import ModuleType
 
 from evigrad.allocator import kept_memory
 from evigrad.cli import bounds, doctor, pareto, report, reproduce, train
+from evigrad.cli.needs import check_needs
 from evigrad.cli.parser import CommandLineError, Parser, check_null, explain, with_hyphens
 from evigrad.cli.resume import resumed_configuration
 from evigrad.errors import ConfigurationError, nearest
@@ -73,6 +74,8 @@ def run(arguments: Sequence[str]) -> int:
             # Again, as if the run's own options had been given first.
             options = parser.parse_args(["--config", str(file), *arguments[1:]])
         check_null(parser, options)
+        if not file:
+            check_needs(parser, options, arguments[1:])
     except CommandLineError as error:
         mistake = explain(str(error), parser, f"{_PROGRAM} {name}")
         raise mistake from error

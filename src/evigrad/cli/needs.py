@@ -1,0 +1,138 @@
+"""Options that are of use only beside others, and the refusal of those that would be ignored."""
+
+import re
+from collections.abc import Callable, Iterable
+
+from jsonargparse import ArgumentParser, Namespace
+
+from evigrad.cli.messages import show
+from evigrad.errors import ConfigurationError
+
+
+def check_needs(parser: ArgumentParser, options: Namespace, typed: Iterable[str]) -> None:
+    """Refuse options that were typed and would be ignored, and name those of a file.
+
+    A file may serve several runs, of which one has no use for all that it says.
+
+    Args:
+        parser: Of the options.
+        options: As read.
+        typed: The arguments as they were typed.
+
+    Raises:
+        ConfigurationError: If one was typed; the text says what it is of use with.
+    """
+    given = {
+        word[2:].partition("=")[0].removeprefix("no-").replace("-", "_")
+        for word in typed
+        if word.startswith("--")
+    }
+    defaults = parser.get_defaults()
+    idle: list[str] = []
+    for names, needed, is_met in NEEDS:
+        for name in names:
+            if name not in options or options[name] == defaults[name] or is_met(options):
+                continue
+            flag = f"--{name.replace('_', '-')}"
+            if name in given:
+                raise ConfigurationError(
+                    f"{flag} would be ignored: it is of use only {needed}. Change that, or leave"
+                    f" {flag} away."
+                )
+            idle.append(f"{name} is of use only {needed}")
+    if idle:
+        show("note", f"Of the configuration file, {'; '.join(dict.fromkeys(idle))}.")
+
+
+def _uses(part: str) -> Callable[[Namespace], bool]:
+    """Whether a training's estimator has a word in its name; auto may become any of them."""
+
+    def uses(options: Namespace) -> bool:
+        names = options.get("estimators") or [options.estimator or "map"]
+        return any(name == "auto" or part in name.split("-") for name in names)
+
+    return uses
+
+
+def _transforms(options: Namespace) -> bool:
+    return bool(options.invariance)
+
+
+def _averages(options: Namespace) -> bool:
+    return bool(options.invariance or options.flip)
+
+
+def _evidence(options: Namespace) -> bool:
+    """Whether a training takes steps on an estimate of the evidence."""
+    return options.get("estimator", "ntk") not in (None, "map", "augerino")
+
+
+def _ranges(options: Namespace) -> bool:
+    return bool(options.invariance and options.learn_invariance)
+
+
+def _adam(options: Namespace) -> bool:
+    """Whether the prior, or a noise, is learned by Adam; tables alone have a noise."""
+    by_name = options.likelihood is None and re.search("[/.]", options.data)
+    return options.prior_update == "adam" or options.likelihood == "gaussian" or bool(by_name)
+
+
+_Need = tuple[tuple[str, ...], str, Callable[[Namespace], bool]]
+# Options, what they are of use with, and whether that is there. The first that fails is told.
+NEEDS: tuple[_Need, ...] = (
+    (("initial_range", "learn_invariance"), "with --invariance", _transforms),
+    (("samples", "average"), "with --invariance or --flip", _averages),
+    (
+        (
+            *("burn_in", "every", "steps", "prior_blocks", "hyper_every", "hyper_steps"),
+            *("prior_update", "prior_lr", "prior_lr_min", "prior_rate", "prior_rate_min"),
+            *("root", "gram_dtype"),
+        ),
+        "with an --estimator of the evidence, as ntk-100-1",
+        _evidence,
+    ),
+    (
+        ("hyper_lr", "hyper_lr_min"),
+        "with an --estimator that learns, as ntk-100-1 or augerino",
+        lambda options: _evidence(options) or options.estimator == "augerino",
+    ),
+    (
+        ("hyper_every", "hyper_steps", "hyper_lr", "hyper_lr_min"),
+        "with an --invariance that is learned",
+        _ranges,
+    ),
+    (
+        ("prior_rate", "prior_rate_min"),
+        "with --prior-update fixed_point",
+        lambda options: options.prior_update == "fixed_point",
+    ),
+    (
+        ("prior_lr", "prior_lr_min"),
+        "with --prior-update adam, or a noise to learn (--likelihood gaussian)",
+        _adam,
+    ),
+    (("augerino_weight",), "with --estimator augerino", lambda o: o.get("estimator") == "augerino"),
+    (("step_budget",), "with --estimator auto", lambda o: o.estimator == "auto"),
+    (("momentum",), "with --optimizer sgd", lambda o: o.optimizer == "sgd"),
+    (("sharing",), "with a kfac estimator", _uses("kfac")),
+    (("parameter_partition",), "with a blockdiag estimator", _uses("blockdiag")),
+    (("rows_dtype", "rows_device"), "with an ntk estimator", _uses("ntk")),
+    (
+        ("anchor_share", "anchor_choice", "anchor_refresh", "anchor_likelihood"),
+        "with an anchored estimator, as ntk-400-rows-anchored",
+        _uses("anchored"),
+    ),
+    (("bracket_rows",), "with --bracket-every", lambda options: options.bracket_every > 0),
+    # Of evigrad reproduce.
+    (
+        ("preset", "seeds", "dry_run", "page"),
+        "without --list",
+        lambda options: not options.get("list"),
+    ),
+    (("page",), "without --dry-run", lambda options: not options.get("dry_run")),
+    (
+        ("preset", "seeds", "dry_run"),
+        "with the NAME of an experiment",
+        lambda options: options.get("name", "") is not None,
+    ),
+)
