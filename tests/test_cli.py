@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import warnings
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ from evigrad.cli import main
 from evigrad.cli.commands import COMMANDS
 from evigrad.cli.needs import NEEDS, check_needs
 from evigrad.cli.parser import argument_descriptions, check_null, with_hyphens
-from evigrad.cli.setup import SETUP_TYPES, set_up
+from evigrad.cli.setup import SETUP_TYPES, Setup, set_up
 from evigrad.cli.train import FIT_TYPES
+from evigrad.data import DataSet
 from evigrad.errors import ConfigurationError, EvigradWarning, nearest
 from evigrad.training import fit, read_metrics
 
@@ -107,7 +109,7 @@ def test_options_after_a_file_replace_what_it_says(capsys, tmp_path):
     options = yaml.safe_load(capsys.readouterr().out)
     assert (options["epochs"], options["lr"], options["lr_min"]) == (7, 0.5, 0.1)
     assert options["compare_map"] is True
-    assert options["estimator"] == "ntk-100-1"
+    assert options["estimator"] == "ntk-400-rows-anchored"
     run("train", "--config", file, "--no-compare-map", "--print-config")
     assert yaml.safe_load(capsys.readouterr().out)["compare_map"] is False
 
@@ -201,7 +203,7 @@ def test_help_is_complete_and_narrow(capsys, command):
         assert noise not in output
     if command and command[0] == "train":
         assert "--batch-size N" in output
-        assert "(default: ntk-100-1)" in output
+        assert "(default: ntk-400-rows-anchored)" in output
         assert "nats" not in output or "per datum" in output
 
 
@@ -244,8 +246,8 @@ def test_the_version(capsys):
         ("train --evaluate-with nkt-100-1", "Did you mean 'ntk-100-1'?"),
         ("train --likelihood categoricl", "Did you mean 'categorical'?"),
         ("train --likelihood gaussian", "likelihood=gaussian: only tables"),
-        ("train --subset 50", "num_data is 50"),
-        ("train --epochs 3", "burn_in is 10"),
+        ("train --subset 50 --estimator ntk-100-1", "num_data is 50"),
+        ("train --epochs 3 --burn-in 10", "burn_in is 10"),
         ("train --model mininet", "at least 28x28"),
         ("train --device gpu", "'gpu' cannot be used here"),
         ("train --threads 0", "threads must be at least 1"),
@@ -262,6 +264,24 @@ def test_mistakes_are_one_clean_line(capsys, tmp_path, monkeypatch, arguments, w
     monkeypatch.delenv("EVIGRAD_DATA", raising=False)
     assert words in error_of(capsys, *arguments.split())
     assert list(tmp_path.iterdir()) == []  # and nothing was written
+
+
+def test_map_beside_a_regression_learns_its_noise(capsys, tmp_path, monkeypatch):
+    x = torch.linspace(-1, 1, 24)[:, None]
+    pair = (x, x.sin() + 0.1 * (9 * x).cos())
+    units = (torch.zeros(1), torch.ones(1))
+    data = DataSet("waves", pair, pair, 1, (1,), "gaussian", (), *units, *units)
+    setup = Setup(data, torch.device("cpu"), "mlp", 0)
+    monkeypatch.setattr("evigrad.cli.train.set_up", wraps(set_up)(lambda **_: setup))
+    folder = tmp_path / "run"
+    run("train", "--epochs", 5, "--compare-map", "--no-figures", "--run-dir", folder)
+    output = " ".join(capsys.readouterr().out.split())
+    assert "MAP, learned noise" in output
+    assert "and its noise unless it is said to be learned" in output
+    results = json.loads((folder / "results.json").read_text())
+    noise = [results[name]["hyperparameters"]["noise"] for name in results]
+    assert list(results) == ["MAP, learned noise", "ntk-400-rows-anchored"]
+    assert 1.0 not in noise
 
 
 def test_mistakes_in_a_file(capsys, tmp_path):
@@ -361,9 +381,11 @@ def test_a_file_may_say_more_than_a_run_has_use_for(capsys, tmp_path):
 
 def test_files_of_nulls_and_of_other_encodings(capsys, tmp_path):
     file = tmp_path / "c.yaml"
-    file.write_text("epochs: null\nhyper_every: null\n")
+    file.write_text("batch_size: null\nhyper_every: null\n")
     words = error_of(capsys, "train", "--config", file)
-    assert "epochs is null, which is no value of it: leave it away for its default, 100." in words
+    assert (
+        "batch_size is null, which is no value of it: leave it away for its default, 100." in words
+    )
     file.write_bytes("epochs: 4 # caf\xe9\n".encode("latin-1"))
     assert "is no text in UTF-8" in error_of(capsys, "train", "--config", file)
     assert "cannot be read" in error_of(capsys, "reproduce", file)

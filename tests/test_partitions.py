@@ -315,7 +315,6 @@ def test_grouped_needs_labels():
     ("name", "error", "words"),
     [
         ("ntk-8-1", InputError, "blocks of 8 data, but there are only 7"),
-        ("ntk-22-rows", InputError, "blocks of 22 rows, but there are only 21"),
         ("ntk-3-4", ConfigurationError, "blocks of 4 outputs, but the model has only 3"),
     ],
 )

@@ -50,7 +50,8 @@ class Partition:
             integer OUTPUTS that is C; such blocks have `columns` ``None``.
 
     Raises:
-        InputError: If there are no data or no outputs, or SUBSET is larger than what there is.
+        InputError: If there are no data or no outputs, or SUBSET counts data and is larger than N.
+            A SUBSET that counts rows takes all rows where there are fewer: the estimate is exact.
         ConfigurationError: If OUTPUTS is larger than C.
     """
 
@@ -59,10 +60,10 @@ class Partition:
             raise InputError(
                 f"An estimate needs data and outputs, not {num_data} data, {num_outputs} outputs."
             )
-        total, unit = (num_data * num_outputs, "rows") if spec.rows else (num_data, "data")
-        if spec.subset is not None and spec.subset > total:
+        total = num_data * num_outputs if spec.rows else num_data
+        if spec.subset is not None and spec.subset > total and not spec.rows:
             raise InputError(
-                f"'{spec}' asks for blocks of {spec.subset} {unit}, but there are only {total}; "
+                f"'{spec}' asks for blocks of {spec.subset} data, but there are only {total}; "
                 "lower SUBSET, or use N for all the data."
             )
         if spec.curvature == "ggn" and (spec.outputs or 1) > num_outputs:
@@ -73,7 +74,7 @@ class Partition:
         self.spec = spec
         self.num_data = num_data
         self.num_outputs = num_outputs
-        self._size = total if spec.subset is None else spec.subset
+        self._size = min(spec.subset or total, total)  # more rows than there are is all of them
         self._data_groups = -(-total // self._size)  # for `rows`: groups of rows
         # ef and mc have their own rows for each datum, not the outputs': nothing is split.
         draws_outputs = spec.curvature == "ggn" and (spec.outputs or num_outputs) < num_outputs

@@ -9,11 +9,11 @@ from evigrad import Evidence
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
-from evigrad.training import Settings
 from evigrad.training.data import RunData
 from evigrad.training.loop import Loop, training_mode
 from evigrad.training.optimizers import make_hyper_optimizer, make_weight_optimizer
 from evigrad.training.schedules import cosine
+from evigrad.training.settings import PlannedSettings
 
 _DEFAULTS: dict[str, Any] = {
     "likelihood": "categorical",
@@ -58,8 +58,8 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def make_settings(**changes) -> Settings:
-    return settings_of(**{**_DEFAULTS, **changes})
+def make_settings(**changes) -> PlannedSettings:
+    return settings_of(**{**_DEFAULTS, **changes}).for_data(60)
 
 
 def make_loop(net, data, likelihood=None, prior=None, **changes) -> Loop:
@@ -207,10 +207,10 @@ def test_batches_cover_the_data_once_and_are_about_as_large(blobs, make_net, mon
     seen = []
     map_loss = loop.evidence.map_loss
 
-    def record(x, y, indices):
+    def record(x, y, **given):
         seen.append(x)
-        assert torch.equal(x, blobs[0][0][indices])
-        return map_loss(x, y, indices=indices)
+        assert torch.equal(x, blobs[0][0][given["indices"]])
+        return map_loss(x, y, **given)
 
     monkeypatch.setattr(loop.evidence, "map_loss", record)
     loop.train_epoch(1)
@@ -286,6 +286,6 @@ def test_settings_out_of_range(changes, words):
 
 
 def test_map_training_does_not_look_at_the_settings_of_hyperparameters():
-    for name in (None, "map", "augerino"):
+    for name in (None, "map", "map-noise", "augerino"):
         assert make_settings(estimator=name, burn_in=11).burn_in == 11
     assert make_settings(estimator="map").estimator is None

@@ -119,7 +119,7 @@ class AnchoredStream(Stream):
             draws = list(self._each(made))
         else:
             draws = [self._draw(made) for _ in range(n if made.num_blocks else 0)]
-        return Drawn(self._source, made, draws, self._likelihood_data(max(1, len(draws))))
+        return Drawn(self._source, made, draws, self._likelihood_data(made, max(1, len(draws))))
 
     def _partition(self, prepared: Prepared) -> AnchoredBlocks:
         return AnchoredBlocks.draw(
@@ -154,12 +154,14 @@ class AnchoredStream(Stream):
         return float(values[group]) / float(made.counts[group])
 
     def _alone(self, made: AnchoredBlocks, draws: list[Draw]) -> Block:
-        return Drawn(self._source, made, draws, self._likelihood_data(1)).block(0, 1)
+        return Drawn(self._source, made, draws, self._likelihood_data(made, 1)).block(0, 1)
 
-    def _likelihood_data(self, count: int) -> Int[Tensor, "d u"]:
+    def _likelihood_data(self, made: AnchoredBlocks, count: int) -> Int[Tensor, "d u"]:
         """The data of the log likelihood of so many draws; together they are spread over all."""
         num_data = len(self._source)
         each = self._anchoring.num_likelihood(self._num_rows, num_data)
+        if made.num_blocks <= 1 and self._anchoring.likelihood_data is None:
+            each = num_data  # a block that holds every row passes over all the data in any case
         total = min(count * each, num_data)
         chosen = choose_distinct(num_data, total, self._generator)
         if count > 1:

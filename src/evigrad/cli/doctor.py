@@ -26,12 +26,12 @@ from evigrad.training import (
     ANCHOR_OPTIONS,
     AUTO,
     ESTIMATOR_OPTIONS,
-    LEARNED_PRECISION,
     estimator_options,
     fit,
     is_automatic,
 )
 from evigrad.training.automatic import largest_subset, with_subset
+from evigrad.training.settings import BASELINES, learned_precision
 
 SUMMARY = "Show what an estimator does with each parameter of a network, and its cost"
 
@@ -102,7 +102,7 @@ def run(parser: Parser, options: Namespace) -> int:
     Raises:
         ConfigurationError: If a setting does not exist or does not fit.
     """
-    if options.estimator in (None, "map", "augerino", AUTO):
+    if options.estimator in (None, AUTO, *BASELINES):
         raise ConfigurationError("The doctor examines an estimator: name one, as ntk-100-1.")
     if options.batch_size < 1:
         raise ConfigurationError(f"batch_size must be at least 1, not {options.batch_size}.")
@@ -110,10 +110,11 @@ def run(parser: Parser, options: Namespace) -> int:
     data = setup.data.train
 
     def evidence_of(estimator: str) -> Evidence:
+        likelihood = make_likelihood(options.likelihood or setup.data.likelihood)
         return Evidence(
             setup.make_model(),
-            make_likelihood(options.likelihood or setup.data.likelihood),
-            GaussianPrior(options.prior, options.precision or LEARNED_PRECISION),
+            likelihood,
+            GaussianPrior(options.prior, options.precision or learned_precision(likelihood)),
             estimator=estimator,
             num_data=len(data[0]),
             hyperparameters=setup.hyperparameters,

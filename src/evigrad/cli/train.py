@@ -39,6 +39,7 @@ from evigrad.training import (
     evaluate_evidence,
     fit,
     is_automatic,
+    learns_noise,
     prepare,
     tight_estimator,
 )
@@ -67,15 +68,15 @@ FIT_TYPES: dict[str, Any] = {
     "likelihood": str | None,
     "prior": Literal["scalar", "layerwise", "diagonal"],
     "precision": float | None,
-    "epochs": int,
+    "epochs": int | None,
     "batch_size": int,
     "optimizer": Literal["adam", "sgd"],
-    "lr": float,
+    "lr": float | None,
     "lr_min": float,
     "momentum": float,
     "scalar_lr_factor": float,
-    "burn_in": int,
-    "every": int,
+    "burn_in": int | None,
+    "every": int | None,
     "steps": int,
     "hyper_every": int | None,
     "hyper_steps": int | None,
@@ -115,8 +116,8 @@ FIT_WORDS = {
     " in a block, or C for all. ntk-400-rows-anchored takes 400 rows, most of them anchors."
     " auto measures estimators at the first hyperparameter step and takes the tightest bound that"
     " keeps to step_budget."
-    " Baselines: map learns no hyperparameters (plain MAP training), augerino the ranges of an"
-    " invariance on the training loss.",
+    " Baselines: map learns no hyperparameters (plain MAP training), map-noise the noise of a"
+    " gaussian on the training loss, augerino the ranges of an invariance on it.",
     "likelihood": "Of the targets: categorical, gaussian or bernoulli. Default: what the data set"
     " is for.",
 }
@@ -243,7 +244,7 @@ def report(
         setup: Data and network.
         directory: Where the results go.
         compare_map: Whether to train by MAP first, with the same settings and no hyperparameter
-            steps, and to show both.
+            steps, and to show both. The noise of a gaussian is learned there by the training loss.
         evaluate_with: Estimator of the log evidence in the final table, the same for all rows.
             auto takes the tightest one that is a matter of seconds.
         run_dir: Folder of the run. One that holds something is not overwritten: NAME-2, NAME-3,
@@ -295,9 +296,10 @@ def _prepare(setup: Setup, options: Namespace) -> list[Run]:
     settings = Settings(**{name: value for name, value in given.items() if name in known})
     wanted = [settings]
     if options.compare_map:
-        if settings.estimator is None:
+        if settings.estimator in (None, "map-noise"):
             raise ConfigurationError("compare_map needs an estimator to compare MAP with.")
-        wanted.insert(0, replace(settings, estimator=None))
+        fair = "map-noise" if learns_noise(settings.likelihood) else None
+        wanted.insert(0, replace(settings, estimator=fair))
     data = setup.data
     return [
         prepare(setup.make_model(), data.train, each, test=data.test, network=setup.network)
@@ -358,10 +360,9 @@ def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue], data
         title="Trained on the training data alone",
         caption=(
             f"Log evidence and test log likelihood in nats per datum, higher is better. {judged}"
-            " Seconds are those of training, without evaluation. MAP keeps its prior and its"
-            " noise; a named estimator learned them."
-            + (_UNITS if any(ranges.values()) else "")
-            + units
+            " Seconds are those of training, without evaluation. MAP keeps its prior, and its noise"
+            " unless it is said to be learned: by the training loss. A named estimator learned"
+            " both." + (_UNITS if any(ranges.values()) else "") + units
         ),
         caption_justify="left",
     )
@@ -395,17 +396,17 @@ def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue], data
 
 def _gain(results: dict[str, FitResult]) -> str:
     """What learning won or lost on the test data beside MAP, in a sentence; empty without MAP."""
-    if "MAP" not in results or len(results) < 2:
+    if len(results) < 2:
         return ""
-    base, (name, learned) = results["MAP"], list(results.items())[-1]
+    (name, base), (learner, learned) = results.items()
     gain = learned.test_metrics["log_likelihood"] - base.test_metrics["log_likelihood"]
     if not math.isfinite(gain):
         return ""
     change = 100 * math.expm1(gain)
     return (
-        f"Learning by {name} {'raised' if gain >= 0 else 'lowered'} the test log likelihood by"
+        f"Learning by {learner} {'raised' if gain >= 0 else 'lowered'} the test log likelihood by"
         f" {abs(gain):.3f} nats per datum: a test target is {abs(change):.0f} %"
-        f" {'more' if gain >= 0 else 'less'} probable (geometric mean) than under MAP, for"
+        f" {'more' if gain >= 0 else 'less'} probable (geometric mean) than under {name}, for"
         f" {learned.seconds / base.seconds:.1f} times its training time."
     )
 

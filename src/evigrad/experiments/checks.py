@@ -11,10 +11,10 @@ from evigrad.estimators import EstimatorSpec
 from evigrad.experiments.cost import network_of, shape_of
 from evigrad.experiments.curves import PRECISION
 from evigrad.experiments.jobs import Job
-from evigrad.experiments.plan import BASELINES
 from evigrad.experiments.work import Place
 from evigrad.partitions import Partition
 from evigrad.training import AUTO
+from evigrad.training.settings import BASELINES
 
 
 class Checks:

@@ -19,10 +19,10 @@ from evigrad.cli.setup import default_model, sizes_of
 from evigrad.errors import EvigradError
 from evigrad.estimators import EstimatorSpec
 from evigrad.experiments.jobs import Job
-from evigrad.experiments.plan import BASELINES
 from evigrad.models import make_model
 from evigrad.training import AUTO
 from evigrad.training.schedules import count_rounds, is_evaluated
+from evigrad.training.settings import BASELINES, plan_epochs
 
 # Passes forward and backward, over one forward.
 _BOTH_WAYS = 3
@@ -177,11 +177,13 @@ def work_of(job: Job) -> Work | None:
 
 
 def _training(config: Mapping[str, Any], shape: Shape, network: Network, num_data: int) -> Work:
-    steps = config["epochs"] * ceil(num_data / config["batch_size"])
+    named = (config[name] for name in ("batch_size", "epochs", "burn_in", "every"))
+    epochs, burn_in, often = plan_epochs(num_data, *named)
+    steps = epochs * ceil(num_data / config["batch_size"])
     work = _step(config, network, num_data) * steps
     tests = config["test_subset"] or shape.test
-    epochs = range(1, config["epochs"] + 1)
-    evaluations = sum(is_evaluated(n, config["epochs"], config["eval_every"]) for n in epochs)
+    every_epoch = range(1, epochs + 1)
+    evaluations = sum(is_evaluated(n, epochs, config["eval_every"]) for n in every_epoch)
     work.passes += evaluations * (num_data + tests) * network.flops
     work.values += evaluations * (num_data + tests) * network.values
     if config["estimator"] is None or config["estimator"] in BASELINES:
@@ -189,13 +191,13 @@ def _training(config: Mapping[str, Any], shape: Shape, network: Network, num_dat
     spec = EstimatorSpec.parse(config["estimator"])
     one = _estimate(spec, network, num_data, shape.outputs) * _WITH_GRADIENT
     for every, count, learned in (
-        (config["every"], config["steps"], True),
-        (config["hyper_every"] or config["every"], config["hyper_steps"] or config["steps"],
+        (often, config["steps"], True),
+        (config["hyper_every"] or often, config["hyper_steps"] or config["steps"],
          config["invariance"] is not None and config["learn_invariance"]),
     ):  # fmt: skip
         if not learned:
             continue
-        rounds = count_rounds(config["epochs"], config["burn_in"], every)
+        rounds = count_rounds(epochs, burn_in, every)
         part = one * (rounds * count)
         if spec.subset is None and spec.outputs is None and config["invariance"] is None:
             part = _passed_once(part, one * rounds)  # all steps of a round share the passes

@@ -9,8 +9,7 @@ import numpy as np
 from evigrad.errors import ConfigurationError
 from evigrad.experiments.configuration import resolved
 from evigrad.experiments.jobs import Job
-
-BASELINES = ("map", "augerino")
+from evigrad.training.settings import BASELINES
 
 
 def training(*options: Mapping[str, Any], seed: int) -> Job:

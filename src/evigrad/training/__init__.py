@@ -13,12 +13,12 @@ from evigrad.training.estimator_options import (
     estimator_options,
     is_automatic,
 )
-from evigrad.training.fit import fit, prepare
+from evigrad.training.fit import fit, learns_noise, prepare
 from evigrad.training.load import LoadedRun, load
 from evigrad.training.metrics import evaluate, read_metrics
 from evigrad.training.run import FitResult, Run
 from evigrad.training.run_directory import RunDirectory
-from evigrad.training.settings import LEARNED_PRECISION, Settings
+from evigrad.training.settings import Settings
 from evigrad.training.tune import TuneResult, tune
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "AUTO",
     "CHOICE_FILE",
     "ESTIMATOR_OPTIONS",
-    "LEARNED_PRECISION",
     "Choice",
     "EvidenceValue",
     "FitResult",
@@ -42,6 +41,7 @@ __all__ = [
     "evaluate_evidence",
     "fit",
     "is_automatic",
+    "learns_noise",
     "load",
     "prepare",
     "read_metrics",

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from evigrad.training.settings import Settings
 # Of what is free, the part that micro_batch="auto" leaves to what an estimator keeps: its passes
 # take as many data at once as the rest holds.
 KEPT_SHARE = 0.5
+
+Some = TypeVar("Some", bound=Settings)
 
 
 def with_subset(name: str, subset: int) -> str:
@@ -99,7 +102,7 @@ def largest_subset(
     return with_subset(estimator, least)
 
 
-def with_largest_subset(settings: Settings, evidence: Evidence, x: Tensor, y: Tensor) -> Settings:
+def with_largest_subset(settings: Some, evidence: Evidence, x: Tensor, y: Tensor) -> Some:
     """The settings with a number in the place of ``auto``.
 
     Args:
@@ -140,7 +143,7 @@ def recorded_estimator(settings: Settings, run_dir: str | Path | RunDirectory | 
     return _chosen(settings, found)
 
 
-def _chosen(settings: Settings, estimator: str) -> Settings:
+def _chosen(settings: Some, estimator: str) -> Some:
     """Settings with an estimator in the place of an automatic one."""
     # A budget for the subset alone is used up.
     budget = settings.memory_budget if settings.micro_batch == "auto" else None

@@ -42,20 +42,20 @@ def fit(
     train: Any,
     *,
     likelihood: str | Likelihood = "categorical",
-    estimator: str | None = "ntk-100-1",
+    estimator: str | None = "ntk-400-rows-anchored",
     step_budget: float = 5.0,
     prior: str | GaussianPrior = "layerwise",
     precision: float | None = None,
     hyperparameters: Sequence[str] = (),
-    epochs: int = 100,
-    batch_size: int = 250,
+    epochs: int | None = None,
+    batch_size: int = 100,
     optimizer: str | OptimizerFactory = "adam",
-    lr: float = 1e-3,
+    lr: float | None = None,
     lr_min: float = 1e-6,
     momentum: float = 0.9,
     scalar_lr_factor: float = 0.1,
-    burn_in: int = 10,
-    every: int = 5,
+    burn_in: int | None = None,
+    every: int | None = None,
     steps: int = 10,
     hyper_every: int | None = None,
     hyper_steps: int | None = None,
@@ -116,30 +116,35 @@ def fit(
             NumPy or Python are seeded by ``seed``.
         likelihood: Of the targets: categorical, gaussian or bernoulli.
         estimator: Name of the evidence estimator, STRUCTURE-SUBSET-OUTPUTS, as ntk-100-1 or
-            kfac-N-C; auto in the place of SUBSET takes as many data as the memory holds, as
-            kfac-auto-1. auto measures estimators at the first hyperparameter step and takes the
-            tightest bound that keeps to step_budget. None or map trains by MAP only, the same
-            without hyperparameter steps; augerino learns the ranges of a transform on the training
-            loss, with a reward for wide ones, a baseline.
+            kfac-N-C; ntk-400-rows-anchored is exact where there are 400 rows or fewer. auto in the
+            place of SUBSET takes as many data as the memory holds, as kfac-auto-1. auto measures
+            estimators at the first hyperparameter step and takes the tightest bound that keeps to
+            step_budget. Baselines: None or map trains by MAP only, the same without hyperparameter
+            steps; map-noise too, but the noise of a gaussian is learned on the training loss;
+            augerino learns the ranges of a transform on the training loss, with a reward for wide
+            ones.
         step_budget: Time of a hyperparameter step that estimator auto may take, as a multiple of a
             step of the weights.
         prior: What has its own prior precision (weight decay): scalar (one for all weights),
             layerwise (one for each parameter tensor) or diagonal (one for each weight).
         precision: Prior precision at the start. Weight decay in the usual sense is precision / N.
-            Default: 0.1 where it is learned, and 5e-4 N, the usual weight decay, where it is kept.
+            Default: where it is learned 0.1, of regression 1; where it is kept 5e-4 N, the usual
+            weight decay.
         hyperparameters: Names, or prefixes of names, of parameters of the model that the evidence
             learns instead of the MAP. Without an estimator they keep their values.
-        epochs: Passes over the training data.
+        epochs: Passes over the training data. Default: as many as are 2000 steps of the weights,
+            but 100 at least.
         batch_size: Data in a step of the weights, at most; all batches are about as large.
         optimizer: Optimiser of the weights: adam or sgd. (In Python also a function that makes
             one from the named weights.)
-        lr: Learning rate of the weights at the start.
+        lr: Learning rate of the weights at the start. Default: 0.003, of regression 0.01.
         lr_min: Learning rate of the weights at the end; a cosine leads there, epoch by epoch.
         momentum: Momentum of sgd.
         scalar_lr_factor: Learning rate of Fixup's scalar biases and multipliers, over that of the
             other weights. (In Python an optimiser of your own has its own rates.)
-        burn_in: Epochs before the first steps on the hyperparameters.
-        every: Epochs from one round of hyperparameter steps to the next.
+        burn_in: Epochs before the first steps on the hyperparameters. Default: half of all.
+        every: Epochs from one round of hyperparameter steps to the next. Default: as many as make
+            20 rounds.
         steps: Hyperparameter steps in a round, each on a block of its own.
         hyper_every: Epochs from one round of steps on the model's own hyperparameters, as the
             ranges of an invariance, to the next. Default: as every.
@@ -307,6 +312,11 @@ def prepare(
         ranges = [n for n in range_parameters(model) if not _names(settings.hyperparameters, n)]
         settings = replace(settings, hyperparameters=[*settings.hyperparameters, *ranges])
     evidence = make_evidence(model, len(data), settings)
+    if settings.estimator == "map-noise" and not learns_noise(evidence.likelihood):
+        raise ConfigurationError(
+            f"map-noise learns the noise of a likelihood, and {evidence.likelihood.name} has none"
+            " to learn: say map."
+        )
     # Reading all items of a data set takes as long as an epoch: they are checked as they are read.
     _check_data(evidence, data, place, len(data) if data.is_held else PROBE_SIZE)
     if isinstance(evidence.likelihood, Gaussian):
@@ -322,6 +332,18 @@ def prepare(
         _check_learnable(evidence)
         evidence.blocks(data)  # raises now what the first round would, epochs later
     return Run(Loop(evidence, data, settings), held_out, network)
+
+
+def learns_noise(likelihood: str | Likelihood) -> bool:
+    """Whether a likelihood has parameters that are learned.
+
+    Args:
+        likelihood: As for ``fit``.
+
+    Returns:
+        True for a Gaussian, unless its noise is fixed.
+    """
+    return any(p.requires_grad for p in make_likelihood(likelihood).parameters())
 
 
 def make_evidence(model: nn.Module, num_data: int, settings: Settings) -> Evidence:

@@ -29,7 +29,7 @@ from evigrad.training.optimizers import make_hyper_optimizer, make_weight_optimi
 from evigrad.training.randomness import derived_seed, stream
 from evigrad.training.rounds import blocks_of_a_round
 from evigrad.training.schedules import Schedule, cosine, make_schedules
-from evigrad.training.settings import Settings
+from evigrad.training.settings import PlannedSettings
 
 # Steps of the weights whose times are known.
 _TIMES = 200
@@ -57,7 +57,7 @@ class Loop:
     prior's, inside the loss, and a decay of hyperparameters would be a hyperprior by accident.
     """
 
-    def __init__(self, evidence: Evidence, data: RunData, settings: Settings) -> None:
+    def __init__(self, evidence: Evidence, data: RunData, settings: PlannedSettings) -> None:
         """Make the optimisers.
 
         Args:
@@ -81,8 +81,13 @@ class Loop:
         self.device = next(iter(weights.values())).device
         self.schedules = make_schedules(settings, hyperparameters)
         self.augerino: Augerino | None = None
+        # Hyperparameters of a baseline, which the training loss reaches: a step in every batch.
+        self.in_loss: list[str] = []
         if settings.estimator == "augerino":
             self.augerino = Augerino(evidence, settings.augerino_weight)
+            self.in_loss = self.augerino.names
+        elif settings.estimator == "map-noise":
+            self.in_loss = [name for name in hyperparameters if name.startswith("likelihood.")]
         # Of an open estimator, once it is chosen; until then the evidence has a placeholder.
         self.choice: Choice | None = None
         self._times: deque[float] = deque(maxlen=_TIMES)
@@ -98,8 +103,8 @@ class Loop:
     @property
     def learned(self) -> list[str]:
         """Names of the hyperparameters that change during training."""
-        if self.augerino is not None:
-            return self.augerino.names
+        if self.in_loss:
+            return self.in_loss
         return [name for schedule in self.schedules for name in schedule.names]
 
     @property
@@ -143,7 +148,7 @@ class Loop:
                 self.weight_optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 self.weight_optimizer.step()
-                if self.augerino is not None:
+                if self.in_loss:
                     self.hyper_optimizer.step()
                     self._clear_gradients()
                 total += value * len(batch)
@@ -162,10 +167,8 @@ class Loop:
         self._times.append(seconds)
 
     def _loss(self, x: Tensor, y: Tensor, indices: Tensor) -> Tensor:
-        if self.augerino is None:
-            return self.evidence.map_loss(x, y, indices=indices)
-        loss = self.evidence.map_loss(x, y, wrt=self.augerino.names)
-        return loss + self.augerino.regulariser()
+        loss = self.evidence.map_loss(x, y, wrt=self.in_loss, indices=indices)
+        return loss if self.augerino is None else loss + self.augerino.regulariser()
 
     def is_round(self, epoch: int) -> bool:
         """Whether hyperparameter steps follow an epoch.
@@ -294,7 +297,7 @@ class Loop:
         factor = cosine(progress, s.lr, s.lr_min) / s.lr
         for group, base in zip(self.weight_optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * factor
-        if self.augerino is not None:
+        if self.in_loss:
             self._set_hyper_rates(progress)
 
     def _set_hyper_rates(self, progress: float) -> None:

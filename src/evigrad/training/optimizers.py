@@ -7,12 +7,12 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 from evigrad.errors import ConfigurationError
-from evigrad.training.settings import Settings
+from evigrad.training.settings import PlannedSettings
 
 
 def make_weight_optimizer(
     weights: Mapping[str, nn.Parameter],
-    settings: Settings,
+    settings: PlannedSettings,
     scalars: Collection[nn.Parameter] = (),
 ) -> Optimizer:
     """The optimiser of the weights.
@@ -58,11 +58,12 @@ def make_weight_optimizer(
 
 
 def make_hyper_optimizer(
-    hyperparameters: Mapping[str, nn.Parameter], settings: Settings
+    hyperparameters: Mapping[str, nn.Parameter], settings: PlannedSettings
 ) -> Optimizer:
     """Adam on the hyperparameters: one rate for prior and noise, one for the model's own.
 
-    Without the prior where that has its fixed-point update.
+    Without the prior where that has its fixed-point update. Noise that the training loss learns, as
+    the weights, has the weights' rate.
 
     Args:
         hyperparameters: ``evidence.hyperparameters()``; may be empty.
@@ -76,8 +77,11 @@ def make_hyper_optimizer(
         ("likelihood.",) if settings.prior_update == "fixed_point" else ("prior.", "likelihood.")
     )
     prior = [p for name, p in hyperparameters.items() if name.startswith(kinds)]
+    rates = (settings.prior_lr, settings.prior_lr_min)
+    if settings.estimator == "map-noise":
+        rates = (settings.lr, settings.lr_min)
     groups: list[dict[str, Any]] = [
-        {"params": prior, "lr_first": settings.prior_lr, "lr_last": settings.prior_lr_min},
+        {"params": prior, "lr_first": rates[0], "lr_last": rates[1]},
         {"params": own, "lr_first": settings.hyper_lr, "lr_last": settings.hyper_lr_min},
     ]
     for group in groups:

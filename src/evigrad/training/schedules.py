@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from evigrad.training.settings import Settings
+from evigrad.training.settings import PlannedSettings
 
 # Enough for curves, and a small part of the time of training.
 _EVALUATIONS = 10
@@ -102,7 +102,7 @@ class Schedule:
         return self.taken / (count_rounds(self.epochs, self.burn_in, self.every) * self.steps)
 
 
-def make_schedules(settings: Settings, names: Iterable[str]) -> list[Schedule]:
+def make_schedules(settings: PlannedSettings, names: Iterable[str]) -> list[Schedule]:
     """The schedules of a run: prior and noise, then the model's own; or one for all of them.
 
     Args:

@@ -1,0 +1,118 @@
+"""What training does where nobody says otherwise, and on few data."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evigrad import Evidence
+from evigrad.errors import ConfigurationError
+from evigrad.likelihoods import Categorical, Gaussian, Likelihood
+from evigrad.priors import GaussianPrior
+from evigrad.training import FitResult, fit
+from evigrad.training.settings import plan_epochs
+
+Data = tuple[Tensor, Tensor]
+
+
+def data_of(outputs: int, num_data: int = 12) -> Data:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(num_data, 4, generator=generator)
+    return x, x[:, :outputs].sin() + 0.3 * torch.randn(num_data, outputs, generator=generator)
+
+
+def net(outputs: int) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, outputs))
+
+
+def regression(num_data: int = 12, **options: Any) -> FitResult:
+    data = data_of(1, num_data)
+    return fit(net(1), data, likelihood="gaussian", progress=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("num_data", "named", "planned"),
+    [
+        (50, (None, None, None), (2000, 1000, 50)),
+        (1000, (None, None, None), (200, 100, 5)),
+        (1030, (None, None, None), (182, 91, 4)),
+        (60_000, (None, None, None), (100, 50, 2)),
+        (1000, (5, None, None), (5, 2, 1)),
+        (1000, (1, None, None), (1, 1, 1)),
+        (1000, (100, 10, 7), (100, 10, 7)),
+        (1000, (100, 0, None), (100, 0, 5)),
+    ],
+)
+def test_epochs_follow_from_steps_and_the_rest_from_epochs(num_data, named, planned):
+    assert plan_epochs(num_data, 100, *named) == planned
+
+
+@pytest.mark.parametrize("name", ["ntk-400-rows", "ntk-36-rows-anchored", "ntk-400-rows-anchored"])
+@pytest.mark.parametrize("likelihood", [Categorical, Gaussian])
+def test_more_rows_than_there_are_is_all_of_them(name: str, likelihood: type[Likelihood]):
+    x, y = (part.double() for part in data_of(3))
+    data = (x, y if likelihood is Gaussian else y.argmax(1))
+    found = []
+    for estimator in (name, "ntk-N-C"):
+        model = net(3).double()
+        evidence = Evidence(
+            model, likelihood(), GaussianPrior(precision=0.3), estimator=estimator, num_data=12
+        )
+        estimate = evidence.backward(next(iter(evidence.blocks(data))))
+        assert evidence.spec.name == estimator
+        named = evidence.hyperparameters().values()
+        gradients = [p.grad.flatten() for p in named if p.grad is not None]
+        values = (estimate.log_evidence, estimate.log_likelihood, estimate.log_det)
+        found.append(torch.cat([torch.tensor(values).double(), *gradients]))
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("epochs", [1, 5])
+def test_the_default_estimator_is_exact_on_few_data_and_learns_in_few_epochs(epochs: int):
+    default, exact = (
+        regression(epochs=epochs, **options)
+        for options in ({}, {"estimator": "ntk-N-C", "burn_in": max(1, epochs // 2), "every": 1})
+    )
+    assert default.estimator == "ntk-400-rows-anchored"
+    assert default.history[-1]["hyper_steps"] == exact.history[-1]["hyper_steps"] != 0
+    for ours, theirs in zip(
+        default.evidence.hyperparameters().values(),
+        exact.evidence.hyperparameters().values(),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"estimator": "ntk-100-1"}, "num_data is 12; use a smaller subset, or N"),
+        ({"epochs": 5, "burn_in": 6}, "Lower burn_in or raise epochs"),
+        ({"burn_in": 3000}, "training ends after 2000 epochs"),
+    ],
+)
+def test_what_was_said_is_refused_with_the_way_out(options: dict[str, Any], words: str):
+    with pytest.raises(ConfigurationError, match=words):
+        regression(**options)
+
+
+def test_map_learns_its_noise_by_maximum_likelihood():
+    result = regression(80, estimator="map-noise", epochs=250, lr=0.02)
+    noise = result.evidence.hyperparameters()["likelihood.log_noise"].exp().item()
+    assert noise == pytest.approx(math.sqrt(result.train_metrics["squared_error"]), rel=0.02)
+    assert noise != pytest.approx(1.0, rel=0.1)
+    assert result.evidence.prior.precisions()["0.weight"].unique().item() == pytest.approx(0.04)
+    assert result.estimator is None
+    assert result.history[-1]["hyper_steps"] == 0
+
+
+def test_noise_that_is_not_there_cannot_be_learned():
+    for likelihood in ("categorical", Gaussian(learnable=False)):
+        x, y = data_of(3)
+        data = (x, y.argmax(1) if likelihood == "categorical" else y)
+        with pytest.raises(ConfigurationError, match="to learn: say map"):
+            fit(net(3), data, likelihood=likelihood, estimator="map-noise", progress=False)
