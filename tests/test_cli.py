@@ -3,6 +3,7 @@ import inspect
 import json
 import os
 import re
+import runpy
 import sys
 import warnings
 from functools import wraps
@@ -255,6 +256,10 @@ def test_the_version(capsys):
         ("bounds --threads 1000000", "threads must be at most 1024, not 1000000"),
         ("train --seed -1", "seed must be at least 0, not -1"),
         (f"train --seed {2**64}", "seed must be at most"),
+        *[
+            (f"train --flip --model cnn --{name} {10**22}", f"{name} must be at most 1000")
+            for name in ("epochs", "steps", "every", "width", "depth", "samples")
+        ],
         ("doctor --estimator map", "name one"),
         ("doctor --batch-size 0", "batch_size must be at least 1"),
     ],
@@ -485,3 +490,10 @@ def test_an_evaluation_that_fails_loses_nothing_else(capsys, tmp_path):
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert all(result["evidence"] is None for result in results.values())
     assert (tmp_path / "run" / "figures" / "learning_curves.png").exists()
+
+
+def test_the_package_is_the_command_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["evigrad", "--version"])
+    with pytest.raises(SystemExit, match="^0$"):
+        runpy.run_module("evigrad", run_name="__main__")
+    assert capsys.readouterr().out.startswith("evigrad ")

@@ -1,7 +1,6 @@
 """``evigrad reproduce``, ``pareto`` and ``bounds``."""
 
 import json
-import re
 
 import pytest
 import yaml
@@ -12,7 +11,6 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 from evigrad.cli import main
-from evigrad.cli.commands import COMMANDS
 from evigrad.cli.experiments import place_of
 from evigrad.experiments import paper_experiments
 
@@ -116,6 +114,15 @@ def test_a_file_of_ones_own(capsys, tmp_path):
     assert "There is no file" in capsys.readouterr().err
 
 
+def test_a_page_that_is_not_utf_8_is_one_line(capsys, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_bytes(b"caf\xe9\n")
+    run("reproduce", "--page", page, "--results", tmp_path / "r", code=2)
+    error = capsys.readouterr().err
+    assert "is no text in UTF-8" in error and error.count("\n") == 1
+    assert page.read_bytes() == b"caf\xe9\n"
+
+
 def test_pareto_of_ones_own(capsys, tmp_path):
     names = ("ntk-10-1", "ntk-20-rows-anchored")
     run("pareto", "--estimators", *names, "--judge", "ntk-N-C", *QUICK, "--results", tmp_path)
@@ -136,17 +143,3 @@ def test_bounds_along_a_range(capsys, tmp_path):
     assert "| rotation | ntk-N-1 |" in capsys.readouterr().out
     results = [json.loads(file.read_text()) for file in tmp_path.glob("curve/*/result.json")]
     assert [result["grid"] for result in results] == [[0.0, 3.14159]] * 2
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_example_of_a_help_can_be_typed(capsys, command, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "FILE.yaml").write_text("epochs: 50\n")
-    run(command, "--help")
-    text = capsys.readouterr().out.replace("\\\n", " ")
-    examples = re.findall(rf"^  evigrad {command}(.*?)(?:   .*| > .*)?$", text, re.MULTILINE)
-    assert examples
-    for example in examples:
-        words = example.split()
-        if "--print-config" not in words:  # which ends the process
-            COMMANDS[command].make_parser().parse_args(words)

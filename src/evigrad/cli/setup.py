@@ -36,6 +36,8 @@ SETUP_TYPES: dict[str, Any] = {
 # More than a machine has; of some ten thousand the OpenMP library ends the process.
 MOST_THREADS = 1024
 _LARGEST_SEED = 2**63 - 1
+# No network has more layers or channels.
+_LARGEST_SIZE = 10**5
 # The options in their groups.
 NETWORK = ("data", "data_dir", "target", "subset", "test_subset", "model", "depth", "width")
 INVARIANCE = ("invariance", "initial_range", "learn_invariance", "flip", "samples", "average")
@@ -161,6 +163,9 @@ def set_up(
         check_range("threads", threads, 1, MOST_THREADS)
         torch.set_num_threads(threads)
     check_range("seed", seed, 0, _LARGEST_SEED)
+    for name, size in (("depth", depth), ("width", width), ("samples", samples)):
+        if size is not None:
+            check_range(name, size, 1, _LARGEST_SIZE)
     transforms = read_invariance(
         invariance, initial_range, learn_invariance, flip, samples, average
     )

@@ -33,6 +33,8 @@ FEWEST_EPOCHS = 100
 # Precisions that are learned before the weights fit anything are too high, and come back slowly.
 BURN_IN_SHARE = 0.5
 ROUNDS = 20
+# More epochs or steps than any run has: of 10^22 the loops do not even begin.
+_MOST = 10**9
 
 OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], Optimizer]
 
@@ -198,6 +200,8 @@ class Settings:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigurationError(f"{name} must be an integer of at least {least}, not {value}.")
+        if name != "seed" and value > _MOST:
+            raise ConfigurationError(f"{name} must be at most {_MOST}, not {value}.")
 
     def _check_budget(self) -> None:
         budget = self.step_budget
