@@ -347,8 +347,16 @@ IDLE = [
     ("bounds --parameter-partition module", "blockdiag", "--estimator blockdiag-N-C"),
     ("train --rows-dtype bfloat16 --estimator kfac-N-C", "ntk", "--estimator ntk-N-C"),
     ("train --estimator full-N-C --rows-device cpu", "ntk", "--estimator auto"),
-    ("train --anchor-share 0.5", "anchored", "--estimator ntk-400-rows-anchored"),
-    ("doctor --anchor-likelihood 5", "anchored", "--estimator ntk-400-rows-anchored"),
+    (
+        "train --estimator ntk-N-C --anchor-share 0.5",
+        "anchored",
+        "--estimator ntk-400-rows-anchored",
+    ),
+    (
+        "doctor --estimator ntk-N-C --anchor-likelihood 5",
+        "anchored",
+        "--estimator ntk-400-rows-anchored",
+    ),
     ("train --bracket-rows 9", "--bracket-every", "--bracket-every 5"),
     ("reproduce fig4 --list --seeds 1", "without --list", "--no-list"),
     ("reproduce fig4 --list --page x.md", "without --list", "--no-list"),
