@@ -19,7 +19,7 @@ pytest.importorskip("sklearn")
 import yaml
 
 from evigrad.cli import main
-from evigrad.cli.commands import COMMANDS
+from evigrad.cli.commands import COMMANDS, module_of
 from evigrad.cli.needs import NEEDS, check_needs
 from evigrad.cli.parser import argument_descriptions, check_null, with_hyphens
 from evigrad.cli.setup import SETUP_TYPES, Setup, set_up
@@ -304,7 +304,7 @@ def test_mistakes_in_a_file(capsys, tmp_path):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_null_is_no_value_of_an_option_with_a_default(command):
-    parser = COMMANDS[command].make_parser()
+    parser = module_of(command).make_parser()
     nameless = {"help", "config", "print_config"}
     defaults = {n: v for n, v in parser.get_defaults().items() if n not in nameless}
     options = parser.get_defaults()
@@ -372,13 +372,13 @@ def test_what_would_be_ignored_is_refused(capsys, tmp_path, monkeypatch, argumen
     error = error_of(capsys, name, *typed)
     assert "would be ignored: it is of use only with" in error and words in error
     assert list(tmp_path.iterdir()) == []
-    parser = COMMANDS[name].make_parser()
+    parser = module_of(name).make_parser()
     typed += more.split()
     check_needs(parser, parser.parse_args(typed), typed)
 
 
 def test_every_option_that_needs_others_is_one_of_a_command():
-    there = {n for c in COMMANDS.values() for n in c.make_parser().get_defaults().keys()}
+    there = {n for c in COMMANDS for n in module_of(c).make_parser().get_defaults().keys()}
     assert {name for names, _, _ in NEEDS for name in names} <= there
 
 

@@ -44,7 +44,14 @@ def test_figure_4_from_nothing(capsys, tmp_path):
     assert left.out.count("curve: ") == 6 and "train: " not in left.out
     run("reproduce", "--list", "--results", tmp_path)
     listed = capsys.readouterr().out
-    assert all(name in listed for name in paper_experiments()) and "8/8" in listed
+    assert all(name in listed for name in paper_experiments())
+    spent = sum(
+        json.loads(file.read_text())["job_seconds"] for file in tmp_path.glob("*/*/result.json")
+    )
+    (row,) = [line.split() for line in listed.splitlines() if line.split()[:1] == ["fig4"]]
+    # Shares the trainings and the exact curves with the preset tiny alone, and has no prediction.
+    assert row[-5:] == ["0/48", "0/36", "8/8,", f"{spent:.0f}", "s"]
+    assert not re.search(r"\b0/[0-9]+,|years", listed)
 
 
 def test_jobs_run_side_by_side_where_nothing_is_said(monkeypatch):

@@ -1,16 +1,22 @@
 """Learn a network's hyperparameters by stochastic gradient on the marginal likelihood.
 
 The names listed here, with ``evigrad.likelihoods``, ``evigrad.priors`` and ``evigrad.errors``, are
-the public face; everything else may change.
+the public face; everything else may change. Each name is imported when it is first used: what needs
+no tensor, as ``evigrad --help``, does not wait for PyTorch.
 """
 
-from evigrad.allocator import kept_memory
-from evigrad.blocks import Block
-from evigrad.descriptions import ParameterReport
-from evigrad.errors import EvigradError, EvigradWarning
-from evigrad.estimate import Estimate
-from evigrad.evidence import Evidence
-from evigrad.training import FitResult, LoadedRun, TuneResult, fit, load, tune
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evigrad.allocator import kept_memory
+    from evigrad.blocks import Block
+    from evigrad.descriptions import ParameterReport
+    from evigrad.errors import EvigradError, EvigradWarning
+    from evigrad.estimate import Estimate
+    from evigrad.evidence import Evidence
+    from evigrad.training import FitResult, LoadedRun, TuneResult, fit, load, tune
 
 __all__ = [
     "Block",
@@ -28,3 +34,34 @@ __all__ = [
     "tune",
 ]
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Block": "evigrad.blocks",
+    "Estimate": "evigrad.estimate",
+    "EvigradError": "evigrad.errors",
+    "EvigradWarning": "evigrad.errors",
+    "Evidence": "evigrad.evidence",
+    "FitResult": "evigrad.training",
+    "LoadedRun": "evigrad.training",
+    "ParameterReport": "evigrad.descriptions",
+    "TuneResult": "evigrad.training",
+    "fit": "evigrad.training",
+    "kept_memory": "evigrad.allocator",
+    "load": "evigrad.training",
+    "tune": "evigrad.training",
+}
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if not TYPE_CHECKING:  # a type checker would take every name for one that exists
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            globals()[name] = found = getattr(import_module(_HOMES[name]), name)
+            return found
+        if find_spec(f"{__name__}.{name}") is not None:
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from evigrad.blocks import Block
 from evigrad.errors import ConfigurationError, EvigradError, InputError, nearest
 from evigrad.estimators import EstimatorSpec
-from evigrad.jacobians import raised_in
 from evigrad.likelihoods import Likelihood
 from evigrad.partitions import Partition
+from evigrad.users_code import raised_in
 
 
 def check_inputs(x: object, device: torch.device) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
-from evigrad.jacobians.arguments import called
+from evigrad.users_code import called
 
 # Data whose noise is drawn at once: micro-batches are rarely smaller, and the noise of so many is
 # small beside their activations.

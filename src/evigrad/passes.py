@@ -25,12 +25,12 @@ from evigrad.jacobians import (
     linearize,
     model_outputs,
     model_run,
-    raised_in,
 )
 from evigrad.likelihoods import Likelihood, RootRows
 from evigrad.micro_batches import HeldBytes, MicroBatches, fits
 from evigrad.modes import evaluation_mode
 from evigrad.preparation import Preparation, Prepared, Settings
+from evigrad.users_code import raised_in
 
 Batch = tuple[Tensor, Tensor]
 

@@ -4,9 +4,10 @@ import pytest
 import yaml
 from small_experiments import GRID, TRAINING, bounds, place_in
 
+from evigrad.data import load
 from evigrad.errors import ConfigurationError
 from evigrad.experiments import Experiment, jobs_of, make_experiment, read_experiment
-from evigrad.experiments.checks import problems
+from evigrad.experiments.checks import SHAPES, problems
 from evigrad.experiments.definition import merged
 from evigrad.experiments.plan import curve, evaluation, training
 
@@ -107,3 +108,10 @@ def test_nothing_is_wrong_with_the_small_experiments(tmp_path):
     for name in ("fig4", "fig_pareto_prior", "fig_train_invariance", "model_selection"):
         jobs = jobs_of(read_experiment(name, "tiny"))
         assert problems(jobs, place_in(tmp_path)) == {}
+
+
+@pytest.mark.parametrize("name", ["digits", "mnist5k"])
+def test_shapes_are_those_of_the_data(name):
+    data, shape = load(name), SHAPES[name]
+    assert tuple(data.input_shape) == shape.input and data.num_outputs == shape.outputs
+    assert (len(data.train[0]), len(data.test[0])) == (shape.train, shape.test)

@@ -1,5 +1,6 @@
 """Experiments as files, and those of the paper."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ from evigrad.cli.invariance import read_invariance
 from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from evigrad.experiments import jobs_of, make_experiment, merged, paper_experiments, read_experiment
+from evigrad.experiments.checks import network_of, shape_of
 from evigrad.experiments.configuration import make_settings
-from evigrad.experiments.cost import expected_seconds
 from evigrad.experiments.page import PRESETS
 
 NEEDED = {
@@ -77,6 +78,13 @@ def test_every_figure_and_table_of_the_paper_is_there():
     assert names[0] == "fig1" and names[-1] == "model_selection"
 
 
+@cache
+def has_network(data: str, model: str | None, depth: int | None, width: int | None) -> bool:
+    options = {"data": data, "model": model, "depth": depth, "width": width}
+    shape = shape_of(options)
+    return shape is not None and bool(list(network_of(options, shape).parameters()))
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("name", sorted(NEEDED))
 def test_all_jobs_of_the_paper_have_settings_that_fit(name, preset):
@@ -96,6 +104,6 @@ def test_all_jobs_of_the_paper_have_settings_that_fit(name, preset):
             found = read_invariance(*(job.config[name] for name in names))
             learned = () if found is None else found.hyperparameters
             make_settings(job.config, "categorical", learned)
+            assert has_network(*(job.config[n] for n in ("data", "model", "depth", "width")))
         else:
             EstimatorSpec.parse(job.config.get("estimator", "ntk-N-C"))
-        assert (expected_seconds(job) or 0.0) > 0

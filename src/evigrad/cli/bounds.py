@@ -22,8 +22,6 @@ from evigrad.experiments import Experiment, make_experiment
 from evigrad.experiments.curves import PRECISION
 from evigrad.invariances import GENERATORS
 
-SUMMARY = "Draw bounds along a hyperparameter (Figures 3 to 6 of the paper)"
-
 _DESCRIPTION = """\
 Train a network once, with --estimator, and evaluate bounds on its log evidence along one
 hyperparameter, the weights being fixed, as in Figures 3 to 6 of the paper: the mean over all blocks

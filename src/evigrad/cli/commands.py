@@ -1,13 +1,12 @@
 """The table of subcommands, and the way from arguments to the one that was asked for."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from importlib import import_module
 from types import ModuleType
 
 from evigrad.allocator import kept_memory
-from evigrad.cli import bounds, doctor, pareto, report, reproduce, train
 from evigrad.cli.needs import check_needs
-from evigrad.cli.parser import CommandLineError, Parser, check_null, explain, with_hyphens
+from evigrad.cli.parser import CommandLineError, check_null, explain, with_hyphens
 from evigrad.cli.resume import resumed_configuration
 from evigrad.errors import ConfigurationError, nearest
 
@@ -17,29 +16,28 @@ _DESCRIPTION = (
     "the marginal likelihood: on the training data alone, in one training run."
 )
 
-
-@dataclass(frozen=True)
-class Command:
-    """A subcommand: its words in the overview, its parser, and what it does."""
-
-    summary: str
-    make_parser: Callable[[], Parser]
-    run: Callable[..., int]
-
-
-def _command(module: ModuleType) -> Command:
-    return Command(module.SUMMARY, module.make_parser, module.run)
-
-
-# A new subcommand is one module with SUMMARY, make_parser() and run(parser, options).
+# What each subcommand does. Its module has its name, make_parser() and run(parser, options), and is
+# imported when it is asked for: it needs PyTorch, for which the overview does not wait.
 COMMANDS = {
-    "train": _command(train),
-    "pareto": _command(pareto),
-    "bounds": _command(bounds),
-    "reproduce": _command(reproduce),
-    "report": _command(report),
-    "doctor": _command(doctor),
+    "train": "Train a network, learn its weight decay for each layer and its invariances",
+    "pareto": "Compare estimators: tightness over time (Figure 1 of the paper)",
+    "bounds": "Draw bounds along a hyperparameter (Figures 3 to 6 of the paper)",
+    "reproduce": "Reproduce a figure or a table of the paper",
+    "report": "Make a page of figures and tables of a run",
+    "doctor": "Show what an estimator does with each parameter of a network, and its cost",
 }
+
+
+def module_of(name: str) -> ModuleType:
+    """The module of a subcommand.
+
+    Args:
+        name: A key of ``COMMANDS``.
+
+    Returns:
+        The module.
+    """
+    return import_module(f"evigrad.cli.{name}")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -66,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigurationError(
             f"There is no command '{name}'.{nearest(name, COMMANDS)} See {_PROGRAM} --help."
         )
-    command = COMMANDS[name]
+    command = module_of(name)
     parser = command.make_parser()
     try:
         options = parser.parse_args(list(arguments[1:]))
@@ -91,7 +89,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _overview() -> str:
     width = max(map(len, COMMANDS)) + 2
-    commands = "\n".join(f"  {name:<{width}}{c.summary}" for name, c in COMMANDS.items())
+    commands = "\n".join(f"  {name:<{width}}{summary}" for name, summary in COMMANDS.items())
     return (
         f"usage: {_PROGRAM} COMMAND [options]\n\n{_DESCRIPTION}\n\ncommands:\n{commands}\n\n"
         f"'{_PROGRAM} COMMAND --help' lists the options of a command.\n\n"

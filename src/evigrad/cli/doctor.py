@@ -33,8 +33,6 @@ from evigrad.training import (
 from evigrad.training.automatic import largest_subset, with_subset
 from evigrad.training.settings import BASELINES, learned_precision
 
-SUMMARY = "Show what an estimator does with each parameter of a network, and its cost"
-
 _DESCRIPTION = """\
 Show what each parameter of a network gets from an estimator, how much memory the estimator
 needs, and how long an estimate and its gradient take beside a plain training step. Nothing is

@@ -19,8 +19,6 @@ from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from evigrad.experiments import Experiment, make_experiment
 
-SUMMARY = "Compare estimators: tightness over time (Figure 1 of the paper)"
-
 _DESCRIPTION = """\
 Train with each of some estimators, and show the log evidence at the end by the estimator itself
 over the time of one estimate with its gradient, as in Figure 1 of the paper: a point for each, the

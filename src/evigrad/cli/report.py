@@ -9,8 +9,6 @@ from evigrad.cli.parser import Options, Parser
 from evigrad.errors import ConfigurationError
 from evigrad.report import write_report
 
-SUMMARY = "Make a page of figures and tables of a run"
-
 _DESCRIPTION = """\
 Make one self-contained HTML page of a run: learning curves, what it learned (prior precisions,
 noise, ranges of invariances) over the epochs, test images under the learned augmentation, metrics

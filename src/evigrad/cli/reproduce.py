@@ -14,7 +14,6 @@ from evigrad.errors import ConfigurationError
 from evigrad.experiments import (
     Experiment,
     Place,
-    machine_speed,
     missing,
     paper_experiments,
     read_experiment,
@@ -22,9 +21,6 @@ from evigrad.experiments import (
 )
 from evigrad.experiments.page import PRESETS, write_page
 from evigrad.experiments.present import jobs_of
-
-_YEAR = 365 * 86400.0  # seconds
-SUMMARY = "Reproduce a figure or a table of the paper"
 
 _DESCRIPTION = """\
 Run what a figure or a table of the paper is made of, draw it, and write its table.
@@ -34,7 +30,7 @@ on from its last checkpoint. The preset 'small' shows the effect in minutes on a
 'tiny' in a minute that it works, and 'paper' has the paper's settings.
 
 examples:
-  evigrad reproduce --list                          what there is, its state, and its time here
+  evigrad reproduce --list                          what there is, and how much of it is done
   evigrad reproduce fig4 --preset tiny
   evigrad reproduce table1 --data-dir DIR
   evigrad reproduce FILE.yaml --seeds 0 1           an experiment of your own"""
@@ -74,7 +70,7 @@ def chosen(
         name: As fig4, or a YAML file.
         preset: How much of it: paper, small or tiny. Default: small, where there is such a preset.
         seeds: In the place of the preset's.
-        list: Only say what there is, how much of it is done, and about how long the rest takes.
+        list: Only say what there is, how many of its jobs are done, and what those took.
         dry_run: Only say which jobs are missing.
         page: Markdown file to put all that was run of the paper into, of the presets paper and
             small: figures, tables, settings, seeds, machine and date. Without a NAME nothing is
@@ -131,11 +127,10 @@ def _write_page(page: str, place: Place) -> int:
 
 
 def _overview(names: list[str], place: Place) -> Table:
-    speed = machine_speed()
     table = Table(
         box=SIMPLE_HEAD,
         title="Experiments",
-        caption="Jobs done of all, and about how long the rest takes on a thread of this CPU.",
+        caption="Jobs done of all, and the time that those took, one after the other.",
         caption_justify="left",
     )
     table.add_column("name", no_wrap=True)
@@ -150,10 +145,9 @@ def _overview(names: list[str], place: Place) -> Table:
             except ConfigurationError:
                 cells.append("–")
                 continue
-            state = state_of(experiment, place.store, speed)
-            left = "" if not state.left else f", {_duration(state.left)}"
-            unknown = ", ?" if state.left is None else ""
-            cells.append(f"{state.done}/{state.total}{left}{unknown}")
+            state = state_of(experiment, place.store)
+            spent = f", {_duration(state.spent)}" if state.done else ""
+            cells.append(f"{state.done}/{state.total}{spent}")
         table.add_row(whole.name, shows, *cells)
     return table
 
@@ -165,6 +159,4 @@ def _duration(seconds: float) -> str:
         return f"{seconds / 60:.0f} min"
     if seconds < 2 * 86400:
         return f"{seconds / 3600:.0f} h"
-    if seconds < 2 * _YEAR:
-        return f"{seconds / 86400:.0f} days"
-    return f"{seconds / _YEAR:,.0f} years"
+    return f"{seconds / 86400:.0f} days"

@@ -7,7 +7,6 @@ from jsonargparse import Namespace
 
 from evigrad.cli.parser import Parser
 from evigrad.errors import ConfigurationError
-from evigrad.training import RunDirectory
 
 CONFIGURATION = "config.yaml"
 # The last file that a run writes.
@@ -50,7 +49,7 @@ def resumed_configuration(resume: str | None = None) -> Path | None:
     )
 
 
-def resumed_directory(parser: Parser, options: Namespace, file: Path) -> RunDirectory:
+def resumed_folder(parser: Parser, options: Namespace, file: Path) -> Path:
     """The folder of the run to go on with.
 
     Args:
@@ -78,21 +77,21 @@ def resumed_directory(parser: Parser, options: Namespace, file: Path) -> RunDire
             f"The run in {file.parent} has {'; '.join(differing)}. Leave away what contradicts it,"
             f" or start a new run with --config {file} and other options after that."
         )
-    return RunDirectory(file.parent, resume=True)
+    return file.parent
 
 
-def is_complete(directory: RunDirectory, figures: bool) -> bool:
+def is_complete(folder: Path, figures: bool) -> bool:
     """Whether there is nothing left to do for a run.
 
     Args:
-        directory: Of the run.
+        folder: Of the run.
         figures: Whether it is to have figures.
 
     Returns:
         True where all that was asked for is in the folder.
     """
-    drawn = not figures or (directory.path / "figures").is_dir()
-    return drawn and (directory.path / RESULTS).is_file()
+    drawn = not figures or (folder / "figures").is_dir()
+    return drawn and (folder / RESULTS).is_file()
 
 
 def _word(value: Any) -> str:

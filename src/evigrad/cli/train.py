@@ -21,7 +21,7 @@ from evigrad.cli.resume import (
     RESUME_TYPES,
     is_complete,
     resumed_configuration,
-    resumed_directory,
+    resumed_folder,
 )
 from evigrad.cli.setup import INVARIANCE, MACHINE, NETWORK, SETUP_TYPES, Setup, set_up
 from evigrad.data import DataSet
@@ -43,8 +43,6 @@ from evigrad.training import (
     prepare,
     tight_estimator,
 )
-
-SUMMARY = "Train a network, learn its weight decay for each layer and its invariances"
 
 _DESCRIPTION = """\
 Train a network and learn its hyperparameters on the training data alone.
@@ -186,11 +184,12 @@ def run(parser: Parser, options: Namespace) -> int:
         ConfigurationError: If a setting does not exist or does not fit, before anything is
             computed or written.
     """
-    file = resumed_configuration(options.resume)
-    directory = None if file is None else resumed_directory(parser, options, file)
-    if directory is not None and is_complete(directory, options.figures):
-        show("note", f"The run in {directory.path} is complete: there is nothing left to do.")
-        return 0
+    directory = None
+    if file := resumed_configuration(options.resume):
+        directory = RunDirectory(resumed_folder(parser, options, file), resume=True)
+        if is_complete(directory.path, options.figures):
+            show("note", f"The run in {directory.path} is complete: there is nothing left to do.")
+            return 0
     setup = set_up(**{name: options[name] for name in SETUP_TYPES})
     options.model = setup.model_name
     if options.evaluate_with != "auto":

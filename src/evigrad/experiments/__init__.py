@@ -13,7 +13,7 @@ from evigrad.experiments.definition import (
     read_experiment,
 )
 from evigrad.experiments.jobs import Job
-from evigrad.experiments.present import Shown, State, jobs_of, machine_speed, present, state_of
+from evigrad.experiments.present import Shown, State, jobs_of, present, state_of
 from evigrad.experiments.runner import Failure, missing, run
 from evigrad.experiments.store import Store
 from evigrad.experiments.work import Place
@@ -27,7 +27,6 @@ __all__ = [
     "State",
     "Store",
     "jobs_of",
-    "machine_speed",
     "make_experiment",
     "merged",
     "missing",

@@ -1,20 +1,51 @@
 """What is wrong with jobs that can be known before anything runs."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from evigrad.cli.invariance import read_invariance
-from evigrad.cli.setup import choose_device
+from evigrad.cli.setup import choose_device, default_model, sizes_of
 from evigrad.data import available, load
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimators import EstimatorSpec
-from evigrad.experiments.cost import network_of, shape_of
 from evigrad.experiments.curves import PRECISION
 from evigrad.experiments.jobs import Job
 from evigrad.experiments.work import Place
+from evigrad.models import make_model
 from evigrad.partitions import Partition
 from evigrad.training import AUTO
 from evigrad.training.settings import BASELINES
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is known of a data set without loading it.
+
+    Attributes:
+        input: Shape of one input.
+        outputs: Number of classes C.
+        train: Number of training data.
+        test: Number of test data.
+    """
+
+    input: tuple[int, ...]
+    outputs: int
+    train: int
+    test: int
+
+
+SHAPES = {
+    "digits": Shape((1, 8, 8), 10, 1438, 359),
+    "mnist5k": Shape((1, 28, 28), 10, 4000, 1000),
+    "mnist": Shape((1, 28, 28), 10, 60_000, 10_000),
+    "fashion_mnist": Shape((1, 28, 28), 10, 60_000, 10_000),
+    "cifar10": Shape((3, 32, 32), 10, 50_000, 10_000),
+    "cifar100": Shape((3, 32, 32), 100, 50_000, 10_000),
+    "tiny_imagenet": Shape((3, 64, 64), 200, 100_000, 10_000),
+}
 
 
 class Checks:
@@ -64,6 +95,36 @@ class Checks:
     def _find(self, name: str) -> None:
         if name.partition(":")[0] not in available(self._place.data_dir):
             load(name, self._place.data_dir)  # says what is wrong
+
+
+def shape_of(train: Mapping[str, Any]) -> Shape | None:
+    """The shape of a training's data set.
+
+    Args:
+        train: Its options.
+
+    Returns:
+        The shape, None if it is not known beforehand.
+    """
+    return SHAPES.get(train["data"].partition(":")[0])
+
+
+def network_of(train: Mapping[str, Any], shape: Shape) -> nn.Module:
+    """The network of a training.
+
+    Args:
+        train: Its options.
+        shape: Of its data set.
+
+    Returns:
+        The network with initial weights, without any invariance.
+
+    Raises:
+        EvigradError: If there is no such network, or it does not take such data.
+    """
+    name = train["model"] or default_model(shape.input)
+    sizes = sizes_of(name, train["depth"], train["width"])
+    return make_model(name, shape.input, shape.outputs, seed=0, **sizes)
 
 
 def problems(jobs: Sequence[Job], place: Place) -> dict[str, list[Job]]:

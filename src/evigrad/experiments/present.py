@@ -1,28 +1,20 @@
 """What is shown of an experiment: its figure, its table, how much of it is done."""
 
-import math
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from evigrad.drawing import save
 from evigrad.errors import ConfigurationError
 from evigrad.experiments.cases import Case, Row, coverage, jobs_in, rows_of, seeds_of
-from evigrad.experiments.cost import expected_seconds
 from evigrad.experiments.definition import Experiment
 from evigrad.experiments.jobs import Job
 from evigrad.experiments.kinds import kind_of
 from evigrad.experiments.store import Store, write_json
 from evigrad.experiments.work import KINDS
 from evigrad.training.files import replacing
-
-# Seconds of ``_yardstick`` on the machine of the rates of ``evigrad.experiments.cost``.
-_REFERENCE = 0.10
 
 SUMMARY = "summary.json"
 _MOST_NAMES = 12  # in a sentence
@@ -35,15 +27,12 @@ class State:
     Attributes:
         done: Jobs with a result.
         total: Jobs in all.
-        spent: Seconds of those that are done.
-        left: Seconds that the others are expected to take one after the other on a thread of a
-            CPU; None if that is not known of one.
+        spent: Seconds that those took, one after the other.
     """
 
     done: int
     total: int
     spent: float
-    left: float | None
 
 
 @dataclass(frozen=True)
@@ -91,62 +80,23 @@ def has_results(experiment: Experiment, store: Store) -> bool:
     return not cases or bool(rows_of(cases, store))
 
 
-def state_of(experiment: Experiment, store: Store, speed: float = 1.0) -> State:
+def state_of(experiment: Experiment, store: Store) -> State:
     """How much of an experiment is done.
 
     Args:
         experiment: Any.
         store: Results.
-        speed: Of this machine, over that of the rates of ``evigrad.experiments.cost``.
 
     Returns:
         The state.
     """
-    jobs = jobs_of(experiment)
-    return _state(jobs, [store.result(job) for job in jobs], speed)
+    return _state([store.result(job) for job in jobs_of(experiment)])
 
 
-def _state(
-    jobs: Sequence[Job],
-    results: Sequence[Mapping[str, Any] | None],
-    speed: float = 1.0,
-) -> State:
+def _state(results: Sequence[Mapping[str, Any] | None]) -> State:
     known = [result for result in results if result is not None]
-    expected = [
-        expected_seconds(job, speed)
-        for job, result in zip(jobs, results, strict=True)
-        if result is None
-    ]
-    left = None if None in expected else math.fsum(each for each in expected if each is not None)
     spent = float(sum(result["job_seconds"] for result in known))
-    return State(done=len(known), total=len(jobs), spent=spent, left=left)
-
-
-def machine_speed() -> float:
-    """Speed of this machine over that of the rates, from a third of a second of work.
-
-    Returns:
-        Above 1 for a faster machine.
-    """
-    _yardstick()
-    return _REFERENCE / min(_yardstick() for _ in range(3))
-
-
-def _yardstick() -> float:
-    before = torch.get_num_threads()
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(64, 8, 28, 28, generator=generator)
-    kernel = torch.randn(16, 8, 5, 5, generator=generator)
-    matrix = torch.randn(600, 600, generator=generator)
-    torch.set_num_threads(1)
-    try:
-        start = time.perf_counter()
-        for _ in range(10):
-            torch.nn.functional.conv2d(images, kernel)
-            torch.mm(matrix, matrix)
-        return time.perf_counter() - start
-    finally:
-        torch.set_num_threads(before)
+    return State(done=len(known), total=len(results), spent=spent)
 
 
 def _warnings(
@@ -231,7 +181,7 @@ def present(experiment: Experiment, store: Store) -> Shown:
         figure.savefig(folder / "figure.pdf")
     jobs = jobs_in(cases)
     results = [store.result(job) for job in jobs]
-    state = _state(jobs, results)
+    state = _state(results)
     remarks = [] if kind.remarks is None else kind.remarks(experiment, rows)
     remarks = [*remarks, *_warnings(cases, rows, list(zip(jobs, results, strict=True)), store)]
     known = [result for result in results if result is not None]

@@ -1,6 +1,6 @@
 """The rows of the Jacobian: closed forms where they exist, any other module one datum at a time."""
 
-from evigrad.jacobians.arguments import check_hooks, model_outputs, raised_in
+from evigrad.jacobians.arguments import check_hooks, model_outputs
 from evigrad.jacobians.kronecker import KroneckerUse
 from evigrad.jacobians.linearization import Linearization, linearize
 from evigrad.jacobians.paths import JacobianPlan, demote
@@ -25,6 +25,5 @@ __all__ = [
     "model_outputs",
     "model_run",
     "plan",
-    "raised_in",
     "spot_check",
 ]

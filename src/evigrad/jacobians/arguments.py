@@ -1,15 +1,14 @@
 """Calling the model, and refusing what would give wrong rows, or none, without a word."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
-from evigrad.errors import ConfigurationError, EvigradError, InputError, nearest
+from evigrad.errors import ConfigurationError, InputError, nearest
 from evigrad.groups import listed
-from evigrad.out_of_memory import is_out_of_memory
+from evigrad.users_code import called
 
 DATA_MIX = (
     "The model's output for a datum changes from call to call, or with the other data of"
@@ -132,43 +131,6 @@ def _entries(p: Tensor) -> Tensor:
     for size, step in zip(p.shape, p.stride(), strict=True):
         positions = (positions[:, None] + step * torch.arange(size)).flatten()
     return positions
-
-
-@contextmanager
-def raised_in(whose: str) -> Iterator[None]:
-    """Make an exception of the user's own code an error that says whose it is.
-
-    Those of evigrad, and those that say that memory did not suffice, pass as they are.
-
-    Args:
-        whose: The code and what it was given, the subject of the error's sentence.
-
-    Raises:
-        InputError: From any other exception.
-    """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, EvigradError) or is_out_of_memory(error):
-            raise
-        raise InputError(f"{whose} raised {type(error).__name__}: {error}") from error
-
-
-def called(model: nn.Module, x: Tensor) -> object:
-    """What the model returns for a copy of the inputs, which it may change in place.
-
-    Args:
-        model: Any module.
-        x: Inputs; dim 0 counts the data.
-
-    Returns:
-        Whatever it is.
-
-    Raises:
-        InputError: If the model raises an exception.
-    """
-    with raised_in(f"The model, given inputs of shape {tuple(x.shape)} and type {x.dtype},"):
-        return model(x.clone())
 
 
 def model_outputs(model: nn.Module, x: Tensor) -> Tensor:

@@ -1,0 +1,76 @@
+"""What is imported when: the public names on first use, PyTorch not before, rooms in any order."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import evigrad
+
+PACKAGE = Path(evigrad.__file__).parent
+
+
+def run_fresh(code: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
+    command = [sys.executable, "-c", f"import sys\n{code}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_overview_does_not_wait_for_pytorch():
+    pytest.importorskip("jsonargparse")
+    code = """
+from evigrad.cli import main
+assert [main(words) for words in ([], ["--help"], ["--version"], ["trian"])] == [0, 0, 0, 2]
+assert not {"torch", "numpy"} & set(sys.modules)
+"""
+    assert run_fresh(code).count("usage: evigrad") == 2
+
+
+def test_a_name_is_imported_when_it_is_used():
+    code = """
+import evigrad
+assert set(evigrad.__all__) < set(dir(evigrad)) and issubclass(evigrad.EvigradError, Exception)
+assert "torch" not in sys.modules
+assert evigrad.invariances.Averaged and evigrad.likelihoods.Categorical and evigrad.priors
+from evigrad import *
+assert all(globals()[name] is getattr(evigrad, name) for name in evigrad.__all__)
+assert fit.__module__ == "evigrad.training.fit" and "fit" in vars(evigrad)
+"""
+    run_fresh(code)
+
+
+def test_what_a_type_checker_sees_is_what_there_is():
+    statements = ast.parse((PACKAGE / "__init__.py").read_text()).body
+    checked = next(s for s in statements if isinstance(s, ast.If)).body
+    imports = [s for s in checked if isinstance(s, ast.ImportFrom)]
+    homes = {alias.name: s.module for s in imports for alias in s.names}
+    assert homes == vars(evigrad)["_HOMES"] and sorted(homes) == sorted(evigrad.__all__)
+    assert not hasattr(evigrad, "fti")
+
+
+def rooms_of(file: Path) -> Iterator[str]:
+    """The rooms that a file imports from; ``cli`` imports none of its modules, each is one."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("evigrad"):
+            for alias in node.names:
+                yield room(f"{node.module}.{alias.name}".split("."))
+
+
+def room(parts: list[str]) -> str:
+    return ".".join(parts[1:3] if parts[1] == "cli" else parts[1:2])
+
+
+def test_rooms_import_in_no_circle():
+    graph: dict[str, set[str]] = {}
+    for file in PACKAGE.rglob("*.py"):
+        own = room(["evigrad", *file.relative_to(PACKAGE).with_suffix("").parts])
+        graph.setdefault(own, set()).update(set(rooms_of(file)) - {own})
+    assert len(graph) > 30
+    list(TopologicalSorter(graph).static_order())  # else what is imported first decides whether
