@@ -19,7 +19,8 @@ from evigrad.experiments.work import Place
 
 # What a process has to do with memory depends on all that it did before: a fresh one tells.
 SCRIPT = """
-import json, resource, threading, torch, evigrad
+import json, resource, threading, torch
+from evigrad import fit  # with all that it needs, whose small objects fill holes
 from evigrad.allocator import give_back, kept_memory
 
 def pages():
@@ -40,7 +41,7 @@ def resident():
 def train():
     data = torch.randn(20, 3), torch.randint(2, (20,))
     found = []
-    evigrad.fit(
+    fit(
         torch.nn.Linear(3, 2), data, likelihood="categorical", estimator="ntk-5-1", epochs=2,
         burn_in=1, every=1, steps=1, progress=False, callbacks=[lambda _: found.append(pages())],
     )
