@@ -16,7 +16,7 @@ and settings. The page is RUN/report.html, its figures are also in RUN/figures. 
 is shown up to its last epoch. Further runs are shown beside the first one, on its page.
 
 examples:
-  evigrad report runs/digits-digitsnet-ntk-100-1
+  evigrad report runs/digits-digitsnet-ntk-400-rows-anchored
   evigrad report runs/a runs/b --data-dir DIR       ... where the runs' data have moved to DIR"""
 
 _TYPES: dict[str, Any] = {"data_dir": str | None, "examples": int}
