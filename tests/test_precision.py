@@ -1,5 +1,8 @@
 """Passes in mixed precision and in channels-last memory, against plain float32 and float64 ones."""
 
+import warnings
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -125,3 +128,87 @@ def test_channels_last_changes_nothing(estimator: str, learned: bool) -> None:
     estimate, found = gradient(make(estimator, network, learned, micro_batch=3), x, y)
     assert estimate.log_evidence == pytest.approx(exact.log_evidence, rel=1e-12)
     assert distance(found, expected) < 1e-10
+
+
+# ---------------------------------------------------------------- small precisions
+
+SMALL = ("ntk-N-C", "full-10-C", "blockdiag-N-C", "kfac-N-C", "kfac-20-1", "diag-N-C")
+SIZES, POINTS = (10, 24, 24, 3), 40
+
+
+def small(estimator: str, dtype: torch.dtype, **settings: Any) -> tuple[Evidence, Tensor, Tensor]:
+    layers: list[nn.Module] = []
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for inputs, outputs in pairwise(SIZES):
+            layers += [nn.Linear(inputs, outputs), nn.Tanh()]
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(POINTS, SIZES[0], generator=generator).to(dtype)
+    y = torch.randint(SIZES[-1], (POINTS,), generator=generator)
+    network, prior = nn.Sequential(*layers[:-1]).to(dtype), GaussianPrior("layerwise", 1.0)
+    evidence = Evidence(
+        network, Categorical(), prior, estimator=estimator, num_data=POINTS, **settings
+    )
+    subset = evidence.spec.subset or POINTS
+    return evidence, x[:subset], y[:subset]
+
+
+def put(evidence: Evidence, precision: float) -> None:
+    """The precision everywhere, and the draws from their beginning."""
+    for parameter in evidence.prior.parameters():
+        parameter.data.fill_(precision).log_()
+        parameter.grad = None
+    evidence.generator.manual_seed(0)
+
+
+@cache
+def exact(estimator: str, precision: float) -> tuple[float, list[Tensor]]:
+    evidence, x, y = small(estimator, torch.float64)
+    put(evidence, precision)
+    log_det = evidence.backward(x, y).log_det
+    return log_det, [p.grad for p in evidence.prior.parameters() if p.grad is not None]
+
+
+def tolerated(log_det: float) -> float:
+    return 0.05 + 1e-4 * log_det
+
+
+@pytest.mark.parametrize("estimator", SMALL)
+def test_small_precisions_are_right_in_float32_without_a_word(estimator):
+    evidence, x, y = small(estimator, torch.float32)
+    for precision in (1e-4, 1e-6, 1e-8):
+        wanted, gradients = exact(estimator, precision)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for evaluate in (
+                evidence.backward,
+                evidence.estimate,
+                lambda x, y: evidence.estimate(evidence.collect(x, y)),
+            ):
+                put(evidence, precision)
+                assert abs(evaluate(x, y).log_det - wanted) < tolerated(wanted)
+        put(evidence, precision)
+        evidence.backward(x, y)
+        for parameter, gradient in zip(evidence.prior.parameters(), gradients, strict=True):
+            assert parameter.grad is not None
+            torch.testing.assert_close(parameter.grad.double(), gradient, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", SMALL)
+@pytest.mark.parametrize("kept", [False, True])
+def test_where_float32_stays_a_warning_says_by_how_many_nats(estimator, kept):
+    settings = {} if kept else {"gram_dtype": torch.float32}
+    evidence, x, y = small(estimator, torch.float32, **settings)
+    put(evidence, 1.0)
+    made = evidence.collect(x, y)
+    scale = POINTS / len(x) * (3 if estimator.endswith("-1") else 1)  # of the block to all data
+    for precision in (1e-2, 1e-4, 1e-6, 1e-8):
+        wanted, _ = exact(estimator, precision)
+        put(evidence, precision)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = evidence.estimate(made) if kept else evidence.estimate(x, y)
+        error = abs(found.log_det - wanted)
+        said = [str(each.message).split("up to about ")[1] for each in caught]
+        assert error < tolerated(wanted) or sum(float(s.split()[0]) for s in said) * scale > error
+        assert precision < 1e-2 or not said

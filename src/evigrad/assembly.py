@@ -5,9 +5,9 @@ Gram (``jacobians``) → statistic → log-determinant (``curvature``), and the 
 for the derivative in whatever the forward pass depends on.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,23 @@ from evigrad.anchors import AnchorBook, Anchoring
 from evigrad.blocks import Block
 from evigrad.checks import check_derivatives, log_probabilities
 from evigrad.collected import Collected, conditioned, weighted_sum
-from evigrad.curvature import Statistic, check_memory, hessian_statistic, inner_product
-from evigrad.errors import ConfigurationError
+from evigrad.curvature import (
+    RoundingError,
+    Statistic,
+    check_memory,
+    hessian_statistic,
+    inner_product,
+    rounding_refused,
+)
+from evigrad.errors import ConfigurationError, MemoryBudgetError
 from evigrad.jacobians import linearize
 from evigrad.likelihoods import Likelihood
 from evigrad.partitions import Partition
 from evigrad.passes import Batch, Chunk, Passes, Task
 from evigrad.preparation import Preparation, Prepared, Settings
 from evigrad.priors import GaussianPrior
+
+T = TypeVar("T")
 
 
 class _NotClosed(Exception):
@@ -90,6 +99,42 @@ class Assembly:
         """See ``Passes.task``; what would not fit is refused before anything is drawn."""
         self._check_memory(prepared, block, condensed)
         return self.passes.task(prepared, batches, block, self.generator)
+
+    def precisely(
+        self,
+        task: Task,
+        work: Callable[[Task], T],
+        trial: Callable[[T], object] | None = None,
+    ) -> T:
+        """Evaluate a block; where float32 would round too much away, once more in float64.
+
+        Each evaluation begins anew, so that none depends on those before it.
+
+        Args:
+            task: The block.
+            work: Evaluates it, and leaves nothing behind where it raises.
+            trial: What to do with the result for the sake of its rounding alone, if anything.
+
+        Returns:
+            What ``work`` returns. Where the user chose ``gram_dtype``, or memory does not suffice,
+            a warning tells of the rounding.
+        """
+        narrow = any(weight.dtype != torch.float64 for weight in self.weights.values())
+        if self.settings.gram_dtype is not None or not narrow or self.device.type == "mps":
+            return work(task)
+        try:
+            with rounding_refused():
+                result = work(task)
+                if trial is not None:
+                    trial(result)
+                return result
+        except RoundingError:
+            precise = self.preparation.in_float64(task.prepared)
+        try:
+            self._check_memory(precise, task.block, condensed=True)
+        except MemoryBudgetError:
+            return work(task)
+        return work(replace(task, prepared=precise))
 
     # ------------------------------------------------------------ the first pass
 

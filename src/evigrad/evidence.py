@@ -26,7 +26,7 @@ from evigrad.descriptions import ParameterReport, parameter_reports
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.estimate import Estimate
 from evigrad.estimators import EstimatorSpec
-from evigrad.gradient import needs_two_passes, of_data, of_kept
+from evigrad.gradient import needs_two_passes, of_data, of_kept, of_task
 from evigrad.intake import (
     CheckedSource,
     Data,
@@ -233,10 +233,11 @@ class Evidence:
         """
         with torch.no_grad(), undrawn_on_error(self.generator):
             kept = self._kept(x, ())
-            if kept is None:
-                kept = [self._assembly.collect(self._task(x, y, ()), False, condense=True)]
-            estimate, _ = of_kept(self._assembly, kept, ())
-        self._observe(kept)
+            if kept is not None:
+                estimate, _ = of_kept(self._assembly, kept, ())
+            else:
+                estimate = of_task(self._assembly, self._task(x, y, ()))
+        self._observe(kept or [x])
         return estimate
 
     def backward(
@@ -343,7 +344,12 @@ class Evidence:
             task = self._task(x, y, ())
             with held_constant(others):
                 check_keepable(self._assembly, task.prepared, list(changing))
-                made = self._assembly.collect(task, False, keep_outputs=beside, condense=True)
+                made = self._assembly.precisely(
+                    task,
+                    lambda task: self._assembly.collect(task, False, beside, condense=True),
+                    # What is too rounded under this prior would be so in every step.
+                    trial=self._assembly.terms,
+                )
         return pinned(self._assembly, made, self.hyperparameters(), changing)
 
     def check_collect(self, x: Tensor, *, wrt: str | Sequence[str] | None = None) -> None:

@@ -66,10 +66,27 @@ def of_kept(
     return mean_estimate(estimates), total
 
 
+def of_task(assembly: Assembly, task: Task) -> Estimate:
+    """The estimate on a block of data, in float64 where it has to be.
+
+    Args:
+        assembly: Of the evidence.
+        task: The block.
+
+    Returns:
+        The estimate.
+    """
+
+    def work(task: Task) -> Estimate:
+        return objective(assembly, assembly.collect(task, False, condense=True))[0]
+
+    return assembly.precisely(task, work)
+
+
 def of_data(
     assembly: Assembly, task: Task, learnable: Mapping[str, nn.Parameter]
 ) -> tuple[Estimate, Gradients]:
-    """The gradient on a block of data, by the way that suits what is learned.
+    """The gradient on a block of data, in float64 where it has to be.
 
     Args:
         assembly: Of the evidence.
@@ -79,6 +96,13 @@ def of_data(
     Returns:
         The estimate, and one gradient for each hyperparameter, in their order.
     """
+    return assembly.precisely(task, lambda task: _of_data(assembly, task, learnable))
+
+
+def _of_data(
+    assembly: Assembly, task: Task, learnable: Mapping[str, nn.Parameter]
+) -> tuple[Estimate, Gradients]:
+    """The gradient on a block of data, by the way that suits what is learned."""
     of_prior = [p for name, p in learnable.items() if name.startswith("prior.")]
     of_passes = [p for name, p in learnable.items() if not name.startswith("prior.")]
     if assembly.settings.gradient == "one-graph":

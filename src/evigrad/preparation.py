@@ -101,6 +101,7 @@ class Prepared:
         partition: Of rows into blocks.
         draws_globally: Whether the model drew from the global generators when it was planned.
         outputs: Of the inputs that it was prepared on, under the weights of that day.
+        gram_dtype: Of the structure's matrices; None for that of the rows.
     """
 
     model: nn.Module
@@ -109,6 +110,7 @@ class Prepared:
     partition: Partition
     draws_globally: bool
     outputs: Tensor
+    gram_dtype: torch.dtype | None = None
 
     def pack(self, x: Tensor, noise: Noise | None, data: slice) -> Tensor:
         """Inputs as the model takes them.
@@ -194,8 +196,9 @@ class Preparation:
             )
             draws_globally = has_drawn()
         partition = Partition(self.settings.spec, self.settings.num_data, f.shape[1])
-        structure = self._structure(made, partition, contract=key not in self._formed)
-        self._prepared[key] = Prepared(model, made, structure, partition, draws_globally, f)
+        given = self.settings.gram_dtype
+        structure = self._structure(made, partition, key not in self._formed, given)
+        self._prepared[key] = Prepared(model, made, structure, partition, draws_globally, f, given)
         for old in list(self._prepared)[:-_KEPT]:
             del self._prepared[old]
             self._formed.discard(old)
@@ -298,7 +301,8 @@ class Preparation:
         if spec is not None:
             partition = Partition(spec, self.settings.num_data, partition.num_outputs)
             contract = bool(structure.contracted)
-            structure = self._structure(prepared.plan, partition, contract)
+            given = prepared.gram_dtype
+            structure = self._structure(prepared.plan, partition, contract, given)
         return structure.predicted_bytes(partition.block_rows)
 
     def without_contraction(self, prepared: Prepared) -> Prepared:
@@ -319,8 +323,24 @@ class Preparation:
                 self._prepared[key] = new
         return new
 
+    def in_float64(self, prepared: Prepared) -> Prepared:
+        """The same with products and factors in float64, whatever the dtype of the rows.
+
+        Args:
+            prepared: One of those made here.
+
+        Returns:
+            Another one, for a single evaluation.
+        """
+        wider = replace(prepared, gram_dtype=torch.float64)
+        return self._replanned(wider, wider.plan, bool(prepared.structure.contracted))
+
     def _structure(
-        self, made: JacobianPlan, partition: Partition, contract: bool
+        self,
+        made: JacobianPlan,
+        partition: Partition,
+        contract: bool,
+        gram_dtype: torch.dtype | None,
     ) -> Structure[Any]:
         settings, spec = self.settings, partition.spec
         rows = partition.block_rows
@@ -337,14 +357,14 @@ class Preparation:
             precision_groups=self.prior.constant_groups(),
             parameter_partition=settings.parameter_partition,
             sharing=settings.sharing,
-            gram_dtype=settings.gram_dtype,
+            gram_dtype=gram_dtype,
             contracted=contracted(uses, data, max(1, rows // data)),
             storage=Storage(settings.rows_dtype, settings.rows_device),
             num_rows=None if plain or spec.curvature == "hessian" else rows,
         )
 
     def _replanned(self, prepared: Prepared, made: JacobianPlan, contract: bool) -> Prepared:
-        structure = self._structure(made, prepared.partition, contract)
+        structure = self._structure(made, prepared.partition, contract, prepared.gram_dtype)
         return replace(prepared, plan=made, structure=structure)
 
     # ------------------------------------------------------------ checking on real data

@@ -26,6 +26,7 @@ from evigrad.curvature.full import Full
 from evigrad.curvature.hessian import hessian_statistic
 from evigrad.curvature.kernel_rows import Storage
 from evigrad.curvature.kfac import DENSE_LIMIT, Kfac, check_sharing
+from evigrad.curvature.linalg import RoundingError, rounding_refused
 from evigrad.curvature.memory import available_bytes, check_memory
 from evigrad.curvature.ntk import Ntk
 from evigrad.errors import ConfigurationError, nearest
@@ -44,6 +45,7 @@ __all__ = [
     "MatrixUseLike",
     "Ntk",
     "ParameterPartition",
+    "RoundingError",
     "Statistic",
     "Storage",
     "Structure",
@@ -54,6 +56,7 @@ __all__ = [
     "inner_product",
     "make_structure",
     "partition_names",
+    "rounding_refused",
 ]
 
 

@@ -35,7 +35,11 @@ from evigrad.curvature.base import (
 )
 from evigrad.curvature.block_diagonal import add_outer_products
 from evigrad.curvature.linalg import (
+    check_rounding,
     inner_gram,
+    is_tolerated,
+    kronecker_rounding,
+    kronecker_rounding_rate,
     log_det_dense,
     log_det_diagonal,
     log_det_kronecker,
@@ -68,6 +72,7 @@ class KfacStatistic(Statistic):
         eigenvalues: Eigenvalues of A and B: a cache, filled by ``Kfac.log_det``, or in the place of
             the sums (``Kfac.summarise``).
         spectra: Eigenvalues of dense blocks; a cache too.
+        roundings: ``kronecker_rounding_rate`` of each pair of these; a cache too.
     """
 
     inputs: dict[str, Tensor]
@@ -79,6 +84,7 @@ class KfacStatistic(Statistic):
         default_factory=dict, repr=False, compare=False
     )
     spectra: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    roundings: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
 
     def tensors(self) -> list[Tensor]:
         """A of every weight, B of every weight, then the other blocks."""
@@ -93,7 +99,7 @@ class KfacStatistic(Statistic):
             for table in (self.inputs, self.gradients, self.blocks)
         )
         tables = {"inputs": inputs, "gradients": gradients, "blocks": blocks}
-        return replace(self, **tables, eigenvalues={}, spectra={})
+        return replace(self, **tables, eigenvalues={}, spectra={}, roundings={})
 
 
 class Kfac(Structure[KfacStatistic]):
@@ -194,11 +200,12 @@ class Kfac(Structure[KfacStatistic]):
     ) -> Float[Tensor, ""]:
         """See ``Structure.log_det``; precisions that vary inside a Kronecker block are refused."""
         self._check_constant(name for name in statistic.counts if precisions[name].ndim > 0)
-        terms = []
+        terms, spectra = [], {}
         for name in statistic.counts:
             left, right = self._eigenvalues(statistic, name)
             factor = (precisions[name].to(left.dtype) * statistic.counts[name]).reciprocal()
             terms.append(log_det_kronecker(left, right, factor))
+            spectra[name] = (left, right, factor)
         for name, block in statistic.blocks.items():
             one = precisions[name].ndim == 0
             precision = precisions[name] if one else precisions[name].reshape(-1)
@@ -207,10 +214,34 @@ class Kfac(Structure[KfacStatistic]):
             elif one and len(block) <= SPECTRUM_LIMIT and not block.requires_grad:
                 if name not in statistic.spectra:
                     statistic.spectra[name] = psd_eigenvalues(block)
-                terms.append(log_det_diagonal(statistic.spectra[name], precision))
+                spectrum = statistic.spectra[name]
+                terms.append(log_det_diagonal(spectrum, precision))
+                inverse = precision.to(spectrum.dtype).reciprocal()
+                spectra[name] = (spectrum, spectrum.new_ones(1), inverse)
             else:
                 terms.append(log_det_dense(block, precision))
-        return torch.stack(terms).sum()
+        value = torch.stack(terms).sum()
+        if spectra:
+            self._check_rounding(statistic, spectra, value.detach())
+        return value
+
+    @staticmethod
+    def _check_rounding(
+        statistic: KfacStatistic,
+        spectra: Mapping[str, tuple[Tensor, Tensor, Tensor]],
+        value: Tensor,
+    ) -> None:
+        """See ``check_rounding``; a bound that costs nothing spares most steps the estimate."""
+        for name in spectra.keys() - statistic.roundings.keys():
+            left, right, _ = spectra[name]
+            statistic.roundings[name] = kronecker_rounding_rate(left, right)
+        factors = torch.stack([factor.detach() for *_, factor in spectra.values()]).tolist()
+        rates = [statistic.roundings[name] for name in spectra]
+        bound = sum(rate * factor for rate, factor in zip(rates, factors, strict=True))
+        if is_tolerated(bound, float(value)):
+            return
+        errors = [kronecker_rounding(*each) for each in spectra.values()]
+        check_rounding(torch.stack(errors).sum(), value, errors[0].dtype)
 
     def predicted_bytes(self, num_rows: int) -> int:
         """See ``Structure.predicted_bytes``; channel groups, which need less, are not counted."""

@@ -5,7 +5,9 @@ derivatives only: ``create_graph=True`` is an error, lest a second derivative la
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
@@ -23,10 +25,65 @@ from evigrad.errors import ConfigurationError, EvigradWarning, NotPositiveDefini
 JITTER_LIMIT_IN_ROUNDINGS = 10.0
 # Tenfold steps: the answer is at most ten times further off than it has to be.
 JITTER_GROWTH = 10.0
+# A pivot of a Cholesky factor, and an eigenvalue, are off by about as many roundings of the largest
+# diagonal element, or eigenvalue: chosen so that on networks of 80 to 26,000 weights, with
+# precisions from 1 to 1e-8, what was estimated was never less than half the error against float64.
+PIVOT_ROUNDINGS, EIGENVALUE_ROUNDINGS = 2.0, 4.0
+# Rounding is worth a word, and a computation in float64, beyond this many nats and part of ℓ.
+TOLERATED_NATS, TOLERATED_SHARE = 0.05, 1e-4
 # Random vectors beyond the rank: with ten, missing a direction has a probability below 1e-10.
 OVERSAMPLING = 10
 # Up to this part of its size a matrix's rank makes the detour by its range the shorter way.
 LOW_RANK_SHARE = 0.4
+
+_refused: ContextVar[bool] = ContextVar("refused", default=False)
+
+
+class RoundingError(Exception):
+    """Too much of a log-determinant is lost to rounding; for whoever can take a wider dtype."""
+
+
+@contextmanager
+def rounding_refused() -> Iterator[None]:
+    """Within this, rounding that a warning would tell of is a ``RoundingError``."""
+    token = _refused.set(True)
+    try:
+        yield
+    finally:
+        _refused.reset(token)
+
+
+def check_rounding(error: Tensor, value: Tensor, dtype: torch.dtype) -> None:
+    """Warn, or raise within ``rounding_refused``, where rounding matters.
+
+    Args:
+        error: What rounding may have changed, estimated, in nats.
+        value: The log-determinant.
+        dtype: In which the matrix was made.
+
+    Raises:
+        RoundingError: Within ``rounding_refused``.
+    """
+    nats, size = torch.stack([error.double(), value.double()]).tolist()
+    if not is_tolerated(nats, size):
+        _doubt(
+            f"The log-determinant of a block, {size:.6g}, may be off by up to about {nats:.3g} nats"
+            f" by rounding in {str(dtype).removeprefix('torch.')}: the prior precision is very"
+            " small beside the curvature. gram_dtype=torch.float64, or weights in float64, avoids"
+            " this."
+        )
+
+
+def is_tolerated(nats: float, value: float) -> bool:
+    """Whether a log-determinant may be off by so many nats; NaN has errors of its own."""
+    return not nats > TOLERATED_NATS + TOLERATED_SHARE * value
+
+
+def _doubt(message: str) -> None:
+    """Warn, or raise within ``rounding_refused``."""
+    if _refused.get():
+        raise RoundingError(message)
+    warnings.warn(message, EvigradWarning, stacklevel=3)
 
 
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +117,8 @@ def log_det_identity_plus(
 
     Its cotangent is (I + matrix)^{-1}. A factorisation that fails in float32 is repeated in
     float64; if that fails too, a sum of outer products (``positive``) gets the smallest jitter on
-    its diagonal that helps, with a warning that says how much.
+    its diagonal that helps. A warning says by how much jitter or rounding may change the value
+    (see ``check_rounding``).
 
     Args:
         matrix: Symmetric.
@@ -163,6 +221,54 @@ def log_det_kronecker(
     return products.log1p().sum()
 
 
+def kronecker_rounding(
+    left: Float[Tensor, "*batch i"], right: Float[Tensor, "*batch j"], factor: Tensor
+) -> Float[Tensor, ""]:
+    """By how many nats the rounding of A and B may change ``log_det_kronecker``, estimated.
+
+    An eigenvalue that rounding hides counts whole; the others' errors have any sign, and their
+    squares add up.
+
+    Args:
+        left: As for ``log_det_kronecker``, as are the others.
+        right: Eigenvalues of B.
+        factor: 0-dimensional.
+
+    Returns:
+        A scalar without a graph.
+    """
+    unit = EIGENVALUE_ROUNDINGS * torch.finfo(left.dtype).eps
+    parts = []
+    with torch.no_grad():
+        for own, other in ((left, right), (right, left)):
+            error = unit * own.amax(-1, keepdim=True)
+            hidden = (factor.to(own) * error * other).log1p().sum(-1, keepdim=True)
+            seen = other.shape[-1] * error / own
+            each = torch.minimum(hidden, seen)
+            small = own < PIVOT_ROUNDINGS * error
+            parts.append((each * small).sum() + (each * ~small).square().sum().sqrt())
+        return parts[0] + parts[1]
+
+
+def kronecker_rounding_rate(
+    left: Float[Tensor, "*batch i"], right: Float[Tensor, "*batch j"]
+) -> float:
+    """What ``kronecker_rounding`` is at most for a factor of 1; in proportion for others.
+
+    Args:
+        left: Eigenvalues of A.
+        right: Eigenvalues of B.
+
+    Returns:
+        Nats.
+    """
+    unit = EIGENVALUE_ROUNDINGS * torch.finfo(left.dtype).eps
+    with torch.no_grad():
+        of_left = left.shape[-1] * left.amax(-1) * right.sum(-1)
+        of_right = right.shape[-1] * right.amax(-1) * left.sum(-1)
+        return unit * float((of_left + of_right).sum())
+
+
 def inner_gram(
     rows: Float[Tensor, "*batch R n"], cotangent: Float[Tensor, "*batch n n"]
 ) -> Float[Tensor, ""]:
@@ -228,11 +334,15 @@ def factor_identity_plus(
     """
     factor = _factor(_shifted(matrix, 1.0))
     if factor is not None:
+        if positive and len(matrix):
+            _check_pivots(matrix, factor)
         return factor
     if not bool(matrix.isfinite().all()):
         raise NotPositiveDefiniteError(_why_not(False, positive))
     precise = _shifted(matrix.to(torch.float64), 1.0)
     if matrix.dtype != torch.float64 and (factor := _factor(precise)) is not None:
+        if positive:
+            _check_pivots(matrix, factor)
         return factor
     if not positive:
         raise NotPositiveDefiniteError(_why_not(True, positive))
@@ -244,17 +354,23 @@ def factor_identity_plus(
             # Exact pivots are 1 or more, and less than these by rounding at its limit at most.
             pivots = factor.diagonal().square()
             excess = float((pivots / (pivots - jitter - limit).clamp(min=1.0)).log().sum())
-            warnings.warn(
+            _doubt(
                 f"I + S was not positive definite by rounding: {jitter:.3g} was added to its"
                 f" diagonal, whose mean is {float(precise.diagonal().mean()):.3g}. The"
                 f" log-determinant may be too large by up to about {excess:.3g} nats;"
-                " gram_dtype=torch.float64, or weights in float64, avoids this.",
-                EvigradWarning,
-                stacklevel=2,
+                " gram_dtype=torch.float64, or weights in float64, avoids this."
             )
             return factor
         jitter *= JITTER_GROWTH
     raise NotPositiveDefiniteError(_why_not(True, positive))
+
+
+def _check_pivots(matrix: Tensor, factor: Tensor) -> None:
+    """``check_rounding`` of a factor of I + matrix: its pivots are 1 or more, but for rounding."""
+    pivots = factor.detach().diagonal().square()
+    unit = PIVOT_ROUNDINGS * torch.finfo(matrix.dtype).eps
+    error = unit * (1 + matrix.detach().diagonal().amax())
+    check_rounding((error / pivots).log1p().sum(), pivots.log().sum(), matrix.dtype)
 
 
 class _LogDetIdentityPlus(Function):
