@@ -93,8 +93,7 @@ def _overview() -> str:
     return (
         f"usage: {_PROGRAM} COMMAND [options]\n\n{_DESCRIPTION}\n\ncommands:\n{commands}\n\n"
         f"'{_PROGRAM} COMMAND --help' lists the options of a command.\n\n"
-        f"example:\n  {_PROGRAM} train --data digits --model digitsnet --estimator ntk-100-1"
-        " --compare-map"
+        f"example:\n  {_PROGRAM} train --data mnist5k --subset 1000 --model mininet --compare-map"
     )
 
 

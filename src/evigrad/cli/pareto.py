@@ -28,7 +28,8 @@ bound is one of the family. All other options are those of evigrad train.
 examples:
   evigrad pareto                                    digits, a small network
   evigrad pareto --estimators ntk-100-1 kfac-100-1 ntk-400-rows-anchored --judge ntk-400-C
-  evigrad pareto --data mnist:rotated180 --subset 1000 --model mininet --invariance rotation"""
+  evigrad pareto --data mnist:rotated180 --subset 1000 --model mininet --invariance rotation \\
+      --estimators ntk-100-1 kfac-100-1 --epochs 20"""
 
 ESTIMATORS = (
     *("ntk-50-1", "ntk-200-1", "ntk-20-C", "ntk-50-C"),
