@@ -146,7 +146,8 @@ def test_fixed_ranges_and_baselines(capsys, tmp_path, estimator):
 
 def test_an_automatic_subset_is_a_number_in_the_runs_files(capsys, tmp_path):
     extra = ["--estimator", "ntk-auto-1", "--memory-budget", "1MB", "--compare-map"]
-    run(*QUICK, *extra, "--run-dir", tmp_path / "run")
+    at = PLAIN.index("--samples")  # of use with an invariance alone
+    run(*PLAIN[:at], *PLAIN[at + 2 :], *ROUNDS, *extra, "--run-dir", tmp_path / "run")
     options = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     size = int(options["estimator"].split("-")[1])
     assert 1 < size < 40

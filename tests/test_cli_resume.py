@@ -111,7 +111,7 @@ def test_options_that_contradict_the_run_are_refused_by_name(capsys, tmp_path, w
         return captured.err
 
     words = error_of("--epochs", 8, "--lr=0.5", "--no-compare-map")
-    assert "has --epochs 4, not 8; --lr 0.001, not 0.5; --compare-map yes, not no." in words
+    assert "has --epochs 4, not 8; --lr left away, not 0.5; --compare-map yes, not no." in words
     assert "start a new run with --config" in words
     file = tmp_path / "other.yaml"
     file.write_text("subset: 50\n")

@@ -54,7 +54,6 @@ which is its weight decay, and the ranges of an invariance. The test set is only
 examples:
   evigrad train                                     scikit-learn's digits and a small network
   evigrad train --data mnist5k --subset 1000 --model mininet --compare-map
-                                                    ... beside plain MAP training, as a table
   evigrad train --data digits:rotated90 --invariance rotation --estimator kfac-100-1
   evigrad train --config FILE.yaml --epochs 50      options after a file replace what it says
   evigrad train --resume runs/digits-...            go on with a run that was interrupted
