@@ -199,7 +199,8 @@ def test_a_full_batch_round_in_micro_batches_is_the_one_graph_gradient(images, e
     """One step of plain gradient on all the data, prior and ranges together."""
     data = (images[0].double(), images[1])
     changes: dict[str, Any] = {"hyper_every": None, "hyper_steps": None, "steps": 1}
-    loop = prepared(data, network().double(), estimator=estimator, micro_batch=5, **changes)
+    changes |= {"micro_batch": 5, "precision": 1.0}
+    loop = prepared(data, network().double(), estimator=estimator, **changes)
     gradients: dict[str, Tensor] = {}
 
     def record(*_: Any) -> None:
