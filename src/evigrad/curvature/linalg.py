@@ -26,8 +26,8 @@ JITTER_LIMIT_IN_ROUNDINGS = 10.0
 # Tenfold steps: the answer is at most ten times further off than it has to be.
 JITTER_GROWTH = 10.0
 # A pivot of a Cholesky factor, and an eigenvalue, are off by about as many roundings of the largest
-# diagonal element, or eigenvalue: chosen on small networks so that what is estimated is not less than
-# the error against float64, as tests/test_precision.py has it, at the price of being often larger.
+# diagonal element, or eigenvalue: chosen on small networks so that what is estimated is not less
+# than the error against float64 (tests/test_precision.py), at the price of being often larger.
 PIVOT_ROUNDINGS, EIGENVALUE_ROUNDINGS = 2.0, 4.0
 # Rounding is worth a word, and a computation in float64, beyond this many nats and part of ℓ.
 TOLERATED_NATS, TOLERATED_SHARE = 0.05, 1e-4
