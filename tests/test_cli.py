@@ -244,6 +244,9 @@ def test_the_version(capsys):
         ("train --data digit", "Did you mean 'digits'?"),
         ("train --model digitnet", "Did you mean 'digitsnet'?"),
         ("train --estimator nkt-100-1", "Did you mean 'ntk-100-1'?"),
+        ("train --estimator auto", "Name one: 'ntk-400-rows-anchored', the default"),
+        ("doctor --estimator ntk-auto-1", "Name one: 'ntk-400-rows-anchored', the default"),
+        ("train --step-budget 2", "no option --step-budget any more: it belonged to the estimator"),
         ("train --evaluate-with nkt-100-1", "Did you mean 'ntk-100-1'?"),
         ("train --likelihood categoricl", "Did you mean 'categorical'?"),
         ("train --likelihood gaussian", "likelihood=gaussian: only tables"),
@@ -294,6 +297,10 @@ def test_mistakes_in_a_file(capsys, tmp_path):
     file.write_text("epoch: 4\n")
     words = error_of(capsys, "train", "--config", file)
     assert "unknown key 'epoch'. Did you mean 'epochs'?" in words
+    file.write_text("estimator: ntk-9-1\nstep_budget: 5.0\n")
+    words = error_of(capsys, "train", "--config", file)
+    assert "the key 'step_budget', which is no option any more" in words
+    assert "the default ntk-400-rows-anchored" in words
     file.write_text("epochs: four\n")
     assert "--epochs: give a whole number, not 'four'" in error_of(
         capsys, "train", "--config", file
@@ -337,7 +344,6 @@ IDLE = [
         )
     ],
     ("train --invariance shear --augerino-weight 0.1", "augerino", "--estimator augerino"),
-    ("train --step-budget 2", "auto", "--estimator auto"),
     ("train --momentum 0.5", "sgd", "--optimizer sgd"),
     ("train --prior-rate 0.3", "fixed_point", "--prior-update fixed_point"),
     ("pareto --prior-rate-min 0.1", "fixed_point", "--prior-update fixed_point"),
@@ -346,7 +352,7 @@ IDLE = [
     ("pareto --estimators ntk-9-1 ntk-8-1 --sharing reduce", "kfac", "--estimators kfac-N-C"),
     ("bounds --parameter-partition module", "blockdiag", "--estimator blockdiag-N-C"),
     ("train --rows-dtype bfloat16 --estimator kfac-N-C", "ntk", "--estimator ntk-N-C"),
-    ("train --estimator full-N-C --rows-device cpu", "ntk", "--estimator auto"),
+    ("train --estimator full-N-C --rows-device cpu", "ntk", "--estimator ntk-N-C"),
     (
         "train --estimator ntk-N-C --anchor-share 0.5",
         "anchored",

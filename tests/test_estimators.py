@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evigrad.errors import ConfigurationError
-from evigrad.estimators import CURVATURES, GRAMMAR, MODIFIERS, ROOTS, STRUCTURES, EstimatorSpec
+from evigrad.estimators import (
+    CURVATURES,
+    DEFAULT_ESTIMATOR,
+    GRAMMAR,
+    MODIFIERS,
+    ROOTS,
+    STRUCTURES,
+    EstimatorSpec,
+)
 
 sizes = st.none() | st.integers(1, 10**9)
 flags = st.booleans()
@@ -188,3 +196,10 @@ def test_an_unknown_root_is_refused():
 def test_the_default_root_is_the_papers_but_for_rows():
     assert EstimatorSpec.parse("ntk-5-1").default_root == "subblock"
     assert EstimatorSpec.parse("ntk-5-rows").default_root == "eigen"
+
+
+@pytest.mark.parametrize("name", ["auto", "ntk-auto-1", "kfac-auto-C", "ntk-auto"])
+def test_automatic_names_are_gone_and_the_default_is_named(name):
+    with pytest.raises(ConfigurationError, match="no longer chooses.*'ntk-400-rows-anchored'"):
+        EstimatorSpec.parse(name)
+    assert EstimatorSpec.parse(DEFAULT_ESTIMATOR).name == DEFAULT_ESTIMATOR

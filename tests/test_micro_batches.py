@@ -301,7 +301,6 @@ def test_memory_is_measured_as_passes_run(settings: dict[str, Any]) -> None:
             **settings,
         )
     random_state, buffers = torch.get_rng_state(), [b.clone() for b in model.buffers()]
-    assert evidence.pass_bytes(x, LABELS) > 0
     evidence.backward(x, LABELS)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))

@@ -58,7 +58,6 @@ def made(network: Callable[[], nn.Module]) -> Evidence:
 def estimates(evidence: Evidence, count: int) -> list[float]:
     evidence.generator.manual_seed(0)
     other = evidence.with_estimator(f"ntk-{N}-C")
-    other.take_over(evidence)
     return [
         each.estimate(data(), LABELS).log_det for _ in range(count) for each in (evidence, other)
     ]

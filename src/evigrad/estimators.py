@@ -24,6 +24,9 @@ GRAMMAR = (
     f"MODIFIER {' | '.join(MODIFIERS)}; for instance 'kfac-150-1' or 'ntk-N-C'."
 )
 
+# What people take who do not want to choose: docs/estimators.md says when another is better.
+DEFAULT_ESTIMATOR = "ntk-400-rows-anchored"
+
 # Without leading zeros and ASCII only, so that every estimator has exactly one spelling; 18 digits
 # fit into an int64.
 _INTEGER = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -136,6 +139,12 @@ class EstimatorSpec:
             ConfigurationError: If the name is not in the grammar or combines what does not go
                 together; the text gives the reason, the nearest valid spelling and the grammar.
         """
+        if "auto" in name.split("-"):
+            raise ConfigurationError(
+                f"Estimator name {name!r}: evigrad no longer chooses estimators or subsets by"
+                f" itself. Name one: '{DEFAULT_ESTIMATOR}', the default, or give a number in the"
+                f" place of 'auto'. {GRAMMAR}"
+            )
         try:
             return cls._read(name)
         except ConfigurationError as error:

@@ -39,7 +39,6 @@ from evigrad.intake import (
 )
 from evigrad.jacobians import model_outputs
 from evigrad.likelihoods import Likelihood
-from evigrad.micro_batches import PEAK_FACTOR
 from evigrad.modes import TURN, warn_of_normalisation
 from evigrad.parameters import check_unchanged, held_constant, select, trainable
 from evigrad.passes import Task
@@ -461,25 +460,6 @@ class Evidence:
                 **given,
             )
 
-    def take_over(self, other: "Evidence") -> None:
-        """Know what another evidence of the same model has found out, to save the work.
-
-        That is the paths of derivatives, with the checks that they have passed, and the outputs
-        of the data by which anchors are chosen.
-
-        Args:
-            other: Made by ``with_estimator``, or the one that this one was made of.
-
-        Raises:
-            ConfigurationError: If it is one of another model.
-        """
-        if other.model is not self.model or list(other.weights()) != list(self._weights):
-            raise ConfigurationError("Only evidences of the same model know the same.")
-        preparation = other._assembly.preparation.state_dict()
-        self._assembly.preparation.load_state_dict(preparation)
-        if self._anchors is not None and other._anchors is not None:
-            self._anchors.take_over(other._anchors)
-
     def bracket(self, data: Any, *, rows: int = 1000, **options: Any) -> "Bracket":
         """Bounds on the exact log evidence, whatever the estimator: see ``evigrad.bracket``.
 
@@ -540,36 +520,18 @@ class Evidence:
         """
         return parameter_reports(self._assembly, x)
 
-    def predicted_bytes(self, x: Tensor, *, estimator: str | None = None) -> int:
+    def predicted_bytes(self, x: Tensor) -> int:
         """Memory that a block's statistic and its log-determinant take, beside the passes.
 
         Args:
             x: Some inputs.
-            estimator: Another name of the same structure and curvature. Default: its own.
 
         Returns:
             Bytes, by the formula that refuses what does not fit.
         """
         check_inputs(x, self._assembly.device)
         prepared = self._assembly.prepare(x)
-        spec = None if estimator is None else EstimatorSpec.parse(estimator)
-        return self._assembly.preparation.predicted_bytes(prepared, spec)
-
-    def pass_bytes(self, x: Tensor, y: Tensor) -> float:
-        """Memory that each datum of a pass takes at once, measured.
-
-        Args:
-            x: Inputs of two data.
-            y: Their targets.
-
-        Returns:
-            Bytes.
-        """
-        state = self.generator.get_state()
-        task = self._task(x, y, ())
-        self.generator.set_state(state)
-        kind = "second" if self._model_hyperparameters else "first"
-        return PEAK_FACTOR * self._assembly.passes.bytes_per_datum(task, kind, x)
+        return prepared.structure.predicted_bytes(prepared.partition.block_rows)
 
     def state_dict(self) -> dict[str, Any]:
         """State of prior, likelihood, generator and automatic choices; the model keeps its own."""

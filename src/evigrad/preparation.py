@@ -287,24 +287,6 @@ class Preparation:
         """
         return Noise(self._drawing, seed, positions)
 
-    def predicted_bytes(self, prepared: Prepared, spec: EstimatorSpec | None) -> int:
-        """What an estimator keeps of a block and works with.
-
-        Args:
-            prepared: For the inputs.
-            spec: Another estimator of the same kind, or None for the evidence's own.
-
-        Returns:
-            Bytes.
-        """
-        partition, structure = prepared.partition, prepared.structure
-        if spec is not None:
-            partition = Partition(spec, self.settings.num_data, partition.num_outputs)
-            contract = bool(structure.contracted)
-            given = prepared.gram_dtype
-            structure = self._structure(prepared.plan, partition, contract, given)
-        return structure.predicted_bytes(partition.block_rows)
-
     def without_contraction(self, prepared: Prepared) -> Prepared:
         """The same with all rows formed, for a model whose passes do not all have closed forms.
 

@@ -19,7 +19,6 @@ from matplotlib.image import imread, imsave
 from evigrad.drawing import DARK, LIGHT
 from evigrad.report import write_report
 from evigrad.report.content import NOTHING, show
-from evigrad.training import CHOICE_FILE, Choice, Trial
 
 OPTIONS = {"data": "digits", "model": "digitsnet"}
 RANGES = {"rotation": math.pi / 2, "translation_x": 0.5, "scale_x": math.log(2), "shear": 0.1}
@@ -351,31 +350,3 @@ def test_no_global_state_is_touched(tmp_path):
     write_report(run)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
-
-
-def test_the_choice_of_an_estimator(sketched, tmp_path):
-    trials = (
-        Trial("ntk-9-C", None, None, True, True, 0.02, 30.0, 2.0, 8),
-        Trial("ntk-20-rows-anchored", 0.9, None, True, True, 0.03, 20.0, 1.0, 8),
-        Trial("full-9-C", None, None, True, False, 0.2),
-        Trial("blockdiag-9-C", None, None, True, False, None, note="No memory."),
-        Trial("kfac-9-1", None, None, False, True, 0.01),
-    )
-    choice = Choice("ntk-20-rows-anchored", 0.9, None, 0.03, 0.01, 5.0, 15.0, 1.5, trials, "Why.")
-    run = write_run(tmp_path / "run", estimator="auto", options=OPTIONS)
-    assert "auto" in report(run).text  # nothing is chosen yet
-    (run / CHOICE_FILE).write_text(json.dumps(choice.as_record()))
-    page = report(run)
-    rows = next(rows for rows in page.tables if ["ntk-9-C", "2", "30 ± 2", ""] in rows)
-    assert rows[1:] == [
-        ["ntk-20-rows-anchored (90 % anchors)", "3", "20 ± 1", "chosen"],
-        ["ntk-9-C", "2", "30 ± 2", ""],
-        ["full-9-C", "20", NOTHING, "over the budget"],
-        ["blockdiag-9-C", NOTHING, NOTHING, "No memory."],
-        ["kfac-9-1", "1", NOTHING, "no guaranteed bound"],
-    ]
-    assert "Why. A training step took 10 ms, the search 1.5 s." in page.text
-    assert "The exact one was at least 15." in page.text
-    (run / CHOICE_FILE).write_text('{"name": "ntk-9-C"}')
-    with pytest.raises(ConfigurationError, match="it holds no choice"):
-        report(run)

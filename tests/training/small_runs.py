@@ -104,7 +104,6 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], dict[str, Any]]] = {
         {"hyperparameters": ["invariance"], "every": 3, "hyper_every": 1, "hyper_steps": 1},
     ),
     "Augerino": (averaged, {"estimator": "augerino"}),
-    "automatic subset": (net, {"estimator": "ntk-auto-1", "memory_budget": "40kB"}),
     "automatic choices": (
         lambda seed: nn.Sequential(InputScale(4), net(seed)),
         {"hyperparameters": ["0"], "micro_batch": "auto", "memory_budget": "4kB"},

@@ -78,24 +78,12 @@ def test_what_is_no_type(words):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"memory_budget": 10**9}, "say micro_batch='auto'"),
-        ({"memory_budget": 10**9, "micro_batch": 8}, "say micro_batch='auto'"),
         ({"rows_device": "nowhere"}, "rows_device 'nowhere' does not exist"),
     ],
 )
 def test_what_does_not_fit(given, words):
     with pytest.raises(ConfigurationError, match=words):
         estimator_options(GIVEN | given)
-
-
-def test_a_budget_is_for_automatic_choices_and_baselines_make_none():
-    budget = {"memory_budget": "1MB"}
-    for name in ("ntk-auto-1", "map", "augerino", None):
-        # Taken note of where the subset is chosen; an evidence has nothing to choose by it.
-        found = estimator_options(GIVEN | budget | {"estimator": name})
-        assert found["memory_budget"] is None
-        found = estimator_options(GIVEN | budget | {"estimator": name, "micro_batch": "auto"})
-        assert found["memory_budget"] == 10**6
 
 
 def test_anchors_are_for_anchored_estimators():

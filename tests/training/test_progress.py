@@ -52,24 +52,3 @@ def test_no_rich_no_bar(monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert isinstance(make_progress("MAP", 2), PlainProgress)
-
-
-def test_a_run_may_get_another_name(capsys, monkeypatch):
-    plain = make_progress("auto", 2)
-    plain.update({"epoch": 1, "loss": 0.5})
-    plain.rename("ntk-9-C", "For a [reason].")
-    plain.update({"epoch": 2, "loss": 0.4})
-    expected = [
-        "auto: epoch 1/2  loss 0.5000",
-        "For a [reason].",
-        "ntk-9-C: epoch 2/2  loss 0.4000",
-    ]
-    assert capsys.readouterr().err.splitlines() == expected
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    bar = make_progress("auto", 2)
-    bar.rename("ntk-9-C", "For a [reason].")
-    bar.update({"epoch": 2, "loss": 0.4})
-    bar.close()
-    printed = capsys.readouterr().err
-    assert "For a [reason]." in printed and "ntk-9-C" in printed

@@ -112,16 +112,6 @@ class AnchorBook:
         self._num_outputs = f.shape[1]
         self.memory.update(indices, self._likelihood.condensed(f.detach(), self._root))
 
-    def take_over(self, other: "AnchorBook") -> None:
-        """Share the outputs that another book knows, where they are kept in the same form.
-
-        Args:
-            other: Of the same model and data.
-        """
-        self._centres = other._centres
-        if other._root == self._root:
-            self.memory, self._num_outputs = other.memory, other._num_outputs
-
     def scores(self) -> Scores:
         """|R_n[:, d]|² of every row that is not zero for certain, by the outputs that are known."""
         check_finite("The model's outputs", self.memory.outputs)

@@ -24,13 +24,10 @@ from evigrad.likelihoods import make_likelihood
 from evigrad.priors import GaussianPrior
 from evigrad.training import (
     ANCHOR_OPTIONS,
-    AUTO,
     ESTIMATOR_OPTIONS,
     estimator_options,
     fit,
-    is_automatic,
 )
-from evigrad.training.automatic import largest_subset, with_subset
 from evigrad.training.settings import BASELINES, learned_precision
 
 _DESCRIPTION = """\
@@ -100,31 +97,24 @@ def run(parser: Parser, options: Namespace) -> int:
     Raises:
         ConfigurationError: If a setting does not exist or does not fit.
     """
-    if options.estimator in (None, AUTO, *BASELINES):
+    if options.estimator in (None, *BASELINES):
         raise ConfigurationError("The doctor examines an estimator: name one, as ntk-100-1.")
     if options.batch_size < 1:
         raise ConfigurationError(f"batch_size must be at least 1, not {options.batch_size}.")
     setup = set_up(**{name: options[name] for name in SETUP_TYPES})
     data = setup.data.train
 
-    def evidence_of(estimator: str) -> Evidence:
-        likelihood = make_likelihood(options.likelihood or setup.data.likelihood)
-        return Evidence(
-            setup.make_model(),
-            likelihood,
-            GaussianPrior(options.prior, options.precision or learned_precision(likelihood)),
-            estimator=estimator,
-            num_data=len(data[0]),
-            hyperparameters=setup.hyperparameters,
-            generator=torch.Generator().manual_seed(setup.seed),
-            **estimator_options(options.as_dict()),
-        )
-
-    name = options.estimator
-    if is_automatic(name):
-        memory = (options.micro_batch, options.memory_budget)
-        name = largest_subset(evidence_of(with_subset(name, 1)), name, *data, *memory)
-    evidence = evidence_of(name)
+    likelihood = make_likelihood(options.likelihood or setup.data.likelihood)
+    evidence = Evidence(
+        setup.make_model(),
+        likelihood,
+        GaussianPrior(options.prior, options.precision or learned_precision(likelihood)),
+        estimator=options.estimator,
+        num_data=len(data[0]),
+        hyperparameters=setup.hyperparameters,
+        generator=torch.Generator().manual_seed(setup.seed),
+        **estimator_options(options.as_dict()),
+    )
     batch_size = min(options.batch_size, len(data[0]))
     console = results_console()
     show("note", f"{setup.data.describe()}; {setup.describe_model()} on {setup.device}")

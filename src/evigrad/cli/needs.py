@@ -45,11 +45,11 @@ def check_needs(parser: ArgumentParser, options: Namespace, typed: Iterable[str]
 
 
 def _uses(part: str) -> Callable[[Namespace], bool]:
-    """Whether a training's estimator has a word in its name; auto may become any of them."""
+    """Whether a training's estimator has a word in its name."""
 
     def uses(options: Namespace) -> bool:
         names = options.get("estimators") or [options.estimator or "map"]
-        return any(name == "auto" or part in name.split("-") for name in names)
+        return any(part in name.split("-") for name in names)
 
     return uses
 
@@ -112,7 +112,6 @@ NEEDS: tuple[_Need, ...] = (
         _adam,
     ),
     (("augerino_weight",), "with --estimator augerino", lambda o: o.get("estimator") == "augerino"),
-    (("step_budget",), "with --estimator auto", lambda o: o.estimator == "auto"),
     (("momentum",), "with --optimizer sgd", lambda o: o.optimizer == "sgd"),
     (("sharing",), "with a kfac estimator", _uses("kfac")),
     (("parameter_partition",), "with a blockdiag estimator", _uses("blockdiag")),

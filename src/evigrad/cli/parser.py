@@ -9,9 +9,15 @@ from typing import Any, NoReturn
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 
 from evigrad.errors import ConfigurationError, nearest
+from evigrad.estimators import DEFAULT_ESTIMATOR
 
 _HELP_WIDTH = 96
 _HELP_COLUMN = 30
+# Options of earlier versions, which configurations of old runs still have, and what to do instead.
+_GONE = {
+    "step-budget": "it belonged to the estimator 'auto', which is gone. Leave it away, and where"
+    f" the estimator is 'auto' name one, as the default {DEFAULT_ESTIMATOR}.",
+}
 
 
 class CommandLineError(Exception):
@@ -198,6 +204,10 @@ def explain(message: str, parser: ArgumentParser | None, command: str) -> Config
         typed = match[1]
         if typed.startswith("-"):
             typed = typed.partition("=")[0]
+            if typed.removeprefix("--") in _GONE:
+                return ConfigurationError(
+                    f"There is no option {typed} any more: {_GONE[typed.removeprefix('--')]}"
+                )
             return ConfigurationError(
                 f"There is no option {typed}.{nearest(typed, options)}{help_hint}"
             )
@@ -205,6 +215,11 @@ def explain(message: str, parser: ArgumentParser | None, command: str) -> Config
             f"'{typed}' is not understood here: options start with --.{help_hint}"
         )
     if match := re.search(r"(?:does not accept option|Option) '([^']+)'", text):
+        if (gone := match[1].replace("_", "-")) in _GONE:
+            return ConfigurationError(
+                f"The configuration has the key '{match[1]}', which is no option any more:"
+                f" {_GONE[gone]}"
+            )
         plain = [option.removeprefix("--").replace("-", "_") for option in options]
         return ConfigurationError(
             f"The configuration has an unknown key '{match[1]}'."

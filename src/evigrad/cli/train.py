@@ -38,7 +38,6 @@ from evigrad.training import (
     describe_estimator,
     evaluate_evidence,
     fit,
-    is_automatic,
     learns_noise,
     prepare,
     tight_estimator,
@@ -61,7 +60,6 @@ examples:
 
 FIT_TYPES: dict[str, Any] = {
     "estimator": str | None,
-    "step_budget": float,
     "likelihood": str | None,
     "prior": Literal["scalar", "layerwise", "diagonal"],
     "precision": float | None,
@@ -109,10 +107,8 @@ FIT_TYPES: dict[str, Any] = {
 # Where the command line has other words than Python.
 FIT_WORDS = {
     "estimator": "Evidence estimator, STRUCTURE-SUBSET-OUTPUTS: structure ntk, full, blockdiag,"
-    " kfac or diag; data in a block, N for all, or auto for as many as the memory holds; outputs"
-    " in a block, or C for all. ntk-400-rows-anchored takes 400 rows, most of them anchors."
-    " auto measures estimators at the first hyperparameter step and takes the tightest bound that"
-    " keeps to step_budget."
+    " kfac or diag; data in a block, or N for all data; outputs in a block, or C for all."
+    " ntk-400-rows-anchored takes 400 rows, most of them anchors."
     " Baselines: map learns no hyperparameters (plain MAP training), map-noise the noise of a"
     " gaussian on the training loss, augerino the ranges of an invariance on it.",
     "likelihood": "Of the targets: categorical, gaussian or bernoulli. Default: what the data set"
@@ -125,8 +121,7 @@ _OWN_TYPES: dict[str, Any] = {
     "figures": bool,
 }
 _UNITS = " Ranges are in half images, radians, and natural logarithms of scales."
-_ESTIMATOR = ("estimator", "step_budget")
-_PRIOR = (*_ESTIMATOR, "likelihood", "prior", "precision")
+_PRIOR = ("estimator", "likelihood", "prior", "precision")
 _WEIGHTS = ("epochs", "batch_size", "optimizer", "lr", "lr_min", "momentum", "scalar_lr_factor")
 _HYPER = (
     *("burn_in", "every", "steps", "hyper_every", "hyper_steps", "prior_blocks", "prior_update"),
@@ -159,7 +154,7 @@ def add_training(options: Options, with_estimator: bool = True) -> None:
         options: Where they go.
         with_estimator: Whether the estimator is one of them.
     """
-    prior = _PRIOR if with_estimator else tuple(n for n in _PRIOR if n not in _ESTIMATOR)
+    prior = _PRIOR if with_estimator else _PRIOR[1:]
     options.add_group("what to train", set_up, NETWORK, SETUP_TYPES)
     options.add_group("invariance", set_up, INVARIANCE, SETUP_TYPES)
     options.add_group("prior and evidence", fit, prior, FIT_TYPES, {"likelihood": None}, FIT_WORDS)
@@ -194,11 +189,6 @@ def run(parser: Parser, options: Namespace) -> int:
     if options.evaluate_with != "auto":
         EstimatorSpec.parse(options.evaluate_with)
     runs = _prepare(setup, options)
-    if is_automatic(options.estimator):
-        # What was found belongs to the run, on whatever machine it is repeated or goes on.
-        chosen = runs[-1].settings
-        show("note", f"{options.estimator} is {chosen.estimator} in this memory")
-        options.estimator, options.memory_budget = chosen.estimator, chosen.memory_budget
     directory = directory or RunDirectory(options.run_dir or _default_directory(setup, options))
     with directory.locked(), interruptible(directory.path) as interruption:
         if file is None:
@@ -212,8 +202,6 @@ def run(parser: Parser, options: Namespace) -> int:
             with interruption.patient() as stop:
                 result = each.train(folder, resume=True, progress=options.progress, stop=stop)
             results[each.name] = result
-            if result.choice is not None and not options.progress:
-                show("note", result.choice.describe())
         report(
             results,
             setup,

@@ -16,7 +16,6 @@ from evigrad.experiments.jobs import Job
 from evigrad.experiments.work import Place
 from evigrad.models import make_model
 from evigrad.partitions import Partition
-from evigrad.training import AUTO
 from evigrad.training.settings import BASELINES
 
 
@@ -149,7 +148,7 @@ def problems(jobs: Sequence[Job], place: Place) -> dict[str, list[Job]]:
 def _check(job: Job, train: Mapping[str, Any]) -> None:
     name = job.config.get("estimator")
     shape = shape_of(train)
-    if name is not None and name not in (AUTO, *BASELINES):
+    if name is not None and name not in BASELINES:
         spec = EstimatorSpec.parse(name)
         if shape is not None:
             Partition(spec, min(train["subset"] or shape.train, shape.train), shape.outputs)

@@ -19,7 +19,7 @@ from evigrad.experiments.configuration import as_file, make_settings, make_setup
 from evigrad.experiments.curves import curve
 from evigrad.experiments.jobs import Job
 from evigrad.experiments.store import Store
-from evigrad.training import AUTO, FitResult, RunDirectory, evaluate_evidence, prepare
+from evigrad.training import FitResult, RunDirectory, evaluate_evidence, prepare
 
 RUN = "run"  # the folder of a training inside that of its job
 # Of a timing: estimates that are not counted, and how many are, within a time.
@@ -164,12 +164,10 @@ def _of_trained(job: Job, place: Place) -> tuple[Setup, FitResult]:
 def _evaluate(job: Job, folder: Path, place: Place) -> dict[str, Any]:
     setup, result = _of_trained(job, place)
     config = job.config
-    # An automatic one is known once the training has chosen it.
-    own = config["estimator"] == AUTO
     value = evaluate_evidence(
         result.evidence,
         setup.data.train,
-        result.evidence.spec.name if own else config["estimator"],
+        config["estimator"],
         seed=config["seed"],
         blocks=config["blocks"],
     )

@@ -10,7 +10,6 @@ from typing import Any
 from evigrad.data.optional import require
 from evigrad.drawing import History, series
 from evigrad.errors import ConfigurationError, InputError
-from evigrad.training.choice import CHOICE_FILE, Choice
 from evigrad.training.metrics import read_metrics
 from evigrad.training.settings import BASELINES
 
@@ -33,8 +32,6 @@ class Record:
         options: What ``config.yaml`` says; empty for a run that was started from Python.
         results: What ``results.json`` says of this run; empty where there is none yet.
         is_baseline: Whether it is the MAP run that another one is compared with.
-        choice: What ``estimator.json`` says; None where the estimator was named, or is not chosen
-            yet.
     """
 
     path: Path
@@ -45,12 +42,11 @@ class Record:
     options: Mapping[str, Any]
     results: Mapping[str, Any]
     is_baseline: bool = False
-    choice: Choice | None = None
 
     @property
     def method(self) -> str:
         """How the hyperparameters were learned: the name of the estimator or the baseline."""
-        return _method(self.settings, self.choice)
+        return _method(self.settings)
 
     @property
     def epochs(self) -> int:
@@ -151,8 +147,7 @@ def _read_with_map(folder: Path, label: str | None) -> list[Record]:
         if not (path / "metrics.csv").is_file():
             continue
         settings = _read_json(path / "config.json")
-        choice = _read_choice(path / CHOICE_FILE)
-        method = _method(settings, choice)
+        method = _method(settings)
         name = label or method
         if label is not None and path is not folder:
             name = f"{label}, MAP"
@@ -166,7 +161,6 @@ def _read_with_map(folder: Path, label: str | None) -> list[Record]:
                 options=options,
                 results=_results_of(method, results),
                 is_baseline=path is not folder,
-                choice=choice,
             )
         )
     if not found:
@@ -209,14 +203,6 @@ def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
     return _mapping(path, content)
 
 
-def _read_choice(path: Path) -> Choice | None:
-    content = _read_json(path, optional=True)
-    try:
-        return Choice.from_record(content) if content else None
-    except (TypeError, LookupError) as error:
-        raise ConfigurationError(f"{path} cannot be read: it holds no choice.") from error
-
-
 def _read_options(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
@@ -235,8 +221,8 @@ def _mapping(path: Path, content: Any) -> dict[str, Any]:
     return content
 
 
-def _method(settings: Mapping[str, Any], choice: Choice | None) -> str:
-    name = str(settings.get("estimator") or "map") if choice is None else choice.name
+def _method(settings: Mapping[str, Any]) -> str:
+    name = str(settings.get("estimator") or "map")
     return BASELINES.get(name, name)
 
 

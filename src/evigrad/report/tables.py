@@ -7,7 +7,6 @@ from evigrad.report.content import NOTHING, Table, show
 from evigrad.report.ranges import used_ranges
 from evigrad.report.records import Record
 from evigrad.report.sections import MODEL, PRECISION
-from evigrad.training.choice import Choice
 from evigrad.training.settings import BASELINES
 
 # Above the values of the only run of a report.
@@ -92,41 +91,6 @@ def hyperparameter_table(record: Record) -> Table:
         ("", "epoch 1", f"epoch {record.epochs}"),
         rows,
         note,
-    )
-
-
-def choice_table(label: str, choice: Choice) -> Table:
-    """What estimator ``auto`` chose, and from what.
-
-    Args:
-        label: Of the run.
-        choice: Of the run.
-
-    Returns:
-        A row for each estimator that was measured, the tightest bound first.
-    """
-    rows = []
-    for trial in sorted(choice.trials, key=lambda t: (t.mean is None, t.mean or 0.0)):
-        mean = show(trial.mean)
-        if trial.deviation is not None:
-            mean += f" ± {show(trial.deviation)}"
-        words = [] if trial.is_bound else ["no guaranteed bound"]
-        if (trial.name, trial.share, trial.root) == (choice.name, choice.share, choice.root):
-            words.insert(0, "chosen")
-        if trial.note or not trial.fits:
-            words.append(trial.note or "over the budget")
-        took = None if trial.seconds is None else trial.seconds / choice.step_seconds
-        rows.append([trial.label, show(took), mean, "; ".join(words)])
-    lower = ""
-    if choice.lower is not None:
-        lower = f" The exact one was at least {show(choice.lower)}."
-    return Table(
-        f"Choice of the estimator, {label}",
-        ("", "time of a step (training steps)", "log-determinant (nats), ± sd of a draw", ""),
-        rows,
-        f"{choice.reason} A training step took {show(1000 * choice.step_seconds)} ms, the search"
-        f" {show(choice.search_seconds)} s. All bounds lie above the same exact log-determinant:"
-        f" the smallest mean is the tightest.{lower}",
     )
 
 

@@ -23,7 +23,6 @@ from evigrad.report.sections import (
 )
 from evigrad.report.tables import (
     all_settings,
-    choice_table,
     hyperparameter_table,
     metrics_table,
     settings_table,
@@ -91,7 +90,6 @@ def write_report(
         lead=_lead(records),
         parts=[
             metrics_table(records),
-            *[choice_table(r.label, r.choice) for r in records if r.choice is not None],
             *sections,
             *[hyperparameter_table(record) for record in records if not record.is_baseline],
             settings_table(records),

@@ -1,6 +1,5 @@
 """Training: the interleaved scheme of weights and hyperparameters, and what it records."""
 
-from evigrad.training.choice import AUTO, CHOICE_FILE, Choice, Trial
 from evigrad.training.compare import (
     EvidenceValue,
     describe_estimator,
@@ -11,7 +10,6 @@ from evigrad.training.estimator_options import (
     ANCHOR_OPTIONS,
     ESTIMATOR_OPTIONS,
     estimator_options,
-    is_automatic,
 )
 from evigrad.training.fit import fit, learns_noise, prepare
 from evigrad.training.load import LoadedRun, load
@@ -23,24 +21,19 @@ from evigrad.training.tune import TuneResult, tune
 
 __all__ = [
     "ANCHOR_OPTIONS",
-    "AUTO",
-    "CHOICE_FILE",
     "ESTIMATOR_OPTIONS",
-    "Choice",
     "EvidenceValue",
     "FitResult",
     "LoadedRun",
     "Run",
     "RunDirectory",
     "Settings",
-    "Trial",
     "TuneResult",
     "describe_estimator",
     "estimator_options",
     "evaluate",
     "evaluate_evidence",
     "fit",
-    "is_automatic",
     "learns_noise",
     "load",
     "prepare",

@@ -8,8 +8,6 @@ import torch
 
 from evigrad.anchors import Anchoring
 from evigrad.errors import ConfigurationError, nearest
-from evigrad.training.choice import AUTO
-from evigrad.training.settings import BASELINES
 
 # Keywords of ``Evidence``, of ``fit`` and options of the command line alike.
 ESTIMATOR_OPTIONS = (
@@ -41,18 +39,6 @@ UNITS = {
 }
 
 
-def is_automatic(estimator: str | None) -> bool:
-    """Whether a name asks for subsets as large as the memory holds.
-
-    Args:
-        estimator: As ``ntk-auto-1``.
-
-    Returns:
-        True where ``auto`` stands in the place of SUBSET.
-    """
-    return estimator is not None and estimator.split("-")[1:2] == ["auto"]
-
-
 def estimator_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords for ``Evidence``: names of types as types, amounts of memory as bytes.
 
@@ -64,23 +50,12 @@ def estimator_options(given: Mapping[str, Any]) -> dict[str, Any]:
         These alone, and ``anchoring`` for an anchored estimator.
 
     Raises:
-        ConfigurationError: If a value does not exist or does not fit the others; ``Evidence``
-            checks the rest.
+        ConfigurationError: If a value does not exist; ``Evidence`` checks the rest.
     """
     options = {name: given[name] for name in ESTIMATOR_OPTIONS}
     for name in ("gram_dtype", "rows_dtype", "autocast"):
         options[name] = as_dtype(name, options[name])
     options["memory_budget"] = as_bytes("memory_budget", options["memory_budget"])
-    estimator = given["estimator"]
-    is_open = estimator == AUTO
-    is_used = options["micro_batch"] == "auto" or is_automatic(estimator) or is_open
-    evaluates = estimator is not None and estimator not in BASELINES
-    if options["memory_budget"] is not None and evaluates and not is_used:
-        raise ConfigurationError(
-            "memory_budget is what micro_batch='auto', subsets 'auto' and estimator 'auto' keep"
-            " to: say micro_batch='auto' or an estimator as 'ntk-auto-1', or leave memory_budget"
-            " away."
-        )
     if isinstance(options["rows_device"], str):
         try:
             options["rows_device"] = torch.device(options["rows_device"])
@@ -88,17 +63,13 @@ def estimator_options(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigurationError(
                 f"rows_device '{given['rows_device']}' does not exist: say cpu, or leave it away."
             ) from error
-    # What stands for an open estimator until it is chosen has anchors, where its root has any.
-    anchored = is_open and options["root"] != "subblock"
-    if evaluates and (anchored or "anchored" in str(estimator).split("-")):
+    if "anchored" in str(given["estimator"]).split("-"):
         options["anchoring"] = Anchoring(
             share=given["anchor_share"],
             choice=given["anchor_choice"],
             refresh=given["anchor_refresh"],
             likelihood_data=given["anchor_likelihood"],
         )
-    if options["micro_batch"] != "auto":
-        options["memory_budget"] = None  # an automatic subset's, of which an evidence has a number
     return options
 
 

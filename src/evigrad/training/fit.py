@@ -12,6 +12,7 @@ from torch import nn
 from evigrad.bracket import check_bracket
 from evigrad.checks import check_inputs, check_targets, log_probabilities
 from evigrad.errors import ConfigurationError, EvigradWarning
+from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence
 from evigrad.groups import matches
 from evigrad.jacobians import model_outputs, model_run
@@ -20,11 +21,9 @@ from evigrad.modes import evaluation_mode
 from evigrad.preparation import PROBE_SIZE
 from evigrad.priors import GaussianPrior
 from evigrad.training.augerino import range_parameters
-from evigrad.training.automatic import recorded_estimator, with_largest_subset, with_subset
 from evigrad.training.data import RunData
-from evigrad.training.estimator_options import estimator_options, is_automatic
+from evigrad.training.estimator_options import estimator_options
 from evigrad.training.loop import Loop
-from evigrad.training.measuring import placeholder
 from evigrad.training.randomness import stream
 from evigrad.training.run import Callback, FitResult, Run
 from evigrad.training.run_directory import RunDirectory
@@ -42,8 +41,7 @@ def fit(
     train: Any,
     *,
     likelihood: str | Likelihood = "categorical",
-    estimator: str | None = "ntk-400-rows-anchored",
-    step_budget: float = 5.0,
+    estimator: str | None = DEFAULT_ESTIMATOR,
     prior: str | GaussianPrior = "layerwise",
     precision: float | None = None,
     hyperparameters: Sequence[str] = (),
@@ -116,15 +114,10 @@ def fit(
             NumPy or Python are seeded by ``seed``.
         likelihood: Of the targets: categorical, gaussian or bernoulli.
         estimator: Name of the evidence estimator, STRUCTURE-SUBSET-OUTPUTS, as ntk-100-1 or
-            kfac-N-C; ntk-400-rows-anchored is exact where there are 400 rows or fewer. auto in the
-            place of SUBSET takes as many data as the memory holds, as kfac-auto-1. auto measures
-            estimators at the first hyperparameter step and takes the tightest bound that keeps to
-            step_budget. Baselines: None or map trains by MAP only, the same without hyperparameter
-            steps; map-noise too, but the noise of a gaussian is learned on the training loss;
-            augerino learns the ranges of a transform on the training loss, with a reward for wide
-            ones.
-        step_budget: Time of a hyperparameter step that estimator auto may take, as a multiple of a
-            step of the weights.
+            kfac-N-C; ntk-400-rows-anchored is exact where there are 400 rows or fewer. Baselines:
+            None or map trains by MAP only, the same without hyperparameter steps; map-noise too,
+            but the noise of a gaussian is learned on the training loss; augerino learns the ranges
+            of a transform on the training loss, with a reward for wide ones.
         prior: What has its own prior precision (weight decay): scalar (one for all weights),
             layerwise (one for each parameter tensor) or diagonal (one for each weight).
         precision: Prior precision at the start. Weight decay in the usual sense is precision / N.
@@ -172,9 +165,8 @@ def fit(
             prefixes).
         micro_batch: Data in a pass of an estimate, or auto, as many as the memory holds; changes
             memory, not results. Default: all.
-        memory_budget: Memory that such a pass may take, with micro_batch auto, and what an
-            estimator of subsets auto keeps of its passes: bytes, or an amount as 8GiB. Default:
-            most of what is free.
+        memory_budget: Memory that such a pass may take, with micro_batch auto: bytes, or an amount
+            as 8GiB. Default: most of what is free.
         gram_dtype: Type of kernels and factors: float32 or float64. Default: the weights'.
         rows_dtype: Type in which ntk keeps its rows, as bfloat16 for half the memory. Default: the
             weights'.
@@ -225,7 +217,6 @@ def fit(
     settings = Settings(
         likelihood=likelihood,
         estimator=estimator,
-        step_budget=step_budget,
         prior=prior,
         precision=precision,
         hyperparameters=hyperparameters,
@@ -271,8 +262,6 @@ def fit(
         checkpoint_every=checkpoint_every,
         seed=seed,
     )
-    if resume:
-        settings = recorded_estimator(settings, run_dir)
     run = prepare(model, train, settings, test=test, device=device)
     return run.train(run_dir, resume=resume, progress=progress, callbacks=callbacks)
 
@@ -323,9 +312,6 @@ def prepare(
         _warn_of_scale(evidence, evidence.likelihood, data)
     if held_out is not None:  # which is read next when training is over
         _check_data(evidence, held_out, place, len(held_out))
-    if is_automatic(settings.estimator):
-        settings = with_largest_subset(settings, evidence, *data.first(PROBE_SIZE))
-        evidence = make_evidence(model, len(data), settings)
     if settings.bracket_every:
         check_bracket(evidence.spec)
     if settings.baseline is None:
@@ -355,7 +341,7 @@ def make_evidence(model: nn.Module, num_data: int, settings: Settings) -> Eviden
         settings: Of the run, with a number for each that follows from the number of data.
 
     Returns:
-        That of the estimator; a placeholder where there is none, or none yet.
+        That of the estimator; a placeholder where there is none.
 
     Raises:
         ConfigurationError: If a name or a value does not exist or does not fit.
@@ -364,10 +350,6 @@ def make_evidence(model: nn.Module, num_data: int, settings: Settings) -> Eviden
     if name is None or settings.baseline is not None:
         # Some estimator that exists for any data; a baseline never evaluates it.
         name = f"ntk-{min(num_data, 100)}-1"
-    elif is_automatic(name):
-        name = with_subset(name, 1)
-    elif settings.is_open:
-        name = placeholder(settings, num_data)
     return Evidence(
         model,
         make_likelihood(settings.likelihood),

@@ -20,9 +20,7 @@ from evigrad.training.checkpoint import (
     load_network,
     unpacked_history,
 )
-from evigrad.training.choice import Choice
 from evigrad.training.fit import make_evidence, place_model
-from evigrad.training.measuring import evidence_of
 from evigrad.training.metrics import Row
 from evigrad.training.run_directory import RunDirectory
 from evigrad.training.settings import OPTIMIZERS, Settings
@@ -100,9 +98,6 @@ def load(
     settings = _settings(state["settings"], likelihood, prior, path)
     evidence = make_evidence(made, num_data, settings)
     check_network(state, evidence, path)
-    if state["choice"] is not None:
-        choice = Choice.from_record(state["choice"])
-        evidence = evidence_of(evidence, settings, choice.name, choice.share, choice.root)
     evidence.load_state_dict(state["evidence"])
     load_network(made, state)
     history = unpacked_history(state["history"])

@@ -1,11 +1,9 @@
 """The interleaved scheme: epochs of the weights, and between them steps of the hyperparameters."""
 
 import math
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -20,19 +18,14 @@ from evigrad.fixed_point import FixedPoint
 from evigrad.models import fixup_scalars
 from evigrad.modes import seeded
 from evigrad.preparation import PROBE_SIZE
-from evigrad.training import measuring
 from evigrad.training.augerino import Augerino
 from evigrad.training.checkpoint import load_network
-from evigrad.training.choice import Choice
 from evigrad.training.data import RunData
 from evigrad.training.optimizers import make_hyper_optimizer, make_weight_optimizer
 from evigrad.training.randomness import derived_seed, stream
 from evigrad.training.rounds import blocks_of_a_round
 from evigrad.training.schedules import Schedule, cosine, make_schedules
 from evigrad.training.settings import PlannedSettings
-
-# Steps of the weights whose times are known.
-_TIMES = 200
 
 
 @dataclass(frozen=True)
@@ -88,10 +81,6 @@ class Loop:
             self.in_loss = self.augerino.names
         elif settings.estimator == "map-noise":
             self.in_loss = [name for name in hyperparameters if name.startswith("likelihood.")]
-        # Of an open estimator, once it is chosen; until then the evidence has a placeholder.
-        self.choice: Choice | None = None
-        self._times: deque[float] = deque(maxlen=_TIMES)
-        self._is_warm = False
         self.fixed_point: FixedPoint | None = None
         if settings.baseline is None:
             if settings.prior_update == "fixed_point":
@@ -140,7 +129,6 @@ class Loop:
             training_mode(self.evidence.model),
         ):
             for batch in batches:
-                start = measuring.clock()
                 loss = self._loss(*self.data.fetch(batch), batch)
                 value = loss.item()
                 if not math.isfinite(value):
@@ -152,19 +140,11 @@ class Loop:
                     self.hyper_optimizer.step()
                     self._clear_gradients()
                 total += value * len(batch)
-                self._take_time(measuring.clock() - start)
         self.weight_optimizer.zero_grad(set_to_none=True)
         for name, weight in self.evidence.weights().items():
             if not torch.isfinite(weight).all():
                 raise self._diverged(f"the weight {name}", float("nan"), epoch)
         return total / len(order)
-
-    def _take_time(self, seconds: float) -> None:
-        """Remember the time of a step; the first one of all, which warms up, until the second."""
-        if not self._is_warm and self._times:
-            self._times.clear()
-            self._is_warm = True
-        self._times.append(seconds)
 
     def _loss(self, x: Tensor, y: Tensor, indices: Tensor) -> Tensor:
         loss = self.evidence.map_loss(x, y, wrt=self.in_loss, indices=indices)
@@ -196,8 +176,6 @@ class Loop:
         estimates: list[Estimate] = []
         any_shared = False
         try:
-            if self.settings.is_open and self.choice is None:
-                self._choose()
             for schedule in self.schedules:
                 if schedule.is_due(epoch):
                     prior_blocks = self.settings.prior_blocks
@@ -215,25 +193,6 @@ class Loop:
         finally:
             self._clear_gradients()
         return Round(estimates, any_shared)
-
-    def _choose(self) -> None:
-        """Measure estimators, and take one from here on."""
-        found = measuring.choose_estimator(
-            self.evidence,
-            self.data,
-            self.settings,
-            self.schedules[-1],  # that of the model's own hyperparameters, which costs more
-            median(self._times),
-        )
-        self._take(found)
-
-    def _take(self, choice: Choice) -> None:
-        self.evidence = measuring.evidence_of(
-            self.evidence, self.settings, choice.name, choice.share, choice.root
-        )
-        if self.fixed_point is not None:
-            self.fixed_point.evidence = self.evidence
-        self.choice = choice
 
     def _step(self, schedule: Schedule, block: Block | list[Collected]) -> Estimate:
         self._set_hyper_rates(schedule.progress)
@@ -267,7 +226,6 @@ class Loop:
             "weight_optimizer": self.weight_optimizer.state_dict(),
             "hyper_optimizer": self.hyper_optimizer.state_dict(),
             "hyper_steps": [schedule.taken for schedule in self.schedules],
-            "choice": None if self.choice is None else self.choice.as_record(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -282,8 +240,6 @@ class Loop:
         model = self.evidence.model
         try:
             load_network(model, state)
-            if state.get("choice") is not None:
-                self._take(Choice.from_record(state["choice"]))
             self.evidence.load_state_dict(state["evidence"])
             self.weight_optimizer.load_state_dict(state["weight_optimizer"])
             self.hyper_optimizer.load_state_dict(state["hyper_optimizer"])

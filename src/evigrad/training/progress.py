@@ -39,16 +39,6 @@ class PlainProgress:
                 f"{self.title}: epoch {count}  {summary(self.known)}", file=sys.stderr, flush=True
             )
 
-    def rename(self, title: str, words: str) -> None:
-        """Give the run another name.
-
-        Args:
-            title: The name.
-            words: Why.
-        """
-        self.title = title
-        print(words, file=sys.stderr, flush=True)
-
     def close(self) -> None:
         """Nothing is left to close."""
 
@@ -95,16 +85,6 @@ class RichProgress:
         _remember(self._known, row)
         values = summary(self._known)
         self._progress.update(self._task, completed=row["epoch"] or 0, values=values)
-
-    def rename(self, title: str, words: str) -> None:
-        """Give the run another name.
-
-        Args:
-            title: The name.
-            words: Why.
-        """
-        self._progress.update(self._task, description=title)
-        self._progress.console.print(words, markup=False, highlight=False)
 
     def close(self) -> None:
         """Leave the last state of the bar on the screen."""

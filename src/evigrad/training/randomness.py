@@ -10,10 +10,17 @@ from typing import Literal
 import numpy as np
 import torch
 
-# What a stream is for. The position in this list is part of the seed: append, do not reorder.
-_USES = ("shuffle", "model", "evidence", "evaluation", "bracket", "auto", "data")
+Use = Literal["shuffle", "model", "evidence", "evaluation", "bracket", "data"]
 
-Use = Literal["shuffle", "model", "evidence", "evaluation", "bracket", "auto", "data"]
+# The number of a use is part of the seed: none is ever changed, or given to another use.
+_USES: dict[Use, int] = {
+    "shuffle": 0,
+    "model": 1,
+    "evidence": 2,
+    "evaluation": 3,
+    "bracket": 4,
+    "data": 6,
+}
 
 
 def derived_seed(seed: int, use: Use, epoch: int = 0) -> int:
@@ -24,14 +31,13 @@ def derived_seed(seed: int, use: Use, epoch: int = 0) -> int:
         use: What the stream is for: the order of the training data (``shuffle``), what the
             model draws while its weights train (``model``, as dropout), the blocks of the
             evidence (``evidence``), what the model draws on test data (``evaluation``), the
-            bounds on the evidence (``bracket``), the estimators among which one is chosen
-            (``auto``), or what the items of a data set draw (``data``).
+            bounds on the evidence (``bracket``), or what the items of a data set draw (``data``).
         epoch: The epoch, where the stream starts anew in each.
 
     Returns:
         A seed below 2^63.
     """
-    sequence = np.random.SeedSequence([seed, _USES.index(use), epoch])
+    sequence = np.random.SeedSequence([seed, _USES[use], epoch])
     return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 

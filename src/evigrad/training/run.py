@@ -30,7 +30,6 @@ from evigrad.training.checkpoint import (
     unpacked_history,
     with_threads,
 )
-from evigrad.training.choice import AUTO, CHOICE_FILE, Choice
 from evigrad.training.data import RunData
 from evigrad.training.loop import Loop, Round
 from evigrad.training.metrics import Row, evaluate
@@ -59,7 +58,6 @@ class FitResult:
         seconds: Time of training, without evaluation and files.
         run_dir: The folder of the run, or None.
         estimator: Name of the estimator, or None for a baseline (MAP, Augerino).
-        choice: How estimator ``auto`` was chosen; None for one that was named.
     """
 
     model: nn.Module
@@ -70,7 +68,6 @@ class FitResult:
     seconds: float
     run_dir: Path | None
     estimator: str | None
-    choice: Choice | None = None
 
     def __repr__(self) -> str:
         """Where the run ended, in a line: the history has a row for each epoch."""
@@ -104,14 +101,12 @@ class Run:
 
     @property
     def evidence(self) -> Evidence:
-        """The present one: estimator ``auto`` has another one from its choice on."""
+        """The evidence of the model that is trained."""
         return self.loop.evidence
 
     @property
     def name(self) -> str:
-        """The estimator's name, or that of a baseline; ``auto`` as long as nothing is chosen."""
-        if self.settings.is_open and self.loop.choice is None:
-            return AUTO
+        """The estimator's name, or that of a baseline."""
         return self.settings.baseline or self.evidence.spec.name
 
     def train(
@@ -157,7 +152,6 @@ class Run:
                 check_format(state, directory.path)
                 stack.enter_context(with_threads(state["machine"]["threads"]))
                 self._restore(state, directory.path)
-                self._keep_choice(directory)
                 if progress:
                     print(self._resumed(), file=sys.stderr, flush=True)
             elif directory is not None:
@@ -173,7 +167,6 @@ class Run:
             seconds=self.seconds,
             run_dir=None if directory is None else directory.path,
             estimator=None if self.settings.baseline else self.evidence.spec.name,
-            choice=self.loop.choice,
         )
 
     def _run(
@@ -187,18 +180,12 @@ class Run:
         bar = make_progress(self.name, self.settings.epochs) if progress and left else None
         seen = [*([] if bar is None else [bar.update]), *callbacks]
 
-        def told(choice: Choice) -> None:
-            if directory is not None:
-                self._keep_choice(directory)
-            if bar is not None:
-                bar.rename(self.name, choice.describe())
-
         try:
             if directory is None:
-                self._train(None, seen, told, stop)
+                self._train(None, seen, stop)
             else:
                 with RunRecord(directory, self.history) as record:
-                    self._train(record, seen, told, stop)
+                    self._train(record, seen, stop)
         except EvigradError as error:
             if directory is None or not self.history:
                 raise
@@ -217,7 +204,6 @@ class Run:
         self,
         record: RunRecord | None,
         callbacks: Sequence[Callback],
-        told: Callable[[Choice], None],
         stop: Callable[[], bool] | None,
     ) -> None:
         epochs, every = self.settings.epochs, self.settings.checkpoint_every
@@ -226,10 +212,7 @@ class Run:
             record.write_checkpoint(self._state())
             record.check_readable()
         for epoch in range(len(self.history) + 1, epochs + 1):
-            known = self.loop.choice
             row = self._epoch(epoch)
-            if self.loop.choice is not None and self.loop.choice is not known:
-                told(self.loop.choice)
             self.history.append(row)
             if record is not None:
                 record.write_row(row)
@@ -335,13 +318,6 @@ class Run:
         self.seconds = state["seconds"]
         self.metrics = state["metrics"]
         self.history = unpacked_history(state["history"])
-
-    def _keep_choice(self, directory: RunDirectory) -> None:
-        """Say in the folder what is chosen; what was chosen after the checkpoint is void."""
-        if self.loop.choice is not None:
-            directory.write_json(CHOICE_FILE, self.loop.choice.as_record())
-        elif self.settings.is_open:
-            (directory.path / CHOICE_FILE).unlink(missing_ok=True)
 
     def _resumed(self) -> str:
         done, epochs = len(self.history), self.settings.epochs

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.likelihoods import Likelihood, make_likelihood
 from evigrad.priors import GaussianPrior
-from evigrad.training.choice import AUTO
 
 OPTIMIZERS = ("adam", "sgd")
 # Estimator names that stand for no estimator, and what the runs are called.
@@ -45,7 +44,6 @@ class Settings:
 
     likelihood: str | Likelihood
     estimator: str | None
-    step_budget: float
     prior: str | GaussianPrior
     precision: float | None
     hyperparameters: Sequence[str]
@@ -131,8 +129,6 @@ class Settings:
                 )
         if self.baseline is not None:
             return
-        if self.is_open:
-            self._check_budget()
         if self.burn_in is not None:
             self._check_integer("burn_in", 0)
         self._check_integer("steps", 1)
@@ -187,11 +183,6 @@ class Settings:
         """What a run without an evidence estimator is called, None for one with it."""
         return BASELINES.get(self.estimator or "map")
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the estimator is chosen at the first round of hyperparameter steps."""
-        return self.estimator == AUTO
-
     def as_record(self) -> dict[str, Any]:
         """The settings as plain numbers and strings, for a configuration file."""
         return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
@@ -202,15 +193,6 @@ class Settings:
             raise ConfigurationError(f"{name} must be an integer of at least {least}, not {value}.")
         if name != "seed" and value > _MOST:
             raise ConfigurationError(f"{name} must be at most {_MOST}, not {value}.")
-
-    def _check_budget(self) -> None:
-        budget = self.step_budget
-        is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
-        if not (is_number and 0 < budget < math.inf):
-            raise ConfigurationError(
-                f"step_budget must be a positive number, not {budget}: it is the time of a"
-                " hyperparameter step as a multiple of a step of the weights."
-            )
 
     def _check_rates(self, first: str, last: str) -> None:
         start, end = getattr(self, first), getattr(self, last)

@@ -10,10 +10,10 @@ from torch import nn
 
 from evigrad.allocator import kept_memory
 from evigrad.errors import ConfigurationError, nearest
+from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import Likelihood
 from evigrad.priors import GaussianPrior
-from evigrad.training.choice import AUTO
 from evigrad.training.estimator_options import ANCHOR_OPTIONS, ESTIMATOR_OPTIONS
 from evigrad.training.fit import fit, prepare
 from evigrad.training.metrics import Row
@@ -45,7 +45,7 @@ def tune(
     data: Any,
     *,
     likelihood: str | Likelihood = "categorical",
-    estimator: str = "ntk-400-rows-anchored",
+    estimator: str = DEFAULT_ESTIMATOR,
     prior: str | GaussianPrior = "layerwise",
     precision: float | None = None,
     hyperparameters: Sequence[str] = (),
@@ -66,7 +66,7 @@ def tune(
         model: As for ``fit``, with trained weights, which stay as they are.
         data: The data that it was trained on.
         likelihood: As for ``fit``.
-        estimator: As for ``fit``, a name with its subset.
+        estimator: As for ``fit``, and no baseline.
         prior: As for ``fit``.
         precision: Prior precision at the start, as for ``fit``.
         hyperparameters: As for ``fit``.
@@ -95,7 +95,7 @@ def tune(
             )
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
         raise ConfigurationError(f"rounds must be an integer of at least 1, not {rounds}.")
-    if estimator is None or estimator == AUTO or estimator in BASELINES:
+    if estimator is None or estimator in BASELINES:
         raise ConfigurationError(
             f"tune learns by the estimate of a named estimator, as ntk-N-C, not {estimator!r}."
         )
