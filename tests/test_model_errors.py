@@ -62,13 +62,60 @@ VERBS: dict[str, Callable[[Evidence], Any]] = {
         (lambda f: f * 1j, "type torch.complex64.*view_as_real"),
         (lambda f: f.to_sparse(), r"torch.sparse_coo tensor.*to_dense\(\)"),
         (lambda f: f.tolist(), "returned a list"),
+        (lambda f: f.to("meta"), "returned a tensor on meta"),
     ],
-    ids=["integer", "boolean", "complex", "sparse", "list"],
+    ids=["integer", "boolean", "complex", "sparse", "list", "meta"],
 )
 @pytest.mark.parametrize("verb", VERBS)
 def test_outputs_that_have_no_derivatives(verb: str, change: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
         VERBS[verb](build(Returns(change)))
+
+
+def under(mode: Any) -> Callable[[nn.Module, Tensor], Tensor]:
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        with mode():
+            return model(x)
+
+    return forward
+
+
+class Cut(nn.Module):
+    """Outputs whose graph does not lead to the weights."""
+
+    def __init__(self, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+        self.cut = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cut(self.layer, x)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [under(torch.no_grad), under(torch.inference_mode), lambda layer, x: layer(x).detach()],
+    ids=["no_grad", "inference_mode", "detach"],
+)
+@pytest.mark.parametrize("verb", [*VERBS, "map"])
+def test_outputs_without_a_graph(verb: str, cut: Any) -> None:
+    evidence = build(Cut(cut))
+    before = {name: w.clone() for name, w in evidence.weights().items()}
+    with pytest.raises(InputError, match="no derivative in any weight.*no_grad.*detach"):
+        if verb == "map":
+            fit(evidence.model, (X, Y), estimator="map", epochs=1, progress=False)
+        else:
+            VERBS[verb](evidence)
+    assert all(torch.equal(w, before[name]) for name, w in evidence.weights().items())
+
+
+def test_a_part_without_a_graph_is_a_part_of_the_model() -> None:
+    """Features that are fixed; and a loss that is only looked at."""
+    model = nn.Sequential(Cut(under(torch.no_grad)), nn.Linear(3, 3))
+    evidence = build(model)
+    assert evidence.estimate(X[:4], Y[:4]).log_det > 0
+    with torch.no_grad():
+        assert not build(Returns()).map_loss(X, Y).requires_grad
 
 
 class Fused(nn.Module):
@@ -168,3 +215,18 @@ def test_targets_on_another_device(verb: str, likelihood: Likelihood) -> None:
         getattr(evidence, verb)(X, y)
     with pytest.raises(InputError, match="Targets are on meta, outputs on cpu"):
         evidence.blocks((X, y))
+    settings: dict[str, Any] = {"likelihood": likelihood.name, "estimator": "map"}
+    with pytest.raises(InputError, match="Targets are on meta"):
+        fit(Returns(), (X, y), **settings, progress=False)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_weight_that_is_nan(verb: str) -> None:
+    model = Returns()
+    with torch.no_grad():
+        model.layer.weight[0, 0] = torch.nan
+    if verb == "map_loss":  # whose value says it, without a pause for a check in each batch
+        assert build(model).map_loss(X, Y).isnan()
+        return
+    with pytest.raises(InputError, match="outputs hold NaN"):
+        VERBS[verb](build(model))

@@ -252,7 +252,8 @@ def log_probabilities(
 
     Raises:
         ConfigurationError: If the density does not return one number for each datum.
-        InputError: If it depends on the other data, or raises an exception.
+        InputError: If it depends on the other data, raises an exception, or the outputs are not
+            finite.
     """
     with raised_in(f"log_prob of {type(likelihood).__name__}, {_given(f.shape, y)},"):
         log_prob = likelihood.log_prob(f, y)
@@ -260,6 +261,11 @@ def log_probabilities(
         raise ConfigurationError(
             f"log_prob of {type(likelihood).__name__} must return one number for each datum,"
             f" ({len(f)},), not {tuple(log_prob.shape)}: sum over the outputs, as in .sum(1)."
+        )
+    if alone and not f.isfinite().all():
+        raise InputError(
+            "The model's outputs hold NaN or infinite values for these inputs. Mend the weights"
+            " (one may be NaN, or training may have diverged), or the inputs."
         )
     if alone and len(f) > 1:
         with torch.no_grad():

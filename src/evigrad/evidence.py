@@ -23,7 +23,7 @@ from evigrad.checks import (
 from evigrad.collected import Collected
 from evigrad.curvature import ParameterPartition, partition_names
 from evigrad.descriptions import ParameterReport, parameter_reports
-from evigrad.errors import ConfigurationError, EvigradWarning
+from evigrad.errors import ConfigurationError, EvigradWarning, InputError
 from evigrad.estimate import Estimate
 from evigrad.estimators import EstimatorSpec
 from evigrad.gradient import needs_two_passes, of_data, of_kept, of_task
@@ -37,7 +37,7 @@ from evigrad.intake import (
     resolve,
     undrawn_on_error,
 )
-from evigrad.jacobians import model_outputs
+from evigrad.jacobians import NO_DERIVATIVE, model_outputs
 from evigrad.likelihoods import Likelihood
 from evigrad.modes import TURN, warn_of_normalisation
 from evigrad.parameters import check_unchanged, held_constant, select, trainable
@@ -198,11 +198,14 @@ class Evidence:
             The scalar loss.
 
         Raises:
-            InputError: If inputs, outputs and targets do not fit.
+            InputError: If inputs, outputs and targets do not fit, or the outputs have no derivative
+                in any weight.
         """
         check_inputs(x, self._assembly.device)
         with held_constant(divided(self.hyperparameters(), wrt)[1]):
             f = model_outputs(self.model, x)
+            if torch.is_grad_enabled() and not f.requires_grad:
+                raise InputError(NO_DERIVATIVE)
             check_targets(self.likelihood, f.shape, y, f.device)
             log_prob = log_probabilities(self.likelihood, f, y, alone=False)
         if indices is not None and self._anchors is not None:

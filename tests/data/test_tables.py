@@ -176,7 +176,7 @@ def test_what_a_target_is(tmp_path: Path) -> None:
     assert (stars.likelihood, stars.class_names) == ("categorical", ("3", "4", "5"))
     assert load(file, target="stars", likelihood="gaussian").num_outputs == 1
     assert load(file, target="garden").class_names == ("False", "True")
-    for name, words in (("town", "no finite numbers"), ("prize", "Did you mean 'price'")):
+    for name, words in (("town", "'town' holds texts and not numbers"), ("prize", "Did you mean 'price'")):
         with pytest.raises(EvigradError, match=words):
             load(file, target=name, likelihood="gaussian")
     with pytest.raises(ConfigurationError, match="--target NAME.*area, rooms, town"):
@@ -204,7 +204,11 @@ def test_the_random_split_is_that_of_the_seed(tmp_path: Path) -> None:
         ({"town": [None] + ["Bern"] * 49}, "'town' lacks 1 of 50 values"),
         ({"town": [f"street {n}" for n in range(150)]}, "'town' holds 150 different texts"),
         ({"price": [None] + [1.5] * 49}, "'price' lacks 1 of 50 values"),
-        ({"area": [datetime.date(2020, 1, 1)] * 50}, "'area' holds values.*date32"),
+        ({"area": [datetime.date(2020, 1, 1)] * 50}, "'area' holds dates and not numbers"),
+        ({"area": ["1.5", "?"] * 25}, r"'area' holds numbers, but also '\?': fill"),
+        ({"area": ["1", "2", "-"] * 20}, "'area' holds numbers, but also '-': fill"),
+        ({"area": ["1,5", "2"] * 25}, "'area' holds numbers with a comma, as '1,5'"),
+        ({"price": ["1.5", "2.5", "?"] * 20}, r"'price' holds numbers, but also '\?'"),
     ],
 )
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
@@ -223,10 +227,23 @@ def test_semicolons_and_files_that_are_no_tables(tmp_path: Path) -> None:
         "acid;alcohol;quality\n" + "".join(f"{n};{n % 4}.5;{n % 3}\n" for n in range(9))
     )
     assert load(str(file), target="quality").input_shape == (2,)
-    for content in (b"", b"a,b\n1\n2,3,4\n", b"\xff\xfe\x00", b"a,a\n1,2\n3,4\n"):
+    lines = "a,Größe,town\n" + "1,2,Zürich\n3,4,Genève\n" * 5
+    for content, words in (
+        (b"", ""),
+        (b"a,b\n1\n2,3,4\n", ""),
+        (b"\xff\xfe\x00", "UTF-8"),
+        (b"a,a\n1,2\n3,4\n", "two columns named 'a'"),
+        (b"a,b\n1,2\n", "two rows or more, and there are 1"),
+        (lines.encode("latin-1"), "first line is not UTF-8: save the file as UTF-8"),
+        (lines.replace("öß", "os").encode("latin-1"), r"'town' is not UTF-8 \(it may be Latin-1\)"),
+        (lines.encode("utf-16"), "first line is not UTF-8"),
+        (lines.encode("utf-16-le"), "first line is not UTF-8"),
+    ):
         file.write_bytes(content)
-        with pytest.raises(InputError, match=r"wine\.csv"):
+        with pytest.raises(InputError, match=rf"wine\.csv.*{words}"):
             load(str(file), target="a")
+    file.write_text("\ufeff" + lines, encoding="utf-8")
+    assert load(str(file), target="a").input_shape == (3,)
 
 
 def test_damaged_pages(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from evigrad.errors import ConfigurationError, EvigradError, InputError
+from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, InputError
 from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior
 from evigrad.training import evaluate_evidence, fit, read_metrics
@@ -335,6 +335,13 @@ def test_wrong_data_fail_before_the_first_step(blobs, make_net, tmp_path, part, 
         with pytest.raises(InputError, match=words):
             fit(make_net(), data["train"], test=data["test"], run_dir=tmp_path / "r", **settings)
     assert not (tmp_path / "r").exists()
+
+
+def test_outputs_that_are_probabilities_already(blobs, make_net):
+    with pytest.warns(EvigradWarning, match="are probabilities.*takes logits") as caught:
+        fit(nn.Sequential(make_net(), nn.Softmax(1)), blobs[0], test=blobs[1], **SMALL)
+    assert len(caught) == 1
+    fit(nn.Sequential(make_net(), nn.LogSoftmax(1)), blobs[0], **SMALL)  # warnings are errors
 
 
 def test_any_form_of_the_data(blobs, make_net):

@@ -66,8 +66,11 @@ def load_table(
             no train or no test data.
     """
     table = _read(name, file)
-    if len(set(table.column_names)) < table.num_columns or table.num_rows < 2:
-        raise InputError(f"{file}: a table has two rows or more, and no two columns of one name")
+    names = table.column_names
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(f"{file}: there are two columns named '{twice[0]}'")
+    if table.num_rows < 2:
+        raise InputError(f"{file}: a table has two rows or more, and there are {table.num_rows}")
     metadata = table.schema.metadata or {}
     is_declared = target is None and b"target" in metadata
     target, features = _roles(file, table, metadata, target)
@@ -117,12 +120,30 @@ def _read(name: str, file: Path) -> Any:
     with reading(file, "a table"):
         with file.open("rb") as lines:
             header = lines.readline()
+    if not _is_utf8(header):
+        raise InputError(f"{file}: its first line is not UTF-8: save the file as UTF-8")
+    with reading(file, "a table"):
         delimiter = max(",;\t", key=lambda mark: header.count(mark.encode()))
-        return csv.read_csv(
+        table = csv.read_csv(
             file,
             parse_options=csv.ParseOptions(delimiter=delimiter),
             convert_options=csv.ConvertOptions(strings_can_be_null=True),
         )
+    for field in table.schema:
+        if str(field.type) == "binary":  # what cannot be decoded stays bytes
+            raise InputError(
+                f"{file}: column '{field.name}' is not UTF-8 (it may be Latin-1): save the file as"
+                " UTF-8"
+            )
+    return table
+
+
+def _is_utf8(line: bytes) -> bool:
+    """Whether the bytes of a line are text in UTF-8; in UTF-16 every other one may be 0."""
+    try:
+        return "\0" not in line.decode()
+    except UnicodeDecodeError:
+        return False
 
 
 def _roles(
@@ -188,7 +209,40 @@ def _present(file: Path, column: str, values: Any) -> np.ndarray:
             f"{file}: column '{column}' lacks {missing:,} of {len(values):,} values: fill them in,"
             " or take out their rows"
         )
-    return np.array(values.to_pylist()) if _kind(values) == "text" else values.to_numpy()
+    if _kind(values) != "text":
+        return values.to_numpy()
+    texts = np.array(values.to_pylist())
+    _refuse_marks(file, column, texts)
+    return texts
+
+
+def _refuse_marks(file: Path, column: str, texts: np.ndarray) -> None:
+    """Refuse numbers that are texts because of a mark for missing ones, or of their comma."""
+    distinct, counts = np.unique(texts, return_counts=True)
+    plain = np.array([_is_number(text) for text in distinct])
+    with_comma = np.array([_is_number(text.replace(",", ".")) for text in distinct]) & ~plain
+    others = distinct[~plain & ~with_comma]
+    if 2 * counts[plain | with_comma].sum() < len(texts):
+        return
+    if with_comma.any():
+        raise InputError(
+            f"{file}: column '{column}' holds numbers with a comma, as '{distinct[with_comma][0]}':"
+            " write them with a point, and thousands without a mark"
+        )
+    if len(others):
+        marks = ", ".join(f"'{text}'" for text in others[:3])
+        raise InputError(
+            f"{file}: column '{column}' holds numbers, but also {marks}: fill such values in, or"
+            " take out their rows (to make categories of all, put a letter before the numbers)"
+        )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _numbers(file: Path, column: str, values: Any) -> np.ndarray:
@@ -198,8 +252,16 @@ def _numbers(file: Path, column: str, values: Any) -> np.ndarray:
         numbers = _present(file, column, values).astype(np.float64)
         if np.isfinite(numbers).all():
             return numbers
-        kind = "NaN or infinity"
-    raise InputError(f"{file}: column '{column}' holds values that are no finite numbers ({kind})")
+        raise InputError(f"{file}: column '{column}' holds values that are no finite numbers")
+    if kind == "text":
+        _present(file, column, values)  # which says why, where they were meant to be numbers
+    what = "texts" if kind == "text" else f"values of type {kind}"
+    if kind.startswith(("date", "timestamp")):
+        what = "dates"
+    raise InputError(
+        f"{file}: column '{column}' holds {what} and not numbers: take it out of the file, or make"
+        " numbers of them"
+    )
 
 
 def _feature(file: Path, table: Any, column: str) -> np.ndarray:

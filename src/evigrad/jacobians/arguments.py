@@ -16,6 +16,11 @@ DATA_MIX = (
     " deterministic in evaluation mode and that no layer mixes data (as a normalisation"
     " with batch statistics does; track_running_stats=True helps)."
 )
+NO_DERIVATIVE = (
+    "The model's outputs have no derivative in any weight: forward runs under torch.no_grad() or"
+    " torch.inference_mode(), or uses .detach(), .data or .item(). Take that out of forward; weights"
+    " that shall stay as they are have requires_grad=False."
+)
 
 
 def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor) -> None:
@@ -171,6 +176,11 @@ def check_output(output: object, m: int) -> Tensor:
         raise InputError(
             f"The model returned a {output.layout} tensor; evigrad needs a dense one: return"
             " f.to_dense()."
+        )
+    if output.is_meta:
+        raise InputError(
+            "The model returned a tensor on meta, which holds no numbers: make it on the inputs'"
+            " device, as with device=x.device."
         )
     if output.dim() != 2 or output.shape[0] != m:
         hint = (

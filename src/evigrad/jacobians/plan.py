@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, InputError
-from evigrad.jacobians.arguments import DATA_MIX, check_call, check_storage, model_outputs
+from evigrad.jacobians.arguments import (
+    DATA_MIX,
+    NO_DERIVATIVE,
+    check_call,
+    check_storage,
+    model_outputs,
+)
 from evigrad.jacobians.generic import vmap_rows
 from evigrad.jacobians.linearization import Linearization, uses_of
 from evigrad.jacobians.paths import LOOP, JacobianPlan
@@ -67,7 +73,8 @@ def plan(model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor)
         The plan, for inputs of this shape.
 
     Raises:
-        InputError: If there are no data, or the outputs are not finite or not of shape (m, C).
+        InputError: If there are no data, or the outputs are not finite, not of shape (m, C), or
+            have no derivative in any weight.
         ConfigurationError: If the rows would not be defined: the output for a datum depends on
             the other data or is random, or a weight is not a real parameter of the model that
             requires a gradient, or shares its memory with another, or a hook may change its
@@ -86,6 +93,9 @@ def _checked_plan(
     x, distinct = distinct_probe(model, x_probe, _PROBE_SIZES[-1])
     outputs = _independent_outputs(model, x)
     refuse_reentrant(model, x)
+    with model_run(model), torch.enable_grad():
+        if not reachable(model_outputs(model, x), weights):
+            raise InputError(NO_DERIVATIVE)
 
     # The structure is the model's own; numbers are compared on a copy with moved weights.
     moved = moved_copy(model, weights, x)

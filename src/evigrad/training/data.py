@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from evigrad.errors import InputError
 from evigrad.modes import seeded
 from evigrad.sources import Source, as_source
 from evigrad.training.checkpoint import digest
@@ -55,6 +56,9 @@ class RunData(Source):
             key = zlib.crc32(indices.numpy().tobytes())
             with seeded(derived_seed(self._seed, "data", self.epoch) ^ key, self._device):
                 x, y = self._source.fetch(indices)
+        for what, tensor in (("Inputs", x), ("Targets", y)):
+            if tensor.is_meta:
+                raise InputError(f"{what} are on meta, which holds no numbers: give real ones.")
         return x.to(self._device), y.to(self._device)
 
     def labels(self) -> Int[Tensor, " N"]:

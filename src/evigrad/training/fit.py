@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from evigrad.bracket import check_bracket
 from evigrad.checks import check_inputs, check_targets, log_probabilities
@@ -16,7 +16,7 @@ from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence
 from evigrad.groups import matches
 from evigrad.jacobians import model_outputs, model_run
-from evigrad.likelihoods import Gaussian, Likelihood, make_likelihood
+from evigrad.likelihoods import Categorical, Gaussian, Likelihood, make_likelihood
 from evigrad.modes import evaluation_mode
 from evigrad.preparation import PROBE_SIZE
 from evigrad.priors import GaussianPrior
@@ -307,7 +307,9 @@ def prepare(
             " to learn: say map."
         )
     # Reading all items of a data set takes as long as an epoch: they are checked as they are read.
-    _check_data(evidence, data, place, len(data) if data.is_held else PROBE_SIZE)
+    outputs = _check_data(evidence, data, place, len(data) if data.is_held else PROBE_SIZE)
+    if isinstance(evidence.likelihood, Categorical):
+        _warn_of_probabilities(outputs)
     if isinstance(evidence.likelihood, Gaussian):
         _warn_of_scale(evidence, evidence.likelihood, data)
     if held_out is not None:  # which is read next when training is over
@@ -403,8 +405,12 @@ def _make_prior(prior: str | GaussianPrior, precision: float | None) -> Gaussian
     return prior
 
 
-def _check_data(evidence: Evidence, data: RunData, device: torch.device, count: int) -> None:
-    """Refuse unfit data before the first step, not in the batch where they turn up."""
+def _check_data(evidence: Evidence, data: RunData, device: torch.device, count: int) -> Tensor:
+    """Refuse unfit data before the first step, not in the batch where they turn up.
+
+    Returns:
+        Outputs for a few of them.
+    """
     probe, y = data.first(2)
     check_inputs(probe, device)
     generator = torch.Generator().manual_seed(0)
@@ -416,6 +422,20 @@ def _check_data(evidence: Evidence, data: RunData, device: torch.device, count: 
         x, y = data.fetch(indices)
         check_inputs(x, device)
         check_targets(evidence.likelihood, (len(x), f.shape[1]), y, f.device)
+    return f
+
+
+def _warn_of_probabilities(f: Tensor) -> None:
+    """Warn of outputs that went through a softmax, which the likelihood takes for logits."""
+    sums = f.sum(1)
+    if f.shape[1] > 1 and bool((f >= 0).all()) and torch.allclose(sums, torch.ones_like(sums)):
+        warnings.warn(
+            "The model's outputs are probabilities: each row is non-negative and sums to 1. The"
+            " categorical likelihood takes logits and has a softmax of its own: leave the model's"
+            " last softmax out.",
+            EvigradWarning,
+            stacklevel=4,  # the caller of fit
+        )
 
 
 def _warn_of_scale(evidence: Evidence, likelihood: Gaussian, data: RunData) -> None:
