@@ -49,7 +49,9 @@ def parameter_reports(assembly: Assembly, x: Tensor | None) -> list[ParameterRep
     else:
         prepared = assembly.preparation.latest()
     if prepared is None:
-        raise ConfigurationError("No inputs were seen yet: call describe(x) with a few inputs, as the data's first three.")
+        raise ConfigurationError(
+            "No inputs were seen yet: call describe(x) with a few inputs, as x[:3]."
+        )
     rows, curvature = prepared.plan.describe(), prepared.structure.describe()
     precisions = assembly.prior.precisions()
     return [

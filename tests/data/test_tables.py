@@ -176,7 +176,10 @@ def test_what_a_target_is(tmp_path: Path) -> None:
     assert (stars.likelihood, stars.class_names) == ("categorical", ("3", "4", "5"))
     assert load(file, target="stars", likelihood="gaussian").num_outputs == 1
     assert load(file, target="garden").class_names == ("False", "True")
-    for name, words in (("town", "'town' holds texts and not numbers"), ("prize", "Did you mean 'price'")):
+    for name, words in (
+        ("town", "'town' holds texts and not numbers"),
+        ("prize", "Did you mean 'price'"),
+    ):
         with pytest.raises(EvigradError, match=words):
             load(file, target=name, likelihood="gaussian")
     with pytest.raises(ConfigurationError, match="--target NAME.*area, rooms, town"):

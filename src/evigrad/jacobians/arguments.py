@@ -18,8 +18,8 @@ DATA_MIX = (
 )
 NO_DERIVATIVE = (
     "The model's outputs have no derivative in any weight: forward runs under torch.no_grad() or"
-    " torch.inference_mode(), or uses .detach(), .data or .item(). Take that out of forward; weights"
-    " that shall stay as they are have requires_grad=False."
+    " torch.inference_mode(), or uses .detach(), .data or .item(). Take that out of forward;"
+    " weights that shall stay as they are have requires_grad=False."
 )
 
 
