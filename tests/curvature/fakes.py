@@ -7,14 +7,11 @@ import torch
 from torch import Tensor
 
 from evigrad.curvature.base import Structure
+from evigrad.jacobians import JacobianPlan, KroneckerUse, Linearization
+from evigrad.likelihoods import RootRows
 
 
-@dataclass(frozen=True)
-class Root:
-    vectors: Tensor
-    scale: Tensor | None = None
-    present: Tensor | None = None
-
+class Root(RootRows):
     def part(self, chosen: slice) -> "Root":
         scale = None if self.scale is None else self.scale[chosen]
         present = None if self.present is None else self.present[chosen]
@@ -22,26 +19,7 @@ class Root:
 
 
 @dataclass(frozen=True)
-class Use:
-    inputs: Tensor
-    gradients: Tensor
-
-    @property
-    def positions(self) -> int:
-        return self.inputs.shape[2]
-
-    def input_gram(self, dtype: torch.dtype) -> Tensor:
-        return torch.einsum("mgti,mgtj->gij", self.inputs.to(dtype), self.inputs.to(dtype))
-
-    def inner_input_gram(self, cotangent: Tensor) -> Tensor:
-        return (cotangent * self.input_gram(cotangent.dtype)).sum()
-
-    def input_sum(self) -> Tensor:
-        return self.inputs.sum(2)
-
-
-@dataclass(frozen=True)
-class Fake:
+class Fake(Linearization):
     """jacobian: name → (m, C, *shape); uses: name → [(inputs (m,G,T,i), d output (m,C,G,T,o))]."""
 
     jacobian: Mapping[str, Tensor]
@@ -51,13 +29,16 @@ class Fake:
         chosen = list(self.jacobian) if names is None else names
         return {n: torch.einsum("mkc,mc...->mk...", vectors, self.jacobian[n]) for n in chosen}
 
-    def factors(self, vectors: Tensor, names: Sequence[str]) -> dict[str, list[Use]]:
+    def factors(self, vectors: Tensor, names: Sequence[str]) -> dict[str, list[KroneckerUse]]:
         return {
-            n: [Use(a, torch.einsum("mkc,mcgto->mkgto", vectors, d)) for a, d in self.uses[n]]
+            n: [
+                KroneckerUse(a, torch.einsum("mkc,mcgto->mkgto", vectors, d))
+                for a, d in self.uses[n]
+            ]
             for n in names
         }
 
-    def pairs(self, vectors: Tensor, names: Sequence[str]) -> dict[str, list[Use]]:
+    def pairs(self, vectors: Tensor, names: Sequence[str]) -> dict[str, list[KroneckerUse]]:
         return self.factors(vectors, names)
 
     def is_closed(self, name: str) -> bool:
@@ -74,9 +55,8 @@ class Fake:
         )
 
 
-@dataclass(frozen=True)
-class Plan:
-    kronecker: frozenset[str] = frozenset()
+def Plan(kronecker: frozenset[str] = frozenset()) -> JacobianPlan:
+    return JacobianPlan({}, {}, frozenset(), kronecker, ())
 
 
 SHAPES = {"a.weight": (2, 3), "a.bias": (2,), "b.weight": (2, 2), "scalar": ()}

@@ -12,7 +12,6 @@ from torch import Tensor
 from evigrad.curvature import block_kernel
 from evigrad.curvature.base import (
     Differential,
-    PlanLike,
     Statistic,
     Structure,
     inner_product,
@@ -20,7 +19,7 @@ from evigrad.curvature.base import (
 from evigrad.curvature.block_diagonal import BlockDiagonal, ParameterPartition, partition_names
 from evigrad.curvature.block_kernel import BlockKernel
 from evigrad.curvature.conditional import Conditioning
-from evigrad.curvature.contraction import MatrixUseLike, contracted
+from evigrad.curvature.contraction import contracted
 from evigrad.curvature.diagonal import Diagonal
 from evigrad.curvature.full import Full
 from evigrad.curvature.hessian import hessian_statistic
@@ -30,6 +29,7 @@ from evigrad.curvature.linalg import RoundingError, rounding_refused
 from evigrad.curvature.memory import available_bytes, check_memory
 from evigrad.curvature.ntk import Ntk
 from evigrad.errors import ConfigurationError, nearest
+from evigrad.jacobians import JacobianPlan, MatrixUse
 
 STRUCTURES = ("ntk", "full", "blockdiag", "kfac", "diag")
 
@@ -42,7 +42,6 @@ __all__ = [
     "Differential",
     "Full",
     "Kfac",
-    "MatrixUseLike",
     "Ntk",
     "ParameterPartition",
     "RoundingError",
@@ -63,14 +62,14 @@ __all__ = [
 def make_structure(
     structure: str,
     weights: Mapping[str, Tensor],
-    plan: PlanLike,
+    plan: JacobianPlan,
     *,
     precision_groups: Mapping[str, Hashable] | None = None,
     parameter_partition: ParameterPartition = "tensor",
     sharing: str = "expand",
     gram_dtype: torch.dtype | None = None,
     dense_limit: int = DENSE_LIMIT,
-    contracted: Mapping[str, MatrixUseLike] | None = None,
+    contracted: Mapping[str, MatrixUse] | None = None,
     storage: Storage | None = None,
     num_rows: int | None = None,
 ) -> Structure[Any]:

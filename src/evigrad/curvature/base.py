@@ -11,126 +11,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar, Generic, Protocol, TypeVar, cast, runtime_checkable
+from typing import ClassVar, Generic, TypeVar, cast
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from evigrad.curvature.conditional import Conditioning
 from evigrad.errors import ConfigurationError
+from evigrad.jacobians import ExactHessian, Linearization
+from evigrad.likelihoods import RootRows
 
 # Copies of a dense n x n block that live at once besides the statistic, when a log-determinant is
 # taken and differentiated: the scaled matrix, its factor, the inverse and one product.
 DENSE_WORKING_COPIES = 4
-
-
-@runtime_checkable
-class RootLike(Protocol):
-    """Cotangents of the rows; ``evigrad.likelihoods.RootRows`` is one."""
-
-    @property
-    def vectors(self) -> Float[Tensor, "m k C"]:
-        """Cotangents of the outputs, one per row."""
-        ...
-
-    @property
-    def scale(self) -> Float[Tensor, "m k"] | None:
-        """Factor of each row, or None for 1."""
-        ...
-
-    @property
-    def present(self) -> Bool[Tensor, "m k"] | None:
-        """Which rows are none of padding, or None for all."""
-        ...
-
-
-@runtime_checkable
-class KroneckerUseLike(Protocol):
-    """One use of a weight as a matrix: its rows are Σ_T gradients ⊗ inputs, per channel group."""
-
-    @property
-    def inputs(self) -> Float[Tensor, "m G T i"]:
-        """What the matrix was multiplied with."""
-        ...
-
-    @property
-    def gradients(self) -> Float[Tensor, "m k G T o"]:
-        """Gradients of the rows in what came out."""
-        ...
-
-    @property
-    def positions(self) -> int:
-        """T, how often a datum is multiplied with the matrix."""
-        ...
-
-    def input_gram(self, dtype: torch.dtype) -> Float[Tensor, "G i i"]:
-        """Σ a aᵀ over data and positions."""
-        ...
-
-    def inner_input_gram(self, cotangent: Float[Tensor, "G i i"]) -> Float[Tensor, ""]:
-        """⟨cotangent, input_gram⟩ for the cotangent's dtype, differentiable in the inputs."""
-        ...
-
-    def input_sum(self) -> Float[Tensor, "m G i"]:
-        """The inputs summed over positions."""
-        ...
-
-
-@runtime_checkable
-class LinearizationLike(Protocol):
-    """One forward pass of the model over a micro-batch of m data."""
-
-    def rows(
-        self, vectors: Float[Tensor, "m k C"], names: Sequence[str] | None = None
-    ) -> Mapping[str, Tensor]:
-        """Per parameter, ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter`` of shape (m, k, *shape)."""
-        ...
-
-    def factors(
-        self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
-    ) -> Mapping[str, Sequence[KroneckerUseLike]]:
-        """Per parameter, the factors of the rows in each use, means over samples of a datum."""
-        ...
-
-    def pairs(
-        self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
-    ) -> Mapping[str, Sequence[KroneckerUseLike]]:
-        """The same at every position of every sample: the rows are sums of their products."""
-        ...
-
-    def is_closed(self, name: str) -> bool:
-        """Whether a parameter's rows have a closed form in this pass."""
-        ...
-
-    def inner(
-        self, vectors: Float[Tensor, "m k C"], cotangents: Mapping[str, Tensor]
-    ) -> Float[Tensor, ""]:
-        """Σ ⟨cotangents[name], rows[name]⟩, differentiable in whatever the rows depend on."""
-        ...
-
-
-@runtime_checkable
-class PlanLike(Protocol):
-    """What is known of the model before the first row."""
-
-    @property
-    def kronecker(self) -> Collection[str]:
-        """Parameters whose every use has Kronecker factors."""
-        ...
-
-
-@runtime_checkable
-class HessianLike(Protocol):
-    """The exact Hessian of a scalar in the weights (see ``evigrad.curvature.hessian``)."""
-
-    def block(self, names: Sequence[str]) -> Float[Tensor, "n n"]:
-        """The dense block of some parameters."""
-        ...
-
-    def diagonal(self, name: str) -> Float[Tensor, " n"]:
-        """The diagonal of one parameter."""
-        ...
 
 
 class Statistic(ABC):
@@ -182,7 +76,7 @@ class Structure(ABC, Generic[StatisticT]):
 
     @abstractmethod
     def accumulate(
-        self, statistic: StatisticT | None, linearization: LinearizationLike, root: RootLike
+        self, statistic: StatisticT | None, linearization: Linearization, root: RootRows
     ) -> StatisticT:
         """Add a micro-batch; differentiable wherever its rows or its scale are.
 
@@ -240,8 +134,8 @@ class Structure(ABC, Generic[StatisticT]):
         self,
         cotangent: StatisticT,
         data: slice,
-        linearization: LinearizationLike,
-        root: RootLike,
+        linearization: Linearization,
+        root: RootRows,
     ) -> Float[Tensor, ""]:
         """⟨cotangent, the part of a micro-batch in the statistic⟩, for its derivative.
 
@@ -259,7 +153,7 @@ class Structure(ABC, Generic[StatisticT]):
         """
         return inner_product(cotangent, self.accumulate(None, linearization, root))
 
-    def summarise(self, linearization: LinearizationLike, root: RootLike) -> StatisticT:
+    def summarise(self, linearization: Linearization, root: RootRows) -> StatisticT:
         """The condensed statistic of a block that is a single micro-batch.
 
         Args:
@@ -340,7 +234,7 @@ class Structure(ABC, Generic[StatisticT]):
     def describe(self) -> dict[str, str]:
         """In words, what each parameter gets."""
 
-    def accumulate_hessian(self, statistic: StatisticT | None, hessian: HessianLike) -> StatisticT:
+    def accumulate_hessian(self, statistic: StatisticT | None, hessian: ExactHessian) -> StatisticT:
         """Add the exact Hessian of a micro-batch in the place of the products of its rows.
 
         Args:

@@ -13,9 +13,6 @@ from torch import Tensor
 
 from evigrad.curvature.base import (
     DENSE_WORKING_COPIES,
-    HessianLike,
-    LinearizationLike,
-    RootLike,
     Statistic,
     Structure,
     scaled_rows,
@@ -24,6 +21,8 @@ from evigrad.curvature.base import (
 from evigrad.curvature.linalg import log_det_dense
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.groups import assign, checked_groups
+from evigrad.jacobians import ExactHessian, Linearization
+from evigrad.likelihoods import RootRows
 
 # "tensor", "module", or groups of name prefixes or patterns, with or without names of their own.
 ParameterPartition = str | Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
@@ -91,7 +90,7 @@ class BlockDiagonal(Structure[BlockStatistic]):
         return [sum(self._numel[name] for name in names) for names in self._blocks.values()]
 
     def accumulate(
-        self, statistic: BlockStatistic | None, linearization: LinearizationLike, root: RootLike
+        self, statistic: BlockStatistic | None, linearization: Linearization, root: RootRows
     ) -> BlockStatistic:
         """See ``Structure.accumulate``."""
         rows = linearization.rows(root.vectors, list(self._numel))
@@ -106,7 +105,7 @@ class BlockDiagonal(Structure[BlockStatistic]):
         return BlockStatistic(blocks)
 
     def accumulate_hessian(
-        self, statistic: BlockStatistic | None, hessian: HessianLike
+        self, statistic: BlockStatistic | None, hessian: ExactHessian
     ) -> BlockStatistic:
         """See ``Structure.accumulate_hessian``."""
         blocks = {}

@@ -14,9 +14,9 @@ from torch import Tensor
 from evigrad.curvature.base import Structure
 from evigrad.curvature.block_diagonal import BlockDiagonal
 from evigrad.curvature.conditional import Conditioning
-from evigrad.curvature.contraction import MatrixUseLike
 from evigrad.curvature.kernel_rows import NtkStatistic, Storage
 from evigrad.curvature.ntk import Ntk
+from evigrad.jacobians import MatrixUse
 
 # The Grams are taken where they need fewer than this part of the dense form's multiplications. With
 # as many (R = n) they were still the faster ones, 1.5 times for precisions and 1.9 times in two
@@ -42,7 +42,7 @@ class BlockKernel(Ntk):
         weights: Mapping[str, Tensor],
         precision_groups: Mapping[str, Hashable],
         gram_dtype: torch.dtype | None = None,
-        contracted: Mapping[str, MatrixUseLike] | None = None,
+        contracted: Mapping[str, MatrixUse] | None = None,
         storage: Storage | None = None,
     ) -> None:
         block_of = {name: block for block, names in dense.blocks.items() for name in names}

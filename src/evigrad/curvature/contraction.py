@@ -8,36 +8,17 @@ Finite Width Neural Tangent Kernel*; the choice by operation count is theirs too
 """
 
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-
-@runtime_checkable
-class MatrixUseLike(Protocol):
-    """Sizes of the one use of a weight as a matrix."""
-
-    @property
-    def positions(self) -> int:
-        """T, how often a datum is multiplied with the matrix."""
-        ...
-
-    @property
-    def inputs(self) -> int:
-        """Columns of the matrix."""
-        ...
-
-    @property
-    def outputs(self) -> int:
-        """Rows of the matrix."""
-        ...
+from evigrad.jacobians import MatrixUse
 
 
 def contracted(
-    uses: Mapping[str, MatrixUseLike], num_data: int, rows_per_datum: int
-) -> dict[str, MatrixUseLike]:
+    uses: Mapping[str, MatrixUse], num_data: int, rows_per_datum: int
+) -> dict[str, MatrixUse]:
     """The weights whose Gram is cheaper without forming the rows, in multiplications.
 
     Args:

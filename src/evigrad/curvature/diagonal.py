@@ -6,16 +6,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evigrad.curvature.base import (
-    HessianLike,
-    LinearizationLike,
-    RootLike,
-    Structure,
-    scaled_rows,
-    working_dtype,
-)
+from evigrad.curvature.base import Structure, scaled_rows, working_dtype
 from evigrad.curvature.block_diagonal import BlockStatistic
 from evigrad.curvature.linalg import log_det_diagonal
+from evigrad.jacobians import ExactHessian, Linearization
+from evigrad.likelihoods import RootRows
 
 # Vectors of all weights that live at once when ℓ is differentiated: the statistic, the ratio to the
 # precision, its logarithm, and the cotangents of both.
@@ -41,7 +36,7 @@ class Diagonal(Structure[BlockStatistic]):
         self._gram_dtype = gram_dtype
 
     def accumulate(
-        self, statistic: BlockStatistic | None, linearization: LinearizationLike, root: RootLike
+        self, statistic: BlockStatistic | None, linearization: Linearization, root: RootRows
     ) -> BlockStatistic:
         """See ``Structure.accumulate``."""
         rows = linearization.rows(root.vectors, list(self._numel))
@@ -53,7 +48,7 @@ class Diagonal(Structure[BlockStatistic]):
         return BlockStatistic(blocks)
 
     def accumulate_hessian(
-        self, statistic: BlockStatistic | None, hessian: HessianLike
+        self, statistic: BlockStatistic | None, hessian: ExactHessian
     ) -> BlockStatistic:
         """See ``Structure.accumulate_hessian``."""
         blocks = {}

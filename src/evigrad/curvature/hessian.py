@@ -4,86 +4,13 @@ Unlike the GGN it is not positive semidefinite: away from a maximum of the poste
 I + P0^{-1/2} H P0^{-1/2} may have no log-determinant, and ``log_det`` then says so.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
-from evigrad.curvature.base import Statistic, Structure
-from evigrad.jacobians.arguments import model_outputs
-from evigrad.jacobians.state import model_run
-
-StatisticT = TypeVar("StatisticT", bound=Statistic)
-
-
-class ExactHessian:
-    """The Hessian of a scalar in the weights, one row per backward pass.
-
-    Args:
-        value: The scalar, with a graph into the weights.
-        weights: What it is differentiated in.
-        differentiable: Whether the Hessian itself carries a graph.
-    """
-
-    def __init__(
-        self, value: Float[Tensor, ""], weights: Mapping[str, Tensor], differentiable: bool
-    ) -> None:
-        self._weights = dict(weights)
-        self._differentiable = differentiable
-        found = torch.autograd.grad(
-            value,
-            list(weights.values()),
-            create_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        self._gradients = dict(zip(weights, found, strict=True))
-
-    def block(self, names: Sequence[str]) -> Float[Tensor, "n n"]:
-        """The dense block of some parameters, in their order, symmetrised.
-
-        Args:
-            names: The parameters.
-
-        Returns:
-            As many rows and columns as these parameters have elements.
-        """
-        rows = [
-            torch.cat([part.reshape(-1) for part in self._row(element, names)])
-            for name in names
-            for element in self._gradients[name].reshape(-1)
-        ]
-        matrix = torch.stack(rows)
-        return 0.5 * (matrix + matrix.mT)
-
-    def diagonal(self, name: str) -> Float[Tensor, " n"]:
-        """The diagonal of one parameter.
-
-        Args:
-            name: The parameter.
-
-        Returns:
-            One number for each of its elements.
-        """
-        elements = self._gradients[name].reshape(-1)
-        return torch.stack(
-            [self._row(element, [name])[0].reshape(-1)[i] for i, element in enumerate(elements)]
-        )
-
-    def _row(self, element: Tensor, names: Sequence[str]) -> Sequence[Tensor]:
-        targets = [self._weights[name] for name in names]
-        if not element.requires_grad:  # the scalar is linear in this weight
-            return [torch.zeros_like(target) for target in targets]
-        return torch.autograd.grad(
-            element,
-            targets,
-            retain_graph=True,
-            create_graph=self._differentiable,
-            allow_unused=True,
-            materialize_grads=True,
-        )
+from evigrad.curvature.base import StatisticT, Structure
+from evigrad.jacobians import ExactHessian, model_outputs, model_run
 
 
 def hessian_statistic(

@@ -24,10 +24,6 @@ from torch import Tensor
 
 from evigrad.curvature.base import (
     DENSE_WORKING_COPIES,
-    KroneckerUseLike,
-    LinearizationLike,
-    PlanLike,
-    RootLike,
     Statistic,
     Structure,
     scaled_rows,
@@ -46,6 +42,8 @@ from evigrad.curvature.linalg import (
     psd_eigenvalues,
 )
 from evigrad.errors import ConfigurationError, nearest
+from evigrad.jacobians import JacobianPlan, KroneckerUse, Linearization
+from evigrad.likelihoods import RootRows
 
 SHARINGS = ("expand", "reduce")
 
@@ -126,7 +124,7 @@ class Kfac(Structure[KfacStatistic]):
     def __init__(
         self,
         weights: Mapping[str, Tensor],
-        plan: PlanLike,
+        plan: JacobianPlan,
         precision_constant: Mapping[str, bool],
         sharing: str = "expand",
         gram_dtype: torch.dtype | None = None,
@@ -144,7 +142,7 @@ class Kfac(Structure[KfacStatistic]):
         self._check_constant(name for name in self._kronecker if not precision_constant[name])
 
     def accumulate(
-        self, statistic: KfacStatistic | None, linearization: LinearizationLike, root: RootLike
+        self, statistic: KfacStatistic | None, linearization: Linearization, root: RootRows
     ) -> KfacStatistic:
         """See ``Structure.accumulate``."""
         if statistic is None:
@@ -160,7 +158,7 @@ class Kfac(Structure[KfacStatistic]):
         blocks = self._add_others(statistic.blocks, linearization, root)
         return KfacStatistic(inputs, gradients, counts, num_rows, blocks)
 
-    def summarise(self, linearization: LinearizationLike, root: RootLike) -> KfacStatistic:
+    def summarise(self, linearization: Linearization, root: RootRows) -> KfacStatistic:
         """See ``Structure.summarise``; few examples have the eigenvalues of their own Gram."""
         if root.scale is not None and root.scale.requires_grad:
             return super().summarise(linearization, root)
@@ -179,7 +177,7 @@ class Kfac(Structure[KfacStatistic]):
         return replace(statistic, blocks=self._add_others({}, linearization, root))
 
     def _add_others(
-        self, blocks: Mapping[str, Tensor], linearization: LinearizationLike, root: RootLike
+        self, blocks: Mapping[str, Tensor], linearization: Linearization, root: RootRows
     ) -> dict[str, Tensor]:
         """Exact blocks and diagonals of the parameters without Kronecker factors."""
         rows = linearization.rows(root.vectors, self._others) if self._others else {}
@@ -272,8 +270,8 @@ class Kfac(Structure[KfacStatistic]):
         self,
         cotangent: KfacStatistic,
         data: slice,
-        linearization: LinearizationLike,
-        root: RootLike,
+        linearization: Linearization,
+        root: RootRows,
     ) -> Float[Tensor, ""]:
         """See ``Structure.inner``; one product for each factor."""
         terms = []
@@ -286,12 +284,12 @@ class Kfac(Structure[KfacStatistic]):
         return torch.stack([term.to(terms[0]) for term in terms]).sum()
 
     def _uses(
-        self, linearization: LinearizationLike, root: RootLike
-    ) -> Mapping[str, Sequence[KroneckerUseLike]]:
+        self, linearization: Linearization, root: RootRows
+    ) -> Mapping[str, Sequence[KroneckerUse]]:
         return linearization.factors(root.vectors, self._kronecker) if self._kronecker else {}
 
     def _examples(
-        self, name: str, uses: Sequence[KroneckerUseLike], scale: Tensor | None
+        self, name: str, uses: Sequence[KroneckerUse], scale: Tensor | None
     ) -> Iterable["_Examples"]:
         """The examples of a weight, use by use; of all uses together where they are reduced."""
         if not uses:
@@ -371,7 +369,7 @@ def _sum(old: Tensor | None, new: Tensor) -> Tensor:
     return new if old is None else old + new
 
 
-def _input_rows(use: KroneckerUseLike, dtype: torch.dtype) -> Tensor:
+def _input_rows(use: KroneckerUse, dtype: torch.dtype) -> Tensor:
     return use.inputs.to(dtype).transpose(0, 1).flatten(1, 2)
 
 

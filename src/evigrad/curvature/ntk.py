@@ -19,17 +19,16 @@ from torch import Tensor
 
 from evigrad.curvature.base import (
     Differential,
-    LinearizationLike,
-    RootLike,
     Structure,
     flatten_rows,
     working_dtype,
 )
 from evigrad.curvature.conditional import Conditioning
-from evigrad.curvature.contraction import MatrixUseLike
 from evigrad.curvature.gram_functions import MixedGrams, RowsGram, chained
 from evigrad.curvature.kernel_rows import SLAB_BYTES, NtkStatistic, Storage
 from evigrad.errors import ConfigurationError
+from evigrad.jacobians import Linearization, MatrixUse
+from evigrad.likelihoods import RootRows
 from evigrad.scratch import lent
 
 # The Grams of the prior groups are kept where they are no larger than the rows that they stand for,
@@ -73,7 +72,7 @@ class Ntk(Structure[NtkStatistic]):
         weights: Mapping[str, Tensor],
         precision_groups: Mapping[str, Hashable],
         gram_dtype: torch.dtype | None = None,
-        contracted: Mapping[str, MatrixUseLike] | None = None,
+        contracted: Mapping[str, MatrixUse] | None = None,
         storage: Storage | None = None,
         blocks: Iterable[Collection[str]] | None = None,
     ) -> None:
@@ -96,7 +95,7 @@ class Ntk(Structure[NtkStatistic]):
         self._copies = GRAM_WORKING_COPIES + GRAM_BLOCK_COPIES * (len(self._blocks) - 1)
 
     def accumulate(
-        self, statistic: NtkStatistic | None, linearization: LinearizationLike, root: RootLike
+        self, statistic: NtkStatistic | None, linearization: Linearization, root: RootRows
     ) -> NtkStatistic:
         """See ``Structure.accumulate``; the rows themselves are kept."""
         found = linearization.rows(root.vectors, self._formed)
@@ -157,8 +156,8 @@ class Ntk(Structure[NtkStatistic]):
         self,
         cotangent: NtkStatistic,
         data: slice,
-        linearization: LinearizationLike,
-        root: RootLike,
+        linearization: Linearization,
+        root: RootRows,
     ) -> Float[Tensor, ""]:
         """See ``Structure.inner``; a layer's rows are not formed where a product will do."""
         part = cotangent.part(data)
@@ -229,7 +228,7 @@ class Ntk(Structure[NtkStatistic]):
             words[name] += ", contracted"
         return {name: words[name] for name in self._numel}
 
-    def summarise(self, linearization: LinearizationLike, root: RootLike) -> NtkStatistic:
+    def summarise(self, linearization: Linearization, root: RootRows) -> NtkStatistic:
         """See ``Structure.summarise``: one parameter's rows at a time, and never all of them."""
         present = _present(root)
         chosen = slice(None) if bool(present.all()) else present.flatten()
@@ -345,7 +344,7 @@ class Ntk(Structure[NtkStatistic]):
         return torch.empty(0, dtype=dtype, device=self._device)
 
     def _factors(
-        self, linearization: LinearizationLike, root: RootLike
+        self, linearization: Linearization, root: RootRows
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """Inputs (m, T, i) and gradients (m, k, T, o) of the parameters without rows."""
         if not self._contracted:
@@ -382,7 +381,7 @@ class Ntk(Structure[NtkStatistic]):
         return list(found.values())
 
 
-def _present(root: RootLike) -> Tensor:
+def _present(root: RootRows) -> Tensor:
     """Which rows (m, k) are none of padding."""
     if root.present is not None:
         return root.present

@@ -1,6 +1,7 @@
 """The rows of the Jacobian: closed forms where they exist, any other module one datum at a time."""
 
 from evigrad.jacobians.arguments import NO_DERIVATIVE, check_hooks, model_outputs
+from evigrad.jacobians.hessian import ExactHessian
 from evigrad.jacobians.kronecker import KroneckerUse
 from evigrad.jacobians.linearization import Linearization, linearize
 from evigrad.jacobians.paths import JacobianPlan, demote
@@ -11,6 +12,7 @@ from evigrad.jacobians.spot_checks import check_separate, spot_check
 from evigrad.jacobians.state import model_run
 
 __all__ = [
+    "ExactHessian",
     "NO_DERIVATIVE",
     "JacobianPlan",
     "KroneckerUse",
