@@ -8,10 +8,9 @@ The left side holds for whatever blocks were looked at; the sum on the right is 
 these, or exact where they are all of them.
 """
 
-import math
-import statistics
 import time
 from dataclasses import dataclass
+from statistics import mean
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch
 from evigrad.anchors import Anchoring
 from evigrad.checks import check_count
 from evigrad.errors import ConfigurationError
+from evigrad.estimate import standard_error
 from evigrad.estimators import EstimatorSpec
 from evigrad.evidence import Evidence
 from evigrad.preparation import PROBE_SIZE
@@ -128,8 +128,8 @@ def bracket(
         if not of_parts:  # every row is an anchor
             break
     count = len(found)
-    conditional = sum(found) if blocks is None else statistics.mean(found)
-    error = 0.0 if blocks is None or count < 2 else statistics.stdev(found) / math.sqrt(count)
+    conditional = sum(found) if blocks is None else mean(found)
+    error = 0.0 if blocks is None else standard_error(found)
     rest = log_likelihood + log_prior
     return Bracket(
         lower=rest - 0.5 * (of_anchors + conditional),

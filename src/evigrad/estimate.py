@@ -1,6 +1,9 @@
 """What an evaluation of the evidence returns."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -35,3 +38,17 @@ class Estimate:
     def per_datum(self) -> float:
         """The log evidence divided by N, in nats per datum."""
         return self.log_evidence / self.num_data
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """The standard error of the mean of independent values.
+
+    Args:
+        values: One or more.
+
+    Returns:
+        Their standard deviation over the root of their number; 0 of a single one.
+    """
+    if len(values) < 2:
+        return 0.0
+    return float(torch.tensor(values, dtype=torch.float64).std()) / len(values) ** 0.5

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.evidence import Evidence
-from evigrad.jacobians import model_outputs, model_run
-from evigrad.modes import evaluation_mode
 from evigrad.training.metrics import Row
 
 CHECKPOINT_FORMAT = 3
@@ -80,21 +78,6 @@ def with_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def probe_outputs(evidence: Evidence, x: Tensor) -> Tensor:
-    """Outputs for a few data, by which a network is known beyond the names of its parameters.
-
-    Args:
-        evidence: Of the network.
-        x: Inputs (m, ...).
-
-    Returns:
-        (m, C), on the CPU.
-    """
-    model, generator = evidence.model, torch.Generator().manual_seed(0)
-    with evaluation_mode(model, generator), model_run(model), torch.no_grad():
-        return model_outputs(model, x).cpu()
 
 
 def packed_history(history: Sequence[Row]) -> dict[str, list[Any]]:

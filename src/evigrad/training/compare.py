@@ -5,21 +5,19 @@ while it trains is its own bound. After training time matters less, and one esti
 exact value serves for all runs.
 """
 
-import math
-import statistics
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
+from statistics import mean
 from typing import Any
 
 import torch
 
+from evigrad.estimate import standard_error
 from evigrad.estimators import EstimatorSpec
 from evigrad.evidence import Evidence
-from evigrad.jacobians import model_outputs
-from evigrad.modes import evaluation_mode
 from evigrad.sources import as_source
+from evigrad.training.metrics import probe_outputs
 
 # Work and numbers in memory at once that take seconds to half a minute on a laptop.
 _MAX_OPERATIONS = 2e12
@@ -132,13 +130,12 @@ def evaluate_evidence(
     drawn = islice(other.blocks(data).epoch(), blocks)
     estimates = [other.estimate(block) for block in drawn]
     values = [e.per_datum for e in estimates]
-    many = len(values) > 1
     return EvidenceValue(
-        per_datum=_mean(values),
-        sem=statistics.stdev(values) / math.sqrt(len(values)) if many else 0.0,
-        log_likelihood=_mean(e.log_likelihood / e.num_data for e in estimates),
-        log_prior=_mean(e.log_prior / e.num_data for e in estimates),
-        log_det_term=_mean(-0.5 * e.log_det / e.num_data for e in estimates),
+        per_datum=mean(values),
+        sem=standard_error(values),
+        log_likelihood=mean(e.log_likelihood / e.num_data for e in estimates),
+        log_prior=mean(e.log_prior / e.num_data for e in estimates),
+        log_det_term=mean(-0.5 * e.log_det / e.num_data for e in estimates),
         estimator=other.spec.name,
         blocks=len(estimates),
         is_bound=estimates[0].is_bound,
@@ -175,12 +172,6 @@ def default_micro_batch(evidence: Evidence, data: Any) -> int:
         Their number, at least one.
     """
     x, _ = as_source(data).fetch(torch.arange(2))
-    with evaluation_mode(evidence.model, torch.Generator().manual_seed(0)), torch.no_grad():
-        num_outputs = model_outputs(evidence.model, x).shape[1]
+    num_outputs = probe_outputs(evidence.model, x).shape[1]
     num_weights = sum(w.numel() for w in evidence.weights().values())
     return max(1, int(_NUMBERS_IN_A_PASS / (num_outputs * num_weights)))
-
-
-def _mean(values: Iterable[float]) -> float:
-    kept = list(values)
-    return sum(kept) / len(kept)

@@ -15,15 +15,14 @@ from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence
 from evigrad.groups import matches
-from evigrad.jacobians import model_outputs, model_run
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood, make_likelihood
-from evigrad.modes import evaluation_mode
 from evigrad.preparation import PROBE_SIZE
 from evigrad.priors import GaussianPrior
 from evigrad.training.augerino import range_parameters
 from evigrad.training.data import RunData
 from evigrad.training.estimator_options import estimator_options
 from evigrad.training.loop import Loop
+from evigrad.training.metrics import probe_outputs
 from evigrad.training.randomness import stream
 from evigrad.training.run import Callback, FitResult, Run
 from evigrad.training.run_directory import RunDirectory
@@ -413,11 +412,9 @@ def _check_data(evidence: Evidence, data: RunData, device: torch.device, count: 
     """
     probe, y = data.first(2)
     check_inputs(probe, device)
-    generator = torch.Generator().manual_seed(0)
-    with evaluation_mode(evidence.model, generator), model_run(evidence.model), torch.no_grad():
-        f = model_outputs(evidence.model, probe)
+    f = probe_outputs(evidence.model, probe)
     check_targets(evidence.likelihood, f.shape, y, f.device)
-    log_probabilities(evidence.likelihood, f.detach(), y)
+    log_probabilities(evidence.likelihood, f, y)
     for indices in torch.arange(min(count, len(data))).split(count if data.is_held else _AT_ONCE):
         x, y = data.fetch(indices)
         check_inputs(x, device)
@@ -442,10 +439,8 @@ def _warn_of_scale(evidence: Evidence, likelihood: Gaussian, data: RunData) -> N
     """Warn of real targets far from the scale that networks, rates and priors are made for."""
     positions = torch.linspace(0, len(data) - 1, min(len(data), _COMPARED)).long()
     x, y = data.fetch(positions)
-    generator = torch.Generator().manual_seed(0)
-    with evaluation_mode(evidence.model, generator), model_run(evidence.model), torch.no_grad():
-        error = (y - model_outputs(evidence.model, x)).square().mean(0).sqrt()
-        noise = likelihood.log_noise.exp().expand_as(error)
+    error = (y - probe_outputs(evidence.model, x)).square().mean(0).sqrt()
+    noise = likelihood.log_noise.detach().exp().expand_as(error)
     spread = y.std(0, correction=0)
     far = (error > _FAR * noise.clamp(min=1)) | ((spread > 0) & (_FAR * spread < noise))
     if not bool(far.any()):

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from evigrad.checks import check_targets
 from evigrad.errors import InputError
-from evigrad.jacobians import model_outputs
+from evigrad.jacobians import model_outputs, model_run
 from evigrad.likelihoods import Likelihood
 from evigrad.modes import evaluation_mode
 from evigrad.sources import as_source
@@ -59,6 +59,21 @@ def evaluate(
     if "correct" in means:
         means["accuracy"] = means.pop("correct")
     return means
+
+
+def probe_outputs(model: nn.Module, x: Tensor) -> Tensor:
+    """Outputs in evaluation mode, without a graph; what the model draws is the same every time.
+
+    Args:
+        model: Its mode is left as it was.
+        x: Inputs (m, ...).
+
+    Returns:
+        (m, C).
+    """
+    generator = torch.Generator().manual_seed(0)
+    with evaluation_mode(model, generator), model_run(model), torch.no_grad():
+        return model_outputs(model, x)
 
 
 class MetricsFile:

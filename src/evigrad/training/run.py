@@ -1,6 +1,5 @@
 """A training run from its first epoch to its last, and what is recorded of it."""
 
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -8,13 +7,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
-import torch
 from torch import nn
 
 from evigrad.allocator import kept_memory
 from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.estimate import standard_error
 from evigrad.evidence import Evidence
 from evigrad.training.checkpoint import (
     CHECKPOINT_FORMAT,
@@ -26,13 +26,12 @@ from evigrad.training.checkpoint import (
     check_settings,
     machine,
     packed_history,
-    probe_outputs,
     unpacked_history,
     with_threads,
 )
 from evigrad.training.data import RunData
 from evigrad.training.loop import Loop, Round
-from evigrad.training.metrics import Row, evaluate
+from evigrad.training.metrics import Row, evaluate, probe_outputs
 from evigrad.training.progress import make_progress
 from evigrad.training.randomness import derived_seed, stream
 from evigrad.training.run_directory import RunDirectory, RunRecord
@@ -285,7 +284,7 @@ class Run:
             "machine": machine(self.loop.device),
             # Saved with its outputs, as a data set may have another one the next time.
             "probe": self._probe.cpu(),
-            "outputs": probe_outputs(self.evidence, self._probe),
+            "outputs": probe_outputs(self.evidence.model, self._probe).cpu(),
             **self.loop.state_dict(),
         }
 
@@ -313,7 +312,7 @@ class Run:
         check_network(state, self.evidence, where)
         self.loop.load_state_dict(state)
         self._probe = state["probe"].to(self.loop.device)
-        outputs = probe_outputs(self.evidence, self._probe)
+        outputs = probe_outputs(self.evidence.model, self._probe).cpu()
         check_outputs(state["outputs"], outputs, here, state["machine"], where)
         self.seconds = state["seconds"]
         self.metrics = state["metrics"]
@@ -352,11 +351,10 @@ def evidence_columns(learned: Round | None) -> Row:
     if learned is None:
         return dict.fromkeys(("log_evidence", "log_det_term", "log_evidence_sem"))
     estimates = learned.estimates
-    values = torch.tensor([e.per_datum for e in estimates], dtype=torch.float64)
-    terms = [-0.5 * e.log_det / e.num_data for e in estimates]
+    values = [e.per_datum for e in estimates]
     many = len(values) > 1 and not learned.is_shared
     return {
-        "log_evidence": float(values.mean()),
-        "log_det_term": sum(terms) / len(terms),
-        "log_evidence_sem": float(values.std()) / math.sqrt(len(values)) if many else None,
+        "log_evidence": mean(values),
+        "log_det_term": mean(-0.5 * e.log_det / e.num_data for e in estimates),
+        "log_evidence_sem": standard_error(values) if many else None,
     }
