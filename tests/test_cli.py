@@ -345,8 +345,6 @@ IDLE = [
     ],
     ("train --invariance shear --augerino-weight 0.1", "augerino", "--estimator augerino"),
     ("train --momentum 0.5", "sgd", "--optimizer sgd"),
-    ("train --prior-rate 0.3", "fixed_point", "--prior-update fixed_point"),
-    ("pareto --prior-rate-min 0.1", "fixed_point", "--prior-update fixed_point"),
     ("train --prior-update fixed_point --prior-lr 0.3", "noise", "--likelihood gaussian"),
     ("train --sharing reduce", "kfac", "--estimator kfac-N-C"),
     ("pareto --estimators ntk-9-1 ntk-8-1 --sharing reduce", "kfac", "--estimators kfac-N-C"),
@@ -359,7 +357,7 @@ IDLE = [
         "--estimator ntk-400-rows-anchored",
     ),
     (
-        "doctor --estimator ntk-N-C --anchor-likelihood 5",
+        "doctor --estimator ntk-N-C --anchor-choice random",
         "anchored",
         "--estimator ntk-400-rows-anchored",
     ),

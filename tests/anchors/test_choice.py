@@ -57,24 +57,6 @@ def test_equal_scores_are_spread_over_the_inputs():
     assert without.equal(choose(Anchoring(choice="random"), equal, 4, generator()))
 
 
-def test_a_choice_of_ones_own():
-    smallest = Anchoring(choice=lambda scores, count: scores.flatten().argsort()[:count])
-    chosen = choose(smallest, scores(), 5, generator())
-    assert chosen.equal(scores().flatten().argsort()[:5].sort().values)
-    for wrong in (torch.tensor([0, 0]), torch.tensor([0, 60]), torch.tensor([0.0, 1.0])):
-        with pytest.raises(ConfigurationError, match="2 different rows of 0 to 59"):
-            choose(Anchoring(choice=lambda *_, rows=wrong: rows), scores(), 2, generator())
-
-
-def test_a_share_of_random_ones():
-    half = choose(Anchoring(random_share=0.5), scores(), 8, generator())
-    best = set(choose(Anchoring(), scores(), 8, generator()).tolist())
-    first = set(choose(Anchoring(), scores(), 4, generator()).tolist())
-    assert len(set(half.tolist())) == 8
-    assert first <= set(half.tolist())
-    assert set(half.tolist()) != best
-
-
 def test_random_anchors_are_uniform():
     counts = torch.zeros(60)
     draws = torch.Generator().manual_seed(2)
@@ -90,10 +72,8 @@ def test_random_anchors_are_uniform():
     [
         ({"share": 1.0}, r"share must lie in \[0, 1\)"),
         ({"share": -0.1}, "share"),
-        ({"random_share": 1.5}, "random_share"),
         ({"choice": "scores"}, "Did you mean 'score'"),
         ({"refresh": 0}, "refresh"),
-        ({"likelihood_data": 0}, "likelihood_data"),
     ],
 )
 def test_settings_that_cannot_be(given: dict[str, Any], words: str):
@@ -105,9 +85,6 @@ def test_at_least_one_row_is_no_anchor():
     assert Anchoring(0.75).num_anchors(400) == 300
     assert Anchoring(0.99).num_anchors(2) == 1
     assert Anchoring(0.75).num_anchors(1) == 0
-    assert Anchoring().num_likelihood(400, 1000) == 100
-    assert Anchoring().num_likelihood(400, 50) == 50
-    assert Anchoring(likelihood_data=7).num_likelihood(400, 50) == 7
 
 
 def test_the_memory_keeps_the_latest():

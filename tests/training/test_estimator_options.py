@@ -90,9 +90,8 @@ def test_anchors_are_for_anchored_estimators():
     anchored = GIVEN | {"estimator": "ntk-40-rows-anchored"}
     # What fit does by default is what an evidence does.
     assert estimator_options(anchored)["anchoring"] == Anchoring()
-    given = {"anchor_share": 0.5, "anchor_choice": "random", "anchor_refresh": 3}
-    found = estimator_options(anchored | given | {"anchor_likelihood": 7})["anchoring"]
-    assert found == Anchoring(0.5, "random", refresh=3, likelihood_data=7)
+    given = {"anchor_share": 0.5, "anchor_choice": "random"}
+    assert estimator_options(anchored | given)["anchoring"] == Anchoring(0.5, "random")
     for name in ("ntk-40-rows", "map", None):
         assert "anchoring" not in estimator_options(GIVEN | given | {"estimator": name})
     with pytest.raises(ConfigurationError, match="share"):

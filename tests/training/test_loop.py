@@ -37,8 +37,6 @@ _DEFAULTS: dict[str, Any] = {
     "prior_update": "adam",
     "prior_lr": 0.1,
     "prior_lr_min": 0.01,
-    "prior_rate": 0.5,
-    "prior_rate_min": 0.05,
     "hyper_lr": 0.05,
     "hyper_lr_min": 0.005,
     "augerino_weight": 0.01,
@@ -275,9 +273,6 @@ def test_an_estimate_that_fails_names_the_epoch(blobs, make_net):
         ({"estimator": "augerino", "augerino_weight": -0.1}, "augerino_weight must be 0 or more"),
         ({"estimator": "augerino", "hyper_lr": 0.0}, "hyper_lr must be a positive"),
         ({"prior_update": "fixedpoint"}, "Did you mean 'fixed_point'"),
-        ({"prior_rate": 1.5}, "prior_rate must be at most 1"),
-        ({"prior_rate": 0.0}, "prior_rate must be a positive"),
-        ({"prior_rate_min": 0.6}, "prior_rate_min must lie between"),
     ],
 )
 def test_settings_out_of_range(changes, words):

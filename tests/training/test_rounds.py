@@ -15,7 +15,7 @@ from evigrad.fixed_point import FixedPoint
 from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior, NormalHyperprior
 from evigrad.training import Settings, fit, prepare
-from evigrad.training.loop import Loop
+from evigrad.training.loop import FIRST_RATE, LAST_RATE, Loop
 from evigrad.training.optimizers import make_hyper_optimizer
 from evigrad.training.rounds import blocks_of_a_round
 from evigrad.training.schedules import cosine
@@ -347,7 +347,7 @@ def test_what_cannot_be_is_refused_before_training(regression, blobs, tmp_path, 
 
 
 def test_the_rate_of_the_fixed_point_follows_its_cosine(make_net, blobs, monkeypatch):
-    settings: dict[str, Any] = {"epochs": 6, "prior_update": "fixed_point", "prior_rate": 0.8}
+    settings: dict[str, Any] = {"epochs": 6, "prior_update": "fixed_point"}
     loop = prepared(make_net(), blobs[0], **settings)
     assert loop.fixed_point is not None
     rates, update = [], loop.fixed_point
@@ -360,7 +360,7 @@ def test_the_rate_of_the_fixed_point_follows_its_cosine(make_net, blobs, monkeyp
     monkeypatch.setattr(update, "step", record)
     for epoch in (2, 4, 6):
         loop.learn(epoch)
-    assert rates == pytest.approx([cosine(s / 9, 0.8, 0.05) for s in range(9)])
+    assert rates == pytest.approx([cosine(s / 9, FIRST_RATE, LAST_RATE) for s in range(9)])
 
 
 @pytest.mark.parametrize("start", [1e-2, 1e2])

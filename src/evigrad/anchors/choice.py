@@ -18,15 +18,8 @@ CHOICES = ("auto", "greedy", "score", "k-centre", "random")
 CANDIDATES = 4
 MOST_CANDIDATES = 2048
 
-# One's own: from the scores |R_n[:, d]|² (N, D) and a number to so many rows n D + d.
-Chooser = Callable[[Float[Tensor, "N D"], int], Int[Tensor, " Z"]]
-
 # From rows n D + d to what is known of their inner products, or to None where nothing is.
 Kernel = Callable[[Int[Tensor, " m"]], Float[Tensor, "m m"] | None]
-
-# Data of a block's log likelihood, for each of its rows: a forward pass each, where a row takes
-# three.
-LIKELIHOOD_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -40,45 +33,31 @@ class Anchoring:
             score); ``score`` the rows of the largest norms |R_n[:, d]|² of the likelihood's root,
             the data that the network is unsure of; ``k-centre`` those of data that lie spread over
             all inputs; ``random`` any; ``auto`` greedily, but k-centre where all data have the same
-            scores, as in regression. Or a function from the scores (N, D) and a number to so many
-            rows, given as n D + d.
-        random_share: The part of the anchors that is drawn at random in any case.
+            scores, as in regression.
         refresh: Streams of blocks (in training, rounds) from one choice of anchors to the next.
         grouped: Whether rows that have much in common given the anchors, by the kernel of the last
             layer, lie in one block; else blocks are stratified by scores alone.
-        likelihood_data: Data of a block that its log likelihood is taken from, drawn uniformly.
-            Default: a quarter as many as rows.
 
     Raises:
         ConfigurationError: If a value is out of its range.
     """
 
     share: float = 0.9
-    choice: str | Chooser = "auto"
-    random_share: float = 0.0
+    choice: str = "auto"
     refresh: int = 3
     grouped: bool = True
-    likelihood_data: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         if not 0 <= self.share < 1:
             raise ConfigurationError(f"anchors: share must lie in [0, 1), not {self.share}.")
-        if not 0 <= self.random_share <= 1:
-            raise ConfigurationError(
-                f"anchors: random_share must lie in [0, 1], not {self.random_share}."
-            )
-        if not callable(self.choice) and self.choice not in CHOICES:
+        if self.choice not in CHOICES:
             raise ConfigurationError(
                 f"anchors: choice is one of {', '.join(CHOICES)}, not '{self.choice}'."
                 f"{nearest(str(self.choice), CHOICES)}"
             )
         if self.refresh < 1:
             raise ConfigurationError(f"anchors: refresh must be at least 1, not {self.refresh}.")
-        if self.likelihood_data is not None and self.likelihood_data < 1:
-            raise ConfigurationError(
-                f"anchors: likelihood_data must be at least 1, not {self.likelihood_data}."
-            )
 
     def num_anchors(self, num_rows: int) -> int:
         """How many rows of a block are anchors; at least one is left for its part.
@@ -90,19 +69,6 @@ class Anchoring:
             The number.
         """
         return min(int(self.share * num_rows), num_rows - 1)
-
-    def num_likelihood(self, num_rows: int, num_data: int) -> int:
-        """How many data the log likelihood is taken from.
-
-        Args:
-            num_rows: Of the block.
-            num_data: N.
-
-        Returns:
-            The number.
-        """
-        asked = self.likelihood_data or max(1, int(LIKELIHOOD_SHARE * num_rows))
-        return min(asked, num_data)
 
 
 def choose(
@@ -128,17 +94,12 @@ def choose(
     Returns:
         Rows as n D + d, in ascending order.
     """
-    drawn = int(anchoring.random_share * count)
     best = _ranked(anchoring.choice, scores, count, generator, centres, kernel)
-    chosen, others = best[: count - drawn], best[count - drawn :]
-    if drawn:
-        picked = torch.randperm(len(others), generator=generator)[:drawn]
-        chosen = torch.cat([chosen, others[picked]])
-    return chosen.sort().values
+    return best[:count].sort().values
 
 
 def _ranked(
-    choice: str | Chooser,
+    choice: str,
     scores: Float[Tensor, "N D"],
     count: int,
     generator: torch.Generator,
@@ -163,17 +124,12 @@ def _ranked(
         if known is not None and not bool(known.diagonal().isfinite().all()):
             known = None
         return by_score if known is None else _first(candidates[pivots(known, count)], by_score)
-    first = None
-    if callable(choice):
-        first = choice(scores, count)
-        _check_rows(first, count, scores.numel())
-    elif choice == "k-centre" and centres is not None:
+    if choice == "k-centre" and centres is not None:
         data = centres(-(-count // num_columns))
         if data is not None:
             first = (data[:, None] * num_columns + torch.arange(num_columns)).flatten()
-    if first is None:
-        return torch.randperm(num_data * num_columns, generator=generator)
-    return _first(first, torch.arange(num_data * num_columns))
+            return _first(first, torch.arange(num_data * num_columns))
+    return torch.randperm(num_data * num_columns, generator=generator)
 
 
 def _first(first: Int[Tensor, " m"], rows: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
@@ -181,15 +137,3 @@ def _first(first: Int[Tensor, " m"], rows: Int[Tensor, " R"]) -> Int[Tensor, " R
     is_other = torch.ones(len(rows), dtype=torch.bool)
     is_other[first] = False
     return torch.cat([first, rows[is_other[rows]]])
-
-
-def _check_rows(rows: Tensor, count: int, num_rows: int) -> None:
-    if (
-        rows.dtype != torch.int64
-        or rows.shape != (count,)
-        or len(rows.unique()) < count
-        or (count and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows)
-    ):
-        raise ConfigurationError(
-            f"anchors: the choice must return {count} different rows of 0 to {num_rows - 1}, int64."
-        )

@@ -17,6 +17,10 @@ from evigrad.partitions import choose_distinct
 from evigrad.sources import Source
 from evigrad.streams import Stream
 
+# Data of a block's log likelihood, for each of its rows: a forward pass each, where a row takes
+# three.
+LIKELIHOOD_SHARE = 0.25
+
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
@@ -42,7 +46,7 @@ class AnchoredStream(Stream):
 
     Args:
         source: The data.
-        anchoring: How many data the likelihood takes.
+        anchoring: How often anchors are chosen anew.
         num_rows: Of a block.
         prepare: Returns anchors, groups and scores, at the beginning of an iteration.
         masses: What to expect of blocks.
@@ -159,8 +163,8 @@ class AnchoredStream(Stream):
     def _likelihood_data(self, made: AnchoredBlocks, count: int) -> Int[Tensor, "d u"]:
         """The data of the log likelihood of so many draws; together they are spread over all."""
         num_data = len(self._source)
-        each = self._anchoring.num_likelihood(self._num_rows, num_data)
-        if made.num_blocks <= 1 and self._anchoring.likelihood_data is None:
+        each = min(max(1, int(LIKELIHOOD_SHARE * self._num_rows)), num_data)
+        if made.num_blocks <= 1:
             each = num_data  # a block that holds every row passes over all the data in any case
         total = min(count * each, num_data)
         chosen = choose_distinct(num_data, total, self._generator)

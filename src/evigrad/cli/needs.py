@@ -85,8 +85,7 @@ NEEDS: tuple[_Need, ...] = (
     (
         (
             *("burn_in", "every", "steps", "prior_blocks", "hyper_every", "hyper_steps"),
-            *("prior_update", "prior_lr", "prior_lr_min", "prior_rate", "prior_rate_min"),
-            *("root", "gram_dtype"),
+            *("prior_update", "prior_lr", "prior_lr_min", "root", "gram_dtype"),
         ),
         "with an --estimator of the evidence, as ntk-100-1",
         _evidence,
@@ -102,11 +101,6 @@ NEEDS: tuple[_Need, ...] = (
         _ranges,
     ),
     (
-        ("prior_rate", "prior_rate_min"),
-        "with --prior-update fixed_point",
-        lambda options: options.prior_update == "fixed_point",
-    ),
-    (
         ("prior_lr", "prior_lr_min"),
         "with --prior-update adam, or a noise to learn (--likelihood gaussian)",
         _adam,
@@ -117,7 +111,7 @@ NEEDS: tuple[_Need, ...] = (
     (("parameter_partition",), "with a blockdiag estimator", _uses("blockdiag")),
     (("rows_dtype", "rows_device"), "with an ntk estimator", _uses("ntk")),
     (
-        ("anchor_share", "anchor_choice", "anchor_refresh", "anchor_likelihood"),
+        ("anchor_share", "anchor_choice"),
         "with an anchored estimator, as ntk-400-rows-anchored",
         _uses("anchored"),
     ),

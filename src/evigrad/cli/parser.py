@@ -14,7 +14,9 @@ from evigrad.estimators import DEFAULT_ESTIMATOR
 _HELP_WIDTH = 96
 _HELP_COLUMN = 30
 # Options of earlier versions, which configurations of old runs still have, and what to do instead.
+_KEPT = "it keeps what was its default. Leave it away."
 _GONE = {
+    **dict.fromkeys(("prior-rate", "prior-rate-min", "anchor-refresh", "anchor-likelihood"), _KEPT),
     "step-budget": "it belonged to the estimator 'auto', which is gone. Leave it away, and where"
     f" the estimator is 'auto' name one, as the default {DEFAULT_ESTIMATOR}.",
 }
@@ -216,9 +218,10 @@ def explain(message: str, parser: ArgumentParser | None, command: str) -> Config
         )
     if match := re.search(r"(?:does not accept option|Option) '([^']+)'", text):
         if (gone := match[1].replace("_", "-")) in _GONE:
+            others = ", ".join(name.replace("-", "_") for name in _GONE if name != gone)
             return ConfigurationError(
                 f"The configuration has the key '{match[1]}', which is no option any more:"
-                f" {_GONE[gone]}"
+                f" {_GONE[gone]} (Neither are {others}.)"
             )
         plain = [option.removeprefix("--").replace("-", "_") for option in options]
         return ConfigurationError(

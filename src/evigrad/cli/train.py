@@ -79,8 +79,6 @@ FIT_TYPES: dict[str, Any] = {
     "prior_update": Literal["adam", "fixed_point"],
     "prior_lr": float,
     "prior_lr_min": float,
-    "prior_rate": float,
-    "prior_rate_min": float,
     "hyper_lr": float,
     "hyper_lr_min": float,
     "augerino_weight": float,
@@ -96,8 +94,6 @@ FIT_TYPES: dict[str, Any] = {
     "autocast": Literal["bfloat16"] | None,
     "anchor_share": float,
     "anchor_choice": Literal["auto", "greedy", "score", "k-centre", "random"],
-    "anchor_refresh": int,
-    "anchor_likelihood": int | None,
     "bracket_every": int,
     "bracket_rows": int,
     "eval_every": int | None,
@@ -125,8 +121,7 @@ _PRIOR = ("estimator", "likelihood", "prior", "precision")
 _WEIGHTS = ("epochs", "batch_size", "optimizer", "lr", "lr_min", "momentum", "scalar_lr_factor")
 _HYPER = (
     *("burn_in", "every", "steps", "hyper_every", "hyper_steps", "prior_blocks", "prior_update"),
-    *("prior_lr", "prior_lr_min", "prior_rate", "prior_rate_min"),
-    *("hyper_lr", "hyper_lr_min", "augerino_weight"),
+    *("prior_lr", "prior_lr_min", "hyper_lr", "hyper_lr_min", "augerino_weight"),
 )
 
 

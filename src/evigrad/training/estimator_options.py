@@ -23,7 +23,7 @@ ESTIMATOR_OPTIONS = (
     "autocast",
 )
 # Keywords of ``fit`` and options of the command line that make up ``Evidence``'s ``anchoring``.
-ANCHOR_OPTIONS = ("anchor_share", "anchor_choice", "anchor_refresh", "anchor_likelihood")
+ANCHOR_OPTIONS = ("anchor_share", "anchor_choice")
 DTYPES = ("bfloat16", "float32", "float64")
 UNITS = {
     "": 1,
@@ -64,12 +64,7 @@ def estimator_options(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"rows_device '{given['rows_device']}' does not exist: say cpu, or leave it away."
             ) from error
     if "anchored" in str(given["estimator"]).split("-"):
-        options["anchoring"] = Anchoring(
-            share=given["anchor_share"],
-            choice=given["anchor_choice"],
-            refresh=given["anchor_refresh"],
-            likelihood_data=given["anchor_likelihood"],
-        )
+        options["anchoring"] = Anchoring(given["anchor_share"], given["anchor_choice"])
     return options
 
 

@@ -60,8 +60,6 @@ def fit(
     prior_update: str = "adam",
     prior_lr: float = 0.1,
     prior_lr_min: float = 0.01,
-    prior_rate: float = 0.5,
-    prior_rate_min: float = 0.05,
     hyper_lr: float = 0.05,
     hyper_lr_min: float = 0.005,
     augerino_weight: float = 0.01,
@@ -77,8 +75,6 @@ def fit(
     autocast: torch.dtype | str | None = None,
     anchor_share: float = 0.9,
     anchor_choice: str = "auto",
-    anchor_refresh: int = 3,
-    anchor_likelihood: int | None = None,
     test: Any = None,
     hold_data: bool = False,
     eval_every: int | None = None,
@@ -150,9 +146,6 @@ def fit(
             effective number of parameters. Noise and the model's own hyperparameters keep Adam.
         prior_lr: Learning rate of log precisions and log noise (Adam) at the start.
         prior_lr_min: The same at the last step; a cosine leads there, step by step.
-        prior_rate: Part of the way to the fixed point that a step of fixed_point goes at the
-            start, at most 1. Less than 1 averages over blocks, and converges faster too.
-        prior_rate_min: The same at the last step.
         hyper_lr: Learning rate of the model's own hyperparameters (Adam) at the start.
         hyper_lr_min: The same at the last step.
         augerino_weight: Weight of augerino's reward for wide ranges, in nats per datum.
@@ -178,9 +171,6 @@ def fit(
             by the kernel of the last layer, score for those of the data that the network is unsure
             of, k-centre for data spread over all inputs, random for any, auto for greedy, but
             k-centre where all scores are the same, as in regression.
-        anchor_refresh: Rounds from one choice of anchors to the next.
-        anchor_likelihood: Data that the log likelihood of an anchored estimate is taken from.
-            Default: a quarter as many as rows.
         test: Test data, like ``train``.
         hold_data: Whether data sets are read once and kept in memory: faster where reading is
             slow, but random transforms keep their first draws for all epochs.
@@ -235,8 +225,6 @@ def fit(
         prior_update=prior_update,
         prior_lr=prior_lr,
         prior_lr_min=prior_lr_min,
-        prior_rate=prior_rate,
-        prior_rate_min=prior_rate_min,
         hyper_lr=hyper_lr,
         hyper_lr_min=hyper_lr_min,
         augerino_weight=augerino_weight,
@@ -252,8 +240,6 @@ def fit(
         autocast=autocast,
         anchor_share=anchor_share,
         anchor_choice=anchor_choice,
-        anchor_refresh=anchor_refresh,
-        anchor_likelihood=anchor_likelihood,
         hold_data=hold_data,
         eval_every=eval_every,
         bracket_every=bracket_every,

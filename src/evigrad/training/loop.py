@@ -27,6 +27,10 @@ from evigrad.training.rounds import blocks_of_a_round
 from evigrad.training.schedules import Schedule, cosine, make_schedules
 from evigrad.training.settings import PlannedSettings
 
+# Parts of the way to the fixed point that its first and its last step go: less than all of it, and
+# ever less, averages over blocks.
+FIRST_RATE, LAST_RATE = 0.5, 0.05
+
 
 @dataclass(frozen=True)
 class Round:
@@ -84,7 +88,7 @@ class Loop:
         self.fixed_point: FixedPoint | None = None
         if settings.baseline is None:
             if settings.prior_update == "fixed_point":
-                self.fixed_point = FixedPoint(evidence, settings.prior_rate)
+                self.fixed_point = FixedPoint(evidence, FIRST_RATE)
             if settings.prior_blocks is not None:
                 x, _ = data.first(PROBE_SIZE)
                 evidence.check_collect(x, wrt=self.schedules[0].names)
@@ -260,8 +264,7 @@ class Loop:
         for group in self.hyper_optimizer.param_groups:
             group["lr"] = cosine(progress, group["lr_first"], group["lr_last"])
         if self.fixed_point is not None:
-            s = self.settings
-            self.fixed_point.rate = cosine(progress, s.prior_rate, s.prior_rate_min)
+            self.fixed_point.rate = cosine(progress, FIRST_RATE, LAST_RATE)
 
     def _diverged(self, what: str, value: float, epoch: int) -> EvigradError:
         rate = self.weight_optimizer.param_groups[0]["lr"]

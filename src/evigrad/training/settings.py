@@ -63,8 +63,6 @@ class Settings:
     prior_update: str
     prior_lr: float
     prior_lr_min: float
-    prior_rate: float
-    prior_rate_min: float
     hyper_lr: float
     hyper_lr_min: float
     augerino_weight: float
@@ -80,8 +78,6 @@ class Settings:
     autocast: torch.dtype | str | None
     anchor_share: float
     anchor_choice: str
-    anchor_refresh: int
-    anchor_likelihood: int | None
     bracket_every: int
     bracket_rows: int
     eval_every: int | None
@@ -141,11 +137,6 @@ class Settings:
                 f"{nearest(str(self.prior_update), PRIOR_UPDATES)}"
             )
         self._check_rates("prior_lr", "prior_lr_min")
-        self._check_rates("prior_rate", "prior_rate_min")
-        if self.prior_rate > 1:
-            raise ConfigurationError(
-                f"prior_rate must be at most 1, a step all the way, not {self.prior_rate}."
-            )
         self._check_rates("hyper_lr", "hyper_lr_min")
         if self.epochs is not None and self.burn_in is not None and self.burn_in > self.epochs:
             raise ConfigurationError(

@@ -22,7 +22,7 @@ from evigrad.training.settings import BASELINES, Settings
 from evigrad.training.tracking import hyperparameter_values
 
 # Keywords of ``fit`` that say how the hyperparameters learn, beside those of the estimator.
-_RATES = ("prior_lr", "prior_lr_min", "prior_rate", "prior_rate_min", "hyper_lr", "hyper_lr_min")
+_RATES = ("prior_lr", "prior_lr_min", "hyper_lr", "hyper_lr_min")
 _OPTIONS = (*ESTIMATOR_OPTIONS, *ANCHOR_OPTIONS, *_RATES, "prior_blocks", "hold_data")
 
 
