@@ -92,7 +92,6 @@ def test_shapes_and_names_of_precisions(structure) -> None:
     varies = structure == "diagonal"
     for name, precision in prior.precisions().items():
         assert precision.shape == (w[name].shape if varies else ())
-        assert prior.constant_within(name) is not varies
     labels = prior.constant_groups()
     assert list(labels) == ([] if varies else list(w))
     for name in w:
@@ -235,9 +234,8 @@ def test_an_unbound_prior_says_so() -> None:
     for call in (prior.precisions, prior.log_det, prior.log_hyperprior, prior.constant_groups):
         with pytest.raises(ConfigurationError, match="bind"):
             call()
-    for call in (prior.constant_within, prior.group_name):
-        with pytest.raises(ConfigurationError, match="bind"):
-            call("gain")
+    with pytest.raises(ConfigurationError, match="bind"):
+        prior.group_name("gain")
 
 
 @pytest.mark.parametrize("learnable", [True, False])
@@ -376,9 +374,8 @@ def test_weights_that_cannot_have_a_prior() -> None:
 
 
 def test_unknown_weight() -> None:
-    for call in (bound("scalar").constant_within, bound("scalar").group_name):
-        with pytest.raises(ConfigurationError, match="Did you mean 'encoder.bias'"):
-            call("encoder.bais")
+    with pytest.raises(ConfigurationError, match="Did you mean 'encoder.bias'"):
+        bound("scalar").group_name("encoder.bais")
 
 
 # ---------------------------------------------------------------- keeping

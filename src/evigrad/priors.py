@@ -302,21 +302,6 @@ class GaussianPrior(nn.Module):
             raise ConfigurationError("The hyperprior must return a 0-dimensional tensor: sum it.")
         return value
 
-    def constant_within(self, name: str) -> bool:
-        """Whether one number is the precision of a whole weight tensor.
-
-        Args:
-            name: Of the weight.
-
-        Returns:
-            False if diagonal.
-
-        Raises:
-            ConfigurationError: If there is no such weight.
-        """
-        self._check_known(name)
-        return self.structure != "diagonal"
-
     def constant_groups(self) -> dict[str, str]:
         """The weight tensors whose precision is one number, with their groups.
 

@@ -1,6 +1,5 @@
 """``evigrad train``: train a network, learn its prior, and compare with plain MAP training."""
 
-import json
 import math
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -416,15 +415,3 @@ def _record(
         }
         for key, result in results.items()
     }
-
-
-def load_results(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Read a ``results.json``.
-
-    Args:
-        path: The file.
-
-    Returns:
-        For each run its evidence, metrics, seconds and final hyperparameters.
-    """
-    return json.loads(Path(path).read_text(encoding="utf-8"))
