@@ -57,7 +57,7 @@ def test_train_compares_and_leaves_a_whole_run_directory(capsys, tmp_path):
     assert "MAP" in output
     assert "ntk-20-1, learned" in output
     assert "log evidence" in output
-    assert "mean over the 3 blocks of a partition" in " ".join(output.split())
+    assert "mean over the 3 blocks of a partition, a lower bound on" in " ".join(output.split())
     folder = tmp_path / "run"
     assert {p.name for p in folder.iterdir()} == {
         "checkpoint.pt",

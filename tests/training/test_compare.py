@@ -23,6 +23,9 @@ def log_precision_of(evidence):
     ("sizes", "name"),
     [
         ((6090, 1438, 10), "full-N-C"),  # few weights
+        ((6090, 1438, 10, 100.0), "full-N-C"),  # and time for it
+        ((6090, 1438, 10, 10.0), "ntk-200-C"),
+        ((6090, 1438, 10, 1.0), "ntk-20-C"),
         ((100_000, 100, 3), "ntk-N-C"),  # few data
         ((14_538, 5000, 10), "ntk-100-C"),  # neither
         ((23_000_000, 100_000, 200), "ntk-1-C"),

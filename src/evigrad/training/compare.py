@@ -5,6 +5,7 @@ while it trains is its own bound. After training time matters less, and one esti
 exact value serves for all runs.
 """
 
+import math
 import time
 from dataclasses import dataclass
 from itertools import islice
@@ -19,7 +20,9 @@ from evigrad.evidence import Evidence
 from evigrad.sources import as_source
 from evigrad.training.metrics import probe_outputs
 
-# Work and numbers in memory at once that take seconds to half a minute on a laptop.
+# Operations of a core in a second, for the exact value and for kernels of subsets; and the most
+# work and numbers in memory at once.
+_EXACT_RATE, _SUBSET_RATE = 2e10, 5e10
 _MAX_OPERATIONS = 2e12
 _MAX_NUMBERS = 2e8
 _NUMBERS_IN_A_PASS = 2.5e7
@@ -53,8 +56,10 @@ class EvidenceValue:
     seconds: float
 
 
-def tight_estimator(num_weights: int, num_data: int, num_outputs: int) -> str:
-    """The tightest estimator whose evaluation on all the data still takes seconds.
+def tight_estimator(
+    num_weights: int, num_data: int, num_outputs: int, seconds: float = math.inf
+) -> str:
+    """The tightest estimator whose evaluation on all the data takes a time that is given.
 
     ``full-N-C`` and ``ntk-N-C`` are the same number, the exact log-determinant; which one is
     affordable depends on the sizes. Where neither is, the answer is the largest subsets with all
@@ -64,21 +69,26 @@ def tight_estimator(num_weights: int, num_data: int, num_outputs: int) -> str:
         num_weights: P.
         num_data: N.
         num_outputs: C.
+        seconds: Time of the evaluation on a core, by a rough count of its operations. Default, and
+            most: a minute or two.
 
     Returns:
         A name.
     """
+    most, most_of_subsets = (
+        min(_MAX_OPERATIONS, rate * seconds) for rate in (_EXACT_RATE, _SUBSET_RATE)
+    )
     p, n, c = float(num_weights), float(num_data), float(num_outputs)
     full = (2 * n * c * p**2 + p**3 / 3, 3 * p**2)
     ntk = (2 * (n * c) ** 2 * p + (n * c) ** 3 / 3, n * c * p + 3 * (n * c) ** 2)
     affordable = [
         (work, name)
         for name, (work, numbers) in (("full-N-C", full), ("ntk-N-C", ntk))
-        if work <= _MAX_OPERATIONS and numbers <= _MAX_NUMBERS
+        if work <= most and numbers <= _MAX_NUMBERS
     ]
     if affordable:
         return min(affordable)[1]
-    subset = int(min(n, _MAX_OPERATIONS / (2 * n * c**2 * p), _MAX_NUMBERS / (c * p)))
+    subset = int(min(n, most_of_subsets / (2 * n * c**2 * p), _MAX_NUMBERS / (c * p)))
     # A round number is easier to name again.
     size = max(1, subset)
     rounded = 10 ** (len(str(size)) - 1)
