@@ -253,7 +253,7 @@ def test_the_version(capsys):
         ("train --subset 50 --estimator ntk-100-1", "num_data is 50"),
         ("train --epochs 3 --burn-in 10", "burn_in is 10"),
         ("train --model mininet", "at least 28x28"),
-        ("train --device gpu", "'gpu' cannot be used here"),
+        ("train --device gpu", "'gpu' cannot be used here. A GPU's name is cuda."),
         ("train --threads 0", "threads must be at least 1"),
         ("train --threads 1000000", "threads must be at most 1024, not 1000000"),
         ("bounds --threads 1000000", "threads must be at most 1024, not 1000000"),

@@ -111,13 +111,13 @@ def test_options_that_contradict_the_run_are_refused_by_name(capsys, tmp_path, w
         return captured.err
 
     words = error_of("--epochs", 8, "--lr=0.5", "--no-compare-map")
-    assert "has --epochs 4, not 8; --lr left away, not 0.5; --compare-map yes, not no." in words
+    assert "has --epochs 4, not 8; --lr left at its default, not 0.5; --compare-map yes" in words
     assert "start a new run with --config" in words
     file = tmp_path / "other.yaml"
     file.write_text("subset: 50\n")
     assert "--subset 60, not 50" in error_of("--config", file)
     assert "its folder" in error_of("--run-dir", tmp_path / "elsewhere")
-    assert "--micro-batch left away, not 7" in error_of("--micro-batch", 7)
+    assert "--micro-batch left at its default, not 7" in error_of("--micro-batch", 7)
     # What is said again, and what changes no result, contradicts nothing.
     resume(whole, "--epochs", 4, "--run-dir", whole, "--progress", "--checkpoint-every", 3)
     assert {p: p.stat().st_mtime_ns for p in whole.rglob("*")} == before

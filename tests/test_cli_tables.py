@@ -38,6 +38,12 @@ def houses(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_an_invariance_is_for_images(houses, capsys):
+    given = ["train", "--data", str(houses / "houses.csv"), "--target", "price"]
+    assert main([*given, "--invariance", "rotation"]) == 2
+    assert "--invariance and --flip transform images" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 @pytest.mark.parametrize(
     ("target", "options", "column"),

@@ -184,7 +184,7 @@ def test_one_precision_for_each_group_and_the_mean_of_a_diagonal_prior(blobs, ma
     assert last.std() > 0
 
 
-def test_the_run_directory(blobs, make_net, tmp_path):
+def test_the_run_directory(blobs, make_net, tmp_path, capsys):
     result = fit(make_net(), blobs[0], test=blobs[1], run_dir=tmp_path / "run", **SMALL)
     assert result.run_dir == tmp_path / "run"
     assert {p.name for p in (tmp_path / "run").iterdir()} == {
@@ -202,8 +202,12 @@ def test_the_run_directory(blobs, make_net, tmp_path):
     assert config["estimator"] == "ntk-20-1"
     assert config["learned"] == ["prior.log_precision"]
     assert config["num_weights"] == 4 * 8 + 8 + 8 * 3 + 3
-    again = fit(make_net(), blobs[0], run_dir=tmp_path / "run", **SMALL)
+    capsys.readouterr()
+    shown = small(progress=True)
+    again = fit(make_net(), blobs[0], run_dir=tmp_path / "run", **shown)
     assert again.run_dir == tmp_path / "run-2"
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"holds something already: this run goes to {again.run_dir}" in said
 
 
 def test_how_an_estimate_computes_changes_no_result_and_is_recorded(blobs, make_net, tmp_path):
@@ -301,6 +305,7 @@ def test_divergence_says_where_the_metrics_are(blobs, make_net, tmp_path):
         ),
         ({"hyperparameters": ["gate"]}, ConfigurationError, "gate"),
         ({"optimizer": "lbfgs"}, ConfigurationError, "adam, sgd"),
+        ({"optimizer": torch.optim.Adam}, ConfigurationError, "lambda weights: torch.optim.Adam"),
         ({"autocast": "int8"}, ConfigurationError, "autocast is one of bfloat16"),
         ({"memory_budget": "1GiB"}, ConfigurationError, "micro_batch='auto'"),
         ({"micro_batch": "all"}, ConfigurationError, "micro_batch"),

@@ -70,7 +70,7 @@ def test_precisions_reach_the_optimum_and_the_weights_stay(trained, update, erro
     evidence = [float(row["log_evidence"] or 0) for row in result.history]
     assert len(evidence) == 20 and evidence[-1] > evidence[0]
     assert result.history[-1]["precision/0.weight"] == pytest.approx(found.detach()[0].exp().item())
-    assert len(repr(result)) < 200
+    assert len(repr(result)) < 200 and "20 rounds, log evidence" in repr(result)
 
 
 def test_noise_and_hyperparameters_of_the_model_are_learned_too(blobs):

@@ -96,5 +96,5 @@ def is_complete(folder: Path, figures: bool) -> bool:
 
 def _word(value: Any) -> str:
     if value is None:
-        return "left away"
+        return "left at its default"
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)

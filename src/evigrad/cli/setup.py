@@ -171,6 +171,11 @@ def set_up(
     )
     place = choose_device(device)
     loaded = load(data, data_dir, subset, seed, target=target, likelihood=likelihood)
+    if transforms is not None and len(loaded.input_shape) != 3:
+        raise ConfigurationError(
+            f"--invariance and --flip transform images, and inputs of {loaded.name} have shape"
+            f" {loaded.input_shape}: leave them out."
+        )
     if test_subset is not None:
         loaded = loaded.with_test_subset(test_subset, seed)
     model = model or default_model(loaded.input_shape)
@@ -255,8 +260,9 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(device_name(name))
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
+        hint = "A GPU's name is cuda. " if name.startswith("gpu") else ""
         raise ConfigurationError(
-            f"The device '{name}' cannot be used here. Say cpu, auto, or cuda where PyTorch finds a"
-            " GPU."
+            f"The device '{name}' cannot be used here. {hint}Say cpu, auto, or cuda where PyTorch"
+            " finds a GPU."
         ) from error
     return device

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,16 @@ class LoadedRun:
         epoch: The last epoch of these; ``settings["epochs"]`` for a finished run.
     """
 
-    model: nn.Module = field(repr=False)
+    model: nn.Module
     evidence: Evidence
-    settings: Mapping[str, Any] = field(repr=False)
-    history: list[Row] = field(repr=False)
+    settings: Mapping[str, Any]
+    history: list[Row]
     epoch: int
+
+    def __repr__(self) -> str:
+        """Which run it is, in a line."""
+        name = self.settings["estimator"] or "no estimator"
+        return f"LoadedRun({name}, epoch {self.epoch} of {self.settings['epochs']})"
 
 
 def load(

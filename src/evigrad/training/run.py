@@ -141,6 +141,9 @@ class Run:
             raise ConfigurationError("To go on with a run name its folder: run_dir=...")
         is_path = isinstance(run_dir, str | Path)
         directory = RunDirectory(run_dir, resume=resume) if is_path else run_dir
+        if progress and is_path and directory is not None and directory.path != Path(run_dir):
+            words = f"{run_dir} holds something already: this run goes to {directory.path}"
+            print(words, file=sys.stderr, flush=True)
         with ExitStack() as stack:
             stack.enter_context(kept_memory())
             state = None

@@ -107,6 +107,12 @@ class Settings:
         self._check_rates("lr", "lr_min")
         if not 0 <= self.momentum < 1:
             raise ConfigurationError(f"momentum must lie in [0, 1), not {self.momentum}.")
+        if isinstance(self.optimizer, type) and issubclass(self.optimizer, Optimizer):
+            name = self.optimizer.__name__
+            raise ConfigurationError(
+                f"optimizer={name} is a class: give a function from named weights to an optimiser,"
+                f" as lambda weights: torch.optim.{name}(weights.values(), lr=0.003)."
+            )
         if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZERS:
             raise ConfigurationError(
                 f"optimizer is one of {', '.join(OPTIMIZERS)}, or a function from named weights"

@@ -1,7 +1,7 @@
 """Learn the hyperparameters of a trained network, whose weights stay as they are."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from inspect import signature
 from typing import Any
 
@@ -17,6 +17,7 @@ from evigrad.priors import GaussianPrior
 from evigrad.training.estimator_options import ANCHOR_OPTIONS, ESTIMATOR_OPTIONS
 from evigrad.training.fit import fit, prepare
 from evigrad.training.metrics import Row
+from evigrad.training.progress import summary
 from evigrad.training.run import evidence_columns
 from evigrad.training.settings import BASELINES, Settings
 from evigrad.training.tracking import hyperparameter_values
@@ -37,7 +38,12 @@ class TuneResult:
     """
 
     evidence: Evidence
-    history: list[Row] = field(repr=False)
+    history: list[Row]
+
+    def __repr__(self) -> str:
+        """Where it ended, in a line."""
+        rounds = f"{len(self.history)} rounds"
+        return f"TuneResult({self.evidence.spec.name}, {rounds}, {summary(self.history[-1])})"
 
 
 def tune(
