@@ -14,6 +14,7 @@ from evigrad.jacobians.state import model_run
 __all__ = [
     "ExactHessian",
     "NO_DERIVATIVE",
+    "ExactHessian",
     "JacobianPlan",
     "KroneckerUse",
     "Linearization",
