@@ -32,8 +32,8 @@ from torch.func import functional_call, jacrev
 
 import evigrad
 from evigrad import Evidence
-from evigrad.anchors import Anchoring
-from evigrad.anchors.greedy import pivots
+from evigrad.blocks.anchors import Anchoring
+from evigrad.blocks.anchors.greedy import pivots
 from evigrad.data import DataSet, load
 from evigrad.models import make_model
 

@@ -35,15 +35,15 @@ from tightness import evidence_at, study_parser, trained
 from torch import Tensor
 
 from evigrad import Evidence
-from evigrad.anchors import Scores
-from evigrad.anchors.blocks import AnchoredBlocks
-from evigrad.anchors.centres import Centres
-from evigrad.anchors.choice import MOST_CANDIDATES
-from evigrad.anchors.greedy import pivots
-from evigrad.anchors.groups import Groups, conditional, form_groups, grouped
-from evigrad.anchors.masses import FLOOR, Masses, probabilities
+from evigrad.blocks.anchors import Scores
+from evigrad.blocks.anchors.blocks import AnchoredBlocks
+from evigrad.blocks.anchors.centres import Centres
+from evigrad.blocks.anchors.choice import MOST_CANDIDATES
+from evigrad.blocks.anchors.greedy import pivots
+from evigrad.blocks.anchors.groups import Groups, conditional, form_groups, grouped
+from evigrad.blocks.anchors.masses import FLOOR, Masses, probabilities
+from evigrad.blocks.sources import as_source
 from evigrad.data import DataSet, load
-from evigrad.sources import as_source
 
 ROWS = (100, 200, 400)
 PARTITIONS, DRAWS, WARM_UP = 3, 100, 20

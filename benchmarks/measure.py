@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from evigrad.allocator import give_back
+from evigrad.engine.allocator import give_back
 
 MIB = 2**20
 

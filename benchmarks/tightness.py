@@ -30,10 +30,10 @@ from torch import Tensor
 
 import evigrad
 from evigrad import Evidence
-from evigrad.anchors import Anchoring
 from evigrad.blocks import Block
-from evigrad.collected import Collected
+from evigrad.blocks.anchors import Anchoring
 from evigrad.data import DataSet, load
+from evigrad.engine.collected import Collected
 from evigrad.likelihoods import Categorical
 from evigrad.models import make_model
 from evigrad.priors import GaussianPrior

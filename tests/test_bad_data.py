@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+import evigrad
 from evigrad import Evidence, fit
 from evigrad.errors import InputError
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
@@ -60,7 +61,7 @@ VERBS: dict[str, tuple[str, Callable[[Evidence, Tensor, Tensor], Any]]] = {
     "items, anchored": ("ntk-6-rows-anchored", lambda e, x, y: next(iter(e.blocks(Items(x, y))))),
     "refresh_anchors": ("ntk-6-rows-anchored", lambda e, x, y: e.refresh_anchors((x, y))),
     "refresh, items": ("ntk-6-rows-anchored", lambda e, x, y: e.refresh_anchors(Items(x, y))),
-    "bracket": ("kfac-N-C", lambda e, x, y: e.bracket((x, y), rows=12)),
+    "bracket": ("kfac-N-C", lambda e, x, y: evigrad.bracket(e, (x, y), rows=12)),
     "fit": (
         "ntk-4-1",
         lambda e, x, y: fit(
@@ -138,7 +139,7 @@ def test_inputs_that_are_single_numbers(estimator: str) -> None:
         model, Gaussian(), GaussianPrior(), estimator=estimator, num_data=N, generator=0
     )
     pair = X[:, 0], NUMBERS[:, :1]
-    assert evidence.bracket(pair, rows=N).lower == pytest.approx(
+    assert evigrad.bracket(evidence, pair, rows=N).lower == pytest.approx(
         evidence.with_estimator("ntk-N-C").estimate(*pair).log_evidence, rel=1e-5
     )
     for block in evidence.blocks(pair).take(2):

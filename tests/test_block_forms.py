@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_kept_passes import assert_follows
-from test_two_pass import M, assert_twins, convolutional, evidence_of, result, targets
+from engine.test_kept_passes import assert_follows
+from engine.test_two_pass import M, assert_twins, convolutional, evidence_of, result, targets
 from torch import nn
 from zoo import CASES, OUTPUTS
 

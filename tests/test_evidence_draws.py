@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from evigrad import Evidence
 from evigrad.blocks import Block
+from evigrad.blocks.partitions import Partition
 from evigrad.estimators import EstimatorSpec
 from evigrad.likelihoods import Categorical, Gaussian
-from evigrad.partitions import Partition
 from evigrad.priors import GaussianPrior
 
 N, M, C = 7, 3, 3

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad import Evidence
-from evigrad.anchors import Anchoring
+from evigrad.blocks.anchors import Anchoring
 from evigrad.errors import ConfigurationError, EvigradError, InputError, MemoryBudgetError
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
@@ -292,7 +292,7 @@ def test_rows_of_a_pass_count_as_memory(structure: str, monkeypatch: pytest.Monk
     model = nn.Sequential(nn.Linear(2, 40), nn.Tanh(), nn.Linear(40, 3))
     x, y = torch.randn(4000, 2), torch.zeros(4000, dtype=torch.long)
     free = 8 * 2**20
-    monkeypatch.setattr("evigrad.curvature.memory._free_bytes", lambda device: free)
+    monkeypatch.setattr("evigrad.engine.memory._free_bytes", lambda device: free)
     arguments = {"model": model, "num_data": 4000}
     with pytest.raises(MemoryBudgetError, match="micro_batch"):
         build(f"{structure}-N-C", **arguments).estimate(x, y)

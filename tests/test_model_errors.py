@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import evigrad
 from evigrad import Evidence, fit
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood
@@ -45,7 +46,7 @@ VERBS: dict[str, Callable[[Evidence], Any]] = {
     "backward": lambda e: e.backward(X[:4], Y[:4]),
     "collect": lambda e: e.collect(X[:4], Y[:4]),
     "blocks": lambda e: e.estimate(next(iter(e.blocks((X, Y))))),
-    "bracket": lambda e: e.bracket((X, Y), rows=6),
+    "bracket": lambda e: evigrad.bracket(e, (X, Y), rows=6),
     "refresh_anchors": lambda e: e.with_estimator("ntk-6-rows-anchored").refresh_anchors((X, Y)),
     "describe": lambda e: e.describe(X),
     "fit": lambda e: fit(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import evigrad
 from evigrad import Evidence, fit
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood
@@ -121,7 +122,7 @@ VERBS: dict[str, tuple[str, Callable[[Evidence, Tensor], Any]]] = {
     "collect": ("ntk-N-1", lambda e, y: e.collect(X, y)),
     "blocks": ("ntk-4-1", lambda e, y: e.blocks((X, y))),
     "anchored": ("ntk-4-rows-anchored", lambda e, y: e.blocks((X, y))),
-    "bracket": ("ntk-4-1", lambda e, y: e.bracket((X, y), rows=6)),
+    "bracket": ("ntk-4-1", lambda e, y: evigrad.bracket(e, (X, y), rows=6)),
     "fit": (
         "ntk-4-1",
         lambda e, y: fit(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad import Evidence
-from evigrad.assembly import Assembly
+from evigrad.engine.assembly import Assembly
 from evigrad.errors import ConfigurationError, EvigradError, InputError
 from evigrad.invariances import AdditiveNoise, Averaged
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood

@@ -10,15 +10,17 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evigrad.allocator import kept_memory
     from evigrad.blocks import Block
-    from evigrad.descriptions import ParameterReport
+    from evigrad.engine.allocator import kept_memory
+    from evigrad.engine.descriptions import ParameterReport
+    from evigrad.engine.estimate import Estimate
     from evigrad.errors import EvigradError, EvigradWarning
-    from evigrad.estimate import Estimate
     from evigrad.evidence import Evidence
     from evigrad.training import FitResult, LoadedRun, TuneResult, fit, load, tune
+    from evigrad.training.bracket import Bracket, bracket
 
 __all__ = [
+    "Bracket",
     "Block",
     "Estimate",
     "EvigradError",
@@ -28,6 +30,7 @@ __all__ = [
     "LoadedRun",
     "ParameterReport",
     "TuneResult",
+    "bracket",
     "fit",
     "kept_memory",
     "load",
@@ -36,17 +39,19 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Bracket": "evigrad.training.bracket",
+    "bracket": "evigrad.training.bracket",
     "Block": "evigrad.blocks",
-    "Estimate": "evigrad.estimate",
+    "Estimate": "evigrad.engine.estimate",
     "EvigradError": "evigrad.errors",
     "EvigradWarning": "evigrad.errors",
     "Evidence": "evigrad.evidence",
     "FitResult": "evigrad.training",
     "LoadedRun": "evigrad.training",
-    "ParameterReport": "evigrad.descriptions",
+    "ParameterReport": "evigrad.engine.descriptions",
     "TuneResult": "evigrad.training",
     "fit": "evigrad.training",
-    "kept_memory": "evigrad.allocator",
+    "kept_memory": "evigrad.engine.allocator",
     "load": "evigrad.training",
     "tune": "evigrad.training",
 }

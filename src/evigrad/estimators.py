@@ -3,7 +3,7 @@
 A name says which *structure* of the curvature is taken (the whole Gram matrix, the whole Hessian,
 its blocks, ...) and into which blocks the data and the outputs are *partitioned*. This module only
 knows the spelling, which combinations make sense, and whether the result is a bound; the blocks
-themselves are drawn in `evigrad.partitions`.
+themselves are drawn in `evigrad.blocks.partitions`.
 """
 
 import re

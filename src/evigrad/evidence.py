@@ -2,32 +2,29 @@
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from evigrad.anchors import AnchoredStream, Anchoring
-from evigrad.assembly import Assembly
 from evigrad.blocks import Block
-from evigrad.checks import (
+from evigrad.blocks.anchors import AnchoredStream, Anchoring
+from evigrad.blocks.streams import BlockStream
+from evigrad.curvature import ParameterPartition, partition_names
+from evigrad.engine.assembly import Assembly
+from evigrad.engine.checks import (
     as_device,
     as_generator,
     check_gradients,
     check_inputs,
     check_state,
-    check_targets,
     check_type,
-    log_probabilities,
 )
-from evigrad.collected import Collected
-from evigrad.curvature import ParameterPartition, partition_names
-from evigrad.descriptions import ParameterReport, parameter_reports
-from evigrad.errors import ConfigurationError, EvigradWarning, InputError
-from evigrad.estimate import Estimate
-from evigrad.estimators import EstimatorSpec
-from evigrad.gradient import needs_two_passes, of_data, of_kept, of_task
-from evigrad.intake import (
+from evigrad.engine.collected import Collected
+from evigrad.engine.descriptions import ParameterReport, parameter_reports
+from evigrad.engine.estimate import Estimate
+from evigrad.engine.gradient import needs_two_passes, of_data, of_kept, of_task
+from evigrad.engine.intake import (
     CheckedSource,
     Data,
     check_keepable,
@@ -37,17 +34,16 @@ from evigrad.intake import (
     resolve,
     undrawn_on_error,
 )
+from evigrad.engine.parameters import check_unchanged, held_constant, select, trainable
+from evigrad.engine.passes import Task
+from evigrad.engine.preparation import Settings
+from evigrad.errors import ConfigurationError, EvigradWarning, InputError
+from evigrad.estimators import EstimatorSpec
 from evigrad.jacobians import NO_DERIVATIVE, model_outputs
+from evigrad.jacobians.modes import TURN, warn_of_normalisation
 from evigrad.likelihoods import Likelihood
-from evigrad.modes import TURN, warn_of_normalisation
-from evigrad.parameters import check_unchanged, held_constant, select, trainable
-from evigrad.passes import Task
-from evigrad.preparation import Settings
+from evigrad.likelihoods.calls import check_targets, log_probabilities
 from evigrad.priors import GaussianPrior
-from evigrad.streams import BlockStream
-
-if TYPE_CHECKING:
-    from evigrad.bracket import Bracket
 
 
 class Evidence:
@@ -462,21 +458,6 @@ class Evidence:
                 hyperparameters=list(self._model_hyperparameters),
                 **given,
             )
-
-    def bracket(self, data: Any, *, rows: int = 1000, **options: Any) -> "Bracket":
-        """Bounds on the exact log evidence, whatever the estimator: see ``evigrad.bracket``.
-
-        Args:
-            data: All N training data.
-            rows: Of a block: more of them bring the bounds together.
-            **options: Other keywords of ``evigrad.bracket.bracket``.
-
-        Returns:
-            A lower and an upper bound, the lower one with its standard error.
-        """
-        from evigrad.bracket import bracket  # which is made of evidences
-
-        return bracket(self, data, rows=rows, **options)
 
     def num_outputs(self, x: Tensor) -> int:
         """C, the outputs of the model.

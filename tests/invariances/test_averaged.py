@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evigrad.draws import Drawn, Stochastic, current_samples, sampled
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.invariances import AdditiveNoise, AffineInvariance, Averaged
+from evigrad.invariances.noise import Drawn, Stochastic, current_samples, sampled
 from evigrad.models import make_model
 
 RANGES = {"rotation": 1.0, "translation_x": 0.2, "scale_y": 0.3}

@@ -7,7 +7,7 @@ import torch
 from jacobians.dense import random, weights_of
 from torch import Tensor, nn
 
-from evigrad.draws import sampled
+from evigrad.invariances.noise import sampled
 from evigrad.jacobians import linearize, plan, spot_check
 
 M, C = 6, 4

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jacobians.dense import assert_rows, jacobian, random, rows, weights_of
 from torch import Tensor, nn
 
-from evigrad.draws import sampled
+from evigrad.invariances.noise import sampled
 from evigrad.jacobians import convolutions, linearize, plan, spot_check
 
 M = 4

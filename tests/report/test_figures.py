@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 from figure_geometry import problems
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from evigrad.drawing import DARK, LIGHT
+from evigrad.plots import DARK, LIGHT
 from evigrad.report import augmented_images, draw_transforms
 from evigrad.report.curves import (
     ACCURACY,

@@ -16,7 +16,7 @@ pytest.importorskip("yaml")
 from html_pages import Page
 from matplotlib.image import imread, imsave
 
-from evigrad.drawing import DARK, LIGHT
+from evigrad.plots import DARK, LIGHT
 from evigrad.report import write_report
 from evigrad.report.content import NOTHING, show
 

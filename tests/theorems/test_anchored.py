@@ -7,19 +7,19 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from engine.test_two_pass import evidence_of, targets
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_two_pass import evidence_of, targets
 from torch import Tensor, nn
 from zoo import OUTPUTS
 
 from evigrad import Evidence
-from evigrad.anchors import AnchoredBlocks, AnchoredStream, Anchoring, Scores
-from evigrad.anchors.blocks import GROUPED
-from evigrad.anchors.groups import Groups
-from evigrad.anchors.masses import control_variate
-from evigrad.anchors.scores import guessed, unit_score
-from evigrad.blocks import Block, Draw
+from evigrad.blocks.anchors import AnchoredBlocks, AnchoredStream, Anchoring, Scores
+from evigrad.blocks.anchors.blocks import GROUPED
+from evigrad.blocks.anchors.groups import Groups
+from evigrad.blocks.anchors.masses import control_variate
+from evigrad.blocks.anchors.scores import guessed, unit_score
+from evigrad.blocks.block import Block, Draw
 from evigrad.likelihoods import (
     Bernoulli,
     Categorical,

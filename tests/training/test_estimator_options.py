@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from evigrad import Evidence
-from evigrad.anchors import Anchoring
+from evigrad.blocks.anchors import Anchoring
 from evigrad.errors import ConfigurationError
 from evigrad.training import ANCHOR_OPTIONS, ESTIMATOR_OPTIONS, estimator_options, fit
 from evigrad.training.estimator_options import as_bytes, as_dtype

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from evigrad.modes import seeded
+from evigrad.jacobians.modes import seeded
 from evigrad.training.randomness import derived_seed, stream
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from evigrad.blocks import Block
 from evigrad.errors import ConfigurationError, EvigradError, MemoryBudgetError
-from evigrad.fixed_point import FixedPoint
 from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior, NormalHyperprior
 from evigrad.training import Settings, fit, prepare
+from evigrad.training.fixed_point import FixedPoint
 from evigrad.training.loop import FIRST_RATE, LAST_RATE, Loop
 from evigrad.training.optimizers import make_hyper_optimizer
 from evigrad.training.rounds import blocks_of_a_round

@@ -16,9 +16,9 @@ from evigrad.cli.messages import results_console, show
 from evigrad.cli.parser import Options, Parser
 from evigrad.cli.setup import INVARIANCE, MACHINE, NETWORK, SETUP_TYPES, set_up
 from evigrad.cli.train import FIT_TYPES, FIT_WORDS
-from evigrad.descriptions import ParameterReport
+from evigrad.engine.descriptions import ParameterReport
+from evigrad.engine.estimate import Estimate
 from evigrad.errors import ConfigurationError
-from evigrad.estimate import Estimate
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import make_likelihood
 from evigrad.priors import GaussianPrior

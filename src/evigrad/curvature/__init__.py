@@ -26,7 +26,6 @@ from evigrad.curvature.hessian import hessian_statistic
 from evigrad.curvature.kernel_rows import Storage
 from evigrad.curvature.kfac import DENSE_LIMIT, Kfac, check_sharing
 from evigrad.curvature.linalg import RoundingError, rounding_refused
-from evigrad.curvature.memory import available_bytes, check_memory
 from evigrad.curvature.ntk import Ntk
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.jacobians import JacobianPlan, MatrixUse
@@ -48,8 +47,6 @@ __all__ = [
     "Statistic",
     "Storage",
     "Structure",
-    "available_bytes",
-    "check_memory",
     "contracted",
     "hessian_statistic",
     "inner_product",

@@ -28,8 +28,8 @@ from evigrad.curvature.gram_functions import MixedGrams, RowsGram, chained
 from evigrad.curvature.kernel_rows import SLAB_BYTES, NtkStatistic, Storage
 from evigrad.errors import ConfigurationError
 from evigrad.jacobians import Linearization, MatrixUse
+from evigrad.jacobians.scratch import lent
 from evigrad.likelihoods import RootRows
-from evigrad.scratch import lent
 
 # The Grams of the prior groups are kept where they are no larger than the rows that they stand for,
 # or than this: a gibibyte saves repeated passes over the rows on any machine that trains networks.

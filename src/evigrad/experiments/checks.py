@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from evigrad.blocks.partitions import Partition
 from evigrad.cli.invariance import read_invariance
 from evigrad.cli.setup import choose_device, default_model, sizes_of
 from evigrad.data import available, load
@@ -15,7 +16,6 @@ from evigrad.experiments.curves import PRECISION
 from evigrad.experiments.jobs import Job
 from evigrad.experiments.work import Place
 from evigrad.models import make_model
-from evigrad.partitions import Partition
 from evigrad.training.settings import BASELINES
 
 

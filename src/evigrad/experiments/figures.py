@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from evigrad.drawing import LIGHT, new_figure, words
 from evigrad.experiments.cases import Mean, Row
 from evigrad.experiments.definition import Experiment
 from evigrad.experiments.plan import grid_of
 from evigrad.experiments.styles import Styles, labels_and_styles
+from evigrad.plots import LIGHT, new_figure, words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

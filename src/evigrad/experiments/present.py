@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evigrad.drawing import save
 from evigrad.errors import ConfigurationError
 from evigrad.experiments.cases import Case, Row, coverage, jobs_in, rows_of, seeds_of
 from evigrad.experiments.definition import Experiment
@@ -14,6 +13,7 @@ from evigrad.experiments.jobs import Job
 from evigrad.experiments.kinds import kind_of
 from evigrad.experiments.store import Store, write_json
 from evigrad.experiments.work import KINDS
+from evigrad.plots import save
 from evigrad.training.files import replacing
 
 SUMMARY = "summary.json"

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from evigrad.allocator import kept_memory
+from evigrad.engine.allocator import kept_memory
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.experiments.jobs import Job, distinct
 from evigrad.experiments.work import KINDS, Place, perform

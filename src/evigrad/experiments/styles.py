@@ -5,9 +5,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from evigrad.drawing import DASHES, LIGHT
 from evigrad.experiments.cases import Row
 from evigrad.experiments.definition import Experiment
+from evigrad.plots import DASHES, LIGHT
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 

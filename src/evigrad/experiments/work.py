@@ -13,12 +13,12 @@ import torch
 
 from evigrad.cli.resume import CONFIGURATION
 from evigrad.cli.setup import Setup
-from evigrad.drawing import series
 from evigrad.errors import ConfigurationError
 from evigrad.experiments.configuration import as_file, make_settings, make_setup
 from evigrad.experiments.curves import curve
 from evigrad.experiments.jobs import Job
 from evigrad.experiments.store import Store
+from evigrad.plots import series
 from evigrad.training import FitResult, RunDirectory, evaluate_evidence, prepare
 
 RUN = "run"  # the folder of a training inside that of its job

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from evigrad.draws import Stochastic, sampled
 from evigrad.errors import ConfigurationError, InputError, nearest
+from evigrad.invariances.noise import Stochastic, sampled
 from evigrad.invariances.transform import Transform
 
 AVERAGES = ("logits", "probabilities")
@@ -26,7 +26,7 @@ class Averaged(nn.Module):
 
     Args:
         model: Maps inputs (m, ...) to outputs (m, C); must not draw noise of its own by
-            `evigrad.draws.Stochastic`.
+            `evigrad.invariances.noise.Stochastic`.
         invariance: The transform; besides a `Transform` any module with its ``sample`` and
             ``apply``.
         num_samples: S, the transforms of each input. It can be set anew at any time.

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evigrad import scratch
+from evigrad.jacobians import scratch
 from evigrad.jacobians.geometry import (
     CONVOLUTIONS,
     Geometry,

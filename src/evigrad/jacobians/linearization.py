@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, InputError, nearest
+from evigrad.errors.users_code import called, is_out_of_memory
 from evigrad.jacobians.arguments import check_call, check_output
 from evigrad.jacobians.generic import loop_rows, vmap_rows
 from evigrad.jacobians.kronecker import KroneckerUse
@@ -16,8 +17,6 @@ from evigrad.jacobians.ownership import probed, traced
 from evigrad.jacobians.paths import JacobianPlan
 from evigrad.jacobians.recorder import Call, Recorder, reachable
 from evigrad.jacobians.state import model_run, without_autocast
-from evigrad.out_of_memory import is_out_of_memory
-from evigrad.users_code import called
 
 
 def uses_of(calls: Sequence[Call]) -> dict[str, list[tuple[Call, str]]]:

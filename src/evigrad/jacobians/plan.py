@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, InputError
+from evigrad.errors.users_code import is_out_of_memory
 from evigrad.jacobians.arguments import (
     DATA_MIX,
     NO_DERIVATIVE,
@@ -23,7 +24,6 @@ from evigrad.jacobians.probes import distinct_probe, moved_copy, refuse_reentran
 from evigrad.jacobians.recorder import Recorder, graph_nodes, reachable
 from evigrad.jacobians.state import model_run, without_autocast
 from evigrad.jacobians.verification import Reference, close
-from evigrad.out_of_memory import is_out_of_memory
 
 # Two batch sizes tell the dimension of the data from every other one; the larger is also the
 # number of data on which rows are compared.

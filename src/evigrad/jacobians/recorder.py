@@ -18,7 +18,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from evigrad.draws import current_samples
+from evigrad.invariances.noise import current_samples
 from evigrad.jacobians.kronecker import KroneckerUse
 from evigrad.jacobians.layers import RULES
 from evigrad.jacobians.rules import Match, Rule

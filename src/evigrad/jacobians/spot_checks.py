@@ -12,13 +12,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
+from evigrad.errors.users_code import is_out_of_memory
 from evigrad.jacobians.arguments import DATA_MIX, model_outputs
 from evigrad.jacobians.generic import datum_rows
 from evigrad.jacobians.linearization import Linearization, linearize
 from evigrad.jacobians.paths import LOOP, JacobianPlan
 from evigrad.jacobians.state import model_run, without_autocast
 from evigrad.jacobians.verification import close, close_outputs
-from evigrad.out_of_memory import is_out_of_memory
 
 # On the part of the largest rows below which all is rounding: trained networks cancel more than
 # those on which plans are made.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from evigrad.modes import TURN
+from evigrad.jacobians.modes import TURN
 
 _CONTAINERS = (dict, list, set, deque)
 # How deep containers and objects within each other are looked into.

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from evigrad.errors.users_code import is_out_of_memory
 from evigrad.jacobians.generic import loop_rows
 from evigrad.jacobians.state import model_run
-from evigrad.out_of_memory import is_out_of_memory
 
 # (names, x, vectors, differentiable) → rows; names may be missing in the result.
 Rows = Callable[[list[str], Tensor, Tensor, bool], dict[str, Tensor]]

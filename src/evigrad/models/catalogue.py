@@ -10,12 +10,12 @@ from torch import nn
 
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.invariances import AffineInvariance, Averaged
+from evigrad.jacobians.modes import seeded
 from evigrad.models.convolutional import cnn, digitsnet, lenet, mininet
 from evigrad.models.mlp import mlp
 from evigrad.models.resnet import resnet18, resnet50
 from evigrad.models.sequences import gru, transformer
 from evigrad.models.wide_resnet import wide_resnet, wrn16_4
-from evigrad.modes import seeded
 
 # Each takes (input_shape, num_outputs) and settings of its own.
 MODELS: dict[str, Callable[..., nn.Module]] = {

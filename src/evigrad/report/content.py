@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from evigrad.drawing import Palette, number
+from evigrad.plots import Palette, number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evigrad.drawing import (
+from evigrad.errors import InputError
+from evigrad.plots import (
     DASHES,
     LIGHT,
     History,
@@ -20,7 +21,6 @@ from evigrad.drawing import (
     plain_ticks,
     series,
 )
-from evigrad.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

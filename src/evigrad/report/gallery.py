@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.data import DataSet
-from evigrad.drawing import LIGHT, Palette, new_figure, words
 from evigrad.errors import InputError
 from evigrad.invariances import Averaged
+from evigrad.plots import LIGHT, Palette, new_figure, words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

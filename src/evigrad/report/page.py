@@ -4,7 +4,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from evigrad.drawing import DARK, LIGHT
+from evigrad.plots import DARK, LIGHT
 from evigrad.report.content import Drawing, Section, Table
 
 # The same colours as the figures', so that these have no edges on the page.

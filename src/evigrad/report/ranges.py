@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from evigrad.drawing import series
+from evigrad.plots import series
 from evigrad.report.content import Drawing, listed, show
 from evigrad.report.curves import rotation_path, value_paths
 from evigrad.report.records import Record

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from evigrad.data.optional import require
-from evigrad.drawing import History, series
 from evigrad.errors import ConfigurationError, InputError
+from evigrad.plots import History, series
 from evigrad.training.metrics import read_metrics
 from evigrad.training.settings import BASELINES
 

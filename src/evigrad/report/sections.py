@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from evigrad.drawing import History, series
-from evigrad.plots import precision_paths
+from evigrad.plots import History, precision_paths, series
 from evigrad.report.content import Drawing, Section, listed, show
 from evigrad.report.curves import (
     ACCURACY,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from evigrad.drawing import series
+from evigrad.plots import series
 from evigrad.report.content import NOTHING, Table, show
 from evigrad.report.ranges import used_ranges
 from evigrad.report.records import Record

@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evigrad.drawing import DARK, LIGHT, Palette
 from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.plots import DARK, LIGHT, Palette
 from evigrad.report.content import Drawing, Section, listed
 from evigrad.report.gallery import augmented_images, examples_under, find_transform
 from evigrad.report.page import render

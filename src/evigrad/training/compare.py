@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from evigrad.estimate import standard_error
+from evigrad.blocks.sources import as_source
+from evigrad.engine.estimate import standard_error
 from evigrad.estimators import EstimatorSpec
 from evigrad.evidence import Evidence
-from evigrad.sources import as_source
 from evigrad.training.metrics import probe_outputs
 
 # Operations of a core in a second, for the exact value and for kernels of subsets; and the most

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from evigrad.blocks.sources import Source, as_source
 from evigrad.errors import InputError
-from evigrad.modes import seeded
-from evigrad.sources import Source, as_source
+from evigrad.jacobians.modes import seeded
 from evigrad.training.checkpoint import digest
 from evigrad.training.randomness import derived_seed
 
@@ -26,7 +26,7 @@ class RunData(Source):
     epoch and another one in the next, and an interrupted run goes on with the same draws.
 
     Args:
-        data: As for ``evigrad.sources.as_source``.
+        data: As for ``evigrad.blocks.sources.as_source``.
         device: Where the model is.
         seed: Of the run.
         hold: Whether to read a data set once and to keep it as tensors.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from evigrad.anchors import Anchoring
+from evigrad.blocks.anchors import Anchoring
 from evigrad.errors import ConfigurationError, nearest
 
 # Keywords of ``Evidence``, of ``fit`` and options of the command line alike.

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evigrad.bracket import check_bracket
-from evigrad.checks import check_inputs, check_targets, log_probabilities
+from evigrad.engine.checks import check_inputs
+from evigrad.engine.preparation import PROBE_SIZE
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence
-from evigrad.groups import matches
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood, make_likelihood
-from evigrad.preparation import PROBE_SIZE
+from evigrad.likelihoods.calls import check_targets, log_probabilities
 from evigrad.priors import GaussianPrior
+from evigrad.priors.groups import matches
 from evigrad.training.augerino import range_parameters
+from evigrad.training.bracket import check_bracket
 from evigrad.training.data import RunData
 from evigrad.training.estimator_options import estimator_options
 from evigrad.training.loop import Loop

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.blocks import Block
-from evigrad.collected import Collected
+from evigrad.engine.collected import Collected
+from evigrad.engine.estimate import Estimate
+from evigrad.engine.preparation import PROBE_SIZE
 from evigrad.errors import ConfigurationError, EvigradError
-from evigrad.estimate import Estimate
 from evigrad.evidence import Evidence
-from evigrad.fixed_point import FixedPoint
+from evigrad.jacobians.modes import seeded
 from evigrad.models import fixup_scalars
-from evigrad.modes import seeded
-from evigrad.preparation import PROBE_SIZE
 from evigrad.training.augerino import Augerino
 from evigrad.training.checkpoint import load_network
 from evigrad.training.data import RunData
+from evigrad.training.fixed_point import FixedPoint
 from evigrad.training.optimizers import make_hyper_optimizer, make_weight_optimizer
 from evigrad.training.randomness import derived_seed, stream
 from evigrad.training.rounds import blocks_of_a_round

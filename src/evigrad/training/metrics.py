@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evigrad.checks import check_targets
+from evigrad.blocks.sources import as_source
 from evigrad.errors import InputError
 from evigrad.jacobians import model_outputs, model_run
+from evigrad.jacobians.modes import evaluation_mode
 from evigrad.likelihoods import Likelihood
-from evigrad.modes import evaluation_mode
-from evigrad.sources import as_source
+from evigrad.likelihoods.calls import check_targets
 from evigrad.training.files import replacing, writing
 
 # A value that was not computed in an epoch is None, and an empty cell in the file.

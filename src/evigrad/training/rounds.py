@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from evigrad.anchors import AnchoredStream, Drawn
 from evigrad.blocks import Block
-from evigrad.collected import Collected
-from evigrad.draws import stochastic_modules
+from evigrad.blocks.anchors import AnchoredStream, Drawn
+from evigrad.blocks.sources import as_source
+from evigrad.engine.collected import Collected
+from evigrad.engine.micro_batches import fits
+from evigrad.engine.preparation import PROBE_SIZE
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
-from evigrad.micro_batches import fits
-from evigrad.preparation import PROBE_SIZE
-from evigrad.sources import as_source
+from evigrad.invariances.noise import stochastic_modules
 
 
 def blocks_of_a_round(

@@ -12,10 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from evigrad.allocator import kept_memory
+from evigrad.engine.allocator import kept_memory
+from evigrad.engine.estimate import standard_error
 from evigrad.errors import ConfigurationError, EvigradError
-from evigrad.estimate import standard_error
 from evigrad.evidence import Evidence
+from evigrad.training.bracket import bracket
 from evigrad.training.checkpoint import (
     CHECKPOINT_FORMAT,
     PROBED,
@@ -252,7 +253,8 @@ class Run:
             return {}
         if epoch % s.bracket_every and epoch != s.epochs:
             return dict.fromkeys(BRACKET_COLUMNS)
-        found = self.evidence.bracket(
+        found = bracket(
+            self.evidence,
             self.loop.data,
             rows=s.bracket_rows,
             seed=derived_seed(s.seed, "bracket", epoch),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evigrad.allocator import kept_memory
+from evigrad.engine.allocator import kept_memory
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from evigrad.drawing import LIGHT, new_figure
 from evigrad.experiments.cases import Case, Row
 from evigrad.experiments.definition import Experiment
 from evigrad.experiments.tables import Column, Table
+from evigrad.plots import LIGHT, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,0 +1,9 @@
+"""Private: data become blocks, the parts of the index set that one estimate looks at.
+
+``sources`` read data sets, ``partitions`` divide the index set, ``streams`` draw blocks;
+``anchors`` choose the rows that every block is conditioned on.
+"""
+
+from evigrad.blocks.block import Block
+
+__all__ = ["Block"]

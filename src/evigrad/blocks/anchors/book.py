@@ -1,0 +1,193 @@
+"""The anchors of an evidence over time: outputs that are known, scores, the present choice."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from evigrad.blocks.anchors.centres import Centres
+from evigrad.blocks.anchors.choice import Anchoring, choose
+from evigrad.blocks.anchors.groups import Groups, form_groups
+from evigrad.blocks.anchors.last_layer import LastLayerKernel, Network
+from evigrad.blocks.anchors.masses import Masses
+from evigrad.blocks.anchors.outputs import OutputMemory
+from evigrad.blocks.anchors.scores import Scores
+from evigrad.blocks.anchors.stream import AnchoredStream, Prepared
+from evigrad.blocks.block import Block
+from evigrad.blocks.sources import Source
+from evigrad.likelihoods import Likelihood
+from evigrad.likelihoods.calls import check_finite, log_probabilities
+
+# Data whose outputs or scores are computed at once, where nobody has seen them yet.
+_AT_ONCE = 512
+
+
+class AnchorBook:
+    """Chooses anchors, and again on a schedule.
+
+    Args:
+        anchoring: How to choose.
+        num_data: N.
+        num_rows: Rows of a block.
+        root: Of the likelihood.
+        likelihood: Gives the norms of rows.
+        network: From inputs to outputs, and the last layer.
+        generator: Of the evidence.
+    """
+
+    def __init__(
+        self,
+        anchoring: Anchoring,
+        num_data: int,
+        num_rows: int,
+        root: str,
+        likelihood: Likelihood,
+        network: Network,
+        generator: torch.Generator,
+    ) -> None:
+        self.anchoring = anchoring
+        self.memory = OutputMemory(num_data)
+        self._num_rows, self._root = num_rows, root
+        self._likelihood, self._network, self._generator = likelihood, network, generator
+        self._anchors: Int[Tensor, " Z"] | None = None
+        self._groups = Groups()
+        self._streams = 0  # begun since the last choice
+        self._num_outputs = 0
+        self._masses = Masses()
+        self._centres = Centres()
+
+    def stream(self, source: Source) -> AnchoredStream:
+        """The blocks of a data set.
+
+        Args:
+            source: The data.
+
+        Returns:
+            A stream, which takes anchors as it is iterated.
+        """
+        return AnchoredStream(
+            source,
+            self.anchoring,
+            self._num_rows,
+            lambda: self._prepare(source),
+            self._masses,
+            self._generator,
+        )
+
+    def observe(self, block: Block) -> None:
+        """Learn from an evaluated block what to expect of others.
+
+        Args:
+            block: One of the stream's, with its entropies.
+        """
+        if block.columns is None or block.parts is None or len(block.entropies) < 2:
+            return
+        for draw in block.draws:
+            if bool((block.columns[block.parts == draw.part] >= 0).any()):
+                self._masses.observe(draw.key, draw.guess, block.entropies[draw.part])
+
+    def refresh(self, source: Source) -> float:
+        """Pass all data through the network, and choose anchors anew by its present outputs.
+
+        Args:
+            source: The data.
+
+        Returns:
+            log p(D|w,h) of all the data, in nats.
+        """
+        log_likelihood = self._look(source, torch.arange(self.memory.num_data))
+        self._anchors = None
+        return log_likelihood
+
+    def note(self, indices: Tensor, f: Float[Tensor, "m C"]) -> None:
+        """Take note of outputs that somebody has computed.
+
+        Args:
+            indices: Positions (m,) of the data in the data set.
+            f: Their outputs.
+        """
+        self._num_outputs = f.shape[1]
+        self.memory.update(indices, self._likelihood.condensed(f.detach(), self._root))
+
+    def scores(self) -> Scores:
+        """|R_n[:, d]|² of every row that is not zero for certain, by the outputs that are known."""
+        check_finite("The model's outputs", self.memory.outputs)
+        heads: list[Tensor] = []
+        tails: list[Tensor] = []
+        for part in self.memory.outputs.to(self._device()).split(_AT_ONCE):
+            head, tail = self._likelihood.row_scores(part, self._root)
+            heads.append(head.cpu())
+            if tail is not None:
+                tails.append(tail.cpu())
+        head = torch.cat(heads)
+        if not tails:
+            return Scores(head, head.new_zeros(len(head)), 0)
+        return Scores(head, torch.cat(tails), self._num_outputs - head.shape[1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Outputs, anchors and groups, for a checkpoint."""
+        return {
+            "memory": self.memory.state_dict(),
+            "anchors": self._anchors,
+            "groups": (self._groups.parts, self._groups.shares),
+            "streams": self._streams,
+            "masses": self._masses.state_dict(),
+            "num_outputs": self._num_outputs,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state of ``state_dict``.
+
+        Args:
+            state: Of the same estimator.
+        """
+        self.memory.load_state_dict(state["memory"])
+        self._anchors, self._streams = state["anchors"], state["streams"]
+        self._groups = Groups(*state.get("groups", ()))
+        self._masses.load_state_dict(state["masses"])
+        self._num_outputs = state["num_outputs"]
+
+    def _prepare(self, source: Source) -> Prepared:
+        if len(missing := self.memory.missing()):
+            self._look(source, missing)
+        scores = self.scores()
+        if self._anchors is None or self._streams >= self.anchoring.refresh:
+            self._anchors, self._groups = self._chosen(source, scores)
+            self._streams = 0
+        self._streams += 1
+        return Prepared(self._anchors, self._groups, scores)
+
+    def _chosen(self, source: Source, scores: Scores) -> tuple[Int[Tensor, " Z"], Groups]:
+        heads = scores.head.numel()
+        count = min(self.anchoring.num_anchors(self._num_rows), heads)
+        if self._num_rows >= scores.num_rows:
+            count = heads  # all rows fit: nothing is drawn, or the tail as a whole
+        kernel = LastLayerKernel(
+            self._network, self._likelihood, self._root, source, scores.head.shape[1], _AT_ONCE
+        )
+        centres = partial(self._centres.first, source)
+        anchors = choose(self.anchoring, scores.head, count, self._generator, centres, kernel)
+        if not self.anchoring.grouped:
+            return anchors, Groups()
+        groups = form_groups(scores.head, anchors, self._num_rows, kernel, self._generator)
+        return anchors, groups
+
+    def _look(self, source: Source, indices: Int[Tensor, " n"]) -> float:
+        total, seen, num_outputs = 0.0, [], 0
+        for part in indices.split(_AT_ONCE):
+            x, y = source.fetch(part)
+            f = self._network.outputs(x)
+            total += float(log_probabilities(self._likelihood, f, y).detach().double().sum())
+            seen.append(self._likelihood.condensed(f, self._root).float().cpu())
+            num_outputs = f.shape[1]
+        # Only now, as data that do not fit shall change nothing.
+        self.memory.update(indices, torch.cat(seen))
+        self._num_outputs = num_outputs
+        return total
+
+    def _device(self) -> torch.device:
+        parameters = [*self._likelihood.parameters(), *self._likelihood.buffers()]
+        return parameters[0].device if parameters else torch.device("cpu")

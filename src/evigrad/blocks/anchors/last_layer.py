@@ -1,0 +1,197 @@
+"""The kernel of a network's last layer: what a forward pass tells of how alike rows are.
+
+The row (n, d) has in the last layer W φ_n + b the derivative R_n[:, d] ⊗ (φ_n, 1), so that of two
+rows the products are
+
+    (R_n[:, d]ᵀ R_n'[:, d']) (φ_nᵀ φ_n' / δ_W + 1 / δ_b).
+
+The kernel of all layers is larger, and looks alike: anchors and blocks that are chosen by the last
+layer's are as good as those by the whole one (``benchmarks/anchor_search.py``). It only steers a
+choice that is free; no number depends on whether it is right.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from evigrad.blocks.sources import Source
+from evigrad.likelihoods import Likelihood
+
+
+@runtime_checkable
+class Network(Protocol):
+    """What the choice of anchors needs of a network."""
+
+    def outputs(self, x: Tensor) -> Float[Tensor, "m C"]:
+        """Outputs, without a graph."""
+        ...
+
+    def last_layer(self, x: Tensor) -> "tuple[Float[Tensor, 'm C'], LastLayer | None]":
+        """Outputs, and the last layer where there is one that is linear."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class LastLayer:
+    """A linear layer that the outputs come from.
+
+    Attributes:
+        features: φ of each datum, its inputs; the mean where it has several.
+        of_weight: 1/δ_W, over the temperature; the mean where weights have their own.
+        of_bias: 1/δ_b, as well; 0 where there is none.
+    """
+
+    features: Float[Tensor, "m F"]
+    of_weight: float
+    of_bias: float
+
+    def kernel(self, vectors: Float[Tensor, "m C"]) -> Float[Tensor, "m m"]:
+        """The share of the layer in S.
+
+        Args:
+            vectors: The root's column of each row; the features are those of its datum.
+
+        Returns:
+            Inner products of the rows.
+        """
+        inputs = (self.features * self.of_weight) @ self.features.mT
+        return inputs.add_(self.of_bias).mul_(vectors @ vectors.mT)
+
+
+@contextmanager
+def watched(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[list[Any]]:
+    """Watch which linear layer is called last.
+
+    Args:
+        model: The network.
+        weights: Its weights by name; layers without any of them do not count.
+
+    Yields:
+        A list that holds the last call so far: module, input and output.
+    """
+    own = {id(weight) for weight in weights.values()}
+    last: list[Any] = []
+
+    def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if inputs and isinstance(output, Tensor):
+            last[:] = [module, inputs[0], output]
+
+    handles = [
+        module.register_forward_hook(note)
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and id(module.weight) in own
+    ]
+    try:
+        yield last
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def last_layer(
+    call: list[Any],
+    f: Float[Tensor, "m C"],
+    weights: Mapping[str, Tensor],
+    precisions: Mapping[str, Tensor],
+    temperature: float,
+) -> LastLayer | None:
+    """The last layer, from what was watched.
+
+    Args:
+        call: The last call of a linear layer.
+        f: The outputs that it led to.
+        weights: By name.
+        precisions: Of the prior, by name.
+        temperature: T.
+
+    Returns:
+        The layer, or None where no linear layer gives as many numbers as there are outputs.
+    """
+    if not call:
+        return None
+    layer, inputs, output = call
+    several = output.numel() // f.numel() if f.numel() else 0
+    if output.shape[-1] != f.shape[1] or several * f.numel() != output.numel():
+        return None
+    names = {id(weight): name for name, weight in weights.items()}
+
+    def variance(parameter: Tensor | None) -> float:
+        name = names.get(id(parameter))
+        if name is None:
+            return 0.0
+        return float(precisions[name].detach().reciprocal().mean()) / temperature
+
+    features = inputs.detach().reshape(len(f), several, -1).mean(1)
+    return LastLayer(features.float(), variance(layer.weight), variance(layer.bias))
+
+
+class LastLayerKernel:
+    """Inner products of rows by the last layer alone, with the weights that it has at first.
+
+    Args:
+        network: Gives outputs and last layer.
+        likelihood: Gives their root.
+        root: Its kind.
+        source: The data; each that is asked for goes through the network once.
+        num_columns: K, the columns of the root that rows are of.
+        batch_size: Data that go through the network at once.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        likelihood: Likelihood,
+        root: str,
+        source: Source,
+        num_columns: int,
+        batch_size: int,
+    ) -> None:
+        self._network, self._likelihood, self._root = network, likelihood, root
+        self._source, self._num_columns, self._batch_size = source, num_columns, batch_size
+        self._place = torch.full((len(source),), -1)  # of each datum among those that were seen
+        self._seen = 0
+        self._layers: list[LastLayer] = []
+        self._vectors: list[Tensor] = []
+        self._is_there = True
+
+    def __call__(self, rows: Int[Tensor, " m"]) -> Float[Tensor, "m m"] | None:
+        """What the last layer says of rows.
+
+        Args:
+            rows: n K + d.
+
+        Returns:
+            The kernel, on the CPU; None where the network has no such layer.
+        """
+        data, columns = rows // self._num_columns, rows % self._num_columns
+        if not len(rows) or not self._is_there:
+            return None
+        self._look(data.unique())
+        if not self._is_there:
+            return None
+        features = torch.cat([layer.features for layer in self._layers])
+        position, columns = (each.to(features.device) for each in (self._place[data], columns))
+        together = replace(self._layers[0], features=features[position])
+        return together.kernel(torch.cat(self._vectors)[position, columns]).cpu()
+
+    def _look(self, data: Int[Tensor, " n"]) -> None:
+        """Take note of data that were not seen yet, or of there being no such layer."""
+        listed = torch.arange(self._num_columns)
+        new = data[self._place[data] < 0]
+        for part in new.split(self._batch_size) if len(new) else ():
+            f, layer = self._network.last_layer(self._source.fetch(part)[0])
+            if layer is None:
+                self._is_there = False
+                return
+            # A root costs as much for one column of a datum as for several.
+            rows = self._likelihood.root(f, listed.to(f.device).expand(len(f), -1), self._root)
+            own = rows.vectors if rows.scale is None else rows.vectors * rows.scale[..., None]
+            self._vectors.append(own.detach().float())
+            self._layers.append(layer)
+            self._place[part] = torch.arange(self._seen, self._seen + len(part))
+            self._seen += len(part)

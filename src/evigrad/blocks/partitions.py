@@ -1,0 +1,323 @@
+"""Partitions of data and outputs into blocks, and the draws of one.
+
+The index set I holds every pair (datum, output), the rows of the Gram matrix, and l(X) is the
+log-determinant of the rows in X. Two ways of drawing a block B are unbiased for an upper bound of
+l(I) (lower bounds of the evidence):
+
+- *partition mode*: one of the M blocks of a true partition of I, drawn uniformly. The estimate is
+  M l(B), with M the number of blocks also where the last ones are smaller; its expectation is
+  sum_m l(B_m) >= l(I) (Theorem 2).
+- *subset mode*: a uniformly random subset of a fixed size. The estimate is |I|/|B| l(B); every
+  pair is in B with probability |B|/|I|, so its expectation is a bound as well (Shearer).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, product
+from math import lgamma, log
+from typing import overload
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from evigrad.blocks.block import Block, padded_columns
+from evigrad.blocks.sources import class_labels
+from evigrad.errors import ConfigurationError, InputError
+from evigrad.estimators import EstimatorSpec
+
+# Enumerating more draws than this is a mistake: it takes minutes before anything is computed.
+_MAX_DRAWS = 1e6
+
+
+class Partition:
+    """The blocks that an estimator's name asks for, of N data with C outputs.
+
+    All randomness comes from the generators that the methods are given; the global random state
+    is not touched.
+
+    Args:
+        spec: The estimator.
+        num_data: N.
+        num_outputs: C.
+
+    Attributes:
+        spec: The estimator.
+        num_data: N.
+        num_outputs: C.
+        num_blocks: M, the number of blocks in a partition.
+        splits_outputs: Whether the rows of one datum are spread over several blocks. False for an
+            integer OUTPUTS that is C; such blocks have `columns` ``None``.
+
+    Raises:
+        InputError: If there are no data or no outputs, or SUBSET counts data and is larger than N.
+            A SUBSET that counts rows takes all rows where there are fewer: the estimate is exact.
+        ConfigurationError: If OUTPUTS is larger than C.
+    """
+
+    def __init__(self, spec: EstimatorSpec, num_data: int, num_outputs: int) -> None:
+        if num_data < 1 or num_outputs < 1:
+            raise InputError(
+                f"An estimate needs data and outputs, not {num_data} data, {num_outputs} outputs."
+            )
+        total = num_data * num_outputs if spec.rows else num_data
+        if spec.subset is not None and spec.subset > total and not spec.rows:
+            raise InputError(
+                f"'{spec}' asks for blocks of {spec.subset} data, but there are only {total}; "
+                "lower SUBSET, or use N for all the data."
+            )
+        if spec.curvature == "ggn" and (spec.outputs or 1) > num_outputs:
+            raise ConfigurationError(
+                f"'{spec}' asks for blocks of {spec.outputs} outputs, but the model has only "
+                f"{num_outputs}; lower OUTPUTS, or use C for all outputs."
+            )
+        self.spec = spec
+        self.num_data = num_data
+        self.num_outputs = num_outputs
+        self._size = min(spec.subset or total, total)  # more rows than there are is all of them
+        self._data_groups = -(-total // self._size)  # for `rows`: groups of rows
+        # ef and mc have their own rows for each datum, not the outputs': nothing is split.
+        draws_outputs = spec.curvature == "ggn" and (spec.outputs or num_outputs) < num_outputs
+        self._width = spec.outputs if draws_outputs else None
+        self._output_groups = -(-num_outputs // self._width) if self._width else 1
+        self.num_blocks = self._data_groups * self._output_groups
+        self.splits_outputs = spec.rows or draws_outputs
+
+    @property
+    def block_rows(self) -> int:
+        """The rows in a whole block."""
+        if self.spec.rows or self.spec.curvature == "ef":
+            return self._size
+        return self._size * (self.spec.outputs or self.num_outputs)
+
+    def blocks(self, generator: torch.Generator, labels: Tensor | None = None) -> Sequence[Block]:
+        """One random partition of the index set.
+
+        Every pair (datum, output) is in exactly one block. With N data in groups of m and C
+        outputs in groups of k there are M = ceil(N/m) ceil(C/k) blocks, each with scale M. The
+        generator advances here and not when the blocks, which are built as they are read, are
+        looked at.
+
+        Args:
+            generator: A CPU generator.
+            labels: Class labels (N,); needed by ``grouped``, otherwise ignored.
+
+        Returns:
+            The M blocks in random order.
+
+        Raises:
+            ConfigurationError: If the estimator is ``grouped`` and there are no labels.
+            InputError: If the labels are not one integer for each datum.
+        """
+        if self.spec.rows:
+            build = self._row_blocks(generator)
+        else:
+            build = self._grid_blocks(self._data_order(generator, labels), generator)
+        return _LazyBlocks(torch.randperm(self.num_blocks, generator=generator), build)
+
+    def _data_order(self, generator: torch.Generator, labels: Tensor | None) -> Int[Tensor, " N"]:
+        if not self.spec.grouped:
+            return torch.randperm(self.num_data, generator=generator)
+        if labels is None:
+            raise ConfigurationError(
+                f"'{self.spec}' fills its blocks class by class and needs the class labels."
+            )
+        order = torch.randperm(self.num_data, generator=generator)
+        classes, codes = class_labels(labels, self.num_data).unique(return_inverse=True)
+        rank = torch.randperm(len(classes), generator=generator)
+        return order[rank[codes[order]].argsort(stable=True)]
+
+    def _grid_blocks(
+        self, order: Int[Tensor, " N"], generator: torch.Generator
+    ) -> Callable[[int], Block]:
+        # A seed for each group of data stands for its permutations of the outputs: N*C numbers
+        # need not exist at once, and a group's blocks agree in whatever order they are built.
+        limit = torch.iinfo(torch.int64).max
+        seeds = torch.randint(limit, (self._data_groups,), generator=generator)
+
+        def build(number: int) -> Block:
+            group, part = divmod(number, self._output_groups)
+            indices = order[group * self._size : (group + 1) * self._size].clone()
+            columns = self._fixed_columns(len(indices))
+            if self._width is not None:
+                own = torch.Generator().manual_seed(int(seeds[group]))
+                outputs = self._output_orders(len(indices), own)
+                columns = outputs[:, part * self._width : (part + 1) * self._width].clone()
+            weights = torch.full((len(indices),), float(self._data_groups), dtype=torch.float64)
+            return Block(indices, columns, float(self.num_blocks), weights)
+
+        return build
+
+    def _row_blocks(self, generator: torch.Generator) -> Callable[[int], Block]:
+        order = torch.randperm(self.num_data * self.num_outputs, generator=generator)
+
+        def build(number: int) -> Block:
+            pairs = order[number * self._size : (number + 1) * self._size]
+            indices, local = (pairs // self.num_outputs).unique(return_inverse=True)
+            # Those with most rows first: data with as many rows go through the network together.
+            by_rows = local.bincount().argsort(descending=True, stable=True)
+            indices, local = indices[by_rows], by_rows.argsort()[local]
+            columns = padded_columns(local, pairs % self.num_outputs, len(indices))
+            weights = (columns >= 0).sum(1).double() * self.num_blocks / self.num_outputs
+            return Block(indices, columns, float(self.num_blocks), weights)
+
+        return build
+
+    def _output_orders(self, m: int, generator: torch.Generator) -> Int[Tensor, "m C"]:
+        """Random orders of the outputs: one for each datum if ``iid``, else one for all."""
+        rows = m if self.spec.iid else 1
+        keys = torch.rand(rows, self.num_outputs, dtype=torch.float64, generator=generator)
+        return keys.argsort(dim=1).expand(m, -1)
+
+    def _fixed_columns(self, m: int) -> Int[Tensor, "m k"] | None:
+        """The columns of curvatures with their own rows for each datum."""
+        if self.spec.curvature not in ("ef", "mc"):
+            return None
+        return torch.arange(self.spec.outputs or 1).repeat(m, 1)
+
+    def subset(self, m: int, generator: torch.Generator) -> Block:
+        """A uniformly random subset of the data, with outputs drawn for it.
+
+        The size m need not be the SUBSET of the name. For `rows`, SUBSET rows are drawn among the
+        m*C of the subset; data without a row keep columns that are all -1.
+
+        Args:
+            m: Number of data, at most N.
+            generator: A CPU generator.
+
+        Returns:
+            The block, with scale |I|/|B| and likelihood weights N/m. Its indices are in random
+            order, but 0..N-1 for m = N.
+
+        Raises:
+            InputError: If m is not in 1..N, is less than N though the name says N, or offers fewer
+                than SUBSET rows.
+            ConfigurationError: If the estimator is ``grouped``: its blocks are no random subsets.
+        """
+        self._check_subset(m)
+        indices = (
+            torch.arange(m) if m == self.num_data else choose_distinct(self.num_data, m, generator)
+        )
+        if self.spec.rows:
+            return self._subset_block(
+                indices,
+                self._row_columns(choose_distinct(m * self.num_outputs, self._size, generator), m),
+            )
+        columns = self._fixed_columns(m)
+        if self._width is not None:
+            columns = self._output_orders(m, generator)[:, : self._width].clone()
+        return self._subset_block(indices, columns)
+
+    def draws(self, m: int) -> Iterator[Block]:
+        """Every block that `subset` can return, each as likely as the others.
+
+        Args:
+            m: Number of data, at most N.
+
+        Returns:
+            All index subsets times all draws of outputs, for exact expectations on tiny cases.
+
+        Raises:
+            InputError: As `subset`.
+            ConfigurationError: As `subset`, or if there are more than a million draws.
+        """
+        self._check_subset(m)
+        log_count = _log_binomial(self.num_data, m)
+        if self.spec.rows:
+            log_count += _log_binomial(m * self.num_outputs, self._size)
+        elif self._width is not None:
+            log_choices = _log_binomial(self.num_outputs, self._width)
+            log_count += log_choices * (m if self.spec.iid else 1)
+        if log_count > log(_MAX_DRAWS):
+            raise ConfigurationError(
+                f"'{self.spec}' has about 10^{log_count / log(10):.1f} draws of {m} from "
+                f"{self.num_data} data; at most 10^{log(_MAX_DRAWS) / log(10):.0f} are enumerated."
+            )
+        return (
+            self._subset_block(torch.tensor(indices), columns)
+            for indices in combinations(range(self.num_data), m)
+            for columns in self._all_columns(m)
+        )
+
+    def _all_columns(self, m: int) -> Iterator[Int[Tensor, "m k"] | None]:
+        if self.spec.rows:
+            for pairs in combinations(range(m * self.num_outputs), self._size):
+                yield self._row_columns(torch.tensor(pairs), m)
+        elif self._width is None:
+            yield self._fixed_columns(m)
+        else:
+            choices = list(combinations(range(self.num_outputs), self._width))
+            if self.spec.iid:
+                yield from map(torch.tensor, product(choices, repeat=m))
+            else:
+                for choice in choices:
+                    yield torch.tensor(choice).repeat(m, 1)
+
+    def _row_columns(self, pairs: Int[Tensor, " r"], m: int) -> Int[Tensor, "m k"]:
+        return padded_columns(pairs // self.num_outputs, pairs % self.num_outputs, m)
+
+    def _subset_block(
+        self, indices: Int[Tensor, " m"], columns: Int[Tensor, "m k"] | None
+    ) -> Block:
+        m = len(indices)
+        scale = self.num_data / m
+        if self.spec.rows:
+            scale = self.num_data * self.num_outputs / self._size
+        elif self._width is not None:
+            scale = self.num_data * self.num_outputs / (m * self._width)
+        weights = torch.full((m,), self.num_data / m, dtype=torch.float64)
+        return Block(indices, columns, scale, weights)
+
+    def _check_subset(self, m: int) -> None:
+        if self.spec.grouped:
+            raise ConfigurationError(
+                f"The blocks of '{self.spec}' are not random subsets of the data: take them from "
+                "blocks(), or drop 'grouped'."
+            )
+        if not 1 <= m <= self.num_data:
+            raise InputError(f"A subset holds 1 to {self.num_data} of the data, not {m}.")
+        if self.spec.subset is None and m < self.num_data:
+            raise InputError(
+                f"'{self.spec}' needs all {self.num_data} data, not {m}; for subsets of {m} use "
+                f"'{replace(self.spec, subset=m)}'."
+            )
+        if self.spec.rows and self._size > m * self.num_outputs:
+            raise InputError(
+                f"'{self.spec}' draws {self._size} rows, but {m} data with {self.num_outputs} "
+                f"outputs have only {m * self.num_outputs}; give at least "
+                f"{-(-self._size // self.num_outputs)} data or lower SUBSET."
+            )
+
+
+class _LazyBlocks(Sequence[Block]):
+    """Blocks that are built when they are read."""
+
+    def __init__(self, order: Int[Tensor, " M"], build: Callable[[int], Block]) -> None:
+        self._order, self._build = order, build
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @overload
+    def __getitem__(self, index: int) -> Block: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Block]: ...
+    def __getitem__(self, index: int | slice) -> Block | list[Block]:
+        if isinstance(index, slice):
+            return [self._build(number) for number in self._order[index].tolist()]
+        return self._build(int(self._order[index]))
+
+
+def choose_distinct(n: int, size: int, generator: torch.Generator) -> Int[Tensor, " size"]:
+    """Draw distinct numbers below n, every ordered choice with the same probability."""
+    if 4 * size > n:
+        return torch.randperm(n, generator=generator)[:size].clone()
+    # Draw, skipping repetitions: a permutation of all n would cost a pass over the data set.
+    chosen: dict[int, None] = {}
+    while len(chosen) < size:
+        chosen.update(dict.fromkeys(torch.randint(n, (size,), generator=generator).tolist()))
+    return torch.tensor(list(chosen)[:size])
+
+
+def _log_binomial(n: int, k: int) -> float:
+    return lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)

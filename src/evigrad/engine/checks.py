@@ -1,0 +1,203 @@
+"""Checks of what a user gives, each with words on how to mend it."""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evigrad.blocks import Block
+from evigrad.blocks.partitions import Partition
+from evigrad.errors import ConfigurationError, EvigradError, InputError, nearest
+from evigrad.estimators import EstimatorSpec
+
+
+def check_inputs(x: object, device: torch.device) -> None:
+    """Inputs of at least one datum, finite, and where the weights are."""
+    if not isinstance(x, Tensor):
+        raise not_data(x)
+    if x.ndim == 0 or len(x) == 0:
+        raise InputError("The set of inputs is empty: give at least one datum, (m, ...).")
+    if x.device != device:
+        raise InputError(f"Inputs are on {x.device}, weights on {device}: move one of them.")
+    if x.is_floating_point() and not torch.isfinite(x).all():
+        raise InputError("Inputs hold NaN or infinite values: clean or impute them.")
+
+
+def not_data(x: object) -> InputError:
+    """The error for what is no data."""
+    return InputError(
+        f"Inputs must be a tensor, not {type(x).__name__}: give estimate(x, y), a block of"
+        " blocks(data), or (for names with N) an iterable of batches (x, y)."
+    )
+
+
+def check_choice(what: str, value: object, choices: Sequence[str]) -> None:
+    """One of the named choices."""
+    if value not in choices:
+        raise ConfigurationError(
+            f"{what} is one of {', '.join(choices)}, not '{value}'.{nearest(str(value), choices)}"
+        )
+
+
+def check_positive(what: str, value: object) -> None:
+    """A positive finite number."""
+    if not isinstance(value, Real) or not 0 < float(value) < float("inf"):
+        raise ConfigurationError(f"{what} must be a positive number, not {value}.")
+
+
+def check_type(what: str, value: object, kind: type, hint: str) -> None:
+    """Of the class that is needed."""
+    if not isinstance(value, kind):
+        raise ConfigurationError(f"{what} must be {hint}, not {value!r}.")
+
+
+def check_count(what: str, value: object) -> None:
+    """A positive integer."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise ConfigurationError(f"{what} must be a positive integer, not {value!r}.")
+
+
+def check_passes(
+    spec: EstimatorSpec,
+    micro_batch: object,
+    memory_budget: object,
+    gram_dtype: object,
+    rows_dtype: object,
+    autocast: object,
+) -> None:
+    """Sizes and types of passes over the data that exist."""
+    if micro_batch not in (None, "auto"):
+        if isinstance(micro_batch, str):
+            raise ConfigurationError(
+                f"micro_batch is a positive integer, 'auto' or None, not '{micro_batch}'."
+            )
+        check_count("micro_batch", micro_batch)
+    if memory_budget is not None:
+        check_count("memory_budget", memory_budget)
+    if memory_budget is not None and micro_batch != "auto":
+        raise ConfigurationError(
+            "memory_budget is what micro_batch='auto' keeps to: say micro_batch='auto', or leave"
+            " memory_budget away."
+        )
+    # Not float16: derivatives of an evidence span more orders of magnitude than it has.
+    if rows_dtype not in (None, torch.bfloat16, torch.float32, torch.float64):
+        raise ConfigurationError(
+            "rows_dtype is torch.bfloat16, torch.float32, torch.float64 or None, not"
+            f" {rows_dtype!r}."
+        )
+    if autocast not in (None, torch.bfloat16):
+        raise ConfigurationError(f"autocast is torch.bfloat16 or None, not {autocast!r}.")
+    if autocast is not None and spec.curvature == "hessian":
+        raise ConfigurationError(f"{spec.name}: second derivatives are not taken under autocast.")
+    if gram_dtype not in (None, torch.float32, torch.float64):
+        raise ConfigurationError(
+            f"gram_dtype is torch.float32, torch.float64 or None, not {gram_dtype!r}."
+        )
+
+
+def check_rows(spec: EstimatorSpec, dtype: torch.dtype | None, device: object) -> None:
+    """Wishes about kept rows, where there are any."""
+    if spec.structure != "ntk" and (dtype is not None or device is not None):
+        raise ConfigurationError(
+            f"{spec.name} keeps no rows: rows_dtype and rows_device are for ntk estimators."
+        )
+
+
+def as_device(what: str, device: torch.device | str | None) -> torch.device | None:
+    """A device that can be used here, with its index, from its name."""
+    if device is None:
+        return None
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigurationError(
+            f"{what} '{device}' does not exist here: say cpu, or leave it away."
+        ) from error
+
+
+def check_gradients(names: Iterable[str], gradients: Iterable[Tensor | None]) -> None:
+    """Finite numbers only."""
+    for name, gradient in zip(names, gradients, strict=True):
+        if gradient is not None and not bool(gradient.isfinite().all()):
+            raise EvigradError(
+                f"The gradient in {name} is not finite: weights or hyperparameters have diverged"
+                " (lower their learning rates), or a type of rows_dtype, gram_dtype or autocast is"
+                " too coarse."
+            )
+
+
+def check_spec(spec: EstimatorSpec, num_data: int) -> None:
+    """An estimator that exists, on subsets no larger than the data."""
+    if spec.subset is not None and not spec.rows and spec.subset > num_data:
+        raise ConfigurationError(
+            f"{spec.name} takes subsets of {spec.subset} data, but num_data is {num_data}; use a"
+            " smaller subset, or N for all the data."
+        )
+
+
+def check_anchored(spec: EstimatorSpec, root: str, anchoring: object) -> None:
+    """A root whose rows are the same in every block, and settings where they are used."""
+    if anchoring is not None and not spec.anchored:
+        raise ConfigurationError(
+            f"{spec.name} has no anchors: leave anchoring=... away, or take a name as"
+            " 'ntk-400-rows-anchored'."
+        )
+    if spec.anchored and root == "subblock":
+        raise ConfigurationError(
+            f"{spec.name}: a 'subblock' root has other rows in every block, which can be no"
+            " anchors. Take root='eigen' or root='fisher'."
+        )
+
+
+def as_generator(generator: torch.Generator | int | None) -> torch.Generator:
+    """A CPU generator from one, a seed, or PyTorch's initial seed."""
+    if isinstance(generator, torch.Generator):
+        if generator.device.type != "cpu":
+            raise ConfigurationError("The generator must be a CPU generator.")
+        return generator
+    seed = torch.initial_seed() if generator is None else generator
+    if not isinstance(seed, int):
+        raise ConfigurationError(f"generator is a CPU generator or a seed, not {generator!r}.")
+    return torch.Generator().manual_seed(seed)
+
+
+def as_pair(batch: object) -> tuple[Tensor, Tensor]:
+    """A batch as a pair of inputs and targets."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise InputError(f"A batch is a pair (inputs, targets), not {type(batch).__name__}.")
+    x, y = batch
+    return x, y
+
+
+def check_block(block: Block, partition: Partition) -> None:
+    """A block whose columns exist and whose parts have one length."""
+    columns, size = block.columns, len(block.indices)
+    lengths = {size, len(block.likelihood_weights)}
+    lengths |= {len(part) for part in (block.inputs, columns) if part is not None}
+    if len(lengths) > 1:
+        raise InputError(f"The block's parts have different lengths: {sorted(lengths)}.")
+    if columns is None or partition.spec.curvature != "ggn":
+        return
+    last = partition.num_outputs - 1
+    if columns.min() < -1 or columns.max() > last:
+        raise InputError(f"The block's columns must be 0 to {last}, or -1 for padding.")
+
+
+def check_state(
+    state: Mapping[str, Any], own: Mapping[str, Any], modules: Mapping[str, nn.Module]
+) -> None:
+    """A state of an evidence that fits this one, tried on copies."""
+    if missing := own.keys() - state.keys() - {"micro_batches", "preparation", "anchors"}:
+        raise ConfigurationError(f"The state lacks {', '.join(sorted(missing))}.")
+    if state["estimator"] != own["estimator"]:
+        raise ConfigurationError(
+            f"The state is one of {state['estimator']}, this evidence is {own['estimator']}."
+        )
+    for key, module in modules.items():
+        try:
+            copy.deepcopy(module).load_state_dict(state[key])
+        except RuntimeError as error:
+            raise ConfigurationError(f"The state of the {key} does not fit: {error}") from error

@@ -1,0 +1,67 @@
+"""What an evidence does with each weight tensor, in words and numbers."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from evigrad.engine.assembly import Assembly
+from evigrad.engine.checks import check_inputs
+from evigrad.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """What one weight tensor gets from an estimator.
+
+    Attributes:
+        name: Its name in the model.
+        shape: Its shape.
+        rows: How its derivatives are computed: a closed form, or a generic path.
+        curvature: Its block of the curvature.
+        group: The prior group that it belongs to.
+        precision: Its prior precision (the mean, where it varies inside the tensor).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: str
+    curvature: str
+    group: str
+    precision: float
+
+
+def parameter_reports(assembly: Assembly, x: Tensor | None) -> list[ParameterReport]:
+    """What each weight tensor gets.
+
+    Args:
+        assembly: Of the evidence.
+        x: Some inputs, or None for those that were seen last.
+
+    Returns:
+        One report for each weight tensor, in the model's order.
+
+    Raises:
+        ConfigurationError: If no input was seen yet and none is given.
+    """
+    if x is not None:
+        check_inputs(x, assembly.device)
+        prepared = assembly.prepare(x)
+    else:
+        prepared = assembly.preparation.latest()
+    if prepared is None:
+        raise ConfigurationError(
+            "No inputs were seen yet: call describe(x) with a few inputs, as x[:3]."
+        )
+    rows, curvature = prepared.plan.describe(), prepared.structure.describe()
+    precisions = assembly.prior.precisions()
+    return [
+        ParameterReport(
+            name=name,
+            shape=tuple(w.shape),
+            rows=rows[name],
+            curvature=curvature[name],
+            group=assembly.prior.group_name(name),
+            precision=float(precisions[name].detach().double().mean()),
+        )
+        for name, w in assembly.weights.items()
+    ]

@@ -1,0 +1,116 @@
+"""Which parameters of a model are weights, and which are hyperparameters."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from evigrad.errors import ConfigurationError, listed, nearest
+from evigrad.priors.groups import matches
+
+
+@contextmanager
+def held_constant(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let no gradient reach some parameters from what is computed inside.
+
+    They are marked for the time being rather than replaced: ``torch.func.functional_call`` leaves
+    modules that are registered under two names with plain tensors in the place of parameters.
+
+    Args:
+        parameters: Leaves, marked as they were again on the way out.
+    """
+    marked = [p for p in parameters if p.requires_grad]
+    try:
+        for parameter in marked:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in marked:
+            parameter.requires_grad_(True)
+
+
+def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Trainable parameters by name, each shared one once, without the excluded.
+
+    Args:
+        model: Any module.
+        excluded: Parameters that are hyperparameters.
+
+    Returns:
+        The weights by name, in the model's order.
+
+    Raises:
+        ConfigurationError: If none is left, or a lazy module has not seen its first inputs.
+    """
+    lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
+    if lazy:
+        raise ConfigurationError(
+            f"The model is lazy: {listed(lazy)} get their shape from the first inputs. Run one"
+            " batch first, model(x), and go on with the model that has seen it."
+        )
+    ids = {id(p) for p in excluded.values()}
+    weights = {
+        name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in ids
+    }
+    if not weights:
+        raise ConfigurationError("The model has no trainable weights beside hyperparameters.")
+    return weights
+
+
+def select(model: nn.Module, prefixes: Sequence[str]) -> dict[str, nn.Parameter]:
+    """The trainable parameters under the given names or prefixes, each shared one once.
+
+    Args:
+        model: Any module.
+        prefixes: Names of parameters or of modules.
+
+    Returns:
+        The parameters by name.
+
+    Raises:
+        ConfigurationError: If a prefix names nothing that is trainable.
+    """
+    if isinstance(prefixes, str) or not isinstance(prefixes, Sequence):
+        raise ConfigurationError("hyperparameters is a list of names, as ['invariance'].")
+    named = dict(model.named_parameters(remove_duplicate=False))
+    chosen: dict[int, tuple[str, nn.Parameter]] = {}
+    for prefix in prefixes:
+        found = {n: p for n, p in named.items() if matches(prefix, n)}
+        if not found:
+            known = [*named, *sorted({n.split(".")[0] for n in named})]
+            raise ConfigurationError(
+                f"No parameter of the model is named '{prefix}' or lies below it."
+                f"{nearest(prefix, known)}"
+            )
+        if not any(p.requires_grad for p in found.values()):
+            raise ConfigurationError(f"The hyperparameters '{prefix}' do not require a gradient.")
+        for name, parameter in found.items():
+            if parameter.requires_grad:
+                chosen.setdefault(id(parameter), (name, parameter))
+    return dict(chosen.values())
+
+
+def check_unchanged(
+    model: nn.Module, weights: Mapping[str, nn.Parameter], others: Mapping[str, nn.Parameter]
+) -> None:
+    """Refuse a model whose trainable parameters are no longer those that the prior is bound to.
+
+    Args:
+        model: The model.
+        weights: What was trainable when the evidence was made, without hyperparameters.
+        others: The hyperparameters.
+
+    Raises:
+        ConfigurationError: If a parameter was unfrozen, frozen, added or replaced since.
+    """
+    known = {id(p) for p in (*weights.values(), *others.values())}
+    now = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    new = [name for key, name in now.items() if key not in known]
+    gone = [name for name, p in (*weights.items(), *others.items()) if id(p) not in now]
+    if new or gone:
+        raise ConfigurationError(
+            "The model's trainable parameters have changed since the evidence was made"
+            f" (new: {listed(new) or 'none'}; gone or frozen: {listed(gone) or 'none'}):"
+            " make a new one."
+        )

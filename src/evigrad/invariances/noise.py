@@ -1,0 +1,183 @@
+"""What a forward pass draws: noise that belongs to a datum, whatever micro-batch it comes in.
+
+A module that draws (``Stochastic``) draws through the evidence's generator. The noise of a block
+is drawn in pages of a fixed number of data, each with a seed of its own, so that it is the same
+for every size of micro-batch and in every pass, and is never held for more data than are at work.
+``Drawn`` makes of a model and its noise a deterministic function of one tensor, each datum with
+its own noise behind its input; whatever splits, vectorises or repeats data takes the noise along.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
+from math import prod
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from evigrad.errors import ConfigurationError
+from evigrad.errors.users_code import called
+
+# Data whose noise is drawn at once: micro-batches are rarely smaller, and the noise of so many is
+# small beside their activations.
+PAGE = 64
+# Consecutive pages get seeds that are far apart (the golden ratio of 2^64, as in SplitMix64).
+_STRIDE = 0x9E3779B97F4A7C15
+
+_samples: ContextVar[int] = ContextVar("samples", default=1)
+
+
+@runtime_checkable
+class Stochastic(Protocol):
+    """A module whose forward pass draws, as ``evigrad.invariances.Averaged`` does."""
+
+    def draw(self, num_data: int, generator: torch.Generator) -> Tensor:
+        """Noise of its own for each datum, (num_data, ...), floating point, on the CPU."""
+        ...
+
+    def held(self, noise: Tensor) -> AbstractContextManager[None]:
+        """Use this noise in every forward pass inside the context, in place of drawing."""
+        ...
+
+
+@contextmanager
+def sampled(num_samples: int) -> Iterator[None]:
+    """Say that inside, dim 0 counts the samples of each datum, those of one datum side by side.
+
+    Args:
+        num_samples: Samples of each datum; contexts inside each other multiply.
+    """
+    token = _samples.set(_samples.get() * num_samples)
+    try:
+        yield
+    finally:
+        _samples.reset(token)
+
+
+def current_samples() -> int:
+    """How many samples of each datum dim 0 counts here; 1 outside of ``sampled``."""
+    return _samples.get()
+
+
+def stochastic_modules(model: nn.Module) -> list[Stochastic]:
+    """The modules of a model that draw, each once, in the model's order."""
+    return [module for module in model.modules() if isinstance(module, Stochastic)]
+
+
+class Noise:
+    """The noise of a block's data, by their position in the block.
+
+    Args:
+        modules: That draw.
+        seed: Of all of it.
+        positions: Whose noise each datum has, in ascending order; None for its own.
+    """
+
+    def __init__(
+        self, modules: Sequence[Stochastic], seed: int, positions: Tensor | None = None
+    ) -> None:
+        self._modules = list(modules)
+        self._seed = seed
+        self._positions = positions
+        self._pages: dict[int, list[Tensor]] = {}
+
+    def slice(self, start: int, stop: int) -> list[Tensor]:
+        """The noise of some data.
+
+        Args:
+            start: Position of the first.
+            stop: Position behind the last.
+
+        Returns:
+            One tensor (stop - start, ...) for each module.
+        """
+        if self._positions is None:
+            return self._between(start, stop)
+        chosen = self._positions[start:stop]
+        first = int(chosen[0])
+        return [noise[chosen - first] for noise in self._between(first, int(chosen[-1]) + 1)]
+
+    def _between(self, start: int, stop: int) -> list[Tensor]:
+        first, last = start // PAGE, (stop - 1) // PAGE
+        self._pages = {page: self._page(page) for page in range(first, last + 1)}
+        offset = first * PAGE
+        whole = [torch.cat(parts) for parts in zip(*self._pages.values(), strict=True)]
+        return [noise[start - offset : stop - offset] for noise in whole]
+
+    def _page(self, page: int) -> list[Tensor]:
+        if page in self._pages:
+            return self._pages[page]
+        generator = torch.Generator().manual_seed((self._seed + page * _STRIDE) % 2**63)
+        drawn = [module.draw(PAGE, generator) for module in self._modules]
+        for module, noise in zip(self._modules, drawn, strict=True):
+            if len(noise) != PAGE or not noise.is_floating_point():
+                raise ConfigurationError(
+                    f"{type(module).__name__}.draw({PAGE}, generator) must return {PAGE} rows of"
+                    f" floating-point noise, not {tuple(noise.shape)} of {noise.dtype}."
+                )
+        return drawn
+
+
+class Drawn(nn.Module):
+    """A model with given noise, as a function of inputs that carry their noise with them.
+
+    Its parameters, buffers and submodules are the model's own, under the model's names.
+
+    Args:
+        model: With modules that draw.
+        x: Some inputs, for shape and type.
+        noise: Some noise, one tensor for each module that draws.
+    """
+
+    def __init__(self, model: nn.Module, x: Tensor, noise: Sequence[Tensor]) -> None:
+        super().__init__()
+        # The same tables, and not copies: what replaces a parameter here replaces it there.
+        self._parameters, self._buffers = model._parameters, model._buffers
+        self._modules = model._modules
+        self.__dict__["_model"] = model  # not registered, or every name would get a prefix
+        self.training = model.training
+        self._drawing = stochastic_modules(model)
+        self._shape, self._dtype = x.shape[1:], x.dtype
+        self._layouts = [(part.shape[1:], part.dtype) for part in noise]
+        carrier = x.dtype if x.is_floating_point() else torch.float64
+        for part in noise:
+            carrier = torch.promote_types(carrier, part.dtype)
+        self._carrier = carrier
+
+    @property
+    def noise_numbers(self) -> int:
+        """How many numbers are drawn for each datum."""
+        return sum(prod(shape) for shape, _ in self._layouts)
+
+    def pack(self, x: Tensor, noise: Sequence[Tensor]) -> Tensor:
+        """Inputs with their noise behind them.
+
+        Args:
+            x: Inputs (m, ...).
+            noise: One tensor (m, ...) for each module that draws.
+
+        Returns:
+            Of shape (m, D), on the device of x.
+        """
+        # A datum that is a single number has no dimension of its own.
+        parts = [x.unsqueeze(-1), *(part.to(x.device).unsqueeze(-1) for part in noise)]
+        return torch.cat([part.flatten(1).to(self._carrier) for part in parts], dim=1)
+
+    def forward(self, packed: Tensor) -> Any:
+        """The model's outputs for packed inputs."""
+        layouts = [(self._shape, self._dtype), *self._layouts]
+        parts = packed.split([prod(shape) for shape, _ in layouts], dim=1)
+        x, *noise = (
+            part.reshape(-1, *shape).to(dtype)
+            for part, (shape, dtype) in zip(parts, layouts, strict=True)
+        )
+        model = self.__dict__["_model"]
+        mode, model.training = model.training, self.training
+        try:
+            with ExitStack() as stack:
+                for module, part in zip(self._drawing, noise, strict=True):
+                    stack.enter_context(module.held(part))
+                return called(model, x)
+        finally:
+            model.training = mode

@@ -1,0 +1,85 @@
+"""Calling a likelihood that may be the user's own: its errors say whose they are."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from evigrad.errors import ConfigurationError, InputError
+from evigrad.errors.users_code import raised_in
+from evigrad.likelihoods.base import Likelihood
+
+
+def check_targets(
+    likelihood: Likelihood, f_shape: Sequence[int], y: object, device: torch.device
+) -> None:
+    """Targets that are where the outputs are, and fit them by the likelihood's own words."""
+    if isinstance(y, Tensor) and y.device != device:
+        raise InputError(f"Targets are on {y.device}, outputs on {device}: move one of them.")
+    with raised_in(f"validate of {type(likelihood).__name__}, {_given(f_shape, y)},"):
+        likelihood.validate(f_shape, y)  # pyright: ignore[reportArgumentType]
+
+
+def _given(f_shape: Sequence[int], y: object) -> str:
+    """In words, what a likelihood was given."""
+    what = f"{tuple(y.shape)} of {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
+    return f"given outputs {tuple(f_shape)} and targets {what}"
+
+
+def check_derivatives(likelihood: Likelihood, f: Tensor, y: Tensor, curvature: str) -> None:
+    """A density whose rows are its own at these data, whatever the user's class raises."""
+    with raised_in(
+        f"log_prob of {type(likelihood).__name__}, or what is derived at its reference_targets,"
+    ):
+        likelihood.check_derivatives(f, y, curvature)
+
+
+def check_finite(what: str, value: Tensor) -> None:
+    """No NaN, no infinity."""
+    if not torch.isfinite(value).all():
+        raise InputError(f"{what} hold NaN or infinite values: training has diverged.")
+
+
+def log_probabilities(
+    likelihood: Likelihood, f: Tensor, y: Tensor, *, alone: bool = True
+) -> Tensor:
+    """Log p(y_n|f_n) of each datum, from a likelihood that may be the user's own.
+
+    Args:
+        likelihood: With the log density.
+        f: Outputs (m, C).
+        y: Targets.
+        alone: Whether to compare the first datum with itself alone: targets of a wrong shape can
+            broadcast against the other data without an error.
+
+    Returns:
+        Of shape (m,), in nats.
+
+    Raises:
+        ConfigurationError: If the density does not return one number for each datum.
+        InputError: If it depends on the other data, raises an exception, or the outputs are not
+            finite.
+    """
+    with raised_in(f"log_prob of {type(likelihood).__name__}, {_given(f.shape, y)},"):
+        log_prob = likelihood.log_prob(f, y)
+    if log_prob.shape != (len(f),):
+        raise ConfigurationError(
+            f"log_prob of {type(likelihood).__name__} must return one number for each datum,"
+            f" ({len(f)},), not {tuple(log_prob.shape)}: sum over the outputs, as in .sum(1)."
+        )
+    if alone and not f.isfinite().all():
+        raise InputError(
+            "The model's outputs hold NaN or infinite values for these inputs. Mend the weights"
+            " (one may be NaN, or training may have diverged), or the inputs."
+        )
+    if alone and len(f) > 1:
+        with torch.no_grad():
+            first = likelihood.log_prob(f[:1], y[:1])[0]
+        if not torch.isclose(first, log_prob[0].detach(), rtol=1e-3, atol=1e-3):
+            raise InputError(
+                f"log_prob of {type(likelihood).__name__} is {log_prob[0].item():.4g} for a datum"
+                f" among others and {first.item():.4g} for it alone: targets of shape"
+                f" {tuple(y.shape)} broadcast against outputs {tuple(f.shape)}. Give them the"
+                " outputs' shape, as y.unsqueeze(1), or mend log_prob."
+            )
+    return log_prob

@@ -1,0 +1,450 @@
+"""Gaussian priors over the weights, with precisions that can be learned.
+
+p(w|h) = N(w; 0, P0⁻¹), P0 diagonal: one precision for all weights, for each parameter tensor, for
+each group of tensors, or for each single weight. Precisions are learned as their logarithms, so
+that they stay positive and a step changes them by a factor.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from evigrad.errors import ConfigurationError, listed, nearest
+from evigrad.priors.groups import assign, checked_groups
+
+STRUCTURES = ("scalar", "layerwise", "diagonal")
+SCALAR_GROUP = "all"
+
+
+@dataclass(frozen=True)
+class NormalHyperprior:
+    """Independent normal densities on the log precisions.
+
+    Attributes:
+        mean: Of each log precision.
+        std: Standard deviation of each log precision.
+
+    Raises:
+        ConfigurationError: If a number is not finite, or ``std`` is not positive.
+    """
+
+    mean: float | int = 0.0
+    std: float | int = 1.0
+
+    def __post_init__(self) -> None:
+        _positive(self.std, "std of the hyperprior")
+        if not math.isfinite(self.mean):
+            raise ConfigurationError(f"The hyperprior's mean must be finite, not {self.mean}.")
+
+    def __call__(self, log_precision: Float[Tensor, " G"]) -> Float[Tensor, ""]:
+        """The normalised log density of all log precisions together, in nats."""
+        standardised = (log_precision - self.mean) / self.std
+        constant = math.log(self.std) + 0.5 * math.log(2.0 * math.pi)
+        return -(0.5 * standardised.square() + constant).sum()
+
+
+class GaussianPrior(nn.Module):
+    """A zero-mean Gaussian over the weights with diagonal precision P0.
+
+    ``bind`` (which ``Evidence`` calls) tells it the weights; before, it has no parameters.
+
+    Args:
+        structure: ``"scalar"`` (one precision), ``"layerwise"`` (one for each parameter tensor),
+            ``"diagonal"`` (one for each single weight), or groups: a dict from a group's name to
+            patterns of parameter names. A pattern takes the parameter or module of that name
+            (``"encoder"`` takes ``encoder.weight``, not ``encoder2.weight``) and whatever it
+            matches with the wildcards ``*``, ``?`` and ``[…]``. Each weight must be in one group.
+        precision: Initial precision: one number, or one for each group by name (the groups of
+            ``"scalar"`` and ``"layerwise"`` are ``"all"`` and the parameters' names).
+        learnable: Whether the precisions are learned: for all of them, or for groups by name, the
+            others being learned. The rest keep their values.
+        hyperprior: From the log precisions (G,) to their joint log density (a scalar, in nats), or
+            None for a flat one. ``NormalHyperprior`` is one.
+
+    Attributes:
+        log_precision: Log precision of each learned group, (G,), or of all where none is learned;
+            of each weight, (P,), if diagonal; None before ``bind``.
+        group_names: Names of the groups; empty if diagonal.
+        group_of: Index into ``log_precision`` for each weight tensor; empty if diagonal.
+
+    Raises:
+        ConfigurationError: If the structure is unknown, a precision is not positive, or
+            ``learnable`` is neither a bool nor a mapping from names of groups to bools.
+    """
+
+    log_precision: nn.Parameter | None
+    _fixed: Tensor
+    _learned: Tensor
+
+    def __init__(
+        self,
+        structure: str | Mapping[str, Sequence[str]] = "layerwise",
+        precision: float | int | Mapping[str, float | int] = 1.0,
+        learnable: bool | Mapping[str, bool] = True,
+        hyperprior: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(structure, Mapping):
+            self.structure, self._patterns = "groups", checked_groups(structure, "a prior")
+        elif structure in STRUCTURES:
+            self.structure, self._patterns = structure, {}
+        else:
+            raise ConfigurationError(
+                f"The prior's structure is one of {', '.join(STRUCTURES)} or a dict of groups, not"
+                f" {structure!r}.{nearest(str(structure), STRUCTURES)}"
+            )
+        if isinstance(precision, Mapping):
+            if self.structure == "diagonal":
+                raise ConfigurationError("A diagonal prior takes one initial precision.")
+            self._precision = {
+                group: _positive(value, f"precision of '{group}'")
+                for group, value in precision.items()
+            }
+        else:
+            self._precision = _positive(precision, "precision")
+        self.learnable = _checked_learnable(learnable, self.structure)
+        if self.structure != "layerwise":  # the layers are known when the prior is bound
+            self._check_groups(list(self._patterns) or [SCALAR_GROUP])
+        if hyperprior is not None and not callable(hyperprior):
+            raise ConfigurationError(f"hyperprior must be callable, not {hyperprior!r}.")
+        self.hyperprior = hyperprior
+        self.register_parameter("log_precision", None)
+        # Log precisions of all groups, of which those of the learned ones are stale, and the
+        # positions of these. A state has one log precision for each group, whatever is learned.
+        self.register_buffer("_fixed", torch.empty(0), persistent=False)
+        self.register_buffer("_learned", torch.empty(0, dtype=torch.long), persistent=False)
+        self._shapes: dict[str, torch.Size] = {}
+        self.group_names: list[str] = []
+        self.group_of: dict[str, int] = {}
+
+    # ------------------------------------------------------------------ the weights
+
+    def bind(self, weights: Mapping[str, Tensor]) -> None:
+        """Make a log precision for each group of these weights, on their device in their dtype.
+
+        Again with the same names and shapes it keeps the values, and moves them to where the
+        weights are.
+
+        Args:
+            weights: The weights by name, each shared one once.
+
+        Raises:
+            ConfigurationError: If there are none, they are not in exactly one group each, a setting
+                names another group, the prior is bound to others, or the hyperprior returns no
+                scalar.
+        """
+        if not weights:
+            raise ConfigurationError("A prior needs weights: the model has no trainable ones.")
+        wrong = [name for name, w in weights.items() if not w.is_floating_point()]
+        if wrong:
+            raise ConfigurationError(f"Weights must be floating point; {listed(wrong)} are not.")
+        shapes = {name: w.shape for name, w in weights.items()}
+        # A log precision in half precision would not move by a small step: float32 at least.
+        dtype = reduce(torch.promote_types, (w.dtype for w in weights.values()), torch.float32)
+        device = next(iter(weights.values())).device
+        if self.log_precision is not None:
+            if shapes != self._shapes:
+                raise ConfigurationError(
+                    f"This prior is bound to other weights ({_difference(self._shapes, shapes)});"
+                    " make a new one."
+                )
+            # In place, since an optimiser may hold the parameter already.
+            self.to(device=device, dtype=dtype)
+            return
+        names, group_of = self._assign(shapes)
+        self._check_groups(names)
+        initial = self._initial(names, shapes)
+        self._shapes, self.group_names, self.group_of = shapes, names, group_of
+        self._set(initial.to(device, dtype))
+        self.log_hyperprior()  # says now what it would say at the first step
+
+    def _assign(self, shapes: Mapping[str, torch.Size]) -> tuple[list[str], dict[str, int]]:
+        """The names of the groups, and the group of each weight tensor."""
+        if self.structure == "diagonal":
+            return [], {}
+        if self.structure == "scalar":
+            return [SCALAR_GROUP], dict.fromkeys(shapes, 0)
+        if self.structure == "layerwise":
+            return list(shapes), {name: index for index, name in enumerate(shapes)}
+        owners = assign(list(shapes), self._patterns, "the prior")
+        order = list(self._patterns)
+        return order, {name: order.index(group) for name, group in owners.items()}
+
+    def _initial(self, names: Sequence[str], shapes: Mapping[str, torch.Size]) -> Tensor:
+        """Initial log precisions, in float64."""
+        precision = self._precision
+        count = len(names) or sum(shape.numel() for shape in shapes.values())
+        if not isinstance(precision, dict):
+            return torch.full((count,), math.log(precision), dtype=torch.float64)
+        return torch.tensor([math.log(precision[n]) for n in names], dtype=torch.float64)
+
+    def _check_groups(self, names: Sequence[str]) -> None:
+        """Refuse settings by group that name others than the prior's."""
+        if isinstance(self._precision, dict):
+            _check_names("precision", self._precision, names)
+            if missing := [name for name in names if name not in self._precision]:
+                raise ConfigurationError(f"precision lacks a value for {listed(missing)}.")
+        if isinstance(self.learnable, dict):
+            _check_names("learnable", self.learnable, names)
+
+    def _set(self, values: Tensor) -> None:
+        """Divide log precisions of all groups into those that are learned and the others."""
+        learnable = self.learnable
+        if isinstance(learnable, dict):
+            chosen = [i for i, name in enumerate(self.group_names) if learnable.get(name, True)]
+            if 0 < len(chosen) < len(self.group_names):
+                self._fixed = values.detach().clone()
+                self._learned = torch.tensor(chosen, device=values.device)
+                values = values[self._learned]
+            learnable = bool(chosen)
+        self.log_precision = nn.Parameter(values, requires_grad=learnable)
+
+    def learned_groups(self) -> list[int]:
+        """The groups that ``log_precision`` has an entry for, in its order.
+
+        Returns:
+            Indices into ``group_names``; none if diagonal.
+        """
+        return self._learned.tolist() or list(range(len(self.group_names)))
+
+    def _log_precisions(self) -> Tensor:
+        """The log precision of each group, learned or not; of each weight if diagonal."""
+        if self.log_precision is None:
+            raise ConfigurationError("The prior is not bound to weights yet: call bind(weights).")
+        if not len(self._learned):
+            return self.log_precision
+        return self._fixed.index_copy(0, self._learned, self.log_precision)
+
+    def _check_known(self, name: str) -> None:
+        self._log_precisions()
+        if name not in self._shapes:
+            raise ConfigurationError(
+                f"The prior has no weight '{name}'.{nearest(name, self._shapes)}"
+            )
+
+    # ------------------------------------------------------------------ what it says
+
+    def precisions(self) -> dict[str, Tensor]:
+        """The precision of each weight tensor, differentiable in ``log_precision``.
+
+        Returns:
+            0-dimensional tensors; of the weight's shape if diagonal.
+
+        Raises:
+            ConfigurationError: If the prior is not bound.
+        """
+        precision = self._log_precisions().exp()
+        if self.structure == "diagonal":
+            sizes = [shape.numel() for shape in self._shapes.values()]
+            parts = zip(self._shapes.items(), precision.split(sizes), strict=True)
+            return {name: part.view(shape) for (name, shape), part in parts}
+        groups = precision.unbind()
+        return {name: groups[self.group_of[name]] for name in self._shapes}
+
+    def quadratic(self, weights: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """The quadratic form wᵀ P0 w, differentiable in weights and precisions.
+
+        Args:
+            weights: The weights by name, as bound.
+
+        Returns:
+            A scalar.
+
+        Raises:
+            ConfigurationError: If these are not the bound weights.
+        """
+        precisions = self.precisions()
+        shapes = {name: w.shape for name, w in weights.items()}
+        if shapes != self._shapes:
+            raise ConfigurationError(
+                f"The prior is bound to other weights ({_difference(self._shapes, shapes)})."
+            )
+        terms = [(precisions[name] * w.square()).sum() for name, w in weights.items()]
+        return torch.stack(terms).sum()
+
+    def log_det(self) -> Float[Tensor, ""]:
+        """The log-determinant log|P0|, differentiable in ``log_precision``.
+
+        Returns:
+            A scalar.
+
+        Raises:
+            ConfigurationError: If the prior is not bound.
+        """
+        log_precision = self._log_precisions()
+        if self.structure == "diagonal":
+            return log_precision.sum()
+        counts = [0] * len(self.group_names)
+        for name, shape in self._shapes.items():
+            counts[self.group_of[name]] += shape.numel()
+        return (log_precision * log_precision.new_tensor(counts)).sum()
+
+    def log_hyperprior(self) -> Float[Tensor, ""]:
+        """The log density of the log precisions, in nats; 0 without a hyperprior.
+
+        Returns:
+            A scalar.
+
+        Raises:
+            ConfigurationError: If the prior is not bound, or the hyperprior returns no scalar.
+        """
+        log_precision = self._log_precisions()
+        if self.hyperprior is None:
+            return log_precision.new_zeros(())
+        value = self.hyperprior(log_precision)
+        if not isinstance(value, Tensor) or value.ndim:
+            raise ConfigurationError("The hyperprior must return a 0-dimensional tensor: sum it.")
+        return value
+
+    def constant_groups(self) -> dict[str, str]:
+        """The weight tensors whose precision is one number, with their groups.
+
+        Returns:
+            A group's name for each; nothing if diagonal.
+
+        Raises:
+            ConfigurationError: If the prior is not bound.
+        """
+        self._log_precisions()
+        return {name: self.group_names[index] for name, index in self.group_of.items()}
+
+    def group_name(self, name: str) -> str:
+        """The group that a weight tensor is in.
+
+        Args:
+            name: Of the weight.
+
+        Returns:
+            The group's name; the weight's own if diagonal.
+
+        Raises:
+            ConfigurationError: If there is no such weight.
+        """
+        self._check_known(name)
+        return self.constant_groups().get(name, name)
+
+    # ------------------------------------------------------------------ keeping
+
+    def get_extra_state(self) -> dict[str, Any] | None:
+        """What the log precisions belong to, so that a checkpoint cannot go to other weights.
+
+        Returns:
+            Structure, groups and shapes in plain types; None before ``bind``.
+        """
+        if self.log_precision is None:
+            return None
+        return {
+            "structure": self.structure,
+            "group_names": list(self.group_names),
+            "group_of": dict(self.group_of),
+            "shapes": {name: list(shape) for name, shape in self._shapes.items()},
+        }
+
+    def set_extra_state(self, state: dict[str, Any] | None) -> None:
+        """Nothing: the state was compared, or taken up, before the log precisions were loaded.
+
+        Args:
+            state: From ``get_extra_state``.
+        """
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        saved = state_dict.get(f"{prefix}_extra_state")
+        if saved is not None:
+            if saved["structure"] != self.structure:
+                raise ConfigurationError(
+                    f"The saved prior is {saved['structure']}, this one {self.structure}."
+                )
+            shapes = {name: torch.Size(shape) for name, shape in saved["shapes"].items()}
+            if self.log_precision is None:
+                names, group_of = self._assign(shapes)
+            else:
+                names, group_of = self.group_names, self.group_of
+                # Of a diagonal prior the order counts too: it is that of log_precision.
+                if list(shapes.items()) != list(self._shapes.items()):
+                    raise ConfigurationError(
+                        "The saved prior belongs to other weights"
+                        f" ({_difference(self._shapes, shapes)})."
+                    )
+            if (names, group_of) != (saved["group_names"], saved["group_of"]):
+                raise ConfigurationError("The saved prior has other groups than this one.")
+            if self.log_precision is None:
+                self._shapes, self.group_names, self.group_of = shapes, names, group_of
+                self._check_groups(names)
+                self._set(torch.empty_like(state_dict[f"{prefix}log_precision"]))
+        key = f"{prefix}log_precision"
+        values = state_dict.get(key)
+        if values is not None and len(self._learned) and values.shape == self._fixed.shape:
+            with torch.no_grad():
+                self._fixed.copy_(values)
+            state_dict = {**state_dict, key: values[self._learned.to(values.device)]}
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _save_to_state_dict(
+        self, destination: MutableMapping[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.log_precision is not None:
+            values = self._log_precisions()
+            destination[f"{prefix}log_precision"] = values if keep_vars else values.detach()
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows."""
+        groups = f", groups={self.group_names}" if self.structure == "groups" else ""
+        return f"structure={self.structure!r}{groups}, learnable={self.learnable}"
+
+
+def _positive(value: object, what: str) -> float:
+    try:
+        number = float(value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"The {what} must be a number, not {value!r}.") from error
+    if not (math.isfinite(number) and number > 0):
+        raise ConfigurationError(f"The {what} must be positive and finite, not {value!r}.")
+    return number
+
+
+def _checked_learnable(learnable: object, structure: str) -> bool | dict[str, bool]:
+    if isinstance(learnable, Mapping):
+        if structure == "diagonal":
+            raise ConfigurationError("A diagonal prior has no groups: learnable is True or False.")
+        return {name: _bool(value, f"['{name}']") for name, value in learnable.items()}
+    return _bool(learnable, "")
+
+
+def _bool(value: object, which: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigurationError(
+            f"learnable{which} is True or False, not {value!r}; a mapping says so for groups by"
+            " name, as {'head': False}."
+        )
+    return value
+
+
+def _check_names(what: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Names of groups that there are."""
+    for name in given:
+        if name not in known:
+            raise ConfigurationError(
+                f"{what} names '{name}', but the prior's groups are {listed(known)}."
+                f"{nearest(name, known)}"
+            )
+
+
+def _difference(bound: Mapping[str, torch.Size], other: Mapping[str, torch.Size]) -> str:
+    """In words, how two sets of weights differ."""
+    parts = [f"without '{name}'" for name in bound if name not in other]
+    parts += [f"with '{name}'" for name in other if name not in bound]
+    parts += [
+        f"'{name}' is {tuple(other[name])}, not {tuple(shape)}"
+        for name, shape in bound.items()
+        if name in other and other[name] != shape
+    ]
+    return "; ".join(parts[:3]) + ("; …" if len(parts) > 3 else "") or "in another order"

@@ -1,0 +1,158 @@
+"""The exact log evidence between two bounds, at the price of a few estimates.
+
+With anchors Z, a partition of the other rows into blocks B_m, and all rows I (DESIGN 3.2),
+
+    max_m ℓ(Z ∪ B_m)  ≤  ℓ(I)  ≤  ℓ(Z) + Σ_m ℓ(B_m|Z).
+
+The left side holds for whatever blocks were looked at; the sum on the right is estimated from
+these, or exact where they are all of them.
+"""
+
+import time
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+import torch
+
+from evigrad.blocks.anchors import Anchoring
+from evigrad.blocks.sources import as_source
+from evigrad.engine.checks import check_count
+from evigrad.engine.estimate import standard_error
+from evigrad.engine.preparation import PROBE_SIZE
+from evigrad.errors import ConfigurationError
+from evigrad.estimators import EstimatorSpec
+from evigrad.evidence import Evidence
+
+# Rows of a block that are anchors.
+_SHARE = 0.75
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """Bounds on the log evidence of the linearised Laplace approximation, in nats of all the data.
+
+    Attributes:
+        lower: A lower bound, or an estimate of one from some of the blocks.
+        lower_error: Its standard error; 0 where all blocks were looked at.
+        upper: An upper bound.
+        num_data: N.
+        rows: Of a block, its anchors included.
+        blocks: That were looked at.
+        seconds: Time that it took.
+    """
+
+    lower: float
+    lower_error: float
+    upper: float
+    num_data: int
+    rows: int
+    blocks: int
+    seconds: float
+
+    @property
+    def lower_per_datum(self) -> float:
+        """The lower bound divided by N."""
+        return self.lower / self.num_data
+
+    @property
+    def upper_per_datum(self) -> float:
+        """The upper bound divided by N."""
+        return self.upper / self.num_data
+
+
+def bracket(
+    evidence: Evidence,
+    data: Any,
+    *,
+    rows: int = 1000,
+    blocks: int | None = 8,
+    root: str = "eigen",
+    anchoring: Anchoring | None = None,
+    micro_batch: int | str | None = None,
+    seed: int = 0,
+) -> Bracket:
+    """Bounds on the exact log evidence of a model under its present hyperparameters.
+
+    Both bounds are on the same number, that of ``full-N-C``, whatever the estimator of the
+    evidence is. Where the model draws random transforms, they are bounds given these, and the
+    likelihood is that of one draw for each datum.
+
+    Args:
+        evidence: Of the model; left as it is.
+        data: All N training data.
+        rows: Of a block: more of them bring the bounds together. All rows give the exact number.
+        blocks: To look at; None for all of the partition, whose sum is a bound without an error.
+        root: Of the likelihood, fisher or eigen.
+        anchoring: How the rows are spent. Default: three quarters on anchors, less than where one
+            block is drawn, as all blocks of a partition share them.
+        micro_batch: Data in a pass. Default: as in the evidence.
+        seed: Of everything that is drawn.
+
+    Returns:
+        The bounds.
+
+    Raises:
+        ConfigurationError: If a number is not positive, or there are no rows to be anchors.
+        InputError: If the data do not fit.
+        MemoryBudgetError: If the rows would not fit the free memory.
+    """
+    start = time.perf_counter()
+    check_count("rows", rows)
+    if blocks is not None:
+        check_count("blocks", blocks)
+    check_bracket(evidence.spec)
+    source = as_source(data)
+    x, _ = source.fetch(torch.arange(min(PROBE_SIZE, len(source))))
+    rows = min(rows, len(source) * evidence.num_outputs(x))
+    other = evidence.with_estimator(
+        f"ntk-{rows}-rows-anchored",
+        root=root,
+        anchoring=anchoring or Anchoring(share=_SHARE),
+        micro_batch=micro_batch,
+        generator=seed,
+    )
+    log_likelihood = other.refresh_anchors(source)
+    stream = other.blocks(source)
+    found: list[float] = []
+    together: list[float] = []
+    of_anchors = log_prior = 0.0
+    for block in stream.epoch() if blocks is None else stream.take(blocks):
+        log_prior = other.estimate(block).log_prior
+        of_anchors, *of_parts = block.entropies
+        # Of all blocks the sum is wanted, of some an estimate of it.
+        weights = [1.0] * len(of_parts) if blocks is None else block.part_weights
+        offset = 0.0 if blocks is None else block.offset
+        found.append(sum(w * part for w, part in zip(weights, of_parts, strict=True)) + offset)
+        together.append(of_anchors + sum(of_parts))
+        if not of_parts:  # every row is an anchor
+            break
+    count = len(found)
+    conditional = sum(found) if blocks is None else mean(found)
+    error = 0.0 if blocks is None else standard_error(found)
+    rest = log_likelihood + log_prior
+    return Bracket(
+        lower=rest - 0.5 * (of_anchors + conditional),
+        lower_error=0.5 * error,
+        upper=rest - 0.5 * max(together),
+        num_data=evidence.num_data,
+        rows=rows,
+        blocks=count,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def check_bracket(spec: EstimatorSpec) -> None:
+    """Refuse an estimator of another number than the bounds are on.
+
+    Args:
+        spec: The estimator.
+
+    Raises:
+        ConfigurationError: If its curvature is not the GGN.
+    """
+    if spec.curvature != "ggn":
+        raise ConfigurationError(
+            f"{spec.name}: the bounds of a bracket are on the evidence of the GGN, and this one has"
+            f" the curvature '{spec.curvature}'."
+        )

@@ -1,0 +1,205 @@
+"""Anchors one by one, by the kernel of the last layer."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+
+from evigrad import Evidence
+from evigrad.blocks.anchors import Anchoring, choose
+from evigrad.blocks.anchors.greedy import pivots
+from evigrad.blocks.anchors.last_layer import LastLayerKernel, watched
+from evigrad.blocks.sources import as_source
+from evigrad.invariances import AffineInvariance, Averaged
+from evigrad.likelihoods import Categorical
+from evigrad.priors import GaussianPrior
+
+
+def entropy(kernel: Tensor, rows: list[int]) -> float:
+    own = kernel[rows][:, rows]
+    return float(torch.linalg.slogdet(own + torch.eye(len(rows), dtype=own.dtype))[1])
+
+
+@given(
+    num_rows=st.integers(1, 8),
+    rank=st.integers(1, 5),
+    count=st.integers(1, 8),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=60)
+def test_each_pivot_adds_the_most(num_rows: int, rank: int, count: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    a = 3 * torch.randn(num_rows, rank, generator=generator, dtype=torch.float64)
+    kernel, count = a @ a.mT, min(count, num_rows)
+    found = pivots(kernel, count).tolist()
+    assert len(set(found)) == count
+    for step, row in enumerate(found):
+        before = found[:step]
+        others = [r for r in range(num_rows) if r not in before]
+        best = max(entropy(kernel, [*before, r]) for r in others)
+        assert entropy(kernel, [*before, row]) == pytest.approx(best, rel=1e-9, abs=1e-9)
+
+
+def evidence_of(model: nn.Module, structure: str = "layerwise", **settings: Any) -> Evidence:
+    return Evidence(
+        model.double(),
+        Categorical(),
+        GaussianPrior(structure, precision=0.4),
+        estimator="ntk-8-rows-anchored",
+        num_data=12,
+        generator=0,
+        **settings,
+    )
+
+
+def net(*last: nn.Module) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(16, 5), nn.Tanh(), nn.Linear(5, 3), *last)
+
+
+def images(count: int) -> Tensor:
+    return torch.randn(
+        count, 1, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+
+
+def kernel(evidence: Evidence, x: Tensor, data: Tensor, columns: Tensor, root: str) -> Any:
+    network = evidence._assembly.preparation
+    source = as_source((x, torch.zeros(len(x), dtype=torch.int64)))
+    ask = LastLayerKernel(network, evidence.likelihood, root, source, 3, batch_size=3)
+    rows = 3 * data + columns
+    ask(rows[: len(rows) // 2])  # some data are known already when the others are asked for
+    found = ask(rows)
+    again = ask(rows)
+    if found is None or again is None:
+        return None
+    assert torch.equal(again, found)  # nothing is looked at twice
+    return found
+
+
+@pytest.mark.parametrize("root", ["fisher", "eigen"])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_the_kernel_is_the_share_of_the_last_layer(root: str, temperature: float) -> None:
+    model = net()
+    evidence = evidence_of(model, root=root, temperature=temperature)
+    with torch.no_grad():  # precisions that differ
+        for number, precision in enumerate(evidence.prior.parameters()):
+            precision += 0.1 * torch.arange(precision.numel()).reshape(precision.shape) + number
+    x = images(5)
+    data, columns = torch.tensor([0, 0, 3, 4, 1, 2]), torch.tensor([0, 1, 0, 1, 0, 1])
+    found = kernel(evidence, x, data, columns, root)
+    weights = {n: w.detach() for n, w in evidence.weights().items()}
+    f = model(x).detach()
+    vectors = evidence.likelihood.root(f, None, root).vectors[data, columns]
+    wanted = torch.zeros(6, 6, dtype=torch.float64)
+    for name, precision in evidence.prior.precisions().items():
+        if name.startswith("3."):
+            j = jacrev(lambda w, n=name: functional_call(model, weights | {n: w}, (x,)))(
+                weights[name]
+            )
+            rows = torch.einsum("rc,rcp->rp", vectors, j[data].flatten(2))
+            wanted += (rows @ rows.mT / precision).detach() / temperature
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
+    assert found.device.type == "cpu"
+
+
+def test_the_features_of_samples_are_averaged() -> None:
+    invariance = AffineInvariance({"rotation": 0.0})
+    averaged = evidence_of(Averaged(net(), invariance, num_samples=3))
+    data, columns = torch.arange(4), torch.zeros(4, dtype=torch.int64)
+    mine = kernel(averaged, images(4), data, columns, "eigen")
+    # Without any rotation every sample is the input itself.
+    twin = kernel(evidence_of(net()), images(4), data, columns, "eigen")
+    torch.testing.assert_close(mine, twin, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("structure", ["scalar", "diagonal"])
+def test_precisions_of_all_kinds(structure: str) -> None:
+    found = kernel(
+        evidence_of(net(), structure), images(3), torch.arange(3), torch.zeros(3).long(), "eigen"
+    )
+    layerwise = kernel(
+        evidence_of(net()), images(3), torch.arange(3), torch.zeros(3).long(), "eigen"
+    )
+    torch.testing.assert_close(found, layerwise)
+
+
+def test_networks_whose_outputs_come_from_elsewhere() -> None:
+    data, columns = torch.arange(3), torch.zeros(3, dtype=torch.int64)
+    convolution = nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten())
+    assert kernel(evidence_of(convolution), images(3), data, columns, "eigen") is None
+    narrow = net(nn.Linear(3, 2), nn.Unflatten(1, (2, 1)), nn.ConvTranspose1d(2, 3, 1))
+    narrow.append(nn.Flatten())
+    # The last linear layer has two outputs, the network three.
+    assert kernel(evidence_of(narrow), images(3), data, columns, "eigen") is None
+
+
+def test_nobody_watches_for_longer_than_asked() -> None:
+    model = net()
+    weights = dict(model.named_parameters())
+    with pytest.raises(ValueError, match="on the way"), watched(model, weights) as call:
+        model(images(2).float())
+        assert call[0] is model[3]
+        raise ValueError("on the way")
+    assert all(not module._forward_hooks for module in model.modules())
+    # Layers that are no weights of the evidence do not count.
+    first = {name: weight for name, weight in weights.items() if name.startswith("1.")}
+    with watched(model, first) as call:
+        model(images(2).float())
+    assert call[0] is model[1]
+
+
+def scores(num_data: int = 40, columns: int = 3) -> Tensor:
+    return torch.rand(num_data, columns, generator=torch.Generator().manual_seed(2))
+
+
+def test_the_candidates() -> None:
+    asked: list[Tensor] = []
+
+    def known(rows: Tensor) -> Tensor:
+        asked.append(rows)
+        return torch.diag(torch.arange(len(rows)).double())
+
+    generator = torch.Generator().manual_seed(0)
+    found = choose(Anchoring(), scores(), 5, generator, kernel=known)
+    (rows,) = asked
+    assert len(rows) == len(rows.unique()) == 20
+    # Half of them have the largest scores, and the others come from anywhere.
+    best = scores().flatten().argsort(descending=True)
+    assert torch.equal(rows[:10], best[:10])
+    assert not torch.equal(rows[10:], best[10:20])
+    assert torch.equal(found, rows[-5:].sort().values)  # the largest ones of a diagonal
+    # Where all rows are anchors there is no choice, and where nothing is known scores make it.
+    assert len(choose(Anchoring(), scores(), 120, generator, kernel=known)) == 120
+    assert len(choose(Anchoring(), scores(), 0, generator, kernel=known)) == 0
+    assert len(asked) == 1
+    by_score = choose(Anchoring(choice="score"), scores(), 5, generator)
+    assert torch.equal(choose(Anchoring(), scores(), 5, generator, kernel=lambda _: None), by_score)
+
+
+def test_greedy_anchors_hold_more_than_those_of_the_largest_scores() -> None:
+    """Half of the data are copies of one that has the largest score: one of them is enough."""
+    x = images(12)
+    x[:6] = x[0]
+    y = torch.zeros(12, dtype=torch.int64)
+    model = net().double()
+    last = model[3]
+    assert isinstance(last, nn.Linear)
+    with torch.no_grad():
+        bias = torch.tensor([3.0, 0.0, 0.0], dtype=torch.float64)
+        last.bias.copy_(bias)
+        # The copies are what the network is least sure of.
+        phi = model[:3](x[:1])[0]
+        last.weight.mul_(0.05).add_(-torch.outer(bias, phi) / phi.square().sum())
+    found = {}
+    for choice in ("auto", "greedy", "score"):
+        evidence = evidence_of(model, anchoring=Anchoring(0.5, choice))
+        blocks = list(evidence.blocks((x, y)).epoch())
+        evidence.estimate(blocks[0])
+        found[choice] = blocks[0].entropies[0]
+    assert found["auto"] == found["greedy"] > 1.05 * found["score"]

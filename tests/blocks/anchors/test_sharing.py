@@ -1,0 +1,88 @@
+"""Where several draws share a pass over their anchors, and how much of it is at work at once."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evigrad import Evidence
+from evigrad.blocks.anchors import AnchoredStream, Anchoring
+from evigrad.errors import MemoryBudgetError
+from evigrad.likelihoods import Categorical
+from evigrad.priors import GaussianPrior
+from evigrad.training.rounds import draws_at_once
+
+DATA = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 4
+
+
+def evidence(
+    estimator: str = "ntk-50-rows-anchored", prior: str = "layerwise", **options: Any
+) -> Evidence:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4))
+    return Evidence(
+        model,
+        Categorical(),
+        GaussianPrior(prior),
+        estimator=estimator,
+        num_data=40,
+        generator=0,
+        **options,
+    )
+
+
+def joint(made: Evidence, draws: int) -> Any:
+    stream = made.blocks(DATA)
+    assert isinstance(stream, AnchoredStream)
+    (block,) = stream.drawn(draws).blocks(draws)
+    return block
+
+
+def test_anchors_are_shared_where_that_is_less_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = DATA[0]
+    assert evidence().shares_anchors(x, 10)
+    assert not evidence().shares_anchors(x, 1)
+    assert not evidence("ntk-50-rows").shares_anchors(x, 10)
+    assert not evidence(prior="diagonal").shares_anchors(x, 10)
+    # Ten parts of half of the rows are more products than ten blocks; of a quarter, five are less.
+    assert not evidence(anchoring=Anchoring(share=0.5)).shares_anchors(x, 10)
+    assert not evidence(anchoring=Anchoring(share=0.0)).shares_anchors(x, 2)
+    quarter = evidence("ntk-40-rows-anchored", anchoring=Anchoring(share=0.75))
+    assert draws_at_once(quarter, x, 10) == 5
+    assert draws_at_once(evidence(), x, 10) == 10
+    assert draws_at_once(evidence(anchoring=Anchoring(share=0.5)), x, 10) == 1
+    assert not evidence(memory_budget=1000, micro_batch="auto").shares_anchors(x, 10)
+    monkeypatch.setattr("evigrad.curvature.ntk.GRAM_CACHE_BYTES", 4 * 95**2 * 4 - 1)
+    assert not evidence().shares_anchors(x, 10)  # four Grams of 45 + 10 x 5 rows
+    assert evidence().shares_anchors(x, 9)
+
+
+def test_no_more_rows_are_formed_at_once_than_for_a_single_draw(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And the check of the memory knows of them beside all that are kept."""
+    made = evidence("ntk-12-rows-anchored", anchoring=Anchoring(grouped=False))
+    block = joint(made, 8)
+    assert block.num_rows > 12
+    sizes: list[int] = []
+    root_rows = made._assembly.passes.root_rows
+
+    def counted(f: Tensor, chunk: Any) -> Any:
+        sizes.append(int((chunk.columns >= 0).sum()))
+        return root_rows(f, chunk)
+
+    monkeypatch.setattr(made._assembly.passes, "root_rows", counted)
+    kept = list(made.collect(block).draws())
+    assert len(kept) == 8
+    assert sum(sizes) == block.num_rows
+    assert 0 < max(sizes) <= 12
+    assert len(sizes) > 1
+    # What is free holds all rows and products, but not those of a micro-batch too.
+    structure = kept[0].prepared.structure
+    needed = structure.predicted_bytes(block.num_rows)
+    monkeypatch.setattr("evigrad.engine.memory._free_bytes", lambda _: needed)
+    monkeypatch.setattr("evigrad.engine.memory.available_bytes", lambda _: needed)
+    with pytest.raises(MemoryBudgetError):
+        made.collect(block)
+    assert torch.isfinite(torch.tensor(made.estimate(kept[0]).log_det))
