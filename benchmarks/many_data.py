@@ -67,8 +67,9 @@ def measured(evidence: Evidence, data: DataSet, name: str, count: int) -> dict[s
     other = evidence.with_estimator(name, generator=0, micro_batch=100)
     values, of_anchors = [], 0.0
     for block in chain.from_iterable(other.blocks(data.train).take(1) for _ in repeat(None, count)):
-        values.append(other.estimate(block).log_det)
-        of_anchors = block.entropies[0] if block.entropies else 0.0
+        estimate = other.estimate(block)
+        values.append(estimate.log_det)
+        of_anchors = estimate.entropies[0] if estimate.entropies else 0.0
     stream = other.blocks(data.train)
     start = time.perf_counter()
     for _ in range(stream.period):

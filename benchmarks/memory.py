@@ -54,7 +54,7 @@ def one_case(arguments: argparse.Namespace) -> dict[str, Any]:
     y = torch.randint(arguments.outputs, (m,))
     x, y = x.to(device), y.to(device)
     evidence.describe(x[:3])  # planning is not what is measured
-    evidence._assembly.preparation._passes = 4  # nor are the checks of the first passes
+    evidence._problem.plans._passes = 4  # nor are the checks of the first passes
     with Peak() as peak:
         evidence.backward(x, y)
     return {"bytes": peak.bytes, "weights": sum(p.numel() for p in network.parameters())}

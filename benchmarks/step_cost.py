@@ -85,7 +85,7 @@ def measure(
         for number in range(4):  # planning, and the checks of passes 1, 2 and 4
             if number < 1 or num_data * samples <= 64:
                 evidence.backward(x, y)
-        evidence._assembly.preparation._passes = 4  # the next check is four passes away
+        evidence._problem.plans._passes = 4  # the next check is four passes away
         works[label] = lambda evidence=evidence: evidence.backward(x, y)
     times = paired(works, arguments.repeats, warmup=0)
     kind = "precisions" if samples == 1 else "invariances"

@@ -33,7 +33,7 @@ from evigrad import Evidence
 from evigrad.blocks import Block
 from evigrad.blocks.anchors import Anchoring
 from evigrad.data import DataSet, load
-from evigrad.engine.collected import Collected
+from evigrad.engine.kept import KeptPass
 from evigrad.likelihoods import Categorical
 from evigrad.models import make_model
 from evigrad.priors import GaussianPrior
@@ -195,7 +195,7 @@ def timings(path: Path, data: DataSet, seed: int, rows: list[int], repeats: int)
 
 def steps_of_a_round(
     evidence: Evidence, data: DataSet, alone: bool
-) -> Iterable[Block | list[Collected]]:
+) -> Iterable[Block | list[KeptPass]]:
     """What the steps of a round are on; ``alone`` is a pass for each in any case."""
     if alone:
         return evidence.blocks(data.train).take(ROUND)
@@ -203,7 +203,7 @@ def steps_of_a_round(
     return blocks_of_a_round(evidence, data.train, learned, ROUND, None)[0]
 
 
-def rows_of(block: Block | list[Collected], num_outputs: int) -> int:
+def rows_of(block: Block | list[KeptPass], num_outputs: int) -> int:
     """Rows that a step looks at."""
     if isinstance(block, Block):
         return block.num_rows or len(block.indices) * num_outputs

@@ -37,9 +37,9 @@ def form(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 def structure_of(evidence: Evidence) -> Any:
-    prepared = evidence._assembly.preparation.latest()
-    assert prepared is not None
-    return prepared.structure
+    plan = evidence._problem.plans.latest()
+    assert plan is not None
+    return plan.structure
 
 
 def convolved() -> tuple[nn.Module, torch.Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad import Evidence
-from evigrad.engine.assembly import Assembly
+from evigrad.engine import evaluation, two_passes
 from evigrad.errors import ConfigurationError, EvigradError, InputError
 from evigrad.invariances import AdditiveNoise, Averaged
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood
@@ -101,14 +101,14 @@ def test_the_gradients_of_the_others_stay() -> None:
 
 def passes_of(evidence: Evidence, monkeypatch: pytest.MonkeyPatch, **keywords: Any) -> list[str]:
     kinds: list[str] = []
-    run = evidence._assembly.passes.run
+    run = two_passes.over_chunks
 
-    def counted(task, kind, work):
+    def counted(own, kind, step, state):
         kinds.append(kind)
-        run(task, kind, work)
+        return run(own, kind, step, state)
 
     with monkeypatch.context() as patch:
-        patch.setattr(evidence._assembly.passes, "run", counted)
+        patch.setattr(two_passes, "over_chunks", counted)
         evidence.backward(next(iter(evidence.blocks(data()))), **keywords)
     return kinds
 
@@ -125,16 +125,16 @@ def test_precisions_and_noise_take_no_second_pass(estimator, monkeypatch) -> Non
 def test_scores_have_no_graph_where_the_noise_is_not_asked_for(monkeypatch) -> None:
     """Rows that depend on the noise: also they take one pass for precisions alone."""
     seen = []
-    linearized = Assembly.collect
+    first_pass = evaluation.first_pass
 
-    def record(self, task, differentiable, **keywords):
-        collected = linearized(self, task, differentiable, **keywords)
-        seen.append(any(t.requires_grad for t in collected.statistic.tensors()))
-        return collected
+    def record(own, use):
+        kept = first_pass(own, use)
+        seen.append(any(t.requires_grad for t in kept.statistic.tensors()))
+        return kept
 
     evidence = make("kfac-4-1-ef")
     block = next(iter(evidence.blocks(data())))
-    monkeypatch.setattr(Assembly, "collect", record)
+    monkeypatch.setattr(evaluation, "first_pass", record)
     evidence.backward(block, wrt="prior")
     assert seen == [False]
 

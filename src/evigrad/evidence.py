@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.blocks import Block
-from evigrad.blocks.anchors import AnchoredStream, Anchoring
+from evigrad.blocks.anchors import AnchorBook, AnchoredStream, Anchoring
 from evigrad.blocks.streams import BlockStream
 from evigrad.curvature import ParameterPartition, partition_names
-from evigrad.engine.assembly import Assembly
 from evigrad.engine.checks import (
     as_device,
     as_generator,
@@ -19,24 +18,28 @@ from evigrad.engine.checks import (
     check_inputs,
     check_state,
     check_type,
+    restored_on_error,
 )
-from evigrad.engine.collected import Collected
 from evigrad.engine.descriptions import ParameterReport, parameter_reports
 from evigrad.engine.estimate import Estimate
-from evigrad.engine.gradient import needs_two_passes, of_data, of_kept, of_task
-from evigrad.engine.intake import (
-    CheckedSource,
-    Data,
-    check_keepable,
-    divided,
-    kept_passes,
-    pinned,
-    resolve,
-    undrawn_on_error,
+from evigrad.engine.evaluation import (
+    estimate_of,
+    gradient_of,
+    mean_estimate,
+    needs_two_passes,
+    objective,
+    of_kept,
+    precisely,
 )
-from evigrad.engine.parameters import check_unchanged, held_constant, select, trainable
-from evigrad.engine.passes import Task
-from evigrad.engine.preparation import Settings
+from evigrad.engine.intake import CheckedSource, Data, resolve
+from evigrad.engine.kept import KeptPass, as_kept, check_keepable
+from evigrad.engine.micro_batches import MicroBatches
+from evigrad.engine.parameters import check_unchanged, divided, held_constant, select, trainable
+from evigrad.engine.passes import BlockPass, new_pass
+from evigrad.engine.plans import Plans
+from evigrad.engine.problem import Problem
+from evigrad.engine.settings import Settings
+from evigrad.engine.two_passes import FirstPass, first_pass
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError
 from evigrad.estimators import EstimatorSpec
 from evigrad.jacobians import NO_DERIVATIVE, model_outputs
@@ -148,9 +151,28 @@ class Evidence:
         prior.bind(self._weights)
         first = next(iter(self._weights.values()))
         likelihood.to(device=first.device, dtype=first.dtype)
-        self._assembly = Assembly(model, self._weights, likelihood, prior, settings, self.generator)
+        self._problem = Problem(
+            model,
+            self._weights,
+            likelihood,
+            prior,
+            settings,
+            self.generator,
+            Plans(model, self._weights, prior, settings),
+            MicroBatches(settings.micro_batch, settings.memory_budget),
+        )
         warn_of_normalisation(model)
-        self._anchors = self._assembly.anchor_book() if self.spec.anchored else None
+        self._anchors = None
+        if self.spec.anchored:
+            self._anchors = AnchorBook(
+                anchoring or Anchoring(),
+                settings.num_data,
+                self.spec.subset or 0,
+                settings.root,
+                likelihood,
+                self._problem.plans,
+                self.generator,
+            )
 
     # ------------------------------------------------------------ what there is to learn
 
@@ -197,7 +219,7 @@ class Evidence:
             InputError: If inputs, outputs and targets do not fit, or the outputs have no derivative
                 in any weight.
         """
-        check_inputs(x, self._assembly.device)
+        check_inputs(x, self._problem.device)
         with held_constant(divided(self.hyperparameters(), wrt)[1]):
             f = model_outputs(self.model, x)
             if torch.is_grad_enabled() and not f.requires_grad:
@@ -229,14 +251,13 @@ class Evidence:
             InputError: If the data do not fit the model, the likelihood or the estimator.
             MemoryBudgetError: If the structure would not fit the free memory.
         """
-        with torch.no_grad(), undrawn_on_error(self.generator):
+        with torch.no_grad(), restored_on_error(self.generator):
             kept = self._kept(x, ())
             if kept is not None:
-                estimate, _ = of_kept(self._assembly, kept, ())
+                estimates, _ = of_kept(kept, ())
             else:
-                estimate = of_task(self._assembly, self._task(x, y, ()))
-        self._observe(kept or [x])
-        return estimate
+                estimates = [estimate_of(self._pass(x, y, ()))]
+        return self._observed(kept or [x], estimates)
 
     def backward(
         self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
@@ -271,22 +292,22 @@ class Evidence:
                 " and no parameter of the model is named in hyperparameters=[...]."
             )
         parameters = list(learnable.values())
-        with torch.enable_grad(), undrawn_on_error(self.generator):
+        with torch.enable_grad(), restored_on_error(self.generator):
             kept = self._kept(x, learnable)
-            if kept is not None:
-                with held_constant(others):
-                    estimate, gradients = of_kept(self._assembly, kept, parameters)
-            else:
-                task = self._task(x, y, learnable)
-                with held_constant(others):
-                    estimate, gradients = of_data(self._assembly, task, learnable)
+            own = self._pass(x, y, learnable) if kept is None else None
+            with held_constant(others):
+                if own is None:
+                    estimates, gradients = of_kept(kept or (), parameters)
+                else:
+                    estimate, gradients = gradient_of(own, learnable)
+                    estimates = [estimate]
         check_gradients(learnable, gradients)
-        self._observe(kept or [x])
+        found = self._observed(kept or [x], estimates)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        return estimate
+        return found
 
     def blocks(self, data: Any) -> BlockStream | AnchoredStream:
         """The estimator's own blocks of a data set, drawn uniformly.
@@ -307,14 +328,14 @@ class Evidence:
                 likelihood. All targets are looked at here where they are in memory, other data as
                 they are read.
         """
-        source = CheckedSource(self._assembly, data)
+        source = CheckedSource(self._problem, data)
         if self._anchors is not None:
             return self._anchors.stream(source)
-        return BlockStream(source.prepared.partition, source, self.generator)
+        return BlockStream(source.plan.partition, source, self.generator)
 
     def collect(
         self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
-    ) -> Collected:
+    ) -> KeptPass:
         """Pass over a block once, for many estimates and steps on the prior and the noise.
 
         As long as the weights stay, and with them the hyperparameters that are not named in
@@ -337,18 +358,14 @@ class Evidence:
         """
         changing, others = divided(self.hyperparameters(), wrt)
         beside = any(not name.startswith("prior.") for name in changing)
-        sizes = self._assembly.passes.sizes
-        with torch.no_grad(), undrawn_on_error(self.generator), sizes.restored_on_error():
-            task = self._task(x, y, ())
+        use, sizes = FirstPass(keeps_outputs=beside, condensed=True), self._problem.sizes
+        with torch.no_grad(), restored_on_error(self.generator), sizes.restored_on_error():
+            own = self._pass(x, y, ())
             with held_constant(others):
-                check_keepable(self._assembly, task.prepared, list(changing))
-                made = self._assembly.precisely(
-                    task,
-                    lambda task: self._assembly.collect(task, False, beside, condense=True),
-                    # What is too rounded under this prior would be so in every step.
-                    trial=self._assembly.terms,
-                )
-        return pinned(self._assembly, made, self.hyperparameters(), changing)
+                check_keepable(self._problem, own.plan, list(changing))
+                # What is too rounded under this prior would be so in every step: hence the trial.
+                kept = precisely(own, lambda own: first_pass(own, use), trial=objective)
+        return kept.following(self.hyperparameters(), changing)
 
     def check_collect(self, x: Tensor, *, wrt: str | Sequence[str] | None = None) -> None:
         """Say beforehand whether ``collect`` would refuse, without any pass over a block.
@@ -362,10 +379,10 @@ class Evidence:
             InputError: If the inputs do not fit the model.
         """
         changing, others = divided(self.hyperparameters(), wrt)
-        check_inputs(x, self._assembly.device)
-        prepared = self._assembly.prepare(x)
+        check_inputs(x, self._problem.device)
+        plan = self._problem.plans.of(x)
         with held_constant(others):
-            check_keepable(self._assembly, prepared, list(changing))
+            check_keepable(self._problem, plan, list(changing))
 
     def shares_anchors(self, x: Tensor, draws: int) -> bool:
         """Whether one pass over an anchored estimator's anchors serves several of its draws.
@@ -383,41 +400,40 @@ class Evidence:
         """
         if self._anchors is None or draws < 2:
             return False
-        check_inputs(x, self._assembly.device)
+        check_inputs(x, self._problem.device)
         own = self.spec.subset or 0
         anchors = self._anchors.anchoring.num_anchors(own)
         rows = anchors + draws * (own - anchors)
-        structure = self._assembly.prepare(x).structure
-        budget = self._assembly.settings.memory_budget
+        structure = self._problem.plans.of(x).structure
+        budget = self._problem.settings.memory_budget
         return (
             rows**2 <= draws * own**2
             and structure.keeps_products(rows)
             and (budget is None or structure.predicted_bytes(rows) <= budget)
         )
 
-    def _kept(self, x: Data, wanted: Iterable[str]) -> list[Collected] | None:
+    def _kept(self, x: Data, wanted: Iterable[str]) -> list[KeptPass] | None:
         """The kept passes that were given in the place of data, or None for data."""
-        kept = kept_passes(self._assembly, x, self.hyperparameters(), wanted)
+        kept = as_kept(self._problem, x, self.hyperparameters(), wanted)
         if kept is not None:
             check_unchanged(self.model, self._weights, self._model_hyperparameters)
         return kept
 
-    def _observe(self, evaluated: Iterable[Any]) -> None:
-        """Learn from anchored blocks what to expect of the next ones."""
-        for each in evaluated if self._anchors is not None else ():
-            block = each.block if isinstance(each, Collected) else each
-            if self._anchors is not None and isinstance(block, Block):
-                self._anchors.observe(block)
-
-    def _task(self, x: Data, y: Tensor | None, learned: Collection[str]) -> Task:
-        """What was given, all of it checked before anything is drawn."""
+    def _pass(self, x: Data, y: Tensor | None, learned: Collection[str]) -> BlockPass:
+        """What was given, ready for a pass, all of it checked before anything is drawn."""
         check_unchanged(self.model, self._weights, self._model_hyperparameters)
-        request = resolve(self._assembly, x, y)
-        num_outputs = request.prepared.partition.num_outputs
-        keeps_rows = needs_two_passes(self._assembly, learned, num_outputs)
-        return self._assembly.task(
-            request.prepared, request.batches, request.block, condensed=not keeps_rows
-        )
+        plan, batches, block = resolve(self._problem, x, y)
+        two = needs_two_passes(self._problem, learned, plan.partition.num_outputs)
+        return new_pass(self._problem, plan, batches, block, condensed=not two)
+
+    def _observed(self, evaluated: Iterable[Any], estimates: Sequence[Estimate]) -> Estimate:
+        """The mean estimate; anchored blocks tell what to expect of the next ones."""
+        if self._anchors is not None:
+            for each, estimate in zip(evaluated, estimates, strict=True):
+                block = each.block if isinstance(each, KeptPass) else each
+                if isinstance(block, Block):
+                    self._anchors.observe(block, estimate.entropies)
+        return mean_estimate(estimates)
 
     # ------------------------------------------------------------ other views of the same model
 
@@ -438,7 +454,7 @@ class Evidence:
         Raises:
             ConfigurationError: If a name or a value does not exist or does not fit.
         """
-        settings = self._assembly.settings
+        settings = self._problem.settings
         given: dict[str, Any] = {
             "temperature": self.temperature,
             "micro_batch": settings.micro_batch,
@@ -468,8 +484,8 @@ class Evidence:
         Returns:
             The number.
         """
-        check_inputs(x, self._assembly.device)
-        return self._assembly.prepare(x).partition.num_outputs
+        check_inputs(x, self._problem.device)
+        return self._problem.plans.of(x).partition.num_outputs
 
     def refresh_anchors(self, data: Any) -> float:
         """Choose anchors anew, by the outputs of the present weights for all the data.
@@ -486,7 +502,7 @@ class Evidence:
         """
         if self._anchors is None:
             raise ConfigurationError(f"{self.spec.name} has no anchors.")
-        return self._anchors.refresh(CheckedSource(self._assembly, data)) / self.temperature
+        return self._anchors.refresh(CheckedSource(self._problem, data)) / self.temperature
 
     # ------------------------------------------------------------ telling and keeping
 
@@ -502,7 +518,7 @@ class Evidence:
         Raises:
             ConfigurationError: If no input was seen yet and none is given.
         """
-        return parameter_reports(self._assembly, x)
+        return parameter_reports(self._problem, x)
 
     def predicted_bytes(self, x: Tensor) -> int:
         """Memory that a block's statistic and its log-determinant take, beside the passes.
@@ -513,9 +529,9 @@ class Evidence:
         Returns:
             Bytes, by the formula that refuses what does not fit.
         """
-        check_inputs(x, self._assembly.device)
-        prepared = self._assembly.prepare(x)
-        return prepared.structure.predicted_bytes(prepared.partition.block_rows)
+        check_inputs(x, self._problem.device)
+        plan = self._problem.plans.of(x)
+        return plan.structure.predicted_bytes(plan.partition.block_rows)
 
     def state_dict(self) -> dict[str, Any]:
         """State of prior, likelihood, generator and automatic choices; the model keeps its own."""
@@ -525,8 +541,8 @@ class Evidence:
             "prior": self.prior.state_dict(),
             "likelihood": self.likelihood.state_dict(),
             "generator": self.generator.get_state(),
-            "micro_batches": dict(self._assembly.passes.sizes.chosen),
-            "preparation": self._assembly.preparation.state_dict(),
+            "micro_batches": dict(self._problem.sizes.chosen),
+            "preparation": self._problem.plans.state_dict(),
             **anchors,
         }
 
@@ -545,8 +561,8 @@ class Evidence:
         self.prior.load_state_dict(state["prior"])
         self.likelihood.load_state_dict(state["likelihood"])
         self.generator.set_state(state["generator"])
-        self._assembly.passes.sizes.chosen = dict(state.get("micro_batches", {}))
+        self._problem.sizes.chosen = dict(state.get("micro_batches", {}))
         if "preparation" in state:
-            self._assembly.preparation.load_state_dict(state["preparation"])
+            self._problem.plans.load_state_dict(state["preparation"])
         if self._anchors is not None and "anchors" in state:
             self._anchors.load_state_dict(state["anchors"])

@@ -117,7 +117,7 @@ def test_out_of_memory_in_the_middle_of_a_micro_batch(
     expected = gradients(evidence, x, y)
     evidence, _, x, y = build(estimator, micro_batch="auto")
     calls = [0]
-    structure = evidence._assembly.prepare(x).structure
+    structure = evidence._problem.plans.of(x).structure
     holder, name = (torch.autograd, "grad") if place == "grad" else (type(structure), place)
     real = getattr(holder, name)
 

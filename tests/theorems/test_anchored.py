@@ -493,7 +493,7 @@ def test_draws_that_share_a_pass_are_those_of_passes_of_their_own(
         for mine, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-11)
         # What the stream learns from it is of this part alone, and not of the whole block.
-        assert own.block.entropies == pytest.approx(alone.entropies, rel=1e-9, abs=1e-12)
+        assert estimate.entropies == pytest.approx(expected.entropies, rel=1e-9, abs=1e-12)
         assert [d.key for d in own.block.draws] == [d.part for d in draw]
         values.append(estimate.log_det)
     mean = sum(values) / len(values)

@@ -9,6 +9,7 @@ from loops import loop_of
 from torch import Tensor, nn
 
 from evigrad import Evidence
+from evigrad.engine import two_passes
 from evigrad.errors import ConfigurationError
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.priors import GaussianPrior
@@ -143,13 +144,13 @@ def test_steps_on_precisions_do_not_pay_for_the_ranges(images, monkeypatch, chan
     """Each draws transforms of its own: no pass is shared, not even over anchors."""
     loop = prepared(images, **changes)
     kinds: list[str] = []
-    run = loop.evidence._assembly.passes.run
+    run = two_passes.over_chunks
 
-    def counted(task, kind, work):
+    def counted(own, kind, step, state):
         kinds.append(kind)
-        run(task, kind, work)
+        return run(own, kind, step, state)
 
-    monkeypatch.setattr(loop.evidence._assembly.passes, "run", counted)
+    monkeypatch.setattr(two_passes, "over_chunks", counted)
     loop.learn(2)
     assert kinds == ["first"] * 2 + ["first", "second"] * 3
 

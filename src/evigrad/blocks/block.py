@@ -1,6 +1,6 @@
 """A block: the data and outputs that one stochastic estimate looks at."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -55,7 +55,6 @@ class Block:
             anchors.
         likelihood_shares: Of an anchored block, the weights of each draw's own data, of which
             `likelihood_weights` are the mean.
-        entropies: Of an anchored block that was evaluated, ℓ(Z) and each ℓ(B_b|Z), in nats.
         origin: Of a block from ``expanded``, where each datum stood before.
     """
 
@@ -68,7 +67,6 @@ class Block:
     parts: Int[Tensor, "m k"] | None = None
     draws: tuple[Draw, ...] = ()
     likelihood_shares: Float[Tensor, "d m"] | None = None
-    entropies: list[float] = field(default_factory=list)
     origin: Int[Tensor, " m"] | None = None
 
     def expanded(self) -> "Block":
@@ -153,7 +151,6 @@ class Block:
             draws=(replace(draw, part=1),),
             likelihood_weights=shares,
             likelihood_shares=shares[None],
-            entropies=[],
         )
 
     def rows_of(self, position: int) -> int:

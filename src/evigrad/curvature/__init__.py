@@ -18,7 +18,7 @@ from evigrad.curvature.base import (
 )
 from evigrad.curvature.block_diagonal import BlockDiagonal, ParameterPartition, partition_names
 from evigrad.curvature.block_kernel import BlockKernel
-from evigrad.curvature.conditional import Conditioning
+from evigrad.curvature.conditional import Conditioning, LogDet
 from evigrad.curvature.contraction import contracted
 from evigrad.curvature.diagonal import Diagonal
 from evigrad.curvature.full import Full
@@ -41,6 +41,7 @@ __all__ = [
     "Differential",
     "Full",
     "Kfac",
+    "LogDet",
     "Ntk",
     "ParameterPartition",
     "RoundingError",

@@ -9,7 +9,7 @@ nats, for the rows that it was given and nothing else (no factor N/m). The tempe
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar, Generic, TypeVar, cast
 
@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evigrad.curvature.conditional import Conditioning
+from evigrad.curvature.conditional import Conditioning, LogDet
 from evigrad.errors import ConfigurationError
 from evigrad.jacobians import ExactHessian, Linearization
 from evigrad.likelihoods import RootRows
@@ -56,7 +56,7 @@ class Differential(Generic[StatisticT]):
         gradients: Derivatives of ℓ in the tensors that were asked for, None where there is none.
     """
 
-    log_det: Float[Tensor, ""]
+    log_det: LogDet
     cotangent: StatisticT
     gradients: Sequence[Tensor | None]
 
@@ -101,11 +101,41 @@ class Structure(ABC, Generic[StatisticT]):
             A scalar.
         """
 
+    def evaluate(
+        self,
+        statistic: StatisticT,
+        precisions: Mapping[str, Tensor],
+        conditioning: Conditioning | None = None,
+    ) -> LogDet:
+        """ℓ of a block, given its anchors where it has some: then ℓ(Z) + Σ_b w_b ℓ(B_b|Z).
+
+        Args:
+            statistic: From ``accumulate``.
+            precisions: As for ``log_det``.
+            conditioning: Which of the rows are anchors, or None.
+
+        Returns:
+            The value, differentiable as that of ``log_det``.
+
+        Raises:
+            ConfigurationError: Of this structure ℓ is not a function of the rows' products.
+        """
+        self.check_conditioning(conditioning)
+        return LogDet(self.log_det(statistic, precisions))
+
+    def check_conditioning(self, conditioning: Conditioning | None) -> None:
+        """Refuse anchors where ℓ is not a function of the rows' products."""
+        if conditioning is not None:
+            raise ConfigurationError(
+                f"{self.name!r} has no anchored form: take 'ntk', whose rows can be anchors."
+            )
+
     def differentiate(
         self,
         statistic: StatisticT,
         precisions: Mapping[str, Tensor],
         arguments: Sequence[Tensor],
+        conditioning: Conditioning | None = None,
     ) -> Differential[StatisticT]:
         """ℓ with its derivatives in a statistic, from one factorisation.
 
@@ -113,6 +143,7 @@ class Structure(ABC, Generic[StatisticT]):
             statistic: From ``accumulate``, without a graph. It may be used up.
             precisions: As for ``log_det``.
             arguments: Leaves of the precisions' graph to differentiate in as well.
+            conditioning: As for ``evaluate``.
 
         Returns:
             The value and the derivatives.
@@ -120,15 +151,15 @@ class Structure(ABC, Generic[StatisticT]):
         leaves = [tensor.detach().requires_grad_() for tensor in statistic.tensors()]
         with torch.enable_grad():
             leaf_statistic = cast(StatisticT, statistic.with_tensors(leaves))
-            value = self.log_det(leaf_statistic, precisions)
-            found = torch.autograd.grad(value, [*leaves, *arguments], allow_unused=True)
+            log_det = self.evaluate(leaf_statistic, precisions, conditioning)
+            found = torch.autograd.grad(log_det.value, [*leaves, *arguments], allow_unused=True)
         of_leaves, of_arguments = found[: len(leaves)], found[len(leaves) :]
         filled = [
             torch.zeros_like(leaf) if gradient is None else gradient
             for leaf, gradient in zip(leaves, of_leaves, strict=True)
         ]
         cotangent = cast(StatisticT, statistic.with_tensors(filled))
-        return Differential(value.detach(), cotangent, of_arguments)
+        return Differential(replace(log_det, value=log_det.value.detach()), cotangent, of_arguments)
 
     def inner(
         self,
@@ -175,22 +206,6 @@ class Structure(ABC, Generic[StatisticT]):
             A smaller one with the same log-determinants, or the same.
         """
         return statistic
-
-    def condition(self, statistic: StatisticT, conditioning: Conditioning) -> StatisticT:
-        """Have ℓ of a statistic taken given its anchors.
-
-        Args:
-            statistic: Of all rows of a block.
-            conditioning: Which of them are anchors.
-
-        Its log-determinant is ℓ(Z) + Σ_b w_b ℓ(B_b|Z) from then on.
-
-        Raises:
-            ConfigurationError: Of this structure ℓ is not a function of the rows' products.
-        """
-        raise ConfigurationError(
-            f"{self.name!r} has no anchored form: take 'ntk', whose rows can be anchors."
-        )
 
     def keeps_products(self, num_rows: int) -> bool:
         """Whether steps on prior and scale read no more of a statistic than products of its rows.

@@ -11,10 +11,8 @@ from collections.abc import Hashable, Mapping
 import torch
 from torch import Tensor
 
-from evigrad.curvature.base import Structure
 from evigrad.curvature.block_diagonal import BlockDiagonal
-from evigrad.curvature.conditional import Conditioning
-from evigrad.curvature.kernel_rows import NtkStatistic, Storage
+from evigrad.curvature.kernel_rows import Storage
 from evigrad.curvature.ntk import Ntk
 from evigrad.jacobians import MatrixUse
 
@@ -55,10 +53,6 @@ class BlockKernel(Ntk):
         """See ``Structure.describe``."""
         words = {name: f"{dense}, by the Gram of its rows" for name, dense in self._words.items()}
         return words | {name: f"{words[name]}, contracted" for name in self.contracted}
-
-    def condition(self, statistic: NtkStatistic, conditioning: Conditioning) -> NtkStatistic:
-        """See ``Structure.condition``: refused, as by the dense structure."""
-        return Structure.condition(self, statistic, conditioning)
 
 
 def is_cheaper(kernel: BlockKernel, dense: BlockDiagonal, num_rows: int) -> bool:

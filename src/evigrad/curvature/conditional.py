@@ -4,7 +4,7 @@
 both: the logarithms of its diagonal add up to ℓ(Z) over its head and to ℓ(B|Z) over its tail.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,19 +23,28 @@ class Conditioning:
         parts: For each row, in the order in which rows are accumulated, 0 for an anchor, b for
             part B_b, and -1 for a row that does not count.
         weights: Of the parts, w_1, w_2, …; one over the probability that the part was drawn with.
-        entropies: Filled by each evaluation with ℓ(Z), ℓ(B_1|Z), …
         offset: Added to the value, in nats: a control variate, of expectation zero.
     """
 
     parts: Int[Tensor, " R"]
     weights: tuple[float, ...]
-    entropies: list[float] = field(default_factory=list)
     offset: float = 0.0
 
 
-def log_det_conditional(
-    matrix: Float[Tensor, "R R"], conditioning: Conditioning
-) -> Float[Tensor, ""]:
+@dataclass(frozen=True)
+class LogDet:
+    """ℓ of a block, in nats.
+
+    Attributes:
+        value: ℓ, or what it is estimated by given anchors; with a graph where one was asked for.
+        entropies: Given anchors, ℓ(Z), ℓ(B_1|Z), …; else empty.
+    """
+
+    value: Float[Tensor, ""]
+    entropies: tuple[float, ...] = ()
+
+
+def log_det_conditional(matrix: Float[Tensor, "R R"], conditioning: Conditioning) -> LogDet:
     """ℓ(Z) + Σ_b w_b ℓ(B_b|Z) of a Gram matrix of rows, and the offset, in nats.
 
     Rows of different parts do not see each other: their products have no part in the value.
@@ -45,17 +54,18 @@ def log_det_conditional(
         conditioning: Anchors and parts.
 
     Returns:
-        A scalar of the matrix's dtype, differentiable once.
+        The value, of the matrix's dtype and differentiable once, and its terms.
 
     Raises:
         NotPositiveDefiniteError: I + S is not positive definite, beyond rounding, or not finite.
     """
-    return _LogDetConditional.apply(matrix, conditioning)
+    value, entropies = _LogDetConditional.apply(matrix, conditioning)
+    return LogDet(value, tuple(entropies.tolist()))
 
 
 class _LogDetConditional(Function):
     @staticmethod
-    def forward(ctx: Any, matrix: Tensor, conditioning: Conditioning) -> Tensor:
+    def forward(ctx: Any, matrix: Tensor, conditioning: Conditioning) -> tuple[Tensor, Tensor]:
         parts = conditioning.parts.to(matrix.device)
         anchors = (parts == 0).nonzero().squeeze(1)
         head = len(anchors)
@@ -79,12 +89,12 @@ class _LogDetConditional(Function):
         ctx.size = len(matrix)
         weights = torch.tensor([1.0, *conditioning.weights], dtype=torch.float64)
         found = torch.stack(entropies)
-        conditioning.entropies[:] = found.tolist()
-        return (weights.to(found) @ found + conditioning.offset).to(matrix.dtype)
+        ctx.mark_non_differentiable(found)
+        return (weights.to(found) @ found + conditioning.offset).to(matrix.dtype), found
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, cotangent: Tensor, _: Tensor) -> tuple[Tensor, None]:
         saved = ctx.saved_tensors
         factors, rows = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         like, head = ctx.like, ctx.head

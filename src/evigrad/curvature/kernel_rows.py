@@ -13,9 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from evigrad.curvature.base import Statistic
-from evigrad.curvature.conditional import Conditioning, log_det_conditional
 from evigrad.curvature.contraction import contraction_cotangents, contraction_gram
-from evigrad.curvature.linalg import log_det_identity_plus
 
 # Columns of the rows that are at work at once: enough for matrix products at full speed, and small
 # beside the rows of any network for which the memory counts.
@@ -104,7 +102,6 @@ class NtkStatistic(Statistic):
         present: Per micro-batch, which of the rows (m_i, k) are none of padding; the rows and
             scales hold these alone, the factors all.
         grams: The Gram matrices kept so far; a cache, filled by ``Ntk.log_det``.
-        conditioning: Which of all rows are anchors, or None where ℓ is that of all of them.
     """
 
     rows: dict[str, tuple[Tensor, ...]]
@@ -112,7 +109,6 @@ class NtkStatistic(Statistic):
     scales: tuple[Tensor | None, ...]
     present: tuple[Bool[Tensor, "_ _"], ...]
     grams: dict[Hashable, Tensor] = field(default_factory=dict, repr=False, compare=False)
-    conditioning: Conditioning | None = None
 
     @property
     def num_rows(self) -> int:
@@ -162,12 +158,6 @@ class NtkStatistic(Statistic):
         sizes = [int(part.sum()) for part in self.present]
         return replace(self, scales=tuple(scale.split(sizes)))
 
-    def log_det(self, gram: Float[Tensor, "R R"]) -> Float[Tensor, ""]:
-        """ℓ of a Gram matrix of all rows, given the anchors where there are some."""
-        if self.conditioning is None:
-            return log_det_identity_plus(gram)
-        return log_det_conditional(gram, self.conditioning)
-
     def tensors(self) -> list[Tensor]:
         """All rows, all factors, then the scales that are not None."""
         return self._kept() + [scale for scale in self.scales if scale is not None]
@@ -181,7 +171,7 @@ class NtkStatistic(Statistic):
             for name, chunks in self.factors.items()
         }
         scales = tuple(None if scale is None else next(rest) for scale in self.scales)
-        return NtkStatistic(rows, factors, scales, self.present, conditioning=self.conditioning)
+        return NtkStatistic(rows, factors, scales, self.present)
 
     def _kept(self) -> list[Tensor]:
         rows = [chunk for chunks in self.rows.values() for chunk in chunks]

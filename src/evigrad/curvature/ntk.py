@@ -23,9 +23,10 @@ from evigrad.curvature.base import (
     flatten_rows,
     working_dtype,
 )
-from evigrad.curvature.conditional import Conditioning
+from evigrad.curvature.conditional import Conditioning, LogDet, log_det_conditional
 from evigrad.curvature.gram_functions import MixedGrams, RowsGram, chained
 from evigrad.curvature.kernel_rows import SLAB_BYTES, NtkStatistic, Storage
+from evigrad.curvature.linalg import log_det_identity_plus
 from evigrad.errors import ConfigurationError
 from evigrad.jacobians import Linearization, MatrixUse
 from evigrad.jacobians.scratch import lent
@@ -117,30 +118,47 @@ class Ntk(Structure[NtkStatistic]):
         self, statistic: NtkStatistic, precisions: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
         """See ``Structure.log_det``; equal to that of ``full`` (Theorem 3)."""
+        return self.evaluate(statistic, precisions).value
+
+    def evaluate(
+        self,
+        statistic: NtkStatistic,
+        precisions: Mapping[str, Tensor],
+        conditioning: Conditioning | None = None,
+    ) -> LogDet:
+        """See ``Structure.evaluate``."""
+        self.check_conditioning(conditioning)
         like, scale = self._like(), statistic.scale()
         scale = None if scale is None else scale.to(like)
         keep = self._keeps_grams(statistic, like.dtype)
-        terms: list[Tensor] = []
+        terms: list[LogDet] = []
         for names in self._blocks:
             total = self._differentiable_gram(statistic, precisions, names, like, keep)
             if scale is not None:
                 total = scale[:, None] * total * scale
-            terms.append(statistic.log_det(total))
-        return _sum(terms)
+            terms.append(_log_det(total, conditioning))
+        return _sum_of_blocks(terms)
+
+    def check_conditioning(self, conditioning: Conditioning | None) -> None:
+        """See ``Structure.check_conditioning``; only ℓ of a single block has anchors."""
+        if len(self._blocks) > 1:
+            super().check_conditioning(conditioning)
 
     def differentiate(
         self,
         statistic: NtkStatistic,
         precisions: Mapping[str, Tensor],
         arguments: Sequence[Tensor],
+        conditioning: Conditioning | None = None,
     ) -> Differential[NtkStatistic]:
         """See ``Structure.differentiate``: W = 2 (I + S)^{-1} J̃ P0^{-1}, written over the rows."""
+        self.check_conditioning(conditioning)
         self._shared_groups(precisions, self._numel)
         cotangent = replace(statistic, scales=(None,) * len(statistic.scales), grams={})
         of_precisions: dict[str, Tensor] = {}
         values, of_scales = zip(
             *(
-                self._differentiate_block(statistic, precisions, names, of_precisions)
+                self._differentiate_block(statistic, precisions, names, of_precisions, conditioning)
                 for names in self._blocks
             ),
             strict=True,
@@ -150,7 +168,7 @@ class Ntk(Structure[NtkStatistic]):
             of_scale = _sum([found for (found,) in of_scales]).to(scale)
             cotangent = replace(cotangent, scales=tuple(of_scale.split(sizes)))
         gradients = chained(precisions, of_precisions, arguments)
-        return Differential(_sum(values), cotangent, gradients)
+        return Differential(_sum_of_blocks(values), cotangent, gradients)
 
     def inner(
         self,
@@ -264,10 +282,6 @@ class Ntk(Structure[NtkStatistic]):
                 empty.grams[(*names, like.dtype)] = gram
         return empty
 
-    def condition(self, statistic: NtkStatistic, conditioning: Conditioning) -> NtkStatistic:
-        """See ``Structure.condition``."""
-        return replace(statistic, conditioning=conditioning)
-
     def condense(self, statistic: NtkStatistic) -> NtkStatistic:
         """Put the Grams of the prior groups in the place of the rows, where they suffice.
 
@@ -320,7 +334,8 @@ class Ntk(Structure[NtkStatistic]):
         precisions: Mapping[str, Tensor],
         block: Collection[str],
         of_precisions: dict[str, Tensor],
-    ) -> tuple[Tensor, Sequence[Tensor]]:
+        conditioning: Conditioning | None,
+    ) -> tuple[LogDet, Sequence[Tensor]]:
         """ℓ of a block, and its derivative in the scale if there is one; all others are written."""
         like, scale = self._like(), statistic.scale()
         total = like.new_zeros(statistic.num_rows, statistic.num_rows)
@@ -330,13 +345,13 @@ class Ntk(Structure[NtkStatistic]):
         scale_leaf = None if scale is None else scale.detach().to(like).requires_grad_()
         with torch.enable_grad():
             scaled = leaf if scale_leaf is None else scale_leaf[:, None] * leaf * scale_leaf
-            value = statistic.log_det(scaled)
+            log_det = _log_det(scaled, conditioning)
             leaves = [leaf] if scale_leaf is None else [leaf, scale_leaf]
-            of_total, *of_scale = torch.autograd.grad(value, leaves)
+            of_total, *of_scale = torch.autograd.grad(log_det.value, leaves)
         for name in block:
             precision = precisions[name].detach()
             of_precisions[name] = statistic.write_cotangent(name, of_total, precision)
-        return value.detach(), of_scale
+        return replace(log_det, value=log_det.value.detach()), of_scale
 
     def _like(self) -> Tensor:
         """An empty tensor of the device and dtype of the Grams."""
@@ -386,6 +401,17 @@ def _present(root: RootRows) -> Tensor:
     if root.present is not None:
         return root.present
     return torch.ones(root.vectors.shape[:2], dtype=torch.bool, device=root.vectors.device)
+
+
+def _log_det(gram: Tensor, conditioning: Conditioning | None) -> LogDet:
+    """ℓ of the Gram matrix of all rows, given the anchors where there are some."""
+    if conditioning is None:
+        return LogDet(log_det_identity_plus(gram))
+    return log_det_conditional(gram, conditioning)
+
+
+def _sum_of_blocks(terms: Sequence[LogDet]) -> LogDet:
+    return LogDet(_sum([term.value for term in terms]), terms[0].entropies)
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Checks of what a user gives, each with words on how to mend it."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from evigrad.blocks import Block
 from evigrad.blocks.partitions import Partition
 from evigrad.errors import ConfigurationError, EvigradError, InputError, nearest
-from evigrad.estimators import EstimatorSpec
 
 
 def check_inputs(x: object, device: torch.device) -> None:
@@ -60,52 +60,6 @@ def check_count(what: str, value: object) -> None:
         raise ConfigurationError(f"{what} must be a positive integer, not {value!r}.")
 
 
-def check_passes(
-    spec: EstimatorSpec,
-    micro_batch: object,
-    memory_budget: object,
-    gram_dtype: object,
-    rows_dtype: object,
-    autocast: object,
-) -> None:
-    """Sizes and types of passes over the data that exist."""
-    if micro_batch not in (None, "auto"):
-        if isinstance(micro_batch, str):
-            raise ConfigurationError(
-                f"micro_batch is a positive integer, 'auto' or None, not '{micro_batch}'."
-            )
-        check_count("micro_batch", micro_batch)
-    if memory_budget is not None:
-        check_count("memory_budget", memory_budget)
-    if memory_budget is not None and micro_batch != "auto":
-        raise ConfigurationError(
-            "memory_budget is what micro_batch='auto' keeps to: say micro_batch='auto', or leave"
-            " memory_budget away."
-        )
-    # Not float16: derivatives of an evidence span more orders of magnitude than it has.
-    if rows_dtype not in (None, torch.bfloat16, torch.float32, torch.float64):
-        raise ConfigurationError(
-            "rows_dtype is torch.bfloat16, torch.float32, torch.float64 or None, not"
-            f" {rows_dtype!r}."
-        )
-    if autocast not in (None, torch.bfloat16):
-        raise ConfigurationError(f"autocast is torch.bfloat16 or None, not {autocast!r}.")
-    if autocast is not None and spec.curvature == "hessian":
-        raise ConfigurationError(f"{spec.name}: second derivatives are not taken under autocast.")
-    if gram_dtype not in (None, torch.float32, torch.float64):
-        raise ConfigurationError(
-            f"gram_dtype is torch.float32, torch.float64 or None, not {gram_dtype!r}."
-        )
-
-
-def check_rows(spec: EstimatorSpec, dtype: torch.dtype | None, device: object) -> None:
-    """Wishes about kept rows, where there are any."""
-    if spec.structure != "ntk" and (dtype is not None or device is not None):
-        raise ConfigurationError(
-            f"{spec.name} keeps no rows: rows_dtype and rows_device are for ntk estimators."
-        )
-
-
 def as_device(what: str, device: torch.device | str | None) -> torch.device | None:
     """A device that can be used here, with its index, from its name."""
     if device is None:
@@ -127,29 +81,6 @@ def check_gradients(names: Iterable[str], gradients: Iterable[Tensor | None]) ->
                 " (lower their learning rates), or a type of rows_dtype, gram_dtype or autocast is"
                 " too coarse."
             )
-
-
-def check_spec(spec: EstimatorSpec, num_data: int) -> None:
-    """An estimator that exists, on subsets no larger than the data."""
-    if spec.subset is not None and not spec.rows and spec.subset > num_data:
-        raise ConfigurationError(
-            f"{spec.name} takes subsets of {spec.subset} data, but num_data is {num_data}; use a"
-            " smaller subset, or N for all the data."
-        )
-
-
-def check_anchored(spec: EstimatorSpec, root: str, anchoring: object) -> None:
-    """A root whose rows are the same in every block, and settings where they are used."""
-    if anchoring is not None and not spec.anchored:
-        raise ConfigurationError(
-            f"{spec.name} has no anchors: leave anchoring=... away, or take a name as"
-            " 'ntk-400-rows-anchored'."
-        )
-    if spec.anchored and root == "subblock":
-        raise ConfigurationError(
-            f"{spec.name}: a 'subblock' root has other rows in every block, which can be no"
-            " anchors. Take root='eigen' or root='fisher'."
-        )
 
 
 def as_generator(generator: torch.Generator | int | None) -> torch.Generator:
@@ -201,3 +132,14 @@ def check_state(
             copy.deepcopy(module).load_state_dict(state[key])
         except RuntimeError as error:
             raise ConfigurationError(f"The state of the {key} does not fit: {error}") from error
+
+
+@contextmanager
+def restored_on_error(generator: torch.Generator) -> Iterator[None]:
+    """Put a generator back where an exception passes."""
+    state = generator.get_state()
+    try:
+        yield
+    except BaseException:
+        generator.set_state(state)
+        raise

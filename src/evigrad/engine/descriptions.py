@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from evigrad.engine.assembly import Assembly
 from evigrad.engine.checks import check_inputs
+from evigrad.engine.problem import Problem
 from evigrad.errors import ConfigurationError
 
 
@@ -30,11 +30,11 @@ class ParameterReport:
     precision: float
 
 
-def parameter_reports(assembly: Assembly, x: Tensor | None) -> list[ParameterReport]:
+def parameter_reports(problem: Problem, x: Tensor | None) -> list[ParameterReport]:
     """What each weight tensor gets.
 
     Args:
-        assembly: Of the evidence.
+        problem: The problem of the evidence.
         x: Some inputs, or None for those that were seen last.
 
     Returns:
@@ -44,24 +44,24 @@ def parameter_reports(assembly: Assembly, x: Tensor | None) -> list[ParameterRep
         ConfigurationError: If no input was seen yet and none is given.
     """
     if x is not None:
-        check_inputs(x, assembly.device)
-        prepared = assembly.prepare(x)
+        check_inputs(x, problem.device)
+        plan = problem.plans.of(x)
     else:
-        prepared = assembly.preparation.latest()
-    if prepared is None:
+        plan = problem.plans.latest()
+    if plan is None:
         raise ConfigurationError(
             "No inputs were seen yet: call describe(x) with a few inputs, as x[:3]."
         )
-    rows, curvature = prepared.plan.describe(), prepared.structure.describe()
-    precisions = assembly.prior.precisions()
+    rows, curvature = plan.jacobian.describe(), plan.structure.describe()
+    precisions = problem.prior.precisions()
     return [
         ParameterReport(
             name=name,
             shape=tuple(w.shape),
             rows=rows[name],
             curvature=curvature[name],
-            group=assembly.prior.group_name(name),
+            group=problem.prior.group_name(name),
             precision=float(precisions[name].detach().double().mean()),
         )
-        for name, w in assembly.weights.items()
+        for name, w in problem.weights.items()
     ]

@@ -23,6 +23,8 @@ class Estimate:
             evidence of the same curvature. No single draw is one.
         num_data: N.
         estimator: Canonical name of the estimator.
+        entropies: Of an anchored block, ℓ(Z) of its anchors and ℓ(B_b|Z) of each part that was
+            drawn, in nats; empty elsewhere.
     """
 
     log_evidence: float
@@ -33,6 +35,7 @@ class Estimate:
     is_bound: bool
     num_data: int
     estimator: str
+    entropies: tuple[float, ...] = ()
 
     @property
     def per_datum(self) -> float:

@@ -114,3 +114,32 @@ def check_unchanged(
             f" (new: {listed(new) or 'none'}; gone or frozen: {listed(gone) or 'none'}):"
             " make a new one."
         )
+
+
+def divided(
+    hyperparameters: Mapping[str, nn.Parameter], wrt: str | Sequence[str] | None
+) -> tuple[dict[str, nn.Parameter], list[nn.Parameter]]:
+    """The hyperparameters that are asked for, and the others.
+
+    Args:
+        hyperparameters: All learnable ones, by name.
+        wrt: Names, modules above them, or wildcards; None for all.
+
+    Returns:
+        Those asked for, by name in their order, and the rest.
+
+    Raises:
+        ConfigurationError: If there is nothing of a name.
+    """
+    if wrt is None:
+        return dict(hyperparameters), []
+    patterns = [wrt] if isinstance(wrt, str) else list(wrt)
+    for pattern in patterns:
+        if not any(matches(pattern, name) for name in hyperparameters):
+            known = [*hyperparameters, *sorted({n.split(".")[0] for n in hyperparameters})]
+            raise ConfigurationError(
+                f"wrt: no learnable hyperparameter is named '{pattern}' or lies below it."
+                f"{nearest(pattern, known)} There are {', '.join(hyperparameters) or 'none'}."
+            )
+    asked = {n: p for n, p in hyperparameters.items() if any(matches(w, n) for w in patterns)}
+    return asked, [p for name, p in hyperparameters.items() if name not in asked]

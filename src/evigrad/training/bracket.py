@@ -19,7 +19,7 @@ from evigrad.blocks.anchors import Anchoring
 from evigrad.blocks.sources import as_source
 from evigrad.engine.checks import check_count
 from evigrad.engine.estimate import standard_error
-from evigrad.engine.preparation import PROBE_SIZE
+from evigrad.engine.plans import PROBE_SIZE
 from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from evigrad.evidence import Evidence
@@ -118,8 +118,9 @@ def bracket(
     together: list[float] = []
     of_anchors = log_prior = 0.0
     for block in stream.epoch() if blocks is None else stream.take(blocks):
-        log_prior = other.estimate(block).log_prior
-        of_anchors, *of_parts = block.entropies
+        estimate = other.estimate(block)
+        log_prior = estimate.log_prior
+        of_anchors, *of_parts = estimate.entropies
         # Of all blocks the sum is wanted, of some an estimate of it.
         weights = [1.0] * len(of_parts) if blocks is None else block.part_weights
         offset = 0.0 if blocks is None else block.offset

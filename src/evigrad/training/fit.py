@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.engine.checks import check_inputs
-from evigrad.engine.preparation import PROBE_SIZE
+from evigrad.engine.plans import PROBE_SIZE
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence

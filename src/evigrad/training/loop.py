@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.blocks import Block
-from evigrad.engine.collected import Collected
 from evigrad.engine.estimate import Estimate
-from evigrad.engine.preparation import PROBE_SIZE
+from evigrad.engine.kept import KeptPass
+from evigrad.engine.plans import PROBE_SIZE
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.evidence import Evidence
 from evigrad.jacobians.modes import seeded
@@ -198,7 +198,7 @@ class Loop:
             self._clear_gradients()
         return Round(estimates, any_shared)
 
-    def _step(self, schedule: Schedule, block: Block | list[Collected]) -> Estimate:
+    def _step(self, schedule: Schedule, block: Block | list[KeptPass]) -> Estimate:
         self._set_hyper_rates(schedule.progress)
         self._clear_gradients()
         estimate = self.evidence.backward(block, wrt=schedule.names)

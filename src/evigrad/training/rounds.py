@@ -9,9 +9,9 @@ from torch import Tensor
 from evigrad.blocks import Block
 from evigrad.blocks.anchors import AnchoredStream, Drawn
 from evigrad.blocks.sources import as_source
-from evigrad.engine.collected import Collected
+from evigrad.engine.kept import KeptPass
 from evigrad.engine.micro_batches import fits
-from evigrad.engine.preparation import PROBE_SIZE
+from evigrad.engine.plans import PROBE_SIZE
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.invariances.noise import stochastic_modules
@@ -23,7 +23,7 @@ def blocks_of_a_round(
     names: list[str],
     steps: int,
     prior_blocks: int | None,
-) -> tuple[Iterable[Block | list[Collected]], bool]:
+) -> tuple[Iterable[Block | list[KeptPass]], bool]:
     """What each step of a round is on, and whether that is the same for all of them.
 
     Where no more than prior and noise are learned, steps share what they would otherwise repeat:
@@ -65,7 +65,7 @@ def blocks_of_a_round(
 
 def passes_over(
     evidence: Evidence, drawn: Drawn, x: Tensor, names: list[str]
-) -> Iterator[Collected]:
+) -> Iterator[KeptPass]:
     """Kept passes over draws, each over as many as fit into memory.
 
     Whatever fits, the draws are the same, and so are those of all later rounds.
@@ -80,7 +80,7 @@ def passes_over(
         Passes in the order of the draws, one after the other as they are asked for.
     """
 
-    def collect(block: Block) -> Collected:
+    def collect(block: Block) -> KeptPass:
         # A seed for the model is drawn, which draws nothing, in each pass of however many.
         state = evidence.generator.get_state()
         kept = evidence.collect(block, wrt=names)
@@ -90,7 +90,7 @@ def passes_over(
     number, start = len(drawn.draws) or 1, 0
     at_once = draws_at_once(evidence, x, number)
     while start < number:
-        block, found = drawn.block(start, at_once), list[Collected]()
+        block, found = drawn.block(start, at_once), list[KeptPass]()
         if at_once == 1:
             found.append(collect(block))
         elif not fits(lambda own=block, kept=found: kept.append(collect(own))):

@@ -69,7 +69,7 @@ def images(count: int) -> Tensor:
 
 
 def kernel(evidence: Evidence, x: Tensor, data: Tensor, columns: Tensor, root: str) -> Any:
-    network = evidence._assembly.preparation
+    network = evidence._problem.plans
     source = as_source((x, torch.zeros(len(x), dtype=torch.int64)))
     ask = LastLayerKernel(network, evidence.likelihood, root, source, 3, batch_size=3)
     rows = 3 * data + columns
@@ -200,6 +200,5 @@ def test_greedy_anchors_hold_more_than_those_of_the_largest_scores() -> None:
     for choice in ("auto", "greedy", "score"):
         evidence = evidence_of(model, anchoring=Anchoring(0.5, choice))
         blocks = list(evidence.blocks((x, y)).epoch())
-        evidence.estimate(blocks[0])
-        found[choice] = blocks[0].entropies[0]
+        found[choice] = evidence.estimate(blocks[0]).entropies[0]
     assert found["auto"] == found["greedy"] > 1.05 * found["score"]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from evigrad import Evidence
 from evigrad.blocks.anchors import AnchoredStream, Anchoring
+from evigrad.engine import two_passes
 from evigrad.errors import MemoryBudgetError
 from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
@@ -66,20 +67,20 @@ def test_no_more_rows_are_formed_at_once_than_for_a_single_draw(
     block = joint(made, 8)
     assert block.num_rows > 12
     sizes: list[int] = []
-    root_rows = made._assembly.passes.root_rows
+    root_rows = two_passes.root_rows
 
-    def counted(f: Tensor, chunk: Any) -> Any:
+    def counted(problem: Any, f: Tensor, chunk: Any) -> Any:
         sizes.append(int((chunk.columns >= 0).sum()))
-        return root_rows(f, chunk)
+        return root_rows(problem, f, chunk)
 
-    monkeypatch.setattr(made._assembly.passes, "root_rows", counted)
+    monkeypatch.setattr(two_passes, "root_rows", counted)
     kept = list(made.collect(block).draws())
     assert len(kept) == 8
     assert sum(sizes) == block.num_rows
     assert 0 < max(sizes) <= 12
     assert len(sizes) > 1
     # What is free holds all rows and products, but not those of a micro-batch too.
-    structure = kept[0].prepared.structure
+    structure = kept[0].plan.structure
     needed = structure.predicted_bytes(block.num_rows)
     monkeypatch.setattr("evigrad.engine.memory._free_bytes", lambda _: needed)
     monkeypatch.setattr("evigrad.engine.memory.available_bytes", lambda _: needed)

@@ -1,6 +1,6 @@
 """The anchors of an evidence over time: outputs that are known, scores, the present choice."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -77,17 +77,18 @@ class AnchorBook:
             self._generator,
         )
 
-    def observe(self, block: Block) -> None:
+    def observe(self, block: Block, entropies: Sequence[float]) -> None:
         """Learn from an evaluated block what to expect of others.
 
         Args:
-            block: One of the stream's, with its entropies.
+            block: One of the stream's.
+            entropies: ℓ(Z), ℓ(B_1|Z), … that were found.
         """
-        if block.columns is None or block.parts is None or len(block.entropies) < 2:
+        if block.columns is None or block.parts is None or len(entropies) < 2:
             return
         for draw in block.draws:
             if bool((block.columns[block.parts == draw.part] >= 0).any()):
-                self._masses.observe(draw.key, draw.guess, block.entropies[draw.part])
+                self._masses.observe(draw.key, draw.guess, entropies[draw.part])
 
     def refresh(self, source: Source) -> float:
         """Pass all data through the network, and choose anchors anew by its present outputs.

@@ -1,4 +1,4 @@
-"""What depends on the shape of the inputs: plan, structure and partition, made once for each."""
+"""What depends on the shape of the inputs: how derivatives are computed, structure, partition."""
 
 import warnings
 from collections.abc import Mapping
@@ -9,21 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evigrad.blocks.anchors import Anchoring
 from evigrad.blocks.anchors.last_layer import LastLayer, last_layer, watched
 from evigrad.blocks.partitions import Partition
-from evigrad.curvature import ParameterPartition, Storage, Structure, contracted, make_structure
-from evigrad.engine.checks import (
-    check_anchored,
-    check_choice,
-    check_count,
-    check_passes,
-    check_positive,
-    check_rows,
-    check_spec,
-)
+from evigrad.curvature import Storage, Structure, contracted, make_structure
+from evigrad.engine.settings import Settings
 from evigrad.errors import EvigradWarning, listed
-from evigrad.estimators import ROOTS, EstimatorSpec
 from evigrad.invariances.noise import Drawn, Noise, stochastic_modules
 from evigrad.jacobians import (
     JacobianPlan,
@@ -47,64 +37,21 @@ PROBE_SIZE = 3
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How an evidence computes; see ``Evidence`` for each.
-
-    Raises:
-        ConfigurationError: If a value does not exist or does not fit.
-    """
-
-    spec: EstimatorSpec
-    num_data: int
-    root: str
-    sharing: str
-    parameter_partition: ParameterPartition
-    temperature: float
-    micro_batch: int | str | None = None
-    memory_budget: int | None = None
-    gram_dtype: torch.dtype | None = None
-    rows_dtype: torch.dtype | None = None
-    rows_device: torch.device | None = None
-    autocast: torch.dtype | None = None
-    gradient: str = "two-pass"
-    anchoring: Anchoring | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        check_count("num_data", self.num_data)
-        check_spec(self.spec, self.num_data)
-        check_choice("root", self.root, ROOTS)
-        check_anchored(self.spec, self.root, self.anchoring)
-        check_choice("sharing", self.sharing, ("expand", "reduce"))
-        check_positive("temperature", self.temperature)
-        check_passes(
-            self.spec,
-            self.micro_batch,
-            self.memory_budget,
-            self.gram_dtype,
-            self.rows_dtype,
-            self.autocast,
-        )
-        check_rows(self.spec, self.rows_dtype, self.rows_device)
-        check_choice("gradient", self.gradient, ("two-pass", "one-graph"))
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What is prepared for inputs of one shape.
+class InputPlan:
+    """What is planned for inputs of one shape.
 
     Attributes:
         model: Takes ``pack(x, noise)``.
-        plan: How its derivatives are computed.
-        structure: Of the curvature.
-        partition: Of rows into blocks.
+        jacobian: How its derivatives are computed.
+        structure: The structure of the curvature.
+        partition: The partition of all rows into blocks.
         draws_globally: Whether the model drew from the global generators when it was planned.
-        outputs: Of the inputs that it was prepared on, under the weights of that day.
-        gram_dtype: Of the structure's matrices; None for that of the rows.
+        outputs: The outputs of the inputs that it was planned on, (probe, C), which may be stale.
+        gram_dtype: Type of the structure's matrices; None for that of the rows.
     """
 
     model: nn.Module
-    plan: JacobianPlan
+    jacobian: JacobianPlan
     structure: Structure[Any]
     partition: Partition
     draws_globally: bool
@@ -132,14 +79,14 @@ class Prepared:
         return prod(x.shape[1:]) + drawn
 
 
-class Preparation:
-    """Makes and keeps what is prepared.
+class Plans:
+    """The plans for the latest shapes of inputs.
 
     Args:
         model: The user's.
         weights: Its weights by name.
         prior: Bound to them.
-        settings: Of the evidence.
+        settings: How the evidence is computed.
     """
 
     def __init__(
@@ -154,19 +101,19 @@ class Preparation:
         self.prior = prior
         self.settings = settings
         self._drawing = stochastic_modules(model)
-        self._prepared: dict[str, Prepared] = {}
-        self._known_plans: dict[str, JacobianPlan] = {}
+        self._plans: dict[str, InputPlan] = {}
+        self._known: dict[str, JacobianPlan] = {}
         self._formed: set[str] = set()  # inputs for which all rows are formed, none contracted
         self._passes = 0
 
-    def prepare(self, x: Tensor) -> Prepared:
+    def of(self, x: Tensor) -> InputPlan:
         """Plan the derivatives and build the structure for inputs of this shape, once.
 
         Args:
             x: Some inputs.
 
         Returns:
-            What is prepared for them.
+            The plan for them.
         """
         check_hooks(self.model)
         # How much a module draws may be changed at any time (its number of samples).
@@ -174,9 +121,9 @@ class Preparation:
         drawn = [module.draw(1, one).shape for module in self._drawing]
         shapes = [tuple(shape) for shape in (x.shape[1:], *drawn)]
         key = f"{shapes} {x.dtype} {x.device}"
-        if key in self._prepared:
-            self._prepared[key] = self._prepared.pop(key)  # the latest is the last
-            return self._prepared[key]
+        if key in self._plans:
+            self._plans[key] = self._plans.pop(key)  # the latest is the last
+            return self._plans[key]
         probe, model = x[:PROBE_SIZE].detach(), self.model
         if self.draws:
             noise = self.noise(seed=0).slice(0, len(probe))
@@ -187,9 +134,9 @@ class Preparation:
         with evaluation_mode(model, own) as has_drawn, model_run(model):
             with torch.no_grad():
                 f = model_outputs(model, probe)
-            plans = [each.plan for each in reversed(self._prepared.values())]
+            plans = [each.jacobian for each in reversed(self._plans.values())]
             made = (
-                self._known_plans.get(key)
+                self._known.get(key)
                 or adapted(plans, model, self.weights, probe)
                 or plan(model, self.weights, probe)
             )
@@ -197,11 +144,11 @@ class Preparation:
         partition = Partition(self.settings.spec, self.settings.num_data, f.shape[1])
         given = self.settings.gram_dtype
         structure = self._structure(made, partition, key not in self._formed, given)
-        self._prepared[key] = Prepared(model, made, structure, partition, draws_globally, f, given)
-        for old in list(self._prepared)[:-_KEPT]:
-            del self._prepared[old]
+        self._plans[key] = InputPlan(model, made, structure, partition, draws_globally, f, given)
+        for old in list(self._plans)[:-_KEPT]:
+            del self._plans[old]
             self._formed.discard(old)
-        return self._prepared[key]
+        return self._plans[key]
 
     def state_dict(self) -> dict[str, Any]:
         """What later passes depend on: how many there were, and the paths of derivatives.
@@ -210,9 +157,9 @@ class Preparation:
         data have found since: it could not be made again.
 
         Returns:
-            Numbers, strings, and tuples, lists and dictionaries of them.
+            A dictionary of plain numbers, strings, tuples, lists and dictionaries.
         """
-        plans = self._known_plans | {key: each.plan for key, each in self._prepared.items()}
+        plans = self._known | {key: each.jacobian for key, each in self._plans.items()}
         return {
             "passes": self._passes,
             "plans": {key: each.as_record() for key, each in list(plans.items())[-_KEPT:]},
@@ -220,40 +167,26 @@ class Preparation:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state of ``state_dict``, in place of what was prepared here.
+        """Take up a state of ``state_dict``, in place of what was planned here.
 
         Args:
             state: From the same model and settings.
         """
         self._passes = state["passes"]
-        self._known_plans = {
+        self._known = {
             key: JacobianPlan.from_record(record) for key, record in state["plans"].items()
         }
         self._formed = set(state["formed"])
-        for key, prepared in self._prepared.items():
-            made = self._known_plans.get(key, prepared.plan)
-            self._prepared[key] = self._replanned(prepared, made, key not in self._formed)
+        for key, each in self._plans.items():
+            made = self._known.get(key, each.jacobian)
+            self._plans[key] = self._replanned(each, made, key not in self._formed)
 
     def outputs(self, x: Tensor) -> Tensor:
-        """Outputs of the model, without a graph; what it draws is not the evidence's.
-
-        Args:
-            x: Inputs (m, ...).
-
-        Returns:
-            Of shape (m, C).
-        """
+        """Outputs (m, C) of the model, without a graph; what it draws is not the evidence's."""
         return self.last_layer(x)[0]
 
     def last_layer(self, x: Tensor) -> tuple[Tensor, LastLayer | None]:
-        """Outputs as ``outputs`` gives them, and the last layer that they come from.
-
-        Args:
-            x: Inputs (m, ...).
-
-        Returns:
-            Outputs (m, C); the layer, or None where none is linear.
-        """
+        """Outputs as ``outputs`` gives them, and their last layer, None where none is linear."""
         own, model = torch.Generator().manual_seed(0), self.model
         with (
             evaluation_mode(model, own),
@@ -270,51 +203,29 @@ class Preparation:
         """Whether the model draws noise."""
         return bool(self._drawing)
 
-    def latest(self) -> Prepared | None:
-        """What was prepared last, if anything."""
-        return next(reversed(self._prepared.values()), None)
+    def latest(self) -> InputPlan | None:
+        """The plan that was used last, if any."""
+        return next(reversed(self._plans.values()), None)
 
     def noise(self, seed: int, positions: Tensor | None = None) -> Noise:
-        """The noise of a block, of all modules that draw.
-
-        Args:
-            seed: Of the noise.
-            positions: Whose noise each datum has, in ascending order; None for its own.
-
-        Returns:
-            The noise, drawn as it is read.
-        """
+        """The noise of a block, drawn as it is read; ``positions`` says whose noise a datum has."""
         return Noise(self._drawing, seed, positions)
 
-    def without_contraction(self, prepared: Prepared) -> Prepared:
-        """The same with all rows formed, for a model whose passes do not all have closed forms.
+    def without_contraction(self, plan: InputPlan) -> InputPlan:
+        """The plan that takes its place: all rows formed, as not all passes have closed forms."""
+        self._formed |= {key for key, known in self._plans.items() if known is plan}
+        return self._replaced(plan, self._replanned(plan, plan.jacobian, contract=False))
 
-        Args:
-            prepared: One of those made here.
-
-        Returns:
-            What takes its place from here on.
-        """
-        self._formed |= {key for key, known in self._prepared.items() if known is prepared}
-        return self._replaced(prepared, self._replanned(prepared, prepared.plan, contract=False))
-
-    def _replaced(self, old: Prepared, new: Prepared) -> Prepared:
-        for key, known in self._prepared.items():
+    def _replaced(self, old: InputPlan, new: InputPlan) -> InputPlan:
+        for key, known in self._plans.items():
             if known is old:
-                self._prepared[key] = new
+                self._plans[key] = new
         return new
 
-    def in_float64(self, prepared: Prepared) -> Prepared:
-        """The same with products and factors in float64, whatever the dtype of the rows.
-
-        Args:
-            prepared: One of those made here.
-
-        Returns:
-            Another one, for a single evaluation.
-        """
-        wider = replace(prepared, gram_dtype=torch.float64)
-        return self._replanned(wider, wider.plan, bool(prepared.structure.contracted))
+    def in_float64(self, plan: InputPlan) -> InputPlan:
+        """Another plan, for one evaluation, with products and factors in float64."""
+        wider = replace(plan, gram_dtype=torch.float64)
+        return self._replanned(wider, wider.jacobian, bool(plan.structure.contracted))
 
     def _structure(
         self,
@@ -344,9 +255,9 @@ class Preparation:
             num_rows=None if plain or spec.curvature == "hessian" else rows,
         )
 
-    def _replanned(self, prepared: Prepared, made: JacobianPlan, contract: bool) -> Prepared:
-        structure = self._structure(made, prepared.partition, contract, prepared.gram_dtype)
-        return replace(prepared, plan=made, structure=structure)
+    def _replanned(self, plan: InputPlan, made: JacobianPlan, contract: bool) -> InputPlan:
+        structure = self._structure(made, plan.partition, contract, plan.gram_dtype)
+        return replace(plan, jacobian=made, structure=structure)
 
     # ------------------------------------------------------------ checking on real data
 
@@ -356,26 +267,26 @@ class Preparation:
         is_due = self._passes & (self._passes - 1) == 0
         return is_due and self.settings.spec.curvature != "hessian"
 
-    def checked(self, prepared: Prepared, linearization: Linearization, x: Tensor) -> Prepared:
+    def checked(self, plan: InputPlan, linearization: Linearization, x: Tensor) -> InputPlan:
         """One datum of a pass against plain automatic differentiation of it alone.
 
         Args:
-            prepared: That the pass was made with.
+            plan: The plan of the pass.
             linearization: The pass.
             x: Its inputs, packed.
 
         Returns:
-            The same, or another one without the fast derivatives that were found to be wrong.
+            The same plan, or one without the fast derivatives that were found to be wrong.
         """
         own = torch.Generator().manual_seed(self._passes)  # the evidence's draws are not shifted
         f = linearization.outputs
         vectors = torch.randn(len(f), 1, f.shape[1], generator=own).to(f)
         index = int(torch.randint(len(f), (), generator=own))
         wrong = spot_check(
-            prepared.model, self.weights, x, prepared.plan, linearization, vectors, index
+            plan.model, self.weights, x, plan.jacobian, linearization, vectors, index
         )
         if not wrong:
-            return prepared
+            return plan
         warnings.warn(
             f"The fast derivatives of {listed(sorted(wrong))} are wrong for this model (it may"
             " reorder its data, or use a weight in an unusual way): from here on they are"
@@ -383,12 +294,12 @@ class Preparation:
             EvigradWarning,
             stacklevel=2,
         )
-        self._known_plans = {key: demote(p, wrong) for key, p in self._known_plans.items()}
-        for key, each in self._prepared.items():  # plans of other lengths are made from these
-            if each is not prepared:
-                self._prepared[key] = self._demoted(each, wrong)
-        return self._replaced(prepared, self._demoted(prepared, wrong))
+        self._known = {key: demote(p, wrong) for key, p in self._known.items()}
+        for key, each in self._plans.items():  # plans of other lengths are made from these
+            if each is not plan:
+                self._plans[key] = self._demoted(each, wrong)
+        return self._replaced(plan, self._demoted(plan, wrong))
 
-    def _demoted(self, prepared: Prepared, wrong: set[str]) -> Prepared:
-        contract = bool(prepared.structure.contracted)
-        return self._replanned(prepared, demote(prepared.plan, wrong), contract)
+    def _demoted(self, plan: InputPlan, wrong: set[str]) -> InputPlan:
+        contract = bool(plan.structure.contracted)
+        return self._replanned(plan, demote(plan.jacobian, wrong), contract)

@@ -1,0 +1,122 @@
+"""The cotangents of a block's rows, and how they depend on the likelihood's hyperparameters."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from evigrad.engine.passes import Chunk
+from evigrad.engine.problem import Problem
+from evigrad.errors import NotPositiveDefiniteError
+from evigrad.errors.users_code import raised_in
+from evigrad.likelihoods import RootRows
+
+
+def root_rows(problem: Problem, f: Tensor, chunk: Chunk) -> RootRows:
+    """The cotangents whose vector-Jacobian products are the rows, temperature included.
+
+    Args:
+        problem: With likelihood, curvature, root and temperature.
+        f: Outputs of the micro-batch.
+        chunk: The micro-batch.
+
+    Returns:
+        The cotangents, with a graph into f and the likelihood's parameters where these have.
+    """
+    name, temperature = type(problem.likelihood).__name__, problem.settings.temperature
+    with raised_in(f"log_prob of {name}, or what is derived at its reference_targets,"):
+        root = _uncooled(problem, f, chunk)
+    if temperature == 1.0:
+        return root
+    scale = torch.ones_like(root.vectors[:, :, 0]) if root.scale is None else root.scale
+    return replace(root, scale=scale * temperature**-0.5)
+
+
+def _uncooled(problem: Problem, f: Tensor, chunk: Chunk) -> RootRows:
+    """The cotangents at temperature 1."""
+    likelihood, curvature = problem.likelihood, problem.settings.spec.curvature
+    if curvature == "ef":
+        return RootRows(likelihood.score(f, chunk.y)[:, None, :], None)
+    if curvature == "mc":  # outer products of sampled labels' scores average to Λ
+        labels = chunk.labels
+        scores = torch.stack([likelihood.score(f, label) for label in labels], dim=1)
+        log_prob = torch.stack([likelihood.log_prob(f, label) for label in labels], dim=1)
+        # One, with the gradient that the labels' distribution has in f and in the noise: the
+        # labels are held fixed, and the gradient of H stays unbiased.
+        ratio = (0.5 * (log_prob - log_prob.detach())).exp()
+        return RootRows(scores * len(labels) ** -0.5, ratio)
+    columns = None if chunk.columns is None else chunk.columns.to(f.device)
+    root = likelihood.root(f, columns, problem.settings.root)
+    if columns is not None and (columns < 0).any():
+        root = replace(root, present=columns >= 0)
+    return root
+
+
+def rehearse(problem: Problem, f: Tensor, y: Tensor) -> None:
+    """Ask the likelihood for what passes will ask it, to hear now what it lacks.
+
+    Args:
+        problem: With the likelihood.
+        f: Outputs of a few data.
+        y: Their targets.
+
+    Raises:
+        EvigradError: If it lacks something, or is not what it says.
+    """
+    own = torch.Generator().manual_seed(0)
+    sampled = problem.settings.spec.curvature == "mc"
+    labels = [problem.likelihood.sample(f, own)] if sampled else []
+    columns = torch.zeros(len(f), 1, dtype=torch.int64)
+    weights = torch.ones(len(f))
+    with torch.no_grad(), suppress(NotPositiveDefiniteError):  # other outputs may do better
+        root_rows(problem, f, Chunk(f, y, slice(0, len(f)), columns, weights, labels))
+
+
+def rows_depend_on_likelihood(problem: Problem, num_outputs: int) -> bool:
+    """Whether a parameter of the likelihood is in the rows, and not only in their scale."""
+    likelihood = problem.likelihood
+    if not any(p.requires_grad for p in likelihood.parameters()):
+        return False
+    if problem.settings.spec.curvature != "ggn":
+        return True
+    return _probe(problem, num_outputs).vectors.requires_grad
+
+
+def noise_differs_in_sums(problem: Problem, num_outputs: int) -> bool:
+    """Whether a structure that sums rows would sum some of different learnable noise."""
+    spec = problem.settings.spec
+    one_output = spec.outputs == 1 and not spec.iid and not spec.rows
+    if spec.structure == "ntk" or one_output or num_outputs == 1:
+        return False
+    learned = [p for p in problem.likelihood.parameters() if p.requires_grad]
+    with torch.enable_grad():
+        scale = _probe(problem, num_outputs).scale
+        return scale is not None and not is_one_number(scale.flatten(), learned)
+
+
+def _probe(problem: Problem, num_outputs: int) -> RootRows:
+    """The root at outputs of zero, with a graph into the likelihood's parameters."""
+    f = torch.zeros(1, num_outputs, dtype=problem.dtype, device=problem.device)
+    with torch.enable_grad():
+        return problem.likelihood.root(f, None, problem.settings.root)
+
+
+def is_one_number(scale: Tensor, parameters: Sequence[Tensor]) -> bool:
+    """Whether all entries are the same, and stay so whatever the parameters become."""
+    if not bool((scale == scale[0]).all()):
+        return False
+    learned = [parameter for parameter in parameters if parameter.requires_grad]
+    if not scale.requires_grad or not learned:
+        return True
+    # Two noises that happen to be equal are not one: their derivatives tell them apart.
+    weights = torch.arange(1, len(scale) + 1, device=scale.device, dtype=scale.dtype)
+    whole, alone = (
+        torch.autograd.grad(value, learned, retain_graph=True, allow_unused=True)
+        for value in ((weights * scale).sum(), weights.sum() * scale[0])
+    )
+    return all(
+        (a is None) == (b is None) and (a is None or b is None or torch.allclose(a, b, rtol=1e-3))
+        for a, b in zip(whole, alone, strict=True)
+    )

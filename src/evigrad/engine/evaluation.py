@@ -1,0 +1,282 @@
+"""The number and its gradient: the estimate of a block, and the ways to differentiate it.
+
+- Two passes: accumulate the statistic without a graph, differentiate its log-determinant, and go
+  through the data once more with a graph, one micro-batch at a time (DESIGN 3.3). Memory does not
+  grow with the block but for the statistic.
+- One graph over the whole block, the reference that the others are tested against.
+- One pass without a graph, where no more than the prior and a mere scale of the rows (a noise) is
+  learned.
+
+All give the gradient of −(log evidence + log hyperprior) / N.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from evigrad.curvature import LogDet, RoundingError, rounding_refused
+from evigrad.engine.cotangents import (
+    is_one_number,
+    noise_differs_in_sums,
+    root_rows,
+    rows_depend_on_likelihood,
+)
+from evigrad.engine.estimate import Estimate
+from evigrad.engine.kept import KeptPass
+from evigrad.engine.passes import BlockPass, check_fits
+from evigrad.engine.problem import Problem
+from evigrad.engine.two_passes import FirstPass, first_pass, log_likelihood_of, second_pass
+from evigrad.errors import ConfigurationError, EvigradError, MemoryBudgetError
+
+Gradients = list[Tensor | None]
+Found = TypeVar("Found")
+
+
+def estimate_of(own: BlockPass) -> Estimate:
+    """The estimate on a block of data, in float64 where it has to be."""
+
+    def work(own: BlockPass) -> Estimate:
+        return objective(first_pass(own, FirstPass(condensed=True)))[0]
+
+    return precisely(own, work)
+
+
+def gradient_of(
+    own: BlockPass, learnable: Mapping[str, nn.Parameter]
+) -> tuple[Estimate, Gradients]:
+    """The estimate on a block of data and its gradient, in float64 where it has to be.
+
+    Args:
+        own: The block.
+        learnable: Hyperparameters to differentiate in, by name; no other requires a gradient.
+
+    Returns:
+        The estimate, and one gradient for each hyperparameter, in their order.
+    """
+    problem, parameters = own.problem, list(learnable.values())
+    if problem.settings.gradient == "one-graph":
+        in_network = any(name.startswith("model.") for name in learnable)
+        use = FirstPass(differentiable=in_network)
+    elif needs_two_passes(problem, learnable, own.plan.partition.num_outputs):
+        return precisely(own, lambda own: _two_passes(own, learnable))
+    else:
+        with_noise = any(not name.startswith("prior.") for name in learnable)
+        use = FirstPass(keeps_outputs=with_noise, condensed=True)
+
+    def one_pass(own: BlockPass) -> tuple[Estimate, Gradients]:
+        estimate, value = objective(first_pass(own, use))
+        return estimate, list(torch.autograd.grad(value, parameters, allow_unused=True))
+
+    return precisely(own, one_pass)
+
+
+def of_kept(
+    passes: Sequence[KeptPass], learnable: Sequence[nn.Parameter]
+) -> tuple[list[Estimate], Gradients]:
+    """The estimates of kept passes, and the gradient of their mean, without the network.
+
+    Args:
+        passes: One or more.
+        learnable: What to differentiate in; may be empty.
+
+    Returns:
+        The estimates and the gradients.
+    """
+    estimates: list[Estimate] = []
+    total: Gradients = [None] * len(learnable)
+    for kept in passes:
+        estimate, value = objective(kept)
+        estimates.append(estimate)
+        if learnable:
+            found = torch.autograd.grad(value / len(passes), list(learnable), allow_unused=True)
+            total = [_sum(a, b) for a, b in zip(total, found, strict=True)]
+    return estimates, total
+
+
+def needs_two_passes(problem: Problem, learnable: Iterable[str], num_outputs: int) -> bool:
+    """Whether what is learned is in the rows, and not only beside them or a scale of all.
+
+    Args:
+        problem: The problem of the evidence.
+        learnable: Names of hyperparameters.
+        num_outputs: C.
+
+    Returns:
+        False where steps on a statistic of the unscaled rows give the gradient.
+    """
+    names = list(learnable)
+    if any(name.startswith("model.") for name in names):
+        return True
+    if all(name.startswith("prior.") for name in names):
+        return False
+    in_rows = rows_depend_on_likelihood(problem, num_outputs)
+    return in_rows or noise_differs_in_sums(problem, num_outputs)
+
+
+def precisely(
+    own: BlockPass,
+    work: Callable[[BlockPass], Found],
+    trial: Callable[[Found], object] | None = None,
+) -> Found:
+    """Evaluate a block; where float32 would round too much away, once more in float64.
+
+    Each evaluation begins anew, so that none depends on those before it.
+
+    Args:
+        own: The block.
+        work: Evaluates it, and leaves nothing behind where it raises.
+        trial: What to do with the result for the sake of its rounding alone, if anything.
+
+    Returns:
+        What ``work`` returns. Where the user chose ``gram_dtype``, or memory does not suffice, a
+        warning tells of the rounding.
+    """
+    problem = own.problem
+    narrow = any(weight.dtype != torch.float64 for weight in problem.weights.values())
+    if problem.settings.gram_dtype is not None or not narrow or problem.device.type == "mps":
+        return work(own)
+    try:
+        with rounding_refused():
+            result = work(own)
+            if trial is not None:
+                trial(result)
+            return result
+    except RoundingError:
+        precise = problem.plans.in_float64(own.plan)
+    try:
+        check_fits(problem, precise, own.block, condensed=True)
+    except MemoryBudgetError:
+        return work(own)
+    return work(replace(own, plan=precise))
+
+
+def objective(kept: KeptPass) -> tuple[Estimate, Tensor]:
+    """The estimate of a kept pass under the present prior and noise, and what is minimised.
+
+    Args:
+        kept: The pass.
+
+    Returns:
+        The estimate, and −(log evidence + log hyperprior) / N with a graph where gradients are on.
+    """
+    problem, structure = kept.problem, kept.plan.structure
+    precisions, log_likelihood = problem.prior.precisions(), kept.log_likelihood
+    statistic: Any = kept.statistic
+    if kept.outputs:
+        statistic, precisions = _rescaled(kept, precisions)
+        parts = [log_likelihood_of(problem, f, chunk) for chunk, f in kept.outputs]
+        log_likelihood = torch.stack(parts).sum()
+    log_det = structure.evaluate(statistic, precisions, kept.conditioning)
+    log_prior, log_hyperprior = _prior_terms(problem)
+    estimate = _estimate(kept, log_likelihood, log_det, log_prior, log_hyperprior)
+    log_evidence = log_likelihood + log_prior - 0.5 * (kept.block.scale * log_det.value)
+    return estimate, -(log_evidence + log_hyperprior) / problem.settings.num_data
+
+
+def _two_passes(
+    own: BlockPass, learnable: Mapping[str, nn.Parameter]
+) -> tuple[Estimate, Gradients]:
+    """The gradient in two passes over the block, micro-batch by micro-batch."""
+    problem = own.problem
+    of_prior = [p for name, p in learnable.items() if name.startswith("prior.")]
+    of_passes = [p for name, p in learnable.items() if not name.startswith("prior.")]
+    with torch.no_grad():
+        kept = first_pass(own, FirstPass())
+    scale = kept.block.scale
+    differential = kept.plan.structure.differentiate(
+        kept.statistic, problem.prior.precisions(), of_prior, kept.conditioning
+    )
+    with torch.enable_grad():
+        log_prior, log_hyperprior = _prior_terms(problem)
+        direct: Gradients = [None] * len(of_prior)
+        if of_prior:
+            value = log_prior + log_hyperprior
+            direct = list(torch.autograd.grad(value, of_prior, allow_unused=True))
+    estimate = _estimate(kept, kept.log_likelihood, differential.log_det, log_prior, log_hyperprior)
+    # What the check of the first pass may have changed holds for the second too.
+    again = replace(own, plan=kept.plan)
+    pulled = second_pass(again, differential.cotangent, scale, of_passes)
+    of_log_det = [None if g is None else -0.5 * scale * g for g in differential.gradients]
+    in_prior = [_sum(a, b) for a, b in zip(direct, of_log_det, strict=True)]
+    found = dict(zip(map(id, [*of_prior, *of_passes]), [*in_prior, *pulled], strict=True))
+    gradients = [found[id(p)] for p in learnable.values()]
+    return estimate, [None if g is None else -g / problem.settings.num_data for g in gradients]
+
+
+def _rescaled(kept: KeptPass, precisions: Mapping[str, Tensor]) -> tuple[Any, Mapping[str, Tensor]]:
+    """Statistic and precisions with the rows' scale under the likelihood's parameters."""
+    problem, parts = kept.problem, list[Tensor]()
+    for chunk, f in kept.outputs:
+        root = root_rows(problem, f, chunk)
+        if root.scale is None:
+            return kept.statistic, precisions
+        parts.append(root.scale if root.present is None else root.scale[root.present])
+    scale = torch.cat([part.flatten() for part in parts])
+    if hasattr(kept.statistic, "with_scale"):
+        return kept.statistic.with_scale(scale), precisions
+    # r² H under the precisions P0 has the log-determinant of H under P0 / r².
+    first = scale[0]
+    if not is_one_number(scale, list(problem.likelihood.parameters())):
+        raise ConfigurationError(
+            f"{problem.settings.spec.name} sums rows of different noise, so that a kept pass"
+            " cannot follow the noise. Take one noise for all outputs, or an 'ntk' estimator."
+        )
+    return kept.statistic, {n: p / first.square().to(p) for n, p in precisions.items()}
+
+
+def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
+    """The mean of several estimates of the same evidence; a bound if all of them are."""
+    count = len(estimates)
+    if count == 1:
+        return estimates[0]
+    means = {
+        name: sum(getattr(estimate, name) for estimate in estimates) / count
+        for name in ("log_evidence", "log_likelihood", "log_prior", "log_det")
+    }
+    is_bound = all(estimate.is_bound for estimate in estimates)
+    return replace(estimates[0], **means, is_bound=is_bound, entropies=())
+
+
+def _prior_terms(problem: Problem) -> tuple[Tensor, Tensor]:
+    weights = {name: w.detach() for name, w in problem.weights.items()}
+    return -0.5 * problem.prior.quadratic(weights), problem.prior.log_hyperprior()
+
+
+def _estimate(
+    kept: KeptPass,
+    log_likelihood: Tensor,
+    log_det: LogDet,
+    log_prior: Tensor,
+    log_hyperprior: Tensor,
+) -> Estimate:
+    settings = kept.problem.settings
+    parts = (log_likelihood, log_prior, kept.block.scale * log_det.value, log_hyperprior)
+    likelihood, prior, determinant, hyperprior = (float(p.detach()) for p in parts)
+    value = likelihood + prior - 0.5 * determinant
+    if not math.isfinite(value):
+        raise EvigradError(
+            f"The log evidence is {value} (log likelihood {likelihood:.4g}, log prior"
+            f" {prior:.4g}, log-determinant {determinant:.4g}): weights or"
+            " hyperparameters have diverged; lower their learning rates."
+        )
+    return Estimate(
+        log_evidence=value,
+        log_likelihood=likelihood,
+        log_prior=prior,
+        log_det=determinant,
+        log_hyperprior=hyperprior,
+        is_bound=kept.is_bound,
+        num_data=settings.num_data,
+        estimator=settings.spec.name,
+        entropies=log_det.entropies,
+    )
+
+
+def _sum(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right

@@ -1,0 +1,214 @@
+"""A pass over a block that is kept for many steps on the prior and the noise."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evigrad.blocks import Block
+from evigrad.curvature import Conditioning
+from evigrad.engine.cotangents import noise_differs_in_sums, rows_depend_on_likelihood
+from evigrad.engine.passes import Chunk
+from evigrad.engine.plans import InputPlan
+from evigrad.engine.problem import Problem
+from evigrad.errors import ConfigurationError, InputError
+
+# Numbers whose sums are taken at once: a prime, so that no layer's rows have this length.
+_WIDTH = 1021
+
+
+@dataclass(frozen=True, eq=False)
+class KeptPass:
+    """One pass over a block: all that the log evidence needs of the data, whatever the prior.
+
+    Attributes:
+        problem: The problem of the evidence that made it.
+        plan: The plan whose structure the statistic belongs to.
+        log_likelihood: (1/T) log p(D|w,h), scaled to the whole data set, in nats.
+        statistic: The structure's statistic of all rows.
+        block: The block, without its data.
+        log_probs: log p(y|w,h) of each datum of the block, (m,).
+        outputs: Micro-batches without inputs, with their outputs: what the likelihood's own
+            hyperparameters need. Kept on demand.
+        follows: Names of the hyperparameters that may change without invalidating this pass.
+        versions: Numbers of all else that it was made with.
+    """
+
+    problem: Problem
+    plan: InputPlan
+    log_likelihood: Tensor
+    statistic: Any
+    block: Block
+    log_probs: Tensor
+    outputs: Sequence[tuple[Chunk, Tensor]] = ()
+    follows: frozenset[str] = frozenset()
+    versions: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def conditioning(self) -> Conditioning | None:
+        """Which rows are anchors and which belong to drawn parts, where there are anchors."""
+        block = self.block
+        if block.parts is None or block.columns is None:
+            return None
+        parts = block.parts[block.columns >= 0]
+        return Conditioning(parts, block.part_weights, block.offset)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the expectation of the log-determinant is at least ℓ(I)."""
+        columns, settings = self.block.columns, self.problem.settings
+        splits_outputs = columns is not None and (
+            columns.shape[1] < self.plan.partition.num_outputs or bool((columns < 0).any())
+        )
+        coupled = self.problem.likelihood.couples_outputs and splits_outputs
+        return settings.spec.is_bound(settings.root, coupled)
+
+    def draws(self) -> Iterator["KeptPass"]:
+        """Each draw of an anchored block by itself: ℓ(Z) + w ℓ(B|Z), on the same pass.
+
+        Yields:
+            Passes whose mean estimate is that of this one, which share all that they hold.
+        """
+        if len(self.block.draws) < 2:
+            yield self
+            return
+        temperature = self.problem.settings.temperature
+        for number in range(len(self.block.draws)):
+            block = self.block.of_draw(number)
+            weights = block.likelihood_weights
+            yield replace(
+                self,
+                block=block,
+                log_likelihood=weighted_sum(weights, self.log_probs) / temperature,
+                outputs=[
+                    (replace(chunk, likelihood_weights=weights[chunk.data]), f)
+                    for chunk, f in self.outputs
+                ],
+            )
+
+    def following(
+        self, hyperparameters: Mapping[str, nn.Parameter], names: Iterable[str]
+    ) -> "KeptPass":
+        """The same pass with a note of what it was made with.
+
+        Args:
+            hyperparameters: All learnable ones, by name.
+            names: Those that may change beside the prior's, which always may.
+
+        Returns:
+            A pass that ``as_kept`` accepts as long as nothing else changes.
+        """
+        free = frozenset([*names, *(n for n in hyperparameters if n.startswith("prior."))])
+        versions = _versions(self.problem, hyperparameters, free)
+        return replace(self, follows=free, versions=versions)
+
+
+def weighted_sum(weights: Tensor, log_probs: Tensor) -> Tensor:
+    """Σ w_n log p(y_n), a float64 scalar, from two vectors (m,)."""
+    return (weights.to(log_probs) * log_probs).sum().double()
+
+
+def as_kept(
+    problem: Problem,
+    x: object,
+    hyperparameters: Mapping[str, nn.Parameter],
+    wanted: Iterable[str],
+) -> list[KeptPass] | None:
+    """The kept passes that were given in the place of data.
+
+    Args:
+        problem: The problem of the evidence.
+        x: Whatever was given.
+        hyperparameters: All learnable ones, by name.
+        wanted: Names of those to differentiate in.
+
+    Returns:
+        The passes, or None for data.
+
+    Raises:
+        ConfigurationError: If a pass does not follow a hyperparameter that is wanted.
+        InputError: If one was made by another evidence, or with other weights.
+    """
+    names = list(wanted)
+    if isinstance(x, KeptPass):
+        kept = [x]
+    elif isinstance(x, list | tuple) and x and all(isinstance(p, KeptPass) for p in x):
+        kept = [p for p in x if isinstance(p, KeptPass)]
+    else:
+        return None
+    now: dict[frozenset[str], tuple[tuple[int, int, int], ...]] = {}
+    for each in kept:
+        if each.problem is not problem:
+            raise InputError("This pass was collected by another evidence.")
+        if each.follows not in now:
+            now[each.follows] = _versions(problem, hyperparameters, each.follows)
+        if each.versions != now[each.follows]:
+            raise InputError(
+                "The weights, a buffer of the model, a fixed noise or hyperparameters that the"
+                " pass does not follow have changed since collect(): pass the data again."
+            )
+        if lost := [name for name in names if name not in each.follows]:
+            raise ConfigurationError(
+                f"The kept pass does not follow {', '.join(lost)}: name what it was collected for,"
+                f" as wrt={sorted(each.follows)}, or give the data."
+            )
+    return kept
+
+
+def check_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> None:
+    """Refuse to keep a pass that steps on the hyperparameters would make wrong.
+
+    Args:
+        problem: The problem of the evidence.
+        plan: The plan for the inputs.
+        learned: Names of the hyperparameters that are to change.
+
+    Raises:
+        ConfigurationError: If one of them is neither the prior's nor a noise that can be followed.
+    """
+    beside = [name for name in learned if not name.startswith("prior.")]
+    changing = [name for name in beside if name.startswith("model.")]
+    num_outputs = plan.partition.num_outputs
+    if beside and not changing and rows_depend_on_likelihood(problem, num_outputs):
+        changing = beside
+    if changing:
+        raise ConfigurationError(
+            "A pass can only be kept for steps on the prior and the noise;"
+            f" {', '.join(changing)} changes it. Leave it out (wrt=['prior'], in training"
+            " hyper_steps=...), or use estimate and backward on the data."
+        )
+    if beside and noise_differs_in_sums(problem, num_outputs):
+        raise ConfigurationError(
+            f"{problem.settings.spec.name} sums rows of different noise, so that a kept pass"
+            f" cannot follow {', '.join(beside)}. Take one noise for all outputs, an 'ntk'"
+            " estimator, or estimate and backward on the data."
+        )
+
+
+def _versions(
+    problem: Problem, hyperparameters: Mapping[str, nn.Parameter], follows: Iterable[str]
+) -> tuple[tuple[int, int, int], ...]:
+    """Numbers that change with parameters and buffers."""
+    free = {id(hyperparameters[name]) for name in follows if name in hyperparameters}
+    held = [
+        tensor
+        for module in (problem.model, problem.likelihood)
+        for tensor in (*module.parameters(), *module.buffers())
+        if id(tensor) not in free and tensor.layout == torch.strided
+    ]
+    sums = torch.stack([_checksum(t).to(problem.device) for t in held]).tolist()
+    return tuple((t.data_ptr(), t._version, own) for t, own in zip(held, sums, strict=True))
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """A sum of bits by their place: writing through ``.data`` leaves no other trace."""
+    whole = tensor.detach().reshape(-1)
+    # Halves of 64 bits, whose sums cannot overflow; sums of integers are exact in any order.
+    bits = whole.view({1: torch.int8, 2: torch.int16}.get(whole.element_size(), torch.int32))
+    head = len(bits) // _WIDTH * _WIDTH
+    table = bits[:head].view(-1, _WIDTH)
+    sums = (bits[head:], table.sum(0), table.sum(1))[: 3 if head else 1]
+    parts = [(s * torch.arange(1, len(s) + 1, device=s.device)).sum() for s in sums]
+    return torch.stack(parts).sum()

@@ -1,0 +1,237 @@
+"""The first pass over a block, to its statistic, and the second, from its cotangent to gradients.
+
+Data flow one way: micro-batch → outputs → cotangents of the likelihood's root → rows
+(``jacobians``) → statistic (``curvature``), and the same rows once more for the derivative in
+whatever the forward pass depends on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evigrad.curvature import Statistic, hessian_statistic, inner_product
+from evigrad.engine.cotangents import root_rows
+from evigrad.engine.kept import KeptPass, weighted_sum
+from evigrad.engine.passes import BlockPass, Chunk, linearized, outputs, over_chunks
+from evigrad.engine.plans import InputPlan
+from evigrad.engine.problem import Problem
+from evigrad.jacobians import linearize
+from evigrad.likelihoods.calls import check_derivatives, log_probabilities
+
+
+@dataclass(frozen=True)
+class FirstPass:
+    """What a first pass is for.
+
+    Attributes:
+        differentiable: Whether the rows need a graph into the model's hyperparameters.
+        keeps_outputs: Whether to keep what steps on the likelihood's parameters need, and to leave
+            the rows' scale to those.
+        condensed: Whether to keep no more than log-determinants need.
+    """
+
+    differentiable: bool = False
+    keeps_outputs: bool = False
+    condensed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Sums:
+    """What the micro-batches so far have added up to.
+
+    Attributes:
+        plan: The plan, without derivatives that a check has found to be wrong.
+        log_likelihood: Their share of (1/T) log p(D|w,h), float64.
+        to_check: Whether the next micro-batch is the one to check the derivatives on.
+        is_closed: False where a contracted weight had no closed form: the sums are void then.
+        statistic: The structure's, None before any rows.
+        log_probs: log p(y|w,h) of the data of each micro-batch.
+        kept: Micro-batches with their outputs, where these are asked for.
+    """
+
+    plan: InputPlan
+    log_likelihood: Tensor
+    to_check: bool
+    is_closed: bool = True
+    statistic: Any = None
+    log_probs: tuple[Tensor, ...] = ()
+    kept: tuple[tuple[Chunk, Tensor], ...] = ()
+
+
+def first_pass(own: BlockPass, use: FirstPass) -> KeptPass:
+    """One pass over a block's data: everything but the prior.
+
+    Args:
+        own: The block.
+        use: What it is for.
+
+    Returns:
+        The log likelihood and the curvature's statistic.
+    """
+    problem = own.problem
+    zero = torch.zeros((), dtype=torch.float64, device=problem.device)
+    while True:
+        due = problem.plans.check_is_due()
+        own = replace(own, suspicious=due)
+        start = _Sums(own.plan, zero, to_check=due)
+        sums = over_chunks(own, "first", partial(_add, own, use), start)
+        if sums.is_closed:
+            break
+        # Uses that depend on the data: from here on with all rows formed.
+        own = replace(own, plan=problem.plans.without_contraction(sums.plan))
+    structure, statistic = sums.plan.structure, sums.statistic
+    return KeptPass(
+        problem=problem,
+        plan=sums.plan,
+        log_likelihood=sums.log_likelihood,
+        statistic=structure.condense(statistic) if use.condensed else statistic,
+        block=replace(own.block, inputs=None, targets=None),
+        log_probs=torch.cat(sums.log_probs),
+        outputs=sums.kept,
+    )
+
+
+def _add(own: BlockPass, use: FirstPass, sums: _Sums, chunk: Chunk) -> _Sums:
+    """The sums with another micro-batch."""
+    if not sums.is_closed:
+        return sums
+    if sums.to_check:
+        plan = _spot_checked(own.problem, sums.plan, chunk)
+        sums = replace(sums, plan=plan, to_check=False)
+    own = replace(own, plan=sums.plan)
+    spec, likelihood = own.problem.settings.spec, own.problem.likelihood
+    statistic: Any = sums.statistic
+    if not chunk.has_rows:
+        # There for their likelihood alone, behind all that have rows.
+        with torch.set_grad_enabled(use.differentiable):
+            f = outputs(own, chunk)
+    elif spec.curvature == "hessian":
+        statistic, f = _add_hessian(own, chunk, statistic, use.differentiable)
+    else:
+        found = _add_rows(own, use, chunk, statistic)
+        if found is None:
+            return replace(sums, is_closed=False)
+        statistic, f = found
+    log_probs = log_probabilities(likelihood, f, chunk.y)
+    check_derivatives(likelihood, f, chunk.y, spec.curvature)
+    # Not a view of the inputs, which would hold them in memory.
+    kept = ((replace(chunk, x=chunk.x[:0].clone()), f.detach()),) if use.keeps_outputs else ()
+    return replace(
+        sums,
+        statistic=statistic,
+        log_likelihood=sums.log_likelihood + _weighted(own.problem, log_probs, chunk),
+        log_probs=(*sums.log_probs, log_probs.detach()),
+        kept=sums.kept + kept,
+    )
+
+
+def _add_rows(
+    own: BlockPass, use: FirstPass, chunk: Chunk, statistic: Any
+) -> tuple[Any, Tensor] | None:
+    """The statistic with a micro-batch's rows, and its outputs.
+
+    Returns:
+        None where a weight whose rows are not formed has no closed form.
+    """
+    structure = own.plan.structure
+    linearization = linearized(own, chunk, use.differentiable)
+    if not all(map(linearization.is_closed, structure.contracted)):
+        return None
+    root = root_rows(own.problem, linearization.outputs, chunk)
+    if root.vectors.requires_grad and not use.differentiable:
+        # The cotangents themselves depend on the likelihood's hyperparameters (a score, or a
+        # likelihood that does not separate a scale): the rows then need a graph.
+        linearization = linearized(own, chunk, True)
+    if use.keeps_outputs:
+        root = replace(root, scale=None)
+    f = linearization.outputs
+    if use.condensed and own.block.has_all_rows(chunk.data) and not root.vectors.requires_grad:
+        return structure.summarise(linearization, root), f
+    return structure.accumulate(statistic, linearization, root), f
+
+
+def _add_hessian(
+    own: BlockPass, chunk: Chunk, statistic: Any, differentiable: bool
+) -> tuple[Any, Tensor]:
+    """The statistic with a micro-batch's exact Hessian, and its outputs."""
+    likelihood, temperature = own.problem.likelihood, own.problem.settings.temperature
+
+    def negative_log_likelihood(f: Tensor) -> Tensor:
+        return -likelihood.log_prob(f, chunk.y).sum() / temperature
+
+    with torch.set_grad_enabled(differentiable):
+        f = outputs(own, chunk)
+    learnable = any(p.requires_grad for p in likelihood.parameters())
+    graph = torch.is_grad_enabled() and (differentiable or learnable)
+    found = hessian_statistic(
+        own.plan.structure,
+        statistic,
+        own.plan.model,
+        own.problem.weights,
+        chunk.x,
+        negative_log_likelihood,
+        graph,
+    )
+    return found, f
+
+
+def _spot_checked(problem: Problem, plan: InputPlan, chunk: Chunk) -> InputPlan:
+    """The plan, without derivatives that are wrong at the first micro-batch."""
+    with torch.enable_grad():
+        linearization = linearize(plan.model, problem.weights, chunk.x, plan.jacobian, False)
+    return problem.plans.checked(plan, linearization, chunk.x)
+
+
+def _weighted(problem: Problem, log_probs: Tensor, chunk: Chunk) -> Tensor:
+    """A micro-batch's share of (1/T) log p(D|w,h), scaled to the whole data set."""
+    return weighted_sum(chunk.likelihood_weights, log_probs) / problem.settings.temperature
+
+
+def log_likelihood_of(problem: Problem, f: Tensor, chunk: Chunk) -> Tensor:
+    """The share of a micro-batch with outputs ``f`` in (1/T) log p(D|w,h), with a graph."""
+    return _weighted(problem, log_probabilities(problem.likelihood, f, chunk.y), chunk)
+
+
+def second_pass(
+    own: BlockPass, cotangent: Statistic, scale: float, arguments: Sequence[Tensor]
+) -> list[Tensor]:
+    """The gradient of log likelihood − ½ scale · ℓ in what the forward pass depends on.
+
+    Args:
+        own: The block of the first pass.
+        cotangent: The derivative of ℓ in the statistic of that pass.
+        scale: Factor of ℓ.
+        arguments: Hyperparameters of the model and of the likelihood.
+
+    Returns:
+        One gradient for each.
+    """
+    problem = own.problem
+
+    def add(sums: list[Tensor], chunk: Chunk) -> list[Tensor]:
+        f, inner = _inner(own, cotangent, chunk)
+        objective = log_likelihood_of(problem, f, chunk) - 0.5 * scale * inner
+        if not objective.requires_grad:
+            return sums
+        found = torch.autograd.grad(objective, list(arguments), allow_unused=True)
+        return [s if g is None else s + g for s, g in zip(sums, found, strict=True)]
+
+    with torch.enable_grad():
+        return over_chunks(own, "second", add, [torch.zeros_like(a) for a in arguments])
+
+
+def _inner(own: BlockPass, cotangent: Statistic, chunk: Chunk) -> tuple[Tensor, Tensor | float]:
+    """The outputs of a micro-batch, and ⟨cotangent, its part in the statistic⟩."""
+    if not chunk.has_rows:
+        return outputs(own, chunk), 0.0
+    if own.problem.settings.spec.curvature == "hessian":
+        part, f = _add_hessian(own, chunk, None, True)
+        return f, inner_product(cotangent, part)
+    linearization = linearized(own, chunk, True)
+    root = root_rows(own.problem, linearization.outputs, chunk)
+    inner = own.plan.structure.inner(cotangent, chunk.data, linearization, root)
+    return linearization.outputs, inner
