@@ -30,11 +30,13 @@ run: $(VENV)/.run ## Install, then train a network on digits and learn its weigh
 	$(call say,Training a network on real digits and learning its weight decay ($(CONFIG)))
 	@$(BIN)/evigrad train --config $(CONFIG)
 
-test: $(VENV)/.test ## Install, then run all checks: ruff, basedpyright, pytest
+test: $(VENV)/.test ## Install, then run all checks: ruff, import-linter, basedpyright, pytest
 	$(call say,ruff: common mistakes$(comma) imports and docstrings that agree with the code)
 	@$(BIN)/ruff check $(PATHS)
 	$(call say,ruff: formatting)
 	@$(BIN)/ruff format --check $(PATHS)
+	$(call say,import-linter: rooms import from below only)
+	@PYTHONPATH=src $(BIN)/lint-imports --no-cache
 	$(call say,basedpyright: types)
 	@$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(call say,pytest: $(JOBS) processes with one thread each$(comma) warnings are errors)

@@ -1,11 +1,9 @@
-"""What is imported when: the public names on first use, PyTorch not before, rooms in any order."""
+"""What is imported when: the public names on first use, PyTorch not before."""
 
 import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -53,24 +51,3 @@ def test_what_a_type_checker_sees_is_what_there_is():
     homes = {alias.name: s.module for s in imports for alias in s.names}
     assert homes == vars(evigrad)["_HOMES"] and sorted(homes) == sorted(evigrad.__all__)
     assert not hasattr(evigrad, "fti")
-
-
-def rooms_of(file: Path) -> Iterator[str]:
-    """The rooms that a file imports from; ``cli`` imports none of its modules, each is one."""
-    for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("evigrad"):
-            for alias in node.names:
-                yield room(f"{node.module}.{alias.name}".split("."))
-
-
-def room(parts: list[str]) -> str:
-    return ".".join(parts[1:3] if parts[1] == "cli" else parts[1:2])
-
-
-def test_rooms_import_in_no_circle():
-    graph: dict[str, set[str]] = {}
-    for file in PACKAGE.rglob("*.py"):
-        own = room(["evigrad", *file.relative_to(PACKAGE).with_suffix("").parts])
-        graph.setdefault(own, set()).update(set(rooms_of(file)) - {own})
-    assert len(graph) > 30
-    list(TopologicalSorter(graph).static_order())  # else what is imported first decides whether
