@@ -48,7 +48,7 @@ def regression(num_data: int = 12, **options: Any) -> FitResult:
     ],
 )
 def test_epochs_follow_from_steps_and_the_rest_from_epochs(num_data, named, planned):
-    assert plan_epochs(num_data, 100, *named) == planned
+    assert plan_epochs(num_data, 100, 0.5, *named) == planned
 
 
 @pytest.mark.parametrize("name", ["ntk-400-rows", "ntk-36-rows-anchored", "ntk-400-rows-anchored"])

@@ -28,7 +28,7 @@ from evigrad.training import (
     estimator_options,
     fit,
 )
-from evigrad.training.settings import BASELINES, learned_precision
+from evigrad.training.settings import BASELINES, LEARNED_PRECISION
 
 _DESCRIPTION = """\
 Show what each parameter of a network gets from an estimator, how much memory the estimator
@@ -108,7 +108,7 @@ def run(parser: Parser, options: Namespace) -> int:
     evidence = Evidence(
         setup.make_model(),
         likelihood,
-        GaussianPrior(options.prior, options.precision or learned_precision(likelihood)),
+        GaussianPrior(options.prior, options.precision or LEARNED_PRECISION),
         estimator=options.estimator,
         num_data=len(data[0]),
         hyperparameters=setup.hyperparameters,

@@ -131,7 +131,8 @@ def fit(
         momentum: Momentum of sgd.
         scalar_lr_factor: Learning rate of Fixup's scalar biases and multipliers, over that of the
             other weights. (In Python an optimiser of your own has its own rates.)
-        burn_in: Epochs before the first steps on the hyperparameters. Default: half of all.
+        burn_in: Epochs before the first steps on the hyperparameters. Default: a tenth of all, of
+            regression half.
         every: Epochs from one round of hyperparameter steps to the next. Default: as many as make
             20 rounds.
         steps: Hyperparameter steps in a round, each on a block of its own.

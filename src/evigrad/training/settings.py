@@ -17,9 +17,9 @@ OPTIMIZERS = ("adam", "sgd")
 # Estimator names that stand for no estimator, and what the runs are called.
 BASELINES = {"map": "MAP", "map-noise": "MAP, learned noise", "augerino": "Augerino"}
 PRIOR_UPDATES = ("adam", "fixed_point")
-# Prior precision where none is named, and it is learned: where it starts high, classes are learned
-# worse, where it starts low, targets are fitted until their noise seems to vanish.
-CLASSIFICATION_PRECISION, REGRESSION_PRECISION = 0.1, 1.0
+# Prior precision where none is named, and it is learned. Where it starts low, noisy labels and
+# targets are fitted before their noise is known (benchmarks/starts.py).
+LEARNED_PRECISION = 1.0
 # One that is kept is the usual weight decay, over N.
 WEIGHT_DECAY = 5e-4
 
@@ -29,8 +29,10 @@ WEIGHT_DECAY = 5e-4
 CLASSIFICATION_LR, REGRESSION_LR = 3e-3, 1e-2
 STEPS = 2000
 FEWEST_EPOCHS = 100
-# Precisions that are learned before the weights fit anything are too high, and come back slowly.
-BURN_IN_SHARE = 0.5
+# The share of the epochs before the first round. A classifier that has fitted noisy labels does not
+# come back; precisions of a regression that are learned before the weights fit anything are too
+# high, and come back slowly (benchmarks/starts.py and tables.py).
+CLASSIFICATION_BURN_IN, REGRESSION_BURN_IN = 0.1, 0.5
 ROUNDS = 20
 # More epochs or steps than any run has: of 10^22 the loops do not even begin.
 _MOST = 10**9
@@ -163,16 +165,16 @@ class Settings:
         Raises:
             ConfigurationError: If the burn-in that was asked for is longer than the training.
         """
-        plan = plan_epochs(num_data, self.batch_size, self.epochs, self.burn_in, self.every)
+        classifies = make_likelihood(self.likelihood).is_classification
+        share = CLASSIFICATION_BURN_IN if classifies else REGRESSION_BURN_IN
+        plan = plan_epochs(num_data, self.batch_size, share, self.epochs, self.burn_in, self.every)
         given: dict[str, Any] = dict(vars(self))
         given |= zip(("epochs", "burn_in", "every"), plan, strict=True)
-        likelihood = make_likelihood(self.likelihood)
         if self.lr is None:
-            rate = CLASSIFICATION_LR if likelihood.is_classification else REGRESSION_LR
-            given["lr"] = max(rate, self.lr_min)
+            given["lr"] = max(CLASSIFICATION_LR if classifies else REGRESSION_LR, self.lr_min)
         if self.precision is None and not isinstance(self.prior, GaussianPrior):
             kept = self.baseline is not None
-            given["precision"] = WEIGHT_DECAY * num_data if kept else learned_precision(likelihood)
+            given["precision"] = WEIGHT_DECAY * num_data if kept else LEARNED_PRECISION
         return PlannedSettings(**given)
 
     @property
@@ -217,28 +219,22 @@ class PlannedSettings(Settings):
     every: int
 
 
-def learned_precision(likelihood: Likelihood) -> float:
-    """Where a prior precision starts that is learned.
-
-    Args:
-        likelihood: Of the targets.
-
-    Returns:
-        The precision.
-    """
-    return CLASSIFICATION_PRECISION if likelihood.is_classification else REGRESSION_PRECISION
-
-
 def plan_epochs(
-    num_data: int, batch_size: int, epochs: int | None, burn_in: int | None, every: int | None
+    num_data: int,
+    batch_size: int,
+    burn_in_share: float,
+    epochs: int | None,
+    burn_in: int | None,
+    every: int | None,
 ) -> tuple[int, int, int]:
     """The epochs of a training, where nobody named them.
 
     Args:
         num_data: N.
         batch_size: Data in a step of the weights.
+        burn_in_share: Share of the epochs before the first round.
         epochs: None for as many as hold ``STEPS`` steps, but no fewer than ``FEWEST_EPOCHS``.
-        burn_in: None for ``BURN_IN_SHARE`` of the epochs.
+        burn_in: None for ``burn_in_share`` of the epochs.
         every: None for ``ROUNDS`` rounds of hyperparameter steps.
 
     Returns:
@@ -247,7 +243,7 @@ def plan_epochs(
     if epochs is None:
         epochs = max(FEWEST_EPOCHS, -(-STEPS // -(-num_data // batch_size)))
     if burn_in is None:
-        burn_in = max(1, int(BURN_IN_SHARE * epochs))
+        burn_in = max(1, int(burn_in_share * epochs))
     if every is None:
         every = max(1, (epochs - burn_in) // ROUNDS)
     return epochs, burn_in, every
