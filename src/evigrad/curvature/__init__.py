@@ -1,6 +1,6 @@
 """The curvature of a block of data: accumulate a statistic of its rows, take its log-determinant.
 
-One file per structure; each estimates ℓ = log|I + P0^{-1/2} H P0^{-1/2}| (see ``base``).
+One file per structure; each computes or approximates ℓ = log|I + P0^{-1/2} H P0^{-1/2}| (``base``).
 """
 
 from collections.abc import Hashable, Mapping
@@ -71,32 +71,29 @@ def make_structure(
     storage: Storage | None = None,
     num_rows: int | None = None,
 ) -> Structure[Any]:
-    """The structure of a name.
+    """Make a structure by its name, one of ``STRUCTURES``.
 
     Args:
-        structure: One of ``STRUCTURES``.
+        structure: Its name.
         weights: The model's weights by name.
-        plan: Tells which weights have Kronecker factors (kfac).
-        precision_groups: A label of its prior group for each parameter whose precision is one
-            number; a parameter that is missing has a precision that varies inside it. None: every
-            parameter has one number of its own.
-        parameter_partition: ``"tensor"``, ``"module"`` or groups of names (blockdiag).
+        plan: Says which weights have Kronecker factors (kfac).
+        precision_groups: For each parameter whose precision is one number, the label of its prior
+            group; a missing parameter has a precision that varies inside it. None: every parameter
+            has one number of its own.
+        parameter_partition: See ``BlockDiagonal`` (blockdiag).
         sharing: ``"expand"`` or ``"reduce"`` (kfac).
-        gram_dtype: Dtype of the statistic's matrices and their factorisations; None takes that of
-            the rows.
-        contracted: Parameters whose rows are not formed (ntk, and what is computed like it).
-        storage: Where rows are kept, and as what (the same).
-        num_rows: Rows of a whole block, by which full and blockdiag choose between H and the Gram
-            of the rows (see ``block_kernel``): the same result to rounding, for any number of
-            rows. None: H.
+        gram_dtype: Dtype of matrices and factorisations; None takes that of the rows.
+        contracted: Parameters whose rows are not formed (ntk, and ``BlockKernel``).
+        storage: Device and dtype of the kept rows (the same).
+        num_rows: Rows of a whole block: full and blockdiag choose by it between H and the Grams of
+            the rows (``block_kernel``), which give the same ℓ to rounding. None: H.
         dense_limit: Largest parameter without Kronecker factors to get a dense block (kfac).
 
     Returns:
         The structure.
 
     Raises:
-        ConfigurationError: A setting is unknown or does not fit, also one that this structure does
-            not use.
+        ConfigurationError: A setting is unknown or does not fit, even if this structure ignores it.
     """
     check_sharing(sharing)
     partition_names(list(weights), parameter_partition)
@@ -110,7 +107,7 @@ def make_structure(
             if structure == "full"
             else BlockDiagonal(weights, parameter_partition, gram_dtype)
         )
-        # All rows formed, so that the choice does not hang on what a pass finds of closed forms.
+        # Counted with all rows formed: the choice must not depend on closed forms found later.
         kernel = BlockKernel(dense, weights, labels, gram_dtype)
         if num_rows is None or not block_kernel.is_cheaper(kernel, dense, num_rows):
             return dense

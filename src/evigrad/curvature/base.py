@@ -1,10 +1,10 @@
-"""What a curvature structure is, and what it reads.
+"""The interface of a curvature structure.
 
 Conventions of the whole package. A *row* of index (n, j) is ``scale[n, j] * vectors[n, j]ᵀ J_n``
-over all weights, before the prior; H is the sum of the outer products of the rows, and
-ℓ = log|I + P0^{-1/2} H P0^{-1/2}| = log|I + S| is what every structure computes or approximates, in
-nats, for the rows that it was given and nothing else (no factor N/m). The temperature is part of
-``scale``. A row of zeros (padding) adds nothing to H.
+over all weights, before the prior; H is the sum of the outer products of the rows. Every structure
+computes or approximates ℓ = log|I + P0^{-1/2} H P0^{-1/2}| = log|I + S|, in nats, for the rows that
+it was given and nothing else (no factor N/m). The temperature is part of ``scale``. A row of zeros
+(padding) adds nothing to H.
 """
 
 from abc import ABC, abstractmethod
@@ -22,13 +22,13 @@ from evigrad.errors import ConfigurationError
 from evigrad.jacobians import ExactHessian, Linearization
 from evigrad.likelihoods import RootRows
 
-# Copies of a dense n x n block that live at once besides the statistic, when a log-determinant is
-# taken and differentiated: the scaled matrix, its factor, the inverse and one product.
+# Copies of a dense n x n block beside the statistic while a log-determinant is differentiated: the
+# scaled matrix, its factor, the inverse and one product.
 DENSE_WORKING_COPIES = 4
 
 
 class Statistic(ABC):
-    """What a structure keeps of the data: small, additive, enough for the log-determinant."""
+    """What a structure keeps of the data: additive, and enough for the log-determinant."""
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:
@@ -36,11 +36,7 @@ class Statistic(ABC):
 
     @abstractmethod
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Statistic":
-        """The same statistic with other tensors.
-
-        Args:
-            tensors: As many as ``tensors()`` gives, of the same shapes and in the same order.
-        """
+        """The same statistic with others in the place of ``tensors()``, in order and shape."""
 
 
 StatisticT = TypeVar("StatisticT", bound=Statistic)
@@ -48,11 +44,11 @@ StatisticT = TypeVar("StatisticT", bound=Statistic)
 
 @dataclass(frozen=True)
 class Differential(Generic[StatisticT]):
-    """ℓ and its derivatives: the small step between the two passes over the data.
+    """ℓ and its derivatives: the step between the two passes over the data.
 
     Attributes:
         log_det: ℓ, without a graph.
-        cotangent: Derivatives of ℓ in the tensors of a statistic, as a statistic of these shapes.
+        cotangent: The derivatives of ℓ in the statistic's tensors, as a statistic of these shapes.
         gradients: Derivatives of ℓ in the tensors that were asked for, None where there is none.
     """
 
@@ -65,7 +61,7 @@ class Structure(ABC, Generic[StatisticT]):
     """One way to compute or approximate ℓ from rows.
 
     Attributes:
-        name: How an estimator's name spells it.
+        name: As in an estimator's name.
         cheaper: What to take instead where memory does not suffice.
         keeps_rows: Whether the statistic holds the rows themselves.
     """
@@ -78,28 +74,14 @@ class Structure(ABC, Generic[StatisticT]):
     def accumulate(
         self, statistic: StatisticT | None, linearization: Linearization, root: RootRows
     ) -> StatisticT:
-        """Add a micro-batch; differentiable wherever its rows or its scale are.
+        """Return a new statistic with the micro-batch added to the given one (None: the first).
 
-        Args:
-            statistic: What was accumulated so far, None at the start. It is not changed.
-            linearization: The forward pass of the micro-batch.
-            root: Its cotangents.
-
-        Returns:
-            The statistic of everything so far.
+        It is differentiable wherever the rows or their scale are.
         """
 
     @abstractmethod
     def log_det(self, statistic: StatisticT, precisions: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """ℓ of the rows in the statistic, in nats; differentiable (once) in both arguments.
-
-        Args:
-            statistic: From ``accumulate``.
-            precisions: Prior precision of each parameter, 0-dimensional or of its shape.
-
-        Returns:
-            A scalar.
-        """
+        """ℓ in nats, differentiable once; each precision is 0-dimensional or like its weight."""
 
     def evaluate(
         self,
@@ -107,24 +89,16 @@ class Structure(ABC, Generic[StatisticT]):
         precisions: Mapping[str, Tensor],
         conditioning: Conditioning | None = None,
     ) -> LogDet:
-        """ℓ of a block, given its anchors where it has some: then ℓ(Z) + Σ_b w_b ℓ(B_b|Z).
-
-        Args:
-            statistic: From ``accumulate``.
-            precisions: As for ``log_det``.
-            conditioning: Which of the rows are anchors, or None.
-
-        Returns:
-            The value, differentiable as that of ``log_det``.
+        """Return ℓ of a block; with anchors, ℓ(Z) + Σ_b w_b ℓ(B_b|Z).
 
         Raises:
-            ConfigurationError: Of this structure ℓ is not a function of the rows' products.
+            ConfigurationError: Anchors were given, and this structure cannot use them.
         """
         self.check_conditioning(conditioning)
         return LogDet(self.log_det(statistic, precisions))
 
     def check_conditioning(self, conditioning: Conditioning | None) -> None:
-        """Refuse anchors where ℓ is not a function of the rows' products."""
+        """Refuse anchors, which need ℓ as a function of the rows' inner products."""
         if conditioning is not None:
             raise ConfigurationError(
                 f"{self.name!r} has no anchored form: take 'ntk', whose rows can be anchors."
@@ -137,16 +111,13 @@ class Structure(ABC, Generic[StatisticT]):
         arguments: Sequence[Tensor],
         conditioning: Conditioning | None = None,
     ) -> Differential[StatisticT]:
-        """ℓ with its derivatives in a statistic, from one factorisation.
+        """Return ℓ with its derivatives in a statistic, from one factorisation.
 
         Args:
-            statistic: From ``accumulate``, without a graph. It may be used up.
+            statistic: From ``accumulate``, without a graph. Its memory may be overwritten.
             precisions: As for ``log_det``.
             arguments: Leaves of the precisions' graph to differentiate in as well.
-            conditioning: As for ``evaluate``.
-
-        Returns:
-            The value and the derivatives.
+            conditioning: Which of the rows are anchors, or None.
         """
         leaves = [tensor.detach().requires_grad_() for tensor in statistic.tensors()]
         with torch.enable_grad():
@@ -168,62 +139,40 @@ class Structure(ABC, Generic[StatisticT]):
         linearization: Linearization,
         root: RootRows,
     ) -> Float[Tensor, ""]:
-        """⟨cotangent, the part of a micro-batch in the statistic⟩, for its derivative.
+        """Return ⟨cotangent, this micro-batch's part of the statistic⟩, with a graph.
 
-        The second pass: its gradient in the hyperparameters, summed over micro-batches, is that
-        of ℓ. The value itself has no meaning where only derivatives are computed.
+        This is the second pass: summed over micro-batches, its gradient in the hyperparameters is
+        that of ℓ. Only the derivative matters; the value itself has no meaning.
 
         Args:
             cotangent: From ``differentiate``.
-            data: Positions of the micro-batch among the data of the statistic.
+            data: The micro-batch's positions among the data of the statistic.
             linearization: The forward pass of the micro-batch, with a graph.
             root: Its cotangents.
-
-        Returns:
-            A scalar with a graph.
         """
         return inner_product(cotangent, self.accumulate(None, linearization, root))
 
     def summarise(self, linearization: Linearization, root: RootRows) -> StatisticT:
-        """The condensed statistic of a block that is a single micro-batch.
+        """Return the ``condense``d statistic of a block that is a single micro-batch.
 
-        Args:
-            linearization: The forward pass of the block, without a graph.
-            root: Its cotangents; the scale may have a graph.
-
-        Returns:
-            What ``condense`` would give, without holding what it throws away.
+        It never holds what ``condense`` would drop. Only the root's scale may have a graph.
         """
         return self.condense(self.accumulate(None, linearization, root))
 
     def condense(self, statistic: StatisticT) -> StatisticT:
-        """What is left of a statistic that only steps on the prior and on the scale will read.
-
-        Args:
-            statistic: Without a graph.
-
-        Returns:
-            A smaller one with the same log-determinants, or the same.
-        """
+        """A smaller statistic (or the same) with the same ℓ, for steps on prior and scale."""
         return statistic
 
     def keeps_products(self, num_rows: int) -> bool:
-        """Whether steps on prior and scale read no more of a statistic than products of its rows.
-
-        Args:
-            num_rows: Rows of the whole block.
-
-        Returns:
-            False where each step reads the rows, or where ℓ is not a function of their products.
-        """
+        """Whether steps on prior and scale read the rows' inner products alone, not the rows."""
         return False
 
     @abstractmethod
     def predicted_bytes(self, num_rows: int) -> int:
         """Bytes of the statistic and of the working copies of a differentiated ``log_det``.
 
-        The forward pass and the rows of one micro-batch come on top, and where the rows carry a
-        graph, what autograd keeps of it and the cotangents of the rows.
+        The forward pass and the rows of one micro-batch come on top. Where the rows carry a graph,
+        what autograd keeps of it and the cotangents of the rows come on top too.
 
         Args:
             num_rows: Rows of the whole block, m times k.
@@ -231,30 +180,19 @@ class Structure(ABC, Generic[StatisticT]):
 
     @property
     def contracted(self) -> Collection[str]:
-        """Parameters that need a closed form in every pass, as no rows of them are formed."""
+        """Parameters whose rows are never formed: every pass needs closed forms for them."""
         return ()
 
     def summarised_bytes(self, num_rows: int) -> int:
-        """The same for ``summarise`` and what is left of it.
-
-        Args:
-            num_rows: Rows of the whole block.
-
-        Returns:
-            Bytes.
-        """
+        """Bytes of ``summarise`` and of working with its result, as ``predicted_bytes``."""
         return self.predicted_bytes(num_rows)
 
     @abstractmethod
     def describe(self) -> dict[str, str]:
-        """In words, what each parameter gets."""
+        """What each parameter gets, in words."""
 
     def accumulate_hessian(self, statistic: StatisticT | None, hessian: ExactHessian) -> StatisticT:
-        """Add the exact Hessian of a micro-batch in the place of the products of its rows.
-
-        Args:
-            statistic: What was accumulated so far, None at the start.
-            hessian: The Hessian of the micro-batch.
+        """Return a new statistic with a micro-batch's exact Hessian added, instead of its rows.
 
         Raises:
             ConfigurationError: This structure is made of rows, which a Hessian does not have.
@@ -272,15 +210,7 @@ def inner_product(cotangent: Statistic, statistic: Statistic) -> Float[Tensor, "
 
 
 def working_dtype(rows: torch.dtype, gram_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of matrices made of rows.
-
-    Args:
-        rows: The dtype of the rows.
-        gram_dtype: What the user asked for.
-
-    Returns:
-        ``gram_dtype``, else that of the rows; half precisions have no Cholesky and become float32.
-    """
+    """``gram_dtype``, else that of the rows; float32 for halves, which have no Cholesky."""
     if gram_dtype is not None:
         return gram_dtype
     return torch.float32 if rows.itemsize < torch.float32.itemsize else rows
@@ -292,15 +222,6 @@ def flatten_rows(rows: Tensor, dtype: torch.dtype) -> Float[Tensor, "R n"]:
 
 
 def scaled_rows(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Float[Tensor, "R n"]:
-    """The rows of one parameter times their scale, as a matrix.
-
-    Args:
-        rows: Of shape (m, k, *shape).
-        scale: Of shape (m, k), or None for 1.
-        dtype: Of the result.
-
-    Returns:
-        m times k rows, the parameter flattened.
-    """
+    """The rows (m, k, *shape) of one parameter as a matrix, times their scale (m, k)."""
     flat = flatten_rows(rows, dtype)
     return flat if scale is None else flat * scale.reshape(-1, 1).to(dtype)

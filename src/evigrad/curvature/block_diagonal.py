@@ -1,7 +1,6 @@
 """Dense blocks of H over a partition of the parameters (Theorem 1 of the paper).
 
-The sum of the log-determinants of the blocks over-estimates ℓ, never under-estimates it, and the
-more the finer the partition is.
+The blocks' log-determinants add up to ℓ or more; the finer the partition, the larger the sum.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,17 +26,16 @@ from evigrad.priors.groups import assign, checked_groups
 # "tensor", "module", or groups of name prefixes or patterns, with or without names of their own.
 ParameterPartition = str | Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
 
-# torch.nn.utils.parametrize keeps the tensors behind ``layer.weight`` in
-# ``layer.parametrizations.weight``; the module that they belong to is ``layer``.
+# torch.nn.utils.parametrize keeps the tensors behind ``layer.weight`` under this name.
 PARAMETRIZATIONS = ".parametrizations."
 
 
 @dataclass(frozen=True)
 class BlockStatistic(Statistic):
-    """Blocks (or diagonals) of H.
+    """The blocks (or diagonals) of H, by the name of the block.
 
     Attributes:
-        blocks: Per block, its part of H.
+        blocks: The part of H that belongs to each block.
         positive: Whether H is a sum of outer products, and not an exact Hessian.
     """
 
@@ -54,13 +52,13 @@ class BlockStatistic(Statistic):
 
 
 class BlockDiagonal(Structure[BlockStatistic]):
-    """One dense block of H per part of a partition of the parameters.
+    """One dense block of H for each block of a partition of the parameters.
 
     Args:
         weights: The parameters.
-        parameter_partition: ``"tensor"``: each parameter its own block; ``"module"``: all
-            parameters of the same module; or groups of names, prefixes of names, or patterns, which
-            must hold every parameter exactly once.
+        parameter_partition: ``"tensor"``: each parameter its own block; ``"module"``: those of a
+            module together; or groups of names, prefixes or patterns, which must hold every
+            parameter exactly once.
         gram_dtype: Dtype of the blocks and their factors; None takes that of the rows.
     """
 
@@ -132,7 +130,7 @@ class BlockDiagonal(Structure[BlockStatistic]):
     def predicted_bytes(self, num_rows: int) -> int:
         """See ``Structure.predicted_bytes``: the blocks, their scaled copies, and their factors."""
         squares = [size**2 for size in self.sizes]
-        # Of each block, the statistic, the scaled copy and the factor stay until the backward pass.
+        # The statistic, the scaled copy and the factor of each block stay until the backward pass.
         at_work = (DENSE_WORKING_COPIES - 2) * max(squares, default=0)
         return self._itemsize * (3 * sum(squares) + at_work)
 
@@ -162,19 +160,12 @@ class BlockDiagonal(Structure[BlockStatistic]):
 def add_outer_products(
     matrix: Float[Tensor, "n n"] | None, rows: Float[Tensor, "R n"]
 ) -> Float[Tensor, "n n"]:
-    """Add rowsᵀ rows to a matrix, as a new tensor."""
+    """A new tensor, matrix + rowsᵀ rows."""
     return rows.mT @ rows if matrix is None else torch.addmm(matrix, rows.mT, rows)
 
 
 def partition_names(names: Sequence[str], partition: ParameterPartition) -> dict[str, list[str]]:
-    """A partition of parameters into named blocks, in the order of the parameters.
-
-    Args:
-        names: The parameters.
-        partition: See ``BlockDiagonal``.
-
-    Returns:
-        Per block, its parameters.
+    """Return the names of the parameters in each block, both in the order of the parameters.
 
     Raises:
         ConfigurationError: The partition is unknown, or does not hold every parameter exactly once.

@@ -1,9 +1,9 @@
-"""Dense blocks of H without H: log|I + P0^{-1/2} H_b P0^{-1/2}| from the rows (Theorem 3 of each).
+"""The ℓ of dense blocks of H from the Gram matrices of their rows, without H.
 
-For a block b of n weights and R rows it is log|I + S_b|, S_b being the R x R Gram matrix of the
-rows' entries in that block. Few rows and many weights make it far cheaper: ten data with ten
-outputs against a tensor of 12,800 weights are matrices of 100 x 100 in the place of one of
-12,800 x 12,800.
+For a block of n weights and R rows, log|I + P0^{-1/2} H_b P0^{-1/2}| = log|I + S_b|, with S_b the
+R x R Gram matrix of the rows' entries in that block (Theorem 3 of the paper). With few rows and
+many weights it is far cheaper: ten data with ten outputs against a tensor of 12,800 weights need
+matrices of 100 x 100 instead of 12,800 x 12,800.
 """
 
 from collections.abc import Hashable, Mapping
@@ -16,19 +16,19 @@ from evigrad.curvature.kernel_rows import Storage
 from evigrad.curvature.ntk import Ntk
 from evigrad.jacobians import MatrixUse
 
-# The Grams are taken where they need fewer than this part of the dense form's multiplications. With
-# as many (R = n) they were still the faster ones, 1.5 times for precisions and 1.9 times in two
-# passes, whose second one holds no n x n products in a graph; but they are the larger ones there.
+# The Grams are taken below this multiple of the dense form's multiplications. At R = n they were
+# still 1.5 times faster for precisions and 1.9 times in two passes (the second holds no n x n
+# products in a graph), but larger in memory.
 KERNEL_SHARE = 1.0
 
 
 class BlockKernel(Ntk):
-    """What a dense structure computes, by the Gram matrices of the rows of each of its blocks.
+    """What a dense structure computes, from the Gram matrices of the rows of each of its blocks.
 
     Args:
-        dense: The structure in the place of which it stands, with its name.
+        dense: The structure that it replaces, and whose name it takes.
         weights: The parameters.
-        precision_groups: As for ``Ntk``; a group may reach over several blocks.
+        precision_groups: As for ``Ntk``; a group may span several blocks.
         gram_dtype: As for ``Ntk``.
         contracted: As for ``Ntk``.
         storage: As for ``Ntk``.
@@ -56,19 +56,10 @@ class BlockKernel(Ntk):
 
 
 def is_cheaper(kernel: BlockKernel, dense: BlockDiagonal, num_rows: int) -> bool:
-    """Whether the Grams take fewer multiplications than H does, and no more memory.
+    """Return whether the Grams take fewer multiplications than H does, and no more memory.
 
     R rows, n weights in a block: 2 R n² for H and n³/3 for its factor; 2 R² n for the Gram and R³/3
-    for its factor. The counts are of the sizes alone, so that the same settings choose alike
-    wherever and whenever they are made.
-
-    Args:
-        kernel: By the Grams.
-        dense: By H.
-        num_rows: R, of a whole block.
-
-    Returns:
-        Whether to take the Grams.
+    for its factor. Only sizes count, so that the same settings choose alike on every machine.
     """
     rows = num_rows
     by_grams = sum(6 * rows**2 * size + rows**3 for size in dense.sizes)

@@ -17,13 +17,12 @@ from evigrad.curvature.linalg import factor_identity_plus, first_order_only
 
 @dataclass(frozen=True, eq=False)
 class Conditioning:
-    """Which rows of a block are anchors, and which belong to its parts given the anchors.
+    """Which rows of a block are anchors, and which belong to the parts given the anchors.
 
     Attributes:
-        parts: For each row, in the order in which rows are accumulated, 0 for an anchor, b for
-            part B_b, and -1 for a row that does not count.
-        weights: Of the parts, w_1, w_2, …; one over the probability that the part was drawn with.
-        offset: Added to the value, in nats: a control variate, of expectation zero.
+        parts: For each accumulated row 0 for an anchor, b for part B_b, -1 for a row to leave out.
+        weights: w_1, w_2, … of the parts: one over the probability of drawing each.
+        offset: Added to the value, in nats: a control variate of expectation zero.
     """
 
     parts: Int[Tensor, " R"]
@@ -36,8 +35,8 @@ class LogDet:
     """ℓ of a block, in nats.
 
     Attributes:
-        value: ℓ, or what it is estimated by given anchors; with a graph where one was asked for.
-        entropies: Given anchors, ℓ(Z), ℓ(B_1|Z), …; else empty.
+        value: ℓ, or its estimate given anchors; with a graph where one was asked for.
+        entropies: ℓ(Z), ℓ(B_1|Z), … given anchors; else empty.
     """
 
     value: Float[Tensor, ""]
@@ -45,16 +44,9 @@ class LogDet:
 
 
 def log_det_conditional(matrix: Float[Tensor, "R R"], conditioning: Conditioning) -> LogDet:
-    """ℓ(Z) + Σ_b w_b ℓ(B_b|Z) of a Gram matrix of rows, and the offset, in nats.
+    """Return ℓ(Z) + Σ_b w_b ℓ(B_b|Z) + the offset, in nats, from the Gram matrix S of the rows.
 
-    Rows of different parts do not see each other: their products have no part in the value.
-
-    Args:
-        matrix: S, symmetric positive semidefinite.
-        conditioning: Anchors and parts.
-
-    Returns:
-        The value, of the matrix's dtype and differentiable once, and its terms.
+    Products of rows of different parts are not used. Differentiable once.
 
     Raises:
         NotPositiveDefiniteError: I + S is not positive definite, beyond rounding, or not finite.
@@ -100,8 +92,8 @@ class _LogDetConditional(Function):
         like, head = ctx.like, ctx.head
         found = like.new_zeros(ctx.size, ctx.size)
         for number, (factor, both) in enumerate(zip(factors, rows, strict=True)):
-            # Of an inverse, what own rows add to that of the anchors has no more rank than these:
-            # (I + S)⁻¹ = (I + S_ZZ)⁻¹ + Y Yᵀ, and Y the last columns of the factor's inverse.
+            # A part's own rows add a matrix of their own rank to the anchors' inverse:
+            # (I + S)⁻¹ = (I + S_ZZ)⁻¹ + Y Yᵀ, Y the last columns of the factor's inverse.
             last = factor.new_zeros(len(factor), len(factor) - head)
             last[head:].fill_diagonal_(1.0)
             y = torch.linalg.solve_triangular(factor.mT, last, upper=True)
@@ -111,7 +103,7 @@ class _LogDetConditional(Function):
             if head and number == 0:
                 # The head of the factor is the anchors' own.
                 part[:head, :head] += torch.cholesky_inverse(factor[:head, :head]).to(like.dtype)
-            # Back into the order of the rows; those of other parts have no products with these.
+            # Back into the order of the rows. Products with rows of other parts have no derivative.
             spread = like.new_zeros(ctx.size, len(both)).index_copy_(0, both, part)
             found.index_add_(1, both, spread)
         return found.mul_(cotangent), None

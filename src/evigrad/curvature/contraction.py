@@ -1,8 +1,8 @@
-"""Gram matrices of a layer's rows without the rows.
+"""Gram matrices of a layer's rows without forming the rows.
 
 The rows of a matrix-like weight are Σ_t g_(n,j,t) ⊗ a_(n,t) over its positions t. Their inner
-products are Σ_(t,t') (a_(n,t)·a_(n',t')) (g_(n,j,t)·g_(n',j',t')): for few positions and a large
-matrix far cheaper than forming the rows, in operations and in memory. *Jacobian contraction* and
+products Σ_(t,t') (a_(n,t)·a_(n',t')) (g_(n,j,t)·g_(n',j',t')) are, for few positions and a large
+matrix, far cheaper than the rows, in operations and in memory. *Jacobian contraction* and
 *NTK-vector products by structured derivatives* in Novak, Sohl-Dickstein, Schoenholz (2022), *Fast
 Finite Width Neural Tangent Kernel*; the choice by operation count is theirs too.
 """
@@ -19,16 +19,7 @@ from evigrad.jacobians import MatrixUse
 def contracted(
     uses: Mapping[str, MatrixUse], num_data: int, rows_per_datum: int
 ) -> dict[str, MatrixUse]:
-    """The weights whose Gram is cheaper without forming the rows, in multiplications.
-
-    Args:
-        uses: Weights with one use as a matrix.
-        num_data: Data of a block.
-        rows_per_datum: Rows of each.
-
-    Returns:
-        Those of them.
-    """
+    """The weights whose Gram takes fewer multiplications without forming the rows."""
     cheap = {}
     for name, use in uses.items():
         rows = num_data * rows_per_datum
@@ -44,15 +35,7 @@ def contracted(
 def contraction_gram(
     inputs: Float[Tensor, "m T i"], gradients: Float[Tensor, "m k T o"]
 ) -> Float[Tensor, "R R"]:
-    """The Gram matrix of the rows Σ_t gradients ⊗ inputs.
-
-    Args:
-        inputs: What the matrix is multiplied with.
-        gradients: Gradients of the k rows of each datum in the products.
-
-    Returns:
-        R = m k rows, those of one datum side by side.
-    """
+    """The Gram of the rows Σ_t gradients ⊗ inputs; R = m k, the rows of a datum side by side."""
     (m, k), positions = gradients.shape[:2], inputs.shape[1]
     gram = inputs.new_zeros(m * k, m * k)
     for t in range(positions):
@@ -67,16 +50,7 @@ def contraction_cotangents(
     gradients: Float[Tensor, "m k T o"],
     cotangent: Float[Tensor, "R R"],
 ) -> tuple[Float[Tensor, "m T i"], Float[Tensor, "m k T o"]]:
-    """Cotangents of ``contraction_gram``.
-
-    Args:
-        inputs: As there.
-        gradients: As there.
-        cotangent: Of the Gram matrix, symmetric.
-
-    Returns:
-        Of the inputs and of the gradients.
-    """
+    """Cotangents of the inputs and gradients of ``contraction_gram``; the Gram's is symmetric."""
     (m, k), positions = gradients.shape[:2], inputs.shape[1]
     twice = 2 * cotangent
     of_inputs, of_gradients = torch.zeros_like(inputs), torch.zeros_like(gradients)
@@ -94,7 +68,7 @@ def _flat(gradients: Float[Tensor, "m k T o"], position: int) -> Float[Tensor, "
 
 
 def _spread(products: Float[Tensor, "m m"], k: int) -> Float[Tensor, "R R"]:
-    """One number per pair of data, for each pair of their rows."""
+    """Repeat the number of each pair of data for each pair of their rows."""
     if k == 1:
         return products
     return products.repeat_interleave(k, 0).repeat_interleave(k, 1)

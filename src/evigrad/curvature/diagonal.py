@@ -12,8 +12,8 @@ from evigrad.curvature.linalg import log_det_diagonal
 from evigrad.jacobians import ExactHessian, Linearization
 from evigrad.likelihoods import RootRows
 
-# Vectors of all weights that live at once when ℓ is differentiated: the statistic, the ratio to the
-# precision, its logarithm, and the cotangents of both.
+# Vectors as long as the weights while ℓ is differentiated: the statistic, its ratio to the
+# precision, the logarithm, and the cotangents of both.
 DIAGONAL_COPIES = 5
 
 

@@ -1,4 +1,4 @@
-"""The parameter side, whole: one dense P x P matrix H."""
+"""The exact ℓ from one dense P x P matrix H."""
 
 from collections.abc import Mapping
 

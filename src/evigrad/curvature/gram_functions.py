@@ -1,4 +1,4 @@
-"""Gram matrices as functions of precisions and rows, with derivatives that keep no copies."""
+"""Gram matrices as functions of precisions and rows, with derivatives that copy no rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,11 +12,11 @@ from evigrad.curvature.linalg import first_order_only
 
 
 class MixedGrams(Function):
-    """Σ weight · Gram of kept Grams, without a tensor of their size for each of them."""
+    """Σ weight · Gram over kept Grams, without a scaled copy of each."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, *grams: Tensor) -> Tensor:
-        """The sum, of one weight for each Gram."""
+        """The sum, with one weight for each Gram."""
         ctx.save_for_backward(*grams)
         total = weights[0] * grams[0]
         for weight, gram in zip(weights[1:], grams[1:], strict=True):
@@ -26,7 +26,7 @@ class MixedGrams(Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        """The derivative in the weights alone."""
+        """The derivative in the weights; the Grams have none."""
         flat = cotangent.reshape(-1)
         products = [torch.dot(gram.reshape(-1), flat) for gram in ctx.saved_tensors]
         return torch.stack(products), *[None] * len(products)
@@ -35,8 +35,8 @@ class MixedGrams(Function):
 class RowsGram(Function):
     """A P0^{-1} Aᵀ of the rows A of one parameter in several chunks.
 
-    Keeps nothing but its inputs for the backward pass (autograd would keep a scaled copy of all
-    rows), and reads the rows once for both cotangents.
+    The backward pass keeps only the inputs (autograd would keep a scaled copy of all rows), and
+    reads the rows once for both cotangents.
     """
 
     @staticmethod
@@ -79,16 +79,7 @@ def chained(
     cotangents: Mapping[str, Tensor],
     arguments: Sequence[Tensor],
 ) -> Sequence[Tensor | None]:
-    """Derivatives in what the precisions are made of.
-
-    Args:
-        precisions: By name, with a graph where they are learned.
-        cotangents: Derivatives in them, by name.
-        arguments: Leaves of that graph.
-
-    Returns:
-        One derivative for each argument, None where there is none.
-    """
+    """Derivatives in the ``arguments`` that the precisions are computed from; None where none."""
     pairs = [(precisions[name], cotangent) for name, cotangent in cotangents.items()]
     pairs = [(precision, c.to(precision)) for precision, c in pairs if precision.requires_grad]
     if not arguments or not pairs:

@@ -1,8 +1,8 @@
-"""What the kernel side keeps of the data, and the products that read it.
+"""The rows that the kernel side keeps, and the products that read them.
 
 Rows are kept per parameter and micro-batch, in the dtype and on the device asked for, and read in
-slabs of columns: no second copy of them is ever made, and the derivative of ℓ in the rows can be
-written over the rows themselves.
+slabs of columns: there is never a second copy of all, and the derivative of ℓ in the rows can
+overwrite the rows.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -15,38 +15,31 @@ from torch import Tensor
 from evigrad.curvature.base import Statistic
 from evigrad.curvature.contraction import contraction_cotangents, contraction_gram
 
-# Columns of the rows that are at work at once: enough for matrix products at full speed, and small
-# beside the rows of any network for which the memory counts.
+# Bytes of a slab of columns: enough for matrix products at full speed, little beside the rows.
 SLAB_BYTES = 2**25
-# A Gram matrix is symmetric: in strips, five eighths of the products give all of it. Strips of
-# fewer rows would multiply below full speed.
+# A Gram matrix is symmetric: four strips need five eighths of the products. Strips of fewer than 64
+# rows would multiply below full speed.
 STRIPS, STRIP = 4, 64
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Where rows are kept, and as what.
+    """How rows are kept.
 
     Attributes:
-        dtype: Of the kept rows; None keeps them as they come. Products are in ``working``.
-        device: Of the kept rows; None keeps them where they come. On the CPU of a machine with a
-            GPU they are in pinned memory, which copies at full speed.
+        dtype: Of the kept rows; None leaves it. Products are in ``working_dtype``.
+        device: Of the kept rows; None leaves them there. The CPU of a machine with a GPU keeps them
+            in pinned memory, which copies at full speed.
     """
 
     dtype: torch.dtype | None = None
     device: torch.device | None = None
 
     def keep_all(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The rows of several parameters as they are kept, those of this device in one piece.
+        """Return the rows of several parameters as kept; those of this device share one allocation.
 
-        Many tensors of a few megabytes that come and go between others would leave holes in the
-        memory of the process.
-
-        Args:
-            rows: Name → matrix; all with a graph or all without.
-
-        Returns:
-            Name → the kept matrix.
+        Many tensors of a few megabytes between others would fragment the memory of the process.
+        All of them have a graph or none has.
         """
         if any(r.requires_grad or self.device not in (None, r.device) for r in rows.values()):
             return {name: self.keep(matrix) for name, matrix in rows.items()}
@@ -71,18 +64,7 @@ class Storage:
 
 
 def by_columns(matrix: Float[Tensor, "R n"], like: Tensor, pinned: bool) -> Float[Tensor, "R n"]:
-    """A copy on another device with each column in one piece.
-
-    Slabs of columns then are one piece of memory too, which a device copies as it is.
-
-    Args:
-        matrix: Any.
-        like: Gives the device.
-        pinned: Whether to take pinned memory of the host.
-
-    Returns:
-        The copy.
-    """
+    """A copy on the device of ``like`` with contiguous columns, so that slabs copy in one piece."""
     turned = torch.empty(
         matrix.shape[::-1], dtype=matrix.dtype, device=like.device, pin_memory=pinned
     )
@@ -95,13 +77,13 @@ class NtkStatistic(Statistic):
     """The rows of every micro-batch, without prior and scale.
 
     Attributes:
-        rows: Per parameter whose rows are formed, one (R_i, n) matrix per micro-batch.
-        factors: Per other parameter, per micro-batch, its inputs (m_i, T, i) and gradients
-            (m_i, k, T, o), of which the rows are the products.
+        rows: One (R_i, n) matrix per micro-batch for each parameter whose rows are formed.
+        factors: For each other parameter, its inputs (m_i, T, i) and gradients (m_i, k, T, o) per
+            micro-batch; the rows are their products.
         scales: One vector (R_i,) per micro-batch, or None for 1.
-        present: Per micro-batch, which of the rows (m_i, k) are none of padding; the rows and
-            scales hold these alone, the factors all.
-        grams: The Gram matrices kept so far; a cache, filled by ``Ntk.log_det``.
+        present: Which of the rows (m_i, k) are no padding, per micro-batch; ``rows`` and ``scales``
+            hold these alone, ``factors`` hold all.
+        grams: A cache of Gram matrices, filled by ``kept_gram``.
     """
 
     rows: dict[str, tuple[Tensor, ...]]
@@ -112,12 +94,12 @@ class NtkStatistic(Statistic):
 
     @property
     def num_rows(self) -> int:
-        """R, the rows so far."""
+        """R, the number of rows so far."""
         return sum(int(part.sum()) for part in self.present)
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the rows and the factors take."""
+        """Bytes of the rows and the factors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._kept())
 
     @property
@@ -126,7 +108,7 @@ class NtkStatistic(Statistic):
         return any(tensor.requires_grad for tensor in self._kept())
 
     def __add__(self, other: "NtkStatistic") -> "NtkStatistic":
-        """The rows of both. Grams between them are missing from those kept, which are dropped."""
+        """The rows of both; cached Grams are dropped, as they lack the products between them."""
         return NtkStatistic(
             {name: chunks + other.rows[name] for name, chunks in self.rows.items()},
             {name: chunks + other.factors[name] for name, chunks in self.factors.items()},
@@ -135,7 +117,7 @@ class NtkStatistic(Statistic):
         )
 
     def scale(self) -> Float[Tensor, " R"] | None:
-        """The scales of all rows, or None where all are 1."""
+        """The scales of all rows, None where all are 1."""
         given = next((scale for scale in self.scales if scale is not None), None)
         if given is None:
             return None
@@ -147,14 +129,7 @@ class NtkStatistic(Statistic):
         )
 
     def with_scale(self, scale: Float[Tensor, " R"]) -> "NtkStatistic":
-        """The same rows under another scale (a step on the noise); the kept Grams stay valid.
-
-        Args:
-            scale: For all rows, in the order in which they were accumulated.
-
-        Returns:
-            Another statistic, which shares rows and kept Grams with this one.
-        """
+        """The same rows and cached Grams under another scale (a step on the noise)."""
         sizes = [int(part.sum()) for part in self.present]
         return replace(self, scales=tuple(scale.split(sizes)))
 
@@ -163,7 +138,7 @@ class NtkStatistic(Statistic):
         return self._kept() + [scale for scale in self.scales if scale is not None]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "NtkStatistic":
-        """The same statistic with other rows and scales; nothing is kept from the old ones."""
+        """The same statistic with other rows, factors and scales, and no cached Grams."""
         rest = iter(tensors)
         rows = {name: tuple(next(rest) for _ in chunks) for name, chunks in self.rows.items()}
         factors = {
@@ -180,15 +155,12 @@ class NtkStatistic(Statistic):
     # ------------------------------------------------------------ products
 
     def gram(self, name: str, like: Tensor, precision: Tensor | None = None) -> Tensor:
-        """The Gram matrix of one parameter's rows, A Aᵀ or A P0^{-1} Aᵀ, without a graph.
+        """Return A Aᵀ of one parameter's rows, or A P0^{-1} Aᵀ, (R, R), without a graph.
 
         Args:
-            name: Of the parameter.
+            name: The parameter.
             like: A tensor of the device and dtype to compute in.
             precision: The diagonal of P0, one number or one for each element; None for 1.
-
-        Returns:
-            Of shape (R, R), in the order of the rows.
         """
         if name in self.factors:
             gram = contraction_gram(*self._whole_factors(name, like)[:2])
@@ -202,7 +174,7 @@ class NtkStatistic(Statistic):
         return gram if precision is None or varies else gram / precision.to(gram)
 
     def kept_gram(self, names: Sequence[str], like: Tensor) -> Float[Tensor, "R R"]:
-        """The sum of several parameters' Grams, computed once and kept."""
+        """The sum of several parameters' Grams, computed once and cached."""
         # Another structure may read the same statistic with other groups or another dtype.
         key = (*names, like.dtype)
         if key not in self.grams:
@@ -217,11 +189,11 @@ class NtkStatistic(Statistic):
     def write_cotangent(
         self, name: str, cotangent: Float[Tensor, "R R"], precision: Tensor
     ) -> Tensor:
-        """Write over a parameter's rows the derivative in them of a function of A P0^{-1} Aᵀ.
+        """Overwrite a parameter's rows with a function's derivative in them; return that in P0.
 
         Args:
-            name: Of the parameter.
-            cotangent: Derivative of the function in the Gram matrix, symmetric.
+            name: The parameter.
+            cotangent: The function's derivative in A P0^{-1} Aᵀ, symmetric.
             precision: The diagonal of P0, one number or one for each element.
 
         Returns:
@@ -246,24 +218,17 @@ class NtkStatistic(Statistic):
                 part = product[start : start + len(chunk)]
                 if chunk.device == part.device:
                     chunk[:, columns] = part
-                else:  # in the chunk's own order, as ``by_columns`` has left it
+                else:  # by columns, the memory layout of ``by_columns``
                     chunk.mT[columns] = part.mT.to(chunk.dtype).contiguous().to(chunk.device)
                 start += len(chunk)
         return of_precision.reshape(precision.shape)
 
     def rows_before(self, datum: int) -> int:
-        """The rows of the data before one, by its position."""
+        """How many rows the data before this position have."""
         return int(torch.cat([part.sum(1) for part in self.present])[:datum].sum())
 
     def part(self, data: slice) -> "NtkStatistic":
-        """What belongs to some consecutive data, without the scales.
-
-        Args:
-            data: Their positions.
-
-        Returns:
-            A statistic of one micro-batch.
-        """
+        """What belongs to consecutive data, without the scales, as a single micro-batch."""
         span = slice(self.rows_before(data.start), self.rows_before(data.stop))
         rows = {name: (_between(chunks, span),) for name, chunks in self.rows.items()}
         factors = {
@@ -278,7 +243,7 @@ class NtkStatistic(Statistic):
         return NtkStatistic(rows, factors, (None,), (_between(self.present, data),))
 
     def _whole_factors(self, name: str, like: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Inputs and gradients of all data; of all rows, and their data, where some are padding."""
+        """Inputs and gradients of all data; with padding, of all rows, and the datum of each."""
         inputs = torch.cat([a.to(like) for a, _ in self.factors[name]])
         widths = {part.shape[1] for part in self.present}
         if len(widths) == 1 and all(bool(part.all()) for part in self.present):
@@ -294,7 +259,7 @@ class NtkStatistic(Statistic):
     def _write_factors(
         self, name: str, of_inputs: Tensor, of_gradients: Tensor, data: Tensor | None
     ) -> None:
-        """Write over the factors what ``_whole_factors`` has put together."""
+        """Overwrite the factors, from tensors laid out as ``_whole_factors`` returns them."""
         first = row = 0
         if data is not None:
             total = sum(len(part) for part in self.present)
@@ -315,14 +280,10 @@ class NtkStatistic(Statistic):
 
 
 def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Columns of the rows of one parameter, all micro-batches together.
-
-    Args:
-        chunks: One matrix (R_i, n) for each micro-batch.
-        like: A tensor of the device and dtype to compute in.
+    """Yield slices of columns, and all micro-batches' rows in them like ``like``.
 
     Yields:
-        Which columns, and all rows' entries in them.
+        The slice, and the matrix (R, columns).
     """
     num_rows, width = sum(len(chunk) for chunk in chunks), chunks[0].shape[1]
     step = max(1, SLAB_BYTES // max(1, num_rows * like.element_size()))
@@ -333,27 +294,26 @@ def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Tenso
 
 
 def _strips(size: int) -> Iterator[slice]:
-    """Strips of the rows of a square matrix."""
     step = max(STRIP, -(-size // STRIPS))
     for start in range(0, size, step):
         yield slice(start, min(start + step, size))
 
 
 def _add_upper(gram: Float[Tensor, "R R"], slab: Float[Tensor, "R n"]) -> None:
-    """Add slab slabᵀ above the diagonal, and in the strips' blocks on it."""
+    """Add slab slabᵀ above the diagonal, and in the diagonal blocks of the strips."""
     for strip in _strips(len(gram)):
         rest = slice(strip.start, None)
         gram[strip, rest].addmm_(slab[strip], slab[rest].mT)
 
 
 def _mirror(gram: Float[Tensor, "R R"]) -> None:
-    """Copy what is above the diagonal blocks below."""
+    """Copy what is above the diagonal blocks below them."""
     for strip in _strips(len(gram)):
         gram[strip.stop :, strip] = gram[strip, strip.stop :].mT
 
 
 def part_of(values: Float[Tensor, " n"], columns: slice) -> Tensor:
-    """Entries for some columns, where there is one for each; the single one for all otherwise."""
+    """The entries of some columns; the only entry where one number serves all columns."""
     return values[columns] if values.numel() > 1 else values
 
 
@@ -366,7 +326,7 @@ def add_part(values: Float[Tensor, " n"], columns: slice, part: Tensor) -> None:
 
 
 def _between(chunks: Sequence[Tensor], span: slice) -> Tensor:
-    """Entries along dim 0 of several tensors laid end to end; a view where one holds them all."""
+    """Entries of several tensors concatenated along dim 0; a view where one holds them all."""
     parts, start = [], 0
     for chunk in chunks:
         stop = start + len(chunk)

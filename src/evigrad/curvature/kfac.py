@@ -1,17 +1,17 @@
 """Kronecker-factored blocks: H of a weight matrix ≈ B ⊗ A / (number of examples).
 
-A sums the outer products of what the matrix was multiplied with, B those of the rows' gradients in
-what came out. Where a matrix is applied at several positions of a datum (convolutions, sequences,
-augmentation samples, a layer called twice), ``sharing`` says what an example is (Eschenhagen et
-al., 2023, *Kronecker-Factored Approximate Curvature for Modern Neural Network Architectures*):
+A sums the outer products of the matrix's inputs, B those of the rows' gradients in its outputs.
+Where a matrix is applied at several positions of a datum (convolutions, sequences, augmentation
+samples, a layer called twice), ``sharing`` says what an example is (Eschenhagen et al., 2023,
+*Kronecker-Factored Approximate Curvature for Modern Neural Network Architectures*):
 
 - ``"expand"``: every position is one; exact for a deep linear network with a loss per position.
 - ``"reduce"``: every datum is one, of the mean input and the summed gradient over positions; exact
   for a deep linear network whose outputs are averaged over positions.
 
-Both keep sums and counts; the counts divide in ``log_det``, so that micro-batches add up to the
-batch. Not a bound (Theorem 1 covers the exact blocks only). Every datum of the batch is an example,
-also where its rows are zero.
+Both keep sums and counts; ``log_det`` divides by the counts, so that micro-batches add up to the
+batch. Not a bound (Theorem 1 covers the exact blocks only). Every datum counts as an example, even
+where its rows are zero.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,27 +48,26 @@ from evigrad.likelihoods import RootRows
 SHARINGS = ("expand", "reduce")
 
 # Parameters without Kronecker factors (biases, scales of normalisation layers) get an exact dense
-# block up to this many elements: the widest layers of the paper's ResNets have 512 channels, and a
-# block of 512 costs 2 MiB and 45 MFLOP in float64, less than the factors of the layer beside it.
+# block up to this size: the widest layers of the paper's ResNets have 512 channels, and a block of
+# 512 costs 2 MiB and 45 MFLOP in float64, less than the factors of the layer beside it.
 DENSE_LIMIT = 512
 
-# Up to this many elements such a block is diagonalised, which takes no longer than one step on the
-# precisions, and spares all further steps a factorisation.
+# Up to this size such a block is diagonalised once, in no more time than one step on the precisions
+# takes; further steps then need no factorisation.
 SPECTRUM_LIMIT = 64
 
 
 @dataclass(frozen=True)
 class KfacStatistic(Statistic):
-    """Sums of outer products, and how many there were.
+    """Sums of outer products, and how many there were, by the names of the parameters.
 
     Attributes:
-        inputs: Per Kronecker weight, A of shape (G, i, i), G channel groups.
-        gradients: Per Kronecker weight, B of shape (G, o, o).
-        counts: Per Kronecker weight, the number of examples.
-        num_rows: Per Kronecker weight, the number of outer products in B.
-        blocks: Per other parameter, its dense block (n, n) or its diagonal (n,) of H.
-        eigenvalues: Eigenvalues of A and B: a cache, filled by ``Kfac.log_det``, or in the place of
-            the sums (``Kfac.summarise``).
+        inputs: A of each Kronecker weight, (G, i, i) for G channel groups.
+        gradients: B of each Kronecker weight, (G, o, o).
+        counts: The number of examples of each Kronecker weight.
+        num_rows: The number of outer products in each B.
+        blocks: The dense block (n, n) or diagonal (n,) of H of each other parameter.
+        eigenvalues: Those of A and B: a cache, or in place of the sums (``Kfac.summarise``).
         spectra: Eigenvalues of dense blocks; a cache too.
         roundings: ``kronecker_rounding_rate`` of each pair of these; a cache too.
     """
@@ -90,7 +89,7 @@ class KfacStatistic(Statistic):
         return [tensor for table in tables for tensor in table.values()]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "KfacStatistic":
-        """The same counts with other sums; nothing is kept from the old ones."""
+        """The same counts with other sums and empty caches."""
         rest = iter(tensors)
         inputs, gradients, blocks = (
             {name: next(rest) for name in table}
@@ -107,12 +106,11 @@ class Kfac(Structure[KfacStatistic]):
 
     Args:
         weights: The parameters.
-        plan: Tells which of them have Kronecker factors.
-        precision_constant: Per parameter, whether its prior precision is one number.
+        plan: Says which of them have Kronecker factors.
+        precision_constant: Whether each parameter's prior precision is one number.
         sharing: ``"expand"`` or ``"reduce"``, see the module.
         gram_dtype: Dtype of the sums and their factorisations; None takes that of the rows.
-        dense_limit: Parameters without Kronecker factors get a dense block up to this many
-            elements, and the diagonal of it beyond.
+        dense_limit: Other parameters get a dense block up to this size, and a diagonal beyond.
 
     Raises:
         ConfigurationError: ``sharing`` is unknown, or a precision varies inside a Kronecker block.
@@ -159,7 +157,7 @@ class Kfac(Structure[KfacStatistic]):
         return KfacStatistic(inputs, gradients, counts, num_rows, blocks)
 
     def summarise(self, linearization: Linearization, root: RootRows) -> KfacStatistic:
-        """See ``Structure.summarise``; few examples have the eigenvalues of their own Gram."""
+        """See ``Structure.summarise``; for few examples it diagonalises their (smaller) Gram."""
         if root.scale is not None and root.scale.requires_grad:
             return super().summarise(linearization, root)
         statistic = KfacStatistic({}, {}, {}, {}, {})
@@ -179,7 +177,7 @@ class Kfac(Structure[KfacStatistic]):
     def _add_others(
         self, blocks: Mapping[str, Tensor], linearization: Linearization, root: RootRows
     ) -> dict[str, Tensor]:
-        """Exact blocks and diagonals of the parameters without Kronecker factors."""
+        """The blocks, with the exact blocks and diagonals of parameters without factors added."""
         rows = linearization.rows(root.vectors, self._others) if self._others else {}
         added = dict(blocks)
         for name in self._others:
@@ -196,7 +194,7 @@ class Kfac(Structure[KfacStatistic]):
     def log_det(
         self, statistic: KfacStatistic, precisions: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
-        """See ``Structure.log_det``; precisions that vary inside a Kronecker block are refused."""
+        """See ``Structure.log_det``; refuses precisions that vary inside a Kronecker block."""
         self._check_constant(name for name in statistic.counts if precisions[name].ndim > 0)
         terms, spectra = [], {}
         for name in statistic.counts:
@@ -229,7 +227,7 @@ class Kfac(Structure[KfacStatistic]):
         spectra: Mapping[str, tuple[Tensor, Tensor, Tensor]],
         value: Tensor,
     ) -> None:
-        """See ``check_rounding``; a bound that costs nothing spares most steps the estimate."""
+        """See ``check_rounding``; a cheap bound spares most steps the estimate."""
         for name in spectra.keys() - statistic.roundings.keys():
             left, right, _ = spectra[name]
             statistic.roundings[name] = kronecker_rounding_rate(left, right)
@@ -247,8 +245,8 @@ class Kfac(Structure[KfacStatistic]):
         for name, shape in self._shapes.items():
             numel = shape.numel()
             if name in self._kronecker:
-                # The sums, their eigenvectors and their cotangents; the products of eigenvalues
-                # and their logarithms are as many as the weights.
+                # The sums, their eigenvectors and cotangents; products of eigenvalues and their
+                # logarithms are as many as the weights.
                 total += 3 * (shape[0] ** 2 + (numel // shape[0]) ** 2) + 3 * numel
             else:
                 total += (1 + DENSE_WORKING_COPIES) * (numel**2 if name in self._dense else numel)
@@ -291,7 +289,7 @@ class Kfac(Structure[KfacStatistic]):
     def _examples(
         self, name: str, uses: Sequence[KroneckerUse], scale: Tensor | None
     ) -> Iterable["_Examples"]:
-        """The examples of a weight, use by use; of all uses together where they are reduced."""
+        """The examples of a weight, one item per use; with ``"reduce"`` one for all uses."""
         if not uses:
             return
         scaled = []
@@ -350,13 +348,10 @@ class Kfac(Structure[KfacStatistic]):
 
 
 def check_sharing(sharing: str) -> None:
-    """Refuse an unknown kind of weight sharing.
-
-    Args:
-        sharing: The name asked for.
+    """Refuse a kind of weight sharing that is not one of ``SHARINGS``.
 
     Raises:
-        ConfigurationError: It is not one of ``SHARINGS``.
+        ConfigurationError: It is unknown.
     """
     if sharing not in SHARINGS:
         raise ConfigurationError(
@@ -374,22 +369,22 @@ def _input_rows(use: KroneckerUse, dtype: torch.dtype) -> Tensor:
 
 
 def _eigenvalues_of_gram(rows: Float[Tensor, "G R n"]) -> Float[Tensor, "G r"]:
-    """Those of Σ rowᵀ row that are not zero for lack of rows."""
+    """The eigenvalues of Σ rowᵀ row, without the zeros of too few rows."""
     few = rows.shape[1] < rows.shape[2]
     return psd_eigenvalues(rows @ rows.mT if few else rows.mT @ rows)
 
 
 @dataclass(frozen=True)
 class _Examples:
-    """Examples of one weight, as much of them as its factors need.
+    """The examples of one weight.
 
     Attributes:
-        gradients: Of the examples' rows, (G, R, o).
-        count: Examples.
+        gradients: The rows' gradients in the outputs, (G, R, o).
+        count: The number of examples.
         num_inputs: i, how many numbers an example's input has.
-        input_rows: Gives the inputs a, (G, count, i).
-        input_gram: Gives Σ a aᵀ, (G, i, i).
-        inner_input_gram: Gives the inner product of that with a cotangent.
+        input_rows: Computes the inputs a, (G, count, i).
+        input_gram: Computes Σ a aᵀ, (G, i, i).
+        inner_input_gram: Computes the inner product of that with a cotangent.
     """
 
     gradients: Tensor
@@ -400,7 +395,7 @@ class _Examples:
     inner_input_gram: Callable[[Tensor], Tensor]
 
     def eigenvalues(self) -> tuple[Tensor, Tensor]:
-        """Of both factors, without those that are zero for lack of examples."""
+        """The eigenvalues of A and of B, without the zeros of too few examples."""
         if self.count < self.num_inputs:
             inputs = _eigenvalues_of_gram(self.input_rows())
         else:

@@ -1,7 +1,7 @@
 """Log-determinants: of I + S by one Cholesky, and of I + τ A ⊗ B from eigenvalues.
 
-The cotangents are closed forms, so that one factorisation serves value and gradient. First
-derivatives only: ``create_graph=True`` is an error, lest a second derivative lack their part.
+The cotangents are closed forms, so that one factorisation serves value and gradient. They have no
+derivatives themselves: ``create_graph=True`` is an error rather than a wrong second derivative.
 """
 
 import warnings
@@ -19,33 +19,33 @@ from torch.linalg import LinAlgError  # pyright: ignore[reportAttributeAccessIss
 
 from evigrad.errors import ConfigurationError, EvigradWarning, NotPositiveDefiniteError
 
-# The elements of a Gram matrix are known to a few units of rounding, relative to the norms of their
-# rows; its smallest eigenvalue therefore to a few units of eps * trace. A jitter below that repairs
-# rounding, a larger one would hide a matrix that is indefinite in earnest.
+# The elements of a Gram matrix are known to a few roundings relative to the norms of their rows,
+# and its smallest eigenvalue to a few eps * trace. A jitter below that repairs rounding; a larger
+# one would hide a matrix that is truly indefinite.
 JITTER_LIMIT_IN_ROUNDINGS = 10.0
-# Tenfold steps: the answer is at most ten times further off than it has to be.
+# Tenfold steps: the jitter is at most ten times larger than needed.
 JITTER_GROWTH = 10.0
-# A pivot of a Cholesky factor, and an eigenvalue, are off by about as many roundings of the largest
-# diagonal element, or eigenvalue: chosen on small networks so that what is estimated is not less
-# than the error against float64 (tests/test_precision.py), at the price of being often larger.
+# Errors of a Cholesky pivot and of an eigenvalue, in roundings of the largest diagonal element or
+# eigenvalue: chosen on small networks so that the estimate is at least the error against float64
+# (tests/test_precision.py), and often larger.
 PIVOT_ROUNDINGS, EIGENVALUE_ROUNDINGS = 2.0, 4.0
-# Rounding is worth a word, and a computation in float64, beyond this many nats and part of ℓ.
+# Rounding beyond this many nats plus this part of ℓ gets a warning, or a computation in float64.
 TOLERATED_NATS, TOLERATED_SHARE = 0.05, 1e-4
 # Random vectors beyond the rank: with ten, missing a direction has a probability below 1e-10.
 OVERSAMPLING = 10
-# Up to this part of its size a matrix's rank makes the detour by its range the shorter way.
+# Up to this ratio of rank to size it is cheaper to diagonalise a matrix within its range.
 LOW_RANK_SHARE = 0.4
 
 _refused: ContextVar[bool] = ContextVar("refused", default=False)
 
 
 class RoundingError(Exception):
-    """Too much of a log-determinant is lost to rounding; for whoever can take a wider dtype."""
+    """Rounding loses too much of a log-determinant; a caller can repeat it in a wider dtype."""
 
 
 @contextmanager
 def rounding_refused() -> Iterator[None]:
-    """Within this, rounding that a warning would tell of is a ``RoundingError``."""
+    """Within this context, a warning about rounding is a ``RoundingError`` instead."""
     token = _refused.set(True)
     try:
         yield
@@ -57,12 +57,9 @@ def check_rounding(error: Tensor, value: Tensor, dtype: torch.dtype) -> None:
     """Warn, or raise within ``rounding_refused``, where rounding matters.
 
     Args:
-        error: What rounding may have changed, estimated, in nats.
+        error: An estimate of what rounding may have changed, in nats.
         value: The log-determinant.
-        dtype: In which the matrix was made.
-
-    Raises:
-        RoundingError: Within ``rounding_refused``.
+        dtype: The matrix's.
     """
     nats, size = torch.stack([error.double(), value.double()]).tolist()
     if not is_tolerated(nats, size):
@@ -75,27 +72,20 @@ def check_rounding(error: Tensor, value: Tensor, dtype: torch.dtype) -> None:
 
 
 def is_tolerated(nats: float, value: float) -> bool:
-    """Whether a log-determinant may be off by so many nats; NaN has errors of its own."""
+    """Whether a log-determinant may be off by so many nats; True for NaN, refused elsewhere."""
     return not nats > TOLERATED_NATS + TOLERATED_SHARE * value
 
 
 def _doubt(message: str) -> None:
-    """Warn, or raise within ``rounding_refused``."""
     if _refused.get():
         raise RoundingError(message)
     warnings.warn(message, EvigradWarning, stacklevel=3)
 
 
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the backward pass of an autograd function refuse ``create_graph=True``.
+    """Return the backward pass of an autograd function, refusing ``create_graph=True``.
 
-    ``once_differentiable`` would pass it by without a word where no cotangent has a graph.
-
-    Args:
-        backward: From the context and the cotangents to those of the arguments.
-
-    Returns:
-        The same, which raises a ``ConfigurationError`` in that case.
+    ``once_differentiable`` would let it pass silently where no cotangent has a graph.
     """
 
     @wraps(backward)
@@ -113,20 +103,12 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 def log_det_identity_plus(
     matrix: Float[Tensor, "n n"], *, positive: bool = True
 ) -> Float[Tensor, ""]:
-    """log|I + matrix| in nats, by one Cholesky factorisation.
+    """Return log|I + matrix| in nats, by one Cholesky factorisation; the matrix is symmetric.
 
     Its cotangent is (I + matrix)^{-1}. A factorisation that fails in float32 is repeated in
     float64; if that fails too, a sum of outer products (``positive``) gets the smallest jitter on
-    its diagonal that helps. A warning says by how much jitter or rounding may change the value
-    (see ``check_rounding``).
-
-    Args:
-        matrix: Symmetric.
-        positive: Whether the matrix is positive semidefinite but for rounding, as Gram matrices
-            are. A Hessian is not, and gets no jitter.
-
-    Returns:
-        A scalar of the matrix's dtype.
+    its diagonal that helps; a Hessian (not ``positive``) gets none. A warning says by how much
+    jitter or rounding may change the value (see ``check_rounding``).
 
     Raises:
         NotPositiveDefiniteError: I + matrix is not positive definite, beyond rounding, or not
@@ -138,16 +120,7 @@ def log_det_identity_plus(
 def log_det_dense(
     matrix: Float[Tensor, "n n"], precision: Tensor, *, positive: bool = True
 ) -> Float[Tensor, ""]:
-    """log|I + P0^{-1/2} matrix P0^{-1/2}| for a diagonal P0.
-
-    Args:
-        matrix: Symmetric.
-        precision: The diagonal of P0, 0-dimensional or of shape (n,).
-        positive: As in ``log_det_identity_plus``.
-
-    Returns:
-        A scalar, in nats.
-    """
+    """log|I + P0^{-1/2} matrix P0^{-1/2}| in nats; P0's diagonal is 0-dimensional or (n,)."""
     precision = precision.to(matrix.dtype)
     if precision.ndim == 0:
         return log_det_identity_plus(matrix / precision, positive=positive)
@@ -158,15 +131,7 @@ def log_det_dense(
 def log_det_diagonal(
     diagonal: Tensor, precision: Tensor, *, positive: bool = True
 ) -> Float[Tensor, ""]:
-    """log|I + P0^{-1/2} D P0^{-1/2}| for diagonal D and P0.
-
-    Args:
-        diagonal: The diagonal of D, of any shape.
-        precision: That of P0, 0-dimensional or of the same shape.
-        positive: As in ``log_det_identity_plus``.
-
-    Returns:
-        A scalar, in nats.
+    """Return log|I + P0^{-1/2} D P0^{-1/2}| in nats for diagonal D and P0 (one number, or like D).
 
     Raises:
         NotPositiveDefiniteError: An element of I + P0^{-1} D is not positive or not finite.
@@ -180,23 +145,16 @@ def log_det_diagonal(
 def psd_eigenvalues(
     matrix: Float[Tensor, "*batch n n"], rank: int | None = None
 ) -> Float[Tensor, "*batch r"]:
-    """Eigenvalues of positive semidefinite matrices, those below zero by rounding set to zero.
+    """Return ascending eigenvalues of positive semidefinite matrices, negative ones set to zero.
 
     Differentiable once, for functions that treat equal eigenvalues equally (spectral functions):
     the cotangent V diag(v̄) Vᵀ needs no gaps between eigenvalues. It passes through the clamp, so
     that null directions keep their one-sided derivative.
 
-    A matrix that is a sum of few outer products has its eigenvectors in the span of those, which
-    its product with a random matrix finds (Halko, Martinsson & Tropp, 2011, section 4): the
-    eigenvalues outside are zero and left out, as is their derivative, which no change of the
-    outer products themselves has a part in.
-
-    Args:
-        matrix: Symmetric positive semidefinite.
-        rank: What its rank is at most, if anything is known of it.
-
-    Returns:
-        In ascending order; n of them, or fewer where the rest are zero by ``rank``.
+    A sum of few outer products (``rank``, an upper bound) has its eigenvectors in their span, which
+    its product with a random matrix finds (Halko, Martinsson & Tropp, 2011, section 4). The zero
+    eigenvalues outside are left out, with their derivative: it vanishes for every change of the
+    outer products.
 
     Raises:
         NotPositiveDefiniteError: The matrix is not finite.
@@ -207,16 +165,7 @@ def psd_eigenvalues(
 def log_det_kronecker(
     left: Float[Tensor, "*batch i"], right: Float[Tensor, "*batch j"], factor: Tensor
 ) -> Float[Tensor, ""]:
-    """Σ log|I + factor · A ⊗ B| over a batch, from the eigenvalues of A and B.
-
-    Args:
-        left: Eigenvalues of A.
-        right: Eigenvalues of B.
-        factor: 0-dimensional: one over the count of examples and over the prior precision.
-
-    Returns:
-        A scalar, in nats.
-    """
+    """Σ log|I + factor · A ⊗ B| over a batch, in nats, from the eigenvalues of A and B."""
     products = (factor.to(left.dtype) * left).unsqueeze(-1) * right.unsqueeze(-2)
     return products.log1p().sum()
 
@@ -224,18 +173,10 @@ def log_det_kronecker(
 def kronecker_rounding(
     left: Float[Tensor, "*batch i"], right: Float[Tensor, "*batch j"], factor: Tensor
 ) -> Float[Tensor, ""]:
-    """By how many nats the rounding of A and B may change ``log_det_kronecker``, estimated.
+    """Return an estimate, in nats, of how rounding of A and B changes ``log_det_kronecker``.
 
-    An eigenvalue that rounding hides counts whole; the others' errors have any sign, and their
-    squares add up.
-
-    Args:
-        left: As for ``log_det_kronecker``, as are the others.
-        right: Eigenvalues of B.
-        factor: 0-dimensional.
-
-    Returns:
-        A scalar without a graph.
+    An eigenvalue that rounding hides counts in full; the errors of the others have random signs,
+    so that their squares add up.
     """
     unit = EIGENVALUE_ROUNDINGS * torch.finfo(left.dtype).eps
     parts = []
@@ -253,15 +194,7 @@ def kronecker_rounding(
 def kronecker_rounding_rate(
     left: Float[Tensor, "*batch i"], right: Float[Tensor, "*batch j"]
 ) -> float:
-    """What ``kronecker_rounding`` is at most for a factor of 1; in proportion for others.
-
-    Args:
-        left: Eigenvalues of A.
-        right: Eigenvalues of B.
-
-    Returns:
-        Nats.
-    """
+    """An upper bound on ``kronecker_rounding``, per unit of the factor."""
     unit = EIGENVALUE_ROUNDINGS * torch.finfo(left.dtype).eps
     with torch.no_grad():
         of_left = left.shape[-1] * left.amax(-1) * right.sum(-1)
@@ -272,20 +205,12 @@ def kronecker_rounding_rate(
 def inner_gram(
     rows: Float[Tensor, "*batch R n"], cotangent: Float[Tensor, "*batch n n"]
 ) -> Float[Tensor, ""]:
-    """⟨cotangent, rowsᵀ rows⟩ with its derivative in the rows, both from one product.
-
-    Args:
-        rows: Any matrices.
-        cotangent: Without a graph.
-
-    Returns:
-        A scalar.
-    """
+    """⟨cotangent, rowsᵀ rows⟩ with its derivative in the rows, both from one product."""
     return _InnerGram.apply(rows, cotangent)
 
 
 def _why_not(finite: bool, positive: bool) -> str:
-    """Words for a matrix without a log-determinant, and what to do."""
+    """Say why a matrix has no log-determinant, and what to do."""
     if not finite:
         return (
             "the curvature is NaN or infinite. Look for non-finite weights, inputs or outputs of"
@@ -320,14 +245,9 @@ def _factor(matrix: Tensor) -> Tensor | None:
 def factor_identity_plus(
     matrix: Float[Tensor, "n n"], positive: bool = True
 ) -> Float[Tensor, "n n"]:
-    """The lower Cholesky factor of I + matrix, in float64 or with a jitter where it must be.
+    """Return the lower Cholesky factor of I + matrix, see ``log_det_identity_plus``.
 
-    Args:
-        matrix: Symmetric.
-        positive: As in ``log_det_identity_plus``.
-
-    Returns:
-        The factor, maybe of a wider dtype.
+    It is in float64 where float32 failed.
 
     Raises:
         NotPositiveDefiniteError: As ``log_det_identity_plus``.
@@ -346,12 +266,12 @@ def factor_identity_plus(
         return factor
     if not positive:
         raise NotPositiveDefiniteError(_why_not(True, positive))
-    # Rounding is that of the dtype in which the matrix was made, whatever it is factored in.
+    # The matrix has the rounding of the dtype in which it was made.
     rounding = torch.finfo(matrix.dtype).eps * float(precise.diagonal().mean())
     jitter, limit = rounding, JITTER_LIMIT_IN_ROUNDINGS * rounding * len(matrix)
     while 0 < jitter <= limit:
         if (factor := _factor(_shifted(precise, jitter))) is not None:
-            # Exact pivots are 1 or more, and less than these by rounding at its limit at most.
+            # Exact pivots are at least 1, and at most the jitter and the limit below these.
             pivots = factor.diagonal().square()
             excess = float((pivots / (pivots - jitter - limit).clamp(min=1.0)).log().sum())
             _doubt(
@@ -366,7 +286,7 @@ def factor_identity_plus(
 
 
 def _check_pivots(matrix: Tensor, factor: Tensor) -> None:
-    """``check_rounding`` of a factor of I + matrix: its pivots are 1 or more, but for rounding."""
+    """``check_rounding`` of a factor of I + matrix, whose exact pivots are 1 or more."""
     pivots = factor.detach().diagonal().square()
     unit = PIVOT_ROUNDINGS * torch.finfo(matrix.dtype).eps
     error = unit * (1 + matrix.detach().diagonal().amax())
@@ -424,8 +344,7 @@ def _span(matrix: Tensor, size: int) -> Tensor:
 
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    # In float32 LAPACK may not converge (seen with repeated eigenvalues), or return NaN for a
-    # finite matrix without a word.
+    # In float32 LAPACK may not converge (seen with repeated eigenvalues), or return NaN silently.
     found = _if_finite(torch.linalg.eigh, matrix)
     values, vectors = torch.linalg.eigh(matrix.to(torch.float64)) if found is None else found
     return values.to(matrix.dtype), vectors.to(matrix.dtype)

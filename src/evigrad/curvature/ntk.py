@@ -2,11 +2,11 @@
 
 S = D (Σ_g G_g / δ_g) D with D the diagonal of the rows' scales and G_g the Gram matrix of the rows
 of prior group g. Where the rows carry no graph the G_g are kept, so that further steps on the
-precisions and on the scale (the noise) touch neither the network nor the rows: R²L + R³/3
-operations each, R rows and L groups.
+precisions and on the scale (the noise) need neither the network nor the rows: R²L + R³/3
+operations each, for R rows and L groups.
 
-Over a partition of the parameters (``blocks``) ℓ is the sum of those of the blocks, each from the
-Gram matrix of its own part of the rows.
+Over a partition of the parameters (``blocks``), ℓ is the sum over the blocks, each with the Gram
+matrix of its own part of the rows.
 """
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -32,16 +32,16 @@ from evigrad.jacobians import Linearization, MatrixUse
 from evigrad.jacobians.scratch import lent
 from evigrad.likelihoods import RootRows
 
-# The Grams of the prior groups are kept where they are no larger than the rows that they stand for,
-# or than this: a gibibyte saves repeated passes over the rows on any machine that trains networks.
+# The Grams of the prior groups are kept where they are no larger than the rows, or than this: a
+# gibibyte is affordable on any machine that trains networks, and spares passes over the rows.
 GRAM_CACHE_BYTES = 2**30
-# R x R matrices that live at once besides the statistic when ℓ is differentiated: the unscaled sum,
-# S, its factor, the inverse, and one product.
+# R x R matrices beside the statistic while ℓ is differentiated: the unscaled sum, S, its factor,
+# the inverse, and one product.
 GRAM_WORKING_COPIES = 5
-# Of each further block, what autograd keeps of its ℓ until the derivative is taken: the unscaled
-# sum, half scaled, and the factor.
+# R x R matrices that autograd keeps for each further block until the derivative is taken: the
+# unscaled sum, the half scaled sum, and the factor.
 GRAM_BLOCK_COPIES = 3
-# Slabs of columns at work at once: as read, and its product.
+# Slabs of columns in memory at once: one as read, and its product.
 SLAB_COPIES = 2
 
 
@@ -50,15 +50,15 @@ class Ntk(Structure[NtkStatistic]):
 
     Args:
         weights: The parameters.
-        precision_groups: Of each parameter whose prior precision is one number, a label of its
-            prior group; those of one label share one precision and one Gram. A parameter that is
-            missing has a precision that varies inside it.
+        precision_groups: For each parameter whose prior precision is one number, the label of its
+            prior group; those of one label share one precision and one Gram. A missing parameter
+            has a precision that varies inside it.
         gram_dtype: Dtype of S and its factor; None takes that of the rows.
-        contracted: Parameters with one use as a matrix, whose rows are not formed (see
-            ``contraction``); no effect where the precision varies.
-        storage: Where rows are kept, and as what.
-        blocks: A partition of the parameters of which ℓ is the sum, the parameters of a precision
-            group all in the same block. None: one block.
+        contracted: Parameters whose rows are not formed (see ``contraction``); ignored where the
+            precision varies.
+        storage: Device and dtype of the kept rows.
+        blocks: A partition of the parameters, each precision group within one block; ℓ is the sum
+            over the blocks. None: one block.
     """
 
     name = "ntk"
@@ -140,7 +140,7 @@ class Ntk(Structure[NtkStatistic]):
         return _sum_of_blocks(terms)
 
     def check_conditioning(self, conditioning: Conditioning | None) -> None:
-        """See ``Structure.check_conditioning``; only ℓ of a single block has anchors."""
+        """See ``Structure.check_conditioning``; several blocks cannot use anchors."""
         if len(self._blocks) > 1:
             super().check_conditioning(conditioning)
 
@@ -177,7 +177,7 @@ class Ntk(Structure[NtkStatistic]):
         linearization: Linearization,
         root: RootRows,
     ) -> Float[Tensor, ""]:
-        """See ``Structure.inner``; a layer's rows are not formed where a product will do."""
+        """See ``Structure.inner``; contracted layers need no rows."""
         part = cotangent.part(data)
         present = _present(root)
         (m, k), flat = present.shape, present.flatten()
@@ -201,7 +201,7 @@ class Ntk(Structure[NtkStatistic]):
         return torch.stack([term.to(terms[0]) for term in terms]).sum()
 
     def keeps_products(self, num_rows: int) -> bool:
-        """See ``Structure.keeps_products``: Grams that are kept whatever the rows' size."""
+        """See ``Structure.keeps_products``: whether the Grams are kept for any size of the rows."""
         grams = len(self._groups) * num_rows**2 * self._like().element_size()
         return not self._varying and grams <= GRAM_CACHE_BYTES
 
@@ -257,13 +257,13 @@ class Ntk(Structure[NtkStatistic]):
         if self._varying or grams > GRAM_CACHE_BYTES:
             return self.condense(self.accumulate(None, linearization, root))
         closed = [name for name in self._formed if linearization.is_closed(name)]
-        # Of a GPU, PyTorch keeps and lends the memory itself.
+        # On a GPU, PyTorch's own allocator reuses the memory.
         widest = max((self._numel[name] for name in closed), default=0)
         widest = widest if self._device.type == "cpu" else 0
         memory = torch.empty(m * k * widest, dtype=self._dtype, device=self._device)
         with torch.no_grad():
             factors = self._factors(linearization, root)
-            # One pass for all that have no closed form: each call makes the pass anew.
+            # All that have no closed form in one call, as each call repeats the backward passes.
             others = [name for name in self._formed if name not in closed]
             found = linearization.rows(root.vectors, others) if others else {}
             for names in self._groups.values():
@@ -283,14 +283,10 @@ class Ntk(Structure[NtkStatistic]):
         return empty
 
     def condense(self, statistic: NtkStatistic) -> NtkStatistic:
-        """Put the Grams of the prior groups in the place of the rows, where they suffice.
+        """Return a statistic with the groups' Grams instead of the rows, whose memory it frees.
 
-        Args:
-            statistic: Without a graph in its rows.
-
-        Returns:
-            A statistic whose rows can be freed; the same one where a precision varies inside a
-            parameter, or where the Grams would be larger than the rows.
+        Return the same one where a precision varies inside a parameter, or where the Grams are too
+        large to keep. The rows have no graph.
         """
         like = self._like()
         if self._varying or not self._keeps_grams(statistic, like.dtype):
@@ -309,7 +305,7 @@ class Ntk(Structure[NtkStatistic]):
         like: Tensor,
         keep: bool,
     ) -> Float[Tensor, "R R"]:
-        """A P0^{-1} Aᵀ of the rows of a block, with a graph."""
+        """A P0^{-1} Aᵀ of a block's rows, with a graph."""
         parts: list[Tensor] = []
         alone = [name for name in self._varying if name in block]
         groups = self._shared_groups(precisions, block)
@@ -336,7 +332,7 @@ class Ntk(Structure[NtkStatistic]):
         of_precisions: dict[str, Tensor],
         conditioning: Conditioning | None,
     ) -> tuple[LogDet, Sequence[Tensor]]:
-        """ℓ of a block, and its derivative in the scale if there is one; all others are written."""
+        """ℓ of a block and its derivative in the scale; writes those in precisions and rows."""
         like, scale = self._like(), statistic.scale()
         total = like.new_zeros(statistic.num_rows, statistic.num_rows)
         for name in block:
@@ -354,14 +350,14 @@ class Ntk(Structure[NtkStatistic]):
         return replace(log_det, value=log_det.value.detach()), of_scale
 
     def _like(self) -> Tensor:
-        """An empty tensor of the device and dtype of the Grams."""
+        """An empty tensor of the Grams' device and dtype."""
         dtype = working_dtype(self._dtype, self._gram_dtype)
         return torch.empty(0, dtype=dtype, device=self._device)
 
     def _factors(
         self, linearization: Linearization, root: RootRows
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Inputs (m, T, i) and gradients (m, k, T, o) of the parameters without rows."""
+        """Inputs (m, T, i) and gradients (m, k, T, o) of the contracted parameters."""
         if not self._contracted:
             return {}
         uses = linearization.pairs(root.vectors, list(self._contracted))
@@ -381,7 +377,7 @@ class Ntk(Structure[NtkStatistic]):
     def _shared_groups(
         self, precisions: Mapping[str, Tensor], block: Collection[str]
     ) -> list[list[str]]:
-        """The precision groups of a block, checked to share their precision."""
+        """The precision groups of a block; refuses groups whose precisions are not one number."""
         found = {group: names for group, names in self._groups.items() if names[0] in block}
         for group, names in found.items():
             shared = all(precisions[name].ndim == 0 for name in names)
@@ -397,14 +393,13 @@ class Ntk(Structure[NtkStatistic]):
 
 
 def _present(root: RootRows) -> Tensor:
-    """Which rows (m, k) are none of padding."""
+    """Which rows (m, k) are no padding."""
     if root.present is not None:
         return root.present
     return torch.ones(root.vectors.shape[:2], dtype=torch.bool, device=root.vectors.device)
 
 
 def _log_det(gram: Tensor, conditioning: Conditioning | None) -> LogDet:
-    """ℓ of the Gram matrix of all rows, given the anchors where there are some."""
     if conditioning is None:
         return LogDet(log_det_identity_plus(gram))
     return log_det_conditional(gram, conditioning)
@@ -415,10 +410,9 @@ def _sum_of_blocks(terms: Sequence[LogDet]) -> LogDet:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Memory of its own, that may be written over; the same tensor where it carries a graph."""
+    """A copy that may be overwritten; the tensor itself where it carries a graph."""
     return tensor if tensor.requires_grad else tensor.detach().clone()
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:
-    """The sum of one or more tensors; of one, itself."""
     return reduce(torch.add, terms)
