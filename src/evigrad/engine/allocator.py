@@ -1,9 +1,9 @@
-"""Freed memory is kept for the next pass, where the C library would give it back to the system.
+"""Keep freed memory for the next pass, which the C library would return to the system.
 
-A pass frees tensors of many megabytes and soon asks for as many again. By default glibc gives
-each of them back to the system and takes fresh pages for the next one, which the system fills with
-zeros, one interrupt for each: on a CPU that can take as long as the computation itself
-(``docs/performance.md``). A GPU's memory is PyTorch's own to keep.
+A pass frees tensors of many megabytes and soon asks for as many again. By default glibc returns
+each to the system and takes fresh pages for the next one, which the system fills with zeros, one
+interrupt for each: on a CPU that can take as long as the computation itself
+(``docs/performance.md``). On a GPU, PyTorch does this by itself.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-# Variables of the environment that set glibc's allocator up: whoever gives one has decided.
+# Environment variables that configure glibc's allocator; where one is set, nothing is changed.
 ENVIRONMENT = (
     *("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"),
     "GLIBC_TUNABLES",
@@ -22,10 +22,10 @@ ENVIRONMENT = (
 
 # Options of mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
-# No allocation has pages of its own, and the heap is never cut.
+# No allocation gets its own pages, and the heap never shrinks.
 _KEEPING = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1))
-# Setting an option ends glibc's adjustment of the thresholds to what a process frees. These are the
-# largest ones that it comes to.
+# Setting an option ends glibc's own adjustment of the thresholds. These are the largest that the
+# adjustment reaches.
 _USUAL = ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, 2**25), (_TRIM_THRESHOLD, 2**26))
 
 _lock = threading.RLock()
@@ -34,14 +34,14 @@ _depth = 0
 
 @contextmanager
 def kept_memory() -> Iterator[None]:
-    """Keep all memory that is freed until the block ends.
+    """Keep all memory that is freed until the block ends; no result changes.
 
-    ``fit`` and the command line do so by themselves; for a training loop of your own it is worth a
-    line around it. It changes no number. It does nothing where tensors do not come from glibc's
-    allocator, or where that is set up by the environment (``ENVIRONMENT``), and in threads other
-    than the main one only for tensors of up to 64 MB. Blocks may be nested, and lie beside each
-    other in several threads: the last one to end gives all free memory back. The thresholds of
-    mallopt(3) are fixed from then on, and those that the process had set itself are not restored.
+    ``fit`` and the command line do so by themselves; use it around a training loop of your own. It
+    does nothing where tensors do not come from glibc's allocator or where the environment
+    configures that (``ENVIRONMENT``); in threads other than the main one it works only for tensors
+    of up to 64 MB. Blocks may be nested, and run in several threads at once: the last one to end
+    returns all free memory. Afterwards the thresholds of mallopt(3) stay fixed; thresholds that the
+    process had set itself are not restored.
 
     Yields:
         Nothing.
@@ -65,14 +65,14 @@ def kept_memory() -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Give memory that is kept, and free, back to the system; kept is what is freed from now on."""
+    """Return memory that is free now to the system; what is freed later is kept again."""
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)
 
 
 def _is_set_up() -> bool:
-    """Whether the environment says how the allocator is to work."""
+    """Whether the environment configures the allocator."""
     given = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     return any(name != "GLIBC_TUNABLES" or "malloc" in value for name, value in given.items())
 
@@ -82,7 +82,7 @@ def _glibc() -> Any:
     """The C library of this process where it is glibc, else None."""
     try:
         library = ctypes.CDLL(None)
-    except (OSError, TypeError):  # no such thing on this system
+    except (OSError, TypeError):  # this system has none
         return None
     needed = ("gnu_get_libc_version", "mallopt", "malloc_trim")
     if not all(hasattr(library, name) for name in needed):

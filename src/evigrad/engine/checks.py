@@ -1,4 +1,4 @@
-"""Checks of what a user gives, each with words on how to mend it."""
+"""Checks of what a user gives; each error says how to mend it."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from evigrad.errors import ConfigurationError, EvigradError, InputError, nearest
 
 
 def check_inputs(x: object, device: torch.device) -> None:
-    """Inputs of at least one datum, finite, and where the weights are."""
+    """Refuse inputs that are empty, not finite, or on another device than the weights."""
     if not isinstance(x, Tensor):
         raise not_data(x)
     if x.ndim == 0 or len(x) == 0:
@@ -27,7 +27,7 @@ def check_inputs(x: object, device: torch.device) -> None:
 
 
 def not_data(x: object) -> InputError:
-    """The error for what is no data."""
+    """The error for anything that is no data."""
     return InputError(
         f"Inputs must be a tensor, not {type(x).__name__}: give estimate(x, y), a block of"
         " blocks(data), or (for names with N) an iterable of batches (x, y)."
@@ -35,7 +35,7 @@ def not_data(x: object) -> InputError:
 
 
 def check_choice(what: str, value: object, choices: Sequence[str]) -> None:
-    """One of the named choices."""
+    """Refuse anything but one of the choices."""
     if value not in choices:
         raise ConfigurationError(
             f"{what} is one of {', '.join(choices)}, not '{value}'.{nearest(str(value), choices)}"
@@ -43,25 +43,25 @@ def check_choice(what: str, value: object, choices: Sequence[str]) -> None:
 
 
 def check_positive(what: str, value: object) -> None:
-    """A positive finite number."""
+    """Refuse anything but a positive finite number."""
     if not isinstance(value, Real) or not 0 < float(value) < float("inf"):
         raise ConfigurationError(f"{what} must be a positive number, not {value}.")
 
 
 def check_type(what: str, value: object, kind: type, hint: str) -> None:
-    """Of the class that is needed."""
+    """Refuse an instance of another class; ``hint`` says what is needed."""
     if not isinstance(value, kind):
         raise ConfigurationError(f"{what} must be {hint}, not {value!r}.")
 
 
 def check_count(what: str, value: object) -> None:
-    """A positive integer."""
+    """Refuse anything but a positive integer."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise ConfigurationError(f"{what} must be a positive integer, not {value!r}.")
 
 
 def as_device(what: str, device: torch.device | str | None) -> torch.device | None:
-    """A device that can be used here, with its index, from its name."""
+    """The device of a name, with its index; refuses one that this machine does not have."""
     if device is None:
         return None
     try:
@@ -73,7 +73,7 @@ def as_device(what: str, device: torch.device | str | None) -> torch.device | No
 
 
 def check_gradients(names: Iterable[str], gradients: Iterable[Tensor | None]) -> None:
-    """Finite numbers only."""
+    """Refuse gradients that are not finite."""
     for name, gradient in zip(names, gradients, strict=True):
         if gradient is not None and not bool(gradient.isfinite().all()):
             raise EvigradError(
@@ -84,7 +84,7 @@ def check_gradients(names: Iterable[str], gradients: Iterable[Tensor | None]) ->
 
 
 def as_generator(generator: torch.Generator | int | None) -> torch.Generator:
-    """A CPU generator from one, a seed, or PyTorch's initial seed."""
+    """A CPU generator: the given one, one of the given seed, or of PyTorch's initial seed."""
     if isinstance(generator, torch.Generator):
         if generator.device.type != "cpu":
             raise ConfigurationError("The generator must be a CPU generator.")
@@ -96,7 +96,7 @@ def as_generator(generator: torch.Generator | int | None) -> torch.Generator:
 
 
 def as_pair(batch: object) -> tuple[Tensor, Tensor]:
-    """A batch as a pair of inputs and targets."""
+    """The batch as a pair of inputs and targets."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise InputError(f"A batch is a pair (inputs, targets), not {type(batch).__name__}.")
     x, y = batch
@@ -104,7 +104,7 @@ def as_pair(batch: object) -> tuple[Tensor, Tensor]:
 
 
 def check_block(block: Block, partition: Partition) -> None:
-    """A block whose columns exist and whose parts have one length."""
+    """Refuse a block whose parts differ in length, or whose columns do not exist."""
     columns, size = block.columns, len(block.indices)
     lengths = {size, len(block.likelihood_weights)}
     lengths |= {len(part) for part in (block.inputs, columns) if part is not None}
@@ -120,7 +120,7 @@ def check_block(block: Block, partition: Partition) -> None:
 def check_state(
     state: Mapping[str, Any], own: Mapping[str, Any], modules: Mapping[str, nn.Module]
 ) -> None:
-    """A state of an evidence that fits this one, tried on copies."""
+    """Refuse a state of another evidence; tried on copies, so that nothing changes."""
     if missing := own.keys() - state.keys() - {"micro_batches", "preparation", "anchors"}:
         raise ConfigurationError(f"The state lacks {', '.join(sorted(missing))}.")
     if state["estimator"] != own["estimator"]:
@@ -136,7 +136,7 @@ def check_state(
 
 @contextmanager
 def restored_on_error(generator: torch.Generator) -> Iterator[None]:
-    """Put a generator back where an exception passes."""
+    """Restore the generator's state if an exception is raised inside."""
     state = generator.get_state()
     try:
         yield

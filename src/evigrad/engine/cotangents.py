@@ -15,15 +15,9 @@ from evigrad.likelihoods import RootRows
 
 
 def root_rows(problem: Problem, f: Tensor, chunk: Chunk) -> RootRows:
-    """The cotangents whose vector-Jacobian products are the rows, temperature included.
+    """Return the cotangents of the rows for outputs ``f`` of a micro-batch, temperature included.
 
-    Args:
-        problem: With likelihood, curvature, root and temperature.
-        f: Outputs of the micro-batch.
-        chunk: The micro-batch.
-
-    Returns:
-        The cotangents, with a graph into f and the likelihood's parameters where these have.
+    They have a graph into f and the likelihood's parameters where these have one.
     """
     name, temperature = type(problem.likelihood).__name__, problem.settings.temperature
     with raised_in(f"log_prob of {name}, or what is derived at its reference_targets,"):
@@ -43,8 +37,8 @@ def _uncooled(problem: Problem, f: Tensor, chunk: Chunk) -> RootRows:
         labels = chunk.labels
         scores = torch.stack([likelihood.score(f, label) for label in labels], dim=1)
         log_prob = torch.stack([likelihood.log_prob(f, label) for label in labels], dim=1)
-        # One, with the gradient that the labels' distribution has in f and in the noise: the
-        # labels are held fixed, and the gradient of H stays unbiased.
+        # The ratio is 1; its derivative is that of the labels' distribution in f and the noise, so
+        # that the gradient of H is unbiased although the sampled labels are held fixed.
         ratio = (0.5 * (log_prob - log_prob.detach())).exp()
         return RootRows(scores * len(labels) ** -0.5, ratio)
     columns = None if chunk.columns is None else chunk.columns.to(f.device)
@@ -55,15 +49,10 @@ def _uncooled(problem: Problem, f: Tensor, chunk: Chunk) -> RootRows:
 
 
 def rehearse(problem: Problem, f: Tensor, y: Tensor) -> None:
-    """Ask the likelihood for what passes will ask it, to hear now what it lacks.
-
-    Args:
-        problem: With the likelihood.
-        f: Outputs of a few data.
-        y: Their targets.
+    """Ask the likelihood at some outputs and targets for all that a pass needs.
 
     Raises:
-        EvigradError: If it lacks something, or is not what it says.
+        EvigradError: If it lacks something, or contradicts itself.
     """
     own = torch.Generator().manual_seed(0)
     sampled = problem.settings.spec.curvature == "mc"
@@ -75,7 +64,7 @@ def rehearse(problem: Problem, f: Tensor, y: Tensor) -> None:
 
 
 def rows_depend_on_likelihood(problem: Problem, num_outputs: int) -> bool:
-    """Whether a parameter of the likelihood is in the rows, and not only in their scale."""
+    """Whether a parameter of the likelihood changes the rows beyond their scale."""
     likelihood = problem.likelihood
     if not any(p.requires_grad for p in likelihood.parameters()):
         return False
@@ -85,7 +74,7 @@ def rows_depend_on_likelihood(problem: Problem, num_outputs: int) -> bool:
 
 
 def noise_differs_in_sums(problem: Problem, num_outputs: int) -> bool:
-    """Whether a structure that sums rows would sum some of different learnable noise."""
+    """Whether a structure that sums rows would sum rows of different learnable noise."""
     spec = problem.settings.spec
     one_output = spec.outputs == 1 and not spec.iid and not spec.rows
     if spec.structure == "ntk" or one_output or num_outputs == 1:
@@ -104,13 +93,13 @@ def _probe(problem: Problem, num_outputs: int) -> RootRows:
 
 
 def is_one_number(scale: Tensor, parameters: Sequence[Tensor]) -> bool:
-    """Whether all entries are the same, and stay so whatever the parameters become."""
+    """Whether all entries are equal, and stay so whatever the parameters become."""
     if not bool((scale == scale[0]).all()):
         return False
     learned = [parameter for parameter in parameters if parameter.requires_grad]
     if not scale.requires_grad or not learned:
         return True
-    # Two noises that happen to be equal are not one: their derivatives tell them apart.
+    # Different parameters that happen to be equal have different derivatives.
     weights = torch.arange(1, len(scale) + 1, device=scale.device, dtype=scale.dtype)
     whole, alone = (
         torch.autograd.grad(value, learned, retain_graph=True, allow_unused=True)

@@ -1,4 +1,4 @@
-"""What an evidence does with each weight tensor, in words and numbers."""
+"""Reports of what an evidence does with each weight tensor."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class ParameterReport:
         shape: Its shape.
         rows: How its derivatives are computed: a closed form, or a generic path.
         curvature: Its block of the curvature.
-        group: The prior group that it belongs to.
+        group: Its prior group.
         precision: Its prior precision (the mean, where it varies inside the tensor).
     """
 
@@ -31,17 +31,12 @@ class ParameterReport:
 
 
 def parameter_reports(problem: Problem, x: Tensor | None) -> list[ParameterReport]:
-    """What each weight tensor gets.
+    """Return a report for each weight tensor, in the model's order.
 
-    Args:
-        problem: The problem of the evidence.
-        x: Some inputs, or None for those that were seen last.
-
-    Returns:
-        One report for each weight tensor, in the model's order.
+    ``x`` are some inputs, or None for the plan that was used last.
 
     Raises:
-        ConfigurationError: If no input was seen yet and none is given.
+        ConfigurationError: If ``x`` is None and no input was seen yet.
     """
     if x is not None:
         check_inputs(x, problem.device)

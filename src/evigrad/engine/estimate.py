@@ -1,4 +1,4 @@
-"""What an evaluation of the evidence returns."""
+"""The result of an evaluation of the evidence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ class Estimate:
         log_prior: −½ wᵀP0w, exact. (The rest of log p(w|h) cancels in the determinant.)
         log_det: Estimate of ℓ(I) = log|I + S|, scaled to the whole data set.
         log_hyperprior: Log density of the hyperparameters, not part of ``log_evidence``.
-        is_bound: Whether the expectation of ``log_evidence`` is a lower bound on the log
-            evidence of the same curvature. No single draw is one.
+        is_bound: Whether the expectation of ``log_evidence`` is a lower bound on the log evidence
+            of the same curvature; a single estimate can be above it.
         num_data: N.
         estimator: Canonical name of the estimator.
-        entropies: Of an anchored block, ℓ(Z) of its anchors and ℓ(B_b|Z) of each part that was
-            drawn, in nats; empty elsewhere.
+        entropies: ℓ(Z) of the anchors and ℓ(B_b|Z) of each drawn part of an anchored block, in
+            nats; empty for other blocks.
     """
 
     log_evidence: float
@@ -44,14 +44,7 @@ class Estimate:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """The standard error of the mean of independent values.
-
-    Args:
-        values: One or more.
-
-    Returns:
-        Their standard deviation over the root of their number; 0 of a single one.
-    """
+    """The standard error of the mean of independent values; 0 for a single one."""
     if len(values) < 2:
         return 0.0
     return float(torch.tensor(values, dtype=torch.float64).std()) / len(values) ** 0.5

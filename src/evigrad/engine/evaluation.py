@@ -1,11 +1,10 @@
-"""The number and its gradient: the estimate of a block, and the ways to differentiate it.
+"""The estimate of a block, and the ways to differentiate it.
 
 - Two passes: accumulate the statistic without a graph, differentiate its log-determinant, and go
-  through the data once more with a graph, one micro-batch at a time (DESIGN 3.3). Memory does not
-  grow with the block but for the statistic.
+  through the data once more with a graph, one micro-batch at a time (DESIGN 3.3). Only the
+  statistic's memory grows with the block.
 - One graph over the whole block, the reference that the others are tested against.
-- One pass without a graph, where no more than the prior and a mere scale of the rows (a noise) is
-  learned.
+- One pass without a graph, where only the prior and a mere scale of the rows (a noise) are learned.
 
 All give the gradient of −(log evidence + log hyperprior) / N.
 """
@@ -37,7 +36,7 @@ Found = TypeVar("Found")
 
 
 def estimate_of(own: BlockPass) -> Estimate:
-    """The estimate on a block of data, in float64 where it has to be."""
+    """The estimate on a block of data, in float64 where float32 is too coarse."""
 
     def work(own: BlockPass) -> Estimate:
         return objective(first_pass(own, FirstPass(condensed=True)))[0]
@@ -48,11 +47,11 @@ def estimate_of(own: BlockPass) -> Estimate:
 def gradient_of(
     own: BlockPass, learnable: Mapping[str, nn.Parameter]
 ) -> tuple[Estimate, Gradients]:
-    """The estimate on a block of data and its gradient, in float64 where it has to be.
+    """Return the estimate on a block and its gradient, in float64 where float32 is too coarse.
 
     Args:
         own: The block.
-        learnable: Hyperparameters to differentiate in, by name; no other requires a gradient.
+        learnable: The hyperparameters to differentiate in, by name; no other requires a gradient.
 
     Returns:
         The estimate, and one gradient for each hyperparameter, in their order.
@@ -77,15 +76,7 @@ def gradient_of(
 def of_kept(
     passes: Sequence[KeptPass], learnable: Sequence[nn.Parameter]
 ) -> tuple[list[Estimate], Gradients]:
-    """The estimates of kept passes, and the gradient of their mean, without the network.
-
-    Args:
-        passes: One or more.
-        learnable: What to differentiate in; may be empty.
-
-    Returns:
-        The estimates and the gradients.
-    """
+    """The estimates of kept passes, and their mean's gradient; ``learnable`` may be empty."""
     estimates: list[Estimate] = []
     total: Gradients = [None] * len(learnable)
     for kept in passes:
@@ -98,16 +89,7 @@ def of_kept(
 
 
 def needs_two_passes(problem: Problem, learnable: Iterable[str], num_outputs: int) -> bool:
-    """Whether what is learned is in the rows, and not only beside them or a scale of all.
-
-    Args:
-        problem: The problem of the evidence.
-        learnable: Names of hyperparameters.
-        num_outputs: C.
-
-    Returns:
-        False where steps on a statistic of the unscaled rows give the gradient.
-    """
+    """Whether what is learned changes the rows, beyond one common scale."""
     names = list(learnable)
     if any(name.startswith("model.") for name in names):
         return True
@@ -122,18 +104,15 @@ def precisely(
     work: Callable[[BlockPass], Found],
     trial: Callable[[Found], object] | None = None,
 ) -> Found:
-    """Evaluate a block; where float32 would round too much away, once more in float64.
+    """Return what ``work`` returns; where float32 rounds too much, run it again in float64.
 
-    Each evaluation begins anew, so that none depends on those before it.
+    Every evaluation starts in float32, so that none depends on earlier ones. Where the user chose
+    ``gram_dtype`` or memory does not suffice, a warning tells of the rounding instead.
 
     Args:
         own: The block.
         work: Evaluates it, and leaves nothing behind where it raises.
-        trial: What to do with the result for the sake of its rounding alone, if anything.
-
-    Returns:
-        What ``work`` returns. Where the user chose ``gram_dtype``, or memory does not suffice, a
-        warning tells of the rounding.
+        trial: Called on the result to provoke rounding errors that later steps would meet.
     """
     problem = own.problem
     narrow = any(weight.dtype != torch.float64 for weight in problem.weights.values())
@@ -155,14 +134,7 @@ def precisely(
 
 
 def objective(kept: KeptPass) -> tuple[Estimate, Tensor]:
-    """The estimate of a kept pass under the present prior and noise, and what is minimised.
-
-    Args:
-        kept: The pass.
-
-    Returns:
-        The estimate, and −(log evidence + log hyperprior) / N with a graph where gradients are on.
-    """
+    """The estimate under the present prior and noise, and −(log evidence + log hyperprior) / N."""
     problem, structure = kept.problem, kept.plan.structure
     precisions, log_likelihood = problem.prior.precisions(), kept.log_likelihood
     statistic: Any = kept.statistic
@@ -180,7 +152,7 @@ def objective(kept: KeptPass) -> tuple[Estimate, Tensor]:
 def _two_passes(
     own: BlockPass, learnable: Mapping[str, nn.Parameter]
 ) -> tuple[Estimate, Gradients]:
-    """The gradient in two passes over the block, micro-batch by micro-batch."""
+    """The gradient in two passes over the block, one micro-batch at a time."""
     problem = own.problem
     of_prior = [p for name, p in learnable.items() if name.startswith("prior.")]
     of_passes = [p for name, p in learnable.items() if not name.startswith("prior.")]
@@ -197,7 +169,7 @@ def _two_passes(
             value = log_prior + log_hyperprior
             direct = list(torch.autograd.grad(value, of_prior, allow_unused=True))
     estimate = _estimate(kept, kept.log_likelihood, differential.log_det, log_prior, log_hyperprior)
-    # What the check of the first pass may have changed holds for the second too.
+    # The check in the first pass may have replaced the plan.
     again = replace(own, plan=kept.plan)
     pulled = second_pass(again, differential.cotangent, scale, of_passes)
     of_log_det = [None if g is None else -0.5 * scale * g for g in differential.gradients]
@@ -208,7 +180,7 @@ def _two_passes(
 
 
 def _rescaled(kept: KeptPass, precisions: Mapping[str, Tensor]) -> tuple[Any, Mapping[str, Tensor]]:
-    """Statistic and precisions with the rows' scale under the likelihood's parameters."""
+    """Statistic and precisions, with the rows' scale that the likelihood now gives."""
     problem, parts = kept.problem, list[Tensor]()
     for chunk, f in kept.outputs:
         root = root_rows(problem, f, chunk)

@@ -1,4 +1,4 @@
-"""What a user gives an evidence to work on, checked before anything is drawn or computed."""
+"""The data that a user gives an evidence, checked before anything is drawn or computed."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import cast
@@ -21,16 +21,17 @@ from evigrad.likelihoods.calls import check_derivatives, check_targets, log_prob
 
 Data = Tensor | Block | Iterable[Batch] | KeptPass | Iterable[KeptPass]
 
-# Outputs for which a density of the user's own is tried at once.
+# Outputs at which a user's own density is tried in one call.
 _NUMBERS_AT_ONCE = 2**22
-# Its multiples modulo one are spread evenly.
+# Its multiples modulo one spread evenly.
 _GOLDEN_RATIO = 0.6180339887498949
 
 
 class Batches:
-    """Batches of all the data, checked, the same in every iteration.
+    """Checked batches of all the data, which must be the same in every iteration.
 
-    What can be iterated again is not kept; a second iteration is compared with the first.
+    An iterable that can be iterated again is not copied; later iterations are compared with the
+    first.
 
     Args:
         problem: The problem of the evidence.
@@ -48,13 +49,13 @@ class Batches:
         return next((as_pair(batch) for batch in self._batches), None)
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches.
+        """Iterate over pairs of inputs and targets.
 
         Yields:
             Inputs and targets.
 
         Raises:
-            InputError: If a batch does not fit, or is another than in the first iteration.
+            InputError: If a batch does not fit, or differs from the first iteration's.
         """
         signatures: list[tuple[int, float]] = []
         for index, batch in enumerate(self._batches):
@@ -75,8 +76,8 @@ class Batches:
 class CheckedSource(Source):
     """All N data of a user, each checked against model and likelihood as it is read.
 
-    What takes no reading is checked at once: their number, a few of the data, all targets that are
-    in memory, and whether rows can be made of the likelihood at these.
+    The constructor checks what needs no reading: their number, the first few data, all targets
+    that are in memory, and whether the likelihood can make rows at these.
 
     Args:
         problem: The problem of the evidence.
@@ -86,7 +87,7 @@ class CheckedSource(Source):
         plan: The plan for their inputs.
 
     Raises:
-        ConfigurationError: If rows cannot be made of the likelihood.
+        ConfigurationError: If the likelihood cannot make rows.
         InputError: If the data do not fit.
     """
 
@@ -103,7 +104,7 @@ class CheckedSource(Source):
             shape = torch.Size((num_data, self.plan.partition.num_outputs))
             check_targets(problem.likelihood, shape, y, self.plan.outputs.device)
         if type(problem.likelihood) not in LIKELIHOODS.values():
-            # Of one's own; labels say all that they have to say once.
+            # A user's own likelihood; each label needs one trial.
             y = y if y.is_floating_point() else y.unique(dim=0)
             for some in y.split(max(1, _NUMBERS_AT_ONCE // self.plan.outputs.shape[1])):
                 self._try_density(some)
@@ -111,7 +112,7 @@ class CheckedSource(Source):
         rehearse(problem, f, y[torch.arange(len(f)) % len(y)])
 
     def _try_density(self, y: Tensor) -> None:
-        """Take the density and its derivatives at targets, whatever outputs they may get."""
+        """Take the density and its derivatives at all targets, for a few outputs."""
         likelihood, f = self._problem.likelihood, self.plan.outputs
         f = f[torch.arange(len(y)) % len(f)]
         with torch.no_grad():
@@ -122,7 +123,7 @@ class CheckedSource(Source):
         return len(self._source)
 
     def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Tensor, Tensor]:
-        """Some of the data, checked; see ``Source.fetch``."""
+        """See ``Source.fetch``; the data are checked."""
         x, y = self._source.fetch(indices)
         checked(self._problem, x, y)
         return x, y
@@ -138,15 +139,12 @@ class CheckedSource(Source):
 def resolve(
     problem: Problem, x: Data, y: Tensor | None
 ) -> tuple[InputPlan, Iterable[Batch], Block]:
-    """The block of rows to evaluate, drawn where the data do not name it.
+    """Return the plan, the data in batches and the block to evaluate, drawn where x is no block.
 
     Args:
         problem: The problem of the evidence.
         x: Inputs, a block, or batches of all the data.
-        y: Targets of inputs.
-
-    Returns:
-        The plan for the inputs, the block's data in batches, and the block.
+        y: Targets, where ``x`` are inputs.
 
     Raises:
         InputError: If the data do not fit the model, the likelihood or the estimator.
@@ -158,7 +156,7 @@ def resolve(
         plan = checked(problem, x.inputs, x.targets)
         check_block(x, plan.partition)
         inputs, targets, block = x.inputs, x.targets, x
-        # A sub-block is of all columns of a datum, and KFAC counts data.
+        # A sub-block root needs a datum's columns together, and KFAC counts data.
         if problem.settings.root != "subblock" and spec.structure != "kfac":
             block = x.expanded()
             if block.origin is not None:
@@ -196,19 +194,7 @@ def resolve(
 
 
 def checked(problem: Problem, x: Tensor, y: Tensor) -> InputPlan:
-    """Inputs and targets that fit the model and the likelihood.
-
-    Args:
-        problem: The problem of the evidence.
-        x: Inputs (m, ...).
-        y: Targets.
-
-    Returns:
-        The plan for inputs of this shape.
-
-    Raises:
-        InputError: If they do not fit.
-    """
+    """Check inputs (m, ...) and targets; return the plan for inputs of this shape."""
     check_inputs(x, problem.device)
     plan = problem.plans.of(x)
     shape = torch.Size((len(x), plan.partition.num_outputs))
@@ -217,11 +203,11 @@ def checked(problem: Problem, x: Tensor, y: Tensor) -> InputPlan:
 
 
 def _signature(x: Tensor, y: Tensor) -> tuple[int, float]:
-    """A number that another order, other data or flipped images would change."""
+    """The length, and a number that other data, another order or flipped images would change."""
     total = 0.0
     for part in (x, y):
         values = part.reshape(-1).double()
-        # Weights without a pattern, so that no exchange of entries leaves the sum as it is.
+        # Irregular weights, so that exchanging entries changes the sum.
         position = torch.arange(len(values), dtype=torch.float64, device=x.device)
         total += float((values * (1.0 + (position * _GOLDEN_RATIO).frac())).sum())
     return len(x), total

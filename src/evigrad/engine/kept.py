@@ -1,4 +1,4 @@
-"""A pass over a block that is kept for many steps on the prior and the noise."""
+"""A pass over a block, kept for many steps on the prior and the noise."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,25 +15,25 @@ from evigrad.engine.plans import InputPlan
 from evigrad.engine.problem import Problem
 from evigrad.errors import ConfigurationError, InputError
 
-# Numbers whose sums are taken at once: a prime, so that no layer's rows have this length.
+# Row length of the table that a checksum sums over: a prime, unlike the rows of any layer.
 _WIDTH = 1021
 
 
 @dataclass(frozen=True, eq=False)
 class KeptPass:
-    """One pass over a block: all that the log evidence needs of the data, whatever the prior.
+    """One pass over a block: all that the log evidence needs of the data, for any prior.
 
     Attributes:
         problem: The problem of the evidence that made it.
-        plan: The plan whose structure the statistic belongs to.
+        plan: The plan whose structure made the statistic.
         log_likelihood: (1/T) log p(D|w,h), scaled to the whole data set, in nats.
         statistic: The structure's statistic of all rows.
         block: The block, without its data.
         log_probs: log p(y|w,h) of each datum of the block, (m,).
-        outputs: Micro-batches without inputs, with their outputs: what the likelihood's own
-            hyperparameters need. Kept on demand.
+        outputs: Micro-batches without inputs, with their outputs, for steps on the likelihood's own
+            hyperparameters; empty unless asked for.
         follows: Names of the hyperparameters that may change without invalidating this pass.
-        versions: Numbers of all else that it was made with.
+        versions: Fingerprints of everything else that the pass depends on.
     """
 
     problem: Problem
@@ -48,7 +48,7 @@ class KeptPass:
 
     @property
     def conditioning(self) -> Conditioning | None:
-        """Which rows are anchors and which belong to drawn parts, where there are anchors."""
+        """The rows that are anchors and those of drawn parts; None without anchors."""
         block = self.block
         if block.parts is None or block.columns is None:
             return None
@@ -66,10 +66,10 @@ class KeptPass:
         return settings.spec.is_bound(settings.root, coupled)
 
     def draws(self) -> Iterator["KeptPass"]:
-        """Each draw of an anchored block by itself: ℓ(Z) + w ℓ(B|Z), on the same pass.
+        """Split an anchored block into its draws, ℓ(Z) + w ℓ(B|Z) each, which share all memory.
 
         Yields:
-            Passes whose mean estimate is that of this one, which share all that they hold.
+            Passes whose mean estimate is that of this one.
         """
         if len(self.block.draws) < 2:
             yield self
@@ -91,14 +91,11 @@ class KeptPass:
     def following(
         self, hyperparameters: Mapping[str, nn.Parameter], names: Iterable[str]
     ) -> "KeptPass":
-        """The same pass with a note of what it was made with.
+        """Return this pass with fingerprints of what it depends on, for ``as_kept`` to compare.
 
         Args:
             hyperparameters: All learnable ones, by name.
-            names: Those that may change beside the prior's, which always may.
-
-        Returns:
-            A pass that ``as_kept`` accepts as long as nothing else changes.
+            names: Those that may change besides the prior's, which always may.
         """
         free = frozenset([*names, *(n for n in hyperparameters if n.startswith("prior."))])
         versions = _versions(self.problem, hyperparameters, free)
@@ -116,16 +113,13 @@ def as_kept(
     hyperparameters: Mapping[str, nn.Parameter],
     wanted: Iterable[str],
 ) -> list[KeptPass] | None:
-    """The kept passes that were given in the place of data.
+    """Return the kept passes given in the place of data, or None where ``x`` are data.
 
     Args:
         problem: The problem of the evidence.
-        x: Whatever was given.
+        x: The user's.
         hyperparameters: All learnable ones, by name.
         wanted: Names of those to differentiate in.
-
-    Returns:
-        The passes, or None for data.
 
     Raises:
         ConfigurationError: If a pass does not follow a hyperparameter that is wanted.
@@ -158,15 +152,10 @@ def as_kept(
 
 
 def check_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> None:
-    """Refuse to keep a pass that steps on the hyperparameters would make wrong.
-
-    Args:
-        problem: The problem of the evidence.
-        plan: The plan for the inputs.
-        learned: Names of the hyperparameters that are to change.
+    """Refuse to keep a pass that steps on the ``learned`` hyperparameters would make wrong.
 
     Raises:
-        ConfigurationError: If one of them is neither the prior's nor a noise that can be followed.
+        ConfigurationError: If one is neither the prior's nor a noise that can be followed.
     """
     beside = [name for name in learned if not name.startswith("prior.")]
     changing = [name for name in beside if name.startswith("model.")]
@@ -190,7 +179,7 @@ def check_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) ->
 def _versions(
     problem: Problem, hyperparameters: Mapping[str, nn.Parameter], follows: Iterable[str]
 ) -> tuple[tuple[int, int, int], ...]:
-    """Numbers that change with parameters and buffers."""
+    """Address, version and checksum of every parameter and buffer that must not change."""
     free = {id(hyperparameters[name]) for name in follows if name in hyperparameters}
     held = [
         tensor
@@ -203,7 +192,7 @@ def _versions(
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """A sum of bits by their place: writing through ``.data`` leaves no other trace."""
+    """A position-weighted sum of bits, since writing through ``.data`` leaves no other trace."""
     whole = tensor.detach().reshape(-1)
     # Halves of 64 bits, whose sums cannot overflow; sums of integers are exact in any order.
     bits = whole.view({1: torch.int8, 2: torch.int16}.get(whole.element_size(), torch.int32))

@@ -1,4 +1,4 @@
-"""Refusing what would not fit, before it is tried."""
+"""Refuse what would not fit into memory, before it is tried."""
 
 import os
 from pathlib import Path
@@ -12,21 +12,15 @@ from evigrad.errors import MemoryBudgetError
 
 GIB = 2**30
 MEMINFO = Path("/proc/meminfo")
-# Limit and use of the control group of this process, version 2: a container's share of the machine.
+# A container's memory limit and use (control group, version 2).
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Memory that an allocation on a device may still take.
+    """Return the memory that an allocation may still take; None where the system does not tell.
 
-    What the CPU's allocator keeps is given back before, as it may be in pieces that are of no use.
-
-    Args:
-        device: Where.
-
-    Returns:
-        Bytes, or None where the system does not tell.
+    On the CPU, memory that the allocator keeps is given back first: it may be fragmented.
     """
     if device.type == "cpu":
         give_back()
@@ -40,18 +34,17 @@ def check_memory(
     pass_bytes: int = 0,
     summarised: bool = False,
 ) -> None:
-    """Refuse a structure whose predicted memory is above what is free.
+    """Refuse a structure that is predicted to need more memory than is free.
 
     Args:
         structure: The structure.
         num_rows: Rows of the block.
         device: Where the weights are.
         pass_bytes: The rows of one pass, where the structure does not keep them.
-        summarised: Whether the block is a single pass of which no more is kept than
-            log-determinants need.
+        summarised: Whether the block is a single, condensed pass (``Structure.summarise``).
 
     Raises:
-        MemoryBudgetError: With the number, what is free, and the cheaper choice.
+        MemoryBudgetError: It names the need, what is free, and the cheaper choice.
     """
     predict = structure.summarised_bytes if summarised else structure.predicted_bytes
     kept = predict(num_rows)
@@ -69,10 +62,10 @@ def check_memory(
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """What is free now, but for what the CPU's allocator keeps."""
+    """What is free now, without what the CPU's allocator keeps."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # What PyTorch's allocator holds but has not handed out is free too.
+        # Memory that PyTorch has reserved but not allocated is free too.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if device.type != "cpu":
         return None

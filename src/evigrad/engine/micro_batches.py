@@ -1,4 +1,4 @@
-"""How many data pass through the network at once: given, or as many as the memory holds."""
+"""Data that pass through the network at once: a given number, or as many as fit into memory."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,20 +15,18 @@ from torch.utils._pytree import tree_leaves
 from evigrad.errors import MemoryBudgetError
 from evigrad.errors.users_code import is_out_of_memory
 
-# Part of the free memory that a measured budget takes: the allocator's fragments, and whoever else
-# is on the machine, need the rest.
+# Part of the free memory to use; the rest is for fragmentation and for other processes.
 FREE_SHARE = 0.7
-# What a pass needs at once over what autograd holds of it: gradients of the activations are as
-# large as these, and a kernel's workspace comes on top.
+# Peak memory of a pass over what autograd holds: gradients are as large as the activations, and
+# kernels need workspace.
 PEAK_FACTOR = 2.0
 
 
 class HeldBytes(TorchDispatchMode):
-    """Counts the memory of tensors made inside that something still holds.
+    """Counts the memory of tensors made inside that is still held, each storage once.
 
-    On every device alike, each storage once. It sees the operations themselves, so that what
-    autograd keeps counts however it keeps it, inside function transforms too, where hooks on saved
-    tensors are an error.
+    It works on every device, and sees the operations themselves: what autograd keeps counts also
+    inside function transforms, where hooks on saved tensors are an error.
     """
 
     def __init__(self) -> None:
@@ -38,7 +36,7 @@ class HeldBytes(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """Bytes at present."""
+        """Bytes held now."""
         return sum(size for storage, size in self._made.items() if not storage.expired())
 
     def __torch_dispatch__(
@@ -48,7 +46,7 @@ class HeldBytes(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operation, and take note of the storages that it makes."""
+        """Run an operation, and note the storages that it makes."""
         kwargs = kwargs or {}
         self._given |= {s for s in _storages((args, kwargs)) if s not in self._made}
         result = func(*args, **kwargs)
@@ -67,12 +65,12 @@ def _storages(values: Any) -> dict[StorageWeakRef, int]:
 
 @dataclass
 class MicroBatches:
-    """The sizes of micro-batches, one for each kind of pass and size of its data.
+    """The sizes of micro-batches, by kind of pass and size of a datum.
 
     Attributes:
         asked: A number of data, None for all at once, or ``"auto"``.
         budget: Bytes that a pass may take, or None for a share of what is free.
-        chosen: The sizes found so far, of passes that are automatic or ran out of memory.
+        chosen: The sizes found so far, for passes that are automatic or ran out of memory.
     """
 
     asked: int | str | None
@@ -80,16 +78,13 @@ class MicroBatches:
     chosen: dict[str, int] = field(default_factory=dict)
 
     def size(self, kind: str, total: int, per_datum: Callable[[], float], free: int | None) -> int:
-        """How many data to take next.
+        """Return how many data to take next, from 1 to ``total``.
 
         Args:
-            kind: Of the pass.
+            kind: The kind of pass.
             total: Data at hand.
             per_datum: Measures the bytes that a datum takes in such a pass.
-            free: Bytes that are free, or None where the system does not tell.
-
-        Returns:
-            At least 1 and at most ``total``.
+            free: Free bytes, or None where the system does not tell.
         """
         if kind not in self.chosen and self.asked == "auto":
             budget = self.budget
@@ -107,7 +102,7 @@ class MicroBatches:
 
     @contextmanager
     def restored_on_error(self) -> Iterator[None]:
-        """Forget what was found inside where an exception passes."""
+        """Restore the sizes if an exception is raised inside."""
         chosen = dict(self.chosen)
         try:
             yield
@@ -116,14 +111,10 @@ class MicroBatches:
             raise
 
     def halve(self, kind: str, failed: int) -> None:
-        """Take half of what did not fit from here on.
-
-        Args:
-            kind: Of the pass.
-            failed: Data that did not fit.
+        """From here on take half of the number that did not fit.
 
         Raises:
-            MemoryBudgetError: If it was a single one.
+            MemoryBudgetError: If it was a single datum.
         """
         if failed == 1:
             raise MemoryBudgetError(
@@ -134,13 +125,9 @@ class MicroBatches:
 
 
 def fits(work: Callable[[], Any]) -> bool:
-    """Run something that can be run again.
+    """Return whether memory sufficed for ``work``; if not, free what it took.
 
-    Args:
-        work: Leaves nothing behind where it fails.
-
-    Returns:
-        Whether memory sufficed; if not, what it took is given back.
+    ``work`` must be repeatable, and leave nothing behind where it fails.
     """
     try:
         work()
@@ -149,7 +136,7 @@ def fits(work: Callable[[], Any]) -> bool:
             raise
     else:
         return True
-    # Outside of the handler: the traceback kept the tensors of the failed pass.
+    # Outside of the handler, whose traceback kept the tensors of the failed pass.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

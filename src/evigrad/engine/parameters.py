@@ -12,13 +12,10 @@ from evigrad.priors.groups import matches
 
 @contextmanager
 def held_constant(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Let no gradient reach some parameters from what is computed inside.
+    """Let no gradient reach these parameters from what is computed inside.
 
     They are marked for the time being rather than replaced: ``torch.func.functional_call`` leaves
     modules that are registered under two names with plain tensors in the place of parameters.
-
-    Args:
-        parameters: Leaves, marked as they were again on the way out.
     """
     marked = [p for p in parameters if p.requires_grad]
     try:
@@ -31,14 +28,7 @@ def held_constant(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Trainable parameters by name, each shared one once, without the excluded.
-
-    Args:
-        model: Any module.
-        excluded: Parameters that are hyperparameters.
-
-    Returns:
-        The weights by name, in the model's order.
+    """Return the model's trainable parameters by name without the excluded, shared ones once.
 
     Raises:
         ConfigurationError: If none is left, or a lazy module has not seen its first inputs.
@@ -59,14 +49,7 @@ def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[st
 
 
 def select(model: nn.Module, prefixes: Sequence[str]) -> dict[str, nn.Parameter]:
-    """The trainable parameters under the given names or prefixes, each shared one once.
-
-    Args:
-        model: Any module.
-        prefixes: Names of parameters or of modules.
-
-    Returns:
-        The parameters by name.
+    """Return the trainable parameters under the given names or prefixes, shared ones once.
 
     Raises:
         ConfigurationError: If a prefix names nothing that is trainable.
@@ -94,11 +77,11 @@ def select(model: nn.Module, prefixes: Sequence[str]) -> dict[str, nn.Parameter]
 def check_unchanged(
     model: nn.Module, weights: Mapping[str, nn.Parameter], others: Mapping[str, nn.Parameter]
 ) -> None:
-    """Refuse a model whose trainable parameters are no longer those that the prior is bound to.
+    """Refuse a model whose trainable parameters are not those that the prior is bound to.
 
     Args:
         model: The model.
-        weights: What was trainable when the evidence was made, without hyperparameters.
+        weights: Its trainable weights when the evidence was made.
         others: The hyperparameters.
 
     Raises:
@@ -119,14 +102,9 @@ def check_unchanged(
 def divided(
     hyperparameters: Mapping[str, nn.Parameter], wrt: str | Sequence[str] | None
 ) -> tuple[dict[str, nn.Parameter], list[nn.Parameter]]:
-    """The hyperparameters that are asked for, and the others.
+    """Return the hyperparameters that ``wrt`` names (None: all) by name, and the others.
 
-    Args:
-        hyperparameters: All learnable ones, by name.
-        wrt: Names, modules above them, or wildcards; None for all.
-
-    Returns:
-        Those asked for, by name in their order, and the rest.
+    ``wrt`` holds names, modules above them, or wildcards.
 
     Raises:
         ConfigurationError: If there is nothing of a name.

@@ -1,7 +1,7 @@
 """Passes over a block: its micro-batches, one after the other, each with its forward pass.
 
-Whatever is drawn belongs to the block and is drawn before the first pass, so that every pass over
-it and every size of micro-batch sees the same.
+All that is random belongs to the block and is drawn before the first pass, so that every pass and
+every size of micro-batch sees the same.
 """
 
 import math
@@ -35,7 +35,7 @@ from evigrad.likelihoods.calls import check_finite
 Batch = tuple[Tensor, Tensor]
 State = TypeVar("State")
 
-# Data on which the memory of a pass is measured: the second shows what each one adds.
+# The memory of a pass is measured on one datum and on two; the difference is what each adds.
 _MEASURED = 2
 
 
@@ -48,10 +48,10 @@ class BlockPass:
         plan: The plan for the inputs.
         batches: The block's data, in its order, the same in every iteration.
         block: Columns and scale factors.
-        seed: Seeds what the model draws from global generators.
+        seed: For what the model draws from global generators.
         noise: What modules draw through the evidence, or None.
         labels: Sampled labels of all data, one tensor for each sample (curvature ``mc``).
-        suspicious: Whether to make sure in every micro-batch that no data mix.
+        suspicious: Whether to check in every micro-batch that the model mixes no data.
     """
 
     problem: Problem
@@ -86,24 +86,21 @@ class Chunk:
 
     @property
     def has_rows(self) -> bool:
-        """Whether there is more than a log likelihood to its data."""
+        """Whether its data have rows, and not only a log likelihood."""
         return self.columns is None or self.columns.shape[1] > 0
 
 
 def new_pass(
     problem: Problem, plan: InputPlan, batches: Iterable[Batch], block: Block, condensed: bool
 ) -> BlockPass:
-    """Draw all that passes over a block need.
+    """Return a block with all that passes over it need, drawn by the problem's generator.
 
     Args:
-        problem: Its generator advances.
+        problem: The problem of the evidence.
         plan: The plan for the inputs.
         batches: The block's data, in its order, which can be iterated again.
         block: Columns and scale factors.
-        condensed: Whether no more will be kept of it than log-determinants need.
-
-    Returns:
-        The block, ready for a first pass.
+        condensed: Whether only what log-determinants need will be kept.
 
     Raises:
         MemoryBudgetError: If the structure would not fit the free memory; nothing is drawn then.
@@ -128,17 +125,14 @@ def new_pass(
 def over_chunks(
     own: BlockPass, kind: str, step: Callable[[State, Chunk], State], state: State
 ) -> State:
-    """Go through the micro-batches of a block.
+    """Return the state after ``step`` was applied to each micro-batch of a block.
 
     Args:
         own: The block.
         kind: Names the pass; passes of one kind take the same memory.
-        step: From the state so far and a micro-batch to the next state, changing neither: where
-            memory does not suffice it is called again with half of the data.
+        step: Makes the next state of a state and a micro-batch and changes neither: where memory
+            does not suffice it is called again with half of the data.
         state: The state at the start.
-
-    Returns:
-        The state after the last micro-batch.
 
     Raises:
         InputError: If the batches do not hold the block's data.
@@ -176,7 +170,7 @@ def over_chunks(
 
 @contextmanager
 def evaluating(own: BlockPass) -> Iterator[None]:
-    """What every forward pass of a block runs under, whatever it is for."""
+    """The context of every forward pass of a block: evaluation mode and seeds."""
     model = own.plan.model
     seeded = torch.Generator().manual_seed(own.seed) if own.plan.draws_globally else None
     with evaluation_mode(model, seeded), model_run(model):
@@ -184,16 +178,7 @@ def evaluating(own: BlockPass) -> Iterator[None]:
 
 
 def linearized(own: BlockPass, chunk: Chunk, differentiable: bool) -> Linearization:
-    """The forward pass of a micro-batch, its outputs finite.
-
-    Args:
-        own: The block.
-        chunk: The micro-batch.
-        differentiable: Whether its rows shall have a graph into hyperparameters.
-
-    Returns:
-        The linearization.
-    """
+    """The forward pass of a micro-batch; its rows have a graph if ``differentiable``."""
     plan = own.plan
     with _autocast(own.problem):
         linearization = linearize(
@@ -220,7 +205,7 @@ def _check_separate(own: BlockPass, chunk: Chunk, f: Tensor) -> None:
     if len(chunk.x) == 1:
         return
     model, generator = own.plan.model, torch.Generator().manual_seed(own.seed)
-    if own.problem.settings.autocast is not None:  # whose rounding would look like what is wrong
+    if own.problem.settings.autocast is not None:  # its rounding would look like mixed data
         with torch.no_grad():
             f = model_outputs(model, chunk.x)
     check_separate(model, chunk.x, f, generator)
@@ -232,7 +217,7 @@ def _autocast(problem: Problem) -> AbstractContextManager[object]:
 
 
 def _counts_data(problem: Problem) -> bool:
-    """KFAC counts data, those without rows too: they keep their padding, and their place."""
+    """Whether data without rows count too, as in KFAC: then padding keeps its place."""
     return problem.settings.spec.structure == "kfac"
 
 
@@ -255,40 +240,23 @@ def _chunk(own: BlockPass, x: Tensor, y: Tensor, start: int) -> Chunk:
 
 
 def most_at_once(problem: Problem, plan: InputPlan, block: Block, position: int = 0) -> int | None:
-    """Data of a block that go through the network together, at most.
-
-    Args:
-        problem: Says what was asked for.
-        plan: The plan for the inputs.
-        block: The block.
-        position: Where in the block the first of them is.
-
-    Returns:
-        Their number, or None where the memory will tell.
-    """
+    """Return how many data from this position on may pass together; None where memory decides."""
     asked = problem.sizes.asked
     if asked is None and len(block.draws) > 1:
-        # No more rows than of one draw, whose number the user has chosen.
+        # No more rows than one draw has, a number that the user has chosen.
         return max(1, plan.partition.block_rows // max(1, block.rows_of(position)))
     return len(block.indices) if asked is None else asked if isinstance(asked, int) else None
 
 
 def check_fits(problem: Problem, plan: InputPlan, block: Block, condensed: bool) -> None:
-    """Refuse a block whose rows and statistic would not fit the free memory.
-
-    Args:
-        problem: The problem of the evidence.
-        plan: The plan for the inputs.
-        block: The block.
-        condensed: Whether no more is kept of it than log-determinants need.
-    """
+    """Refuse a block whose rows and statistic would not fit; ``condensed`` as in ``new_pass``."""
     structure, size, weights = plan.structure, len(block.indices), problem.weights
     width = plan.partition.num_outputs if block.columns is None else block.columns.shape[1]
     most = most_at_once(problem, plan, block)
     at_once = min(most or 1, size) * width
     spec, formed = problem.settings.spec, list[Tensor]()
     if len(block.draws) > 1:
-        # Several micro-batches: the rows that are formed of one, beside all that are kept.
+        # Several micro-batches: the formed rows of one, beside all that are kept.
         at_once = min(at_once, plan.partition.block_rows)
         formed = [w for n, w in weights.items() if n not in structure.contracted]
     elif not structure.keeps_rows and spec.curvature != "hessian":
@@ -315,7 +283,7 @@ def _chunk_size(own: BlockPass, kind: str, x: Tensor, rest: int, position: int) 
 
 
 def _memory_key(own: BlockPass, kind: str, x: Tensor) -> str:
-    """In words, what the memory of a pass depends on besides its data's number."""
+    """In words, what the memory of a pass depends on besides the number of data."""
     return f"{kind} pass of {own.plan.numbers(x):,} numbers and {_width(own)} rows for each"
 
 
@@ -325,16 +293,7 @@ def _width(own: BlockPass) -> int:
 
 
 def bytes_per_datum(own: BlockPass, kind: str, x: Tensor) -> float:
-    """Memory that is held at once for each further datum of a pass, measured.
-
-    Args:
-        own: The block.
-        kind: The pass, ``first`` or ``second``.
-        x: Some inputs of the block, from its beginning.
-
-    Returns:
-        Bytes.
-    """
+    """Bytes that each further datum of a pass holds, measured on the first of ``x``."""
     totals: list[int] = []
     if not fits(lambda: totals.append(_pass_bytes(own, kind, x[:1]))):
         return math.inf

@@ -1,4 +1,4 @@
-"""What depends on the shape of the inputs: how derivatives are computed, structure, partition."""
+"""Plans for each input shape: how to differentiate, the structure, and the partition."""
 
 import warnings
 from collections.abc import Mapping
@@ -30,15 +30,15 @@ from evigrad.jacobians import (
 from evigrad.jacobians.modes import evaluation_mode
 from evigrad.priors import GaussianPrior
 
-# Input shapes whose plans are kept, the latest; others are adapted from these at little cost.
+# The plans of so many latest input shapes are kept; others are adapted from these at little cost.
 _KEPT = 16
-# Planning tells the batch from other dimensions by two batch sizes, two and three.
+# Planning finds the batch dimension by comparing batches of two and three data.
 PROBE_SIZE = 3
 
 
 @dataclass(frozen=True)
 class InputPlan:
-    """What is planned for inputs of one shape.
+    """The plan for inputs of one shape.
 
     Attributes:
         model: Takes ``pack(x, noise)``.
@@ -46,7 +46,7 @@ class InputPlan:
         structure: The structure of the curvature.
         partition: The partition of all rows into blocks.
         draws_globally: Whether the model drew from the global generators when it was planned.
-        outputs: The outputs of the inputs that it was planned on, (probe, C), which may be stale.
+        outputs: Outputs (probe, C) of the inputs that it was planned on; may be stale.
         gram_dtype: Type of the structure's matrices; None for that of the rows.
     """
 
@@ -59,16 +59,7 @@ class InputPlan:
     gram_dtype: torch.dtype | None = None
 
     def pack(self, x: Tensor, noise: Noise | None, data: slice) -> Tensor:
-        """Inputs as the model takes them.
-
-        Args:
-            x: Inputs (m, ...).
-            noise: Of the block, where the model draws.
-            data: Positions of the inputs in the block.
-
-        Returns:
-            The inputs, with their noise behind them where the model draws.
-        """
+        """The inputs as the model takes them, followed by their noise where the model draws."""
         if noise is None or not isinstance(self.model, Drawn):
             return x
         return self.model.pack(x, noise.slice(data.start, data.stop))
@@ -103,20 +94,13 @@ class Plans:
         self._drawing = stochastic_modules(model)
         self._plans: dict[str, InputPlan] = {}
         self._known: dict[str, JacobianPlan] = {}
-        self._formed: set[str] = set()  # inputs for which all rows are formed, none contracted
+        self._formed: set[str] = set()  # keys of inputs for which no weight is contracted
         self._passes = 0
 
     def of(self, x: Tensor) -> InputPlan:
-        """Plan the derivatives and build the structure for inputs of this shape, once.
-
-        Args:
-            x: Some inputs.
-
-        Returns:
-            The plan for them.
-        """
+        """The plan for inputs of this shape, made once."""
         check_hooks(self.model)
-        # How much a module draws may be changed at any time (its number of samples).
+        # A module's number of samples may change at any time.
         one = torch.Generator().manual_seed(0)
         drawn = [module.draw(1, one).shape for module in self._drawing]
         shapes = [tuple(shape) for shape in (x.shape[1:], *drawn)]
@@ -129,7 +113,7 @@ class Plans:
             noise = self.noise(seed=0).slice(0, len(probe))
             model = Drawn(model, probe, noise)
             probe = model.pack(probe, noise)
-        # Planning happens once, so it draws from a generator of its own.
+        # A separate generator: planning must not advance the evidence's.
         own = torch.Generator().manual_seed(0)
         with evaluation_mode(model, own) as has_drawn, model_run(model):
             with torch.no_grad():
@@ -151,13 +135,10 @@ class Plans:
         return self._plans[key]
 
     def state_dict(self) -> dict[str, Any]:
-        """What later passes depend on: how many there were, and the paths of derivatives.
+        """Return what later passes depend on, in plain types: their number and the plans.
 
-        A plan belongs to the weights of the day that it was made, and to what the checks on real
-        data have found since: it could not be made again.
-
-        Returns:
-            A dictionary of plain numbers, strings, tuples, lists and dictionaries.
+        A plan depends on the weights that it was made with, and on checks on real data since: it
+        could not be made again.
         """
         plans = self._known | {key: each.jacobian for key, each in self._plans.items()}
         return {
@@ -167,11 +148,7 @@ class Plans:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state of ``state_dict``, in place of what was planned here.
-
-        Args:
-            state: From the same model and settings.
-        """
+        """Take up a state of ``state_dict`` of the same model and settings."""
         self._passes = state["passes"]
         self._known = {
             key: JacobianPlan.from_record(record) for key, record in state["plans"].items()
@@ -182,11 +159,11 @@ class Plans:
             self._plans[key] = self._replanned(each, made, key not in self._formed)
 
     def outputs(self, x: Tensor) -> Tensor:
-        """Outputs (m, C) of the model, without a graph; what it draws is not the evidence's."""
+        """Outputs (m, C) of the model without a graph; the evidence's generator stays."""
         return self.last_layer(x)[0]
 
     def last_layer(self, x: Tensor) -> tuple[Tensor, LastLayer | None]:
-        """Outputs as ``outputs`` gives them, and their last layer, None where none is linear."""
+        """The outputs, and their last layer, None where none is linear."""
         own, model = torch.Generator().manual_seed(0), self.model
         with (
             evaluation_mode(model, own),
@@ -208,11 +185,11 @@ class Plans:
         return next(reversed(self._plans.values()), None)
 
     def noise(self, seed: int, positions: Tensor | None = None) -> Noise:
-        """The noise of a block, drawn as it is read; ``positions`` says whose noise a datum has."""
+        """The noise of a block, drawn when read; ``positions`` says whose noise each datum has."""
         return Noise(self._drawing, seed, positions)
 
     def without_contraction(self, plan: InputPlan) -> InputPlan:
-        """The plan that takes its place: all rows formed, as not all passes have closed forms."""
+        """Replace a plan by one that forms all rows, where some pass lacks a closed form."""
         self._formed |= {key for key, known in self._plans.items() if known is plan}
         return self._replaced(plan, self._replanned(plan, plan.jacobian, contract=False))
 
@@ -223,7 +200,7 @@ class Plans:
         return new
 
     def in_float64(self, plan: InputPlan) -> InputPlan:
-        """Another plan, for one evaluation, with products and factors in float64."""
+        """The plan with products and factors in float64, for one evaluation."""
         wider = replace(plan, gram_dtype=torch.float64)
         return self._replanned(wider, wider.jacobian, bool(plan.structure.contracted))
 
@@ -237,8 +214,7 @@ class Plans:
         settings, spec = self.settings, partition.spec
         rows = partition.block_rows
         data = rows if spec.rows else min(spec.subset or rows, rows)
-        # One graph is the reference: nothing that saves work without changing the result. An exact
-        # Hessian has no rows.
+        # One graph is the reference, and takes no shortcuts. An exact Hessian has no rows.
         plain = settings.gradient == "one-graph"
         contract = contract and not plain
         uses = matrix_uses(made, self.weights) if contract else {}
@@ -262,21 +238,20 @@ class Plans:
     # ------------------------------------------------------------ checking on real data
 
     def check_is_due(self) -> bool:
-        """At passes 1, 2, 4, 8, …: what a plan could not see, the first data and weights show."""
+        """True at passes 1, 2, 4, 8, …, to check what a plan assumed on real data and weights."""
         self._passes += 1
         is_due = self._passes & (self._passes - 1) == 0
         return is_due and self.settings.spec.curvature != "hessian"
 
     def checked(self, plan: InputPlan, linearization: Linearization, x: Tensor) -> InputPlan:
-        """One datum of a pass against plain automatic differentiation of it alone.
+        """Return the plan without the fast derivatives that are wrong for one datum of a pass.
+
+        They are compared with plain automatic differentiation of that datum alone.
 
         Args:
             plan: The plan of the pass.
             linearization: The pass.
             x: Its inputs, packed.
-
-        Returns:
-            The same plan, or one without the fast derivatives that were found to be wrong.
         """
         own = torch.Generator().manual_seed(self._passes)  # the evidence's draws are not shifted
         f = linearization.outputs

@@ -1,4 +1,4 @@
-"""What every pass over the data needs, in one record."""
+"""One record of what every pass over the data needs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class Problem:
         likelihood: Gives the curvature of the outputs.
         prior: Bound to the weights.
         settings: How the evidence is computed.
-        generator: Supplies every random choice.
-        plans: What is planned for each shape of inputs.
+        generator: The source of every random choice.
+        plans: The plan for each shape of inputs.
         sizes: How many data pass through the network at once.
     """
 

@@ -1,4 +1,4 @@
-"""How an evidence computes: every choice, checked once."""
+"""The settings of an evidence, checked once."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from evigrad.estimators import ROOTS, EstimatorSpec
 
 @dataclass(frozen=True)
 class Settings:
-    """How an evidence computes; see ``Evidence`` for each.
+    """The settings of an ``Evidence``, which says what each means.
 
     Raises:
         ConfigurationError: If a value does not exist or does not fit.
@@ -35,7 +35,6 @@ class Settings:
     anchoring: Anchoring | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         check_count("num_data", self.num_data)
         _check_spec(self.spec, self.num_data)
         check_choice("root", self.root, ROOTS)
@@ -62,7 +61,7 @@ def _check_passes(
     rows_dtype: object,
     autocast: object,
 ) -> None:
-    """Sizes and types of passes over the data that exist."""
+    """Refuse sizes and types of passes over the data that do not exist."""
     if micro_batch not in (None, "auto"):
         if isinstance(micro_batch, str):
             raise ConfigurationError(
@@ -93,7 +92,7 @@ def _check_passes(
 
 
 def _check_rows(spec: EstimatorSpec, dtype: torch.dtype | None, device: object) -> None:
-    """Wishes about kept rows, where there are any."""
+    """Refuse settings of kept rows for a structure that keeps none."""
     if spec.structure != "ntk" and (dtype is not None or device is not None):
         raise ConfigurationError(
             f"{spec.name} keeps no rows: rows_dtype and rows_device are for ntk estimators."
@@ -101,7 +100,7 @@ def _check_rows(spec: EstimatorSpec, dtype: torch.dtype | None, device: object) 
 
 
 def _check_spec(spec: EstimatorSpec, num_data: int) -> None:
-    """An estimator that exists, on subsets no larger than the data."""
+    """Refuse subsets that are larger than the data."""
     if spec.subset is not None and not spec.rows and spec.subset > num_data:
         raise ConfigurationError(
             f"{spec.name} takes subsets of {spec.subset} data, but num_data is {num_data}; use a"
@@ -110,7 +109,7 @@ def _check_spec(spec: EstimatorSpec, num_data: int) -> None:
 
 
 def _check_anchored(spec: EstimatorSpec, root: str, anchoring: object) -> None:
-    """A root whose rows are the same in every block, and settings where they are used."""
+    """Refuse settings of anchors without anchors, and a root whose rows change between blocks."""
     if anchoring is not None and not spec.anchored:
         raise ConfigurationError(
             f"{spec.name} has no anchors: leave anchoring=... away, or take a name as"

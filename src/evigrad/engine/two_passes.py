@@ -1,8 +1,8 @@
 """The first pass over a block, to its statistic, and the second, from its cotangent to gradients.
 
 Data flow one way: micro-batch → outputs → cotangents of the likelihood's root → rows
-(``jacobians``) → statistic (``curvature``), and the same rows once more for the derivative in
-whatever the forward pass depends on.
+(``jacobians``) → statistic (``curvature``); the second pass makes the same rows again, with a graph
+into all that the forward pass depends on.
 """
 
 from collections.abc import Sequence
@@ -25,13 +25,13 @@ from evigrad.likelihoods.calls import check_derivatives, log_probabilities
 
 @dataclass(frozen=True)
 class FirstPass:
-    """What a first pass is for.
+    """The purpose of a first pass.
 
     Attributes:
         differentiable: Whether the rows need a graph into the model's hyperparameters.
-        keeps_outputs: Whether to keep what steps on the likelihood's parameters need, and to leave
-            the rows' scale to those.
-        condensed: Whether to keep no more than log-determinants need.
+        keeps_outputs: Whether to keep the outputs for steps on the likelihood's parameters, and
+            leave the rows unscaled for these.
+        condensed: Whether to keep only what log-determinants need.
     """
 
     differentiable: bool = False
@@ -41,16 +41,16 @@ class FirstPass:
 
 @dataclass(frozen=True, eq=False)
 class _Sums:
-    """What the micro-batches so far have added up to.
+    """The sums over the micro-batches so far.
 
     Attributes:
         plan: The plan, without derivatives that a check has found to be wrong.
         log_likelihood: Their share of (1/T) log p(D|w,h), float64.
-        to_check: Whether the next micro-batch is the one to check the derivatives on.
-        is_closed: False where a contracted weight had no closed form: the sums are void then.
+        to_check: Whether to check the derivatives on the next micro-batch.
+        is_closed: False where a contracted weight had no closed form; the sums are void then.
         statistic: The structure's, None before any rows.
         log_probs: log p(y|w,h) of the data of each micro-batch.
-        kept: Micro-batches with their outputs, where these are asked for.
+        kept: Micro-batches with their outputs, if asked for.
     """
 
     plan: InputPlan
@@ -63,15 +63,7 @@ class _Sums:
 
 
 def first_pass(own: BlockPass, use: FirstPass) -> KeptPass:
-    """One pass over a block's data: everything but the prior.
-
-    Args:
-        own: The block.
-        use: What it is for.
-
-    Returns:
-        The log likelihood and the curvature's statistic.
-    """
+    """One pass over a block's data: the log likelihood and the curvature's statistic."""
     problem = own.problem
     zero = torch.zeros((), dtype=torch.float64, device=problem.device)
     while True:
@@ -81,7 +73,7 @@ def first_pass(own: BlockPass, use: FirstPass) -> KeptPass:
         sums = over_chunks(own, "first", partial(_add, own, use), start)
         if sums.is_closed:
             break
-        # Uses that depend on the data: from here on with all rows formed.
+        # The model uses a weight differently for these data: form all rows from here on.
         own = replace(own, plan=problem.plans.without_contraction(sums.plan))
     structure, statistic = sums.plan.structure, sums.statistic
     return KeptPass(
@@ -106,7 +98,7 @@ def _add(own: BlockPass, use: FirstPass, sums: _Sums, chunk: Chunk) -> _Sums:
     spec, likelihood = own.problem.settings.spec, own.problem.likelihood
     statistic: Any = sums.statistic
     if not chunk.has_rows:
-        # There for their likelihood alone, behind all that have rows.
+        # Data that count only in the likelihood; they follow all that have rows.
         with torch.set_grad_enabled(use.differentiable):
             f = outputs(own, chunk)
     elif spec.curvature == "hessian":
@@ -118,7 +110,7 @@ def _add(own: BlockPass, use: FirstPass, sums: _Sums, chunk: Chunk) -> _Sums:
         statistic, f = found
     log_probs = log_probabilities(likelihood, f, chunk.y)
     check_derivatives(likelihood, f, chunk.y, spec.curvature)
-    # Not a view of the inputs, which would hold them in memory.
+    # A view of the inputs would keep them in memory.
     kept = ((replace(chunk, x=chunk.x[:0].clone()), f.detach()),) if use.keeps_outputs else ()
     return replace(
         sums,
@@ -132,11 +124,7 @@ def _add(own: BlockPass, use: FirstPass, sums: _Sums, chunk: Chunk) -> _Sums:
 def _add_rows(
     own: BlockPass, use: FirstPass, chunk: Chunk, statistic: Any
 ) -> tuple[Any, Tensor] | None:
-    """The statistic with a micro-batch's rows, and its outputs.
-
-    Returns:
-        None where a weight whose rows are not formed has no closed form.
-    """
+    """The statistic with a micro-batch's rows, and its outputs; None without a closed form."""
     structure = own.plan.structure
     linearization = linearized(own, chunk, use.differentiable)
     if not all(map(linearization.is_closed, structure.contracted)):
@@ -199,16 +187,13 @@ def log_likelihood_of(problem: Problem, f: Tensor, chunk: Chunk) -> Tensor:
 def second_pass(
     own: BlockPass, cotangent: Statistic, scale: float, arguments: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The gradient of log likelihood − ½ scale · ℓ in what the forward pass depends on.
+    """Return the gradient of log likelihood − ½ scale · ℓ in each of the ``arguments``.
 
     Args:
         own: The block of the first pass.
         cotangent: The derivative of ℓ in the statistic of that pass.
         scale: Factor of ℓ.
         arguments: Hyperparameters of the model and of the likelihood.
-
-    Returns:
-        One gradient for each.
     """
     problem = own.problem
 
