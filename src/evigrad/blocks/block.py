@@ -1,4 +1,4 @@
-"""A block: the data and outputs that one stochastic estimate looks at."""
+"""A block: the data and outputs that one stochastic estimate uses."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -7,23 +7,23 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-# Rows for each datum that has any, up to which a datum of several rows is taken several times: a
-# forward pass more is half of the price of a row.
+# Mean rows of a datum that has any, up to which ``expanded`` repeats data: another forward pass
+# costs half as much as a row.
 MOST_EXPANDED = 1.5
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A draw of a part B of all rows but the anchors: it estimates ℓ by ℓ(Z) + w ℓ(B|Z) + offset.
+    """One part B of the rows that are no anchors; it estimates ℓ by ℓ(Z) + w ℓ(B|Z) + offset.
 
     Attributes:
-        part: The label of its rows in the block, from 1; before there is one, the number of the
-            part in its partition, from 0.
+        part: The label of its rows in the block, from 1; before there is a block, the number of
+            the part in its partition, from 0.
         weight: w, one over the probability of the draw.
-        offset: What is expected of all parts less w times that of this one: of expectation zero,
-            and of opposite sign to how far draws are off.
-        guess: Of ℓ(B|Z), whatever was seen of other parts.
-        key: Tells for which parts guesses are off alike.
+        offset: Control variate in nats: the expected sum over all parts minus w times the expected
+            ℓ(B|Z). Its expectation is zero, and it cancels most of the draw's error.
+        guess: Predicted ℓ(B|Z), before calibration by observed values.
+        key: Calibration group: parts whose predictions err alike.
     """
 
     part: int
@@ -42,20 +42,19 @@ class Block:
     Attributes:
         indices: Positions (m,) in the data set, distinct.
         columns: Columns of the likelihood's root for each datum (m, k), distinct for one datum,
-            -1 where there is none; ``None`` is all C.
+            -1 for padding; ``None`` for all C.
         scale: The log-determinant of all rows is estimated by `scale` times the block's.
         likelihood_weights: Weights (m,), float64: sum_n w_n log p(y_n) is an unbiased estimate of
             the whole data set's log likelihood.
-        inputs: The inputs (m, ...) where they were fetched.
-        targets: The targets (m, ...) where they were fetched.
-        parts: Of an anchored block, for each of `columns` 0 for an anchor, b = 1, 2, … for a row
-            of part B_b, and -1 where there is none or it does not count; ``None`` elsewhere.
-        draws: Of an anchored block: the log-determinant of all rows is estimated by the mean over
-            these, of parts that may be the same, and `scale` is 1. None where all of them are
-            anchors.
-        likelihood_shares: Of an anchored block, the weights of each draw's own data, of which
-            `likelihood_weights` are the mean.
-        origin: Of a block from ``expanded``, where each datum stood before.
+        inputs: The inputs (m, ...), once fetched.
+        targets: The targets (m, ...), once fetched.
+        parts: In an anchored block, for each of `columns` 0 for an anchor, b = 1, 2, … for a row
+            of part B_b, and -1 for padding and rows that do not count; else ``None``.
+        draws: In an anchored block, the draws whose mean estimates the log-determinant of all rows;
+            several may share a part, and `scale` is 1. Empty where all rows are anchors.
+        likelihood_shares: In an anchored block, the weights of each draw's own data, whose mean is
+            `likelihood_weights`.
+        origin: In a block from ``expanded``, the earlier position of each datum.
     """
 
     indices: Int[Tensor, " m"]
@@ -70,17 +69,15 @@ class Block:
     origin: Int[Tensor, " m"] | None = None
 
     def expanded(self) -> "Block":
-        """A datum of k rows as k data of one row each, where most have no more than one.
+        """Take a datum of k rows as k data of one row each, where most have no more than one.
 
-        Data with as many rows go through the network together. To see a few data twice costs less
-        than another pass for them.
-
-        Only where the rows of a datum do not depend on which of them a block has, and data are not
-        counted.
+        Data with equally many rows go through the network together, and seeing a few data twice
+        costs less than another pass. Use it only where the rows of a datum do not depend on which
+        of them a block has, and where data are not counted.
 
         Returns:
             A block without its data that has the same rows in the same order, and ``origin``; this
-            one where it has no padding, or so many rows of a datum that this would not pay.
+            block where it has no padding, or where too many data have several rows for this to pay.
         """
         if self.columns is None or self.origin is not None or self._counts is None:
             return self
@@ -89,7 +86,7 @@ class Block:
         with_rows = int((counts > 0).sum())
         if not 0 < int(counts.sum()) <= MOST_EXPANDED * with_rows:
             return self
-        # Those without rows stand for themselves.
+        # Data without rows stay once.
         origin = torch.arange(len(counts)).repeat_interleave(counts.clamp(min=1))
         first = torch.cat([torch.ones(1, dtype=torch.bool), origin.diff() > 0])
         has_row = counts[origin] > 0
@@ -114,12 +111,12 @@ class Block:
 
     @property
     def num_rows(self) -> int | None:
-        """The rows of the block, None where they are all outputs of its data."""
+        """Number of rows of the block; None where they are all outputs of its data."""
         return None if self.columns is None else int((self.columns >= 0).sum())
 
     @property
     def part_weights(self) -> tuple[float, ...]:
-        """Of an anchored block, w_b in ℓ(Z) + Σ_b w_b ℓ(B_b|Z) + ``offset``, for each part."""
+        """In an anchored block, w_b in ℓ(Z) + Σ_b w_b ℓ(B_b|Z) + ``offset`` for each part."""
         weights = [0.0] * max((draw.part for draw in self.draws), default=0)
         for draw in self.draws:
             weights[draw.part - 1] += draw.weight / len(self.draws)
@@ -127,17 +124,17 @@ class Block:
 
     @property
     def offset(self) -> float:
-        """Of an anchored block, the mean offset of its draws, in nats."""
+        """In an anchored block, the mean offset of its draws, in nats."""
         return sum(draw.offset for draw in self.draws) / max(1, len(self.draws))
 
     def of_draw(self, number: int) -> "Block":
         """The same data and anchors with a single draw.
 
         Args:
-            number: Of the draw, its position in ``draws``.
+            number: Position of the draw in ``draws``.
 
         Returns:
-            A block in which rows of other parts, and data of the others' log likelihoods, do not
+            A block in which the rows of other parts, and the likelihood data of other draws, do not
             count.
         """
         if self.parts is None or self.likelihood_shares is None or len(self.draws) < 2:
@@ -154,13 +151,13 @@ class Block:
         )
 
     def rows_of(self, position: int) -> int:
-        """How many rows data from a position on have each, at most.
+        """The largest number of rows of any datum from a position on.
 
         Args:
             position: In the block.
 
         Returns:
-            A number of columns; 0 where all rows are behind.
+            A number of columns; 0 where no rows follow, or where a datum has all C.
         """
         if self.columns is None:
             return 0
@@ -178,13 +175,13 @@ class Block:
         return counts.tolist() if ordered else None
 
     def has_all_rows(self, data: slice) -> bool:
-        """Whether no datum outside of some has a row.
+        """Whether only these data have rows, and the others count for their likelihood alone.
 
         Args:
             data: Positions, from the first on.
 
         Returns:
-            True where the others are there for their likelihood alone.
+            Whether no other datum has a row.
         """
         if data.start != 0:
             return False
@@ -194,9 +191,9 @@ class Block:
         return not bool((self.columns[data.stop :] >= 0).any())
 
     def cuts(self) -> list[int]:
-        """Positions at which the number of columns of a datum changes, where that only falls.
+        """Positions at which the number of columns of a datum falls, where it never rises.
 
-        Data with as many columns each go through the network together, without any padding.
+        Data with equally many columns go through the network together, without any padding.
 
         Returns:
             The positions, in ascending order.
@@ -208,7 +205,7 @@ class Block:
         """The columns of some consecutive data, without needless padding.
 
         Args:
-            data: Their positions; they lie between two cuts.
+            data: Their positions, between two cuts.
 
         Returns:
             One list for each datum, which may be empty; or None for all C.
@@ -221,7 +218,7 @@ class Block:
 def padded_columns(
     data: Int[Tensor, " r"], outputs: Int[Tensor, " r"], m: int
 ) -> Int[Tensor, "m k"]:
-    """Arrange pairs (datum, output) as one list of outputs for each datum, padded with -1."""
+    """Arrange pairs (datum, output) as a list of outputs for each datum, padded with -1."""
     by_datum = data.argsort(stable=True)
     data, outputs = data[by_datum], outputs[by_datum]
     counts = data.bincount(minlength=m)

@@ -1,4 +1,4 @@
-"""Partitions of data and outputs into blocks, and the draws of one.
+"""Partitions of data and outputs into blocks, and random draws of a block.
 
 The index set I holds every pair (datum, output), the rows of the Gram matrix, and l(X) is the
 log-determinant of the rows in X. Two ways of drawing a block B are unbiased for an upper bound of
@@ -26,32 +26,28 @@ from evigrad.blocks.sources import class_labels
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.estimators import EstimatorSpec
 
-# Enumerating more draws than this is a mistake: it takes minutes before anything is computed.
+# Enumerating more draws than this takes minutes before anything is computed.
 _MAX_DRAWS = 1e6
 
 
 class Partition:
-    """The blocks that an estimator's name asks for, of N data with C outputs.
+    """The blocks that an estimator's name asks for, from N data with C outputs.
 
     All randomness comes from the generators that the methods are given; the global random state
     is not touched.
 
     Args:
-        spec: The estimator.
+        spec: The estimator. A SUBSET of more rows than there are takes them all.
         num_data: N.
         num_outputs: C.
 
     Attributes:
-        spec: The estimator.
-        num_data: N.
-        num_outputs: C.
         num_blocks: M, the number of blocks in a partition.
         splits_outputs: Whether the rows of one datum are spread over several blocks. False for an
             integer OUTPUTS that is C; such blocks have `columns` ``None``.
 
     Raises:
-        InputError: If there are no data or no outputs, or SUBSET counts data and is larger than N.
-            A SUBSET that counts rows takes all rows where there are fewer: the estimate is exact.
+        InputError: If there are no data or outputs, or SUBSET counts data and is larger than N.
         ConfigurationError: If OUTPUTS is larger than C.
     """
 
@@ -85,18 +81,17 @@ class Partition:
 
     @property
     def block_rows(self) -> int:
-        """The rows in a whole block."""
+        """Number of rows in a full block."""
         if self.spec.rows or self.spec.curvature == "ef":
             return self._size
         return self._size * (self.spec.outputs or self.num_outputs)
 
     def blocks(self, generator: torch.Generator, labels: Tensor | None = None) -> Sequence[Block]:
-        """One random partition of the index set.
+        """One random partition of the index set, each pair (datum, output) in exactly one block.
 
-        Every pair (datum, output) is in exactly one block. With N data in groups of m and C
-        outputs in groups of k there are M = ceil(N/m) ceil(C/k) blocks, each with scale M. The
-        generator advances here and not when the blocks, which are built as they are read, are
-        looked at.
+        With N data in groups of m and C outputs in groups of k there are M = ceil(N/m) ceil(C/k)
+        blocks, each with scale M. The generator advances here, not when the blocks are read, which
+        are built only then.
 
         Args:
             generator: A CPU generator.
@@ -104,10 +99,6 @@ class Partition:
 
         Returns:
             The M blocks in random order.
-
-        Raises:
-            ConfigurationError: If the estimator is ``grouped`` and there are no labels.
-            InputError: If the labels are not one integer for each datum.
         """
         if self.spec.rows:
             build = self._row_blocks(generator)
@@ -154,7 +145,7 @@ class Partition:
         def build(number: int) -> Block:
             pairs = order[number * self._size : (number + 1) * self._size]
             indices, local = (pairs // self.num_outputs).unique(return_inverse=True)
-            # Those with most rows first: data with as many rows go through the network together.
+            # By falling number of rows: data with equally many go through the network together.
             by_rows = local.bincount().argsort(descending=True, stable=True)
             indices, local = indices[by_rows], by_rows.argsort()[local]
             columns = padded_columns(local, pairs % self.num_outputs, len(indices))
@@ -176,23 +167,14 @@ class Partition:
         return torch.arange(self.spec.outputs or 1).repeat(m, 1)
 
     def subset(self, m: int, generator: torch.Generator) -> Block:
-        """A uniformly random subset of the data, with outputs drawn for it.
+        """A uniformly random subset of m data, with outputs drawn for it.
 
         The size m need not be the SUBSET of the name. For `rows`, SUBSET rows are drawn among the
         m*C of the subset; data without a row keep columns that are all -1.
 
-        Args:
-            m: Number of data, at most N.
-            generator: A CPU generator.
-
         Returns:
             The block, with scale |I|/|B| and likelihood weights N/m. Its indices are in random
             order, but 0..N-1 for m = N.
-
-        Raises:
-            InputError: If m is not in 1..N, is less than N though the name says N, or offers fewer
-                than SUBSET rows.
-            ConfigurationError: If the estimator is ``grouped``: its blocks are no random subsets.
         """
         self._check_subset(m)
         indices = (
@@ -209,18 +191,7 @@ class Partition:
         return self._subset_block(indices, columns)
 
     def draws(self, m: int) -> Iterator[Block]:
-        """Every block that `subset` can return, each as likely as the others.
-
-        Args:
-            m: Number of data, at most N.
-
-        Returns:
-            All index subsets times all draws of outputs, for exact expectations on tiny cases.
-
-        Raises:
-            InputError: As `subset`.
-            ConfigurationError: As `subset`, or if there are more than a million draws.
-        """
+        """Every block that ``subset`` can return, equally likely, for tests on tiny cases."""
         self._check_subset(m)
         log_count = _log_binomial(self.num_data, m)
         if self.spec.rows:

@@ -1,4 +1,4 @@
-"""One way to read the data by position, whatever the user holds it in."""
+"""One way to read data by position, however the user stores them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _ACCEPTED = (
 )
 
 
-# Data of a data set that are read at once where only their targets are kept.
+# Data that are read at once where only their targets are kept.
 _AT_ONCE = 1000
 
 
@@ -36,27 +36,10 @@ class Source(ABC):
 
     @abstractmethod
     def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Tensor, Tensor]:
-        """Read some of the data.
-
-        Args:
-            indices: Positions in 0..N-1, on the CPU.
-
-        Returns:
-            Inputs (m, ...) and targets (m, ...), in the order of the positions.
-
-        Raises:
-            InputError: If the items cannot be made into one tensor each.
-        """
+        """Inputs (m, ...) and targets (m, ...) at positions in 0..N-1, in their order."""
 
     def first(self, count: int) -> tuple[Tensor, Tensor]:
-        """Read the first data.
-
-        Args:
-            count: How many, at most.
-
-        Returns:
-            As ``fetch``.
-        """
+        """The first data, ``count`` at most; see ``fetch``."""
         return self.fetch(torch.arange(min(count, len(self))))
 
     @abstractmethod
@@ -64,30 +47,12 @@ class Source(ABC):
         """All targets (N, ...)."""
 
     def labels(self) -> Int[Tensor, " N"]:
-        """The class of every datum, for classification; reads all the data where it must.
-
-        Returns:
-            Labels (N,), int64, on the CPU.
-
-        Raises:
-            InputError: If the targets are not one integer for each datum.
-        """
+        """Labels (N,) as of ``class_labels``, for classification; may read all the data."""
         return class_labels(self._targets(), len(self))
 
 
 def class_labels(targets: Tensor, num_data: int) -> Int[Tensor, " N"]:
-    """Check that targets are class labels.
-
-    Args:
-        targets: What should be one integer for each datum.
-        num_data: N.
-
-    Returns:
-        The labels (N,), int64, on the CPU.
-
-    Raises:
-        InputError: If the shape or the dtype is another.
-    """
+    """Targets as labels (N,), int64, on the CPU; raises unless they are N integers."""
     if targets.shape != (num_data,):
         raise InputError(
             f"Class labels need the shape ({num_data},), one for each datum, "
@@ -121,7 +86,7 @@ class _DatasetSource(Source):
     def __init__(self, dataset: Any, length: int) -> None:
         self._dataset, self._length = dataset, length
         self._labels: Tensor | None = None
-        self.fetch(torch.zeros(1, dtype=torch.int64))  # to see at once whether items are pairs
+        self.fetch(torch.zeros(1, dtype=torch.int64))  # raises early if items are no pairs
 
     def __len__(self) -> int:
         return self._length

@@ -26,7 +26,7 @@ class Stream(Iterable[Block]):
 
     @property
     def period(self) -> int:
-        """How many iterations, one after the other, share what one of them begins with."""
+        """How many consecutive iterations share a choice of anchors; 1 without anchors."""
         return 1
 
     def take(self, n: int) -> Iterator[Block]:
@@ -47,15 +47,14 @@ class Stream(Iterable[Block]):
 
     @abstractmethod
     def round(self, n: int, at_once: int = 1) -> Iterator[Block]:
-        """Blocks whose mean several steps share.
+        """At most n blocks of one partition, whose mean several steps share.
 
         Args:
             n: How many, at most.
-            at_once: How many draws a block may hold that have their anchors in common; blocks of an
-                estimator without any hold one.
+            at_once: How many draws with common anchors a block may hold; 1 without anchors.
 
         Returns:
-            No more than n of one partition.
+            Blocks with their inputs and targets.
         """
 
     @abstractmethod
@@ -64,6 +63,9 @@ class Stream(Iterable[Block]):
 
         Returns:
             Blocks with their inputs and targets.
+
+        Raises:
+            InputError: If items of the data set cannot be stacked.
         """
 
 
@@ -71,8 +73,8 @@ class BlockStream(Stream):
     """An endless stream of an estimator's blocks, with their data.
 
     It goes through the blocks of one random partition in random order, then through those of the
-    next. The stream holds no position: each iteration (`for`, `take`, `epoch`) starts a new
-    partition, drawn from the generator, which alone has to be stored to resume.
+    next. Each iteration (`for`, `take`, `epoch`) starts a new partition: only the generator has to
+    be stored to resume.
 
     Args:
         partition: Which blocks to draw.
@@ -95,35 +97,19 @@ class BlockStream(Stream):
 
     @property
     def is_constant(self) -> bool:
-        """Whether every block is the same: all data and outputs, with nothing drawn."""
+        """See ``Stream.is_constant``."""
         return self._partition.num_blocks == 1 and self._partition.spec.curvature != "mc"
 
     def __iter__(self) -> Iterator[Block]:
-        """The blocks of partition after partition, without end."""
         while True:
             yield from self.epoch()
 
     def round(self, n: int, at_once: int = 1) -> Iterator[Block]:
-        """Blocks whose mean several steps share.
-
-        Args:
-            n: How many, at most.
-            at_once: Of no effect, as blocks have nothing in common.
-
-        Returns:
-            The first n of one partition, or all of it where it has no more.
-        """
+        """See ``Stream.round``: the first n blocks of one partition, without anchors."""
         return islice(self.epoch(), n)
 
     def epoch(self) -> Iterator[Block]:
-        """The blocks of exactly one partition.
-
-        Yields:
-            Blocks with their inputs and targets.
-
-        Raises:
-            InputError: If items of the data set cannot be stacked.
-        """
+        """See ``Stream.epoch``."""
         for block in self._partition.blocks(self._generator, self._labels):
             inputs, targets = self._source.fetch(block.indices)
             yield replace(block, inputs=inputs, targets=targets)

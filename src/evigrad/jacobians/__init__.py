@@ -1,4 +1,4 @@
-"""The rows of the Jacobian: closed forms where they exist, any other module one datum at a time."""
+"""Rows of the Jacobian: by closed forms where they exist, else one datum at a time."""
 
 from evigrad.jacobians.arguments import NO_DERIVATIVE, check_hooks, model_outputs
 from evigrad.jacobians.hessian import ExactHessian

@@ -1,4 +1,4 @@
-"""Calling the model, and refusing what would give wrong rows, or none, without a word."""
+"""Calling the model, and refusing models and arguments whose rows would be silently wrong."""
 
 from collections.abc import Mapping
 
@@ -23,22 +23,10 @@ NO_DERIVATIVE = (
 
 
 def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor) -> None:
-    """Make sure that the rows in these weights are defined and can be had.
-
-    Args:
-        model: Any module.
-        weights: Name → parameter.
-        x: Inputs; dim 0 counts the data.
-
-    Raises:
-        InputError: If there are no data.
-        ConfigurationError: If a weight is not a real parameter of the model that requires a
-            gradient, or a hook may change its gradient, or gradients are off by
-            ``torch.inference_mode``.
-    """
+    """Raise unless x holds data and each weight is a parameter of the model with a gradient."""
     if x.dim() == 0 or len(x) == 0:
         raise InputError("There are no data: x must hold one datum or more along dim 0.")
-    if torch.is_inference_mode_enabled():  # where nothing can have a gradient
+    if torch.is_inference_mode_enabled():
         raise ConfigurationError(
             "There are no gradients inside torch.inference_mode(). Leave it out; torch.no_grad()"
             " does no harm."
@@ -64,15 +52,8 @@ def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor)
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Make sure that no module changes the gradients that go back through it.
-
-    Args:
-        model: Any module.
-
-    Raises:
-        ConfigurationError: If a backward hook is on one of its modules, or on all modules: one
-            that only looks cannot be told from one that changes what it sees.
-    """
+    """Raise if a backward hook, which may change gradients, is on a module or on all of them."""
+    # A hook that only reads gradients cannot be told from one that changes them.
     everywhere = (modules._global_backward_hooks, modules._global_backward_pre_hooks)
     found = ["all modules"] if any(everywhere) else []
     found += [
@@ -89,14 +70,7 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def check_storage(weights: Mapping[str, nn.Parameter]) -> None:
-    """Make sure that no two parameters are the same numbers in memory.
-
-    Args:
-        weights: Name → parameter, each parameter once.
-
-    Raises:
-        ConfigurationError: If two share an entry: the evidence would count it twice.
-    """
+    """Raise if two parameters share an entry in memory, which the evidence would count twice."""
     by_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
     for name, p in weights.items():
         if p.layout == torch.strided and p.numel() > 0 and p.untyped_storage().data_ptr() != 0:
@@ -123,14 +97,14 @@ def _overlap(p: Tensor, q: Tensor) -> bool:
 
 
 def _extent(p: Tensor) -> tuple[int, int]:
-    """First byte in the storage, and the one behind the last."""
+    """First byte in the storage, and the byte after the last."""
     last = sum((size - 1) * step for size, step in zip(p.shape, p.stride(), strict=True))
     first, width = p.storage_offset(), p.element_size()
     return int(first * width), int((first + last + 1) * width)
 
 
 def _entries(p: Tensor) -> Tensor:
-    """Position in the storage of each entry."""
+    """Position of each entry in the storage."""
     positions = torch.tensor([p.storage_offset()])
     for size, step in zip(p.shape, p.stride(), strict=True):
         positions = (positions[:, None] + step * torch.arange(size)).flatten()
@@ -138,34 +112,12 @@ def _entries(p: Tensor) -> Tensor:
 
 
 def model_outputs(model: nn.Module, x: Tensor) -> Tensor:
-    """The model's outputs, made sure to be an (m, C) tensor that has derivatives.
-
-    Args:
-        model: Any module.
-        x: Inputs; dim 0 counts the data.
-
-    Returns:
-        The outputs.
-
-    Raises:
-        InputError: If the model raises an exception, or returns anything else.
-    """
+    """f(x), checked by ``check_output``."""
     return check_output(called(model, x), len(x))
 
 
 def check_output(output: object, m: int) -> Tensor:
-    """Make sure that a model maps m data to an (m, C) tensor that has derivatives.
-
-    Args:
-        output: What the model returned.
-        m: Number of data it was given.
-
-    Returns:
-        The output.
-
-    Raises:
-        InputError: If it is anything else.
-    """
+    """Return the model's output for m data; raise unless it is a dense float (m, C) tensor."""
     if not isinstance(output, Tensor):
         raise InputError(
             f"The model returned a {type(output).__name__}; evigrad needs one tensor of shape"

@@ -1,8 +1,8 @@
-"""Convolutions in which every datum has a weight, or a gradient of the weight, of its own.
+"""Convolutions in which every datum has its own weight, or its own gradient of the weight.
 
 The rows in a convolution's weight correlate each datum's input with its own gradient. Their inner
-product with cotangents convolves each datum's input with its own cotangent, which forms no rows.
-Which way is fastest depends on the size of the convolutions; the constants below are of a CPU.
+product with cotangents convolves each datum's input with its own cotangent and forms no rows.
+Which way is fastest depends on the sizes; the constants below were measured on a CPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,33 +22,24 @@ from evigrad.jacobians.geometry import (
     weight_gradient,
 )
 
-# From so many multiplications for one datum, a convolution for each in turn is as fast as one
-# convolution of all with the same weight; below, what it takes to start one counts.
+# From so many multiplications per datum, one convolution per datum is as fast as one for all data;
+# below, the cost of starting each call counts.
 _WORTH_A_CALL = 2**24
 
 # Where a datum has several parts, one convolution of all data needs input, gradient and products in
-# another order. From so many numbers of a datum, copying them takes longer.
+# another order. From so many numbers per datum, copying them takes longer than separate calls.
 _WORTH_NO_COPY = 2**16
 
-# Up to so many row columns times output channels, a convolution with one group per datum beats
-# patches and a batched product on a CPU: it reads the input without a copy for each entry of the
-# kernel. It needs more positions than such entries to pay.
+# Up to so many k x output channels per group, a convolution with one group per datum beats patches
+# and a batched product on a CPU: it does not copy the input for each entry of the kernel. It pays
+# only with more positions than such entries.
 _GROUPED_COLUMNS = 32
 
 
 def convolution_rows(
     x: Float[Tensor, "mF c *space"], gradient: Float[Tensor, "m k F o *positions"], g: Geometry
 ) -> Tensor:
-    """The rows in the weight of a convolution.
-
-    Args:
-        x: Input of the convolution.
-        gradient: Gradients of the k rows of each datum in its output.
-        g: Settings of the convolution.
-
-    Returns:
-        Rows of shape (m, k, o, c / groups, *kernel).
-    """
+    """The rows (m, k, o, c / groups, *kernel) in the weight, from the output's gradients."""
     k, parts, out = gradient.shape[1:4]
     if not x.is_cuda:
         if _one_by_one(x, gradient, g):
@@ -70,17 +61,7 @@ def convolution_inner(
     cotangent: Float[Tensor, "m k o i *kernel"],
     g: Geometry,
 ) -> Float[Tensor, ""]:
-    """The inner product of the rows in the weight with cotangents, without the rows.
-
-    Args:
-        x: Input of the convolution.
-        gradient: Gradients of the k rows of each datum in its output.
-        cotangent: Cotangents of the rows, which get no gradient themselves.
-        g: Settings of the convolution.
-
-    Returns:
-        Σ cotangent · rows, with a graph into input and gradients.
-    """
+    """Σ cotangent · rows without forming the rows; the cotangent gets no gradient."""
     x, settings = g.split(x)
     if _one_by_one(x, gradient, g):
         return _Inner.apply(x, gradient, cotangent, g, settings, _convolve_each, _pull_back_each)
@@ -96,7 +77,7 @@ def inner_product(a: Tensor, b: Tensor) -> Float[Tensor, ""]:
 
 
 def _one_by_one(x: Tensor, gradient: Tensor, g: Geometry) -> bool:
-    """Whether a convolution for each datum is as fast as one for all."""
+    """Whether one convolution per datum is as fast as one for all data."""
     numbers = prod(gradient.shape[1:])
     if numbers * (x.shape[1] // g.groups) * prod(g.kernel) >= _WORTH_A_CALL:
         return True
@@ -105,7 +86,7 @@ def _one_by_one(x: Tensor, gradient: Tensor, g: Geometry) -> bool:
 
 
 def _by_group(weights: Tensor, g: Geometry) -> Tensor:
-    """Weights (m, k, o, ...) as (m, G, k, o', ...), as group after group wants them."""
+    """Weights (m, k, o, ...) as (m, G, k, o', ...)."""
     return weights.unflatten(2, (g.groups, -1)).transpose(1, 2)
 
 
@@ -116,7 +97,7 @@ def _by_output(weights: Tensor, k: int, inner: Sequence[int]) -> Tensor:
 
 
 def _side_by_side(x: Tensor, m: int) -> Tensor:
-    """Inputs (m F, c, ...) as (F, m c, ...), every datum a group of channels."""
+    """Inputs (m F, c, ...) as (F, m c, ...): every datum is a group of channels."""
     return x.unflatten(0, (m, -1)).transpose(0, 1).flatten(1, 2)
 
 
@@ -151,7 +132,7 @@ def _convolve_each(
     g: Geometry,
     settings: dict[str, Any],
 ) -> Float[Tensor, "m k F o *positions"]:
-    """Each datum convolved with its own k weights, one after the other."""
+    """Each datum convolved with its own k weights, one datum after the other."""
     convolve, k = CONVOLUTIONS[len(g.kernel)], weights.shape[1]
     kernels = _by_group(weights, g).flatten(1, 3)
     data = x.unflatten(0, (-1, parts))
@@ -173,7 +154,7 @@ def _convolve_all(
     g: Geometry,
     settings: dict[str, Any],
 ) -> Float[Tensor, "m k F o *positions"]:
-    """The same by one convolution in which every datum is a group."""
+    """``_convolve_each`` as one convolution in which every datum is a group."""
     m, k, out = weights.shape[:3]
     products = CONVOLUTIONS[len(g.kernel)](
         _side_by_side(x, m),
@@ -212,7 +193,7 @@ def _pull_back_all(
     g: Geometry,
     settings: dict[str, Any],
 ) -> Float[Tensor, "mF c *space"]:
-    """The gradient of ``_convolve_all`` in its input, which has this shape."""
+    """``_pull_back_each`` as one convolution in which every datum is a group."""
     m, parts = len(weights), gradient.shape[2]
     pulled = input_gradient(
         (parts, m * shape[1], *shape[2:]),
@@ -225,7 +206,7 @@ def _pull_back_all(
 
 
 class _Rows(torch.autograd.Function):
-    """The gradient of ``_convolve_each`` in its weights, one datum after the other.
+    """The gradient of ``_convolve_each`` in its weights, (m, k, o, i, *kernel), datum by datum.
 
     PyTorch's own derivative of such a gradient takes several times as long.
     """
@@ -234,7 +215,6 @@ class _Rows(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, gradient: Tensor, g: Geometry, settings: dict[str, Any]
     ) -> Tensor:
-        """The rows (m, k, o, i, *kernel)."""
         ctx.save_for_backward(x, gradient)
         ctx.geometry, ctx.settings = g, settings
         k, parts, out = gradient.shape[1:4]
@@ -247,7 +227,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        """Cotangents of input and gradients; made of what can be differentiated again."""
+        """Cotangents of input and gradients, from operations that have derivatives."""
         x, gradient = ctx.saved_tensors
         g, settings, (cotangent,) = ctx.geometry, ctx.settings, cotangents
         of_x = of_gradient = None
@@ -261,9 +241,8 @@ class _Rows(torch.autograd.Function):
 class _Inner(torch.autograd.Function):
     """Σ cotangent · rows as ⟨each datum convolved with its cotangent, gradient⟩.
 
-    The value is linear in both, and so the convolutions are its derivative in the gradients. The
-    tensors are as large as the activations of the network: each is written once, and scaled in
-    place.
+    The value is linear in the gradients, so the convolutions are its derivative in them. The
+    tensors are as large as the network's activations: each is written once, and scaled in place.
     """
 
     @staticmethod
@@ -277,7 +256,6 @@ class _Inner(torch.autograd.Function):
         convolve: Callable[..., Tensor],
         pull_back: Callable[..., Tensor],
     ) -> Tensor:
-        """The inner product."""
         products = convolve(x, cotangent, gradient.shape[2], g, settings)
         ctx.save_for_backward(x, gradient, cotangent)
         ctx.products, ctx.settings = products, (g, settings)
@@ -286,7 +264,6 @@ class _Inner(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *factors: Tensor) -> tuple[Tensor | None, ...]:
-        """The derivatives in input and gradients."""
         x, gradient, cotangent = ctx.saved_tensors
         factor, again = factors[0].to(gradient.dtype), torch.is_grad_enabled()
         scaled = torch.mul if again else Tensor.mul_

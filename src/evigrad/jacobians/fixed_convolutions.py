@@ -1,8 +1,8 @@
-"""A convolution whose weight gets no gradient, differentiable as often as one likes.
+"""A convolution whose weight gets no gradient, differentiable any number of times.
 
-PyTorch's second derivative of a convolution computes that in the weight too, wanted or not: one
-convolution in three of a gradient through rows. With the weight fixed there are two linear maps,
-each of which is the other's derivative.
+PyTorch's second derivative of a convolution also computes the one in the weight, wanted or not: one
+convolution in three of a gradient through rows. With a fixed weight there are two linear maps, and
+each is the other's derivative.
 """
 
 from typing import Any
@@ -21,17 +21,7 @@ def convolve(
     bias: Float[Tensor, " o"] | None,
     geometry: Geometry,
 ) -> Float[Tensor, "mF o *positions"]:
-    """A convolution with a graph into its input alone.
-
-    Args:
-        x: Input.
-        weight: The kernel.
-        bias: Added to each channel.
-        geometry: Settings.
-
-    Returns:
-        What PyTorch's function gives, under autocast too.
-    """
+    """The convolution as PyTorch computes it, also under autocast, with a graph into x alone."""
     x, settings = geometry.split(x)
     return _Convolve.apply(x, weight, bias, settings | {"groups": geometry.groups})
 
@@ -48,7 +38,6 @@ class _Convolve(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: dict[str, Any]
     ) -> Tensor:
-        """The convolution."""
         ctx.save_for_backward(weight)
         ctx.shape, ctx.dtype, ctx.settings = x.shape, x.dtype, settings
         return CONVOLUTIONS[x.dim() - 2](x, weight, bias, **settings)
@@ -62,7 +51,7 @@ class _Convolve(torch.autograd.Function):
 
 
 class _PullBack(torch.autograd.Function):
-    """g ↦ Wᵀ g."""
+    """g ↦ Wᵀ g, in the type of the convolution's input."""
 
     @staticmethod
     def forward(
@@ -73,7 +62,6 @@ class _PullBack(torch.autograd.Function):
         dtype: torch.dtype,
         settings: dict[str, Any],
     ) -> Tensor:
-        """The derivative of the convolution, in the type of its input."""
         ctx.save_for_backward(weight)
         ctx.dtype, ctx.settings = gradient.dtype, settings
         return input_gradient(shape, weight.to(gradient.dtype), gradient, settings).to(dtype)

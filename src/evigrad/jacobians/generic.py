@@ -1,8 +1,8 @@
 """Rows of any module, one datum at a time.
 
-``loop_rows`` is the reference: a forward pass of the model itself for each datum and
-one backward pass for each row. ``vmap_rows`` computes the same with all data at once, where the
-module's operations can be vectorised.
+``loop_rows`` is the reference: one forward pass of the model for each datum and one backward pass
+for each row. ``vmap_rows`` computes the same for all data at once, where the module's operations
+can be vectorised.
 """
 
 import warnings
@@ -29,7 +29,7 @@ def loop_rows(
     Args:
         model: Maps m data to (m, C).
         weights: Name → parameter of the model.
-        names: Which of them.
+        names: The parameters whose rows are wanted.
         x: The m data.
         vectors: k cotangents for each datum.
         differentiable: Whether the rows get a graph into everything else.
@@ -60,19 +60,7 @@ def datum_rows(
     vectors: Float[Tensor, "1 k C"],
     differentiable: bool,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """One datum's forward pass and its k rows, by plain automatic differentiation.
-
-    Args:
-        model: Maps one datum to (1, C).
-        weights: Name → parameter of the model.
-        names: Which of them.
-        x: The datum, with its dim 0.
-        vectors: k cotangents.
-        differentiable: Whether the rows get a graph into everything else.
-
-    Returns:
-        The output (1, C), detached, and name → k rows of the parameter's shape.
-    """
+    """One datum's output (1, C), detached, and name → its k rows of the parameter's shape."""
     k = vectors.shape[1]
     parameters = [weights[name] for name in names]
     rows: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -106,23 +94,9 @@ def vmap_rows(
     vectors: Float[Tensor, "m k C"],
     differentiable: bool,
 ) -> dict[str, Tensor]:
-    """The same as ``loop_rows``, vectorised over the data.
-
-    Not every module can be vectorised: some raise an error, and a module that keeps references to
-    its parameters (as recurrent ones do) even gives other numbers. Compare with ``loop_rows``
-    before relying on it.
-
-    Args:
-        model: Maps m data to (m, C).
-        weights: Name → parameter of the model.
-        names: Which of them.
-        x: The m data.
-        vectors: k cotangents for each datum.
-        differentiable: Whether the rows get a graph into everything else.
-
-    Returns:
-        Name → ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter``, (m, k, *parameter shape).
-    """
+    """``loop_rows``, vectorised over the data. Compare with ``loop_rows`` before relying on it."""
+    # Not every module can be vectorised: some raise an error, and one that keeps references to its
+    # parameters (as recurrent ones do) gives other numbers.
     constant = {name: p.detach() for name, p in weights.items()}
     wanted = {name: constant.pop(name) for name in names}
 
@@ -137,6 +111,6 @@ def vmap_rows(
         return {name: torch.stack([row[name] for row in rows]) for name in names}
 
     with torch.set_grad_enabled(differentiable), warnings.catch_warnings():
-        # An operation without a rule of its own is looped over, which still beats ``loop_rows``.
+        # vmap loops over operations without a batching rule, which still beats ``loop_rows``.
         warnings.filterwarnings("ignore", message="There is a performance drop")
         return vmap(rows_of_datum)(x.clone(), vectors)

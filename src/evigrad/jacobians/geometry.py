@@ -1,4 +1,4 @@
-"""A convolution's settings, what its kernel sees, and its two gradients."""
+"""A convolution's settings, its patches, and its two gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Geometry:
     Attributes:
         kernel: Size of the kernel, D numbers.
         stride: D numbers.
-        pads: Zeros in front of and behind each dimension.
+        pads: Zeros before and after each dimension.
         dilation: Distance between the kernel's entries, D numbers.
         groups: G, the number of channel groups.
     """
@@ -32,20 +32,13 @@ class Geometry:
     groups: int
 
     def padded(self, x: Float[Tensor, "mF c *space"]) -> Float[Tensor, "mF c *padded"]:
-        """The input with its zeros around it."""
+        """The input with zeros around it."""
         if not any(p for pair in self.pads for p in pair):
             return x
         return F.pad(x, [p for pair in reversed(self.pads) for p in pair])
 
     def split(self, x: Float[Tensor, "mF c *space"]) -> tuple[Tensor, dict[str, Any]]:
-        """An input and the settings that PyTorch's functions take beside it.
-
-        Args:
-            x: Input of the convolution.
-
-        Returns:
-            The input, padded where its sides differ, and stride, padding and dilation.
-        """
+        """The input, padded where its sides differ, and stride, padding and dilation."""
         even = all(before == behind for before, behind in self.pads)
         padding = tuple(before for before, _ in self.pads) if even else (0,) * len(self.kernel)
         settings = {"stride": self.stride, "padding": padding, "dilation": self.dilation}
@@ -58,19 +51,8 @@ def input_gradient(
     gradient: Float[Tensor, "n o *positions"],
     settings: Mapping[str, Any],
 ) -> Float[Tensor, "n c *space"]:
-    """The gradient of a convolution in its input.
-
-    Args:
-        shape: Of the input.
-        weight: The kernel.
-        gradient: In the output.
-        settings: Stride, padding and dilation as tuples, and groups.
-
-    Returns:
-        Of that shape.
-    """
-    # Of an input that is not read, only the shape counts; unlike that of ``torch.nn.grad`` this
-    # one is not copied first.
+    """The gradient in the input, which has this shape; settings include the groups."""
+    # Only the shape of this input is read; ``torch.nn.grad`` would copy the input first.
     x = gradient.new_empty(shape)
     return _backward(gradient, x, weight, settings, (True, False, False))[0]
 
@@ -81,17 +63,7 @@ def weight_gradient(
     gradient: Float[Tensor, "n o *positions"],
     settings: Mapping[str, Any],
 ) -> Float[Tensor, "o i *kernel"]:
-    """The gradient of a convolution in its weight.
-
-    Args:
-        x: Input.
-        weight: A contiguous tensor of the weight's shape, whatever it holds.
-        gradient: In the output.
-        settings: Stride, padding and dilation as tuples, and groups.
-
-    Returns:
-        Of the weight's shape.
-    """
+    """The gradient in the weight; of the contiguous ``weight`` no values are read."""
     return _backward(gradient, x, weight, settings, (False, True, False))[1]
 
 
@@ -107,7 +79,7 @@ def _backward(
 def convolution_patches(
     x: Float[Tensor, "mF c *space"], parts: int, geometry: Geometry
 ) -> Float[Tensor, "m G i FT"]:
-    """What the kernel is multiplied with at each of the T positions of the output.
+    """The input that the kernel is multiplied with at each of the output's T positions.
 
     Args:
         x: Input of the convolution.
@@ -115,8 +87,7 @@ def convolution_patches(
         geometry: Settings of the convolution.
 
     Returns:
-        The patches; i counts a group's channels times the kernel's entries, in the order in which
-        the weight holds them.
+        The patches; i counts a group's channels times the kernel's entries, in the weight's order.
     """
     windows, dims = geometry.padded(x), len(geometry.kernel)
     settings = zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True)

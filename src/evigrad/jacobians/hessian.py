@@ -8,13 +8,7 @@ from torch import Tensor
 
 
 class ExactHessian:
-    """The Hessian of a scalar in the weights, one row per backward pass.
-
-    Args:
-        value: The scalar, with a graph into the weights.
-        weights: What it is differentiated in.
-        differentiable: Whether the Hessian itself carries a graph.
-    """
+    """The Hessian of a scalar in the weights, one row per backward pass."""
 
     def __init__(
         self, value: Float[Tensor, ""], weights: Mapping[str, Tensor], differentiable: bool
@@ -31,14 +25,7 @@ class ExactHessian:
         self._gradients = dict(zip(weights, found, strict=True))
 
     def block(self, names: Sequence[str]) -> Float[Tensor, "n n"]:
-        """The dense block of some parameters, in their order, symmetrised.
-
-        Args:
-            names: The parameters.
-
-        Returns:
-            As many rows and columns as these parameters have elements.
-        """
+        """The dense block of some parameters, in their order, symmetrised."""
         rows = [
             torch.cat([part.reshape(-1) for part in self._row(element, names)])
             for name in names
@@ -48,14 +35,7 @@ class ExactHessian:
         return 0.5 * (matrix + matrix.mT)
 
     def diagonal(self, name: str) -> Float[Tensor, " n"]:
-        """The diagonal of one parameter.
-
-        Args:
-            name: The parameter.
-
-        Returns:
-            One number for each of its elements.
-        """
+        """The diagonal of one parameter."""
         elements = self._gradients[name].reshape(-1)
         return torch.stack(
             [self._row(element, [name])[0].reshape(-1)[i] for i, element in enumerate(elements)]

@@ -1,4 +1,4 @@
-"""Kronecker factors of one use of a weight: its inputs, its gradients and sums of them."""
+"""Kronecker factors of one use of a weight: its inputs, its gradients and their sums."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,16 +18,13 @@ from evigrad.jacobians.patch_grams import (
 
 
 class KroneckerUse:
-    """One use of a weight as a matrix, the same at T positions.
+    """One use of a weight as a matrix, the same matrix at T positions.
 
     The rows of the weight, reshaped to (G, out, in), are Σ_T gradients ⊗ inputs; G is the number
     of channel groups, whose blocks are stacked along the weight's dim 0.
 
     Args:
-        inputs: What the matrix is multiplied with; may have a lower precision.
-        gradients: Gradients of the rows in the product.
-
-    Attributes:
+        inputs: The factors that the matrix multiplies; may have a lower precision.
         gradients: Gradients of the rows in the product.
     """
 
@@ -41,43 +38,26 @@ class KroneckerUse:
 
     @property
     def inputs(self) -> Float[Tensor, "m G T i"]:
-        """What the matrix is multiplied with."""
+        """The factors that the matrix multiplies, in the gradients' type."""
         assert self._inputs is not None
         return self._inputs.to(self.gradients.dtype)
 
     @property
     def num_data(self) -> int:
-        """m, the number of data."""
+        """The number of data, m."""
         return self.gradients.shape[0]
 
     @property
     def positions(self) -> int:
-        """T, the number of positions of a datum."""
+        """The number of positions of a datum, T."""
         return self.gradients.shape[3]
 
     def input_gram(self, dtype: torch.dtype) -> Float[Tensor, "G i i"]:
-        """Σ a aᵀ over data and positions.
-
-        Args:
-            dtype: In which it is summed.
-
-        Returns:
-            One matrix for each channel group, once differentiable.
-        """
+        """Σ a aᵀ over data and positions, summed in this type; once differentiable."""
         return _Gram.apply(self._flat(dtype), _gram, _gram_pull)
 
     def inner_input_gram(self, cotangent: Float[Tensor, "G i i"]) -> Float[Tensor, ""]:
-        """The inner product of a matrix, which gets no gradient, with ``input_gram``.
-
-        Value and gradient together cost one product: the one is half of that of the input with
-        the other.
-
-        Args:
-            cotangent: Of any symmetry; its dtype is that of the sums.
-
-        Returns:
-            A scalar, once differentiable in what the inputs have a graph to.
-        """
+        """⟨cotangent, ``input_gram``⟩ in the cotangent's type; once differentiable in x."""
         return _Form.apply(self._flat(cotangent.dtype), _symmetric(cotangent), _gram_pull)
 
     def input_sum(self) -> Float[Tensor, "m G i"]:
@@ -94,13 +74,7 @@ class KroneckerUse:
 
 
 class ConvolutionUse(KroneckerUse):
-    """One use of a convolution's weight, whose inputs are patches that need not be formed.
-
-    Args:
-        x: Input of the convolution.
-        gradients: Gradients of the rows in its output.
-        geometry: Settings of the convolution.
-    """
+    """One use of a convolution's weight on x; its patches are formed only when read."""
 
     def __init__(
         self,
@@ -113,7 +87,7 @@ class ConvolutionUse(KroneckerUse):
 
     @property
     def inputs(self) -> Float[Tensor, "m G T i"]:
-        """The patches, made whenever they are asked for."""
+        """The patches, computed anew at each reading."""
         x = self._x.to(self.gradients.dtype)
         return convolution_patches(x, len(x) // self.num_data, self._geometry).mT
 
@@ -171,36 +145,35 @@ def _refuse_a_graph() -> None:
 
 
 class _Gram(torch.autograd.Function):
-    """A Gram matrix with one product in its backward pass."""
+    """A Gram matrix gram(x) with one product in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gram: Callable[[Tensor], Tensor], pull: _Pull) -> Tensor:
-        """gram(x)."""
         ctx.save_for_backward(x)
         ctx.pull = pull
         return gram(x)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        """The cotangent of x."""
         _refuse_a_graph()
         (x,), (cotangent,) = ctx.saved_tensors, cotangents
         return 2 * ctx.pull(x, _symmetric(cotangent)), None, None
 
 
 class _Form(torch.autograd.Function):
-    """⟨C, gram(x)⟩ for a symmetric matrix C, with its gradient at hand."""
+    """⟨C, gram(x)⟩ = ⟨x, pull(x, C)⟩ for a symmetric matrix C.
+
+    The forward pass computes pull(x, C), half of the gradient: both cost one product together.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: Tensor, pull: _Pull) -> Tensor:
-        """⟨x, pull(x, C)⟩."""
         pulled = pull(x, matrix)
         ctx.save_for_backward(pulled)
         return inner_product(x, pulled)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        """The cotangent of x."""
         _refuse_a_graph()
         (pulled,), (cotangent,) = ctx.saved_tensors, cotangents
         return 2 * cotangent * pulled, None, None

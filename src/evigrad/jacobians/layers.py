@@ -1,9 +1,9 @@
-"""Closed forms: one entry per function that a layer calls with its parameters.
+"""Closed forms: one rule for each function that a layer calls with its parameters.
 
-A rule turns the input of a call and the gradients of the rows in its output into the rows' part
-in each parameter of the call. It looks at functions, not at modules, so that ``F.linear(x, w)``
-in a forward method is the same to it as ``nn.Linear``. A new layer type is one new rule in
-``RULES``; everything else, the check against the reference included, follows from there.
+A rule turns the input of a call and the gradients of the rows in its output into the rows in each
+parameter of the call. It looks at functions, not at modules: ``F.linear(x, w)`` in a forward method
+is the same to it as ``nn.Linear``. A new layer type is one new rule in ``RULES``; nothing else
+changes, as every rule is checked against the reference.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -82,10 +82,7 @@ class Linear(Rule):
 
 
 class Convolution(Rule):
-    """Convolutions with 1 to 3 spatial dimensions.
-
-    Padding modes other than zeros arrive as a padded input.
-    """
+    """Convolutions with 1 to 3 spatial dimensions."""
 
     kronecker = frozenset({"weight"})
 
@@ -111,6 +108,7 @@ class Convolution(Rule):
             spans = [d * (size - 1) for size, d in zip(kernel, dilation, strict=True)]
             pads = tuple((s // 2, s - s // 2) if padding == "same" else (0, 0) for s in spans)
         else:
+            # Padding modes other than zeros arrive here as a padded input.
             pads = tuple((p, p) for p in self._each(padding))
         geometry = Geometry(kernel, self._each(stride), pads, dilation, groups)
         return Match(input, given(weight=weight, bias=bias), {"geometry": geometry})
@@ -172,7 +170,7 @@ class Embedding(Rule):
         sparse: bool = False,
     ) -> Match | None:
         """See ``Rule.match``."""
-        # The first changes the weight, the second makes of the gradient something else.
+        # max_norm changes the weight; scale_grad_by_freq changes its gradient.
         if max_norm is not None or scale_grad_by_freq or input.dim() == 0:
             return None
         if padding_idx is not None and padding_idx < 0:
@@ -188,7 +186,7 @@ class Embedding(Rule):
         padding_idx = match.settings["padding_idx"]
         if padding_idx is not None:
             gradient = gradient * (indices != padding_idx)[..., None]
-        # One long table of the tables of all rows: a single scatter fills it.
+        # The tables of all rows lie in one long table, which a single scatter fills.
         table = entries * torch.arange(m * k, device=indices.device).reshape(m, k, 1)
         rows = gradient.new_zeros(m * k * entries, size)
         rows = rows.index_add(0, (indices + table).flatten(), gradient.flatten(0, 2))
@@ -196,7 +194,7 @@ class Embedding(Rule):
 
 
 class Normalisation(Rule):
-    """z = W x̂ + b for an input x̂ standardised without parameters; the function gives x̂.
+    """z = W x̂ + b, where ``standardise`` gives the input x̂ standardised without parameters.
 
     The parameters have either the trailing dimensions of the output (layer norm) or its channels.
     """
@@ -266,7 +264,7 @@ def _read_instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Match | None:
-    if use_input_stats and running_mean is not None:  # would move the running statistics
+    if use_input_stats and running_mean is not None:  # it would update the running statistics
         return None
     settings = {
         "standardise": lambda: F.instance_norm(
@@ -293,7 +291,7 @@ def _read_batch_norm(
 
 
 class PReLU(Rule):
-    """z = max(x, 0) + w min(x, 0), one w in all or one per channel."""
+    """z = max(x, 0) + w min(x, 0), with one w in all or one per channel."""
 
     name = "prelu"
 
@@ -311,19 +309,17 @@ class PReLU(Rule):
 
 
 class Elementwise(Rule):
-    """A parameter combined with a tensor element by element, broadcast over the data."""
+    """A parameter combined with a tensor element by element, broadcast over the data.
+
+    Args:
+        name: The name of the rule.
+        derivatives: For a parameter in the slots "input" (left) and "other" (right): (the tensor,
+            the parameter, alpha) → derivative of the result, a number or a tensor that broadcasts.
+    """
 
     def __init__(
         self, name: str, derivatives: Mapping[str, Callable[[Tensor, Tensor, Any], Any]]
     ) -> None:
-        """Name the derivative for each side on which the parameter can stand.
-
-        Args:
-            name: Of the rule.
-            derivatives: For the slots "input" (left) and "other" (right): (the tensor, the
-                parameter, alpha) → the derivative of the result, a number or a tensor that
-                broadcasts.
-        """
         self.name = name
         self._derivatives = derivatives
 

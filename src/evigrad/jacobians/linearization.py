@@ -74,13 +74,12 @@ class Linearization:
 
         Args:
             vectors: Cotangents of the outputs.
-            names: Of the parameters wanted; None for all.
+            names: The parameters wanted; None for all.
 
         Returns:
-            Name → ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter``, (m, k, *parameter shape); zeros where
-            the outputs do not use the parameter. If ``differentiable``, with a graph into the
-            vectors, the inputs and the parameters of the model that are not in ``weights``. No
-            two share memory.
+            Name → ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter``, (m, k, *parameter shape); zeros where the
+            outputs do not use the parameter. No two share memory. If ``differentiable``, with a
+            graph into the vectors, the inputs and the parameters that are not in ``weights``.
 
         Raises:
             ConfigurationError: If a name is not among the weights.
@@ -101,27 +100,13 @@ class Linearization:
     def inner(
         self, vectors: Float[Tensor, "m k C"], cotangents: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
-        """The inner product of the rows with given cotangents of them.
-
-        Where there are closed forms, no rows are formed: both this value and its gradient cost a
-        pass through the network with weights of its own for each datum.
-
-        Args:
-            vectors: Cotangents of the outputs.
-            cotangents: Name → one number for each entry of the rows, (m, k, *parameter shape);
-                they get no gradient.
-
-        Returns:
-            Σ cotangents · rows. If ``differentiable``, with a graph into all that the rows would
-            have one into.
-
-        Raises:
-            ConfigurationError: If a name is not among the weights.
-        """
+        """Σ cotangents · rows; cotangents (m, k, *parameter shape) get no gradient."""
         names = list(cotangents)
         self._check_names(names)
         closed = [name for name in names if self.is_closed(name)]
         generic = [name for name in names if name not in closed and not self._is_idle(name)]
+        # Closed forms form no rows: this value and its gradient cost a pass through the network
+        # with weights of its own for each datum.
         with self._computing():
             total = vectors.new_zeros(())
             gradients = self._gradients(vectors)
@@ -138,21 +123,17 @@ class Linearization:
     def fast_rows_of_datum(
         self, vectors: Float[Tensor, "m k C"], index: int
     ) -> dict[str, Tensor | None]:
-        """One datum's part of ``rows``, by the same fast paths as there, for a check.
-
-        Args:
-            vectors: Cotangents of the outputs of all data.
-            index: Of the datum.
+        """One datum's part of ``rows``, by the same fast paths, for a check.
 
         Returns:
-            Name → rows (1, k, *parameter shape), detached, or None where the path fails; for
-            all names that do not take the loop in this pass.
+            Name → rows (1, k, *parameter shape), detached, or None where the path fails; for all
+            names that do not take the loop in this pass.
         """
         vectors, one = vectors.detach(), slice(index, index + 1)
         rows: dict[str, Tensor | None] = {}
         with self._computing(), torch.no_grad():
             closed = [name for name in self._weights if self.is_closed(name)]
-            # The cotangents of all data, as a path that takes one's rows for another's is wrong.
+            # The cotangents of all data, so that a path shows that confuses the rows of two data.
             gradients = self._pulled(vectors, closed, differentiable=False)
             for name in closed:
                 for call, slot in self._uses[name]:
@@ -170,7 +151,7 @@ class Linearization:
                 try:
                     with model_run(self._model):
                         rows |= vmap_rows(*arguments, differentiable=False)
-                except Exception as error:  # of whatever kind: no path for this datum
+                except Exception as error:  # any error means that this path fails for the datum
                     if is_out_of_memory(error):
                         raise
                     rows |= dict.fromkeys(vectorised)
@@ -179,38 +160,13 @@ class Linearization:
     def factors(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
     ) -> dict[str, list[KroneckerUse]]:
-        """The factors of the rows of matrix-like weights.
-
-        Args:
-            vectors: Cotangents of the outputs.
-            names: Of parameters in ``plan.kronecker``.
-
-        Returns:
-            Name → one entry for each use of the weight in the forward pass.
-
-        Raises:
-            ConfigurationError: If a name is not in ``plan.kronecker``.
-            InputError: If a weight is used otherwise for this batch than it was in planning.
-        """
+        """Name → Kronecker factors of each use; samples of a datum are averaged."""
         return self._use_factors(vectors, names, average=True)
 
     def pairs(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
     ) -> dict[str, list[KroneckerUse]]:
-        """The factors at every position of every augmentation sample.
-
-        Args:
-            vectors: Cotangents of the outputs.
-            names: As for ``factors``.
-
-        Returns:
-            As ``factors``, but samples of a datum are positions of it: the rows are the sums of
-            the products.
-
-        Raises:
-            ConfigurationError: As ``factors``.
-            InputError: As ``factors``.
-        """
+        """``factors``, but samples are positions, so that rows are sums of products."""
         return self._use_factors(vectors, names, average=False)
 
     def _use_factors(
@@ -241,7 +197,7 @@ class Linearization:
             }
 
     def is_closed(self, name: str) -> bool:
-        """Whether a parameter's uses in this very pass are those of the plan's closed forms."""
+        """Whether this pass uses the parameter as the plan's closed forms expect."""
         return name in self._as_planned[0]
 
     @property
@@ -251,7 +207,7 @@ class Linearization:
 
     @cached_property
     def _as_planned(self) -> tuple[set[str], set[str]]:
-        """Names whose uses are as planned: those whose rows have known data, and the others."""
+        """Names used as planned: those with known data for each row, and the others."""
         uses = {name: self._uses[name] for name in self._weights if self._is_as_planned(name)}
         calls = {id(call): call for each in uses.values() for call, _ in each}
         known = traced(self._graph, calls.values()) if calls else set()
@@ -275,7 +231,7 @@ class Linearization:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """With a graph as asked for, in the types that the forward pass left."""
+        """With a graph if ``differentiable``, in the types of the forward pass."""
         with torch.set_grad_enabled(self._differentiable), without_autocast(self._x.device):
             yield
 
@@ -287,12 +243,12 @@ class Linearization:
                 )
 
     def _is_idle(self, name: str) -> bool:
-        # Whoever demoted a parameter knows better than this pass whether it is used.
+        # Demoted parameters count as used.
         used = name in self._uses or name in self._elsewhere or name in self._plan.demoted
         return not used
 
     def _unshared(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Rows in memory of their own: an addition hands the same gradient to both sides."""
+        """Rows in memory of their own: an addition gives both sides one gradient."""
         gradients = [] if self._kept is None else self._kept[1].values()
         seen = {g.untyped_storage().data_ptr() for g in gradients if g is not None}
         found = {}
@@ -317,7 +273,7 @@ class Linearization:
 
     def _gradients(self, vectors: Float[Tensor, "m k C"]) -> dict[int, Tensor | None]:
         """id(call) → gradients of the k rows in the call's output, (m, k, F, *out)."""
-        # A backward pass gives those of all closed forms; the next question is about the same.
+        # One backward pass gives those of all closed forms; the next call mostly asks for the same.
         if self._kept is None or self._kept[0] is not vectors:
             names = [name for name in self._weights if self.is_closed(name)]
             self._kept = (vectors, self._pulled(vectors, names, self._differentiable))
@@ -326,7 +282,7 @@ class Linearization:
     def _pulled(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str], differentiable: bool
     ) -> dict[int, Tensor | None]:
-        """One backward pass for each column, to the calls of some parameters."""
+        """``_gradients`` for the calls of some parameters: one backward pass per column."""
         calls = list({id(c): c for name in names for c, _ in self._uses[name]}.values())
         if not calls or not self._graph.requires_grad:
             return {id(call): None for call in calls}
@@ -357,11 +313,11 @@ class Linearization:
         average: bool,
     ) -> KroneckerUse:
         gradient = gradients[id(call)]
-        if gradient is None:  # the outputs do not use the call's
+        if gradient is None:  # the model's outputs do not use those of the call
             shape = (*vectors.shape[:2], call.parts, *call.output_shape[1:])
             gradient = vectors.new_zeros(shape)
         use = call.factors(gradient, average)
-        # Detached, because a view of the recorded input keeps that one's claim to a gradient.
+        # Detached, because a view of the recorded input requires a gradient if that input does.
         return use if self._differentiable else use.detach()
 
     def _generic_rows(
@@ -369,7 +325,7 @@ class Linearization:
     ) -> dict[str, Tensor]:
         rows: dict[str, Tensor] = {}
         vectors = vectors if self._differentiable else vectors.detach()
-        # What was not planned so (a use that is new in this pass) goes the way that needs no plan.
+        # A use that the plan does not know takes the loop, which needs no plan.
         vectorised = [name for name in names if self._is_vectorised(name)]
         others = [name for name in names if name not in vectorised]
         for compute, some in ((vmap_rows, vectorised), (loop_rows, others)):
@@ -385,7 +341,7 @@ class Linearization:
 
 
 def _stacked(columns: Sequence[Tensor]) -> Tensor:
-    """Along a new dim 1; a view of the only one."""
+    """Stack along a new dim 1; a single column gives a view."""
     return columns[0].unsqueeze(1) if len(columns) == 1 else torch.stack(list(columns), dim=1)
 
 
@@ -406,9 +362,8 @@ def linearize(
         weights: Name → trainable parameter of the model, the coordinates of the Jacobian.
         x: The m inputs; dim 0 counts the data.
         plan: From ``plan`` for the same model and weights.
-        differentiable: Whether outputs and rows shall have a graph into the parameters of the
-            model that are not in ``weights``, and into x. (Outputs may then have one into some of
-            the weights too.) Otherwise they are detached.
+        differentiable: Whether outputs and rows get a graph into x and the model's parameters that
+            are not in ``weights`` (outputs possibly into weights too). Else they are detached.
 
     Returns:
         The linearization, which holds the graph of this one forward pass.

@@ -20,8 +20,8 @@ _NORMALISATION_LAYERS = (
     nn.RMSNorm,
 )
 
-# Random states, switches of kernels and filters of warnings belong to the whole process: threads
-# that change them take turns, pass by pass and epoch by epoch. Never held while a generator yields.
+# Random states, kernel switches and warning filters belong to the whole process: threads that
+# change them take turns, pass by pass and epoch by epoch. Never held while a generator yields.
 TURN = threading.RLock()
 
 
@@ -31,18 +31,16 @@ def evaluation_mode(
 ) -> Iterator[Callable[[], bool]]:
     """Evaluate a model without dropout or batch statistics, and restore it on the way out.
 
-    The flags are set one by one rather than by ``model.eval()``, so that modules in mixed modes
-    get their own mode back and overridden ``train`` methods have no side effects. Whatever the
-    forward pass draws from the global generators is seeded from ``generator``; their states are
-    restored. Other threads wait.
+    Whatever the forward pass draws from the global generators is seeded from ``generator``; their
+    states are restored. Other threads wait.
 
     Args:
         model: Any module.
-        generator: A CPU generator; advances by one draw. None for a model that draws nothing from
-            the global generators, which are then left alone.
+        generator: A CPU generator, which advances by one draw. None for a model that draws nothing
+            from the global generators, which are then left alone.
 
     Yields:
-        Tells whether anything was drawn from those of PyTorch and NumPy so far.
+        A function that says whether PyTorch's or NumPy's global generators were used so far.
     """
     with TURN:
         training = [(module, module.training) for module in model.modules()]
@@ -53,6 +51,8 @@ def evaluation_mode(
         else:
             seeds = seeded(int(torch.randint(2**62, (), generator=generator)), device)
         try:
+            # Not model.eval(): an overridden ``train`` may have side effects, and modules in mixed
+            # modes get their own mode back.
             for module, _ in training:
                 module.training = False
             with seeds as has_drawn:
@@ -64,16 +64,16 @@ def evaluation_mode(
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Seed what a model draws from the global generators, and restore them on the way out.
+    """Seed the global generators of PyTorch, Python and NumPy, and restore them on the way out.
 
     Other threads that do so wait.
 
     Args:
-        seed: Seed of PyTorch's generators of the CPU and the device, of Python's and of NumPy's.
-        device: The model's device.
+        seed: For all of them.
+        device: Whose PyTorch generator is seeded beside that of the CPU.
 
     Yields:
-        Tells whether anything was drawn from those of PyTorch and NumPy so far.
+        A function that says whether PyTorch's or NumPy's generators were used so far.
     """
     # Not torch.manual_seed: it would also reseed every other GPU and not put those back.
     generators = [torch.default_generator]
@@ -82,7 +82,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[Callable[[], bool]]:
         generators.append(torch.cuda.default_generators[index])
 
     def has_drawn() -> bool:
-        # Not Python's own generator: tools beside the model, as checks of types, draw from it too.
+        # Not Python's own generator: tools such as type checkers draw from it too.
         fresh = [torch.Generator(g.device).manual_seed(seed) for g in generators]
         as_seeded = [
             g.get_state().equal(f.get_state()) for g, f in zip(generators, fresh, strict=True)
@@ -110,14 +110,14 @@ def seeded(seed: int, device: torch.device) -> Iterator[Callable[[], bool]]:
 
 
 def normalisation_layers(model: nn.Module) -> list[str]:
-    """Names of the modules that make the function invariant to the scale of other weights."""
+    """Names of the layers that make outputs invariant to the scale of other weights."""
     return [
         name for name, module in model.named_modules() if isinstance(module, _NORMALISATION_LAYERS)
     ]
 
 
 def warn_of_normalisation(model: nn.Module) -> None:
-    """One warning about what normalisation layers mean for a Gaussian prior, if there are any."""
+    """Warn once of what normalisation layers mean for a Gaussian prior, if there are any."""
     layers = normalisation_layers(model)
     if not layers:
         return

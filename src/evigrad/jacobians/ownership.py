@@ -1,14 +1,14 @@
-"""Which datum each row of a recorded call belongs to: known, or the closed form does not hold.
+"""Which datum each row of a recorded call belongs to; where that is unknown, no closed form holds.
 
 The closed forms take row r of a call's output, of R = m F in all, for a part of datum r // F. That
 is right if the outputs for every other datum have no derivative in it. Where the rows of a call
-are packed tokens or sorted for experts, the number R may be right and the order is not.
+are packed tokens or sorted for experts, the number R may be right and the order wrong.
 
-``traced`` follows the data's dimension through the autograd graph of the very pass, from the
-outputs to the calls. It knows the operations that cannot mix rows whatever numbers they act on, and
-costs no arithmetic. Calls that lie behind any other operation (indexing, sorting, scattering, a
-product along the data's dimension, a function of somebody's own) are left to ``probed``, which
-finds out with a few backward passes, exact but for a set of random numbers of measure zero.
+``traced`` follows the data's dimension through the autograd graph of the pass, from the outputs to
+the calls. It knows the operations that never mix rows, whatever numbers they act on, and costs no
+arithmetic. Calls behind any other operation (indexing, sorting, scattering, a product along the
+data's dimension, a custom function) are left to ``probed``, which finds out with a few backward
+passes; it is exact but for a set of random numbers of measure zero.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -24,22 +24,18 @@ from evigrad.jacobians.recorder import Call
 from evigrad.jacobians.verification import tolerances
 
 # (node, which of its inputs, shape of the output, dimension there, shape of the input) → the
-# dimension of the input whose entries are one by one those of the output's dimension; None where
-# an entry may meet others.
+# dimension of the input whose entries map one to one to those of the output's dimension; None where
+# entries may mix.
 _Step = Callable[[Node, int, Sequence[int], int, Sequence[int]], int | None]
 
-# Coefficients are this many tolerances apart.
+# Distance of the coefficients c, in tolerances.
 _APART = 16.0
-# On the part of the largest gradient below which all is rounding.
+# Factor on the part of the largest gradient below which all is rounding.
 _ROUNDING_FACTOR = 10.0
 
 
 def traced(outputs: Tensor, calls: Collection[Call]) -> set[int]:
-    """The calls whose rows belong to the data that they are taken for, by the graph alone.
-
-    Args:
-        outputs: (m, C), with the graph of the pass.
-        calls: Recorded in that pass.
+    """The calls whose rows belong to the data assumed for them, by the graph alone.
 
     Returns:
         ``id(call)`` of each; also where the outputs do not use a call at all.
@@ -62,7 +58,7 @@ def traced(outputs: Tensor, calls: Collection[Call]) -> set[int]:
         if place in seen:
             if seen[place] == stride or seen[place] is None:
                 continue
-            stride = None  # two ways lead here that do not agree
+            stride = None  # two paths lead here that disagree
         seen[place] = stride
         if place in claimed and stride != claimed[place][1]:
             found.discard(claimed[place][0])
@@ -98,7 +94,7 @@ def _stride_before(
 
 
 def _dimension(shape: Sequence[int], stride: int, m: int) -> int | None:
-    """The one dimension that tells an entry's datum, (groups, m, parts) in size."""
+    """The one dimension that tells an entry's datum, of size (groups, m, parts)."""
     inner = 1
     for dim in reversed(range(len(shape))):
         size = shape[dim]
@@ -110,18 +106,13 @@ def _dimension(shape: Sequence[int], stride: int, m: int) -> int | None:
 
 
 def probed(outputs: Tensor, calls: Sequence[Call], differentiable: bool) -> set[int]:
-    """The calls whose rows belong to the data that they are taken for, by their gradients.
+    """The calls whose rows belong to the data assumed for them, by their gradients.
 
     With cotangents u of the outputs the gradient in row r is g_r = Σ_n J_nrᵀ u_n; with c_n u_n in
-    their place it is c_n g_r for all rows that are of datum n alone, and for no others. The numbers
-    c are so far apart that every wrong owner shows, in one pass or, for many data and few digits,
-    in several.
-
-    Args:
-        outputs: (m, C), with the graph of the pass.
-        calls: Recorded in that pass.
-        differentiable: Whether derivatives of the rows are wanted too. Gradients that vanish then
-            say nothing about these.
+    their place it is c_n g_r for all rows of datum n alone, and for no others. The numbers c are
+    so far apart that every wrong owner shows, in one pass or, for many data and few digits, in
+    several. With ``differentiable``, gradients that vanish do not count as agreeing: they say
+    nothing about derivatives of the rows.
 
     Returns:
         ``id(call)`` of each.
@@ -177,9 +168,9 @@ _VIEWS = frozenset(("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"
 
 
 def _operation(node: Node) -> str:
-    """The name of one of PyTorch's own operations, else nothing."""
+    """The name of an operation of PyTorch's own, else an empty string."""
     name = node.name()
-    # A class of somebody's own gives a name that ends in "Backward", without a digit behind it.
+    # A custom function's node has a name that ends in "Backward", without a digit.
     return name.rstrip("0123456789").removesuffix("Backward") if name[-1:].isdigit() else ""
 
 
@@ -192,7 +183,7 @@ def _broadcast(
 def _first(
     node: Node, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
 ) -> int | None:
-    """An operation on each entry of dim 0 of its first input; the others are shared by all."""
+    """An operation on each entry of dim 0 of its first input; the other inputs are shared."""
     return 0 if which == dim == 0 else None
 
 
@@ -205,7 +196,7 @@ def _both(
 def _product(
     node: Node, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
 ) -> int | None:
-    """Rows of the left matrix, columns of the right one, and what is added, if anything."""
+    """Rows of the left matrix, columns of the right one, and the summand, if any."""
     side = which - len(node.next_functions) + 2
     if side < 0:
         return _broadcast(node, which, shape, dim, of_input)
@@ -225,7 +216,7 @@ def _reduction(
 def _along(
     node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
 ) -> int | None:
-    """An operation along one dimension, which must be another one than that of the data."""
+    """An operation along one dimension, which must not be that of the data."""
     return dim if _signed(node._saved_dim, of_input) != dim else None
 
 
@@ -238,7 +229,7 @@ def _flip(
 def _without(
     node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
 ) -> int | None:
-    """The output lacks a dimension."""
+    """The output lacks a dimension of the input."""
     return dim + (dim >= _signed(node._saved_dim, of_input))
 
 

@@ -1,16 +1,16 @@
-"""The Gram matrix of a convolution's patches, without the patches where that is faster.
+"""The Gram matrix of a convolution's patches, computed without the patches where that is faster.
 
-With stride and dilation 1, the products of two entries of the patches depend on the distance of the
-entries alone, up to patches that reach beyond the output's positions. Summed over *all* shifts t
+With stride and dilation 1, the products of two entries of the patches depend only on the distance
+of the entries, up to patches that reach beyond the output's positions. Summed over *all* shifts t
 of the kernel,
 
     Σ_t x[t+u, c] x[t+v, c'] = C_{v-u}[c, c'],    C_d[c, c'] = Σ_s x[s, c] x[s+d, c'],
 
 where x is zero outside of the image. C is the weight gradient of a convolution of x with itself:
-for a 3 x 3 kernel 25 matrices of c x c numbers, half of which are the others' transposes, instead
-of 81. What shifts outside of the output's positions added is taken off again; their patches are
-few, and hold no more than the rims of the image. On a GPU such correlations are rounded as
-convolutions are (to TF32, unless PyTorch is told otherwise).
+for a 3 x 3 kernel 25 matrices of c x c numbers, half of which are transposes of the others, instead
+of 81. Shifts outside of the output's positions are subtracted again; their patches are few, and
+hold only the rims of the image. On a GPU such correlations are rounded as convolutions are (to
+TF32, unless PyTorch is told otherwise).
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from evigrad.jacobians.geometry import Geometry, convolution_patches, weight_gradient
 
-# Numbers in the patches that exist at once where there is no way without (64 MiB in float32).
+# Most numbers in the patches that exist at once (64 MiB in float32).
 _PATCH_NUMBERS = 2**24
 
 # How much longer a multiplication takes in a correlation than in a product of matrices.
@@ -32,15 +32,7 @@ _CORRELATION_COST = 2
 
 
 def patch_gram(x: Float[Tensor, "M c *space"], geometry: Geometry) -> Float[Tensor, "G i i"]:
-    """Σ a aᵀ over the patches a of all inputs and positions.
-
-    Args:
-        x: Input of a convolution.
-        geometry: Settings of the convolution.
-
-    Returns:
-        One matrix for each channel group, without a graph.
-    """
+    """Σ a aᵀ over the patches a of all inputs and positions, without a graph."""
     x = x.detach()
     if _has_distances(x, geometry):
         return _gram_by_distance(*_in_two_dimensions(x, geometry))
@@ -55,16 +47,7 @@ def patch_gram(x: Float[Tensor, "M c *space"], geometry: Geometry) -> Float[Tens
 def patch_gram_pull(
     x: Float[Tensor, "M c *space"], matrix: Float[Tensor, "G i i"], geometry: Geometry
 ) -> Float[Tensor, "M c *space"]:
-    """Half of the gradient in x of ⟨matrix, Gram matrix of the patches⟩.
-
-    Args:
-        x: Input of a convolution.
-        matrix: A symmetric matrix for each channel group.
-        geometry: Settings of the convolution.
-
-    Returns:
-        Linear in x; without a graph.
-    """
+    """Half of the gradient in x of ⟨matrix, ``patch_gram``⟩, for a symmetric matrix; no graph."""
     x, matrix = x.detach(), matrix.detach()
     if _has_distances(x, geometry):
         flat, of_two = _in_two_dimensions(x, geometry)
@@ -73,15 +56,7 @@ def patch_gram_pull(
 
 
 def patch_sum(x: Float[Tensor, "M c *space"], geometry: Geometry) -> Float[Tensor, "M c *kernel"]:
-    """The patches summed over all positions.
-
-    Args:
-        x: Input of a convolution.
-        geometry: Settings of the convolution.
-
-    Returns:
-        The sums, differentiable.
-    """
+    """The patches summed over all positions, differentiable."""
     # Each entry of the kernel sums a box of x, the product of one interval for each dimension.
     for dim, (before, behind) in enumerate(geometry.pads):
         size, step, gap = geometry.kernel[dim], geometry.stride[dim], geometry.dilation[dim]
@@ -95,13 +70,13 @@ def patch_sum(x: Float[Tensor, "M c *space"], geometry: Geometry) -> Float[Tenso
 
 
 def _chunks(x: Tensor, geometry: Geometry) -> Iterator[Tensor]:
-    """Inputs of a few data each, whose patches are not too large."""
+    """Inputs of a few data each, whose patches fit ``_PATCH_NUMBERS``."""
     each = prod(_out(x, geometry)) * x.shape[1] * prod(geometry.kernel)
     yield from x.split(max(1, _PATCH_NUMBERS // max(1, each)))
 
 
 def _out(x: Tensor, geometry: Geometry) -> tuple[int, ...]:
-    """Positions of the output."""
+    """Number of the output's positions along each dimension."""
     return tuple(
         (before + length + behind - gap * (size - 1) - 1) // step + 1
         for length, (before, behind), size, step, gap in zip(
@@ -124,7 +99,7 @@ def _pull(x: Tensor, matrix: Float[Tensor, "G i i"], geometry: Geometry) -> Tens
 
 
 def _has_distances(x: Tensor, geometry: Geometry) -> bool:
-    """Whether the Gram matrix by distance is defined, and takes less time than patches."""
+    """Whether the Gram matrix by distance is defined, and faster than patches."""
     kernel = geometry.kernel
     if len(kernel) > 2 or set(geometry.stride) != {1}:
         return False
@@ -215,11 +190,11 @@ class _Rim:
     """Shifts of the kernel that meet the image, but are no positions of the output.
 
     Attributes:
-        strip: What they meet of the image.
-        dim: The dimension along which it is a part of the image.
-        start: Where it starts there.
-        entries: Down and across, which entries of the kernel meet it.
-        geometry: Settings of a convolution of the strip that has these shifts for positions.
+        strip: The part of the image that they meet.
+        dim: The dimension along which the strip is a part of the image.
+        start: Where the strip starts there.
+        entries: Which entries of the kernel meet it, down and across.
+        geometry: A convolution of the strip whose positions are these shifts.
     """
 
     strip: Float[Tensor, "M c h w"]
@@ -236,7 +211,7 @@ class _Rim:
 
 
 def _rims(x: Float[Tensor, "M c h w"], geometry: Geometry) -> Iterator[_Rim]:
-    """All that shifts outside of the output's positions meet, each shift once."""
+    """The rims of all shifts outside of the output's positions, each shift once."""
     (height, width), (down, across) = geometry.kernel, geometry.pads
     # Shifts above and below the output, at any place across.
     for entries, start in _outside(x.shape[2], height, down):
@@ -244,7 +219,7 @@ def _rims(x: Float[Tensor, "M c h w"], geometry: Geometry) -> Iterator[_Rim]:
         strip = x.narrow(2, start, size)
         g = replace(geometry, kernel=(size, width), pads=((0, 0), (width - 1, width - 1)))
         yield _Rim(strip, 2, start, (entries, slice(0, width)), g)
-    # Shifts left and right of it, at the output's places down (that can meet the image).
+    # Shifts left and right of it, at those of the output's positions down that meet the image.
     pads = (min(down[0], height - 1), min(down[1], height - 1))
     for entries, start in _outside(x.shape[3], width, across):
         size = entries.stop - entries.start
@@ -254,16 +229,7 @@ def _rims(x: Float[Tensor, "M c h w"], geometry: Geometry) -> Iterator[_Rim]:
 
 
 def _outside(length: int, size: int, pads: tuple[int, int]) -> Iterator[tuple[slice, int]]:
-    """Shifts of a kernel along one dimension that are no positions of the output.
-
-    Args:
-        length: Of the image.
-        size: Of the kernel.
-        pads: Zeros in front of and behind the image.
-
-    Yields:
-        Which entries of the kernel meet the image, and where.
-    """
+    """The kernel entries that meet the image, and where, for each shift outside of the output."""
     first, last = -pads[0], length + pads[1] - size
     for shift in (*range(1 - size, first), *range(max(last + 1, 1 - size), length)):
         start, stop = max(0, -shift), min(size, length - shift)

@@ -1,4 +1,4 @@
-"""Which way the rows in each parameter are computed."""
+"""The path by which the rows in each parameter are computed."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ _SETS = ("vectorised", "kronecker", "demoted", "operations")
 
 @dataclass(frozen=True)
 class JacobianPlan:
-    """Which path the rows in each parameter take; made by ``plan``.
+    """The path that the rows in each parameter take; made by ``plan``.
 
     Attributes:
         words: Name → the path in words, in the order of the weights.
@@ -21,7 +21,7 @@ class JacobianPlan:
         vectorised: Names whose generic rows may be computed for all data at once.
         kronecker: Names whose every use has Kronecker factors.
         datum_shape: Shape of one input.
-        demoted: Names that take the plain loop whatever a pass shows; see ``demote``.
+        demoted: Names that take the plain loop in every pass; see ``demote``.
         operations: Names of the nodes of the autograd graph that the plan was checked on; none
             where it was not recorded.
     """
@@ -39,7 +39,7 @@ class JacobianPlan:
         return dict(self.words)
 
     def as_record(self) -> dict[str, Any]:
-        """The plan in plain types, for a checkpoint: another model's weights may give another."""
+        """The plan in plain types, for a checkpoint; other weights may give another plan."""
         record = vars(self) | {name: dict(getattr(self, name)) for name in ("words", "uses")}
         for name in _SETS:
             record[name] = sorted(record[name])
@@ -47,31 +47,13 @@ class JacobianPlan:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "JacobianPlan":
-        """The plan of a record.
-
-        Args:
-            record: From ``as_record``.
-
-        Returns:
-            A plan that is equal to the one that was recorded.
-        """
+        """The plan of a record by ``as_record``."""
         sets = {name: frozenset(record.get(name, ())) for name in _SETS}
         return cls(**{**record, **sets})
 
 
 def demote(plan: JacobianPlan, names: Collection[str]) -> JacobianPlan:
-    """Send parameters through the plain loop from now on, which is slow and always right.
-
-    Args:
-        plan: Any plan.
-        names: Of parameters in it.
-
-    Returns:
-        A plan that differs in these parameters alone; they have no Kronecker factors in it.
-
-    Raises:
-        ConfigurationError: If a name is not in the plan.
-    """
+    """The plan with these parameters on the plain loop, which is slow and always right."""
     for name in names:
         if name not in plan.words:
             raise ConfigurationError(

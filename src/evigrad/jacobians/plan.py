@@ -1,4 +1,4 @@
-"""Choosing a path for each parameter, and checking the choice before anything relies on it."""
+"""Choosing a path for each parameter, and checking the choice before it is used."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,12 +32,12 @@ _PROBE_SIZES = (2, 3)
 
 @dataclass(frozen=True)
 class _Recording:
-    """What the recorder saw in every forward pass of the probe alike.
+    """What every forward pass of the probe showed to the recorder.
 
     Attributes:
         uses: Name → structure of each use, for the parameters whose every use has a closed form.
         rules: Name → name of the rule of each use.
-        kronecker: Those of them whose every use has Kronecker factors.
+        kronecker: Those of ``uses`` whose every use has Kronecker factors.
         idle: Parameters that are not used at all.
         without_effect: Parameters that are used, but not for the outputs.
         operations: Names of the nodes of the outputs' graph.
@@ -52,17 +52,17 @@ class _Recording:
 
 
 def plan(model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor) -> JacobianPlan:
-    """Find out which parameters have closed-form rows, and how to get the others.
+    """Find out which parameters have closed-form rows, and how to compute the others.
 
     A parameter takes the closed forms only if every use of it has one, if dim 0 counts the data
-    in all of them (or parts of the data, those of one side by side), and if the numbers agree with
-    plain automatic differentiation on the probe, derivatives included. All others take the generic
-    path, vectorised if that agrees too. Numbers are compared on a copy of the model whose
-    parameters are moved a little, as a head that starts at zero would make them all zero; fewer
-    than 3 different data are varied to make as many.
+    in all of them (or consecutive parts of each datum), and if the numbers agree with plain
+    automatic differentiation on the probe, derivatives included. All others take the generic path,
+    vectorised if that agrees too. Numbers are compared on a copy of the model whose parameters are
+    moved a little, as a head that starts at zero would make them all zero; fewer than 3 different
+    data are varied to make as many.
 
     The model must be in evaluation mode. Its attributes, buffers, hooks and gradients stay as they
-    are. Autocast around the call is left out; the plan holds with it too.
+    are. Autocast is off while planning; the plan holds with it too.
 
     Args:
         model: Maps m inputs to (m, C).
@@ -83,7 +83,7 @@ def plan(model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor)
     """
     check_call(model, weights, x_probe)
     check_storage(weights)
-    with without_autocast(x_probe.device):  # whose rounding would hide what is wrong
+    with without_autocast(x_probe.device):  # autocast's rounding would hide errors
         return _checked_plan(model, weights, x_probe)
 
 
@@ -100,12 +100,12 @@ def _checked_plan(
     # The structure is the model's own; numbers are compared on a copy with moved weights.
     moved = moved_copy(model, weights, x)
     reference = Reference(*(moved or (model, weights)), x, outputs)
-    # Among equal data neither order nor mixing shows: then only the loop can be relied on.
+    # With equal data neither order nor mixing shows, so that only the loop is safe.
     recording = _record(model, weights, x, outputs) if distinct else _Recording()
     closed = _verified_closed(reference, recording)
     idle = {name for name in recording.idle if not reference.rows[name].any()}
     generic = [name for name in weights if name not in closed and name not in idle]
-    # Vectorised rows have no evidence but their numbers, and zeros say nothing.
+    # Vectorised rows are checked by their numbers alone, and zeros say nothing.
     telling = [name for name in generic if name not in reference.vanishing]
     vectorised = _verified_vectorised(reference, telling) if moved and distinct else set()
 
@@ -133,23 +133,16 @@ def adapted(
     weights: Mapping[str, nn.Parameter],
     x_probe: Tensor,
 ) -> JacobianPlan | None:
-    """A plan for inputs of another length from one that was checked, at the cost of two passes.
+    """A checked plan adapted to inputs of another length, at the cost of two passes.
 
-    What a check of a plan shows is that the closed forms, and vectorised derivatives, of certain
-    operations with certain settings are right, first and second derivatives. That does not depend
-    on how many steps there are: where a weight is used by the same functions with the same
-    settings, and the graph holds the same kinds of operations, they are what was checked. What may
-    depend on the length (which rows belong to which datum, where else a weight is used, changes in
-    place) is looked at in every pass.
-
-    Args:
-        known: Plans for the same model, the likeliest first.
-        model: As for ``plan``.
-        weights: As for ``plan``.
-        x_probe: As for ``plan``.
+    A check shows that the closed forms, and vectorised derivatives, of certain operations with
+    certain settings are right, first and second derivatives. That does not depend on the length:
+    where the same functions with the same settings use a weight, and the graph holds the same kinds
+    of operations, the check still holds. What may depend on the length (the datum of each row,
+    other uses of a weight, changes in place) is checked in every pass.
 
     Returns:
-        The plan, or None where no plan is alike and one must be made and checked.
+        The first of the known plans that matches, or None where ``plan`` must make a new one.
     """
     known = [plan for plan in known if plan.operations]
     if not known:
@@ -162,7 +155,7 @@ def adapted(
             with model_run(model), torch.no_grad():
                 alone = model_outputs(model, x[:1])
             recording = _record_once(model, weights, x, alone)
-        except Exception as error:  # planning tells what is wrong
+        except Exception as error:  # ``plan`` will say what is wrong
             if is_out_of_memory(error):
                 raise
             return None
@@ -184,7 +177,7 @@ def adapted(
 
 
 def _alike(plan: JacobianPlan, recording: _Recording) -> bool:
-    """Whether all that a plan relies on is in a recording too, but for lengths and counts."""
+    """Whether a recording shows all that a plan relies on, but for lengths and counts."""
 
     def kinds(uses: Iterable[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
         return {
@@ -208,7 +201,7 @@ def _counted(rules: Sequence[str]) -> str:
 
 
 def _independent_outputs(model: nn.Module, x: Tensor) -> Tensor:
-    """The outputs for the probe, made sure that each depends on its datum alone."""
+    """The outputs for the probe; raises unless each depends on its datum alone."""
     with model_run(model), torch.no_grad():
         joint = model_outputs(model, x)
         alone = torch.cat([model_outputs(model, x[n : n + 1]) for n in range(len(x))])
@@ -230,7 +223,7 @@ def _record(
     for size in _PROBE_SIZES:
         try:
             recordings.append(_record_once(model, weights, x[:size], outputs[:size]))
-        except Exception as error:  # it cannot be recorded; the generic path asks less of it
+        except Exception as error:  # it cannot be recorded; the generic path needs less
             if is_out_of_memory(error):
                 raise
             return _Recording()

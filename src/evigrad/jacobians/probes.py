@@ -1,4 +1,4 @@
-"""What a plan is checked on: data that differ, and weights that are none of them special."""
+"""What a plan is checked on: data that differ, and weights off their initial values."""
 
 import copy
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from evigrad.errors import ConfigurationError
 from evigrad.jacobians.recorder import graph_nodes, reachable
 from evigrad.jacobians.state import held_tensors, model_run
 
-# Equal data are made different by taking each entry down by up to this part of it: towards zero,
-# where indices stay in their range and positive numbers positive.
+# Equal data are made different by shrinking each entry by up to this part: towards zero, where
+# indices stay in range and positive numbers positive.
 _SHRINK = 0.2
-# What stands in for the entries' size where all are zero.
+# The entries' size where all are zero.
 _SMALL = 0.01
 # Name of the graph's node for a reentrant checkpoint.
 _REENTRANT = "CheckpointFunctionBackward"
@@ -22,18 +22,8 @@ _MOVE = 0.1
 
 
 def distinct_probe(model: nn.Module, x: Tensor, size: int) -> tuple[Tensor, bool]:
-    """So many inputs, all of them different where this is possible.
-
-    Among equal data a layer that sorts or mixes them goes unnoticed.
-
-    Args:
-        model: Takes the inputs.
-        x: The inputs given, one or more.
-        size: How many are needed.
-
-    Returns:
-        The inputs, and whether no two of them are equal.
-    """
+    """So many inputs, different where possible, and whether no two of them are equal."""
+    # Among equal data a layer that sorts or mixes them goes unnoticed.
     given = x.detach()[torch.arange(size, device=x.device) % len(x)]
     if _all_differ(given):
         return given, True
@@ -56,7 +46,7 @@ def _varied(x: Tensor) -> Tensor:
         if not x.any():
             return (_SMALL * part).to(x.dtype)
         return (x * (1 - _SHRINK * part)).to(x.dtype)
-    # Half of the entries, down to anything from zero on.
+    # Half of the entries move, to anything between zero and their value.
     return torch.where(part > 0.5, x, (x * (2 * part)).to(x.dtype))
 
 
@@ -64,7 +54,7 @@ def _runs(model: nn.Module, x: Tensor) -> bool:
     try:
         with model_run(model), torch.no_grad():
             output = model(x.clone())
-    except Exception:  # the given data shall tell whether it is the model or this probe
+    except Exception:  # the caller then uses the given data, which show whose error it is
         return False
     return isinstance(output, Tensor) and bool(output.isfinite().all())
 
@@ -72,23 +62,12 @@ def _runs(model: nn.Module, x: Tensor) -> bool:
 def moved_copy(
     model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor
 ) -> tuple[nn.Module, dict[str, nn.Parameter]] | None:
-    """A copy of the model with its weights moved off their initial values.
-
-    A head that starts at zero makes all rows in front of it zero; two ways to compute them then
-    agree whether they are right or not.
-
-    Args:
-        model: Any module.
-        weights: Name → parameter of it.
-        x: Inputs on which the copy must work.
-
-    Returns:
-        The copy and its own weights; None where the model cannot be copied, or the copy's
-        outputs are not finite or still depend on the original's parameters.
-    """
+    """A copy with its weights moved off their initial values, and these; None where it fails."""
+    # A head that starts at zero makes all rows before it zero; two ways to compute them then agree
+    # whether they are right or not.
     learnable = {name for name, p in model.named_parameters() if p.requires_grad}
     for names in (learnable, set(weights)):
-        # A hyperparameter may have a domain that it must not leave, hence the second try.
+        # Second try with the weights alone: a hyperparameter may have a domain.
         try:
             with model_run(model):
                 memo = {id(t): t.detach().clone() for t in held_tensors(model) if not t.is_leaf}
@@ -97,7 +76,7 @@ def moved_copy(
             _move([own[name] for name in sorted(names)])
             with model_run(moved), torch.enable_grad():
                 outputs = moved(x.clone())
-        except Exception:  # of whatever kind: there is no such copy
+        except Exception:  # any error means that there is no such copy
             continue
         foreign = reachable(outputs, dict(model.named_parameters()))
         if outputs.isfinite().all() and not foreign:
@@ -116,22 +95,14 @@ def _move(parameters: list[nn.Parameter]) -> None:
 
 
 def refuse_reentrant(model: nn.Module, x: Tensor) -> None:
-    """Refuse reentrant checkpoints, which have no gradient in chosen parameters.
-
-    Args:
-        model: Any module.
-        x: Inputs for it.
-
-    Raises:
-        ConfigurationError: If there is such a checkpoint in the graph of the outputs.
-    """
+    """Raise if a reentrant checkpoint, which has no gradient in chosen parameters, is used."""
     x = x.clone()
     if x.is_floating_point():  # without a gradient in its input the checkpoint leaves no node
         x = x.requires_grad_().clone()
     try:
         with model_run(model), torch.enable_grad():
             output = model(x)
-    except Exception:  # a model that minds such an input; it will be heard of elsewhere
+    except Exception:  # the model cannot take such an input; other calls will report real errors
         return
     if any(node.name() == _REENTRANT for node in graph_nodes(output)):
         raise ConfigurationError(

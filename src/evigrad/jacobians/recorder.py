@@ -3,8 +3,8 @@
 A mode intercepts the functions that have a closed form, whoever calls them. A call that takes a
 tracked parameter runs with the parameter *detached* and leaves a ``Call``. Every other use of the
 parameter (through a parametrization, a view, a scripted module, a custom function, ...) therefore
-still shows in the autograd graph of the outputs, where ``reachable`` finds it: what a closed form
-misses cannot be missed in silence.
+still shows in the autograd graph of the outputs, where ``reachable`` finds it: no use is missed
+silently.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ from evigrad.jacobians.rules import Match, Rule
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 # Functions through which the numbers of some data can decide what is done with others. Those that
-# hand them to Python:
+# return numbers to Python:
 _TO_PYTHON = (
     "__array__ __bool__ __complex__ __contains__ __dlpack__ __float__ __index__ __int__ allclose"
     " equal is_nonzero item numpy tolist"
@@ -40,7 +40,7 @@ _BY_NUMBERS = (
     " topk unique unique_consecutive"
 )
 _DECIDING = frozenset((*_TO_PYTHON.split(), *_BY_NUMBERS.split()))
-# Those that may leave one number of all data, or of a part of them:
+# Those that may reduce all data, or some of them, to one number:
 _REDUCTIONS = frozenset(
     (
         "all amax amin aminmax any argmax argmin count_nonzero logsumexp max mean min nanmean"
@@ -59,7 +59,7 @@ class Call:
         names: Slot → name of the parameter, for the tracked parameters among the arguments.
         edge: Where the gradient in the output is found, even after the output changed in place.
         output_shape: Shape of the output.
-        version: How often the input had been changed in place.
+        version: The input's count of in-place changes at the time of the call.
         num_data: m, how many data the model was given.
         samples: S, how many augmentation samples of each datum were announced (``sampled``).
     """
@@ -75,7 +75,7 @@ class Call:
 
     @property
     def parts(self) -> int:
-        """F, where dim 0 of input and output has F entries for each datum; 0 where it has not."""
+        """F, if dim 0 of input and output has F entries for each datum, else 0."""
         sizes = set(self.match.input.shape[:1] + self.output_shape[:1])
         size = sizes.pop() if len(sizes) == 1 else 0
         return 0 if size % self.num_data else size // self.num_data
@@ -99,7 +99,7 @@ class Call:
         )
 
     def rows(self, slot: str, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
-        """The rows' part in one parameter, (m, k, *parameter shape)."""
+        """This call's part of the rows in one parameter, (m, k, *parameter shape)."""
         return self.rule.rows(slot, self._match_in(gradient), gradient).to(self._dtype(slot))
 
     def inner(
@@ -108,17 +108,17 @@ class Call:
         gradient: Float[Tensor, "m k F *out"],
         cotangent: Float[Tensor, "m k *parameter"],
     ) -> Float[Tensor, ""]:
-        """The inner product of cotangents with the rows' part in one parameter."""
+        """The inner product of cotangents with this call's part of the rows in a parameter."""
         match = self._match_in(gradient)
         if cotangent.dtype == gradient.dtype:
             return self.rule.inner(slot, match, gradient, cotangent)
-        # Half precision may not reach down to the cotangents, but to what is relative to them.
+        # Cotangents may underflow in half precision; relative to their largest they do not.
         scale = cotangent.abs().amax().clamp(min=torch.finfo(cotangent.dtype).tiny)
         relative = (cotangent / scale).to(gradient.dtype)
         return self.rule.inner(slot, match, gradient, relative).to(cotangent.dtype) * scale
 
     def datum(self, index: int) -> "Call":
-        """The same call as far as one datum takes part in it, for the rows of that one."""
+        """The same call restricted to one datum, for the rows of that datum."""
         one, match = slice(index * self.parts, (index + 1) * self.parts), self.match
         settings = {
             key: (lambda whole=value: whole()[one]) if callable(value) else value
@@ -129,12 +129,12 @@ class Call:
         return replace(self, match=match, output_shape=shape, num_data=1)
 
     def factors(self, gradient: Float[Tensor, "m k F *out"], average: bool) -> KroneckerUse:
-        """The Kronecker factors of the rows' part in the weight.
+        """The Kronecker factors of this call's part of the rows in the weight.
 
         Args:
-            gradient: Of the rows in the output.
-            average: Whether to take the mean input and the summed gradient over the samples of
-                each datum; other parts of it count as positions, as samples do if not.
+            gradient: Gradients of the rows in the output.
+            average: Whether to take the mean input and the summed gradient over the samples of each
+                datum; else samples count as positions, as other parts always do.
 
         Returns:
             The factors.
@@ -158,15 +158,7 @@ class Call:
 
 
 class Recorder(TorchFunctionMode):
-    """Records the calls of closed-form functions with tracked parameters.
-
-    Args:
-        weights: Name → parameter to track.
-        num_data: How many data the model is given.
-
-    Attributes:
-        calls: The recorded calls, in their order.
-    """
+    """Records the calls, in order, of closed-form functions with tracked parameters."""
 
     def __init__(self, weights: Mapping[str, nn.Parameter], num_data: int) -> None:
         super().__init__()
@@ -198,16 +190,16 @@ class Recorder(TorchFunctionMode):
             [self._detached.get(id(a), a) for a in args],
             {key: self._detached.get(id(a), a) for key, a in kwargs.items()},
         )
-        # Another type than the parameters': autocast within the model, say, where a plan could not
-        # tell rounding from what is wrong.
+        # The output has another type than the parameters, as by autocast within the model: a plan
+        # could not tell rounding from errors.
         foreign = any(match.slots[slot].dtype != output.dtype for slot in names)
         if foreign and not self._mixed:
             return func(*args, **kwargs)
         if output.requires_grad:
             result = output
         else:
-            # Nothing before this call needs a gradient, so the output becomes a leaf; what is
-            # handed on is a copy, which may be changed in place.
+            # Nothing before this call needs a gradient, so the output becomes a leaf; the model
+            # gets a copy, which it may change in place.
             output = output.detach().requires_grad_()
             result = output.clone()
         edge = get_gradient_edge(output)
@@ -226,14 +218,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def may_mix(self, model: nn.Module) -> bool:
-        """Whether data may act on each other in some batches, as far as functions tell.
-
-        Args:
-            model: That was run. Scripted modules cannot be looked into.
-
-        Returns:
-            False where no function was called through which they could.
-        """
+        """Whether a called function, or a scripted module, may let data act on each other."""
         if self._num_data == 1:
             return False
         modules = model.modules()
@@ -244,13 +229,13 @@ class Recorder(TorchFunctionMode):
     ) -> tuple[Rule, Match, dict[str, str]] | None:
         rule = RULES.get(func)
         tracked = {id(a) for a in (*args, *kwargs.values()) if id(a) in self._names}
-        # Inside a function transform, tensors are not what they will be outside; without
-        # gradients there is nothing to record, and nothing in the graph either.
+        # Inside a function transform, tensors are wrapped; without gradients there is nothing to
+        # record, and nothing in the graph either.
         if rule is None or not tracked or not torch.is_grad_enabled() or _is_transformed():
             return None
         try:
             match = rule.match(*args, **kwargs)
-        except TypeError:  # an argument that the closed form does not know, as ``out=``
+        except TypeError:  # an argument that the closed form does not know, such as ``out=``
             return None
         if match is None or type(match.input) not in _PLAIN_TENSORS:
             return None
@@ -303,15 +288,7 @@ def graph_nodes(outputs: Tensor) -> set[Node]:
 
 
 def reachable(outputs: Tensor, weights: Mapping[str, nn.Parameter]) -> set[str]:
-    """Names of the parameters that the autograd graph of the outputs leads to.
-
-    Args:
-        outputs: Any tensor.
-        weights: Name → parameter.
-
-    Returns:
-        Those of the names whose parameter the outputs depend on, past all detached uses.
-    """
+    """Names of the parameters that the outputs' graph leads to, apart from detached uses."""
     names = {id(p): name for name, p in weights.items()}
     # Only the nodes that stand for leaves have a variable.
     leaves = (id(getattr(node, "variable", None)) for node in graph_nodes(outputs))

@@ -1,4 +1,4 @@
-"""What a closed form is: the gradients in a call's output turned into rows in its parameters."""
+"""What a closed form is: it turns the gradients in a call's output into rows in its parameters."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +18,9 @@ class Match:
     """A function call that a closed form covers.
 
     Attributes:
-        input: What the parameters act on; dim 0 must turn out to count the data, each in the same
-            number F of parts that follow each other.
-        slots: The call's parameters by their role, "weight" or "bias" for example.
+        input: The tensor that the parameters act on; dim 0 must count the data, each in the same
+            number F of consecutive parts.
+        slots: The call's parameters by their role, for example "weight" or "bias".
         settings: The other arguments that the rows depend on.
     """
 
@@ -32,12 +32,12 @@ class Match:
 class Rule(ABC):
     """The closed form of one function.
 
-    Dim 0 of the input counts m data times F parts, augmentation samples or patches for example,
-    those of one datum side by side; F is 1 where it counts the data alone. Gradients in the output
-    come with the two apart, and rows are those of the datum, summed over its parts.
+    Dim 0 of the input counts m data times F consecutive parts of each, for example augmentation
+    samples or patches; F is 1 where it counts the data alone. Gradients in the output have separate
+    dimensions for the two, and a datum's rows are sums over its parts.
 
     Attributes:
-        name: For people, in ``JacobianPlan.describe()``.
+        name: For ``JacobianPlan.describe()``.
         kronecker: Slots whose rows have Kronecker factors.
     """
 
@@ -46,16 +46,12 @@ class Rule(ABC):
 
     @abstractmethod
     def match(self, *args: Any, **kwargs: Any) -> Match | None:
-        """Read a call's arguments, in the function's own signature.
-
-        Returns:
-            None where the closed form does not hold for these arguments.
-        """
+        """Read a call's arguments, in the function's signature; None where this form fails."""
 
     def call(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call the function, whose parameters are detached, or what is as good and faster."""
+        """Call the function, with detached parameters, or a faster equivalent."""
         return function(*args, **kwargs)
 
     @abstractmethod
@@ -69,21 +65,11 @@ class Rule(ABC):
         gradient: Float[Tensor, "m k F *out"],
         cotangent: Float[Tensor, "m k *parameter"],
     ) -> Float[Tensor, ""]:
-        """The inner product of cotangents, which get no gradient, with the rows in one parameter.
-
-        Args:
-            slot: Of the parameter.
-            match: The call.
-            gradient: Of the rows in the output.
-            cotangent: One for each row.
-
-        Returns:
-            Σ cotangent · rows.
-        """
+        """Σ cotangent · rows in one parameter; the cotangent gets no gradient."""
         parts, numel = gradient.shape[2], prod(cotangent.shape[2:])
         if parts > 1 and numel <= prod(gradient.shape[3:]):
-            # Each part as a datum of its own: the derivative in the gradients, a number or a few
-            # for each part, is then never spread over memory.
+            # Each part as a datum of its own: the derivative in the gradients, a few numbers for
+            # each part, is then never expanded in memory.
             gradient = gradient.transpose(1, 2).flatten(0, 1).unsqueeze(2)
             cotangent = cotangent.repeat_interleave(parts, dim=0)
         return inner_product(self.rows(slot, match, gradient), cotangent)
@@ -94,7 +80,7 @@ class Rule(ABC):
 
 
 def aligned(values: Tensor, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
-    """Values of the data and their parts, (m F, ...), as (m, 1, F, ...) beside the gradients."""
+    """Values of the data and their parts, (m F, ...), as (m, 1, F, ...) like the gradients."""
     return values.unflatten(0, (gradient.shape[0], gradient.shape[2]))[:, None]
 
 

@@ -1,7 +1,7 @@
-"""One piece of memory for rows that are looked at one parameter after the other.
+"""One piece of memory for rows that are read one parameter after the other.
 
 Fresh memory of the size of a layer's rows costs as much time as writing them: the system hands it
-out page by page, and clears it. Who needs one parameter's rows at a time lends memory for them.
+out page by page, and clears it. A caller that reads one parameter's rows at a time lends memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,11 +17,7 @@ _lent: ContextVar[Tensor | None] = ContextVar("lent", default=None)
 
 @contextmanager
 def lent(memory: Tensor) -> Iterator[None]:
-    """Say that one tensor that is made inside may lie in this memory.
-
-    Args:
-        memory: A vector of any length.
-    """
+    """Let one tensor that is made inside lie in this memory, a vector of any length."""
     token = _lent.set(memory)
     try:
         yield
@@ -30,15 +26,7 @@ def lent(memory: Tensor) -> Iterator[None]:
 
 
 def empty(shape: Sequence[int], like: Tensor) -> Tensor:
-    """An uninitialised tensor; the first that fits takes the memory that was lent.
-
-    Args:
-        shape: Of the tensor.
-        like: Gives type and device.
-
-    Returns:
-        The tensor.
-    """
+    """An uninitialised tensor like the other; the first that fits takes the lent memory."""
     memory, size = _lent.get(), prod(shape)
     unlike = memory is None or (memory.dtype, memory.device) != (like.dtype, like.device)
     if memory is None or unlike or memory.numel() < size:

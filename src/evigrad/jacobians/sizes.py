@@ -12,7 +12,7 @@ from evigrad.jacobians.paths import JacobianPlan
 
 @dataclass(frozen=True)
 class MatrixUse:
-    """Sizes of the one use of a weight as a matrix.
+    """Sizes of the only use of a weight as a matrix.
 
     Attributes:
         positions: T, how often a datum is multiplied with the matrix, over all its samples.
@@ -26,15 +26,7 @@ class MatrixUse:
 
 
 def matrix_uses(plan: JacobianPlan, weights: Mapping[str, Tensor]) -> dict[str, MatrixUse]:
-    """The weights whose rows are sums of products of one pair of matrices, with their sizes.
-
-    Args:
-        plan: Any plan.
-        weights: Name → weight.
-
-    Returns:
-        Weights of linear layers and of convolutions without channel groups that are used once.
-    """
+    """Sizes of the linear layers and ungrouped convolutions that are used once."""
     found = {}
     for name in plan.kronecker:
         if len(plan.uses[name]) > 1:

@@ -1,6 +1,6 @@
-"""Checking the fast paths again where it counts: on the data of a real pass.
+"""Checking the fast paths again on the data of a real pass.
 
-A plan is checked on a few data and on the weights of its day. What it could not see there (a
+A plan is checked on a few data and on the weights of that time. What it could not see there (a
 branch that only other inputs take, data that mix only in larger batches) shows here.
 """
 
@@ -20,8 +20,8 @@ from evigrad.jacobians.paths import LOOP, JacobianPlan
 from evigrad.jacobians.state import model_run, without_autocast
 from evigrad.jacobians.verification import close, close_outputs
 
-# On the part of the largest rows below which all is rounding: trained networks cancel more than
-# those on which plans are made.
+# Factor on the part of the largest rows below which all is rounding: trained networks cancel more
+# than those on which plans are made.
 _ROUNDING_FACTOR = 10.0
 
 
@@ -49,17 +49,16 @@ def spot_check(
         index: Which datum, in 0 ... m - 1.
 
     Returns:
-        The names whose rows disagree, to be handed to ``demote``. In types below double precision
-        those that disagree for the next datum too: a rounding error can carry a unit across the
-        kink of its activation.
+        The names whose rows disagree, for ``demote``. Below double precision they must disagree for
+        the next datum too: a rounding error can carry a unit across the kink of its activation.
 
     Raises:
-        ConfigurationError: If the output for the datum is another than in the batch.
+        ConfigurationError: If the output for the datum differs from that in the batch.
     """
     if all(word == LOOP for word in plan.words.values()):
         return set()
     if linearization.mixed:
-        # Rounding would hide what is wrong, or look like it: the same pass in full precision.
+        # Rounding would hide errors, or look like one: repeat the pass in full precision.
         with without_autocast(x.device):
             exact = linearize(model, weights, x, plan, differentiable=False)
             return spot_check(model, weights, x, plan, exact, vectors, index)
@@ -87,14 +86,14 @@ def _disagreeing(
         alone, expected = datum_rows(
             model, weights, names, x[one].detach(), vectors[one].detach(), False
         )
-    if not f.isfinite().all():  # which tells nothing about the paths
+    if not f.isfinite().all():  # the comparison would say nothing about the paths
         return set()
     if not close_outputs(f[one], alone, f.norm(dim=1).max()):
         _refuse_mixing(model, x, [torch.arange(len(x))[one]])
     rows = linearization.fast_rows_of_datum(vectors, index)
     stacked = {name: torch.stack(expected[name])[None] for name in names}
     largest = torch.stack([r.norm().to(f.dtype) for r in stacked.values()]).max()
-    # Names that are missing among the rows take the loop in this pass, whatever the plan says.
+    # Names that are missing among the rows take the loop in this pass, against the plan.
     return {
         name
         for name, row in rows.items()
@@ -106,20 +105,16 @@ def _disagreeing(
 def check_separate(
     model: nn.Module, x: Tensor, outputs: Float[Tensor, "m C"], generator: torch.Generator
 ) -> None:
-    """Make sure that no output depends on other data of its batch, where that may be.
+    """Raise if an output depends on other data of its batch.
 
-    The data go through the model again in parts of 1, 2, 4, … that are drawn at random: what mixes
-    them may come with any one of them, with many, or with their number. Takes one more forward
-    pass without a graph in all.
+    The data go through the model again in random parts of 1, 2, 4, …: they may mix because of any
+    single datum, of many, or of their number. Takes one forward pass without a graph in all.
 
     Args:
         model: In the same mode as for ``outputs``.
         x: The m inputs.
         outputs: f(x) as it was computed, in the type of the weights.
         generator: For the parts, on the CPU.
-
-    Raises:
-        ConfigurationError: If outputs of a part are others than in the whole.
     """
     order, parts = torch.randperm(len(x), generator=generator), list[Tensor]()
     while len(order):
@@ -143,21 +138,16 @@ def _is_separate(
 
 
 def _refuse_mixing(model: nn.Module, x: Tensor, parts: Sequence[Tensor]) -> None:
-    """Refuse a model whose outputs differ, if it was not rounding that decided something.
-
-    Where numbers choose between experts, say, those of a datum near the border may choose one in
-    a batch and the other in a part of it. In double precision there are no such data.
-
-    Raises:
-        ConfigurationError: If they differ in double precision too.
-    """
+    """Raise for outputs that differ, unless they agree in double precision."""
+    # Where numbers choose between experts, say, rounding may choose one in the batch and another in
+    # a part of it. In double precision no datum is so near the border.
     try:
         with model_run(model), torch.no_grad(), without_autocast(x.device):
             exact = copy.deepcopy(model).double()
             x = x.double() if x.is_floating_point() else x
             if _is_separate(exact, x, model_outputs(exact, x), parts):
                 return
-    except Exception as error:  # of whatever kind: there is no such copy
+    except Exception as error:  # any error means that there is no such copy
         if is_out_of_memory(error):
             raise
     raise ConfigurationError(DATA_MIX)

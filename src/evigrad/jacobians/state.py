@@ -1,4 +1,4 @@
-"""Running a model without leaving traces in it, on kernels that can be differentiated."""
+"""Running a model without leaving traces in it, on kernels that have derivatives."""
 
 import sys
 from collections import deque
@@ -13,26 +13,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from evigrad.jacobians.modes import TURN
 
 _CONTAINERS = (dict, list, set, deque)
-# How deep containers and objects within each other are looked into.
+# How deep nested containers are searched.
 _DEPTH = 8
 
 
 @contextmanager
 def model_run(model: nn.Module) -> Iterator[None]:
-    """Everything that a forward or backward pass of rows is wrapped in.
+    """The context of every forward or backward pass of rows.
 
     Attributes and buffers of the model that a pass sets are put back, also after an exception.
     Fused kernels that lack a (second) derivative are replaced by plain ones, in the whole process:
     other threads that run a model here wait.
-
-    Args:
-        model: Any module.
     """
     with TURN, ExitStack() as stack:
         stack.enter_context(_unchanged_attributes(model))
         stack.enter_context(_unchanged_buffers(model))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if "torch._dynamo" in sys.modules:  # which importing takes seconds
+        if "torch._dynamo" in sys.modules:  # importing it takes seconds
             # A compiled model's graph is a black box, and was made for other inputs.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_no_fused_attention_layers())
@@ -43,11 +40,7 @@ def model_run(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_autocast(device: torch.device) -> Iterator[None]:
-    """Compute in the types at hand, whatever autocast the caller has on.
-
-    Args:
-        device: Where.
-    """
+    """Switch off the caller's autocast, if any."""
     if not torch.is_autocast_enabled(device.type):
         yield
         return
@@ -56,7 +49,7 @@ def without_autocast(device: torch.device) -> Iterator[None]:
 
 
 def _holders(model: nn.Module) -> list[Any]:
-    """All that holds things for the model: attributes, containers, and those within them."""
+    """All containers that the model holds: attribute dictionaries, and containers in them."""
     found: list[Any] = []
     seen: set[int] = {id(module) for module in model.modules()}
     stack = [(module.__dict__, 0) for module in model.modules()]
@@ -78,7 +71,7 @@ def _holders(model: nn.Module) -> list[Any]:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether it is an object of somebody's own class, or a module that is not registered."""
+    """Whether it is an object of a user's class, or an unregistered module."""
     if isinstance(value, nn.Module):
         return True
     if isinstance(value, type | Tensor) or not isinstance(getattr(value, "__dict__", None), dict):
@@ -116,7 +109,7 @@ def _put_back(container: Any, contents: list[Any]) -> None:
 
 @contextmanager
 def _unchanged_attributes(model: nn.Module) -> Iterator[None]:
-    """Put back what modules hold; a tensor of a graph, for one, could not be deep-copied."""
+    """Put back what modules hold: a tensor with a graph could not be deep-copied."""
     before = [(holder, _contents(holder)) for holder in _holders(model)]
     try:
         yield
@@ -142,7 +135,7 @@ def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _no_fused_attention_layers() -> Iterator[None]:
-    """Switch off the inference kernels of ``nn.TransformerEncoderLayer``; they have no gradient."""
+    """Switch off ``nn.TransformerEncoderLayer``'s inference kernels: they have no gradient."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -153,10 +146,8 @@ def _no_fused_attention_layers() -> Iterator[None]:
 
 @contextmanager
 def _no_cudnn() -> Iterator[None]:
-    """Use PyTorch's own recurrent kernels.
-
-    Those of cuDNN have no gradient in evaluation mode and no second one.
-    """
+    """Use PyTorch's recurrent kernels: in evaluation mode cuDNN's have no gradient."""
+    # cuDNN's have no second derivative in any mode.
     enabled = torch.backends.cudnn.enabled
     torch.backends.cudnn.enabled = False
     try:

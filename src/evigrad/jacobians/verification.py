@@ -1,4 +1,4 @@
-"""The numbers that every fast path must reproduce: plain automatic differentiation on a probe."""
+"""The reference for every fast path: plain automatic differentiation on a probe."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,7 +13,7 @@ from evigrad.jacobians.state import model_run
 # (names, x, vectors, differentiable) → rows; names may be missing in the result.
 Rows = Callable[[list[str], Tensor, Tensor, bool], dict[str, Tensor]]
 
-# Two columns tell the dimension of the rows of a datum from its others.
+# With one column, mistakes in the dimension of a datum's rows would not show.
 _COLUMNS = 2
 
 # Largest relative difference, and the part of the largest norm below which all is rounding (a
@@ -27,33 +27,15 @@ _SECOND_ORDER_FACTOR = 10.0
 
 
 def close(value: Tensor, expected: Tensor, norm: Tensor | float = 0.0, factor: float = 1.0) -> bool:
-    """Whether two tensors agree in norm as far as their type can tell.
-
-    Args:
-        value: Any tensor.
-        expected: A tensor of the same shape and type.
-        norm: Norm of what rounding errors came from, where that is larger than the tensors'.
-        factor: On the tolerance.
-
-    Returns:
-        False also where one is not finite.
-    """
+    """Whether two tensors agree in norm up to rounding; False where one is not finite."""
+    # ``norm`` is that of the tensors that rounding errors came from, where it is larger.
     relative, rounding = tolerances(expected)
     allowed = relative * expected.norm() + rounding * norm
     return value.shape == expected.shape and bool((value - expected).norm() <= factor * allowed)
 
 
 def close_outputs(value: Tensor, expected: Tensor, scale: Tensor) -> bool:
-    """Whether the outputs of all data agree, seen next to the largest ones of the batch.
-
-    Args:
-        value: Outputs of some data, (n, C).
-        expected: The same by another way.
-        scale: Norm of the largest outputs of a datum.
-
-    Returns:
-        False also where one is not finite.
-    """
+    """Whether outputs (n, C) agree up to rounding of the largest norm ``scale`` of the batch."""
     if value.shape != expected.shape:
         return False
     allowed = tolerances(expected)[0] * torch.maximum(expected.norm(dim=1), scale)
@@ -61,14 +43,7 @@ def close_outputs(value: Tensor, expected: Tensor, scale: Tensor) -> bool:
 
 
 def tolerances(like: Tensor) -> tuple[float, float]:
-    """What rounding can do in a type.
-
-    Args:
-        like: Of that type, on its device.
-
-    Returns:
-        Relative tolerance, and the part of the largest norm that is rounding.
-    """
+    """Relative tolerance in this type, and the part of the largest norm that is rounding."""
     relative, rounding = _TOLERANCES.get(like.dtype, _COARSE_TOLERANCES)
     if like.is_cuda and like.dtype == torch.float32:
         relative *= _TF32_FACTOR
@@ -76,17 +51,11 @@ def tolerances(like: Tensor) -> tuple[float, float]:
 
 
 class Reference:
-    """Rows of a probe by the plain loop, and what is like them.
-
-    Args:
-        model: Maps m inputs to (m, C).
-        weights: Name → parameter.
-        x: The m inputs of the probe.
-        outputs: f(x), for its shape and type.
+    """Rows of a probe by the plain loop, to compare other ways with.
 
     Attributes:
         rows: Name → rows for random cotangents, (m, 2, *parameter shape).
-        vanishing: The names whose rows are nothing but rounding; anything agrees with them.
+        vanishing: The names whose rows are only rounding; anything agrees with them.
     """
 
     def __init__(
@@ -111,15 +80,15 @@ class Reference:
 
         Args:
             names: The parameters in question.
-            compute: The way; may raise any exception.
+            compute: The way; may raise any exception, which counts as disagreement.
 
         Returns:
-            The names for which it gives the same numbers and, as far as the reference has any,
-            the same derivatives of them.
+            The names for which it gives the same numbers and, where the reference has them, the
+            same derivatives.
         """
         found = list(names)
         try:
-            # Backwards too: a model that sorts its data might have found the probe sorted.
+            # In reverse too: a model that sorts its data may have found the probe sorted.
             for order in (torch.arange(len(self.x)), torch.arange(len(self.x)).flip(0)):
                 order = order.to(self.x.device)
                 rows = compute(found, self.x[order], self._vectors[order], False)
@@ -129,20 +98,16 @@ class Reference:
                     if name in rows and close(rows[name], self.rows[name][order], self._norm)
                 ]
             return self._with_right_derivatives(found, compute) if found else set()
-        except Exception as error:  # a path that cannot take this model is no path for it
+        except Exception as error:  # this path cannot take this model
             if is_out_of_memory(error):
                 raise
             return set()
 
     def _with_right_derivatives(self, names: list[str], compute: Rows) -> set[str]:
-        """Compare the gradients of random functions of the rows in all that they depend on.
-
-        First derivatives that are right do not vouch for the second: layer normalisation under
-        ``vmap``, for one, takes its own statistics for constants.
-
-        Returns:
-            The names for which they agree; all where the reference has no such gradient.
-        """
+        """The names whose rows' derivatives agree; all where the reference has none."""
+        # It compares gradients of random functions of the rows in all that they depend on, as
+        # right first derivatives do not imply right second ones: layer normalisation under
+        # ``vmap``, for one, takes its own statistics for constants.
         x, vectors = self.x[:2].clone(), self._vectors[:2, :1].clone().requires_grad_()
         own = {id(p) for p in self.weights.values()}
         arguments = [p for p in self.model.parameters() if p.requires_grad and id(p) not in own]
@@ -182,7 +147,7 @@ class Reference:
                 _SECOND_ORDER_FACTOR,
             )
 
-        # One by one only where together they fail: each takes a backward pass.
+        # Each takes a backward pass, so one by one only where they fail together.
         return set(names) if agree(names) else {name for name in names if agree([name])}
 
     def _loop_rows(

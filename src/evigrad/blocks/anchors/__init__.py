@@ -1,10 +1,10 @@
 """The anchored bound: rows that every block is conditioned on, and blocks of the rest (DESIGN 3.2).
 
-The network's latest outputs tell which rows matter (``outputs``, ``scores``, ``choice``), its last
-layer how alike they are (``last_layer``, ``greedy``, ``groups``), or where neither does, the inputs
-which data stand for the others (``centres``). ``blocks`` and ``tail`` partition the others, and
-``stream`` draws blocks, each as likely as it is expected to matter (``masses``). ``book`` keeps all
-of it over a training; ``curvature.conditional`` has the number.
+The network's latest outputs tell which rows matter (``outputs``, ``scores``, ``choice``), and its
+last layer how alike they are (``last_layer``, ``greedy``, ``groups``); without either, the inputs
+tell which data represent the others (``centres``). ``blocks`` and ``tail`` partition the others,
+and ``stream`` draws blocks in proportion to their predicted entropy (``masses``). ``book`` keeps
+this state over a training; ``curvature.conditional`` computes the estimate.
 """
 
 from evigrad.blocks.anchors.blocks import AnchoredBlocks

@@ -1,16 +1,16 @@
-"""Anchors and blocks of the rest: what one draw of the anchored estimate looks at.
+"""Partitions of the rows that are no anchors, for draws of the anchored estimate.
 
 The rows that are no anchors are partitioned into M blocks, of which m is drawn with probability
 π_m: the estimate is ℓ(Z) + ℓ(B_m|Z)/π_m, and its expectation ℓ(Z) + Σ_m ℓ(B_m|Z) ≥ ℓ(I).
 
-Rows that have much in common belong in one block: their joint entropy is less than the sum. Of the
-rows that can hold most, the last layer's kernel tells which those are (``groups``). Of the others,
-a block has rows of one column of the root: data that the network is unsure of in the same way.
-Within a column the partition is stratified: rows are ranked by their scores, and of every M
-consecutive ones each block gets one, at random. The blocks of a column then are much alike, and
-what was seen of one tells what to expect of the others, hence π (``masses``): the estimate depends
-little on which block was drawn. Where there are many columns, those behind the first ones are
-partitioned without any ranks (``tail``).
+Rows that have much in common belong in one block: their joint entropy is less than the sum. Among
+the rows with the largest scores, the last layer's kernel tells which those are (``groups``). Of the
+others, a block has rows of one column of the root: data that the network is unsure of in the same
+way. Within a column the partition is stratified: rows are ranked by their scores, and of every M
+consecutive rows each block gets one, at random. The blocks of a column are then much alike, and the
+entropy of one predicts that of the others, hence π (``masses``): the estimate depends little on
+which block was drawn. Where there are many columns, the unlikely ones are partitioned without any
+ranks (``tail``).
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from evigrad.blocks.anchors.scores import Scores, guessed, ranked, unit_score
 from evigrad.blocks.anchors.tail import Tail
 from evigrad.blocks.block import Block, Draw, padded_columns
 
-# The key of blocks that were grouped, in the place of a column.
+# The calibration group of blocks from ``groups``; others have a column.
 GROUPED = -1
 
 
@@ -39,8 +39,8 @@ class AnchoredBlocks:
         num_data: N.
         num_columns: K.
         tail: The blocks of all other columns, or None where there are none.
-        keys: For each of the parts the first column in it or GROUPED, and that of the tail.
-        guesses: What kernel or scores say of each part, and of all of the tail; see ``masses``.
+        keys: The calibration group of each part, its first column or GROUPED, and of the tail.
+        guesses: The predicted entropy of each part, and of all of the tail; see ``masses``.
     """
 
     anchors: Int[Tensor, " Z"]
@@ -60,18 +60,7 @@ class AnchoredBlocks:
         generator: torch.Generator,
         groups: Groups | None = None,
     ) -> "AnchoredBlocks":
-        """Draw a partition: what is grouped, and the others by columns, stratified by scores.
-
-        Args:
-            anchors: Rows as n K + d.
-            scores: Of every row.
-            num_rows: Of a block, its anchors included.
-            generator: A CPU generator.
-            groups: Blocks that are known beforehand.
-
-        Returns:
-            The partition.
-        """
+        """Draw a partition: the groups, and other rows by columns, stratified by scores."""
         num_data, num_columns = scores.head.shape
         flat = scores.head.flatten()
         free = torch.ones(num_data * num_columns, dtype=torch.bool)
@@ -89,8 +78,8 @@ class AnchoredBlocks:
             keys += [int(columns[0])] * len(dealt)
         unit = unit_score(flat, anchors)
         held = guessed(flat, unit)
-        # Groups have the unit of the others: what seems to be next to nothing beside them would
-        # hardly ever be drawn, and then with a weight beyond all measure.
+        # Groups have the unit of the others: blocks that seem negligible beside them would hardly
+        # ever be drawn, and then with a huge weight.
         of_groups = groups.shares * _sums(held, groups.parts).sum()
         guesses = torch.cat([of_groups, _sums(held, parts)])
         parts, keys = groups.parts + parts, [GROUPED] * len(groups.parts) + keys
@@ -104,19 +93,18 @@ class AnchoredBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """M, the blocks of the partition."""
+        """Number of blocks in the partition, M."""
         return len(self.parts) + (0 if self.tail is None else self.tail.count)
 
     def block(self, draws: Sequence[Draw], of_likelihood: Int[Tensor, "d u"]) -> Block:
-        """A block of the anchors and some parts.
+        """A block of the anchors and some parts, without inputs, by falling number of rows.
 
         Args:
-            draws: Of parts by their numbers, those of the tail last; none for the anchors alone.
-            of_likelihood: The data that the log likelihood of each draw is taken from, drawn
-                uniformly; those of the anchors alone.
+            draws: ``part`` is the number in the partition, the tail's last; none for anchors alone.
+            of_likelihood: Uniformly drawn data for each draw's log likelihood, or for the anchors'.
 
         Returns:
-            The block, without inputs; data with the same number of rows lie together.
+            The block.
         """
         numbers = list(dict.fromkeys(draw.part for draw in draws))
         rows = [(self.anchors // self.num_columns, self.anchors % self.num_columns)]
@@ -126,7 +114,7 @@ class AnchoredBlocks:
         labels = torch.arange(len(rows)).repeat_interleave(sizes)
         indices = torch.cat([of_rows, of_likelihood.flatten()]).unique()
         position = torch.searchsorted(indices, of_rows)
-        # Those with most rows first, and those without any last.
+        # By falling number of rows, those without any last.
         counts = position.bincount(minlength=len(indices))
         order = counts.argsort(descending=True, stable=True)
         rank = torch.empty_like(order)
@@ -157,7 +145,7 @@ class AnchoredBlocks:
         return counts
 
     def group(self, number: int) -> int:
-        """The position of a block in ``keys`` and ``guesses``, where all of the tail has one."""
+        """The position of a block in ``keys`` and ``guesses``; the tail has one in all."""
         return min(number, len(self.parts))
 
     def _key(self, number: int) -> int:
@@ -191,7 +179,7 @@ def _together(counts: list[int], size: int) -> list[Int[Tensor, " _"]]:
 def _dealt(
     rows: Int[Tensor, " R"], size: int, generator: torch.Generator
 ) -> list[Int[Tensor, " _"]]:
-    """Parts of at most ``size`` rows with one of each stratum of rows in order of rank."""
+    """Parts of at most ``size`` rows with one row of each stratum, from rows in order of rank."""
     if not len(rows):
         return []
     count = -(-len(rows) // size)
@@ -205,7 +193,6 @@ def _dealt(
 
 
 def _sums(values: Float[Tensor, " R"], parts: list[Int[Tensor, " _"]]) -> Float[Tensor, " M"]:
-    """The sum over the rows of each part."""
     if not parts:
         return values[:0]
     lengths = torch.tensor([len(part) for part in parts])

@@ -1,4 +1,4 @@
-"""The anchors of an evidence over time: outputs that are known, scores, the present choice."""
+"""The anchors of an evidence over a training: latest outputs, their scores, the present choice."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,21 +21,21 @@ from evigrad.blocks.sources import Source
 from evigrad.likelihoods import Likelihood
 from evigrad.likelihoods.calls import check_finite, log_probabilities
 
-# Data whose outputs or scores are computed at once, where nobody has seen them yet.
+# Data whose outputs or scores are computed at once.
 _AT_ONCE = 512
 
 
 class AnchorBook:
-    """Chooses anchors, and again on a schedule.
+    """Chooses anchors, and chooses them anew on a schedule.
 
     Args:
         anchoring: How to choose.
         num_data: N.
         num_rows: Rows of a block.
-        root: Of the likelihood.
+        root: The kind of the likelihood's root.
         likelihood: Gives the norms of rows.
-        network: From inputs to outputs, and the last layer.
-        generator: Of the evidence.
+        network: Gives outputs, and the last layer.
+        generator: The evidence's generator.
     """
 
     def __init__(
@@ -60,14 +60,7 @@ class AnchorBook:
         self._centres = Centres()
 
     def stream(self, source: Source) -> AnchoredStream:
-        """The blocks of a data set.
-
-        Args:
-            source: The data.
-
-        Returns:
-            A stream, which takes anchors as it is iterated.
-        """
+        """The blocks of a data set; anchors are taken as the stream is iterated."""
         return AnchoredStream(
             source,
             self.anchoring,
@@ -78,12 +71,7 @@ class AnchorBook:
         )
 
     def observe(self, block: Block, entropies: Sequence[float]) -> None:
-        """Learn from an evaluated block what to expect of others.
-
-        Args:
-            block: One of the stream's.
-            entropies: ℓ(Z), ℓ(B_1|Z), … that were found.
-        """
+        """Calibrate predictions by an evaluated block and its ℓ(Z), ℓ(B_1|Z), …."""
         if block.columns is None or block.parts is None or len(entropies) < 2:
             return
         for draw in block.draws:
@@ -91,30 +79,18 @@ class AnchorBook:
                 self._masses.observe(draw.key, draw.guess, entropies[draw.part])
 
     def refresh(self, source: Source) -> float:
-        """Pass all data through the network, and choose anchors anew by its present outputs.
-
-        Args:
-            source: The data.
-
-        Returns:
-            log p(D|w,h) of all the data, in nats.
-        """
+        """Choose anchors by present outputs of all data; return log p(D|w,h) in nats."""
         log_likelihood = self._look(source, torch.arange(self.memory.num_data))
         self._anchors = None
         return log_likelihood
 
     def note(self, indices: Tensor, f: Float[Tensor, "m C"]) -> None:
-        """Take note of outputs that somebody has computed.
-
-        Args:
-            indices: Positions (m,) of the data in the data set.
-            f: Their outputs.
-        """
+        """Store outputs of the data at positions (m,) that were computed elsewhere."""
         self._num_outputs = f.shape[1]
         self.memory.update(indices, self._likelihood.condensed(f.detach(), self._root))
 
     def scores(self) -> Scores:
-        """|R_n[:, d]|² of every row that is not zero for certain, by the outputs that are known."""
+        """|R_n[:, d]|² of every row that is not certainly zero, by the stored outputs."""
         check_finite("The model's outputs", self.memory.outputs)
         heads: list[Tensor] = []
         tails: list[Tensor] = []
@@ -140,11 +116,7 @@ class AnchorBook:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state of ``state_dict``.
-
-        Args:
-            state: Of the same estimator.
-        """
+        """Restore a state of ``state_dict`` of the same estimator."""
         self.memory.load_state_dict(state["memory"])
         self._anchors, self._streams = state["anchors"], state["streams"]
         self._groups = Groups(*state.get("groups", ()))
@@ -184,7 +156,7 @@ class AnchorBook:
             total += float(log_probabilities(self._likelihood, f, y).detach().double().sum())
             seen.append(self._likelihood.condensed(f, self._root).float().cpu())
             num_outputs = f.shape[1]
-        # Only now, as data that do not fit shall change nothing.
+        # Only now, so that an error in the data changes nothing.
         self.memory.update(indices, torch.cat(seen))
         self._num_outputs = num_outputs
         return total

@@ -1,7 +1,7 @@
-"""Data that lie spread over all data: the farthest-first traversal of the inputs.
+"""Data spread over all data: the farthest-first traversal of the inputs.
 
-Where every row has the same score, as in regression, nothing tells the network's uncertainty apart,
-and anchors should stand for as many of the others as they can. The greedy choice, always the datum
+Where every row has the same score, as in regression, scores do not tell the network's uncertainty,
+and anchors should represent as many of the others as they can. The greedy choice, always the datum
 farthest from those chosen so far, leaves no datum further from its centre than twice the smallest
 possible radius (Gonzalez, 1985).
 """
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from evigrad.blocks.sources import Source
 
-# Distances of inputs with more numbers are those of a random projection to so many: they keep
-# distances to within about a tenth, and what has to be read for each centre is small.
+# Inputs with more numbers are projected at random to so many: this keeps distances to within about
+# a tenth, and each centre has to read little.
 PROJECTED = 64
 _AT_ONCE = 512
 
 
 class Centres:
-    """The traversal of a data set, begun once and gone on with where more centres are wanted."""
+    """The traversal of a data set, continued where more centres are wanted."""
 
     def __init__(self) -> None:
         self._points: Float[Tensor, "N d"] | None = None
@@ -27,15 +27,7 @@ class Centres:
         self._distances: Float[Tensor, " N"] | None = None
 
     def first(self, source: Source, count: int) -> Int[Tensor, " k"] | None:
-        """The first centres.
-
-        Args:
-            source: The data, the same at every call.
-            count: How many.
-
-        Returns:
-            Their positions, or None where inputs are no numbers with distances, as tokens.
-        """
+        """Positions of the first centres; None where inputs have no distances, as tokens."""
         if self._points is None:
             points = _points(source)
             if points is None:
@@ -47,7 +39,7 @@ class Centres:
         return torch.tensor(self._order[:count], dtype=torch.int64)
 
     def _add(self, points: Float[Tensor, "N d"]) -> None:
-        # The first one is farthest from the mean of all.
+        # The first centre is farthest from the mean of all.
         known = self._distances
         if known is None:
             chosen = int((points - points.mean(0)).square().sum(1).argmax())
@@ -55,7 +47,7 @@ class Centres:
             chosen = int(known.argmax())
         own = (points - points[chosen]).square().sum(1)
         self._distances = own if known is None else torch.minimum(known, own)
-        # Among equal data, those that were chosen come last.
+        # Among equal data, those already chosen come last.
         self._distances[chosen] = -1.0
         self._order.append(chosen)
 

@@ -12,28 +12,28 @@ from evigrad.errors import ConfigurationError, nearest
 
 CHOICES = ("auto", "greedy", "score", "k-centre", "random")
 
-# The greedy choice is among so many rows for each anchor, but no more than MOST_CANDIDATES where
-# twice as many as anchors are less. Half of them have the largest scores, where a trained network
-# has its anchors; the others are random, for one that is not sure of anything yet.
+# The greedy choice is among so many rows for each anchor, but at most MOST_CANDIDATES, or twice the
+# anchors if that is more. Half of them have the largest scores, where a trained network has its
+# anchors; the others are random, for a network that is not sure of anything yet.
 CANDIDATES = 4
 MOST_CANDIDATES = 2048
 
-# From rows n D + d to what is known of their inner products, or to None where nothing is.
+# From rows n D + d to their inner products, or to None where unknown.
 Kernel = Callable[[Int[Tensor, " m"]], Float[Tensor, "m m"] | None]
 
 
 @dataclass(frozen=True)
 class Anchoring:
-    """How an anchored estimator spends its rows.
+    """How an anchored estimator chooses anchors and blocks.
 
     Attributes:
-        share: The part of the rows of a block that are anchors.
-        choice: ``greedy`` takes one row after the other, always the one with most left to tell
-            given those before, by the kernel of the network's last layer, which is linear (else by
-            score); ``score`` the rows of the largest norms |R_n[:, d]|² of the likelihood's root,
-            the data that the network is unsure of; ``k-centre`` those of data that lie spread over
-            all inputs; ``random`` any; ``auto`` greedily, but k-centre where all data have the same
-            scores, as in regression.
+        share: The share of a block's rows that are anchors, in [0, 1).
+        choice: ``greedy`` takes one row after the other, always the one of largest conditional
+            variance by the kernel of the network's last layer, if linear (else by score);
+            ``score`` the rows of the largest norms |R_n[:, d]|² of the likelihood's root, the data
+            that the network is unsure of; ``k-centre`` those of data spread over all inputs;
+            ``random`` any; ``auto`` greedily, but k-centre where all data have the same scores, as
+            in regression.
         refresh: Streams of blocks (in training, rounds) from one choice of anchors to the next.
         grouped: Whether rows that have much in common given the anchors, by the kernel of the last
             layer, lie in one block; else blocks are stratified by scores alone.
@@ -48,7 +48,6 @@ class Anchoring:
     grouped: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         if not 0 <= self.share < 1:
             raise ConfigurationError(f"anchors: share must lie in [0, 1), not {self.share}.")
         if self.choice not in CHOICES:
@@ -60,14 +59,7 @@ class Anchoring:
             raise ConfigurationError(f"anchors: refresh must be at least 1, not {self.refresh}.")
 
     def num_anchors(self, num_rows: int) -> int:
-        """How many rows of a block are anchors; at least one is left for its part.
-
-        Args:
-            num_rows: Of the block.
-
-        Returns:
-            The number.
-        """
+        """How many of a block's rows are anchors; at least one is left for its part."""
         return min(int(self.share * num_rows), num_rows - 1)
 
 
@@ -86,10 +78,10 @@ def choose(
         scores: |R_n[:, d]|² of every row (n, d).
         count: How many.
         generator: A CPU generator.
-        centres: Gives so many data that lie spread over all inputs, or None where inputs have no
-            distances; random rows then take their place.
-        kernel: Gives what is known of the products of so many rows, or None where nothing is;
-            greedy is then by score.
+        centres: From a count to data spread over all inputs, or to None where inputs have no
+            distances; rows are then random.
+        kernel: From rows to their inner products, or to None where unknown; greedy is then by
+            score.
 
     Returns:
         Rows as n D + d, in ascending order.
@@ -133,7 +125,7 @@ def _ranked(
 
 
 def _first(first: Int[Tensor, " m"], rows: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
-    """Rows with some of them before all others."""
+    """All rows, starting with the given ones."""
     is_other = torch.ones(len(rows), dtype=torch.bool)
     is_other[first] = False
     return torch.cat([first, rows[is_other[rows]]])

@@ -1,4 +1,4 @@
-"""Anchors one by one: always the row that has most left to tell given those chosen before."""
+"""Greedy choice of anchors: always the row with the largest conditional entropy."""
 
 import torch
 from jaxtyping import Float, Int
@@ -6,15 +6,11 @@ from torch import Tensor
 
 
 def pivots(kernel: Float[Tensor, "m m"], count: int) -> Int[Tensor, " k"]:
-    """The rows that a pivoted Cholesky factorisation of I + S takes first.
+    """The first ``count`` pivots of a Cholesky factorisation of I + S, for positive semidefinite S.
 
     Given those before, each has the largest variance S_rr|Z, and so the largest entropy
     ½ log(1 + S_rr|Z); with the greedy choice ℓ(Z) is at least 1 − 1/e of the largest of so many
     rows, since it is submodular (Nemhauser et al., 1978).
-
-    Args:
-        kernel: S, symmetric positive semidefinite.
-        count: How many rows, at most m.
 
     Returns:
         Their numbers, in the order of the choice.

@@ -1,8 +1,8 @@
-"""Rows that have much in common given the anchors, in one block together.
+"""Blocks of rows that have much in common given the anchors.
 
-Of rows that tell the same the joint entropy is hardly more than that of one, where a block each
-would count it again and again. What they have in common is taken from the last layer's kernel
-(``last_layer``), as the choice of anchors is, and so is what to expect of each block.
+The joint entropy of similar rows is hardly more than that of one; in separate blocks it would be
+counted again and again. The last layer's kernel (``last_layer``) tells which rows are similar, as
+it does for the choice of anchors, and predicts the entropy of each block.
 """
 
 from dataclasses import dataclass, field
@@ -14,22 +14,22 @@ from torch import Tensor
 from evigrad.blocks.anchors.choice import Kernel
 from evigrad.blocks.anchors.scores import guessed, ranked, unit_score
 
-# So many rows for each of a block are looked at, those of the largest scores, but no more than
-# MOST_ROWS: their kernel has the square of it.
+# Rows considered for each row of a block, those of the largest scores, but no more than MOST_ROWS:
+# their kernel has the square of it.
 ROWS_PER_ROW = 16
 MOST_ROWS = 2048
-# Where those hold less of all curvature than this, it does not pay to look at them.
+# Where those hold a smaller share of all curvature than this, grouping them does not pay.
 LEAST_SHARE = 0.1
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Blocks that are known beforehand.
+    """Blocks that all partitions have.
 
     Attributes:
         parts: The rows of each, as n K + d.
-        shares: Of each in ℓ(B|Z) of all of them, by the last layer's kernel; by their numbers of
-            rows where all scores are the same.
+        shares: The share of each in ℓ(B|Z) of all of them, by the last layer's kernel; by their
+            numbers of rows where all scores are the same.
     """
 
     parts: list[Int[Tensor, " _"]] = field(default_factory=list)
@@ -43,18 +43,18 @@ def form_groups(
     kernel: Kernel,
     generator: torch.Generator,
 ) -> Groups:
-    """Blocks of the rows that have the largest scores but for the anchors.
+    """Blocks of the rows with the largest scores but for the anchors.
 
     Args:
         scores: |R_n[:, d]|² of every row (n, d).
         anchors: Rows as n K + d.
-        num_rows: Of a block, its anchors included.
-        kernel: Gives what is known of the products of rows, or None where nothing is.
+        num_rows: Rows of a block, its anchors included.
+        kernel: From rows to their inner products, or to None where unknown.
         generator: A CPU generator, for rows of equal scores.
 
     Returns:
-        The blocks; none where nothing is known, or where there are so many other rows that these
-        would make no difference.
+        The blocks; none where the kernel is unknown, or where so many rows are left that these
+        blocks would make no difference.
     """
     size = num_rows - len(anchors)
     flat = scores.flatten()
@@ -73,22 +73,14 @@ def form_groups(
         return Groups()
     parts, entropies = grouped(left, size)
     if bool((flat == flat[0]).all()):
-        # As in regression: the last layer tells what is alike, but not how much there is of it.
+        # As in regression: the last layer tells which rows are alike, but not their entropy.
         entropies = torch.tensor([len(part) for part in parts], dtype=torch.float64)
     total = float(entropies.sum())
     return Groups([chosen[part] for part in parts], entropies / total) if total > 0 else Groups()
 
 
 def conditional(kernel: Float[Tensor, "m m"], given: int) -> Float[Tensor, "r r"] | None:
-    """S_rr − S_rz (I + S_zz)⁻¹ S_zr: what is left of rows r given the rows z before them.
-
-    Args:
-        kernel: S, symmetric positive semidefinite.
-        given: How many rows come before.
-
-    Returns:
-        The kernel of the others; None where S is beyond the numbers' precision.
-    """
+    """S_rr − S_rz (I + S_zz)⁻¹ S_zr for the first rows z; None where rounding spoils I + S_zz."""
     own = kernel[:given, :given].double()
     factor, failed = torch.linalg.cholesky_ex(own + torch.eye(given, dtype=own.dtype))
     if int(failed):
@@ -101,7 +93,7 @@ def conditional(kernel: Float[Tensor, "m m"], given: int) -> Float[Tensor, "r r"
 def grouped(
     kernel: Float[Tensor, "r r"], size: int
 ) -> tuple[list[Int[Tensor, " _"]], Float[Tensor, " G"]]:
-    """Again and again the row that has most to tell, and those that are most correlated with it.
+    """Repeatedly the row of largest variance, with those most correlated with it.
 
     Args:
         kernel: Of the rows, symmetric positive semidefinite; observed with noise of variance one.
@@ -127,5 +119,5 @@ def grouped(
 
 def _entropies(kernel: Float[Tensor, "r r"], parts: Int[Tensor, "G b"]) -> Float[Tensor, " G"]:
     own = kernel[parts[:, :, None], parts[:, None, :]].double()
-    # Rounding may have made eigenvalues negative that are next to nothing.
+    # Rounding may have made tiny eigenvalues negative.
     return torch.linalg.eigvalsh(own).clamp(min=0.0).log1p().sum(-1)

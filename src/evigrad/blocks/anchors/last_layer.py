@@ -1,13 +1,13 @@
-"""The kernel of a network's last layer: what a forward pass tells of how alike rows are.
+"""The kernel of a network's last layer: a forward pass tells how alike rows are.
 
-The row (n, d) has in the last layer W φ_n + b the derivative R_n[:, d] ⊗ (φ_n, 1), so that of two
-rows the products are
+The row (n, d) has in the last layer W φ_n + b the derivative R_n[:, d] ⊗ (φ_n, 1), so that the
+inner product of two rows is
 
     (R_n[:, d]ᵀ R_n'[:, d']) (φ_nᵀ φ_n' / δ_W + 1 / δ_b).
 
-The kernel of all layers is larger, and looks alike: anchors and blocks that are chosen by the last
+The kernel of all layers is larger but similar: anchors and blocks that are chosen by the last
 layer's are as good as those by the whole one (``benchmarks/anchor_search.py``). It only steers a
-choice that is free; no number depends on whether it is right.
+free choice; any kernel leaves the estimate a bound.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,18 +32,18 @@ class Network(Protocol):
         ...
 
     def last_layer(self, x: Tensor) -> "tuple[Float[Tensor, 'm C'], LastLayer | None]":
-        """Outputs, and the last layer where there is one that is linear."""
+        """Outputs, and the last layer where there is a linear one."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class LastLayer:
-    """A linear layer that the outputs come from.
+    """The linear layer that computes the outputs.
 
     Attributes:
-        features: φ of each datum, its inputs; the mean where it has several.
-        of_weight: 1/δ_W, over the temperature; the mean where weights have their own.
-        of_bias: 1/δ_b, as well; 0 where there is none.
+        features: φ of each datum, the layer's inputs; their mean where a datum has several.
+        of_weight: 1/δ_W over the temperature; the mean where weights have their own precisions.
+        of_bias: 1/δ_b over the temperature; 0 where there is no bias.
     """
 
     features: Float[Tensor, "m F"]
@@ -51,29 +51,14 @@ class LastLayer:
     of_bias: float
 
     def kernel(self, vectors: Float[Tensor, "m C"]) -> Float[Tensor, "m m"]:
-        """The share of the layer in S.
-
-        Args:
-            vectors: The root's column of each row; the features are those of its datum.
-
-        Returns:
-            Inner products of the rows.
-        """
+        """The layer's part of S for rows with these columns of the root."""
         inputs = (self.features * self.of_weight) @ self.features.mT
         return inputs.add_(self.of_bias).mul_(vectors @ vectors.mT)
 
 
 @contextmanager
 def watched(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[list[Any]]:
-    """Watch which linear layer is called last.
-
-    Args:
-        model: The network.
-        weights: Its weights by name; layers without any of them do not count.
-
-    Yields:
-        A list that holds the last call so far: module, input and output.
-    """
+    """Watch which linear layer with one of the weights is called last: module, input, output."""
     own = {id(weight) for weight in weights.values()}
     last: list[Any] = []
 
@@ -100,18 +85,7 @@ def last_layer(
     precisions: Mapping[str, Tensor],
     temperature: float,
 ) -> LastLayer | None:
-    """The last layer, from what was watched.
-
-    Args:
-        call: The last call of a linear layer.
-        f: The outputs that it led to.
-        weights: By name.
-        precisions: Of the prior, by name.
-        temperature: T.
-
-    Returns:
-        The layer, or None where no linear layer gives as many numbers as there are outputs.
-    """
+    """The last layer, from a watched call; None unless it gives as many numbers as f."""
     if not call:
         return None
     layer, inputs, output = call
@@ -131,15 +105,10 @@ def last_layer(
 
 
 class LastLayerKernel:
-    """Inner products of rows by the last layer alone, with the weights that it has at first.
+    """Inner products of rows by the last layer alone, with the weights at the first call.
 
-    Args:
-        network: Gives outputs and last layer.
-        likelihood: Gives their root.
-        root: Its kind.
-        source: The data; each that is asked for goes through the network once.
-        num_columns: K, the columns of the root that rows are of.
-        batch_size: Data that go through the network at once.
+    Each datum that is needed goes through the network once. Rows are of the root's first K
+    columns.
     """
 
     def __init__(
@@ -153,21 +122,14 @@ class LastLayerKernel:
     ) -> None:
         self._network, self._likelihood, self._root = network, likelihood, root
         self._source, self._num_columns, self._batch_size = source, num_columns, batch_size
-        self._place = torch.full((len(source),), -1)  # of each datum among those that were seen
+        self._place = torch.full((len(source),), -1)  # each datum's place in the lists below
         self._seen = 0
         self._layers: list[LastLayer] = []
         self._vectors: list[Tensor] = []
         self._is_there = True
 
     def __call__(self, rows: Int[Tensor, " m"]) -> Float[Tensor, "m m"] | None:
-        """What the last layer says of rows.
-
-        Args:
-            rows: n K + d.
-
-        Returns:
-            The kernel, on the CPU; None where the network has no such layer.
-        """
+        """The kernel of rows n K + d, on the CPU; None without a linear last layer."""
         data, columns = rows // self._num_columns, rows % self._num_columns
         if not len(rows) or not self._is_there:
             return None
@@ -180,7 +142,7 @@ class LastLayerKernel:
         return together.kernel(torch.cat(self._vectors)[position, columns]).cpu()
 
     def _look(self, data: Int[Tensor, " n"]) -> None:
-        """Take note of data that were not seen yet, or of there being no such layer."""
+        """Store what is needed of new data, or that there is no such layer."""
         listed = torch.arange(self._num_columns)
         new = data[self._place[data] < 0]
         for part in new.split(self._batch_size) if len(new) else ():

@@ -1,10 +1,10 @@
-"""What to expect of blocks that were not looked at yet, from those that were.
+"""Predicted entropies of blocks, calibrated by the blocks that were evaluated.
 
-A block of rows B with scores λ is guessed to have Σ_r log(1 + λ_r/λ_Z), λ_Z a typical score of an
-anchor (``scores``): the anchors hold most of what the largest rows have. How far off that is, is
-learned for each column of the root, and for all groups, from the values ℓ(B|Z) that estimates come
-upon. The values only steer which blocks are drawn how often: whatever they are, the expectation of
-the estimate is the same bound.
+A block of rows B with scores λ is predicted to have Σ_r log(1 + λ_r/λ_Z), λ_Z a typical score of an
+anchor (``scores``): the anchors hold most of what the largest rows have. The ratio to the true
+value is learned for each column of the root, and for all groups, from the values ℓ(B|Z) of
+estimates. Predictions only steer which blocks are drawn how often: the expectation of the estimate
+is the same bound whatever they are.
 """
 
 import math
@@ -15,43 +15,29 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-# Blocks are drawn uniformly in this part of all cases: no weight is larger than M over it.
+# Blocks are drawn uniformly in this part of all cases: no weight exceeds M / FLOOR.
 FLOOR = 0.03
-# Part of the way to what was seen last.
+# Step towards the last observation.
 RATE = 0.5
-# An observation moves what is expected by no more than this factor.
+# An observation changes a ratio by no more than this factor.
 LOG_LIMIT = math.log(1e3)
 
 
 class Masses:
-    """Learns ratios of what was seen to what was guessed, one for each column of the root."""
+    """Learns the ratio of observed to predicted entropies for each calibration group."""
 
     def __init__(self) -> None:
         self._ratios: dict[int, float] = {}  # logarithms
 
     def expected(self, keys: Sequence[int], guesses: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
-        """What is expected of ℓ(B|Z) for blocks, in nats once some were seen.
-
-        Args:
-            keys: The first column of each block's rows.
-            guesses: Of the blocks.
-
-        Returns:
-            One number for each block, float64.
-        """
+        """Calibrated predictions of ℓ(B|Z), in nats once some were observed, float64."""
         known = list(self._ratios.values())
         otherwise = sum(known) / len(known) if known else 0.0
         logs = [self._ratios.get(key, otherwise) for key in keys]
         return guesses * torch.tensor(logs, dtype=torch.float64).exp()
 
     def observe(self, column: int, guess: float, seen: float) -> None:
-        """Learn from a block; from several in any order, also from the same one again.
-
-        Args:
-            column: The first column of its rows.
-            guess: Of the block.
-            seen: Its ℓ(B|Z).
-        """
+        """Learn from a block's ℓ(B|Z); blocks may come in any order, and again."""
         if not (guess > 0 and seen > 0 and math.isfinite(seen / guess)):
             return
         known = list(self._ratios.values())
@@ -66,11 +52,7 @@ class Masses:
         return {"ratios": dict(self._ratios)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state of ``state_dict``.
-
-        Args:
-            state: What it returned.
-        """
+        """Restore a state of ``state_dict``."""
         self._ratios = dict(state["ratios"])
 
 
@@ -79,11 +61,11 @@ def probabilities(
     counts: Float[Tensor, " M"] | None = None,
     floor: float = FLOOR,
 ) -> Float[Tensor, " M"]:
-    """π of blocks: in proportion to what is expected of them, with a uniform floor.
+    """π of blocks: in proportion to their predictions, with a uniform floor.
 
     Args:
-        expected: At least 0.
-        counts: How many blocks each number stands for; None is one.
+        expected: Predictions, at least 0.
+        counts: How many blocks each number stands for; None for one each.
         floor: The part of all cases in which blocks are drawn uniformly.
 
     Returns:
@@ -98,15 +80,15 @@ def probabilities(
 
 
 def control_variate(expected: Float[Tensor, " M"], own: float, probability: float) -> float:
-    """Σ_m e_m − e/π: added to an estimate by one block, it cancels most of what the draw is off by.
+    """Σ_m e_m − e/π, which cancels most of the error of an estimate by one block.
 
     Args:
-        expected: Of all blocks, none of them learned from this draw.
-        own: e, of the one that was drawn.
-        probability: π, with which it was.
+        expected: e_m of all blocks, none of them learned from this draw.
+        own: e, the prediction for the block that was drawn.
+        probability: π, its probability.
 
     Returns:
-        A number in nats whose expectation is zero; 0 where nothing sensible is expected.
+        A number in nats whose expectation is zero; 0 where predictions are useless.
     """
     total = float(expected.sum())
     return total - own / probability if 0 < total < float("inf") else 0.0

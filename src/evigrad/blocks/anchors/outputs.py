@@ -1,4 +1,4 @@
-"""What the network said last of every datum: the scores of rows without a pass of their own."""
+"""The network's latest outputs for every datum: they score rows without a pass of their own."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,13 +11,10 @@ from evigrad.errors import InputError
 
 
 class OutputMemory:
-    """The latest outputs of each datum, as training and estimates have seen them.
+    """The latest outputs of each datum, as training and estimates computed them.
 
-    They may be some steps old, or those of another random transform: anchors are a matter of
-    choice, and any choice gives a bound.
-
-    Args:
-        num_data: N.
+    They may be some steps old, or those of another random transform: any choice of anchors gives a
+    bound.
     """
 
     def __init__(self, num_data: int) -> None:
@@ -26,15 +23,7 @@ class OutputMemory:
         self._seen: Bool[Tensor, " N"] = torch.zeros(num_data, dtype=torch.bool)
 
     def update(self, indices: Tensor, f: Float[Tensor, "m C"]) -> None:
-        """Take note of outputs.
-
-        Args:
-            indices: Positions (m,) of the data in the data set.
-            f: Their outputs; no graph is kept.
-
-        Raises:
-            InputError: If there is no such position, or the numbers of data differ.
-        """
+        """Store outputs (m, C), without a graph, of the data at positions (m,)."""
         where, values = indices.cpu(), f.detach().float().cpu()
         if where.shape != (len(values),):
             raise InputError(
@@ -50,16 +39,12 @@ class OutputMemory:
         self._seen[where] = True
 
     def missing(self) -> Int[Tensor, " n"]:
-        """Positions of the data that were never seen."""
+        """Positions of the data without outputs."""
         return (~self._seen).nonzero().squeeze(1)
 
     @property
     def outputs(self) -> Float[Tensor, "N C"]:
-        """The latest outputs of all data, on the CPU.
-
-        Raises:
-            InputError: If some were never seen.
-        """
+        """The latest outputs of all data, on the CPU; raises if some are missing."""
         if self._outputs is None or not bool(self._seen.all()):
             raise InputError("The outputs of some data are not known.")
         return self._outputs
@@ -69,11 +54,7 @@ class OutputMemory:
         return {"outputs": self._outputs, "seen": self._seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state of ``state_dict``.
-
-        Args:
-            state: Of the same number of data.
-        """
+        """Restore a state of ``state_dict`` for as many data."""
         outputs = state["outputs"]
         self._outputs = None if outputs is None else outputs.clone()
         self._seen = state["seen"].clone()

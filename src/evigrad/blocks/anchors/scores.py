@@ -13,8 +13,8 @@ class Scores:
 
     Attributes:
         head: |R_n[:, d]|² of each row of the first K columns.
-        tail: The sum of those of all columns behind.
-        behind: How many columns there are behind; 0 where they are none, or zero for certain.
+        tail: The sum of those of all later columns.
+        behind: How many later columns there are; 0 also where they are certainly zero.
     """
 
     head: Float[Tensor, "N K"]
@@ -23,52 +23,26 @@ class Scores:
 
     @property
     def num_rows(self) -> int:
-        """All rows."""
+        """Number of all rows."""
         return self.head.numel() + len(self.tail) * self.behind
 
 
 def ranked(
     rows: Int[Tensor, " r"], flat: Float[Tensor, " R"], generator: torch.Generator
 ) -> Int[Tensor, " r"]:
-    """Rows by falling score, and those of equal scores in random order.
-
-    Args:
-        rows: Their numbers, n K + d.
-        flat: The scores of all rows.
-        generator: A CPU generator.
-
-    Returns:
-        The same numbers in another order; uniformly at random where all scores are equal.
-    """
+    """Rows n K + d by falling score; rows of equal scores are in random order."""
     rows = rows[torch.randperm(len(rows), generator=generator)]
     return rows[flat[rows].argsort(descending=True, stable=True)]
 
 
 def guessed(flat: Float[Tensor, " R"], unit: float) -> Float[Tensor, " R"]:
-    """What rows are guessed to hold given the anchors: log(1 + λ/λ_Z).
-
-    Args:
-        flat: λ, the scores of rows.
-        unit: λ_Z, as of ``unit_score``.
-
-    Returns:
-        One number for each row, float64.
-    """
+    """Predicted entropy of rows given the anchors, log(1 + λ/λ_Z), float64; see ``unit_score``."""
     return (flat.double() / unit).log1p()
 
 
 def unit_score(flat: Float[Tensor, " R"], anchors: Int[Tensor, " Z"]) -> float:
-    """λ_Z: the lower quartile of the anchors' scores, or the median of all where there are none.
-
-    Not the least one: some anchors may have been chosen without a look at their scores.
-
-    Args:
-        flat: The scores of all rows.
-        anchors: Their numbers.
-
-    Returns:
-        A positive number.
-    """
+    """λ_Z > 0: the lower quartile of the anchors' scores; without anchors the median of all."""
+    # Not the least score: some anchors may have been chosen without regard to scores.
     chosen = flat[anchors] if len(anchors) else flat
     positive = chosen[chosen > 0].sort().values
     if not len(positive):

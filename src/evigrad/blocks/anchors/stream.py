@@ -1,4 +1,4 @@
-"""The endless stream of anchored blocks: which one is drawn, and what is expected of it."""
+"""The endless stream of anchored blocks: draws by predicted entropy."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,20 +17,13 @@ from evigrad.blocks.partitions import choose_distinct
 from evigrad.blocks.sources import Source
 from evigrad.blocks.streams import Stream
 
-# Data of a block's log likelihood, for each of its rows: a forward pass each, where a row takes
-# three.
+# Data of a block's log likelihood, for each of its rows: each costs a forward pass, a row three.
 LIKELIHOOD_SHARE = 0.25
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What partitions are drawn from.
-
-    Attributes:
-        anchors: Rows as n K + d.
-        groups: Blocks that all partitions have.
-        scores: Of every row.
-    """
+    """Anchors (rows as n K + d), groups and scores, from which partitions are drawn."""
 
     anchors: Int[Tensor, " Z"]
     groups: Groups
@@ -41,15 +34,15 @@ class AnchoredStream(Stream):
     """An endless stream of anchored blocks with their data.
 
     Each iteration (``for``, ``take``, ``epoch``) takes anchors and a partition of the rest anew.
-    ``take`` draws blocks of it, each as likely as it is expected to matter, and a new partition
-    after as many draws as it has blocks; ``epoch`` goes through all of them once.
+    ``take`` draws blocks in proportion to their predicted entropies, and a new partition after as
+    many draws as it has blocks; ``epoch`` goes through all of them once.
 
     Args:
         source: The data.
         anchoring: How often anchors are chosen anew.
-        num_rows: Of a block.
+        num_rows: Rows of a block.
         prepare: Returns anchors, groups and scores, at the beginning of an iteration.
-        masses: What to expect of blocks.
+        masses: Predicts the entropies of blocks.
         generator: A CPU generator.
     """
 
@@ -67,7 +60,7 @@ class AnchoredStream(Stream):
 
     @property
     def is_constant(self) -> bool:
-        """Never: blocks are drawn, and the data of their log likelihood too."""
+        """False, as blocks and the data of their log likelihood are drawn."""
         return False
 
     @property
@@ -76,32 +69,19 @@ class AnchoredStream(Stream):
         return self._anchoring.refresh
 
     def __iter__(self) -> Iterator[Block]:
-        """Blocks drawn from partition after partition, without end."""
         prepared = self._prepare()
         while True:
             made = self._partition(prepared)
             for _ in range(max(1, made.num_blocks)):
-                # Drawn late, as what was seen of the last block tells what to expect of this one.
+                # Drawn late, as the last block's value calibrates the predictions.
                 yield self._alone(made, [self._draw(made)] if made.num_blocks else [])
 
     def round(self, n: int, at_once: int = 1) -> Iterator[Block]:
-        """Blocks whose mean several steps share.
-
-        Args:
-            n: How many draws, at most.
-            at_once: How many of them a block holds, with the anchors that they share.
-
-        Returns:
-            As ``take`` draws them, or all of a partition that has no more.
-        """
+        """See ``Stream.round``: drawn as by ``take``, or all of a partition of at most n."""
         return self.drawn(n, whole=True).blocks(at_once)
 
     def epoch(self) -> Iterator[Block]:
-        """The blocks of exactly one partition, whose mean is ℓ(Z) + Σ_m ℓ(B_m|Z).
-
-        Yields:
-            Blocks with their inputs and targets.
-        """
+        """See ``Stream.epoch``; the mean is ℓ(Z) + Σ_m ℓ(B_m|Z)."""
         made = self._partition(self._prepare())
         for draw in self._each(made):
             yield self._alone(made, [draw])
@@ -109,7 +89,7 @@ class AnchoredStream(Stream):
             yield self._alone(made, [])
 
     def drawn(self, n: int, whole: bool = False) -> "Drawn":
-        """Draws of one partition, of which nothing is random any more.
+        """Fixed draws of one partition.
 
         Args:
             n: How many.
@@ -135,7 +115,7 @@ class AnchoredStream(Stream):
         count = made.num_blocks
         expected = self._masses.expected(made.keys, made.guesses)
         for number in torch.randperm(count, generator=self._generator).tolist():
-            # Offsets that have no part in the mean of all; of each they take what it is off by.
+            # Offsets that cancel in the mean of all, and remove most of each draw's error.
             offset = control_variate(expected, self._of_one(made, number, expected), 1.0 / count)
             yield Draw(number, float(count), offset, self._of_one(made, number, made.guesses))
 
@@ -145,7 +125,7 @@ class AnchoredStream(Stream):
         number = int(torch.multinomial(chances, 1, generator=self._generator))
         chance = float(chances[number])
         if made.tail is not None and number == len(made.parts):
-            # Of the tail any of its blocks.
+            # The tail has one entry: any of its blocks.
             chance /= made.tail.count
             number += int(torch.randint(made.tail.count, (), generator=self._generator))
         offset = control_variate(expected, self._of_one(made, number, expected), chance)
@@ -153,7 +133,7 @@ class AnchoredStream(Stream):
 
     @staticmethod
     def _of_one(made: AnchoredBlocks, number: int, values: Float[Tensor, " _"]) -> float:
-        """What is said of a part, where all of the tail has one number."""
+        """The value of a part; all of the tail has one value, which its parts share."""
         group = made.group(number)
         return float(values[group]) / float(made.counts[group])
 
@@ -161,7 +141,7 @@ class AnchoredStream(Stream):
         return Drawn(self._source, made, draws, self._likelihood_data(made, 1)).block(0, 1)
 
     def _likelihood_data(self, made: AnchoredBlocks, count: int) -> Int[Tensor, "d u"]:
-        """The data of the log likelihood of so many draws; together they are spread over all."""
+        """The data of each draw's log likelihood; together they cover the data evenly."""
         num_data = len(self._source)
         each = min(max(1, int(LIKELIHOOD_SHARE * self._num_rows)), num_data)
         if made.num_blocks <= 1:
@@ -179,9 +159,9 @@ class Drawn:
 
     Attributes:
         source: The data.
-        partition: What is drawn from.
-        draws: Of its parts, by their numbers.
-        of_likelihood: The data of each draw's log likelihood; of the anchors alone without any.
+        partition: The partition that was drawn from.
+        draws: Draws of its parts, by their numbers.
+        of_likelihood: The data of each draw's log likelihood; of the anchors' where none is drawn.
     """
 
     source: Source
@@ -190,28 +170,13 @@ class Drawn:
     of_likelihood: Int[Tensor, "d u"]
 
     def blocks(self, at_once: int) -> Iterator[Block]:
-        """The draws in blocks, or one of the anchors alone where these are all rows.
-
-        Args:
-            at_once: How many of them a block holds, with the anchors that they share.
-
-        Yields:
-            Blocks with their inputs and targets.
-        """
+        """The draws in blocks of ``at_once``; the anchors alone where all rows are anchors."""
         count = len(self.draws) if self.partition.num_blocks else 1
         for start in range(0, count, at_once):
             yield self.block(start, at_once)
 
     def block(self, start: int, count: int) -> Block:
-        """Some of the draws in a block, or the anchors alone where these are all rows.
-
-        Args:
-            start: The position of the first one.
-            count: How many, at most.
-
-        Returns:
-            A block with its inputs and targets.
-        """
+        """``count`` draws at most, from ``start`` on, in a block with its data; see ``blocks``."""
         some = slice(start, start + count)
         block = self.partition.block(self.draws[some], self.of_likelihood[some])
         inputs, targets = self.source.fetch(block.indices)

@@ -12,14 +12,14 @@ from evigrad.blocks.anchors.scores import Scores
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """The rows of unlikely columns in blocks, without a list of them: there may be millions.
+    """The rows of unlikely columns in blocks, without a list of the rows.
 
-    An affine map t ↦ (a t + c) mod T with a random a that has no divisor in common with T is a
-    permutation; block b holds what it makes of b size, b size + 1, …
+    An affine map t ↦ (a t + c) mod T with a random a coprime to T is a permutation; block b holds
+    the images of b size, b size + 1, …
 
     Attributes:
         first: The first of the columns.
-        behind: Their number.
+        behind: Number of the columns.
         num_rows: T.
         size: Rows in a block.
         factor: a.
@@ -35,16 +35,7 @@ class Tail:
 
     @classmethod
     def draw(cls, scores: Scores, size: int, generator: torch.Generator) -> "Tail":
-        """Draw a partition.
-
-        Args:
-            scores: Of the rows.
-            size: Rows in a block.
-            generator: A CPU generator.
-
-        Returns:
-            The partition.
-        """
+        """Draw a partition into blocks of ``size`` rows."""
         num_rows = len(scores.tail) * scores.behind
 
         def number() -> int:
@@ -61,16 +52,9 @@ class Tail:
         return -(-self.num_rows // self.size)
 
     def rows(self, number: int) -> tuple[Int[Tensor, " b"], Int[Tensor, " b"]]:
-        """A block.
-
-        Args:
-            number: Of the block.
-
-        Returns:
-            Data and columns.
-        """
+        """Data and columns of a block."""
         stop = min((number + 1) * self.size, self.num_rows)
-        # In Python's numbers: a t may be beyond 64 bits.
+        # In Python's integers: a t may exceed 64 bits.
         places = range(number * self.size, stop)
         chosen = torch.tensor([(self.factor * t + self.shift) % self.num_rows for t in places])
         return chosen // self.behind, self.first + chosen % self.behind
