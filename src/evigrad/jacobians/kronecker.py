@@ -57,7 +57,7 @@ class KroneckerUse:
         return _Gram.apply(self._flat(dtype), _gram, _gram_pull)
 
     def inner_input_gram(self, cotangent: Float[Tensor, "G i i"]) -> Float[Tensor, ""]:
-        """⟨cotangent, ``input_gram``⟩ in the cotangent's type; once differentiable in x."""
+        """⟨cotangent, ``input_gram``⟩ in the cotangent's type; once differentiable in inputs."""
         return _Form.apply(self._flat(cotangent.dtype), _symmetric(cotangent), _gram_pull)
 
     def input_sum(self) -> Float[Tensor, "m G i"]:

@@ -133,7 +133,7 @@ class Linearization:
         rows: dict[str, Tensor | None] = {}
         with self._computing(), torch.no_grad():
             closed = [name for name in self._weights if self.is_closed(name)]
-            # The cotangents of all data, so that a path shows that confuses the rows of two data.
+            # With the cotangents of all data, a path that confuses the rows of two data shows.
             gradients = self._pulled(vectors, closed, differentiable=False)
             for name in closed:
                 for call, slot in self._uses[name]:
@@ -313,7 +313,7 @@ class Linearization:
         average: bool,
     ) -> KroneckerUse:
         gradient = gradients[id(call)]
-        if gradient is None:  # the model's outputs do not use those of the call
+        if gradient is None:  # the model's outputs do not depend on this call
             shape = (*vectors.shape[:2], call.parts, *call.output_shape[1:])
             gradient = vectors.new_zeros(shape)
         use = call.factors(gradient, average)

@@ -94,7 +94,7 @@ def _stride_before(
 
 
 def _dimension(shape: Sequence[int], stride: int, m: int) -> int | None:
-    """The one dimension that tells an entry's datum, of size (groups, m, parts)."""
+    """The one dimension that counts the data, of size (groups, m, parts); None if there is none."""
     inner = 1
     for dim in reversed(range(len(shape))):
         size = shape[dim]
@@ -168,7 +168,7 @@ _VIEWS = frozenset(("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"
 
 
 def _operation(node: Node) -> str:
-    """The name of an operation of PyTorch's own, else an empty string."""
+    """The name of a built-in operation, else an empty string."""
     name = node.name()
     # A custom function's node has a name that ends in "Backward", without a digit.
     return name.rstrip("0123456789").removesuffix("Backward") if name[-1:].isdigit() else ""

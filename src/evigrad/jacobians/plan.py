@@ -25,7 +25,7 @@ from evigrad.jacobians.recorder import Recorder, graph_nodes, reachable
 from evigrad.jacobians.state import model_run, without_autocast
 from evigrad.jacobians.verification import Reference, close
 
-# Two batch sizes tell the dimension of the data from every other one; the larger is also the
+# Two batch sizes distinguish the dimension of the data from all others; the larger is also the
 # number of data on which rows are compared.
 _PROBE_SIZES = (2, 3)
 

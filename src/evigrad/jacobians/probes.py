@@ -22,7 +22,7 @@ _MOVE = 0.1
 
 
 def distinct_probe(model: nn.Module, x: Tensor, size: int) -> tuple[Tensor, bool]:
-    """So many inputs, different where possible, and whether no two of them are equal."""
+    """``size`` inputs, different where possible, and whether no two of them are equal."""
     # Among equal data a layer that sorts or mixes them goes unnoticed.
     given = x.detach()[torch.arange(size, device=x.device) % len(x)]
     if _all_differ(given):

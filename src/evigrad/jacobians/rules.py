@@ -46,7 +46,7 @@ class Rule(ABC):
 
     @abstractmethod
     def match(self, *args: Any, **kwargs: Any) -> Match | None:
-        """Read a call's arguments, in the function's signature; None where this form fails."""
+        """Read a call's arguments, in the function's signature; None if no closed form holds."""
 
     def call(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -45,7 +45,7 @@ def spot_check(
         x: The m inputs of the pass.
         plan: The plan that the pass was made with.
         linearization: The pass.
-        vectors: Cotangents that its rows are taken with.
+        vectors: The cotangents of its rows.
         index: Which datum, in 0 ... m - 1.
 
     Returns:

@@ -28,7 +28,7 @@ _SECOND_ORDER_FACTOR = 10.0
 
 def close(value: Tensor, expected: Tensor, norm: Tensor | float = 0.0, factor: float = 1.0) -> bool:
     """Whether two tensors agree in norm up to rounding; False where one is not finite."""
-    # ``norm`` is that of the tensors that rounding errors came from, where it is larger.
+    # ``norm`` belongs to the tensors that rounding errors came from, where it is larger.
     relative, rounding = tolerances(expected)
     allowed = relative * expected.norm() + rounding * norm
     return value.shape == expected.shape and bool((value - expected).norm() <= factor * allowed)
@@ -105,9 +105,9 @@ class Reference:
 
     def _with_right_derivatives(self, names: list[str], compute: Rows) -> set[str]:
         """The names whose rows' derivatives agree; all where the reference has none."""
-        # It compares gradients of random functions of the rows in all that they depend on, as
-        # right first derivatives do not imply right second ones: layer normalisation under
-        # ``vmap``, for one, takes its own statistics for constants.
+        # Gradients of random functions of the rows are compared, in all that they depend on: right
+        # first derivatives do not imply right second ones. Layer normalisation under ``vmap``, for
+        # example, treats its own statistics as constants.
         x, vectors = self.x[:2].clone(), self._vectors[:2, :1].clone().requires_grad_()
         own = {id(p) for p in self.weights.values()}
         arguments = [p for p in self.model.parameters() if p.requires_grad and id(p) not in own]

@@ -78,7 +78,7 @@ class AnchoredBlocks:
             keys += [int(columns[0])] * len(dealt)
         unit = unit_score(flat, anchors)
         held = guessed(flat, unit)
-        # Groups have the unit of the others: blocks that seem negligible beside them would hardly
+        # Groups are predicted in the unit of the others: blocks that seem negligible would hardly
         # ever be drawn, and then with a huge weight.
         of_groups = groups.shares * _sums(held, groups.parts).sum()
         guesses = torch.cat([of_groups, _sums(held, parts)])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 # Blocks are drawn uniformly in this part of all cases: no weight exceeds M / FLOOR.
 FLOOR = 0.03
-# Step towards the last observation.
+# Step size of a ratio's logarithm towards the last observation.
 RATE = 0.5
 # An observation changes a ratio by no more than this factor.
 LOG_LIMIT = math.log(1e3)

@@ -17,7 +17,7 @@ from evigrad.blocks.partitions import choose_distinct
 from evigrad.blocks.sources import Source
 from evigrad.blocks.streams import Stream
 
-# Data of a block's log likelihood, for each of its rows: each costs a forward pass, a row three.
+# Data of a block's log likelihood per row: such a datum costs one forward pass, a row three.
 LIKELIHOOD_SHARE = 0.25
 
 
