@@ -6,29 +6,36 @@ JOBS ?= 2
 CONFIG ?= experiments/mnist5k.yaml
 TORCH ?= 2.13.0
 PYTEST_ARGS ?=
+FIGURE ?= fig4
+PRESET ?= small
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SETTINGS := pyproject.toml constraints.txt
-PATHS := $(wildcard src tests benchmarks examples)
+PATHS := $(wildcard src tests benchmarks examples experiments)
 # One thread for each test process: several on a core each only get in each other's way.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 comma := ,
 say = @echo "==> $(1)"
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check-long format clean constraints
+.PHONY: help run reproduce test check-long format clean constraints
 
 help: ## Show this list
 	@echo "make TARGET, with TARGET one of"
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | \
 		while IFS='|' read -r name words; do printf '%-16s%s\n' "$$name" "$$words"; done
-	@echo "Settings: PYTHON=$(PYTHON) JOBS=$(JOBS) CONFIG=$(CONFIG) PYTEST_ARGS='$(PYTEST_ARGS)'"
+	@echo "Settings: PYTHON=$(PYTHON) JOBS=$(JOBS) CONFIG=$(CONFIG) FIGURE=$(FIGURE) PRESET=$(PRESET)"
+	@echo "          PYTEST_ARGS='$(PYTEST_ARGS)'"
 
 run: $(VENV)/.run ## Install, then train a network on digits and learn its weight decay per layer
 	$(call say,Training a network on real digits and learning its weight decay ($(CONFIG)))
 	@$(BIN)/evigrad train --config $(CONFIG)
+
+reproduce: $(VENV)/.experiments ## Install, then run a figure or table of the paper: FIGURE=fig4 PRESET=small
+	$(call say,Reproducing $(FIGURE)$(comma) preset $(PRESET): what is done already is not done again)
+	@$(BIN)/python -m experiments $(FIGURE) --preset $(PRESET)
 
 test: $(VENV)/.test ## Install, then run all checks: ruff, import-linter, basedpyright, pytest
 	$(call say,ruff: common mistakes$(comma) imports and docstrings that agree with the code)
@@ -71,10 +78,15 @@ $(VENV)/.run: $(SETTINGS) | $(VENV)/.made
 	@$(PIP) install -c constraints.txt -e '.[all]'
 	@touch $@
 
+$(VENV)/.experiments: $(SETTINGS) | $(VENV)/.made
+	$(call say,Installing evigrad and what its experiments need with the versions of constraints.txt)
+	@$(PIP) install -c constraints.txt -e '.[experiments]'
+	@touch $(VENV)/.run $@
+
 $(VENV)/.test: $(SETTINGS) | $(VENV)/.made
 	$(call say,Installing evigrad and its checkers with the versions of constraints.txt (minutes the first time))
 	@$(PIP) install -c constraints.txt -e '.[all,dev]'
-	@touch $(VENV)/.run $@
+	@touch $(VENV)/.run $(VENV)/.experiments $@
 
 $(VENV)/.made:
 	@command -v $(PYTHON) > /dev/null || { \

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from evigrad.experiments import Experiment, Place, Store, make_experiment
+from evigrad.cli.trainings import Place
+from experiments.definition import Experiment, make_experiment
+from experiments.kinds import Bounds
 
 TRAINING: dict[str, Any] = {
     "data": "digits",
@@ -18,21 +20,22 @@ TRAINING: dict[str, Any] = {
     "steps": 1,
 }
 GRID = {"start": 0.1, "stop": 10.0, "count": 3, "log": True}
+BOUNDS: dict[str, Any] = {
+    "kind": "bounds",
+    "title": "Bounds",
+    "seeds": [0],
+    "training": TRAINING,
+    "panels": {"prior": {"axis": "precision", "hyperparameter": "precision", "grid": GRID}},
+    "curves": {"ntk-10-C": "m = 10", "ntk-N-C": "full"},
+    "orderings": [["ntk-N-C", "ntk-10-C"]],
+}
 
 
 def place_in(folder: Path) -> Place:
-    return Place(Store(folder), device="cpu", threads=1)
+    return Place(folder, device="cpu", threads=1)
 
 
 def bounds(**changes: Any) -> Experiment:
-    panel = {"axis": "precision", "hyperparameter": "precision", "grid": GRID, "training": {}}
-    content = {
-        "kind": "bounds",
-        "title": "Bounds",
-        "seeds": [0],
-        "training": TRAINING,
-        "panels": {"prior": panel},
-        "curves": {"ntk-10-C": "m = 10", "ntk-N-C": "full"},
-        "orderings": [["ntk-N-C", "ntk-10-C"]],
-    }
-    return make_experiment("small", content | changes)
+    made = make_experiment("small", BOUNDS | changes)
+    assert isinstance(made, Bounds)
+    return made

@@ -192,6 +192,23 @@ class EstimatorSpec:
         return self.name
 
     @property
+    def is_full_batch(self) -> bool:
+        """Whether nothing is drawn: all data and all outputs are one block."""
+        return self.subset is None and self.outputs is None
+
+    @property
+    def family(self) -> tuple[str, str]:
+        """What it has in common with others of other sizes, and its own size.
+
+        Returns:
+            As ``("ntk-m-1", "50")``; of a full-batch estimator twice its name.
+        """
+        if self.is_full_batch:
+            return self.name, self.name
+        _, subset, *rest = self.name.split("-")
+        return "-".join([self.structure, "k" if self.rows else "m", *rest]), subset
+
+    @property
     def default_root(self) -> str:
         """The root of the likelihood's Hessian when the user names none.
 

@@ -173,7 +173,7 @@ def test_make_run_shows_real_digits_beside_map(capsys):
 
 def test_the_doctor_lists_every_parameter_and_the_cost(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("evigrad.cli.doctor._SECONDS_EACH", 0.01)
+    monkeypatch.setattr("evigrad.training.timing.SECONDS", 0.01)
     arguments = "--data digits --subset 60 --model mlp --estimator kfac-20-1 --prior scalar"
     run("doctor", *arguments.split(), "--device", "cpu")
     output = capsys.readouterr().out
@@ -187,7 +187,7 @@ def test_the_doctor_lists_every_parameter_and_the_cost(capsys, tmp_path, monkeyp
 
 
 def test_the_doctor_shows_the_micro_batches_that_it_chose(capsys, monkeypatch):
-    monkeypatch.setattr("evigrad.cli.doctor._SECONDS_EACH", 0.01)
+    monkeypatch.setattr("evigrad.training.timing.SECONDS", 0.01)
     arguments = "doctor --data digits --subset 60 --model mlp --estimator kfac-20-1 --device cpu"
     run(*arguments.split(), "--micro-batch", "auto", "--memory-budget", "100kB")
     words = " ".join(capsys.readouterr().out.split())
@@ -362,10 +362,6 @@ IDLE = [
         "--estimator ntk-400-rows-anchored",
     ),
     ("train --bracket-rows 9", "--bracket-every", "--bracket-every 5"),
-    ("reproduce fig4 --list --seeds 1", "without --list", "--no-list"),
-    ("reproduce fig4 --list --page x.md", "without --list", "--no-list"),
-    ("reproduce fig4 --dry-run --page x.md", "without --dry-run", "--no-dry-run"),
-    ("reproduce --page x.md --preset tiny", "the NAME of an experiment", "fig4"),
 ]
 
 
@@ -405,7 +401,6 @@ def test_files_of_nulls_and_of_other_encodings(capsys, tmp_path):
     )
     file.write_bytes("epochs: 4 # caf\xe9\n".encode("latin-1"))
     assert "is no text in UTF-8" in error_of(capsys, "train", "--config", file)
-    assert "cannot be read" in error_of(capsys, "reproduce", file)
 
 
 # Names that are nothing's misspelling, and such that are.
@@ -452,7 +447,7 @@ def test_interruption_is_no_traceback(capsys, monkeypatch):
     def interrupt(setup, options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("evigrad.cli.train._prepare", interrupt)
+    monkeypatch.setattr("evigrad.cli.train.prepare_runs", interrupt)
     run("train", code=130)
     assert capsys.readouterr().err.startswith("error: Interrupted.")
 
@@ -463,7 +458,7 @@ def test_our_warnings_are_one_line_once_and_others_pass(capsys, monkeypatch):
             warnings.warn("The model [has] layers.", EvigradWarning, stacklevel=1)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("evigrad.cli.train._prepare", warn)
+    monkeypatch.setattr("evigrad.cli.train.prepare_runs", warn)
     run("train", code=130)
     assert capsys.readouterr().err.splitlines()[0] == "warning: The model [has] layers."
     shown = warnings.showwarning
@@ -471,7 +466,7 @@ def test_our_warnings_are_one_line_once_and_others_pass(capsys, monkeypatch):
     def warn_of_another(setup, options):
         warnings.warn("other", UserWarning, stacklevel=1)
 
-    monkeypatch.setattr("evigrad.cli.train._prepare", warn_of_another)
+    monkeypatch.setattr("evigrad.cli.train.prepare_runs", warn_of_another)
     with pytest.raises(UserWarning, match="other"):
         main(["train"])
     assert warnings.showwarning is shown

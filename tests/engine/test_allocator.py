@@ -12,10 +12,6 @@ import pytest
 from evigrad.cli import commands
 from evigrad.engine import allocator
 from evigrad.engine.allocator import kept_memory
-from evigrad.experiments import runner
-from evigrad.experiments.jobs import Job
-from evigrad.experiments.store import Store
-from evigrad.experiments.work import Place
 
 # What a process has to do with memory depends on all that it did before: a fresh one tells.
 SCRIPT = """
@@ -154,11 +150,13 @@ def test_a_command_keeps_memory(options_set, capsys):
     assert seen == [[allocator._KEEPING]] and options_set[-1] == "given back"
 
 
-def test_a_job_of_an_experiment_keeps_memory(options_set, monkeypatch, tmp_path):
-    def perform(*_):
-        assert options_set == [allocator._KEEPING]
-        return {"job_seconds": 1.0}
+def test_a_training_of_many_keeps_memory(options_set, tmp_path):
+    trainings = pytest.importorskip("evigrad.cli.trainings")
 
-    monkeypatch.setattr(runner, "perform", perform)
-    assert runner._attempt(Job("train", {}), Place(Store(tmp_path))) == (None, 1.0)
+    def work(config, place):
+        assert options_set == [allocator._KEEPING]
+        return {"value": 1.0}
+
+    config = {"estimator": "ntk-10-1", "seed": 0}
+    assert trainings.each_done(work, [config], trainings.Place(tmp_path)) == [{"value": 1.0}]
     assert options_set[-1] == "given back"

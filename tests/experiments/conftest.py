@@ -1,4 +1,4 @@
 import pytest
 
-for package in ("jsonargparse", "rich", "yaml", "sklearn", "matplotlib"):
+for package in ("jsonargparse", "rich", "yaml", "sklearn", "matplotlib", "signac", "submitit"):
     pytest.importorskip(package)

@@ -2,18 +2,23 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from small_experiments import TRAINING
+from small_experiments import BOUNDS, GRID, TRAINING, bounds
 
-from evigrad.cli.invariance import read_invariance
 from evigrad.errors import ConfigurationError
-from evigrad.estimators import EstimatorSpec
-from evigrad.experiments import jobs_of, make_experiment, merged, paper_experiments, read_experiment
-from evigrad.experiments.checks import network_of, shape_of
-from evigrad.experiments.configuration import make_settings
-from evigrad.experiments.page import PRESETS
+from evigrad.training import Settings
+from experiments.checks import network_of
+from experiments.definition import (
+    PRESETS,
+    Experiment,
+    make_experiment,
+    merged,
+    paper_experiments,
+    read_experiment,
+)
 
 NEEDED = {
     *("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "fig_grouped", "fig_pareto_prior"),
@@ -21,6 +26,7 @@ NEEDED = {
     *("fig_train_invariance_grouped", "fig_train_prior_grouped", "fig_train_prior_doubly"),
     *("table1", "table2", "model_selection"),
 }
+PANEL = {"axis": "p", "hyperparameter": "precision", "grid": GRID}
 
 
 def test_changes_go_into_nested_parts():
@@ -36,7 +42,8 @@ def write(folder: Path, name: str, **content: object) -> Path:
 
 
 def test_a_file_extends_another_and_has_presets(tmp_path):
-    write(tmp_path, "base", kind="bounds", seeds=[0, 1], training={"epochs": 5, "lr": 0.1})
+    parts = {key: BOUNDS[key] for key in ("kind", "panels", "curves")}
+    write(tmp_path, "base", **parts, seeds=[0, 1], training={"epochs": 5, "lr": 0.1})
     path = write(
         tmp_path,
         "own",
@@ -46,9 +53,18 @@ def test_a_file_extends_another_and_has_presets(tmp_path):
         presets={"small": {"seeds": [3], "training": {"lr": None}}},
     )
     whole, small = read_experiment(str(path)), read_experiment(str(path), "small")
-    assert (whole.name, whole.preset, whole.seeds) == ("own", "paper", (0, 1))
-    assert whole.take("training") == {"epochs": 9, "lr": 0.1}
-    assert (small.seeds, small.take("training")) == ((3,), {"epochs": 9})
+    assert (whole.name, whole.preset, whole.seeds) == ("own", "paper", [0, 1])
+    assert whole.training == {"epochs": 9, "lr": 0.1}
+    assert (small.seeds, small.training) == ([3], {"epochs": 9})
+    assert read_experiment(str(path), None) == small
+
+
+def test_a_file_does_not_extend_itself(tmp_path):
+    for name, base in (("a", "b"), ("b", "a"), ("c", "c")):
+        write(tmp_path, name, extends=base)
+    for name in "abc":
+        with pytest.raises(ConfigurationError, match="extends itself"):
+            read_experiment(str(tmp_path / f"{name}.yaml"))
 
 
 def test_mistakes_are_named(tmp_path):
@@ -56,8 +72,6 @@ def test_mistakes_are_named(tmp_path):
         read_experiment("fgi4")
     with pytest.raises(ConfigurationError, match="presets paper, small, tiny, not 'smal'. Did you"):
         read_experiment("fig4", "smal")
-    with pytest.raises(ConfigurationError, match="lacks the key 'title'"):
-        read_experiment(str(write(tmp_path, "a", kind="bounds")))
     path = tmp_path / "b.yaml"
     path.write_text("a: [")
     with pytest.raises(ConfigurationError, match="cannot be read"):
@@ -65,45 +79,83 @@ def test_mistakes_are_named(tmp_path):
     path.write_text("- 1")
     with pytest.raises(ConfigurationError, match="holds no experiment"):
         read_experiment(str(path))
-    content = {"kind": "bound", "title": "", "seeds": [0], "training": TRAINING}
     with pytest.raises(ConfigurationError, match="Did you mean 'bounds'"):
-        jobs_of(make_experiment("c", content))
-    with pytest.raises(ConfigurationError, match="lacks the key 'panels'"):
-        jobs_of(make_experiment("d", content | {"kind": "bounds"}))
+        make_experiment("c", BOUNDS | {"kind": "bound"})
+
+
+def without(*names: str) -> dict[str, Any]:
+    return {key: value for key, value in BOUNDS.items() if key not in names}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (without("title"), "title"),
+        (without("panels"), "panels"),
+        (BOUNDS | {"panel": {"a": PANEL}}, "panel"),
+        (BOUNDS | {"panels": {"a": PANEL | {"titel": "x"}}}, "titel"),
+        (BOUNDS | {"panels": {"a": PANEL | {"grid": GRID | {"logg": True}}}}, "logg"),
+        (BOUNDS | {"panels": {"a": {"hyperparameter": "p", "grid": GRID}}}, "axis"),
+        (BOUNDS | {"panels": {"a": {"axis": "p", "hyperparameter": "p"}}}, "grid"),
+        (BOUNDS | {"panels": {"a": PANEL | {"grid": [1, 2]}}}, "grid"),
+        (BOUNDS | {"curves": ["ntk-10-C"]}, "curves"),
+        (BOUNDS | {"panels": {"a": PANEL | {"grid": GRID | {"count": 2.5}}}}, "2.5"),
+        (BOUNDS | {"panels": {"a": PANEL | {"grid": GRID | {"count": 1}}}}, "2 points or more"),
+        (BOUNDS | {"panels": {"a": PANEL | {"grid": GRID | {"start": 20}}}}, "not from 20 to 10"),
+        (BOUNDS | {"panels": {"a": PANEL | {"grid": GRID | {"start": 0}}}}, "begins above 0"),
+        (BOUNDS | {"panels": {"a": PANEL | {"grid": GRID | {"log": "no way"}}}}, "log"),
+        (BOUNDS | {"panels": {"a": PANEL | {"grid": GRID | {"start": "x"}}}}, "start"),
+        *((BOUNDS | {"seeds": seeds}, "seeds") for seeds in (0, [], ["a"], [-1], [True], [0.5])),
+        ({"kind": "pareto", "title": "x", "seeds": [0], "estimators": []}, "no estimators"),
+        ({"kind": "pareto", "title": "x", "seeds": [0], "estimators": "ntk-20-1"}, "estimators"),
+        (
+            {"kind": "pareto", "title": "x", "seeds": [0], "estimators": {"structures": ["ntk"]}},
+            "estimators",
+        ),
+    ],
+)
+def test_keys_that_make_no_sense(content, words):
+    with pytest.raises(ConfigurationError, match="The experiment mine|A grid|A log") as error:
+        make_experiment("mine", content).jobs()
+    assert words in str(error.value)
+
+
+def test_other_seeds_are_those_of_all_blocks():
+    assert {job.training["seed"] for job in bounds().with_seeds([7]).jobs()} == {7}
+    table = read_experiment("table1", "small").with_seeds([7])
+    assert {job.training["seed"] for job in table.jobs()} == {7}
 
 
 def test_every_figure_and_table_of_the_paper_is_there():
     names = list(paper_experiments())
     assert set(names) == NEEDED
     assert names[0] == "fig1" and names[-1] == "model_selection"
+    found = {type(read_experiment(name)) for name in names}
+    assert found == set(Experiment.kinds.values())
 
 
 @cache
 def has_network(data: str, model: str | None, depth: int | None, width: int | None) -> bool:
-    options = {"data": data, "model": model, "depth": depth, "width": width}
-    shape = shape_of(options)
-    return shape is not None and bool(list(network_of(options, shape).parameters()))
+    found = network_of({"data": data, "model": model, "depth": depth, "width": width})
+    return found is not None and bool(list(found.parameters()))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("name", sorted(NEEDED))
 def test_all_jobs_of_the_paper_have_settings_that_fit(name, preset):
     experiment = read_experiment(name, preset)
-    jobs = jobs_of(experiment)
+    jobs = experiment.jobs()
     assert (jobs or name == "fig2") and experiment.caption and experiment.shows
+    known = set(Settings.__dataclass_fields__)
     for job in jobs:
-        if job.kind == "train":
-            names = (
-                "invariance",
-                "initial_range",
-                "learn_invariance",
-                "flip",
-                "samples",
-                "average",
-            )
-            found = read_invariance(*(job.config[name] for name in names))
-            learned = () if found is None else found.hyperparameters
-            make_settings(job.config, "categorical", learned)
-            assert has_network(*(job.config[n] for n in ("data", "model", "depth", "width")))
-        else:
-            EstimatorSpec.parse(job.config.get("estimator", "ntk-N-C"))
+        config = job.training
+        if job.kind == "train" and config["seed"] == experiment.seeds[0]:
+            given = {k: v for k, v in config.items() if k in known} | {"likelihood": "categorical"}
+            learned = ("invariance",) if config["invariance"] else ()
+            Settings(**given, **{"hyperparameters": learned, "checkpoint_every": None})
+            assert has_network(*(config[n] for n in ("data", "model", "depth", "width")))
+
+
+def test_options_of_a_training_are_those_of_the_file():
+    (train, *_) = bounds().jobs()
+    assert {name: train.training[name] for name in TRAINING} == TRAINING

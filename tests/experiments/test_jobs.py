@@ -4,14 +4,14 @@ import json
 
 import pytest
 import yaml
-from small_experiments import TRAINING
+from small_experiments import TRAINING, place_in
 
-from evigrad.cli.setup import SETUP_TYPES
-from evigrad.cli.train import FIT_TYPES, make_parser
+from evigrad.cli.train import make_parser
+from evigrad.data import load
 from evigrad.errors import ConfigurationError
-from evigrad.experiments.configuration import as_file, resolved
-from evigrad.experiments.jobs import Job, distinct
-from evigrad.experiments.plan import curve, evaluation, grid_of, training
+from experiments.checks import SHAPES, problems
+from experiments.definition import read_experiment
+from experiments.jobs import Job, Store, curve, distinct, evaluation, training
 
 
 def test_the_same_settings_are_the_same_job_however_they_are_written():
@@ -23,25 +23,22 @@ def test_the_same_settings_are_the_same_job_however_they_are_written():
 @pytest.mark.parametrize("change", [{"epochs": 4}, {"lr": 2e-3}, {"data": "mnist5k"}, {"seed": 1}])
 def test_another_setting_is_another_job(change):
     seed = change.pop("seed", 0)
-    assert training(TRAINING, change, seed=seed).id != training(TRAINING, seed=0).id
+    other = training(TRAINING, change, seed=seed)
+    assert other.id != training(TRAINING, seed=0).id
+    assert evaluation(other).id != evaluation(training(TRAINING, seed=0)).id
 
 
 def test_no_place_is_part_of_a_job():
     # What is left out must be of no influence on a result.
-    left_out = {*SETUP_TYPES, *FIT_TYPES} - set(resolved({}))
-    assert left_out == {"data_dir", "device", "threads", "progress", "checkpoint_every"}
     plain = training(TRAINING, seed=0)
+    left_out = set(make_parser().get_defaults().keys()) - set(plain.training)
+    assert left_out == {
+        *("data_dir", "device", "threads", "progress", "checkpoint_every", "config", "resume"),
+        *("compare_map", "evaluate_with", "run_dir", "figures"),
+    }
     placed = training(TRAINING, {"data_dir": "/somewhere", "threads": 3}, seed=0)
     assert placed.id == plain.id
-    assert "/somewhere" not in json.dumps(placed.config)
-
-
-def test_a_job_is_another_one_where_what_it_needs_is():
-    first, second = (training(TRAINING, seed=seed) for seed in (0, 1))
-    config = {"estimator": "ntk-N-C", "blocks": None, "seed": 0}
-    assert Job("evaluate", config, first).id != Job("evaluate", config, second).id
-    assert Job("evaluate", config, first, "words").id == Job("evaluate", config, first).id
-    assert evaluation(first).config["estimator"] == "ntk-20-1"
+    assert "/somewhere" not in json.dumps(placed.training)
 
 
 def test_each_job_is_done_once_and_after_what_it_needs():
@@ -49,11 +46,13 @@ def test_each_job_is_done_once_and_after_what_it_needs():
     again = training(TRAINING, seed=0)
     jobs = [evaluation(of), curve(again, "ntk-N-C", "precision", [1.0], None), evaluation(again)]
     assert [job.kind for job in distinct(jobs)] == ["train", "evaluate", "curve"]
+    assert evaluation(of).options["estimator"] == "ntk-20-1"
 
 
 def test_a_configuration_is_one_of_evigrad_train():
-    config = resolved(TRAINING)
-    options = make_parser().parse_object(yaml.safe_load(as_file(config)))
+    config = training(TRAINING, seed=3).training
+    text = make_parser().dump(make_parser().parse_object(dict(config)))
+    options = make_parser().parse_object(yaml.safe_load(text))
     assert {name: options[name] for name in config} == config
 
 
@@ -63,8 +62,8 @@ def test_a_configuration_is_one_of_evigrad_train():
         ({"datta": "digits"}, "Did you mean .data."),
         ({"epochs": "many"}, "give a whole number"),
         ({"epochs": 1.5}, "give a whole number"),
-        ({"flip": 1}, "give yes or no"),
-        ({"prior": "layer"}, "give scalar or layerwise or diagonal"),
+        ({"flip": "maybe"}, "not boolean: maybe"),
+        ({"prior": "layer"}, "choose one of scalar, layerwise, diagonal"),
     ],
 )
 def test_wrong_options_are_refused(options, words):
@@ -72,21 +71,64 @@ def test_wrong_options_are_refused(options, words):
         training(options, seed=0)
 
 
-def test_grids():
-    assert grid_of({"start": 0.01, "stop": 100, "count": 5, "log": True}) == [0.01, 0.1, 1, 10, 100]
-    assert grid_of({"start": 0, "stop": 1, "count": 3}) == [0, 0.5, 1]
+def test_a_broken_result_is_named(tmp_path):
+    store, job = Store(tmp_path), training(TRAINING, seed=0)
+    store.finish(job, {"a": 1})
+    assert store.result(job) == {"a": 1}
+    (file,) = store.folder(job).glob("*document*")
+    file.write_text("{")
+    with pytest.raises(ConfigurationError, match=r"cannot be read .* Remove it"):
+        store.result(job)
+
+
+def test_what_is_done_has_no_failure(tmp_path):
+    store, job = Store(tmp_path / "new"), Job("train", {"n": 1})
+    assert store.result(job) is None and store.failure(job) is None
+    assert not (tmp_path / "new").exists()
+    store.fail(job, "out of memory")
+    assert store.result(job) is None and store.failure(job) == "out of memory"
+    store.finish(job, {"v": 1.5})
+    assert store.result(job) == {"v": 1.5} and store.failure(job) is None
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("options", "words"),
     [
-        {"start": 0, "stop": 1},
-        {"start": 1, "stop": 0, "count": 3},
-        {"start": 0, "stop": 1, "count": 1},
-        {"start": 0, "stop": 1, "count": 3, "log": True},
-        {"start": "a", "stop": 1, "count": 3},
+        ({"data": "digts"}, "Did you mean 'digits'"),
+        ({"model": "mpl"}, "Did you mean 'mlp'"),
+        ({"model": "mininet"}, "28"),  # larger than the images
+        ({"estimator": "ntk-90-1"}, "there are only 40"),
     ],
 )
-def test_grids_that_are_none(wrong):
-    with pytest.raises(ConfigurationError, match="grid"):
-        grid_of(wrong)
+def test_problems_of_a_training_are_those_of_all_that_needs_it(options, words, tmp_path):
+    job = training(TRAINING | options, seed=0)
+    jobs = [job, evaluation(job, "ntk-10-1")]
+    ((reason, found),) = problems(jobs, place_in(tmp_path)).items()
+    assert words in reason and found == jobs
+
+
+@pytest.mark.parametrize(
+    ("estimator", "name", "grid", "words"),
+    [
+        ("ntk-10-C", "precison", [1.0, 2.0], "no hyperparameter 'precison'"),
+        ("ntk-10-C", "rotation", [1.0, 2.0], "it has none"),
+        ("ntk-10-C", "precision", [-1.0, 2.0], "positive"),
+        ("ntk-90-C", "precision", [1.0, 2.0], "there are only 40"),
+    ],
+)
+def test_problems_of_a_curve(estimator, name, grid, words, tmp_path):
+    job = training(TRAINING, seed=0)
+    wrong = curve(job, estimator, name, grid, None)
+    ((reason, found),) = problems([job, wrong], place_in(tmp_path)).items()
+    assert words in reason and found == [wrong]
+
+
+@pytest.mark.parametrize("name", ["fig4", "fig_pareto_prior", "model_selection"])
+def test_nothing_is_wrong_with_the_small_experiments(name, tmp_path):
+    assert problems(read_experiment(name, "tiny").jobs(), place_in(tmp_path)) == {}
+
+
+@pytest.mark.parametrize("name", ["digits", "mnist5k"])
+def test_shapes_are_those_of_the_data(name):
+    data = load(name)
+    assert (tuple(data.input_shape), data.num_outputs, len(data.train[0])) == SHAPES[name]

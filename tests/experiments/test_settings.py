@@ -1,12 +1,13 @@
 """The files of the paper's experiments hold the paper's settings."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from evigrad.experiments import jobs_of, read_experiment
-from evigrad.experiments.plan import grid_of
+from experiments.definition import read_experiment
+from experiments.kinds import Bounds, Comparison, Subsets
 
 # Of Sections 5 and B: networks, data, schedules of weights and hyperparameters.
 _MNIST = {"model": "mininet", "subset": 1000, "batch_size": 250, "lr": 1e-3, "burn_in": 10}
@@ -39,8 +40,8 @@ SHARED: dict[str, dict[str, Any]] = {
 }
 
 
-def trainings(name: str) -> list[dict[str, Any]]:
-    return [job.config for job in jobs_of(read_experiment(name)) if job.kind == "train"]
+def trainings(name: str) -> list[Mapping[str, Any]]:
+    return [job.training for job in read_experiment(name).jobs() if job.kind == "train"]
 
 
 @pytest.mark.parametrize("name", sorted(SHARED))
@@ -52,19 +53,20 @@ def test_what_all_trainings_of_a_file_have_in_common(name):
 @pytest.mark.parametrize("name", ["fig3", "fig4", "fig5", "fig6", "fig_grouped"])
 def test_panels_of_the_bounds(name):
     experiment = read_experiment(name)
-    prior, rotation = experiment.take("panels").values()
-    along = grid_of(prior["grid"])
+    assert isinstance(experiment, Bounds)
+    prior, rotation = experiment.panels.values()
+    along = prior.grid.values()
     assert len(along) == 100 and (along[0], along[-1]) == (1e-4, 1e4)
     assert along[1] / along[0] == pytest.approx(along[-1] / along[-2], rel=1e-4)
-    along = grid_of(rotation["grid"])
+    along = rotation.grid.values()
     assert len(along) == 100 and along[0] == 0 and along[-1] == pytest.approx(math.pi, abs=1e-5)
     for config in trainings(name):
         wanted = _PRIOR if config["data"] == "mnist" else _ROTATION
         assert {key: config[key] for key in wanted} == wanted
-    assert experiment.seeds == (0, 1, 2)
+    assert experiment.seeds == [0, 1, 2]
     if name != "fig3":
         sizes = {10, 20, 50, 100, 250, 500}
-        names = set(experiment.take("curves"))
+        names = set(experiment.curves)
         assert all(any(f"-{size}-" in curve for curve in names) for size in sizes)
 
 
@@ -83,11 +85,14 @@ def test_blocks_of_the_tables():
             wanted = {"every": 1, "steps": 4, "samples": 10, "hyper_steps": 50, "hyper_lr": 0.01}
         assert {key: config[key] for key in wanted} == wanted
     experiment = read_experiment("table1")
-    assert len(experiment.seeds) == 5 and len(experiment.take("blocks")["invariance"]["seeds"]) == 3
+    assert isinstance(experiment, Comparison)
+    assert len(experiment.seeds) == 5 and experiment.blocks["invariance"].seeds == [0, 1, 2]
 
 
 def test_rows_of_figure_7():
-    assert read_experiment("fig7").take("sizes") == [1000, 5000, 10_000, 20_000, 50_000]
+    experiment = read_experiment("fig7")
+    assert isinstance(experiment, Subsets)
+    assert experiment.sizes == [1000, 5000, 10_000, 20_000, 50_000]
     for config in trainings("fig7"):
         if config["estimator"] == "map":
             continue

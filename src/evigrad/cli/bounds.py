@@ -5,22 +5,32 @@ from typing import Any, Literal
 
 from jsonargparse import Namespace
 
-from evigrad.cli.experiments import (
+from evigrad import plots
+from evigrad.blocks.partitions import Partition
+from evigrad.cli.messages import show
+from evigrad.cli.parser import Options, Parser, add_list
+from evigrad.cli.train import add_training, folder_name
+from evigrad.cli.trainings import (
     PLACE_OF_TRAINING,
     PLACE_TYPES,
-    add_list,
+    Place,
+    digest,
+    each_done,
+    kept,
+    named_setup,
+    over_seeds,
     place_from,
     place_of,
-    reproduce,
+    resolved,
+    run_folder,
+    trained,
     training_options,
+    write_results,
 )
-from evigrad.cli.parser import Options, Parser
-from evigrad.cli.train import add_training, folder_name
-from evigrad.errors import ConfigurationError
+from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimators import EstimatorSpec
-from evigrad.experiments import Experiment, make_experiment
-from evigrad.experiments.curves import PRECISION
 from evigrad.invariances import GENERATORS
+from evigrad.training.along import PRECISION, evidence_along, make_grid
 
 _DESCRIPTION = """\
 Train a network once, with --estimator, and evaluate bounds on its log evidence along one
@@ -54,28 +64,22 @@ def make_parser() -> Parser:
     add_list(group, "--curves", str, CURVES, "Estimators, a curve for each.")
     add_list(group, "--seeds", int, [0], "Each is a training of its own.")
     options = Options(parser)
-    options.add_group("along what", experiment, tuple(_TYPES), _TYPES)
+    options.add_group("along what", grid_along, tuple(_TYPES), _TYPES)
     options.add_group("where", place_of, PLACE_OF_TRAINING, PLACE_TYPES)
     add_training(options)
     return parser
 
 
-def experiment(
-    training: dict[str, Any],
-    curves: list[str],
-    seeds: list[int],
+def grid_along(
     along: str = PRECISION,
     start: float | None = None,
     stop: float | None = None,
     points: int = 33,
     log_grid: bool | None = None,
-) -> Experiment:
-    """The experiment that options describe.
+) -> list[float]:
+    """The values that curves are drawn over.
 
     Args:
-        training: Options of the training.
-        curves: Names of estimators.
-        seeds: Each is a training of its own.
         along: The hyperparameter: precision, one prior precision for all weights, or the range of
             a random transform, as rotation.
         start: Its first value. Default: 1e-4 of the precision, 0 of a range.
@@ -84,39 +88,54 @@ def experiment(
         log_grid: Whether they are evenly spaced on a logarithmic scale. Default: of the precision.
 
     Returns:
-        The experiment.
+        The values, with six digits.
 
     Raises:
-        ConfigurationError: If there is no curve to draw.
+        ConfigurationError: If they are no grid.
     """
-    names = list(dict.fromkeys(EstimatorSpec.parse(name).name for name in curves))
-    if not names or not seeds:
-        raise ConfigurationError("Name an estimator or more to draw a curve of, and a seed.")
-    where = f"{training['model']} on {training['data']}"
     is_precision = along == PRECISION
     first, last = (1e-4, 1e4) if is_precision else (0.0, math.pi if along == "rotation" else 1.0)
-    panel = {
-        "title": where,
-        "axis": "prior precision" if is_precision else f"range of {along}",
-        "hyperparameter": along,
-        "grid": {
-            "start": first if start is None else start,
-            "stop": last if stop is None else stop,
-            "count": points,
-            "log": is_precision if log_grid is None else log_grid,
-        },
-        "training": {},
-    }
-    content = {
-        "kind": "bounds",
-        "title": f"Bounds along {along}, {where}",
-        "seeds": seeds,
-        "training": training,
-        "panels": {along: panel},
-        "curves": {name: name for name in names},
-    }
-    folder = folder_name("bounds", along, training["data"], training["model"])
-    return make_experiment(folder, content, preset="")
+    return make_grid(
+        first if start is None else start,
+        last if stop is None else stop,
+        points,
+        is_precision if log_grid is None else log_grid,
+    )
+
+
+def curves(
+    config: dict[str, Any], place: Place, *, names: list[str], along: str, grid: list[float]
+) -> dict[str, Any]:
+    """Train once, and evaluate each bound along the hyperparameter.
+
+    Args:
+        config: Of the training.
+        place: Where.
+        names: Estimators.
+        along: The hyperparameter.
+        grid: Its values.
+
+    Returns:
+        Estimator to its curve, as of ``evidence_along``.
+    """
+    folder = run_folder(config, place)
+    setup, result = trained(config, folder, place)
+    found = {}
+    for name in names:
+        file = f"curve-{digest([name, along, grid])}.json"
+        found[name] = kept(
+            folder / file,
+            lambda name=name, file=file: evidence_along(
+                result.evidence,
+                setup.data.train,
+                name,
+                along,
+                grid,
+                seed=config["seed"],
+                partial=folder / f"{file}.begun",
+            ),
+        )
+    return found
 
 
 def run(parser: Parser, options: Namespace) -> int:
@@ -127,8 +146,51 @@ def run(parser: Parser, options: Namespace) -> int:
         options: The options.
 
     Returns:
-        The exit code.
+        The exit code: 1 where a curve is missing.
+
+    Raises:
+        ConfigurationError: If there is no curve to draw.
     """
-    grid = {name: options[name] for name in _TYPES}
-    made = experiment(training_options(options), options.curves, options.seeds, **grid)
-    return reproduce(made, place_from(options))
+    place, along = place_from(options), options.along
+    grid = grid_along(**{name: options[name] for name in _TYPES})
+    wanted = dict.fromkeys(EstimatorSpec.parse(name).name for name in options.curves)
+    if not wanted or not options.seeds:
+        raise ConfigurationError("Name an estimator or more to draw a curve of, and a seed.")
+    setup, training = named_setup(training_options(options), place)
+    names, problems = [], []
+    for name in wanted:
+        try:
+            Partition(EstimatorSpec.parse(name), len(setup.data.train[0]), setup.data.num_outputs)
+            names.append(name)
+        except EvigradError as error:
+            problems.append(str(error))
+    if not names:
+        raise ConfigurationError(" ".join(problems))
+    for reason in problems:
+        show("warning", f"A curve is left out: {reason}")
+    configs = [resolved({**training, "seed": seed}) for seed in options.seeds]
+    done = each_done(curves, configs, place, names=names, along=along, grid=grid)
+    known = [found for found in done if found is not None]
+    if not known:
+        return 1
+    lines, rows = [], []
+    for name in names:
+        means, errors = over_seeds([found[name]["mean"] for found in known])
+        spread, _ = over_seeds([found[name]["sem"] for found in known])
+        lines.append(plots.Curve(name, grid, means, spread))
+        best = max(range(len(grid)), key=means.__getitem__)
+        rows.append([name, means[best], errors[best], grid[best]])
+    is_precision = along == PRECISION
+    panel = plots.Panel(
+        f"{training['model']} on {training['data']}",
+        "prior precision" if is_precision else f"range of {along}",
+        "log marginal likelihood bound\n(nats per datum)",
+        lines,
+        log=is_precision if options.log_grid is None else options.log_grid,
+        clipped=True,
+    )
+    heads = ["estimator", "highest, nats per datum", "standard error", f"there, {along}"]
+    folder = folder_name("bounds", along, training["data"], training["model"])
+    figure = plots.panels([[panel]], mark_tops=True)
+    write_results(place, folder, [configs, names, along, grid], figure, heads, rows)
+    return 1 if problems or len(known) < len(done) else 0

@@ -22,10 +22,16 @@ COMMANDS = {
     "train": "Train a network, learn its weight decay for each layer and its invariances",
     "pareto": "Compare estimators: tightness over time (Figure 1 of the paper)",
     "bounds": "Draw bounds along a hyperparameter (Figures 3 to 6 of the paper)",
-    "reproduce": "Reproduce a figure or a table of the paper",
     "report": "Make a page of figures and tables of a run",
     "doctor": "Show what an estimator does with each parameter of a network, and its cost",
 }
+
+# Of a command of earlier versions.
+_MOVED = (
+    "The paper's figures and tables are no part of the installed package any more. In a checkout of"
+    " evigrad's source: python -m experiments fig4, and python -m experiments --list for what"
+    " there is."
+)
 
 
 def module_of(name: str) -> ModuleType:
@@ -60,6 +66,8 @@ def run(arguments: Sequence[str]) -> int:
         print(f"{_PROGRAM} {_version()}")
         return 0
     name = arguments[0]
+    if name == "reproduce":
+        raise ConfigurationError(_MOVED)
     if name not in COMMANDS:
         raise ConfigurationError(
             f"There is no command '{name}'.{nearest(name, COMMANDS)} See {_PROGRAM} --help."

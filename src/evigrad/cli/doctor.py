@@ -1,10 +1,6 @@
 """``evigrad doctor``: what an estimator would do to a network, and what it costs."""
 
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jsonargparse import Namespace
@@ -29,6 +25,7 @@ from evigrad.training import (
     fit,
 )
 from evigrad.training.settings import BASELINES, LEARNED_PRECISION
+from evigrad.training.timing import median_seconds
 
 _DESCRIPTION = """\
 Show what each parameter of a network gets from an estimator, how much memory the estimator
@@ -39,10 +36,6 @@ example:
   evigrad doctor --data digits --model digitsnet --estimator kfac-100-1"""
 
 _PRIOR = ("estimator", "likelihood", "prior", "precision")
-
-# Repetitions stop after this time each: a doctor should answer in seconds.
-_SECONDS_EACH = 2.0
-_MOST_REPETITIONS = 20
 
 
 @dataclass(frozen=True)
@@ -151,32 +144,13 @@ def measure(evidence: Evidence, data: tuple[Tensor, Tensor], batch_size: int) ->
 
     batch, same = (x[:batch_size], y[:batch_size]), (x[chosen], y[chosen])
     return Cost(
-        batch_step=_median_time(lambda: step(*batch), x.device),
-        block_step=_median_time(lambda: step(*same), x.device),
-        estimate=_median_time(lambda: evidence.estimate(block), x.device),
-        backward=_median_time(backward, x.device),
+        batch_step=median_seconds(lambda: step(*batch), x.device),
+        block_step=median_seconds(lambda: step(*same), x.device),
+        estimate=median_seconds(lambda: evidence.estimate(block), x.device),
+        backward=median_seconds(backward, x.device),
         first=evidence.estimate(block),
         block_size=len(chosen),
     )
-
-
-def _median_time(action: Callable[[], Any], device: torch.device) -> float:
-    action()  # the first call allocates and plans
-    times: list[float] = []
-    while len(times) < 3 or (sum(times) < _SECONDS_EACH and len(times) < _MOST_REPETITIONS):
-        _wait(device)
-        start = time.perf_counter()
-        action()
-        _wait(device)
-        times.append(time.perf_counter() - start)
-        if times[0] > _SECONDS_EACH:
-            break
-    return statistics.median(times)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _parameter_table(evidence: Evidence, reports: list[ParameterReport]) -> Table:

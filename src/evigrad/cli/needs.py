@@ -116,16 +116,4 @@ NEEDS: tuple[_Need, ...] = (
         _uses("anchored"),
     ),
     (("bracket_rows",), "with --bracket-every", lambda options: options.bracket_every > 0),
-    # Of evigrad reproduce.
-    (
-        ("preset", "seeds", "dry_run", "page"),
-        "without --list",
-        lambda options: not options.get("list"),
-    ),
-    (("page",), "without --dry-run", lambda options: not options.get("dry_run")),
-    (
-        ("preset", "seeds", "dry_run"),
-        "with the NAME of an experiment",
-        lambda options: options.get("name", "") is not None,
-    ),
 )

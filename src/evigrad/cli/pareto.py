@@ -1,23 +1,35 @@
 """``evigrad pareto``: which estimator is worth its time, on one's own data and network."""
 
+from dataclasses import asdict, replace
 from typing import Any
 
 from jsonargparse import Namespace
 
-from evigrad.cli.experiments import (
+from evigrad import plots
+from evigrad.cli.messages import show
+from evigrad.cli.parser import Options, Parser, add_list
+from evigrad.cli.train import add_training, folder_name
+from evigrad.cli.trainings import (
     PLACE_OF_TRAINING,
     PLACE_TYPES,
-    add_list,
+    Place,
+    digest,
+    each_done,
+    kept,
+    mean_and_error,
+    named_setup,
     place_from,
     place_of,
-    reproduce,
+    resolved,
+    run_folder,
+    trained,
     training_options,
+    write_results,
 )
-from evigrad.cli.parser import Options, Parser
-from evigrad.cli.train import add_training, folder_name
 from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
-from evigrad.experiments import Experiment, make_experiment
+from evigrad.training import evaluate_evidence
+from evigrad.training.timing import time_steps
 
 _DESCRIPTION = """\
 Train with each of some estimators, and show the log evidence at the end by the estimator itself
@@ -36,7 +48,8 @@ ESTIMATORS = (
     *("ntk-100-rows-anchored", "ntk-200-rows-anchored", "ntk-400-rows-anchored"),
     *("kfac-50-1", "kfac-200-1", "kfac-50-C", "kfac-N-C", "diag-50-C", "diag-N-C"),
 )
-_TYPES: dict[str, Any] = {"judge": str | None}
+# Blocks that an estimate at the end is the mean of.
+_BLOCKS = 30
 
 
 def make_parser() -> Parser:
@@ -50,49 +63,62 @@ def make_parser() -> Parser:
     add_list(group, "--estimators", str, ESTIMATORS, "Estimators.")
     add_list(group, "--seeds", int, [0], "Each is a training of its own for each estimator.")
     options = Options(parser)
-    options.add_group("a common measure", experiment, tuple(_TYPES), _TYPES)
+    options.add_group("a common measure", evaluated, ("judge",), {"judge": str | None})
     options.add_group("where", place_of, PLACE_OF_TRAINING, PLACE_TYPES)
     add_training(options, with_estimator=False)
     return parser
 
 
-def experiment(
-    training: dict[str, Any],
-    estimators: list[str],
-    seeds: list[int],
-    judge: str | None = None,
-) -> Experiment:
-    """The experiment that options describe.
+def evaluated(config: dict[str, Any], place: Place, *, judge: str | None = None) -> dict[str, Any]:
+    """Train, and estimate the log evidence at the end.
 
     Args:
-        training: Options of each training.
-        estimators: Names.
-        seeds: Each is a training of its own.
+        config: Of the training.
+        place: Where.
         judge: Estimator by which the log evidence of all trained networks is evaluated too, for
             the table. Default: none.
 
     Returns:
-        The experiment.
-
-    Raises:
-        ConfigurationError: If there is nothing to compare, or no estimator of a name.
+        ``value`` by the training's own estimator, ``log_likelihood`` of the test data, and
+        ``judge``, in nats per datum.
     """
-    names = list(dict.fromkeys(EstimatorSpec.parse(name).name for name in estimators))
-    if len(names) < 2 or not seeds:
-        raise ConfigurationError("Name two estimators or more to compare, and a seed or more.")
-    where = f"{training['model']} on {training['data']}"
-    if training["subset"] is not None:
-        where = f"{training['model']} on {training['subset']} of {training['data']}"
-    content = {
-        "kind": "pareto",
-        "title": f"Tightness over time, {where}",
-        "seeds": seeds,
-        "training": training,
-        "estimators": names,
-        **({} if judge is None else {"judge": EstimatorSpec.parse(judge).name}),
-    }
-    folder = folder_name("pareto", training["data"], training["model"])
-    return make_experiment(folder, content, preset="")
+    folder = run_folder(config, place)
+    setup, result = trained(config, folder, place)
+    found = {"log_likelihood": result.test_metrics["log_likelihood"]}
+    for key, name, blocks in (("value", config["estimator"], _BLOCKS), ("judge", judge, None)):
+        if name is None:
+            continue
+        value = kept(
+            folder / f"evidence-{digest([name, blocks])}.json",
+            lambda name=name, blocks=blocks: asdict(
+                evaluate_evidence(
+                    result.evidence, setup.data.train, name, seed=config["seed"], blocks=blocks
+                )
+            ),
+        )
+        found[key] = value["per_datum"]
+    return found
+
+
+def timed(config: dict[str, Any], place: Place) -> dict[str, Any]:
+    """Time an estimate by a training's own estimator; nothing may run beside it.
+
+    Args:
+        config: Of the training, which is done.
+        place: Where.
+
+    Returns:
+        The fields of ``evigrad.training.timing.StepTimes``.
+    """
+    folder = run_folder(config, place)
+
+    def compute() -> dict[str, Any]:
+        setup, result = trained(config, folder, place)
+        steps = config["hyper_steps"] or config["steps"]
+        times = time_steps(result.evidence, setup.data.train, config["batch_size"], steps)
+        return asdict(times)
+
+    return kept(folder / "times.json", compute)
 
 
 def run(parser: Parser, options: Namespace) -> int:
@@ -103,7 +129,65 @@ def run(parser: Parser, options: Namespace) -> int:
         options: The options.
 
     Returns:
-        The exit code.
+        The exit code: 1 where an estimator is missing.
+
+    Raises:
+        ConfigurationError: If there is nothing to compare, or no estimator of a name.
     """
-    made = experiment(training_options(options), options.estimators, options.seeds, options.judge)
-    return reproduce(made, place_from(options))
+    place = place_from(options)
+    specs = {
+        EstimatorSpec.parse(name).name: EstimatorSpec.parse(name) for name in options.estimators
+    }
+    if len(specs) < 2 or not options.seeds:
+        raise ConfigurationError("Name two estimators or more to compare, and a seed or more.")
+    judge = None if options.judge is None else EstimatorSpec.parse(options.judge).name
+    _, training = named_setup(training_options(options), place)
+    configs = [
+        resolved({**training, "estimator": name, "seed": seed})
+        for name in specs
+        for seed in options.seeds
+    ]
+    done = each_done(evaluated, configs, place, judge=judge)
+    left = [config for config, found in zip(configs, done, strict=True) if found is not None]
+    times = each_done(timed, left, replace(place, jobs=1))
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
+    pairs = zip(left, filter(None, done), times, strict=True)
+    for config, values, seconds in pairs:
+        if seconds is not None:
+            found[config["estimator"]].append({**values, **seconds})
+    drawn, rows = [], []
+    for name, of_seeds in found.items():
+        if not of_seeds:
+            continue
+        over = {key: mean_and_error([each[key] for each in of_seeds]) for key in of_seeds[0]}
+        (seconds, _), (value, error) = over["estimate"], over["value"]
+        group, size = specs[name].family
+        drawn.append(plots.Point(group, size, seconds, -value, y_error=error))
+        ratio = seconds / over["step"][0]
+        judged = [] if judge is None else [-over["judge"][0]]
+        rows.append([name, -value, error, seconds, ratio, over["log_likelihood"][0], *judged])
+    if not drawn:
+        return 1
+    corners = plots.pareto_front([(point.x, point.y) for point in drawn])
+    for number, row in enumerate(rows):
+        row.append("yes" if number in corners else "")
+    where = f"{training['model']} on {training['data']}"
+    if training["subset"] is not None:
+        where = f"{training['model']} on {training['subset']} of {training['data']}"
+    figure = plots.points(
+        drawn,
+        f"Tightness over time, {where}",
+        "seconds of an estimate and its gradient",
+        "− log marginal likelihood estimate\n(nats per datum)",
+        reference=[name for name, spec in specs.items() if spec.is_full_batch],
+        frontier=True,
+    )
+    heads = ["estimator", "− log evidence, own estimate", "standard error"]
+    heads += ["seconds of an estimate with gradient", "× a step of the weights"]
+    heads += ["test log likelihood", *([] if judge is None else [f"− log evidence by {judge}"])]
+    heads.append("on the frontier")
+    folder = folder_name("pareto", training["data"], training["model"])
+    write_results(place, folder, [configs, judge], figure, heads, rows)
+    front = ", ".join(rows[number][0] for number in corners)
+    show("note", f"On the frontier, by their time: {front}.")
+    return 0 if all(map(len, found.values())) and len(left) == len(configs) else 1

@@ -129,6 +129,26 @@ class Options:
                 group.add_argument(flag, type=kind, metavar=metavar, default=default, help=text)
 
 
+def add_list(group: Any, flag: str, kind: type, default: Sequence[Any] | None, words: str) -> None:
+    """Add an option that takes several values.
+
+    Args:
+        group: Where it goes.
+        flag: As ``--seeds``.
+        kind: Type of each value.
+        default: Values where there are none, or None.
+        words: Its description.
+    """
+    group.add_argument(
+        flag,
+        type=kind,
+        nargs="+",
+        default=None if default is None else list(default),
+        metavar="N" if kind is int else "NAME",
+        help=words,
+    )
+
+
 def check_null(parser: ArgumentParser, options: Namespace) -> None:
     """Refuse the null of a file as the value of an option that has another default.
 
@@ -269,8 +289,6 @@ def _metavar(name: str, kind: Any) -> str:
     text = str(kind)
     if name.endswith("_dir") or name == "results":
         return "DIR"
-    if name == "page":
-        return "FILE"
     if name == "memory_budget":
         return "BYTES"
     if "Literal" in text:

@@ -111,7 +111,7 @@ FIT_WORDS = {
     "likelihood": "Of the targets: categorical, gaussian or bernoulli. Default: what the data set"
     " is for.",
 }
-_OWN_TYPES: dict[str, Any] = {
+OWN_TYPES: dict[str, Any] = {
     "compare_map": bool,
     "evaluate_with": str,
     "run_dir": str | None,
@@ -138,7 +138,7 @@ def make_parser() -> Parser:
     options = Options(parser)
     add_training(options)
     options.add_group("interrupted runs", resumed_configuration, ("resume",), RESUME_TYPES)
-    options.add_group("results", report, tuple(_OWN_TYPES), _OWN_TYPES)
+    options.add_group("results", report, tuple(OWN_TYPES), OWN_TYPES)
     recorded = ("eval_every", "bracket_every", "bracket_rows", "checkpoint_every", "progress")
     options.add_group("record", fit, recorded, FIT_TYPES)
     options.add_group("machine", set_up, MACHINE, SETUP_TYPES)
@@ -186,7 +186,7 @@ def run(parser: Parser, options: Namespace) -> int:
     options.model = setup.model_name
     if options.evaluate_with != "auto":
         EstimatorSpec.parse(options.evaluate_with)
-    runs = _prepare(setup, options)
+    runs = prepare_runs(setup, options)
     directory = directory or RunDirectory(options.run_dir or _default_directory(setup, options))
     with directory.locked(), interruptible(directory.path) as interruption:
         if file is None:
@@ -277,8 +277,19 @@ def _draw(results: dict[str, FitResult], directory: RunDirectory) -> None:
     show("note", "Figures: " + ", ".join(map(str, files)))
 
 
-def _prepare(setup: Setup, options: Namespace) -> list[Run]:
-    """The runs, checked; the MAP baseline first."""
+def prepare_runs(setup: Setup, options: Namespace) -> list[Run]:
+    """The runs that options ask for, checked.
+
+    Args:
+        setup: Data and network.
+        options: Of ``make_parser``.
+
+    Returns:
+        The run, behind that of the MAP baseline where ``compare_map`` asks for it.
+
+    Raises:
+        ConfigurationError: If a setting does not exist or does not fit.
+    """
     named = {name: options[name] for name in FIT_TYPES if name != "progress"}
     named["likelihood"] = named["likelihood"] or setup.data.likelihood
     known = {field.name for field in fields(Settings)}

@@ -1,5 +1,6 @@
 """Training: the interleaved scheme of weights and hyperparameters, and what it records."""
 
+from evigrad.training.along import PRECISION, evidence_along, make_grid
 from evigrad.training.compare import (
     EvidenceValue,
     describe_estimator,
@@ -17,27 +18,33 @@ from evigrad.training.metrics import evaluate, read_metrics
 from evigrad.training.run import FitResult, Run
 from evigrad.training.run_directory import RunDirectory
 from evigrad.training.settings import Settings
+from evigrad.training.timing import StepTimes, time_steps
 from evigrad.training.tune import TuneResult, tune
 
 __all__ = [
     "ANCHOR_OPTIONS",
     "ESTIMATOR_OPTIONS",
     "EvidenceValue",
+    "PRECISION",
     "FitResult",
     "LoadedRun",
     "Run",
     "RunDirectory",
     "Settings",
+    "StepTimes",
     "TuneResult",
     "describe_estimator",
     "estimator_options",
     "evaluate",
     "evaluate_evidence",
+    "evidence_along",
     "fit",
     "learns_noise",
     "load",
+    "make_grid",
     "prepare",
     "read_metrics",
     "tight_estimator",
+    "time_steps",
     "tune",
 ]

@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from evigrad.experiments.cases import Case, Row
-from evigrad.experiments.definition import Experiment
-from evigrad.experiments.tables import Column, Table
 from evigrad.plots import LIGHT, new_figure
+from experiments.cases import Case, Row
+from experiments.definition import Experiment
+from experiments.tables import Column, Table
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -111,60 +112,55 @@ ARROWS = (
 _WIDTH, _HEIGHT = 0.92, 0.74
 
 
-def cases(experiment: Experiment) -> list[Case]:
-    """Nothing is run.
+@dataclass(frozen=True, kw_only=True)
+class Overview(Experiment):
+    """The overview of the bounds, for which nothing is run."""
 
-    Args:
-        experiment: Of this kind.
+    def cases(self) -> list[Case]:
+        """None."""
+        return []
 
-    Returns:
-        No cases.
-    """
-    return []
+    def figure(self, rows: list[Row]) -> "Figure":
+        """A box for each bound, and arrows to what is looser."""
+        drawn = new_figure(11.5, 4.9)
+        axes = drawn.add_subplot()
+        axes.set_axis_off()
+        for box in BOXES.values():
+            _draw(axes, box)
+        for start, end in ARROWS:
+            (x0, y0), (x1, y1) = BOXES[start].place, BOXES[end].place
+            across, down = x1 - x0, y1 - y0
+            begin = (x0 + across * _WIDTH / 2, y0 + down * _HEIGHT / 2)
+            stop = (x1 - across * _WIDTH / 2, y1 - down * _HEIGHT / 2)
+            style = {"arrowstyle": "-|>", "color": LIGHT.muted, "linewidth": 1.2}
+            axes.annotate("", xy=stop, xytext=begin, arrowprops=style)
+        axes.text(
+            0,
+            2,
+            "Arrows lead to a looser bound on the log evidence.\n"
+            "Dashed: no bound, or not with every root.\nShaded: not in the paper.",
+            ha="center",
+            va="center",
+            fontsize=9,
+            color=LIGHT.muted,
+        )
+        axes.set_xlim(-0.55, 2.55)
+        axes.set_ylim(-0.5, 2.5)
+        return drawn
 
-
-def figure(experiment: Experiment, rows: list[Row]) -> "Figure":
-    """A box for each bound, and arrows to what is looser.
-
-    Args:
-        experiment: Of this kind.
-        rows: None.
-
-    Returns:
-        The figure.
-    """
-    drawn = new_figure(11.5, 4.9)
-    axes = drawn.add_subplot()
-    axes.set_axis_off()
-    for box in BOXES.values():
-        _draw(axes, box)
-    for start, end in ARROWS:
-        (x0, y0), (x1, y1) = BOXES[start].place, BOXES[end].place
-        across, down = x1 - x0, y1 - y0
-        begin = (x0 + across * _WIDTH / 2, y0 + down * _HEIGHT / 2)
-        stop = (x1 - across * _WIDTH / 2, y1 - down * _HEIGHT / 2)
-        style = {"arrowstyle": "-|>", "color": LIGHT.muted, "linewidth": 1.2}
-        axes.annotate("", xy=stop, xytext=begin, arrowprops=style)
-    axes.text(
-        0,
-        2,
-        "Arrows lead to a looser bound on the log evidence.\n"
-        "Dashed: no bound, or not with every root.\nShaded: not in the paper.",
-        ha="center",
-        va="center",
-        fontsize=9,
-        color=LIGHT.muted,
-    )
-    axes.set_xlim(-0.55, 2.55)
-    axes.set_ylim(-0.5, 2.5)
-    return drawn
+    def table(self, rows: list[Row]) -> Table:
+        """A row for each bound."""
+        columns = ["bound", "estimators", "follows from", "guaranteed", "code, under src/evigrad"]
+        cells = [
+            [b.title, f"`{b.names}`", b.source, "yes" if b.is_bound else "no", f"`{b.code}`"]
+            for b in BOXES.values()
+        ]
+        return Table([Column(name) for name in columns], cells)
 
 
-def _draw(axes: object, box: Box) -> None:
-    from matplotlib.axes import Axes
+def _draw(axes: "Axes", box: Box) -> None:
     from matplotlib.patches import FancyBboxPatch
 
-    assert isinstance(axes, Axes)
     x, y = box.place
     patch = FancyBboxPatch(
         (x - _WIDTH / 2, y - _HEIGHT / 2),
@@ -186,21 +182,3 @@ def _draw(axes: object, box: Box) -> None:
     )
     for shift, text, style in lines:
         axes.text(x, y + shift, text, ha="center", va="center", **style)
-
-
-def table(experiment: Experiment, rows: list[Row]) -> Table:
-    """The same in a table.
-
-    Args:
-        experiment: Of this kind.
-        rows: None.
-
-    Returns:
-        A row for each bound.
-    """
-    columns = ["bound", "estimators", "follows from", "guaranteed", "code, under src/evigrad"]
-    cells = [
-        [box.title, f"`{box.names}`", box.source, "yes" if box.is_bound else "no", f"`{box.code}`"]
-        for box in BOXES.values()
-    ]
-    return Table([Column(name) for name in columns], cells)

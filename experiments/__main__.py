@@ -1,0 +1,239 @@
+"""``python -m experiments``: a figure or a table of the paper from nothing."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from evigrad.cli.trainings import Place, place_of
+from evigrad.errors import ConfigurationError, EvigradError
+from experiments import kinds  # noqa: F401  # what files may name
+from experiments.checks import problems
+from experiments.definition import PRESETS, Experiment, paper_experiments, read_experiment
+from experiments.jobs import Store
+from experiments.present import present, state_of, write_page
+from experiments.runner import missing, run
+
+_DESCRIPTION = """\
+Run what a figure or a table of the paper is made of, draw it, and write its table.
+
+Each run is known by all its settings: what is done is never done again, what was interrupted goes
+on from its last checkpoint. The preset 'small' shows the effect in minutes on a small machine,
+'tiny' in a minute that it works, and 'paper' has the paper's settings.
+
+examples:
+  python -m experiments --list                      what there is, and how much of it is done
+  python -m experiments fig4 --preset tiny
+  python -m experiments table1 --data-dir DIR
+  python -m experiments FILE.yaml --seeds 0 1       an experiment of your own
+  python -m experiments table1 --preset paper --cluster CLUSTER.yaml"""
+_INTERRUPTED = 130
+_PIPE_WIDTH = 100  # of tables that no terminal shows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: The arguments. Default: those of the process.
+
+    Returns:
+        The exit code: 0; 1 where a run failed; 2 for a mistake that the user can mend; 130 after
+        Ctrl-C.
+    """
+    options = make_parser().parse_args(argv)
+    try:
+        return _run(options)
+    except EvigradError as error:
+        _say(f"error: {error}")
+        return 2
+    except OSError as error:
+        _say(f"error: {error.filename or 'A file'}: {error.strerror or error}.")
+        return 2
+    except KeyboardInterrupt:
+        _say("Interrupted. The same command goes on.")
+        return _INTERRUPTED
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("name", nargs="?", metavar="NAME", help="as fig4, or a YAML file")
+    add("--preset", help=f"how much of it: {', '.join(PRESETS)} (default: small, if there is one)")
+    add("--seeds", type=int, nargs="+", metavar="N", help="in the place of the preset's")
+    add("--list", action="store_true", help="only say what there is and what is done")
+    add("--dry-run", action="store_true", help="only say which jobs are missing")
+    add(
+        "--page",
+        type=Path,
+        metavar="FILE",
+        help="Markdown file to put all into that was run of the presets paper and small; without a"
+        " NAME nothing is run for it",
+    )
+    add("--results", default="results", metavar="DIR", help="folder of all results")
+    add(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="runs side by side; what measures time runs alone (default: one for each core, four"
+        " at most; one on a GPU)",
+    )
+    add("--cluster", type=Path, metavar="FILE", help="YAML that says how to run on a cluster")
+    add("--data-dir", metavar="DIR", help="folder of data sets (default: EVIGRAD_DATA)")
+    add("--device", default="auto", help="cpu, cuda, or auto, which is cuda if there is one")
+    add("--threads", type=int, metavar="N", help="CPU threads of each run")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    given = (options.results, options.jobs, options.data_dir, options.device, options.threads)
+    place = place_of(*given)
+    store = Store(place.results)
+    if options.list:
+        names = [options.name] if options.name else list(paper_experiments())
+        _console().print(_overview(names, store))
+        return 0
+    if options.name is None:
+        if options.page is None:
+            raise ConfigurationError(
+                "Name what to reproduce, as in python -m experiments fig4; --list says what there"
+                " is."
+            )
+        return _write_page(options.page, store)
+    experiment = read_experiment(options.name, options.preset)
+    if options.seeds is not None:
+        experiment = experiment.with_seeds(options.seeds)
+    if options.dry_run:
+        jobs = experiment.jobs()
+        left = missing(jobs, store)
+        for job in left:
+            print(f"{job.id}  {job.label}{', begun' if store.folder(job).exists() else ''}")
+        _say(f"{len(left)} of {len(jobs)} jobs are missing.")
+        return 0
+    code = reproduce(experiment, place, options.cluster)
+    return code if options.page is None else max(code, _write_page(options.page, store))
+
+
+def reproduce(experiment: Experiment, place: Place, cluster: Path | None = None) -> int:
+    """Run what is missing of an experiment, draw its figure, print its table.
+
+    Args:
+        experiment: Any.
+        place: Where.
+        cluster: A file, as for ``experiments.runner.run``.
+
+    Returns:
+        The exit code: 1 where a run failed.
+
+    Raises:
+        ConfigurationError: If nothing of it can be done here, or shown.
+    """
+    store, start = Store(place.results), time.perf_counter()
+    forbidden = _left_out(experiment, place)
+    jobs = [job for job in experiment.jobs() if job.id not in forbidden]
+    left = missing(jobs, store)
+    _say(f"{experiment.name}, {experiment.preset}: {experiment.title}")
+    if jobs:
+        _say(f"{len(jobs) - len(left)} of {len(jobs)} jobs are done, in {place.results}")
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(experiment.name, total=len(left))
+
+        def tell(words: str, over: int, count: int) -> None:
+            bar.update(task, completed=over)
+            line = f"[{over}/{count}] {words}"
+            bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+        failures = run(jobs, place, tell, cluster)
+    by_reason: dict[str, list[str]] = {}
+    for failure in failures:
+        by_reason.setdefault(failure.reason, []).append(failure.job.label)
+    for reason, names in by_reason.items():
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        _say(f"warning: {names[0]}{others} failed: {reason}")
+    if left:
+        _say(f"{len(left) - len(failures)} jobs in {time.perf_counter() - start:.0f} s")
+    try:
+        shown = present(experiment, store)
+    except ConfigurationError as error:
+        _say(f"error: {error}")
+        return 1
+    print(shown.table)
+    for remark in shown.summary["remarks"]:
+        _say(remark)
+    _say(f"Figure, tables and summary: {shown.folder}")
+    return 1 if failures or forbidden else 0
+
+
+def _left_out(experiment: Experiment, place: Place) -> set[str]:
+    """The jobs that cannot be done here, after saying why; refuses if nothing could be shown."""
+    store, cases = Store(place.results), experiment.cases()
+    left = missing(experiment.jobs(), store)
+    found = problems(left, place)
+    forbidden = {job.id for jobs in found.values() for job in jobs}
+    if cases and all(any(job.id in forbidden for job in case.jobs.values()) for case in cases):
+        raise ConfigurationError(" ".join(found))
+    for reason, jobs in found.items():
+        _say(f"warning: {len(jobs)} of {len(left)} jobs are left out: {reason}")
+        for job in jobs:
+            store.fail(job, reason)
+    return forbidden
+
+
+def _write_page(page: Path, store: Store) -> int:
+    shown = write_page(page, store)
+    _say(f"{page} shows {', '.join(shown) or 'nothing, as nothing was run'}")
+    return 0
+
+
+def _overview(names: Sequence[str], store: Store) -> Table:
+    caption = "Jobs done of all, and the time that those took, one after the other."
+    table = Table(box=SIMPLE_HEAD, title="Experiments", caption=caption, caption_justify="left")
+    table.add_column("name", no_wrap=True)
+    for head in ("shows", *PRESETS):
+        table.add_column(head)
+    for name in names:
+        whole, cells = read_experiment(name), []
+        for preset in PRESETS:
+            try:
+                done, total, spent = state_of(read_experiment(name, preset), store)
+                cells.append(f"{done}/{total}" + (f", {_duration(spent)}" if done else ""))
+            except ConfigurationError:  # no such preset
+                cells.append("–")
+        table.add_row(whole.name, whole.shows or whole.title, *cells)
+    return table
+
+
+def _duration(seconds: float) -> str:
+    for unit, size, below in (("s", 1, 90), ("min", 60, 5400), ("h", 3600, 2 * 86400)):
+        if seconds < below:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} days"
+
+
+def _say(text: str) -> None:
+    """One line on standard error."""
+    print(" ".join(text.split()), file=sys.stderr)
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=_PIPE_WIDTH)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

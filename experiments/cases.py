@@ -1,0 +1,105 @@
+"""Results of jobs as rows: one for each case, means and standard errors over the seeds."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from experiments.jobs import Job, Store
+
+# Keys that are named before a label.
+_PARTS = ("block", "data_set", "variant", "size", "panel", "group")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is shown as one point, curve or cell, of one seed.
+
+    Attributes:
+        keys: What tells it from others, as ``{"panel": ..., "estimator": ...}``.
+        seed: Of its jobs.
+        jobs: By the words that ``read`` knows them by.
+        read: From the results of these jobs to named numbers, or lists of numbers; None where
+            there is none.
+    """
+
+    keys: Mapping[str, Any]
+    seed: int
+    jobs: Mapping[str, Job]
+    read: Callable[[Mapping[str, dict[str, Any]]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A number over the seeds, or one for each point of a curve.
+
+    Attributes:
+        mean: Their mean; NaN where one is not known.
+        error: Its standard error; NaN of a single one.
+        count: How many seeds.
+        by_seed: What it is the mean of.
+    """
+
+    mean: Any
+    error: Any
+    count: int
+    by_seed: Mapping[int, Any] = field(default_factory=dict[int, Any], compare=False)
+
+    @classmethod
+    def of(cls, by_seed: Mapping[int, Any]) -> "Mean":
+        """The mean of what is known of each seed."""
+        values = np.array(list(by_seed.values()), dtype=float)
+        values[~np.isfinite(values)] = np.nan
+        many = len(values) > 1
+        error = values.std(0, ddof=1) / np.sqrt(len(values)) if many else values[0] * np.nan
+        return cls(values.mean(0).tolist(), error.tolist(), len(values), by_seed)
+
+
+def rows_of(cases: Iterable[Case], store: Store) -> list[Row]:
+    """What is known of each case with any result: its keys, and a ``Mean`` for each number."""
+    found: dict[tuple[Any, ...], tuple[Row, dict[str, dict[int, Any]]]] = {}
+    for case in cases:
+        results = {name: store.result(job) for name, job in case.jobs.items()}
+        known = {name: result for name, result in results.items() if result is not None}
+        if len(known) < len(results):
+            continue
+        _, values = found.setdefault(tuple(case.keys.values()), (dict(case.keys), {}))
+        for name, value in case.read(known).items():
+            values.setdefault(name, {})[case.seed] = value
+    return [
+        keys | {name: Mean.of(by_seed) for name, by_seed in values.items()}
+        for keys, values in found.values()
+    ]
+
+
+def coverage(cases: Iterable[Case], rows: Iterable[Row]) -> dict[str, tuple[int, int]]:
+    """How much of each case is done: means of different seeds are not to be compared.
+
+    Args:
+        cases: Of an experiment.
+        rows: What is known of them.
+
+    Returns:
+        By a case's keys in words, in the order of the cases: how many seeds are done, and how many
+        there are.
+    """
+    seeds = Counter(in_words(case.keys) for case in cases)
+    done = {
+        in_words(row): next(value.count for value in row.values() if isinstance(value, Mean))
+        for row in rows
+    }
+    return {name: (done.get(name, 0), count) for name, count in seeds.items()}
+
+
+def seeds_of(rows: Iterable[Row]) -> set[int]:
+    """The seeds of which something is known."""
+    return {seed for row in rows for v in row.values() if isinstance(v, Mean) for seed in v.by_seed}
+
+
+def in_words(keys: Mapping[str, Any]) -> str:
+    """What tells a case, or its row, from others, for people."""
+    own = keys.get("label", keys.get("estimator", ""))
+    return " ".join([*(str(keys[p]) for p in _PARTS if p in keys and "label" in keys), own])

@@ -1,0 +1,120 @@
+"""What is wrong with jobs that can be known before anything runs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from evigrad.blocks.partitions import Partition
+from evigrad.cli.invariance import read_invariance
+from evigrad.cli.setup import choose_device, default_model, sizes_of
+from evigrad.cli.trainings import Place
+from evigrad.data import available, load
+from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.estimators import EstimatorSpec
+from evigrad.models import make_model
+from evigrad.training import PRECISION
+from experiments.jobs import BASELINES, Job
+
+# Of data sets that need not be loaded for it: shape of an input, classes, training data.
+SHAPES: dict[str, tuple[tuple[int, ...], int, int]] = {
+    "digits": ((1, 8, 8), 10, 1438),
+    "mnist5k": ((1, 28, 28), 10, 4000),
+    "mnist": ((1, 28, 28), 10, 60_000),
+    "fashion_mnist": ((1, 28, 28), 10, 60_000),
+    "cifar10": ((3, 32, 32), 10, 50_000),
+    "cifar100": ((3, 32, 32), 100, 50_000),
+    "tiny_imagenet": ((3, 64, 64), 200, 100_000),
+}
+_INVARIANCE = ("invariance", "initial_range", "learn_invariance", "flip", "samples", "average")
+
+
+def problems(jobs: Sequence[Job], place: Place) -> dict[str, list[Job]]:
+    """What forbids jobs, before any of them runs.
+
+    Args:
+        jobs: Those that are missing.
+        place: Where they would run.
+
+    Returns:
+        Reasons, and the jobs that each forbids, those that need them with them.
+    """
+    known: dict[Any, str | None] = {}  # each data set and network is looked at once
+
+    def reason(key: Any, attempt: Callable[[], Any]) -> str | None:
+        if key not in known:
+            known[key] = None
+            try:
+                attempt()
+            except EvigradError as error:
+                known[key] = str(error)
+        return known[key]
+
+    found: dict[str, list[Job]] = {}
+    for job in jobs:
+        of = job.training
+        network = tuple(of[name] for name in ("data", "model", "depth", "width"))
+        words = (
+            reason("device", partial(choose_device, place.device))
+            or reason(of["data"], partial(_find, of["data"], place.data_dir))
+            or reason(network, partial(network_of, of))
+            or reason(Job("train", of).id, partial(_check, of["estimator"], of))
+            or reason(job.id, partial(_check_options, job))
+        )
+        if words is not None:
+            found.setdefault(words, []).append(job)
+    return found
+
+
+def _find(name: str, data_dir: str | None) -> None:
+    if name.partition(":")[0] not in available(data_dir):
+        load(name, data_dir)  # says what is wrong
+
+
+def network_of(training: Mapping[str, Any]) -> nn.Module | None:
+    """The network of a training, with initial weights and without any invariance.
+
+    Args:
+        training: Its options.
+
+    Returns:
+        The network; None where nothing is known of the data before they are loaded.
+
+    Raises:
+        EvigradError: If there is no such network, or it does not take such data.
+    """
+    shape = SHAPES.get(training["data"].partition(":")[0])
+    if shape is None:
+        return None
+    name = training["model"] or default_model(shape[0])
+    sizes = sizes_of(name, training["depth"], training["width"])
+    return make_model(name, shape[0], shape[1], seed=0, **sizes)
+
+
+def _check(estimator: str | None, training: Mapping[str, Any]) -> None:
+    shape = SHAPES.get(training["data"].partition(":")[0])
+    if estimator in BASELINES:
+        return
+    spec = EstimatorSpec.parse(estimator or "")
+    if shape is not None:
+        Partition(spec, min(training["subset"] or shape[2], shape[2]), shape[1])
+
+
+def _check_options(job: Job) -> None:
+    if "estimator" in job.options:
+        _check(job.options["estimator"], job.training)
+    if job.kind != "curve":
+        return
+    name, least = job.options["hyperparameter"], min(job.options["grid"])
+    if name == PRECISION:
+        if least <= 0:
+            raise ConfigurationError(f"A precision is positive; the grid begins at {least:g}.")
+        return
+    invariance = read_invariance(*(job.training[option] for option in _INVARIANCE))
+    ranges = [] if invariance is None else list(invariance.ranges)
+    if name not in ranges:
+        raise ConfigurationError(
+            f"There is no hyperparameter '{name}' to go along: {PRECISION}, or the range of a"
+            f" transform of the training's invariance ({', '.join(ranges) or 'it has none'})."
+        )

@@ -1,0 +1,199 @@
+"""What experiments are made of: jobs, each a state point of a signac project, and their results."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import signac
+from signac.job import Job as SignacJob
+from signac.job import calc_id
+
+from evigrad.cli.trainings import resolved
+from evigrad.errors import ConfigurationError
+
+# Estimators of trainings that have no estimate of the evidence.
+BASELINES = (None, "map", "map-noise", "augerino")
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A piece of work with a result that is kept, known by all that this depends on.
+
+    Attributes:
+        kind: ``train``; or ``evaluate``, ``curve`` and ``time``, of a trained network.
+        training: All options of the training, as of ``evigrad train``.
+        options: Of what is done with it.
+    """
+
+    kind: str
+    training: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def statepoint(self) -> dict[str, Any]:
+        """What signac knows it by."""
+        return {"kind": self.kind, "training": self.training, **self.options}
+
+    @cached_property
+    def id(self) -> str:
+        """The same for the same work, another for any other."""
+        return calc_id(self.statepoint)
+
+    @property
+    def needs(self) -> "Job | None":
+        """The job that has to be done before."""
+        return None if self.kind == "train" else Job("train", self.training)
+
+    @property
+    def label(self) -> str:
+        """Words for people."""
+        of = self.training
+        data = of["data"] if of["subset"] is None else f"{of['subset']} of {of['data']}"
+        own = [str(self.options[n]) for n in ("estimator", "hyperparameter") if n in self.options]
+        names = [of["estimator"] or "map", data, of["model"] or "default network"]
+        return f"{self.kind} {' along '.join(own)}{' of ' if own else ''}" + ", ".join(
+            [*names, f"seed {of['seed']}"]
+        )
+
+
+def training(*options: Mapping[str, Any], seed: int) -> Job:
+    """A training by options of ``evigrad train``, of which later ones replace earlier ones."""
+    together = {name: value for part in options for name, value in part.items()}
+    return Job("train", _resolved(json.dumps(together)) | {"seed": seed})
+
+
+@cache
+def _resolved(options: str) -> dict[str, Any]:
+    return resolved(json.loads(options))
+
+
+def evaluation(of: Job, estimator: str | None = None, blocks: int | None = None) -> Job:
+    """The log evidence of a trained network by its own estimator, or by another one.
+
+    Args:
+        of: The training.
+        estimator: Default: its own.
+        blocks: Of a partition, at most; None for all.
+    """
+    name = estimator or of.training["estimator"]
+    return Job("evaluate", of.training, {"estimator": name, "blocks": blocks})
+
+
+def with_estimate(of: Job, blocks: int | None = None) -> dict[str, Job]:
+    """A training as ``train``; its own estimate as ``estimate`` where it has an estimator."""
+    has_none = of.training["estimator"] in BASELINES
+    return {"train": of} | ({} if has_none else {"estimate": evaluation(of, blocks=blocks)})
+
+
+def final_numbers(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """What tables and figures show of the results of ``with_estimate``.
+
+    Returns:
+        Log evidence (None of a baseline) and test log likelihood in nats per datum, test accuracy
+        in percent, seconds of the training, and its number of weights.
+    """
+    trained = results["train"]
+    return {
+        "log_evidence": results["estimate"]["per_datum"] if "estimate" in results else None,
+        "log_likelihood": trained["test"]["log_likelihood"],
+        "accuracy": 100 * trained["test"]["accuracy"],
+        "seconds": trained["seconds"],
+        "weights": float(trained["num_weights"]),
+    }
+
+
+def timing(of: Job) -> Job:
+    """The time of an estimate with its gradient by a training's own estimator."""
+    return Job("time", of.training)
+
+
+def curve(of: Job, estimator: str, along: str, grid: list[float], blocks: int | None) -> Job:
+    """A bound along a hyperparameter, for the weights of a training.
+
+    Args:
+        of: The training.
+        estimator: The bound.
+        along: ``precision``, or the name of a range.
+        grid: Its values.
+        blocks: Of a partition, at most; None for all.
+    """
+    options = {"estimator": estimator, "hyperparameter": along, "grid": grid, "blocks": blocks}
+    return Job("curve", of.training, options)
+
+
+def distinct(jobs: Iterable[Job]) -> list[Job]:
+    """All jobs with what they need, each once, in an order in which they can be done."""
+    chains = ([job] if job.needs is None else [job.needs, job] for job in jobs)
+    return list({each.id: each for chain in chains for each in chain}.values())
+
+
+class Store:
+    """Results of jobs in a signac project. Nothing in it names a place outside of it.
+
+    Args:
+        path: Its folder, made when the first job begins.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def folder(self, job: Job) -> Path:
+        """The folder of a job, which may not exist yet."""
+        return self.path / "workspace" / job.id
+
+    def result(self, job: Job) -> dict[str, Any] | None:
+        """What was kept of a job; None where it is not done."""
+        return self._document(job).get("result")
+
+    def failure(self, job: Job) -> str | None:
+        """Why a job without a result could not be done the last time, in words."""
+        return self._document(job).get("failure")
+
+    def begin(self, job: Job) -> Path:
+        """Make the folder of a job.
+
+        Raises:
+            ConfigurationError: If it cannot be made.
+        """
+        return Path(self._opened(job).path)
+
+    def finish(self, job: Job, result: dict[str, Any]) -> None:
+        """Keep the result of a job: plain numbers, texts, lists and dictionaries of them."""
+        self._opened(job).document.reset({"result": result})
+
+    def fail(self, job: Job, reason: str) -> None:
+        """Keep why a job could not be done."""
+        self._opened(job).document["failure"] = reason
+
+    def _opened(self, job: Job) -> SignacJob:
+        return self.project().open_job(job.statepoint).init()
+
+    def project(self) -> signac.Project:
+        """The signac project, made where there is none: before several processes want it.
+
+        Raises:
+            ConfigurationError: If it cannot be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return signac.init_project(str(self.path))
+        except OSError as error:
+            raise ConfigurationError(
+                f"The folder of results {self.path} cannot be written ({error.strerror}); name"
+                " another: --results DIR."
+            ) from error
+
+    def _document(self, job: Job) -> dict[str, Any]:
+        # Read without signac, which would make a folder for it.
+        path = self.folder(job) / SignacJob.FN_DOCUMENT
+        if not path.exists():
+            return {}
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"{path} cannot be read ({error}). Remove it: its job will be done again."
+            ) from error

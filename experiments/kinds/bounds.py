@@ -1,0 +1,148 @@
+"""Bounds on the log evidence along a hyperparameter, for weights trained once (Figures 3 to 6)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from evigrad import plots
+from evigrad.training import make_grid
+from experiments.cases import Case, Mean, Row
+from experiments.definition import Experiment, Options
+from experiments.jobs import curve, training
+from experiments.tables import Column, Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Of a value in nats per datum: less than this is rounding in single precision.
+_ROUNDING = 2e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """So many values of a hyperparameter, from the first to the last, maybe logarithmic."""
+
+    start: float
+    stop: float
+    count: int
+    log: bool = False
+
+    def __post_init__(self) -> None:
+        self.values()  # refuses what is no grid
+
+    def values(self) -> list[float]:
+        """The values, with six digits."""
+        return make_grid(self.start, self.stop, self.count, self.log)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundPanel:
+    """A panel: the hyperparameter that bounds are drawn along, and what its training has alone."""
+
+    axis: str
+    hyperparameter: str
+    grid: Grid
+    title: str = ""
+    training: Options = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds(Experiment):
+    """Bounds along hyperparameters.
+
+    Attributes:
+        panels: By their names.
+        curves: Estimator to the label of its curve, in all panels.
+        orderings: Lists of estimators, the higher bounds first, that theory demands.
+        blocks: Of a partition, at most; None for all.
+    """
+
+    panels: dict[str, BoundPanel]
+    curves: dict[str, str | None]
+    orderings: list[list[str]] = field(default_factory=list)
+    blocks: int | None = None
+
+    def cases(self) -> list[Case]:
+        """A curve for each panel, estimator and seed."""
+        found = []
+        for name, panel in self.panels.items():
+            grid = panel.grid.values()
+            for seed in self.seeds:
+                trained = training(self.training, panel.training, seed=seed)
+                for estimator, label in self.curves.items():
+                    job = curve(trained, estimator, panel.hyperparameter, grid, self.blocks)
+                    keys = {"panel": name, "estimator": estimator, "label": label or estimator}
+                    found.append(Case(keys, seed, {"curve": job}, _read))
+        return found
+
+    def own_settings(self) -> list[tuple[str, Options]]:
+        """Those of the panels."""
+        return [(name, panel.training) for name, panel in self.panels.items()]
+
+    def figure(self, rows: list[Row]) -> "Figure":
+        """Panels side by side, one line for each estimator."""
+        drawn = []
+        for name, panel in self.panels.items():
+            curves = [
+                plots.Curve(
+                    row["label"],
+                    panel.grid.values(),
+                    row["log_evidence"].mean,
+                    row["draw_error"].mean,
+                )
+                for row in rows
+                if row["panel"] == name
+            ]
+            unit = "" if drawn else "log marginal likelihood bound\n(nats per datum)"
+            made = plots.Panel(panel.title or name, panel.axis, unit, curves, panel.grid.log, True)
+            drawn += [made] if curves else []
+        return plots.panels([drawn], reference=self.reference, ordered=self.ordered, mark_tops=True)
+
+    def table(self, rows: list[Row]) -> Table:
+        """Where each bound is highest, and how high, in the order of the legend."""
+        cells = []
+        for row in self.in_order(rows, "panel", list(self.panels)):
+            grid = self.panels[row["panel"]].grid.values()
+            values = row["log_evidence"]
+            best = max(range(len(grid)), key=values.mean.__getitem__)
+            top = [f"{values.mean[best]:.3f}", f"{grid[best]:.3g}", str(values.count)]
+            cells.append([row["panel"], row["label"], *top])
+        names = ("panel", "estimator", "highest, nats per datum", "there, hyperparameter", "seeds")
+        return Table([Column(name) for name in names], cells, [cell[0] for cell in cells])
+
+    def remarks(self, rows: list[Row]) -> list[str]:
+        """Whether the orderings hold, seed by seed and point by point."""
+        found = []
+        for chain in self.orderings:
+            for panel in self.panels:
+                known = {r["estimator"]: r["log_evidence"] for r in rows if r["panel"] == panel}
+                chosen = [name for name in chain if name in known]
+                broken, seeds = [], set[int]()
+                for upper, lower in zip(chosen, chosen[1:], strict=False):
+                    common, points, gaps = _gaps(known[upper], known[lower])
+                    seeds |= common
+                    if gaps:
+                        broken.append(
+                            f"{upper} lies below {lower} at {len(gaps)} of {points} points, by"
+                            f" {max(gaps):.2g} nats per datum at most"
+                        )
+                if seeds:
+                    each = f"holds for each of {len(seeds)} seeds" if len(seeds) > 1 else "holds"
+                    verdict = "; ".join(broken) or f"{each} at every point of the grid"
+                    found.append(f"{panel}: {' ≥ '.join(chosen)}: {verdict}.")
+        return found
+
+
+def _read(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    return {"log_evidence": results["curve"]["mean"], "draw_error": results["curve"]["sem"]}
+
+
+def _gaps(above: Mean, below: Mean) -> tuple[set[int], int, list[float]]:
+    """Common seeds, points of their curves, and by how much some of these are in disorder."""
+    seeds = above.by_seed.keys() & below.by_seed.keys()
+    pairs = [
+        pair
+        for seed in seeds
+        for pair in zip(above.by_seed[seed], below.by_seed[seed], strict=True)
+    ]
+    return seeds, len(pairs), [b - a for a, b in pairs if b - a > _ROUNDING * max(1.0, abs(a))]

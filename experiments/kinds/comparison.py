@@ -1,0 +1,149 @@
+"""Methods in a table, blocks of them on several data sets, beside the paper's numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from experiments.cases import Case, Mean, Row
+from experiments.definition import Experiment, Options
+from experiments.jobs import final_numbers, training, with_estimate
+from experiments.tables import Column, Table
+
+_BLOCKS = 20  # that an estimate at the end is the mean of
+# Key of a row: the paper's row that it takes the place of.
+_STANDS_FOR = "stands_for"
+_NUMBERS = ("log_evidence", "log_likelihood", "accuracy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Methods that are compared with each other.
+
+    Attributes:
+        rows: Label of a method to options of its trainings, and maybe ``stands_for``.
+        training: Options of all of them.
+        seeds: Where they are not the experiment's.
+        yardstick: The row that times relate to, where it is not the experiment's.
+    """
+
+    rows: dict[str, Options]
+    training: Options = field(default_factory=dict)
+    seeds: list[int] | None = None
+    yardstick: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Experiment):
+    """Methods on data sets.
+
+    Attributes:
+        blocks: By their names.
+        data_sets: Label to data set.
+        yardstick: The row that times relate to. None for seconds.
+        paper: Block, data set and method to the paper's numbers: evidence, log likelihood,
+            accuracy, time.
+    """
+
+    blocks: dict[str, Block]
+    data_sets: dict[str, str]
+    yardstick: str | None = None
+    paper: dict[str, dict[str, dict[str, list[Any]]]] = field(default_factory=dict)
+
+    def cases(self) -> list[Case]:
+        """A training for each block, data set, row and seed."""
+        found = []
+        for name, block in self.blocks.items():
+            for data_set, data in self.data_sets.items():
+                for label, row in block.rows.items():
+                    options = (self.training, block.training, {"data": data}, _own(row))
+                    for seed in block.seeds or self.seeds:
+                        trained = training(*options, seed=seed)
+                        keys = {"block": name, "data_set": data_set, "label": label}
+                        jobs = with_estimate(trained, _BLOCKS)
+                        found.append(Case(keys, seed, jobs, final_numbers))
+        return found
+
+    def with_seeds(self, seeds: Sequence[int]) -> Self:
+        """The same with other seeds, in blocks that have their own as well."""
+        blocks = {name: replace(block, seeds=None) for name, block in self.blocks.items()}
+        return replace(self, seeds=list(seeds), blocks=blocks)
+
+    def own_settings(self) -> list[tuple[str, Options]]:
+        """Those of the blocks and of their rows."""
+        found = []
+        for name, block in self.blocks.items():
+            found += [(name, block.training), *((n, _own(row)) for n, row in block.rows.items())]
+        return found
+
+    def table(self, rows: list[Row]) -> Table:
+        """A row for each method; for each data set ours and, behind it, the paper's.
+
+        The paper's methods that ours have none of come last in their block.
+        """
+        found = {(row["block"], row["data_set"], row["label"]): row for row in rows}
+        data_sets = list(dict.fromkeys(row["data_set"] for row in rows))
+        standards = {n: block.yardstick or self.yardstick for n, block in self.blocks.items()}
+        named = ", ".join(dict.fromkeys(name for name in standards.values() if name))
+        time = f"time, % of {named}" if named else "seconds"
+        columns = [Column(""), Column("method"), Column("weights")]
+        for data_set in data_sets:
+            columns += [
+                Column(f"{data_set}: log evidence", 2, best="high"),
+                Column(f"{data_set}: test log likelihood", 2, best="high"),
+                Column(f"{data_set}: accuracy, %", 1, best="high"),
+                Column(f"{data_set}: {time}", 0),
+                Column(f"{data_set}: the paper's (evidence, log likelihood, accuracy, time)"),
+            ]
+        cells: list[list[Any]] = []
+        for name, block in self.blocks.items():
+            ours = {
+                label: row.get(_STANDS_FOR, label)
+                for label, row in block.rows.items()
+                if any((name, data_set, label) in found for data_set in data_sets)
+            }
+            theirs = dict.fromkeys(
+                m for of_set in self.paper.get(name, {}).values() for m in of_set
+            )
+            others = {label: label for label in theirs if label not in ours.values()}
+            for label, paper_label in (ours | others if ours else {}).items():
+                of_row = [found.get((name, data_set, label)) for data_set in data_sets]
+                weights = max((row["weights"].mean for row in of_row if row), default=None)
+                line = [name, label, None if weights is None else f"{weights:,.0f}"]
+                for data_set, row in zip(data_sets, of_row, strict=True):
+                    line += [row and row[number] for number in _NUMBERS]
+                    yardstick = found.get((name, data_set, standards[name] or ""))
+                    line.append(_time(row, standards[name], yardstick))
+                    line.append(self._of_the_paper(name, data_set, paper_label))
+                cells.append(line)
+        return Table(columns, cells, [line[0] for line in cells])
+
+    def _of_the_paper(self, block: str, data_set: str, label: str) -> str:
+        numbers = self.paper.get(block, {}).get(data_set, {}).get(label)
+        return "–" if numbers is None else ", ".join("–" if n is None else str(n) for n in numbers)
+
+    def remarks(self, rows: list[Row]) -> list[str]:
+        """What is bold, whose evidence it is, and which data sets the preset leaves out."""
+        found = [
+            "The log evidence is each estimator's own estimate: a looser bound reports less of it.",
+            "Bold: the best of a block, and what overlaps with it within standard errors. Numbers"
+            " of one seed have none, and are not bold.",
+        ]
+        of_paper = dict.fromkeys(
+            data_set for block in self.blocks for data_set in self.paper.get(block, {})
+        )
+        if left := [name for name in of_paper if name not in self.data_sets]:
+            found.append(f"Not run: {', '.join(left)}.")
+        return found
+
+
+def _own(row: Options) -> Options:
+    return {key: value for key, value in row.items() if key != _STANDS_FOR}
+
+
+def _time(row: Row | None, standard: str | None, yardstick: Row | None) -> Mean | None:
+    """Seconds of a training, or percent of those of the yardstick where there is one."""
+    if row is None or (standard is not None and yardstick is None):
+        return None
+    share = 1.0 if yardstick is None else 100 / yardstick["seconds"].mean
+    seconds = row["seconds"]
+    return Mean(share * seconds.mean, share * seconds.error, seconds.count)

@@ -1,0 +1,129 @@
+"""Tightness over time of many estimators, each of a training of its own (Figure 1)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from evigrad import plots
+from evigrad.errors import ConfigurationError
+from evigrad.estimators import EstimatorSpec
+from experiments.cases import Case, Row
+from experiments.definition import Experiment
+from experiments.jobs import evaluation, timing, training
+from experiments.tables import Column, Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_BLOCKS = 30  # that an estimate at the end is the mean of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """Every combination of the parts of an estimator's name, and more names."""
+
+    structures: list[str]
+    subsets: list[int | str]
+    outputs: list[int | str]
+    more: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pareto(Experiment):
+    """Tightness over time.
+
+    Attributes:
+        estimators: What is compared: names, or the parts of names.
+        judge: A common estimator of all trained networks, for the table.
+    """
+
+    estimators: list[str] | Names
+    judge: str | None = None
+
+    def specs(self) -> dict[str, EstimatorSpec]:
+        """The estimators that are compared, by their names."""
+        found = self.estimators
+        if isinstance(found, Names):
+            parts = product(found.structures, found.subsets, found.outputs)
+            found = ["-".join(map(str, each)) for each in parts] + found.more
+        if not found:
+            raise ConfigurationError(f"The experiment {self.name} names no estimators.")
+        specs = map(EstimatorSpec.parse, found)
+        return {spec.name: spec for spec in specs}
+
+    def cases(self) -> list[Case]:
+        """A training for each estimator and seed, its estimate at the end, and the time of one."""
+        found = []
+        for name in self.specs():
+            for seed in self.seeds:
+                trained = training(self.training, {"estimator": name}, seed=seed)
+                jobs = {
+                    "train": trained,
+                    "estimate": evaluation(trained, blocks=_BLOCKS),
+                    "time": timing(trained),
+                }
+                if self.judge is not None:
+                    jobs["judge"] = evaluation(trained, self.judge)
+                found.append(Case({"estimator": name}, seed, jobs, _read))
+        return found
+
+    def figure(self, rows: list[Row]) -> "Figure":
+        """A point for each estimator, and the frontier; full-batch estimators in black."""
+        specs, found = self.specs(), []
+        for row in rows:
+            group, size = specs[row["estimator"]].family
+            x, y = row["seconds"], row["value"]
+            found.append(plots.Point(group, size, x.mean, y.mean, y_error=y.error))
+        return plots.points(
+            found,
+            self.title,
+            "seconds of an estimate and its gradient",
+            "− log marginal likelihood estimate\n(nats per datum)",
+            reference=[name for name, spec in specs.items() if spec.is_full_batch],
+            frontier=True,
+        )
+
+    def table(self, rows: list[Row]) -> Table:
+        """Times and values."""
+        columns = [
+            Column("estimator"),
+            Column("− log evidence, own estimate"),
+            Column("seconds of an estimate with gradient", digits=4),
+            Column("× a step of the weights", digits=1),
+            Column("test log likelihood", best="high"),
+        ]
+        keys = ["value", "seconds", "steps", "log_likelihood"]
+        if self.judge is not None:
+            columns.append(Column(f"− log evidence by {self.judge}", best="low"))
+            keys.append("judge")
+        columns.append(Column("on the frontier"))
+        front = self._front(rows)
+        cells = [
+            [
+                r["estimator"],
+                *(r.get(key) for key in keys),
+                "yes" if r["estimator"] in front else "",
+            ]
+            for r in rows
+        ]
+        return Table(columns, cells)
+
+    def remarks(self, rows: list[Row]) -> list[str]:
+        """Which estimators are on the frontier."""
+        return [f"On the frontier, by their time: {', '.join(self._front(rows))}."]
+
+    def _front(self, rows: list[Row]) -> list[str]:
+        points = [(row["seconds"].mean, row["value"].mean) for row in rows]
+        return [rows[i]["estimator"] for i in plots.pareto_front(points)]
+
+
+def _read(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    times = results["time"]
+    found = {
+        "seconds": times["estimate_seconds"],
+        "steps": times["estimate_seconds"] / times["step_seconds"],
+        "value": -results["estimate"]["per_datum"],
+        "log_likelihood": results["train"]["test"]["log_likelihood"],
+    }
+    return found | ({"judge": -results["judge"]["per_datum"]} if "judge" in results else {})

@@ -1,0 +1,103 @@
+"""Architectures compared by their log evidence, against what the test data say."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from evigrad import plots
+from experiments.cases import Case, Row
+from experiments.definition import Experiment, Options
+from experiments.jobs import evaluation, training
+from experiments.tables import Column, Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection(Experiment):
+    """Test log likelihood over log evidence, a point for each architecture.
+
+    Attributes:
+        architectures: Families of labels with the options of their trainings.
+        judge: Estimator of the log evidence of all of them.
+    """
+
+    architectures: dict[str, dict[str, Options]]
+    judge: str
+
+    def cases(self) -> list[Case]:
+        """A training for each architecture and seed, and its log evidence by the judge."""
+        found = []
+        for family, architectures in self.architectures.items():
+            for label, options in architectures.items():
+                for seed in self.seeds:
+                    trained = training(self.training, options, seed=seed)
+                    jobs = {"train": trained, "evidence": evaluation(trained, self.judge)}
+                    found.append(Case({"family": family, "label": label}, seed, jobs, _read))
+        return found
+
+    def figure(self, rows: list[Row]) -> "Figure":
+        """A point for each architecture, with errors both ways."""
+        found = [
+            plots.Point(
+                row["family"],
+                row["label"],
+                row["x"].mean,
+                row["y"].mean,
+                row["x"].error,
+                row["y"].error,
+            )
+            for row in rows
+        ]
+        across = f"log marginal likelihood by {self.judge} (nats per datum)"
+        return plots.points(found, self.title, across, "test log likelihood (nats per datum)")
+
+    def table(self, rows: list[Row]) -> Table:
+        """Both numbers for each architecture."""
+        columns = [
+            Column("architectures"),
+            Column("architecture"),
+            Column("weights", 0),
+            Column("log evidence per datum", best="high"),
+            Column("test log likelihood", best="high"),
+            Column("test accuracy, %", 1, 100.0, best="high"),
+        ]
+        cells = [
+            [r["family"], r["label"], f"{r['weights'].mean:,.0f}", r["x"], r["y"], r["accuracy"]]
+            for r in rows
+        ]
+        return Table(columns, cells, [row["family"] for row in rows])
+
+    def remarks(self, rows: list[Row]) -> list[str]:
+        """How far evidence and test data agree, and what both choose, in each family."""
+        found = []
+        for family in self.architectures:
+            chosen = [row for row in rows if row["family"] == family]
+            if len(chosen) < 3:
+                continue
+            by_evidence, by_test = (max(chosen, key=lambda row: row[key].mean) for key in "xy")
+            agreement = rank_correlation(*([row[key].mean for row in chosen] for key in "xy"))
+            found.append(
+                f"{family}: the evidence chooses {by_evidence['label']}, the test data"
+                f" {by_test['label']}; rank correlation {agreement:.2f} over {len(chosen)}."
+            )
+        return found
+
+
+def _read(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    trained = results["train"]
+    return {
+        "x": results["evidence"]["per_datum"],
+        "y": trained["test"]["log_likelihood"],
+        "accuracy": trained["test"]["accuracy"],
+        "weights": float(trained["num_weights"]),
+    }
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's correlation, between -1 and 1, of two lists without ties."""
+    one, other = (np.argsort(np.argsort(values)) for values in (first, second))
+    return float(np.corrcoef(one, other)[0, 1])

@@ -1,0 +1,231 @@
+"""What is shown of an experiment: its figure, its table, and a page of all that was run."""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from evigrad.errors import ConfigurationError
+from experiments.cases import Case, Row, coverage, rows_of, seeds_of
+from experiments.definition import PAPER, SMALL, Experiment, paper_experiments, read_experiment
+from experiments.jobs import Store
+
+_MOST_NAMES = 12  # in a sentence
+_SUMMARY = "summary.json"
+BEGIN, END = "<!-- experiments -->", "<!-- end experiments -->"
+_IMAGES = "images/experiments"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What is known of an experiment.
+
+    Attributes:
+        folder: Where its files are.
+        figure: As PNG; None for a table alone.
+        table: As Markdown.
+        summary: What was run: jobs, seeds, machines, dates, seconds, and remarks.
+    """
+
+    folder: Path
+    figure: Path | None
+    table: str
+    summary: Mapping[str, Any]
+
+
+def state_of(experiment: Experiment, store: Store) -> tuple[int, int, float]:
+    """Jobs that are done, jobs in all, and the seconds that those took, one after the other."""
+    results = [store.result(job) for job in experiment.jobs()]
+    known = [result for result in results if result is not None]
+    return len(known), len(results), float(sum(result["job_seconds"] for result in known))
+
+
+def shown_in(experiment: Experiment, store: Store) -> Path:
+    """The folder of an experiment's figure and tables."""
+    return store.path / "shown" / experiment.name / experiment.preset
+
+
+def present(experiment: Experiment, store: Store) -> Shown:
+    """Draw what is known of an experiment, and write its table.
+
+    Args:
+        experiment: Any.
+        store: Results; the files go into a folder of it.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ConfigurationError: If there is no result as yet.
+    """
+    cases = experiment.cases()
+    rows = rows_of(cases, store)
+    if cases and not rows:
+        raise ConfigurationError(f"Nothing of {experiment.name} ({experiment.preset}) is done.")
+    folder = shown_in(experiment, store)
+    folder.mkdir(parents=True, exist_ok=True)
+    table, figure = experiment.table(rows), experiment.figure(rows)
+    (folder / "table.md").write_text(table.markdown() + "\n", encoding="utf-8")
+    (folder / "table.csv").write_text(table.csv(), encoding="utf-8")
+    (folder / "table.tex").write_text(table.latex(), encoding="utf-8")
+    if figure is not None:
+        figure.savefig(folder / "figure.png", dpi=130)
+        figure.savefig(folder / "figure.pdf")
+    jobs = experiment.jobs()
+    known = [result for result in map(store.result, jobs) if result is not None]
+    summary = {
+        "name": experiment.name,
+        "preset": experiment.preset,
+        "shows": experiment.shows,
+        "seeds": sorted(seeds_of(rows)),
+        "num_data": sorted({result["num_data"] for result in known if "num_data" in result}),
+        "jobs": [len(known), len(jobs)],
+        "seconds": float(sum(result["job_seconds"] for result in known)),
+        "machines": sorted({result["machine"] for result in known}),
+        "dates": sorted({result["date"] for result in known}),
+        "remarks": [*experiment.remarks(rows), *_warnings(experiment, cases, rows, store)],
+    }
+    (folder / _SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    picture = None if figure is None else folder / "figure.png"
+    return Shown(folder, picture, table.markdown(), summary)
+
+
+def _warnings(
+    experiment: Experiment, cases: Sequence[Case], rows: Sequence[Row], store: Store
+) -> list[str]:
+    """What is not there, and what forbids to compare the rows with each other, in words."""
+    found = []
+    covered = coverage(cases, rows)
+    if left := [name for name, (some, _) in covered.items() if not some]:
+        found.append(f"Not run: {_enumerated(left)}.")
+    partial = {name: both for name, both in covered.items() if 0 < both[0] < both[1]}
+    if len(set(partial.values())) == 1 and len(partial) + len(left) == len(covered):
+        some, all_ = next(iter(partial.values()))
+        found.append(f"So far {some} of {all_} seeds.")
+    elif partial:
+        words = [f"{name} ({some} of {all_})" for name, (some, all_) in partial.items()]
+        found.append(f"Means of fewer seeds than those of the others: {_enumerated(words)}.")
+    results = [(job, store.result(job)) for job in experiment.jobs()]
+    reasons = Counter(filter(None, (store.failure(job) for job, result in results if not result)))
+    for reason, count in reasons.items():
+        found.append(f"Failed, {count} {'job' if count == 1 else 'jobs'}: {reason}")
+    timed = {result["machine"] for job, result in results if result and job.kind == "time"}
+    if len(timed) > 1:
+        found.append(f"Times of several machines: {'; '.join(sorted(timed))}.")
+    return found
+
+
+def _enumerated(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
+def write_page(page: Path, store: Store, presets: Sequence[str] = (PAPER, SMALL)) -> list[str]:
+    """Put all that was run into a page of Markdown, and its figures beside it.
+
+    Args:
+        page: The file. What stands between its markers is replaced; without such, or without the
+            file, they come to its end.
+        store: Results.
+        presets: Which are shown.
+
+    Returns:
+        Names of the experiments that are shown.
+
+    Raises:
+        ConfigurationError: If the page cannot be read.
+    """
+    parts, shown, left, reduced = [], [], [], []
+    for name in paper_experiments():
+        found = [each for preset in presets if (each := _if_shown(name, preset, store))]
+        if found:
+            shown.append(name)
+            parts += [_section(each, store, page.parent) for each in found]
+            if found[0].preset != PAPER and found[0].jobs():
+                reduced.append(f"`{name}`")
+        else:
+            experiment = read_experiment(name)
+            left.append(f"`{name}` ({experiment.shows or experiment.title})")
+    if left or reduced:
+        said = [f"At the paper's settings: {', '.join(reduced)}."] if reduced else []
+        said += [f"Not at all: {', '.join(left)}."] if left else []
+        parts.append("### Not run\n\n" + "\n\n".join(said) + "\n")
+    before, after = "", "\n"
+    if page.exists():
+        try:
+            before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN + "\n")
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(
+                f"{page} is no text in UTF-8 ({error}). Save it as UTF-8, or name another file."
+            ) from error
+        _, end, behind = rest.partition(END)
+        if begin and end:
+            after = behind
+        else:
+            before = before.rstrip("\n") + "\n\n"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(parts)
+    page.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
+    return shown
+
+
+def _if_shown(name: str, preset: str, store: Store) -> Experiment | None:
+    """One that was shown before, and still is: some of its jobs may be those of another one."""
+    try:
+        experiment = read_experiment(name, preset)
+    except ConfigurationError:  # it has no such preset
+        return None
+    if not (shown_in(experiment, store) / _SUMMARY).exists():
+        return None
+    cases = experiment.cases()
+    return experiment if not cases or rows_of(cases, store) else None
+
+
+def _section(experiment: Experiment, store: Store, folder: Path) -> str:
+    shown = present(experiment, store)
+    summary, (done, total) = shown.summary, shown.summary["jobs"]
+    command = f"python -m experiments {experiment.name}"
+    command += "" if experiment.preset == SMALL else f" --preset {experiment.preset}"
+    caption = " ".join(experiment.caption.split())
+    lines = [f"### {experiment.title}", "", f"    {command}", "", caption]
+    if shown.figure is not None:
+        target = folder / _IMAGES / f"{experiment.name}-{experiment.preset}.png"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(shown.figure, target)
+        lines += ["", f"![{experiment.title}]({_IMAGES}/{target.name})"]
+    lines += ["", shown.table, "", *(f"- {remark}" for remark in summary["remarks"])]
+    how = f" Preset `{experiment.preset}`, seeds {', '.join(map(str, summary['seeds']))}."
+    lines.append(f"- What it shows: {experiment.shows}.{how if total else ''}")
+    if total:
+        dates = " to ".join(dict.fromkeys((summary["dates"][0], summary["dates"][-1])))
+        lines += [
+            f"- Settings: {_settings(experiment)}.",
+            f"- {'; '.join(summary['machines'])}; {dates};"
+            f" {summary['seconds'] / 60:.0f} minutes of runs.",
+        ]
+    if summary["num_data"]:
+        lines.append(f"- Training data: {', '.join(f'{n:,}' for n in summary['num_data'])}.")
+    if done < total:
+        lines.append(f"- {done} of {total} jobs are done.")
+    if experiment.differs:
+        lines.append(f"- Where it differs from the paper: {' '.join(experiment.differs.split())}")
+    return "\n".join(lines) + "\n"
+
+
+def _settings(experiment: Experiment) -> str:
+    """What all trainings have in common, and what is of a panel, a block or a row alone."""
+    found = [_in_line(experiment.training)]
+    for name, options in experiment.own_settings():
+        if own := {key: value for key, value in options.items() if key != "estimator"}:
+            found.append(f"{name}: {_in_line(own)}")
+    return "; ".join(found)
+
+
+def _in_line(options: Mapping[str, Any]) -> str:
+    text = yaml.safe_dump(dict(options), default_flow_style=True, width=10**6, sort_keys=False)
+    return "`" + text.strip().strip("{}") + "`"

@@ -1,0 +1,150 @@
+"""A table in three forms: Markdown, CSV and LaTeX."""
+
+import csv
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from experiments.cases import Mean
+
+Cell = str | Mean | float | None
+_LATEX = {"%": r"\%", "_": r"\_", "–": "--", "×": r"$\times$", "−": "$-$", "±": r"$\pm$"}
+_LATEX |= {"~": r"$\sim$", "…": r"\ldots{}"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        name: Its head.
+        digits: Behind the point.
+        scale: What numbers are multiplied by, as 100 for percent.
+        best: ``high`` or ``low`` to have the best values in bold; empty for none. Numbers without
+            a standard error, as those of one seed, are not bold.
+    """
+
+    name: str
+    digits: int = 3
+    scale: float = 1.0
+    best: str = ""
+
+    def shown(self, cell: Cell, between: str) -> str:
+        """A cell as text, with some words between a mean and its error."""
+        if isinstance(cell, str):
+            return cell
+        mean, error = (cell.mean, cell.error) if isinstance(cell, Mean) else (cell, math.nan)
+        if mean is None or not math.isfinite(mean):
+            return "–"
+        text = f"{self.scale * mean:.{self.digits}f}"
+        if math.isfinite(error):
+            text += f"{between}{self.scale * error:.{self.digits}f}"
+        return text
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under columns.
+
+    Attributes:
+        columns: The heads; the first column holds words.
+        rows: A cell for each column.
+        group: For each row what it is compared with for the best in bold; all rows if empty.
+    """
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    group: Sequence[str] = ()
+
+    def markdown(self) -> str:
+        """The table as Markdown."""
+        head, *body = (
+            f"| {' | '.join(line)} |"
+            for line in ([c.name for c in self.columns], *self._cells(" ± ", "**{}**"))
+        )
+        return "\n".join([head, "|" + "---|" * len(self.columns), *body])
+
+    def latex(self) -> str:
+        """The table as LaTeX, for the package booktabs."""
+        columns = [[row[i] for row in self.rows] for i in range(len(self.columns))]
+        aligned = "".join("r" if any(map(_is_number, column)) else "l" for column in columns)
+        lines = [r"\begin{tabular}{" + aligned + "}", r"\toprule"]
+        lines += [" & ".join(_escaped(c.name) for c in self.columns) + r" \\", r"\midrule"]
+        groups = self._groups
+        for number, cells in enumerate(self._cells(r" {\scriptsize$\pm$} ", r"\textbf{{{}}}")):
+            if number and groups[number] != groups[number - 1]:
+                lines.append(r"\midrule")
+            lines.append(" & ".join(map(_escaped, cells)) + r" \\")
+        return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+    def csv(self) -> str:
+        """The table as CSV with every digit, means and errors in columns of their own."""
+        with_error = [any(isinstance(row[i], Mean) for row in self.rows) for i in self._places]
+        lines = [[column.name for column in self.columns], *self.rows]
+        text = io.StringIO(newline="")
+        writer = csv.writer(text, lineterminator="\n")
+        for number, line in enumerate(lines):
+            cells: list[str] = []
+            for cell, split in zip(line, with_error, strict=True):
+                pair = (cell.mean, cell.error) if isinstance(cell, Mean) else (cell, None)
+                if not number and split:
+                    pair = (cell, f"{cell}, error")
+                cells += [_digits(value) for value in pair[: 1 + split]]
+            writer.writerow(cells)
+        return text.getvalue()
+
+    @property
+    def _places(self) -> range:
+        return range(len(self.columns))
+
+    @property
+    def _groups(self) -> Sequence[str]:
+        return self.group or [""] * len(self.rows)
+
+    def _cells(self, between: str, bold: str) -> list[list[str]]:
+        best = {(row, place) for place in self._places for row in self._best(place)}
+        texts = [
+            [column.shown(cell, between) for cell, column in zip(row, self.columns, strict=True)]
+            for row in self.rows
+        ]
+        return [
+            [bold.format(t) if (number, i) in best else t for i, t in enumerate(row)]
+            for number, row in enumerate(texts)
+        ]
+
+    def _best(self, place: int) -> list[int]:
+        """The rows whose standard errors overlap with those of the best one of their group."""
+        if not self.columns[place].best:
+            return []
+        sign = 1.0 if self.columns[place].best == "high" else -1.0
+        found = []
+        for name in dict.fromkeys(self._groups):
+            known = {
+                number: cell
+                for number, (row, group) in enumerate(zip(self.rows, self._groups, strict=True))
+                if group == name and isinstance(cell := row[place], Mean)
+                if math.isfinite(cell.mean + cell.error)
+            }
+            if len(known) > 1:
+                top = max(known.values(), key=lambda cell: sign * cell.mean)
+                least = sign * top.mean - top.error
+                found += [n for n, c in known.items() if sign * c.mean + c.error >= least]
+        return found
+
+
+def _is_number(cell: Cell) -> bool:
+    return cell[:1].isdigit() if isinstance(cell, str) else cell is not None
+
+
+def _digits(value: Cell) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:.8g}" if isinstance(value, float | int) and math.isfinite(value) else ""
+
+
+def _escaped(text: str) -> str:
+    marked = "".join(_LATEX.get(letter, letter) for letter in text)
+    marked = re.sub(r"(?<![\w$-])-(?=\d)", "$-$", marked)
+    return re.sub(r"`([^`]*)`", r"\\texttt{\1}", marked)

@@ -1,0 +1,91 @@
+"""The kinds of jobs: trainings, and what is done with a trained network."""
+
+import math
+import platform
+import time
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evigrad.cli.trainings import Place, trained
+from evigrad.training import FitResult, evaluate_evidence, evidence_along, time_steps
+from experiments.jobs import Job, Store
+
+RUN = "run"  # the folder of a training inside that of its job
+# What is kept of all epochs, where it is known; the rest is in the folder of the run.
+_RECORDED = ("log_evidence", "loss", "test_", "train_", "range/")
+
+
+def perform(job: Job, place: Place) -> dict[str, Any]:
+    """Do a job whose needs are done, or go on with it, and keep its result.
+
+    Args:
+        job: Any.
+        place: Where.
+
+    Returns:
+        The result.
+    """
+    torch.set_num_threads(place.threads)
+    store = Store(place.results)
+    folder, start = store.begin(job), time.perf_counter()
+    found = _result(job, folder, store.folder(job.needs or job) / RUN, place)
+    # A training that goes on knows what it took before.
+    found["job_seconds"] = max(time.perf_counter() - start, found.get("seconds", 0.0))
+    found |= {"machine": machine(place), "date": date.today().isoformat()}
+    store.finish(job, found)
+    return found
+
+
+def _result(job: Job, folder: Path, run: Path, place: Place) -> dict[str, Any]:
+    setup, result = trained(job.training, run, place)
+    data, seed, options = setup.data.train, job.training["seed"], dict(job.options)
+    if job.kind == "train":
+        return _trained(result) | {"num_data": len(data[0])}
+    if job.kind == "time":
+        steps = job.training["hyper_steps"] or job.training["steps"]
+        times = time_steps(result.evidence, data, job.training["batch_size"], steps)
+        return {f"{name}_seconds": value for name, value in asdict(times).items()}
+    name = options.pop("estimator")
+    if job.kind == "evaluate":
+        return asdict(evaluate_evidence(result.evidence, data, name, seed=seed, **options))
+    partial = folder / "partial.json"
+    return evidence_along(result.evidence, data, name, seed=seed, partial=partial, **options)
+
+
+def _trained(result: FitResult) -> dict[str, Any]:
+    history: dict[str, dict[str, list[float]]] = {}
+    for row in result.history:
+        for name, value in row.items():
+            if name.startswith(_RECORDED) and value is not None and math.isfinite(value):
+                column = history.setdefault(name, {"epoch": [], "value": []})
+                column["epoch"].append(row["epoch"] or 0)
+                column["value"].append(value)
+    return {
+        "train": result.train_metrics,
+        "test": result.test_metrics,
+        "seconds": result.seconds,
+        "epochs": len(result.history),
+        "history": history,
+        "num_weights": sum(w.numel() for w in result.evidence.weights().values()),
+    }
+
+
+def machine(place: Place) -> str:
+    """Processor or GPU, threads, and version of PyTorch, in words."""
+    if torch.cuda.is_available() and place.device != "cpu":
+        name = torch.cuda.get_device_name()
+    else:
+        count = "1 thread" if place.threads == 1 else f"{place.threads} threads"
+        name = f"{_processor()}, {count}"
+    return f"{name}, PyTorch {torch.__version__}"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

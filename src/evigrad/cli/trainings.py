@@ -1,0 +1,395 @@
+"""Trainings by the options of ``evigrad train``, many of them and each done once."""
+
+import csv
+import hashlib
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jsonargparse import Namespace
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from evigrad.cli.messages import results_console, show
+from evigrad.cli.parser import CommandLineError, Parser, explain
+from evigrad.cli.resume import CONFIGURATION
+from evigrad.cli.setup import (
+    INVARIANCE,
+    MOST_THREADS,
+    NETWORK,
+    SETUP_TYPES,
+    Setup,
+    check_range,
+    device_name,
+    set_up,
+)
+from evigrad.cli.train import FIT_TYPES, OWN_TYPES, make_parser, prepare_runs
+from evigrad.engine.allocator import kept_memory
+from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.plots import save
+from evigrad.training import FitResult, RunDirectory
+from evigrad.training.files import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Where things are, how they are shown, and on what they run: no result depends on these.
+_FREE = {"data_dir", "device", "threads", "progress", "checkpoint_every"}
+_FREE |= {"config", "resume", *OWN_TYPES}
+PLACE_TYPES: dict[str, Any] = {
+    "results": str,
+    "jobs": int | None,
+    "data_dir": str | None,
+    "device": str,
+    "threads": int | None,
+}
+# Beside the options of a training, which name the folder of the data already.
+PLACE_OF_TRAINING = ("results", "jobs", "device", "threads")
+# Runs side by side where nothing is said: more of them may be too much for the memory.
+_MOST_JOBS = 4
+_DIGITS = 16  # of a name that is a hash
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where runs find what they need, and where they run; no result depends on it.
+
+    Attributes:
+        results: Folder of all results.
+        data_dir: Folder of data sets.
+        device: As cpu or cuda.
+        threads: CPU threads of each run.
+        jobs: Runs side by side, each in a process of its own if there are several.
+    """
+
+    results: Path
+    data_dir: str | None = None
+    device: str = "auto"
+    threads: int = 1
+    jobs: int = 1
+
+
+def place_of(
+    results: str = "results",
+    jobs: int | None = None,
+    data_dir: str | None = None,
+    device: str = "auto",
+    threads: int | None = None,
+) -> Place:
+    """Where many trainings run.
+
+    Args:
+        results: Folder of all results, by what they are results of: nothing is run twice, what was
+            interrupted goes on, and the folder can be moved.
+        jobs: Runs side by side, each in a process of its own. What measures time runs alone.
+            Default: one for each core of the CPU, four at most; one on a GPU.
+        data_dir: Folder with NAME_train.parquet and NAME_test.parquet. Default: the environment
+            variable EVIGRAD_DATA.
+        device: Where to compute: cpu, cuda, or auto (cuda if there is one).
+        threads: CPU threads of each run. Default: the cores, divided by the runs side by side.
+
+    Returns:
+        The place.
+
+    Raises:
+        ConfigurationError: If a number makes no sense.
+    """
+    for name, value in (("jobs", jobs), ("threads", threads)):
+        if value is not None:
+            check_range(name, value, 1, MOST_THREADS)
+    cores = torch.get_num_threads()
+    on_cpu = device_name(device) == "cpu"
+    together = jobs or (1 if not on_cpu else max(1, min(cores // (threads or 1), _MOST_JOBS)))
+    return Place(Path(results), data_dir, device, threads or max(1, cores // together), together)
+
+
+def place_from(options: Namespace) -> Place:
+    """The place that options name.
+
+    Args:
+        options: With those of ``PLACE_TYPES``.
+
+    Returns:
+        The place.
+    """
+    return place_of(**{name: options[name] for name in PLACE_TYPES})
+
+
+def training_options(options: Namespace) -> dict[str, Any]:
+    """Those of a training among the options of a command.
+
+    Args:
+        options: Of a command with ``evigrad.cli.train.add_training``.
+
+    Returns:
+        Name to value.
+    """
+    known = {*NETWORK, *INVARIANCE, *FIT_TYPES} - {*PLACE_TYPES, "progress"}
+    return {name: options[name] for name in known if name in options}
+
+
+def resolved(options: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a training with their values, typed and checked.
+
+    Args:
+        options: Some of those of ``evigrad train``, with hyphens or underscores.
+
+    Returns:
+        Each option that a result may depend on, by its name with underscores.
+
+    Raises:
+        ConfigurationError: If there is no such option, or a value is of a wrong type.
+    """
+    parser, defaults = _parser()
+    given = {name.replace("-", "_"): value for name, value in options.items()}
+    try:
+        typed = parser.parse_object(given, defaults=False)
+    except CommandLineError as error:
+        mistake = explain(str(error), parser, "evigrad train")
+        raise mistake from error
+    return {**defaults, **{name: typed[name] for name in given if name not in _FREE}}
+
+
+@cache
+def _parser() -> tuple[Parser, Mapping[str, Any]]:
+    parser = make_parser()
+    defaults = parser.get_defaults().as_dict()
+    return parser, {name: value for name, value in defaults.items() if name not in _FREE}
+
+
+def trained(config: Mapping[str, Any], folder: Path, place: Place) -> tuple[Setup, FitResult]:
+    """Train, or go on with a training, or take up one that is done.
+
+    Args:
+        config: From ``resolved``.
+        folder: Of the run, as that of ``evigrad train``.
+        place: Where data are, and on what to compute.
+
+    Returns:
+        Data and network, and the result with the trained model in it.
+
+    Raises:
+        EvigradError: If the options do not fit each other or the data.
+    """
+    parser, _ = _parser()
+    options = parser.parse_object({**config, "checkpoint_every": None})
+    here = {"data_dir": place.data_dir, "device": place.device, "threads": place.threads}
+    setup = set_up(**{**{name: options[name] for name in SETUP_TYPES}, **here})
+    (run,) = prepare_runs(setup, options)
+    directory = RunDirectory(folder, resume=True)
+    if not (directory.path / CONFIGURATION).exists():
+        directory.write_text(CONFIGURATION, parser.dump(parser.parse_object(dict(config))))
+    return setup, run.train(directory, resume=True, progress=False)
+
+
+def run_folder(config: Mapping[str, Any], place: Place) -> Path:
+    """The folder of a training and of all that is computed of it.
+
+    Args:
+        config: From ``resolved``.
+        place: Names the folder of results.
+
+    Returns:
+        The folder, the same for the same options.
+    """
+    return place.results / "train" / digest(config)
+
+
+def digest(content: Any) -> str:
+    """A name for what some plain values say.
+
+    Args:
+        content: Numbers, texts, lists and dictionaries of them.
+
+    Returns:
+        A few letters, the same for the same values in any order of the keys.
+    """
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:_DIGITS]
+
+
+def kept(path: Path, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a file holds, or what it is to hold from now on.
+
+    Args:
+        path: A JSON file.
+        compute: Called where there is none.
+
+    Returns:
+        Plain values.
+
+    Raises:
+        ConfigurationError: If the file cannot be read.
+    """
+    if path.exists():
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"{path} cannot be read ({error}). Remove it: it will be computed again."
+            ) from error
+    found = compute()
+    with replacing(path) as file:
+        file.write((json.dumps(found, indent=1) + "\n").encode("utf-8"))
+    return found
+
+
+Work = Callable[..., dict[str, Any]]
+
+
+def each_done(
+    work: Work, configs: Sequence[dict[str, Any]], place: Place, **options: Any
+) -> list[dict[str, Any] | None]:
+    """Do the same work for each of some trainings, side by side if the place says so.
+
+    A failure is told as a warning, and the others go on.
+
+    Args:
+        work: A function of a module, called with a configuration, the place and the options.
+        configs: From ``resolved``.
+        place: Where, and how many at once.
+        **options: Passed on.
+
+    Returns:
+        In the order of the configurations, what the work returned; None where it failed.
+    """
+    found: list[dict[str, Any] | None] = [None] * len(configs)
+    for over, (number, result, words) in enumerate(_outcomes(work, configs, place, options), 1):
+        found[number] = result
+        config = configs[number]
+        name = f"{config['estimator'] or 'map'}, seed {config['seed']}"
+        if result is None:
+            show("warning", f"{name} failed: {words}")
+        else:
+            show("note", f"[{over}/{len(configs)}] {name}: {words}")
+    return found
+
+
+Outcome = tuple[int, dict[str, Any] | None, str]
+
+
+def _outcomes(
+    work: Work, configs: Sequence[dict[str, Any]], place: Place, options: Mapping[str, Any]
+) -> Iterator[Outcome]:
+    """Number, result and words of each, as they are over."""
+    if place.jobs == 1 or len(configs) == 1:
+        for number, config in enumerate(configs):
+            yield _attempt(work, number, config, place, options)
+        return
+    # A fresh interpreter each: threads of a forked one would hang.
+    workers = min(place.jobs, len(configs))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        futures: list[Future[Outcome]] = [
+            pool.submit(_attempt, work, number, config, place, options)
+            for number, config in enumerate(configs)
+        ]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _attempt(
+    work: Work, number: int, config: dict[str, Any], place: Place, options: Mapping[str, Any]
+) -> Outcome:
+    start = time.perf_counter()
+    try:
+        with kept_memory():
+            found = work(config, place, **options)
+    except EvigradError as error:
+        return number, None, str(error)
+    except RuntimeError as error:  # as PyTorch's own, out of memory
+        return number, None, f"{type(error).__name__}: {error}"
+    return number, found, f"{time.perf_counter() - start:.0f} s"
+
+
+def named_setup(training: Mapping[str, Any], place: Place) -> tuple[Setup, dict[str, Any]]:
+    """Data and network of options, and the options with the network's name, known by the data.
+
+    Args:
+        training: Options of a training.
+        place: Where data are.
+
+    Returns:
+        Data and network; the options.
+    """
+    given = {name: value for name, value in training.items() if name in SETUP_TYPES}
+    here = {"data_dir": place.data_dir, "device": place.device, "threads": place.threads}
+    setup = set_up(**{**given, **here})
+    return setup, {**training, "model": setup.model_name}
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error.
+
+    Args:
+        values: One for each seed.
+
+    Returns:
+        The error is NaN of a single value.
+    """
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.fmean(values), error
+
+
+def over_seeds(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
+    """Means and standard errors, point by point.
+
+    Args:
+        curves: One for each seed, of the same points.
+
+    Returns:
+        The means and their errors.
+    """
+    pairs = [mean_and_error(values) for values in zip(*curves, strict=True)]
+    return [mean for mean, _ in pairs], [error for _, error in pairs]
+
+
+def write_results(
+    place: Place,
+    name: str,
+    content: Any,
+    figure: "Figure",
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str | float]],
+) -> None:
+    """Write a figure and a table, and print the table.
+
+    Args:
+        place: Names the folder of results.
+        name: Of the command and what it was about.
+        content: All that the results depend on: others of the same name stay beside them.
+        figure: What is drawn.
+        heads: Of the table.
+        rows: Of the table.
+    """
+    folder = place.results / "shown" / name / digest(content)[:6]
+    folder.mkdir(parents=True, exist_ok=True)
+    save(figure, folder / "figure.png")
+    figure.savefig(folder / "figure.pdf")
+    with (folder / "table.csv").open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([heads, *rows])
+    table = Table(box=SIMPLE_HEAD)
+    for number, head in enumerate(heads):
+        table.add_column(head, no_wrap=number == 0)
+    for row in rows:
+        table.add_row(*(_shown(cell) for cell in row))
+    results_console().print(table)
+    show("note", f"Figure and table: {folder}")
+
+
+def _shown(cell: str | float) -> str:
+    if isinstance(cell, str):
+        return cell
+    return "–" if math.isnan(cell) else f"{cell:.4g}"

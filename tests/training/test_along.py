@@ -1,0 +1,108 @@
+"""Bounds along a hyperparameter, for a trained model."""
+
+import json
+
+import pytest
+import torch
+
+from evigrad import Evidence
+from evigrad.errors import ConfigurationError
+from evigrad.invariances import AffineInvariance, Averaged
+from evigrad.likelihoods import Categorical
+from evigrad.priors import GaussianPrior
+from evigrad.training import along, evidence_along, make_grid, time_steps
+
+
+@pytest.fixture
+def images():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(12, 1, 6, 6, generator=generator)
+    return x, torch.randint(3, (12,), generator=generator)
+
+
+@pytest.fixture
+def evidence():
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3))
+    model = Averaged(network, AffineInvariance({"rotation": 0.3}), num_samples=2)
+    prior = GaussianPrior("layerwise", precision=3.0)
+    return Evidence(
+        model,
+        Categorical(),
+        prior,
+        estimator="ntk-4-C",
+        num_data=12,
+        hyperparameters=["invariance"],
+    )
+
+
+def test_a_curve_is_the_mean_over_a_partition_at_each_point(evidence, images):
+    found = evidence_along(evidence, images, "diag-4-C", "rotation", [0.0, 2.0])
+    assert found["blocks"] == 3 and all(sem > 0 for sem in found["sem"])
+    along.set_hyperparameter(evidence, "rotation", 0.0)  # where nothing is drawn
+    one = evidence.with_estimator("diag-4-C", generator=0)
+    values = [one.estimate(block).per_datum for block in one.blocks(images).epoch()]
+    assert found["mean"][0] == pytest.approx(sum(values) / 3, rel=1e-5)
+
+
+def test_a_curve_along_the_precision_has_one_for_all_weights(evidence, images):
+    along.set_hyperparameter(evidence, "rotation", 0.0)
+    found = evidence_along(evidence, images, "ntk-N-C", "precision", [0.5, 2.0])
+    for value, mean in zip([0.5, 2.0], found["mean"], strict=True):
+        prior = GaussianPrior("scalar", precision=value)
+        one = evidence.with_estimator("full-N-C", prior=prior)
+        assert mean == pytest.approx(one.estimate(*images).per_datum, rel=1e-4)
+    assert found["sem"] == [0.0, 0.0]
+
+
+def test_the_model_stays_as_it_was(evidence, images):
+    before = {name: value.clone() for name, value in evidence.model.state_dict().items()}
+    found = evidence_along(evidence, images, "ntk-4-C", "rotation", [0.0, 3.0], blocks=1)
+    after = evidence.model.state_dict()
+    assert all((after[name] == value).all() for name, value in before.items())
+    assert found["mean"][0] != found["mean"][1] and found["blocks"] == 1
+    with pytest.raises(ConfigurationError, match=r"precision, or a range .*rotation.*not 'shere'"):
+        evidence_along(evidence, images, "ntk-4-C", "shere", [0.0])
+
+
+def test_an_interrupted_curve_goes_on_to_the_same_numbers(evidence, images, monkeypatch, tmp_path):
+    partial = tmp_path / "partial.json"
+    arguments = (evidence, images, "ntk-2-1", "rotation", [0.0, 1.0])
+    whole = evidence_along(*arguments)
+    monkeypatch.setattr(along, "_SAVE_EVERY", 0.0)
+    count, real = 0, along.set_hyperparameter
+
+    def stop(*given):
+        nonlocal count
+        count += 1
+        if count > 6:
+            raise KeyboardInterrupt
+        real(*given)
+
+    monkeypatch.setattr(along, "set_hyperparameter", stop)
+    with pytest.raises(KeyboardInterrupt):
+        evidence_along(*arguments, partial=partial)
+    assert len(json.loads(partial.read_text())) == 3
+    monkeypatch.setattr(along, "set_hyperparameter", real)
+    assert evidence_along(*arguments, partial=partial) == whole
+    assert not partial.exists()
+
+
+def test_times_are_positive(evidence, images, monkeypatch):
+    monkeypatch.setattr("evigrad.training.timing.SECONDS", 0.0)
+    found = time_steps(evidence, images, batch_size=4, steps=2)
+    # An estimate has its part of the draw that its round begins with.
+    assert found.estimate > found.draw / 2 > 0 and found.step > 0
+
+
+def test_grids():
+    assert make_grid(0.01, 100.0, 5, log=True) == [0.01, 0.1, 1, 10, 100]
+    assert make_grid(0.0, 1.0, 3) == [0, 0.5, 1]
+
+
+@pytest.mark.parametrize(
+    "wrong", [(1.0, 0.0, 3), (0.0, 1.0, 1), (0.0, 1.0, 3, True), (0.0, float("inf"), 3)]
+)
+def test_grids_that_are_none(wrong):
+    with pytest.raises(ConfigurationError, match="grid"):
+        make_grid(*wrong)
