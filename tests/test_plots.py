@@ -182,6 +182,7 @@ def test_panels_draw_a_name_alike_everywhere_and_leave_out_the_depths():
     figure = plots.panels([[first, second]], reference=["full"], ordered=True, mark_tops=True)
     left, right = figure.axes
     assert left.get_xscale() == "log" and left.get_ylim()[0] > -5
+    assert {line.get_linestyle() for line in left.lines} <= {"-", "None"}  # shades tell sizes apart
     assert left.lines[2].get_color() == right.lines[0].get_color() == "#000000"
     (dot,) = (line for line in right.lines if line.get_marker() == "o")
     assert np.asarray(dot.get_xydata()).tolist() == [[1.0, -1.5]]
