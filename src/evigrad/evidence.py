@@ -53,9 +53,9 @@ class Evidence:
     """The linearised-Laplace log evidence of a model, its estimates and their gradients.
 
     The weights are the model's trainable parameters that are not hyperparameters; the prior is
-    bound to them. A generator of its own supplies every random choice and advances with every
-    call; the global random state is not touched. During estimates dropout is off and batch
-    normalisation uses its statistics, whatever mode the model is in.
+    bound to them. Every random choice comes from the evidence's own generator, which advances with
+    every call; the global random state is not touched. During estimates dropout is off and batch
+    normalisation uses its running statistics, whatever mode the model is in.
     """
 
     def __init__(
@@ -89,29 +89,29 @@ class Evidence:
             prior: Gaussian prior, bound here to the weights.
             estimator: Name of the estimator, as ``ntk-100-1`` or ``kfac-N-C``.
             num_data: N, the number of training data.
-            hyperparameters: Names, or prefixes of names, of parameters of the model that the
-                evidence learns instead of the MAP.
-            root: How the curvature of a datum is split over its rows when a block holds some of
-                the outputs: ``subblock``, ``fisher`` or ``eigen``. Default: the estimator's.
+            hyperparameters: Names, or prefixes of names, of the model's parameters that are learned
+                on the evidence instead of the training loss.
+            root: How a datum's curvature is split into rows when a block holds some of the outputs:
+                ``subblock``, ``fisher`` or ``eigen``. Default: the estimator's.
             sharing: Weight sharing in KFAC, ``expand`` or ``reduce``.
-            parameter_partition: Blocks of ``blockdiag``: ``tensor``, ``module`` or groups of
-                name prefixes.
+            parameter_partition: Blocks of ``blockdiag``: ``tensor``, ``module`` or groups of name
+                prefixes.
             temperature: T of the likelihood p^(1/T).
             micro_batch: Data per forward pass; changes memory, not the result. ``"auto"`` takes as
-                many as the memory holds, and half of them where it does not. Default: all.
+                many as fit into memory, and half of them where that fails. Default: all.
             memory_budget: Bytes that a pass may take, for ``"auto"``. Default: most of what is
                 free.
             gram_dtype: Type of kernels and factors. Default: the weights'.
-            rows_dtype: Type in which ``ntk`` keeps its rows, as torch.bfloat16 for half the
-                memory; products are computed in ``gram_dtype``. Default: the weights'.
+            rows_dtype: Type in which ``ntk`` keeps its rows, as torch.bfloat16 for half the memory;
+                products are computed in ``gram_dtype``. Default: the weights'.
             rows_device: Where ``ntk`` keeps its rows; ``"cpu"`` is pinned memory of the host.
                 Default: where the weights are.
             autocast: Type of mixed-precision forward and backward passes, as torch.bfloat16;
                 kernels and factors stay in ``gram_dtype``. Default: none.
-            gradient: How hyperparameters of the forward pass get theirs: ``"two-pass"``, or
+            gradient: How hyperparameters of the forward pass are differentiated: ``"two-pass"``, or
                 ``"one-graph"``, the reference, which holds the whole block in memory.
-            anchoring: How the rows of an anchored estimator are spent. Default: nine tenths of
-                them on anchors, chosen greedily for every third stream of blocks.
+            anchoring: How an anchored estimator divides its rows. Default: nine tenths are anchors,
+                chosen greedily for every third stream of blocks.
             generator: CPU generator or seed. Default: PyTorch's initial seed.
 
         Raises:
@@ -177,7 +177,7 @@ class Evidence:
     # ------------------------------------------------------------ what there is to learn
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """The weights by name: what the MAP learns and the prior is on."""
+        """The weights by name: the parameters under the prior, which training fits (the MAP)."""
         return dict(self._weights)
 
     def hyperparameters(self) -> dict[str, nn.Parameter]:
@@ -201,16 +201,16 @@ class Evidence:
     ) -> Tensor:
         """Training loss of the weights: mean NLL + (T/2N) wᵀP0w, in nats per datum.
 
-        It is −(T/N) times the log joint up to constants in the weights. The model runs in the
-        mode that it is in. No gradient reaches a hyperparameter that is not asked for.
+        It is −(T/N) times the log joint, up to constants in the weights. The model runs in its
+        present mode. No gradient reaches a hyperparameter outside of ``wrt``.
 
         Args:
             x: Inputs (m, ...).
             y: Targets in the likelihood's form.
-            wrt: Hyperparameters that the training loss reaches, by names or prefixes as for
-                ``backward``: not what the evidence is for, but what Augerino does.
-            indices: Positions (m,) of the data in the data set. An anchored estimator takes note
-                of their outputs, and needs no pass of its own to choose anchors.
+            wrt: Hyperparameters to learn on the training loss, by names or prefixes as for
+                ``backward``. The evidence needs none; Augerino learns its invariances so.
+            indices: Positions (m,) of the data in the data set. An anchored estimator keeps their
+                outputs, and then needs no pass of its own to choose anchors.
 
         Returns:
             The scalar loss.
@@ -264,16 +264,16 @@ class Evidence:
     ) -> Estimate:
         """Estimate, and add the gradient of −log evidence / N to the hyperparameters' ``.grad``.
 
-        A log hyperprior of the prior, if any, is part of what is differentiated. Nothing but
-        the hyperparameters' ``.grad`` changes, and nothing at all when an exception is raised.
+        The prior's log hyperprior, if any, is differentiated too. Only the hyperparameters'
+        ``.grad`` changes, and not even that when an exception is raised.
 
         Args:
             x: As for ``estimate``.
             y: As for ``estimate``.
             wrt: The hyperparameters to differentiate in, by names or prefixes of names of
-                ``hyperparameters()``, as ``["prior", "likelihood"]``; the others' ``.grad`` stays,
-                and what they alone need is not computed: precisions take one pass over the data,
-                hyperparameters of the model two. Default: all.
+                ``hyperparameters()``, as ``["prior", "likelihood"]``. The ``.grad`` of the others
+                stays, and what only they need is not computed: precisions take one pass over the
+                data, hyperparameters of the model two. Default: all.
 
         Returns:
             The estimate in nats, without a graph.
@@ -312,8 +312,8 @@ class Evidence:
     def blocks(self, data: Any) -> BlockStream | AnchoredStream:
         """The estimator's own blocks of a data set, drawn uniformly.
 
-        Anchors are chosen when a stream is iterated, by the outputs that ``map_loss`` has seen of
-        the data; those of data that it has not seen are computed.
+        Anchors are chosen when a stream is iterated, by the outputs that ``map_loss`` has kept;
+        missing outputs are computed.
 
         Args:
             data: A pair of tensors, or a map-style data set of (x, y) items, of all N data.
@@ -322,11 +322,10 @@ class Evidence:
             An endless stream of blocks; ``.take(n)`` ends it, ``.epoch()`` is one partition.
 
         Raises:
-            ConfigurationError: If rows cannot be made of the likelihood, as where its Hessian
-                depends on the targets.
+            ConfigurationError: If the likelihood cannot make rows, as where its Hessian depends on
+                the targets.
             InputError: If ``data`` does not hold N data, or they do not fit the model and the
-                likelihood. All targets are looked at here where they are in memory, other data as
-                they are read.
+                likelihood. Targets in memory are all checked here, other data as they are read.
         """
         source = CheckedSource(self._problem, data)
         if self._anchors is not None:
@@ -338,10 +337,10 @@ class Evidence:
     ) -> KeptPass:
         """Pass over a block once, for many estimates and steps on the prior and the noise.
 
-        As long as the weights stay, and with them the hyperparameters that are not named in
-        ``wrt``, ``estimate`` and ``backward`` take the result in place of the block, or a list of
-        such for their mean, and cost no pass through the network. Where an anchored block holds
-        several draws, ``draws()`` of the result is one for each.
+        ``estimate`` and ``backward`` take the result in place of the block, or a list of results
+        for their mean, without a pass through the network. It is valid as long as the weights and
+        the hyperparameters outside of ``wrt`` do not change. Where an anchored block holds several
+        draws, ``draws()`` of the result splits it into one for each.
 
         Args:
             x: As for ``estimate``.
@@ -352,8 +351,8 @@ class Evidence:
             The block's statistic.
 
         Raises:
-            ConfigurationError: If a hyperparameter will change that the statistic would depend
-                on: one of the model, or a noise that is not a mere scale of the rows.
+            ConfigurationError: If the statistic depends on a hyperparameter that will change: one
+                of the model, or a noise that is more than a scale of the rows.
             InputError: If the data do not fit the model, the likelihood or the estimator.
         """
         changing, others = divided(self.hyperparameters(), wrt)
@@ -363,19 +362,19 @@ class Evidence:
             own = self._pass(x, y, ())
             with held_constant(others):
                 check_keepable(self._problem, own.plan, list(changing))
-                # What is too rounded under this prior would be so in every step: hence the trial.
+                # The trial finds rounding under this prior now, as it would recur in every step.
                 kept = precisely(own, lambda own: first_pass(own, use), trial=objective)
         return kept.following(self.hyperparameters(), changing)
 
     def check_collect(self, x: Tensor, *, wrt: str | Sequence[str] | None = None) -> None:
-        """Say beforehand whether ``collect`` would refuse, without any pass over a block.
+        """Raise now what ``collect`` would refuse, without a pass over a block.
 
         Args:
             x: Some inputs.
             wrt: As for ``collect``.
 
         Raises:
-            ConfigurationError: If it would; the text says why.
+            ConfigurationError: If ``collect`` would; the text says why.
             InputError: If the inputs do not fit the model.
         """
         changing, others = divided(self.hyperparameters(), wrt)
@@ -385,18 +384,18 @@ class Evidence:
             check_keepable(self._problem, plan, list(changing))
 
     def shares_anchors(self, x: Tensor, draws: int) -> bool:
-        """Whether one pass over an anchored estimator's anchors serves several of its draws.
+        """Whether several draws with the same anchors are cheaper in one kept pass.
 
-        ``collect`` then keeps a block of ``blocks(data).round(n, at_once=draws)`` for less than
-        as many passes, and ``draws()`` of what it returns are passes for each.
+        If so, ``collect`` a block of ``blocks(data).round(n, at_once=draws)``; ``draws()`` of the
+        result gives a pass for each.
 
         Args:
             x: Some inputs.
             draws: How many, each of a part of its own.
 
         Returns:
-            False where steps on the prior would read more than products of rows, these would be
-            more than those of passes for each, or beyond a gibibyte or the memory budget.
+            Whether steps on the prior need only inner products of the rows, these are no more than
+            those of separate passes, and they fit into a gibibyte and the memory budget.
         """
         if self._anchors is None or draws < 2:
             return False
@@ -420,14 +419,14 @@ class Evidence:
         return kept
 
     def _pass(self, x: Data, y: Tensor | None, learned: Collection[str]) -> BlockPass:
-        """What was given, ready for a pass, all of it checked before anything is drawn."""
+        """The given data, ready for a pass; all is checked before anything is drawn."""
         check_unchanged(self.model, self._weights, self._model_hyperparameters)
         plan, batches, block = resolve(self._problem, x, y)
         two = needs_two_passes(self._problem, learned, plan.partition.num_outputs)
         return new_pass(self._problem, plan, batches, block, condensed=not two)
 
     def _observed(self, evaluated: Iterable[Any], estimates: Sequence[Estimate]) -> Estimate:
-        """The mean estimate; anchored blocks tell what to expect of the next ones."""
+        """The mean estimate; from anchored blocks, learn what to expect of the next ones."""
         if self._anchors is not None:
             for each, estimate in zip(evaluated, estimates, strict=True):
                 block = each.block if isinstance(each, KeptPass) else each
@@ -445,8 +444,8 @@ class Evidence:
         Args:
             estimator: Its name.
             prior: Another prior on the same weights. Default: the same one.
-            **changes: Other keywords of ``Evidence``: those that are not given have their defaults,
-                but for the temperature and the micro-batches, which are those of here.
+            **changes: Other keywords of ``Evidence``. Without them the temperature and the
+                micro-batches stay as they are here; all else has its default.
 
         Returns:
             Another evidence.
@@ -463,7 +462,7 @@ class Evidence:
         if given["micro_batch"] == "auto":
             given.setdefault("memory_budget", settings.memory_budget)
         with TURN, warnings.catch_warnings():
-            # What it says about the model was said when this evidence was made.
+            # Its warnings about the model were given when this evidence was made.
             warnings.simplefilter("ignore", EvigradWarning)
             return Evidence(
                 self.model,
@@ -476,7 +475,7 @@ class Evidence:
             )
 
     def num_outputs(self, x: Tensor) -> int:
-        """C, the outputs of the model.
+        """C, the number of the model's outputs.
 
         Args:
             x: Some inputs.
@@ -494,7 +493,7 @@ class Evidence:
             data: As for ``blocks``.
 
         Returns:
-            (1/T) log p(D|w,h) of all the data, in nats, which is in the outputs too.
+            (1/T) log p(D|w,h) of all the data in nats, which the same outputs give.
 
         Raises:
             ConfigurationError: If the estimator has no anchors.
@@ -521,13 +520,13 @@ class Evidence:
         return parameter_reports(self._problem, x)
 
     def predicted_bytes(self, x: Tensor) -> int:
-        """Memory that a block's statistic and its log-determinant take, beside the passes.
+        """Memory that a block's statistic and its log-determinant take, besides the passes.
 
         Args:
             x: Some inputs.
 
         Returns:
-            Bytes, by the formula that refuses what does not fit.
+            Bytes, by the formula behind ``MemoryBudgetError``.
         """
         check_inputs(x, self._problem.device)
         plan = self._problem.plans.of(x)

@@ -22,8 +22,8 @@ _MATRICES = {
 }
 GENERATORS = tuple(_MATRICES)
 
-# No range goes beyond these. A translation by 2 moves all of the image out of sight, a rotation by
-# π is a full circle, and e² is a factor of more than seven.
+# Upper limits of the ranges. A translation by 2 moves all of the image out of sight, a rotation by
+# ±π is a full circle, and e² is a factor of more than seven.
 LIMITS = {name: math.pi if name == "rotation" else 2.0 for name in GENERATORS}
 
 # The matrix exponential is a Taylor polynomial of the matrix over 2^5, squared five times. The
@@ -36,23 +36,23 @@ _ORDER = 10
 class AffineInvariance(Transform):
     """Resampling of an image under a random affine map, exp(Σ_i u_i η_i G_i), u_i uniform on ±1.
 
-    The map takes each pixel of the result to the place in the image that it is read from, by
-    bilinear interpolation; beyond the borders there is nothing but ``fill``. Coordinates have their
-    origin at the centre of the image; on images that are not square, rotations still are rotations.
+    The map takes each pixel of the result to the place in the image that it is read from, with
+    bilinear interpolation and ``fill`` beyond the borders. Coordinates have their origin at the
+    centre of the image; a rotation of an image that is not square does not distort it.
 
     The ranges η have units of half the image's width and height (the translations), radians (the
     rotation) and natural logarithms (the scales and the shear, a stretch along one diagonal). Each
-    is a parameter of the generator's name, or a buffer if it is not to be learned. η is the
-    parameter itself as long as that lies between 0 and `LIMITS` (π for the rotation), and is
-    reflected at both ends with a derivative of 1 or -1 everywhere; ``ranges`` gives η.
+    is a parameter of the generator's name, or a buffer if it is not learned. η is the parameter
+    itself between 0 and `LIMITS` (π for the rotation), and its reflection at both ends, with a
+    derivative of 1 or -1 everywhere; ``ranges`` gives η.
 
     Args:
         ranges: Initial ranges: one number for all, or some by name (`GENERATORS`); a generator that
             is not named is not used and not learned.
         learn: Whether the ranges are learned, or the names of those that are.
         flip: Whether to mirror each image left to right with probability 1/2.
-        fill: Value beyond the borders, or one for each channel. Zeros are black in raw images and
-            the mean in images that are normalised, where black is -mean / std.
+        fill: Value beyond the borders, or one for each channel. Zeros are black in raw images; in
+            normalised images they are the mean, and black is -mean / std.
 
     Raises:
         ConfigurationError: If there is no generator of a name, a range is outside its limits, or
@@ -88,7 +88,7 @@ class AffineInvariance(Transform):
         values = torch.tensor(fill, dtype=torch.get_default_dtype()).reshape(-1, 1, 1)
         if len(values) == 0 or not bool(values.isfinite().all()):
             raise ConfigurationError(f"fill={fill}: must be finite, one number or one per channel")
-        self._is_filled = bool(values.any())  # known here, as asking a GPU would make it wait
+        self._is_filled = bool(values.any())  # here, as reading it from a GPU later would block
         self.register_buffer("fill", values, persistent=False)
         matrices = torch.tensor([_MATRICES[name] for name in GENERATORS]).to(
             torch.get_default_dtype()
@@ -108,8 +108,8 @@ class AffineInvariance(Transform):
         """Draw u, six numbers for each image, and one more to flip or not.
 
         Args:
-            n: For how many images.
-            generator: On the CPU.
+            n: The number of images.
+            generator: A CPU generator.
 
         Returns:
             (n, 6), or (n, 7), uniform on [-1, 1).
@@ -129,7 +129,7 @@ class AffineInvariance(Transform):
             Resampled images, of the shape of x.
 
         Raises:
-            InputError: If the inputs are no images of floating-point numbers.
+            InputError: If the inputs are not images of floating-point numbers.
         """
         self._check(x)
         height, width = x.shape[-2:]
@@ -147,19 +147,19 @@ class AffineInvariance(Transform):
 
         Args:
             eps: (n, 6) or (n, 7) from ``sample``.
-            height: Of the image.
-            width: Of the image.
+            height: Height of the image.
+            width: Width of the image.
 
         Returns:
-            The first two rows of each map on (x, y, 1), where the image has its borders at -1 and
-            1, float64 (on a device without it, float32).
+            The first two rows of each map on (x, y, 1), where the image's borders are at -1 and 1,
+            in float64 (on a device without it, float32).
         """
         dtype = torch.float32 if eps.device.type == "mps" else torch.float64
         algebra = (eps[:, :6].to(dtype) * self.ranges.to(dtype)) @ self.matrices.to(dtype)
-        # From places with borders at ±1 to places in which pixels are square, and back.
+        # From coordinates with borders at ±1 to coordinates with square pixels, and back.
         sides = torch.tensor([width, height], dtype=dtype) / max(width, height)
         there = torch.cat([sides, sides.new_ones(1)]).to(eps.device)
-        # The generators of the translations count in half sides of their own.
+        # The unit of each translation is half of its own side.
         along = torch.ones(3, 3, dtype=dtype)
         along[:2, 2] = sides
         group = matrix_exponential(algebra.unflatten(1, (3, 3)) * along.to(eps.device))
@@ -185,16 +185,10 @@ class AffineInvariance(Transform):
 
 
 def matrix_exponential(matrices: Float[Tensor, "n 3 3"]) -> Float[Tensor, "n 3 3"]:
-    """The exponential of each matrix, of a 1-norm up to 7.2.
+    """Return the exponential of each matrix, of a 1-norm up to 7.2.
 
-    As exact as ``torch.matrix_exp`` there, with a derivative at a third of the cost, and without
-    the look at the norms that makes a GPU wait.
-
-    Args:
-        matrices: Any.
-
-    Returns:
-        Their exponentials.
+    It is as exact as ``torch.matrix_exp`` there, with a derivative at a third of the cost, and
+    does not read the norms, for which a GPU would wait.
     """
     scaled = matrices / 2**_SQUARINGS
     one = torch.eye(3, dtype=matrices.dtype, device=matrices.device).expand_as(matrices)
@@ -209,15 +203,9 @@ def matrix_exponential(matrices: Float[Tensor, "n 3 3"]) -> Float[Tensor, "n 3 3
 def sampling_grid(
     maps: Float[Tensor, "n 2 3"], height: int, width: int
 ) -> Float[Tensor, "n height width 2"]:
-    """Where each pixel of the result is read from, as ``F.affine_grid`` but many times faster.
+    """Return the place (x, y) that each pixel is read from, as ``F.affine_grid``, but faster.
 
-    Args:
-        maps: Affine maps on (x, y, 1), where the image has its borders at -1 and 1.
-        height: Of the image.
-        width: Of the image.
-
-    Returns:
-        Places (x, y), for ``F.grid_sample`` with ``align_corners=False``.
+    ``maps`` act on (x, y, 1) with borders at -1 and 1, as ``align_corners=False`` has them.
     """
     x, y = (
         (2 * torch.arange(size, dtype=maps.dtype, device=maps.device) + 1) / size - 1

@@ -20,9 +20,8 @@ class Averaged(nn.Module):
     """x ↦ (1/S) Σ_s model(g(x, ε_s)), S transforms of each input drawn independently.
 
     The S·n transformed inputs go through the model in one batch, those of one datum side by side.
-    Noise is drawn from PyTorch's default generator, as dropout does (unlike dropout's, in
-    evaluation mode too); ``Evidence`` draws it from its own, the same for a datum in whatever
-    micro-batch it comes.
+    Noise comes from PyTorch's default generator, as in dropout, but in evaluation mode too.
+    ``Evidence`` draws it from its own generator instead, the same for a datum in every micro-batch.
 
     Args:
         model: Maps inputs (m, ...) to outputs (m, C); must not draw noise of its own by
@@ -32,10 +31,10 @@ class Averaged(nn.Module):
         num_samples: S, the transforms of each input. It can be set anew at any time.
         average: ``"logits"`` averages the outputs, ``"probabilities"`` gives the logarithms of the
             averaged class probabilities, log (1/S) Σ_s softmax(f_s), for a categorical likelihood.
-        chunk: Samples of a datum for one pass of the model, to save memory: what a pass keeps for
-            its gradient is computed again when that is taken, at the price of one more forward
-            pass. None takes all at once. It has no effect on evidence passes, where micro-batches
-            do the same and a Kronecker factor is to see the samples together.
+        chunk: Samples of a datum in one pass of the model; None takes all. It saves memory in
+            training for one more forward pass, as activations are recomputed for the gradient.
+            Evidence passes ignore it: micro-batches save their memory, and a Kronecker factor
+            needs the samples together.
 
     Raises:
         ConfigurationError: If an option does not exist, a number is below 1, or the model draws.
@@ -82,8 +81,8 @@ class Averaged(nn.Module):
         """Noise of S transforms for each datum.
 
         Args:
-            num_data: n.
-            generator: On the CPU.
+            num_data: n, the number of data.
+            generator: A CPU generator.
 
         Returns:
             (n, S, ...), on the CPU.
@@ -114,7 +113,7 @@ class Averaged(nn.Module):
             (n, C).
 
         Raises:
-            InputError: If the noise that is held is for another number of inputs.
+            InputError: If the held noise is for another number of inputs.
         """
         if self._held is None:
             return self._average(x, self.draw(len(x), torch.default_generator), self.chunk)
@@ -124,7 +123,7 @@ class Averaged(nn.Module):
 
     def _average(self, x: Tensor, noise: Tensor, chunk: int | None) -> Tensor:
         num_samples = noise.shape[1]
-        # Not blocking: the copy to a GPU overlaps with what is still running there.
+        # The copy to a GPU overlaps with the work that still runs there.
         noise = noise.to(x.device, non_blocking=True)
         if chunk is None or chunk >= num_samples:
             total = self._total(x, noise)
@@ -142,10 +141,10 @@ class Averaged(nn.Module):
         return total / num_samples
 
     def _total(self, x: Tensor, noise: Tensor) -> Tensor:
-        """The sum over some samples: of outputs, or of probabilities, as its logarithm."""
+        """The sum of the outputs over some samples; with probabilities, its logarithm."""
         num_data, num_samples = noise.shape[:2]
         repeated = x.repeat_interleave(num_samples, dim=0)
-        # Entered here and not around all passes: a pass may be run again by another thread.
+        # Applied here and not before all passes: another thread may repeat a pass.
         transformed = self.invariance.apply(repeated, noise.flatten(0, 1))
         with sampled(num_samples):
             outputs = self.model(transformed)
@@ -155,7 +154,7 @@ class Averaged(nn.Module):
         return self._sum(outputs)
 
     def _sum(self, values: Tensor) -> Tensor:
-        """Over dim 1: plain, or of exponentials, as its logarithm."""
+        """The sum over dim 1; with probabilities, the logsumexp."""
         if self.average == "probabilities":
             return values.logsumexp(1)
         return values.sum(1)

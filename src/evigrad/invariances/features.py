@@ -1,4 +1,4 @@
-"""Transforms that take inputs of any shape, tables above all."""
+"""Transforms for inputs of any shape, mostly tables."""
 
 import math
 from collections.abc import Sequence
@@ -14,9 +14,8 @@ class InputScale(Transform):
     """x · s with a learnable positive scale for each feature: automatic relevance determination.
 
     The evidence shrinks the scales of features that do not help (MacKay, 1994). Nothing in it is
-    random: it can stand in front of a network as a layer, as well as inside of ``Averaged``. The
-    scales are to be learned by the evidence: for the training loss of the weights a scale and the
-    first layer's weights are the same thing.
+    random: it works as a first layer of a network, and inside ``Averaged``. Learn the scales on the
+    evidence: the training loss cannot tell a scale from the first layer's weights.
 
     Args:
         shape: Shape of one input, or of its last dimensions.
@@ -41,10 +40,10 @@ class InputScale(Transform):
         return self.log_scale.exp()
 
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
-        """Zeros (n, 1): there is nothing to draw, but each input must have some noise.
+        """Zeros: there is nothing to draw, but each input must have some noise.
 
         Args:
-            n: For how many inputs.
+            n: The number of inputs.
             generator: Not used.
 
         Returns:
@@ -74,8 +73,8 @@ class AdditiveNoise(Transform):
         per_feature: Whether each feature has a level of its own.
 
     Attributes:
-        raw_level: The level where it is positive; a negative one counts by its size, so that steps
-            of an optimiser can go on at 0. Of shape ``shape`` if per feature, else ().
+        raw_level: The level, up to its sign: an optimiser may step across 0. It has the shape
+            ``shape`` if per feature, else ().
 
     Raises:
         ConfigurationError: If the initial level is negative or not finite.
@@ -99,8 +98,8 @@ class AdditiveNoise(Transform):
         """Draw standard normal noise.
 
         Args:
-            n: For how many inputs.
-            generator: On the CPU.
+            n: The number of inputs.
+            generator: A CPU generator.
 
         Returns:
             (n, *shape).

@@ -1,10 +1,10 @@
-"""What a forward pass draws: noise that belongs to a datum, whatever micro-batch it comes in.
+"""What a forward pass draws: the noise of each datum, the same in every micro-batch.
 
 A module that draws (``Stochastic``) draws through the evidence's generator. The noise of a block
-is drawn in pages of a fixed number of data, each with a seed of its own, so that it is the same
-for every size of micro-batch and in every pass, and is never held for more data than are at work.
-``Drawn`` makes of a model and its noise a deterministic function of one tensor, each datum with
-its own noise behind its input; whatever splits, vectorises or repeats data takes the noise along.
+is drawn in pages of a fixed number of data, each with its own seed: it is the same for every size
+of micro-batch and in every pass, and is held only for the data at work. ``Drawn`` makes of a model
+and its noise a deterministic function of one tensor, with each datum's noise behind its input:
+whatever splits, vectorises or repeats data takes the noise along.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from evigrad.errors import ConfigurationError
 from evigrad.errors.users_code import called
 
-# Data whose noise is drawn at once: micro-batches are rarely smaller, and the noise of so many is
-# small beside their activations.
+# Data whose noise is drawn at once: few micro-batches are smaller, and the noise takes little
+# memory beside their activations.
 PAGE = 64
-# Consecutive pages get seeds that are far apart (the golden ratio of 2^64, as in SplitMix64).
+# Seeds of consecutive pages are this far apart (2^64 over the golden ratio, as in SplitMix64).
 _STRIDE = 0x9E3779B97F4A7C15
 
 _samples: ContextVar[int] = ContextVar("samples", default=1)
@@ -43,10 +43,9 @@ class Stochastic(Protocol):
 
 @contextmanager
 def sampled(num_samples: int) -> Iterator[None]:
-    """Say that inside, dim 0 counts the samples of each datum, those of one datum side by side.
+    """Within this context, dim 0 counts this many samples of each datum, side by side.
 
-    Args:
-        num_samples: Samples of each datum; contexts inside each other multiply.
+    Nested contexts multiply.
     """
     token = _samples.set(_samples.get() * num_samples)
     try:
@@ -69,9 +68,9 @@ class Noise:
     """The noise of a block's data, by their position in the block.
 
     Args:
-        modules: That draw.
-        seed: Of all of it.
-        positions: Whose noise each datum has, in ascending order; None for its own.
+        modules: The modules that draw.
+        seed: The seed of all of it.
+        positions: The position whose noise each datum has, ascending; None for its own.
     """
 
     def __init__(
@@ -83,15 +82,7 @@ class Noise:
         self._pages: dict[int, list[Tensor]] = {}
 
     def slice(self, start: int, stop: int) -> list[Tensor]:
-        """The noise of some data.
-
-        Args:
-            start: Position of the first.
-            stop: Position behind the last.
-
-        Returns:
-            One tensor (stop - start, ...) for each module.
-        """
+        """The noise of the data in positions start … stop - 1, a tensor for each module."""
         if self._positions is None:
             return self._between(start, stop)
         chosen = self._positions[start:stop]
@@ -125,14 +116,14 @@ class Drawn(nn.Module):
     Its parameters, buffers and submodules are the model's own, under the model's names.
 
     Args:
-        model: With modules that draw.
+        model: A model with modules that draw.
         x: Some inputs, for shape and type.
         noise: Some noise, one tensor for each module that draws.
     """
 
     def __init__(self, model: nn.Module, x: Tensor, noise: Sequence[Tensor]) -> None:
         super().__init__()
-        # The same tables, and not copies: what replaces a parameter here replaces it there.
+        # The model's own tables: replacing a parameter here replaces it there.
         self._parameters, self._buffers = model._parameters, model._buffers
         self._modules = model._modules
         self.__dict__["_model"] = model  # not registered, or every name would get a prefix
@@ -151,15 +142,7 @@ class Drawn(nn.Module):
         return sum(prod(shape) for shape, _ in self._layouts)
 
     def pack(self, x: Tensor, noise: Sequence[Tensor]) -> Tensor:
-        """Inputs with their noise behind them.
-
-        Args:
-            x: Inputs (m, ...).
-            noise: One tensor (m, ...) for each module that draws.
-
-        Returns:
-            Of shape (m, D), on the device of x.
-        """
+        """Inputs (m, ...) and noise (m, ...) of each module as one tensor (m, D) on x's device."""
         # A datum that is a single number has no dimension of its own.
         parts = [x.unsqueeze(-1), *(part.to(x.device).unsqueeze(-1) for part in noise)]
         return torch.cat([part.flatten(1).to(self._carrier) for part in parts], dim=1)

@@ -15,19 +15,12 @@ class Ranged(Protocol):
         ...
 
     def named_ranges(self) -> dict[str, float]:
-        """The same as numbers, in their order, by the names of their parameters."""
+        """The ranges as numbers, in their order, by the names of their parameters."""
         ...
 
 
 def ranged_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model that have ranges.
-
-    Args:
-        model: Any module.
-
-    Returns:
-        The modules by their names in the model.
-    """
+    """The modules of a model that have ranges, by their names in the model."""
     return {
         path: module
         for path, module in model.named_modules()
@@ -36,27 +29,13 @@ def ranged_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def learnable_ranges(module: nn.Module) -> list[str]:
-    """Which of a module's ranges can be learned.
-
-    Args:
-        module: Of ``ranged_modules``.
-
-    Returns:
-        Names of ``named_ranges()`` that are those of trainable parameters.
-    """
+    """The names of a module's ranges that are trainable parameters."""
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}
     return [name for name in _named(module) if name in trainable]
 
 
 def range_values(model: nn.Module) -> dict[str, float]:
-    """The present ranges, but for those that are zero for good.
-
-    Args:
-        model: Any module.
-
-    Returns:
-        By their names; with the module's path in front where several modules have ranges.
-    """
+    """The ranges by name, without those fixed at zero; with paths if several modules have some."""
     modules = ranged_modules(model)
     found: dict[str, float] = {}
     for path, module in modules.items():

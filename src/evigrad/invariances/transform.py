@@ -1,4 +1,4 @@
-"""What a random transform is: noise, and a function of an input and its noise."""
+"""The base class of random transforms: noise, and a function of an input and its noise."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 class Transform(nn.Module, ABC):
     """A random transform of inputs, x' = g(x, ε; h), with parameters h that can be learned.
 
-    What is random is drawn apart from what is done with it: an input keeps its noise in whatever
-    batch it comes, and the derivative in h is that of a deterministic function (the
-    reparameterisation trick). A transform of one's own has ``sample`` and ``forward``.
+    Noise is drawn separately from its use: an input keeps its noise in every batch, and the
+    derivative in h is that of a deterministic function (the reparameterisation trick). A transform
+    of your own defines ``sample`` and ``forward``.
     """
 
     @abstractmethod
@@ -22,8 +22,8 @@ class Transform(nn.Module, ABC):
         """Draw noise; its distribution must not depend on parameters.
 
         Args:
-            n: For how many inputs.
-            generator: On the CPU; the only source of randomness.
+            n: The number of inputs.
+            generator: A CPU generator, the only source of randomness.
 
         Returns:
             ε (n, ...), floating point, on the CPU, at least one number for each input.
@@ -46,8 +46,8 @@ class Transform(nn.Module, ABC):
         """Transform inputs by their noise, as ``transform(x, eps)`` does.
 
         Args:
-            x: Inputs (n, ...); a function in their place is called on every submodule, as
-                ``nn.Module.apply`` does it.
+            x: Inputs (n, ...); a function instead is called on every submodule, as by
+                ``nn.Module.apply``.
             eps: Noise (n, ...).
 
         Returns:
@@ -59,18 +59,11 @@ class Transform(nn.Module, ABC):
 
 
 def folded(raw: Tensor, limit: float) -> Tensor:
-    """A number between 0 and a limit out of any number, by reflection at both.
+    """Return raw, reflected at 0 and at the limit (positive or infinite): a triangle wave.
 
     The derivative is 1 or -1 everywhere, so that a step of an optimiser moves the number as far as
     the unconstrained one, and one that overshoots is led back. A range of a symmetric distribution
     may be reflected at 0: u · η with u uniform on [-1, 1] has the same one for η and -η.
-
-    Args:
-        raw: Unconstrained; itself where it lies between 0 and the limit.
-        limit: Positive, or infinite.
-
-    Returns:
-        The triangle wave of period 2 · limit, of the shape of raw.
     """
     # Not ``abs``, whose derivative at 0, where a range may well start, is 0.
     raw = torch.where(raw < 0, -raw, raw)

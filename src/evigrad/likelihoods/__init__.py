@@ -5,8 +5,8 @@ constants included), in nats, per datum, and at temperature 1 (``Evidence`` appl
 temperature). Λ = −∇²_f log p(y|f) is the Hessian of the negative log likelihood in the outputs
 (Immer et al. 2023, section 2).
 
-A new likelihood is one class with ``log_prob`` and, where its targets can be wrong, ``validate``;
-everything else has a default. Add it to ``LIKELIHOODS`` to give it a name.
+A new likelihood is one class with ``log_prob`` and, where targets can be invalid, ``validate``; all
+else has a default. Add it to ``LIKELIHOODS`` to give it a name.
 """
 
 import inspect
@@ -36,10 +36,10 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {
 
 
 def make_likelihood(likelihood: str | Likelihood, **settings: Any) -> Likelihood:
-    """A likelihood by its name.
+    """Make a likelihood by its name.
 
     Args:
-        likelihood: A key of ``LIKELIHOODS``; an instance is given back as it is.
+        likelihood: A key of ``LIKELIHOODS``, or an instance, which is returned.
         **settings: Arguments of the class.
 
     Returns:

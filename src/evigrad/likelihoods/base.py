@@ -1,4 +1,4 @@
-"""What a likelihood is: one class with ``log_prob``; everything else has a default."""
+"""The base class of likelihoods: a class with ``log_prob``; everything else has a default."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from evigrad.likelihoods.roots import (
 
 # Two Hessians by autodiff count as equal up to this many √eps of their size.
 SAME_HESSIAN = 10.0
-# Outputs of which an inherited root's part of Λ is compared with the density's own.
+# An inherited root is compared with the density on this many outputs of Λ.
 _COMPARED_OUTPUTS = 8
 
 
@@ -42,7 +42,7 @@ class Likelihood(nn.Module, ABC):
 
         Args:
             f: Outputs.
-            y: Targets, as ``validate`` demands them.
+            y: Targets that ``validate`` accepts.
         """
 
     def forward(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
@@ -106,12 +106,12 @@ class Likelihood(nn.Module, ABC):
         return -torch.func.jacrev(total_score)(f).transpose(0, 1)
 
     def check_derivatives(self, f: Float[Tensor, "m C"], y: Tensor, curvature: str = "ggn") -> None:
-        """Refuse data whose rows would be those of another density than ``log_prob``.
+        """Refuse data whose rows would not be those of ``log_prob``.
 
-        Rows are made of Λ(f) whatever the targets are. There is no such Λ where the Hessian depends
-        on the target, as it does where a density leaves masked data out: theirs is zero. What the
-        class that defines ``log_prob`` overrides is taken at its word, and so is what a subclass of
-        it does; what it inherits from another likelihood is compared with its own derivatives.
+        Rows are made of Λ(f), whatever the targets. There is no such Λ where the Hessian depends on
+        the target, as where a density leaves masked data out: theirs is zero. Methods that are
+        overridden by the class that defines ``log_prob``, or by its subclasses, are trusted; those
+        inherited from another likelihood are compared with the derivatives of ``log_prob``.
 
         Args:
             f: Outputs.
@@ -133,8 +133,8 @@ class Likelihood(nn.Module, ABC):
                 self._refuse_inherited("score", "the gradient of its log_prob")
 
     def _is_inherited(self, name: str, *sources: str, default: bool = False) -> bool:
-        """Whether a method is of a class above one that defines what it should follow from."""
-        # The defaults follow from whatever a subclass overrides, and count only where asked for.
+        """Whether a method comes from above the class that defines one of its ``sources``."""
+        # The defaults are derived from what a subclass overrides, so they count only if asked for.
         classes = type(self).__mro__
         place = {
             n: next(i for i, c in enumerate(classes) if n in vars(c)) for n in (name, *sources)
@@ -149,7 +149,7 @@ class Likelihood(nn.Module, ABC):
         )
 
     def _check_root(self, f: Tensor) -> None:
-        """Compare a sub-block of R Rᵀ with that of Λ, by a datum."""
+        """Compare a sub-block of R Rᵀ with that of Λ, for one datum."""
         outputs = torch.arange(min(f.shape[1], _COMPARED_OUTPUTS), device=f.device)
         with torch.no_grad():
             if self._is_inherited("hessian", "log_prob", default=True):
@@ -164,7 +164,7 @@ class Likelihood(nn.Module, ABC):
             self._refuse_inherited("root", "that of the Hessian of its log_prob")
 
     def _check_same_hessian(self, f: Tensor, y: Tensor) -> None:
-        """Compare the Hessians at targets with those at reference targets, along one direction."""
+        """Compare Hessians at targets and at reference targets along a random direction."""
         generator = torch.Generator().manual_seed(0)
         direction = torch.randn(f.shape, generator=generator, dtype=torch.float64).to(f)
         with torch.no_grad():
@@ -193,12 +193,14 @@ class Likelihood(nn.Module, ABC):
     def reference_targets(self, f: Float[Tensor, "m C"]) -> tuple[Tensor, Tensor]:
         """Two valid sets of targets that differ, for the default ``hessian``.
 
+        Override it where the default is not valid.
+
         Args:
             f: Outputs.
 
         Returns:
             Class labels 0 and C − 1 where the outputs are the scores of one label; else zeros and
-            ones (m, C). Override where these are no valid targets.
+            ones (m, C).
         """
         if self.is_classification and self.couples_outputs:
             label = torch.zeros(len(f), dtype=torch.long, device=f.device)
@@ -225,7 +227,7 @@ class Likelihood(nn.Module, ABC):
             generator: The only source of randomness.
 
         Raises:
-            ConfigurationError: If the likelihood does not say how.
+            ConfigurationError: If the likelihood does not define it.
         """
         del f, generator
         raise ConfigurationError(
@@ -241,8 +243,8 @@ class Likelihood(nn.Module, ABC):
     ) -> RootRows:
         """Columns of a root of Λ: the cotangents of the rows, at temperature 1.
 
-        The default takes them from ``hessian``; where that depends on parameters of the
-        likelihood, so do its vectors.
+        The default computes them from ``hessian``; if that depends on the likelihood's parameters,
+        so do the vectors.
 
         Args:
             f: Outputs.
@@ -255,8 +257,8 @@ class Likelihood(nn.Module, ABC):
             The rows, differentiable in f.
 
         Raises:
-            ConfigurationError: If the kind is unknown, or Λ has entries off its diagonal in spite
-                of ``couples_outputs``.
+            ConfigurationError: If the kind is unknown, or Λ has entries off its diagonal although
+                ``couples_outputs`` is False.
             NotPositiveDefiniteError: If Λ has a negative eigenvalue.
         """
         check_root(kind)
@@ -280,7 +282,7 @@ class Likelihood(nn.Module, ABC):
 
         Args:
             f: Outputs.
-            kind: Of the root, as for ``root``.
+            kind: The kind of root.
 
         Returns:
             One number for each row, without a graph.
@@ -291,14 +293,14 @@ class Likelihood(nn.Module, ABC):
             return norms if rows.scale is None else norms * rows.scale.square()
 
     def condensed(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m D"]:
-        """What ``row_scores`` needs of outputs, small enough to be kept of every datum.
+        """Return what ``row_scores`` needs of the outputs, small enough to keep for every datum.
 
         Args:
             f: Outputs.
-            kind: Of the root.
+            kind: The kind of root.
 
         Returns:
-            The outputs themselves, unless a likelihood of many outputs knows better.
+            By default the outputs themselves.
         """
         check_root(kind)
         return f
@@ -306,15 +308,15 @@ class Likelihood(nn.Module, ABC):
     def row_scores(
         self, condensed: Float[Tensor, "m D"], kind: str
     ) -> tuple[Float[Tensor, "m K"], Float[Tensor, " m"] | None]:
-        """The norms of ``row_norms``, exact or nearly so, of the columns that matter.
+        """The norms of ``row_norms``, maybe approximate, for the columns that matter.
 
         Args:
-            condensed: Of outputs.
-            kind: Of the root.
+            condensed: From ``condensed``.
+            kind: The kind of root.
 
         Returns:
-            One number for each of the first columns, and the sum over all columns behind them; None
-            where these are zero whatever the outputs, or where there are none.
+            The norms of the first columns, and the sum of all further ones; None for the sum where
+            the others are always zero, or there are none.
         """
         return self.row_norms(condensed, kind), None
 
@@ -336,7 +338,7 @@ class Likelihood(nn.Module, ABC):
 
 
 def check_one_per_output(f_shape: Sequence[int], y: Tensor) -> None:
-    """Targets (m, C): a missing axis would broadcast to m × m without a word."""
+    """Refuse targets that are not (m, C): a missing axis would silently broadcast to m × m."""
     if tuple(y.shape) != tuple(f_shape):
         hint = "; use y.unsqueeze(1)" if y.ndim == 1 and f_shape[1] == 1 else ""
         raise InputError(
@@ -346,7 +348,7 @@ def check_one_per_output(f_shape: Sequence[int], y: Tensor) -> None:
 
 
 def refuse_where(wrong: Tensor, y: Tensor, words: str) -> None:
-    """Name the first offending target, if there is one."""
+    """Refuse targets that are wrong somewhere, and name the first."""
     if bool(wrong.any()):
         where = [int(i) for i in wrong.nonzero()[0]]
         raise InputError(
@@ -356,13 +358,13 @@ def refuse_where(wrong: Tensor, y: Tensor, words: str) -> None:
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
-    """Whether two Hessians differ by more than rounding."""
+    """Whether two Hessians differ by more than rounding; NaN differs from anything."""
     eps = torch.finfo(one.dtype).eps
     size = torch.maximum(one.abs().amax(), other.abs().amax()) + eps**0.5
-    # NaN is different from anything.
+    # Not ``any(… > …)``, which NaN would pass.
     return not bool(((one - other).abs() <= SAME_HESSIAN * eps**0.5 * size).all())
 
 
 def total(values: Tensor) -> float:
-    """The sum, in double precision: a batch of float32 would lose digits."""
+    """The sum, in float64: float32 would lose digits over a batch."""
     return float(values.detach().double().sum())

@@ -66,6 +66,6 @@ class Bernoulli(Likelihood):
         return RootRows(diagonal_rows(f, root, columns))
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
-        """Sums of ``log_likelihood`` (nats) and ``correct`` (a datum's share of right labels)."""
+        """Sums of ``log_likelihood`` (nats) and ``correct`` (right labels, divided by C)."""
         right = (f > 0) == (y > 0.5)
         return super().metrics(f, y) | {"correct": total(right) / f.shape[1]}

@@ -1,4 +1,4 @@
-"""Calling a likelihood that may be the user's own: its errors say whose they are."""
+"""Calls of a likelihood that may be the user's own: errors in its code say so."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from evigrad.likelihoods.base import Likelihood
 def check_targets(
     likelihood: Likelihood, f_shape: Sequence[int], y: object, device: torch.device
 ) -> None:
-    """Targets that are where the outputs are, and fit them by the likelihood's own words."""
+    """Refuse targets on another device than the outputs, or that ``validate`` refuses."""
     if isinstance(y, Tensor) and y.device != device:
         raise InputError(f"Targets are on {y.device}, outputs on {device}: move one of them.")
     with raised_in(f"validate of {type(likelihood).__name__}, {_given(f_shape, y)},"):
@@ -21,13 +21,13 @@ def check_targets(
 
 
 def _given(f_shape: Sequence[int], y: object) -> str:
-    """In words, what a likelihood was given."""
+    """The shapes that a likelihood was given, in words."""
     what = f"{tuple(y.shape)} of {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
     return f"given outputs {tuple(f_shape)} and targets {what}"
 
 
 def check_derivatives(likelihood: Likelihood, f: Tensor, y: Tensor, curvature: str) -> None:
-    """A density whose rows are its own at these data, whatever the user's class raises."""
+    """Call ``Likelihood.check_derivatives``, and say whose code any exception is from."""
     with raised_in(
         f"log_prob of {type(likelihood).__name__}, or what is derived at its reference_targets,"
     ):
@@ -35,7 +35,7 @@ def check_derivatives(likelihood: Likelihood, f: Tensor, y: Tensor, curvature: s
 
 
 def check_finite(what: str, value: Tensor) -> None:
-    """No NaN, no infinity."""
+    """Refuse NaN and infinite values."""
     if not torch.isfinite(value).all():
         raise InputError(f"{what} hold NaN or infinite values: training has diverged.")
 
@@ -43,17 +43,14 @@ def check_finite(what: str, value: Tensor) -> None:
 def log_probabilities(
     likelihood: Likelihood, f: Tensor, y: Tensor, *, alone: bool = True
 ) -> Tensor:
-    """Log p(y_n|f_n) of each datum, from a likelihood that may be the user's own.
+    """Return log p(y_n|f_n) of each datum, (m,), in nats.
 
     Args:
-        likelihood: With the log density.
+        likelihood: Maybe the user's own.
         f: Outputs (m, C).
         y: Targets.
-        alone: Whether to compare the first datum with itself alone: targets of a wrong shape can
+        alone: Whether to evaluate the first datum alone and compare: targets of a wrong shape can
             broadcast against the other data without an error.
-
-    Returns:
-        Of shape (m,), in nats.
 
     Raises:
         ConfigurationError: If the density does not return one number for each datum.

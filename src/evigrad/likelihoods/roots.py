@@ -4,7 +4,7 @@ Three kinds, named in ``ROOTS``. They give the same log-determinant when a block
 and differ in how Λ is split when it does not:
 
 - ``"subblock"``: a root of Λ restricted to the datum's listed outputs (the paper's output-wise
-  estimators). For a Λ that couples the outputs, blocks of it add up to no bound.
+  estimators). Where Λ couples the outputs, the sum over its blocks is no bound.
 - ``"fisher"``: columns of one root of the whole Λ, column d belonging to output d. For the softmax
   it is diag(√p) − p√pᵀ, whose column d is √p_d times the score of label d.
 - ``"eigen"``: the same root turned so that its columns are orthogonal, largest first (for a softmax
@@ -25,15 +25,15 @@ from evigrad.errors import ConfigurationError, NotPositiveDefiniteError, nearest
 
 ROOTS = ("subblock", "fisher", "eigen")
 
-# Where there are more classes, "eigen" turns the columns of the likeliest ones alone: what is left
-# of a datum's curvature outside of so many is small, and no matrix of all classes is needed.
+# With more classes, "eigen" turns the columns of the likeliest ones alone: the others hold little
+# of a datum's curvature, and no matrix of all classes is needed.
 TOP_CLASSES = 16
 
-# Eigenvalues below this multiple of C·eps·(largest) are rounding: they get no column, since their
+# Eigenvalues below this multiple of C·eps·(largest) count as zero: they are rounding, and their
 # inverses in the derivative of the root would be noise.
 RANK_TOLERANCE = 1.0
-# Second derivatives by autodiff are off by a few eps in units of the outputs; below this many eps
-# (and below √eps of the largest eigenvalue) a negative eigenvalue says nothing about the model.
+# Second derivatives by autodiff are off by a few eps in units of the outputs; a negative eigenvalue
+# of no more than this many eps (and √eps of the largest) is rounding.
 NEGATIVE_TOLERANCE = 16.0
 
 
@@ -45,8 +45,8 @@ class RootRows:
 
     Attributes:
         vectors: Column j of the root of datum n, zero where the datum has no such column.
-        scale: Factor of each row, or None for 1. The built-in likelihoods keep their own
-            hyperparameters (the noise) out of ``vectors`` and in here, so that the rows need no
+        scale: Factor of each row, or None for 1. The built-in likelihoods put their own
+            hyperparameters (the noise) here and not into ``vectors``, so that the rows need no
             graph for them.
         present: Which (datum, column) there are, or None for all. The others are padding: their
             vectors are zero, and a structure may leave them out.
@@ -58,13 +58,10 @@ class RootRows:
 
 
 def check_root(kind: str) -> None:
-    """Refuse an unknown kind of root.
-
-    Args:
-        kind: The name asked for.
+    """Refuse a kind of root that is not in ``ROOTS``.
 
     Raises:
-        ConfigurationError: If it is not one of ``ROOTS``.
+        ConfigurationError: If it is unknown.
     """
     if kind not in ROOTS:
         raise ConfigurationError(
@@ -84,35 +81,18 @@ def one_hot(f: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None) -> Floa
 def diagonal_rows(
     f: Float[Tensor, "m C"], root: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None
 ) -> Float[Tensor, "m k C"]:
-    """Rows of a diagonal Λ, for which all kinds agree: column d is e_d √λ_d.
-
-    Args:
-        f: The outputs.
-        root: √λ of each output.
-        columns: As in ``Likelihood.root``.
-
-    Returns:
-        The rows' cotangents.
-    """
+    """The rows e_d √λ_d of a diagonal Λ, the same for all kinds; ``root`` holds the √λ."""
     return one_hot(f, columns) * root.unsqueeze(1)
 
 
 def softmax_rows(
     f: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None, kind: str
 ) -> Float[Tensor, "m k C"]:
-    """Rows of the softmax's Λ = diag(p) − ppᵀ in closed form.
+    """Return rows of the softmax's Λ = diag(p) − ppᵀ in closed form; ``f`` are logits.
 
     For a sub-block O with q the probability of the outputs outside O and u = √p_O,
     R = D^{1/2} (I − u uᵀ/(1+√q)) has R Rᵀ = D − p_O p_Oᵀ, D = diag(p_O); its column j is
     u_j (e_j − p_O/(1+√q)). For O all outputs, q = 0, it is the Fisher root.
-
-    Args:
-        f: Logits.
-        columns: As in ``Likelihood.root``.
-        kind: One of ``ROOTS``.
-
-    Returns:
-        The rows' cotangents.
     """
     log_p = f.log_softmax(dim=1)
     pick = one_hot(f, columns)
@@ -132,14 +112,10 @@ def softmax_rows(
 def _top_rows(
     log_p: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None
 ) -> Float[Tensor, "m k C"]:
-    """Rows of R · diag(Q, I): the Fisher rows of the likeliest classes turned to be orthogonal.
+    """Return rows of R · diag(Q, I): the Fisher rows of the likeliest classes made orthogonal.
 
-    Args:
-        log_p: Logarithms of the probabilities.
-        columns: As in ``Likelihood.root``, in the order of descending probability.
-
-    Returns:
-        The rows' cotangents; those behind the first ``TOP_CLASSES`` are the Fisher root's own.
+    ``columns`` count classes in descending order of probability; those behind the first
+    ``TOP_CLASSES`` are the Fisher root's own.
     """
     order = log_p.detach().argsort(dim=1, descending=True, stable=True)
     first = _label_rows(log_p, one_hot(log_p, order[:, :TOP_CLASSES]), None)
@@ -157,14 +133,7 @@ def _top_rows(
 
 
 def condensed_logits(f: Float[Tensor, "m C"]) -> Float[Tensor, "m D"]:
-    """The largest logits in descending order, and one for all other classes together.
-
-    Args:
-        f: Logits.
-
-    Returns:
-        The logits themselves where there are no more than ``TOP_CLASSES``.
-    """
+    """The ``TOP_CLASSES`` largest logits, descending, and the logsumexp of the others (if any)."""
     if f.shape[1] <= TOP_CLASSES:
         return f
     sorted_f = f.sort(dim=1, descending=True).values
@@ -173,13 +142,10 @@ def condensed_logits(f: Float[Tensor, "m C"]) -> Float[Tensor, "m D"]:
 
 
 def top_norms(p: Float[Tensor, "m C"]) -> Float[Tensor, "m K"]:
-    """|R[:, d]|² of the turned columns of ``_top_rows``, largest first.
+    """Return |R[:, d]|² of the turned columns of ``_top_rows``, largest first.
 
-    Args:
-        p: Probabilities in descending order.
-
-    Returns:
-        Eigenvalues of the products of the first K Fisher rows, K = ``TOP_CLASSES``.
+    These are the eigenvalues of the products of the first K = ``TOP_CLASSES`` Fisher rows; the
+    probabilities are in descending order.
     """
     first = p[:, :TOP_CLASSES]
     between = 0.5 * p.square().sum(dim=1)[:, None] - first
@@ -201,7 +167,7 @@ def _label_rows(
         shrink = 1.0 + root_q
     else:
         p = p.masked_fill(outside, 0.0)
-        # A logsumexp over nothing has no gradient; such data keep all outputs in it, and q is 0.
+        # A logsumexp over nothing has no gradient: take all outputs there, and set q to 0 after.
         none_outside = ~outside.any(dim=1, keepdim=True)
         log_q = log_p.masked_fill(~(outside | none_outside), -torch.inf).logsumexp(1, keepdim=True)
         root_q = (0.5 * log_q).exp().masked_fill(none_outside, 0.0)
@@ -215,7 +181,7 @@ def _label_rows(
 def hessian_rows(
     curvature: Float[Tensor, "m C C"], columns: Int[Tensor, "m k"] | None, kind: str
 ) -> Float[Tensor, "m k C"]:
-    """Rows of any positive semidefinite Λ, without derivatives of eigenvectors.
+    """Return rows of any positive semidefinite Λ, without derivatives of eigenvectors.
 
     ``"fisher"`` and ``"subblock"`` are symmetric square roots (of Λ, of its sub-block), so that
     column d belongs to output d; ``"eigen"`` has orthogonal columns, largest first.
@@ -224,9 +190,6 @@ def hessian_rows(
         curvature: Λ, with a graph wherever derivatives are wanted.
         columns: As in ``Likelihood.root``.
         kind: One of ``ROOTS``.
-
-    Returns:
-        The rows' cotangents.
 
     Raises:
         NotPositiveDefiniteError: If Λ has a negative eigenvalue.
@@ -243,19 +206,13 @@ def hessian_rows(
 def differentiable_root(
     curvature: Float[Tensor, "m n n"], symmetric: bool
 ) -> Float[Tensor, "m n n"]:
-    """A root R of positive semidefinite matrices Λ with R Rᵀ = Λ to first order.
+    """Return a root R of positive semidefinite matrices Λ with R Rᵀ = Λ to first order.
 
     R = R₀ + (I − ½Π)(Λ − Λ₀)R₀⁺ᵀ, where Λ₀ is Λ without its graph, R₀ a root of it and
     Π = R₀R₀⁺ the projector on its range: the value is R₀, and the first derivative of R Rᵀ is that
     of Λ wherever its rank does not change. No eigenvector is differentiated, so that equal
-    eigenvalues do no harm; second derivatives are not those of a root.
-
-    Args:
-        curvature: Λ, symmetric.
-        symmetric: R₀ = V√λVᵀ if true; else V√λ, largest eigenvalue first.
-
-    Returns:
-        R.
+    eigenvalues do no harm; second derivatives are not those of a root. R₀ is V√λVᵀ if
+    ``symmetric``, else V√λ with the largest eigenvalue first.
 
     Raises:
         NotPositiveDefiniteError: If Λ has a negative eigenvalue.
@@ -277,10 +234,7 @@ def differentiable_root(
 
 
 def check_not_negative(eigenvalues: Tensor) -> None:
-    """Refuse a Λ with negative eigenvalues, rounding aside.
-
-    Args:
-        eigenvalues: Of any shape, not empty.
+    """Refuse eigenvalues of Λ (at least one is given) that are negative, rounding aside.
 
     Raises:
         NotPositiveDefiniteError: If one is negative.
@@ -296,7 +250,7 @@ def check_not_negative(eigenvalues: Tensor) -> None:
 
 
 def _descending_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, largest first, and eigenvectors; in float32 at least, as eigh demands."""
+    """Eigenvalues, largest first, and eigenvectors; in float32 at least, which eigh needs."""
     if matrix.dtype.itemsize < torch.float32.itemsize:
         matrix = matrix.float()
     values, vectors = torch.linalg.eigh(matrix)

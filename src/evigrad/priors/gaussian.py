@@ -27,7 +27,7 @@ class NormalHyperprior:
     """Independent normal densities on the log precisions.
 
     Attributes:
-        mean: Of each log precision.
+        mean: Mean of each log precision.
         std: Standard deviation of each log precision.
 
     Raises:
@@ -52,7 +52,7 @@ class NormalHyperprior:
 class GaussianPrior(nn.Module):
     """A zero-mean Gaussian over the weights with diagonal precision P0.
 
-    ``bind`` (which ``Evidence`` calls) tells it the weights; before, it has no parameters.
+    It has no parameters until ``bind``, which ``Evidence`` calls, gives it the weights.
 
     Args:
         structure: ``"scalar"`` (one precision), ``"layerwise"`` (one for each parameter tensor),
@@ -62,16 +62,16 @@ class GaussianPrior(nn.Module):
             matches with the wildcards ``*``, ``?`` and ``[…]``. Each weight must be in one group.
         precision: Initial precision: one number, or one for each group by name (the groups of
             ``"scalar"`` and ``"layerwise"`` are ``"all"`` and the parameters' names).
-        learnable: Whether the precisions are learned: for all of them, or for groups by name, the
-            others being learned. The rest keep their values.
-        hyperprior: From the log precisions (G,) to their joint log density (a scalar, in nats), or
-            None for a flat one. ``NormalHyperprior`` is one.
+        learnable: Whether the precisions are learned: one bool, or one for some groups by name;
+            groups that are not named are learned.
+        hyperprior: Maps the log precisions (G,) to their joint log density (a scalar, in nats), as
+            ``NormalHyperprior`` does; None is a flat one.
 
     Attributes:
-        log_precision: Log precision of each learned group, (G,), or of all where none is learned;
-            of each weight, (P,), if diagonal; None before ``bind``.
+        log_precision: Log precisions of the learned groups, (G,), or of all where none is learned;
+            of the weights, (P,), if diagonal; None before ``bind``.
         group_names: Names of the groups; empty if diagonal.
-        group_of: Index into ``log_precision`` for each weight tensor; empty if diagonal.
+        group_of: Index into ``group_names`` for each weight tensor; empty if diagonal.
 
     Raises:
         ConfigurationError: If the structure is unknown, a precision is not positive, or
@@ -115,8 +115,8 @@ class GaussianPrior(nn.Module):
             raise ConfigurationError(f"hyperprior must be callable, not {hyperprior!r}.")
         self.hyperprior = hyperprior
         self.register_parameter("log_precision", None)
-        # Log precisions of all groups, of which those of the learned ones are stale, and the
-        # positions of these. A state has one log precision for each group, whatever is learned.
+        # Log precisions of all groups (stale for the learned ones), and the positions of the
+        # learned. A state has one log precision for each group, whatever is learned.
         self.register_buffer("_fixed", torch.empty(0), persistent=False)
         self.register_buffer("_learned", torch.empty(0, dtype=torch.long), persistent=False)
         self._shapes: dict[str, torch.Size] = {}
@@ -128,8 +128,8 @@ class GaussianPrior(nn.Module):
     def bind(self, weights: Mapping[str, Tensor]) -> None:
         """Make a log precision for each group of these weights, on their device in their dtype.
 
-        Again with the same names and shapes it keeps the values, and moves them to where the
-        weights are.
+        A second call with the same names and shapes keeps the values, and moves them to the
+        weights' device and dtype.
 
         Args:
             weights: The weights by name, each shared one once.
@@ -162,7 +162,7 @@ class GaussianPrior(nn.Module):
         initial = self._initial(names, shapes)
         self._shapes, self.group_names, self.group_of = shapes, names, group_of
         self._set(initial.to(device, dtype))
-        self.log_hyperprior()  # says now what it would say at the first step
+        self.log_hyperprior()  # raises its errors now and not at the first step
 
     def _assign(self, shapes: Mapping[str, torch.Size]) -> tuple[list[str], dict[str, int]]:
         """The names of the groups, and the group of each weight tensor."""
@@ -194,7 +194,7 @@ class GaussianPrior(nn.Module):
             _check_names("learnable", self.learnable, names)
 
     def _set(self, values: Tensor) -> None:
-        """Divide log precisions of all groups into those that are learned and the others."""
+        """Store the log precisions of all groups, the learned apart from the fixed."""
         learnable = self.learnable
         if isinstance(learnable, dict):
             chosen = [i for i, name in enumerate(self.group_names) if learnable.get(name, True)]
@@ -206,11 +206,7 @@ class GaussianPrior(nn.Module):
         self.log_precision = nn.Parameter(values, requires_grad=learnable)
 
     def learned_groups(self) -> list[int]:
-        """The groups that ``log_precision`` has an entry for, in its order.
-
-        Returns:
-            Indices into ``group_names``; none if diagonal.
-        """
+        """Indices into ``group_names`` of the entries of ``log_precision``; none if diagonal."""
         return self._learned.tolist() or list(range(len(self.group_names)))
 
     def _log_precisions(self) -> Tensor:
@@ -234,7 +230,7 @@ class GaussianPrior(nn.Module):
         """The precision of each weight tensor, differentiable in ``log_precision``.
 
         Returns:
-            0-dimensional tensors; of the weight's shape if diagonal.
+            0-dimensional tensors by name; of the weight's shape if diagonal.
 
         Raises:
             ConfigurationError: If the prior is not bound.
@@ -303,10 +299,10 @@ class GaussianPrior(nn.Module):
         return value
 
     def constant_groups(self) -> dict[str, str]:
-        """The weight tensors whose precision is one number, with their groups.
+        """The group of each weight tensor whose precision is one number; empty if diagonal.
 
         Returns:
-            A group's name for each; nothing if diagonal.
+            The group's name by the tensor's.
 
         Raises:
             ConfigurationError: If the prior is not bound.
@@ -318,7 +314,7 @@ class GaussianPrior(nn.Module):
         """The group that a weight tensor is in.
 
         Args:
-            name: Of the weight.
+            name: The tensor's name.
 
         Returns:
             The group's name; the weight's own if diagonal.
@@ -332,11 +328,7 @@ class GaussianPrior(nn.Module):
     # ------------------------------------------------------------------ keeping
 
     def get_extra_state(self) -> dict[str, Any] | None:
-        """What the log precisions belong to, so that a checkpoint cannot go to other weights.
-
-        Returns:
-            Structure, groups and shapes in plain types; None before ``bind``.
-        """
+        """The bound weights in plain types, which guard a checkpoint; None before ``bind``."""
         if self.log_precision is None:
             return None
         return {
@@ -347,11 +339,7 @@ class GaussianPrior(nn.Module):
         }
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
-        """Nothing: the state was compared, or taken up, before the log precisions were loaded.
-
-        Args:
-            state: From ``get_extra_state``.
-        """
+        """Do nothing: ``_load_from_state_dict`` has used the state."""
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -367,7 +355,7 @@ class GaussianPrior(nn.Module):
                 names, group_of = self._assign(shapes)
             else:
                 names, group_of = self.group_names, self.group_of
-                # Of a diagonal prior the order counts too: it is that of log_precision.
+                # The order counts too: it is that of log_precision in a diagonal prior.
                 if list(shapes.items()) != list(self._shapes.items()):
                     raise ConfigurationError(
                         "The saved prior belongs to other weights"
@@ -429,7 +417,7 @@ def _bool(value: object, which: str) -> bool:
 
 
 def _check_names(what: str, given: Iterable[str], known: Sequence[str]) -> None:
-    """Names of groups that there are."""
+    """Refuse names of groups that do not exist."""
     for name in given:
         if name not in known:
             raise ConfigurationError(

@@ -7,28 +7,16 @@ from evigrad.errors import ConfigurationError, listed, nearest
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern stands for a parameter.
+    """Return whether a name, a module above it or a wildcard stands for a parameter.
 
-    Args:
-        pattern: The parameter's name, a module above it, or a wildcard (``conv*``).
-        name: The parameter's name.
-
-    Returns:
-        True if it does; ``conv1`` does not stand for ``conv10.weight``.
+    ``conv1`` does not stand for ``conv10.weight``.
     """
     above = pattern if pattern.endswith(".") else f"{pattern}."
     return name == pattern or name.startswith(above) or fnmatchcase(name, pattern)
 
 
 def checked_groups(groups: Mapping[str, Sequence[str]], what: str) -> dict[str, list[str]]:
-    """Groups as the user gave them, each with at least one pattern.
-
-    Args:
-        groups: Group → patterns, or one pattern.
-        what: Whose groups they are, for the words of an error.
-
-    Returns:
-        Group → list of patterns.
+    """Return the list of patterns of each group; ``what`` says in errors whose groups they are.
 
     Raises:
         ConfigurationError: If there is no group, or one without a pattern.
@@ -46,19 +34,13 @@ def checked_groups(groups: Mapping[str, Sequence[str]], what: str) -> dict[str, 
 
 
 def assign(names: Sequence[str], groups: Mapping[str, Sequence[str]], what: str) -> dict[str, str]:
-    """The one group of each weight.
+    """Return the group of each weight, in the order of the weights.
 
-    Args:
-        names: The weights.
-        groups: Group → patterns, each standing for at least one weight.
-        what: Whose groups they are, for the words of an error.
-
-    Returns:
-        Weight → group, in the order of the weights.
+    ``what`` says in errors whose groups they are.
 
     Raises:
-        ConfigurationError: If a pattern stands for no weight, or a weight is in no group or in
-            several; the text names all of them.
+        ConfigurationError: If a pattern fits no weight, or a weight is in no group or in several;
+            the text names all of them.
     """
     owners = {
         name: [g for g, patterns in groups.items() if any(matches(p, name) for p in patterns)]
