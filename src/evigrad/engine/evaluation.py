@@ -89,7 +89,7 @@ def of_kept(
 
 
 def needs_two_passes(problem: Problem, learnable: Iterable[str], num_outputs: int) -> bool:
-    """Whether what is learned changes the rows, beyond one common scale."""
+    """Whether what is learned changes the rows by more than a scale that a statistic follows."""
     names = list(learnable)
     if any(name.startswith("model.") for name in names):
         return True
