@@ -5,13 +5,13 @@ from Training Data*, NeurIPS. The ranges of the augmentation are trained togethe
 by the training loss minus λ times the Euclidean norm of the widths of the uniform distributions
 that transforms are drawn from. Without this reward the loss would prefer no augmentation.
 
-What the authors' published code does, and what is done here:
+The authors' published code, and where this one differs:
 
-- The widths are whole ones, from one end to the other: twice the ranges of
-  ``evigrad.invariances``, which are half widths. Their translations count in tenths of half the
-  image. λ is 0.01 unless a script says otherwise (0.1 for rotated MNIST).
-- The reward is dropped while any width is 10 or more. Here the affine ranges have limits that
-  keep widths below 2π, so that only transforms of one's own come so far.
+- Widths reach from one end to the other: twice the ranges of ``evigrad.invariances``, which are
+  half widths. Translations count in tenths of half the image. λ is 0.01 by default (0.1 for
+  rotated MNIST).
+- There is no reward while any width is 10 or more. Here the limits of the affine ranges keep
+  widths below 2π, so that only a user's own transforms can get there.
 - Adam learns weights and widths at one rate (0.01 on CIFAR-10, 0.1 on rotated MNIST), with weight
   decay on the weights alone. Here the ranges have the rates of the model's hyperparameters,
   ``hyper_lr`` to ``hyper_lr_min`` by a cosine over the epochs, and a step in every batch.
@@ -25,19 +25,16 @@ from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.invariances.ranges import Ranged, learnable_ranges, ranged_modules
 
-# The width from which on there is no reward for any, as in the authors' code.
+# From this width on there is no reward, as in the authors' code.
 WIDEST = 10.0
 
 
 class Augerino:
-    """The ranges that the training loss reaches, and their reward.
+    """The ranges that the training loss learns, and their reward.
 
     Args:
-        evidence: Of a model with transforms whose ranges are among its hyperparameters.
+        evidence: Its model has transforms whose ranges are among the hyperparameters.
         weight: λ, of the reward, in nats per datum and unit of width.
-
-    Attributes:
-        names: Of the ranges among ``evidence.hyperparameters()``.
     """
 
     def __init__(self, evidence: Evidence, weight: float) -> None:
@@ -50,24 +47,14 @@ class Augerino:
         self.names = [name for name, p in evidence.hyperparameters().items() if id(p) in ids]
 
     def regulariser(self) -> Tensor:
-        """What is added to the loss: −λ‖2η‖ over the learned ranges η, or 0 beyond ``WIDEST``."""
+        """The term −λ‖2η‖ of the loss over the learned ranges η, or 0 beyond ``WIDEST``."""
         widths = 2 * torch.cat([_learned(module, names) for module, names in self._transforms])
         reward = torch.linalg.vector_norm(widths)
         return -self.weight * torch.where((widths < WIDEST).all(), reward, 0.0 * reward)
 
 
 def range_parameters(model: nn.Module) -> list[str]:
-    """The names of the ranges that a model learns.
-
-    Args:
-        model: Any module.
-
-    Returns:
-        Names of parameters of the model.
-
-    Raises:
-        ConfigurationError: If there are none.
-    """
+    """Names of the ranges that a model learns; ConfigurationError if there are none."""
     names = [
         f"{path}.{name}" if path else name
         for path, module in ranged_modules(model).items()

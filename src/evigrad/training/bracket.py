@@ -1,11 +1,11 @@
-"""The exact log evidence between two bounds, at the price of a few estimates.
+"""The exact log evidence between two bounds, for the cost of a few estimates.
 
 With anchors Z, a partition of the other rows into blocks B_m, and all rows I (DESIGN 3.2),
 
     max_m ℓ(Z ∪ B_m)  ≤  ℓ(I)  ≤  ℓ(Z) + Σ_m ℓ(B_m|Z).
 
-The left side holds for whatever blocks were looked at; the sum on the right is estimated from
-these, or exact where they are all of them.
+The left side holds for any choice of blocks. The sum on the right is exact over all blocks, and
+estimated from some of them.
 """
 
 import time
@@ -24,7 +24,7 @@ from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from evigrad.evidence import Evidence
 
-# Rows of a block that are anchors.
+# Share of a block's rows that are anchors.
 _SHARE = 0.75
 
 
@@ -34,12 +34,12 @@ class Bracket:
 
     Attributes:
         lower: A lower bound, or an estimate of one from some of the blocks.
-        lower_error: Its standard error; 0 where all blocks were looked at.
+        lower_error: Standard error of ``lower``; 0 where all blocks were used.
         upper: An upper bound.
         num_data: N.
-        rows: Of a block, its anchors included.
-        blocks: That were looked at.
-        seconds: Time that it took.
+        rows: Rows of a block, anchors included.
+        blocks: Number of blocks that were used.
+        seconds: Time of the computation.
     """
 
     lower: float
@@ -74,20 +74,20 @@ def bracket(
 ) -> Bracket:
     """Bounds on the exact log evidence of a model under its present hyperparameters.
 
-    Both bounds are on the same number, that of ``full-N-C``, whatever the estimator of the
-    evidence is. Where the model draws random transforms, they are bounds given these, and the
-    likelihood is that of one draw for each datum.
+    Both bounds are on the value of ``full-N-C``, for any estimator of ``evidence``. Where the model
+    draws random transforms, the bounds are given these transforms, and the likelihood is that of
+    one draw for each datum.
 
     Args:
-        evidence: Of the model; left as it is.
+        evidence: The model's evidence; it is not changed.
         data: All N training data.
-        rows: Of a block: more of them bring the bounds together. All rows give the exact number.
-        blocks: To look at; None for all of the partition, whose sum is a bound without an error.
-        root: Of the likelihood, fisher or eigen.
-        anchoring: How the rows are spent. Default: three quarters on anchors, less than where one
-            block is drawn, as all blocks of a partition share them.
-        micro_batch: Data in a pass. Default: as in the evidence.
-        seed: Of everything that is drawn.
+        rows: Rows of a block: more rows bring the bounds together, and all rows are exact.
+        blocks: Number of blocks to use; None uses the whole partition, which has no standard error.
+        root: Root of the likelihood's curvature, fisher or eigen.
+        anchoring: How many rows are anchors, and how they are chosen. Default: three quarters,
+            fewer than where one block is drawn, as all blocks of a partition share the anchors.
+        micro_batch: Data in a pass. Default: as in ``evidence``.
+        seed: Seed of everything that is drawn.
 
     Returns:
         The bounds.
@@ -121,7 +121,7 @@ def bracket(
         estimate = other.estimate(block)
         log_prior = estimate.log_prior
         of_anchors, *of_parts = estimate.entropies
-        # Of all blocks the sum is wanted, of some an estimate of it.
+        # All blocks give the sum itself, some of them an estimate of it.
         weights = [1.0] * len(of_parts) if blocks is None else block.part_weights
         offset = 0.0 if blocks is None else block.offset
         found.append(sum(w * part for w, part in zip(weights, of_parts, strict=True)) + offset)
@@ -144,14 +144,7 @@ def bracket(
 
 
 def check_bracket(spec: EstimatorSpec) -> None:
-    """Refuse an estimator of another number than the bounds are on.
-
-    Args:
-        spec: The estimator.
-
-    Raises:
-        ConfigurationError: If its curvature is not the GGN.
-    """
+    """Raise ConfigurationError for curvatures other than the GGN, which the bounds are on."""
     if spec.curvature != "ggn":
         raise ConfigurationError(
             f"{spec.name}: the bounds of a bracket are on the evidence of the GGN, and this one has"

@@ -1,4 +1,4 @@
-"""What a checkpoint says about the run that it belongs to, and whether that is this run."""
+"""What a checkpoint records about its run, and the checks that it belongs to the run at hand."""
 
 import hashlib
 import re
@@ -15,28 +15,21 @@ from evigrad.evidence import Evidence
 from evigrad.training.metrics import Row
 
 CHECKPOINT_FORMAT = 3
-# Settings that change no result. All others must be those of the run.
+# Settings that change no result. All others must be the same when a run goes on.
 FREE_SETTINGS = ("checkpoint_every",)
 
-# Data that are digested at once: a GPU's pass through the host's memory.
+# Data that are digested at once, as data on a GPU are copied to the host for it.
 _DIGESTED = 4096
-# Data on which the network's outputs are compared with those that it had when it was saved, and
-# how much other machines' rounding may change them in relation.
+# Number of data whose outputs are compared with the saved ones, and the relative difference that
+# rounding on another machine may make.
 PROBED = 2
 _SAME_OUTPUTS = 1e-2
-# More names than this do not fit a sentence.
+# An error lists at most this many names.
 _NAMED = 4
 
 
 def digest(data: tuple[Tensor, Tensor]) -> str:
-    """A fingerprint of data: other values, types, shapes or another order have another one.
-
-    Args:
-        data: Inputs and targets.
-
-    Returns:
-        Hexadecimal digits.
-    """
+    """Hexadecimal digest of (inputs, targets): their values, types, shapes and order."""
     found = hashlib.blake2b(digest_size=16)
     for tensor in data:
         found.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
@@ -47,14 +40,7 @@ def digest(data: tuple[Tensor, Tensor]) -> str:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the last digits of results depend on besides settings and data.
-
-    Args:
-        device: Where the model is.
-
-    Returns:
-        Version of PyTorch, kind of device, CPU threads.
-    """
+    """What the last digits of results depend on: PyTorch's version, device, CPU threads."""
     return {
         "torch": str(torch.__version__),
         "device": device.type,
@@ -64,11 +50,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def with_threads(count: int) -> Iterator[None]:
-    """Compute with a number of CPU threads: sums are cut into parts by it.
-
-    Args:
-        count: How many.
-    """
+    """Compute with this many CPU threads: their number decides how sums are split and rounded."""
     before = torch.get_num_threads()
     if count == before:
         yield
@@ -81,40 +63,18 @@ def with_threads(count: int) -> Iterator[None]:
 
 
 def packed_history(history: Sequence[Row]) -> dict[str, list[Any]]:
-    """The rows of a history, which all have the same columns, with each column named once.
-
-    Args:
-        history: As in ``FitResult``.
-
-    Returns:
-        Columns and rows.
-    """
+    """A history as columns, each named once, and rows; all rows have the same columns."""
     columns = list(history[0]) if history else []
     return {"columns": columns, "rows": [[row[name] for name in columns] for row in history]}
 
 
 def unpacked_history(packed: Mapping[str, list[Any]]) -> list[Row]:
-    """The history of a checkpoint.
-
-    Args:
-        packed: By ``packed_history``.
-
-    Returns:
-        One row for each epoch.
-    """
+    """The history that ``packed_history`` packed: one row for each epoch."""
     return [dict(zip(packed["columns"], row, strict=True)) for row in packed["rows"]]
 
 
 def check_format(state: Mapping[str, Any], where: object) -> None:
-    """Refuse what another version wrote.
-
-    Args:
-        state: Of a checkpoint.
-        where: The run's folder, for the words of an error.
-
-    Raises:
-        ConfigurationError: If the format is another.
-    """
+    """Raise ConfigurationError for a checkpoint of another version in the folder ``where``."""
     if state.get("format") != CHECKPOINT_FORMAT:
         raise ConfigurationError(
             f"The checkpoint in {where} has format {state.get('format')}; this version of evigrad"
@@ -124,16 +84,7 @@ def check_format(state: Mapping[str, Any], where: object) -> None:
 
 
 def check_settings(saved: Mapping[str, Any], own: Mapping[str, Any], where: object) -> None:
-    """Refuse settings that are not those of the run.
-
-    Args:
-        saved: The run's, as a record.
-        own: Those that were asked for.
-        where: The run's folder, for the words of an error.
-
-    Raises:
-        ConfigurationError: If one differs; the text names it.
-    """
+    """Raise ConfigurationError, naming the setting, unless both records have the same settings."""
     names = [name for name in saved if name in own and name not in FREE_SETTINGS]
     differing = [n for n in names if _comparable(saved[n]) != _comparable(own[n])]
     if differing:
@@ -147,16 +98,7 @@ def check_settings(saved: Mapping[str, Any], own: Mapping[str, Any], where: obje
 def check_data(
     saved: Mapping[str, str | None], own: Mapping[str, str | None], where: object
 ) -> None:
-    """Refuse data that are not those of the run.
-
-    Args:
-        saved: The fingerprint of each part of the run's, or None where it has none.
-        own: The same of the data at hand.
-        where: The run's folder, for the words of an error.
-
-    Raises:
-        ConfigurationError: If a part differs; the text says which.
-    """
+    """Raise ConfigurationError, naming the part, unless the fingerprints of the data agree."""
     for part, words in (("train", "training"), ("test", "test")):
         if saved[part] == own[part]:
             continue
@@ -172,16 +114,7 @@ def check_data(
 
 
 def check_network(state: Mapping[str, Any], evidence: Evidence, where: object) -> None:
-    """Refuse a network whose parameters have other names, shapes or types, or another use.
-
-    Args:
-        state: Of a checkpoint.
-        evidence: Of the network at hand.
-        where: The run's folder, for the words of an error.
-
-    Raises:
-        ConfigurationError: If it is another one; the text says what differs.
-    """
+    """Raise ConfigurationError if parameters differ in name, shape, type or use; it says how."""
     found = _differences(_layout(state["model"]), _layout(evidence.model.state_dict()))
     own = {"weights": evidence.weights(), "hyperparameters": evidence.hyperparameters()}
     for kind, names in own.items() if not found else ():
@@ -198,12 +131,7 @@ def check_network(state: Mapping[str, Any], evidence: Evidence, where: object) -
 
 
 def load_network(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Take up weights, hyperparameters and buffers, those that no ``state_dict`` holds too.
-
-    Args:
-        model: Of the architecture of the checkpoint.
-        state: Of a checkpoint.
-    """
+    """Load weights, hyperparameters and all buffers, also those that no ``state_dict`` holds."""
     model.load_state_dict(state["model"])
     buffers = dict(model.named_buffers())
     with torch.no_grad():
@@ -218,10 +146,10 @@ def check_outputs(
 
     Args:
         saved: Outputs of the network for a few data when it was saved.
-        own: The same now that its parameters are loaded.
+        own: Its outputs for the same data with the loaded parameters.
         here: This machine.
-        there: The machine of the checkpoint.
-        where: The run's folder, for the words of an error.
+        there: The machine that wrote the checkpoint.
+        where: The run's folder, for the error.
 
     Raises:
         ConfigurationError: If the outputs differ by more than rounding.
@@ -251,7 +179,7 @@ def check_outputs(
 
 
 def _layout(state: Mapping[str, Any]) -> dict[str, str]:
-    """Name → type and shape of what a model keeps."""
+    """Type and shape of each tensor of a model, by name."""
     return {
         name: f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
         if isinstance(value, Tensor)
@@ -261,7 +189,7 @@ def _layout(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _differences(saved: Mapping[str, str], own: Mapping[str, str]) -> list[str]:
-    """In words, what the second lacks, has beside and has otherwise."""
+    """What is missing, added or different in ``own``, in words."""
     missing = [f"it lacks {name}" for name in saved if name not in own]
     beside = [f"it has {name} beside" for name in own if name not in saved]
     other = [
@@ -277,7 +205,7 @@ def _listed(found: Sequence[str]) -> str:
 
 
 def _comparable(value: Any) -> Any:
-    """A recorded setting without the addresses that functions and objects have in a process."""
+    """A recorded setting without the memory addresses in the ``repr`` of functions and objects."""
     if isinstance(value, str):
         return re.sub(r" at 0x[0-9a-fA-F]+", "", value)
     if isinstance(value, Mapping):

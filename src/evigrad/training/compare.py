@@ -1,8 +1,7 @@
 """The log evidence of trained models by one common, tight estimator.
 
-Estimators of different tightness cannot be compared with each other: the number that a run shows
-while it trains is its own bound. After training time matters less, and one estimator near the
-exact value serves for all runs.
+Runs with different estimators show different bounds while they train, which cannot be compared.
+After training, one estimator near the exact value serves for all of them.
 """
 
 import math
@@ -20,8 +19,8 @@ from evigrad.estimators import EstimatorSpec
 from evigrad.evidence import Evidence
 from evigrad.training.metrics import probe_outputs
 
-# Operations of a core in a second, for the exact value and for kernels of subsets; and the most
-# work and numbers in memory at once.
+# Operations per second of one core, for the exact value and for kernels of subsets; and the most
+# operations, and numbers in memory at once.
 _EXACT_RATE, _SUBSET_RATE = 2e10, 5e10
 _MAX_OPERATIONS = 2e12
 _MAX_NUMBERS = 2e8
@@ -34,11 +33,11 @@ class EvidenceValue:
 
     Attributes:
         per_datum: Log evidence in nats per datum.
-        sem: The standard error of that mean over the blocks, 0 for a single one: of a draw's error,
-            where these are all blocks of the partition.
-        log_likelihood: Its data term, nats per datum.
-        log_prior: Its −½ wᵀP0w, nats per datum.
-        log_det_term: Its −½ ℓ, nats per datum.
+        sem: Standard error of the mean over the blocks; 0 for one block. Where all blocks of a
+            partition were used, it says how far a single draw would be off.
+        log_likelihood: The data term, nats per datum.
+        log_prior: The term −½ wᵀP0w, nats per datum.
+        log_det_term: The term −½ ℓ, nats per datum.
         estimator: Name of the estimator.
         blocks: Number of blocks.
         is_bound: Whether the value is a lower bound on the log evidence.
@@ -59,21 +58,21 @@ class EvidenceValue:
 def tight_estimator(
     num_weights: int, num_data: int, num_outputs: int, seconds: float = math.inf
 ) -> str:
-    """The tightest estimator whose evaluation on all the data takes a time that is given.
+    """Name of the tightest estimator that evaluates all the data within a given time.
 
-    ``full-N-C`` and ``ntk-N-C`` are the same number, the exact log-determinant; which one is
-    affordable depends on the sizes. Where neither is, the answer is the largest subsets with all
-    outputs whose whole partition is.
+    ``full-N-C`` and ``ntk-N-C`` both compute the exact log-determinant; the sizes decide which is
+    cheaper. Where neither is affordable, it is the estimator with all outputs on the largest
+    subsets of which a whole partition is affordable.
 
     Args:
         num_weights: P.
         num_data: N.
         num_outputs: C.
-        seconds: Time of the evaluation on a core, by a rough count of its operations. Default, and
-            most: a minute or two.
+        seconds: Time of the evaluation on one core, by a rough count of its operations. Default,
+            and most: a minute or two.
 
     Returns:
-        A name.
+        The name.
     """
     most, most_of_subsets = (
         min(_MAX_OPERATIONS, rate * seconds) for rate in (_EXACT_RATE, _SUBSET_RATE)
@@ -89,7 +88,7 @@ def tight_estimator(
     if affordable:
         return min(affordable)[1]
     subset = int(min(n, most_of_subsets / (2 * n * c**2 * p), _MAX_NUMBERS / (c * p)))
-    # A round number is easier to name again.
+    # A round number is easier to type.
     size = max(1, subset)
     rounded = 10 ** (len(str(size)) - 1)
     return f"ntk-{size // rounded * rounded}-C"
@@ -107,23 +106,23 @@ def evaluate_evidence(
 ) -> EvidenceValue:
     """Evaluate the log evidence of a trained model with another estimator.
 
-    The estimate is averaged over every block of one random partition, which is the bound itself
-    for that partition and not a draw from it, unless ``blocks`` asks for fewer. With ``N`` and
-    ``C`` in the name it is the exact log evidence of the structure.
+    The estimate is averaged over all blocks of one random partition, unless ``blocks`` asks for
+    fewer: this is the bound for that partition. With ``N`` and ``C`` in the name it is the exact
+    log evidence of the structure.
 
     Args:
-        evidence: Of the trained model, as ``FitResult.evidence``; left as it is.
+        evidence: The trained model's evidence, as ``FitResult.evidence``; it is not changed.
         data: All training data, on the model's device.
         estimator: Name of the estimator.
-        seed: Of the partition.
-        blocks: How many of its blocks are looked at, at most. Default: all.
+        seed: Seed of the partition.
+        blocks: Number of its blocks that are used, at most. Default: all.
         micro_batch: Data in a pass, or ``"auto"``. Default: as many as keep the rows of a pass
             below 100 MB.
         **options: Other keywords of ``Evidence``: root, sharing, parameter_partition, gram_dtype,
             and more.
 
     Returns:
-        The mean and its parts.
+        The mean and its terms.
 
     Raises:
         ConfigurationError: If there is no such estimator.
@@ -154,15 +153,7 @@ def evaluate_evidence(
 
 
 def describe_estimator(estimator: str, blocks: int) -> str:
-    """Say in words what the number of an estimator is.
-
-    Args:
-        estimator: Its name.
-        blocks: Number of blocks that were averaged.
-
-    Returns:
-        As ``"full-N-C, exact"`` or ``"ntk-400-C, mean over the 4 blocks of a partition"``.
-    """
+    """In words, as ``"full-N-C, exact"`` or ``"ntk-400-C, mean over 4 blocks of a partition"``."""
     spec = EstimatorSpec.parse(estimator)
     if blocks > 1:
         return f"{spec.name}, mean over the {blocks} blocks of a partition"
@@ -172,15 +163,7 @@ def describe_estimator(estimator: str, blocks: int) -> str:
 
 
 def default_micro_batch(evidence: Evidence, data: Any) -> int:
-    """Data in a pass that keep its rows below 100 MB.
-
-    Args:
-        evidence: Of the model.
-        data: Some data.
-
-    Returns:
-        Their number, at least one.
-    """
+    """Number of data, at least one, whose Jacobian rows in a pass take less than 100 MB."""
     x, _ = as_source(data).fetch(torch.arange(2))
     num_outputs = probe_outputs(evidence.model, x).shape[1]
     num_weights = sum(w.numel() for w in evidence.weights().values())

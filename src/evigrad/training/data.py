@@ -1,4 +1,4 @@
-"""The data of a run: held on the model's device, or read anew in every epoch."""
+"""The data of a run: held on the model's device, or read again in every epoch."""
 
 import zlib
 from typing import Any
@@ -13,7 +13,7 @@ from evigrad.jacobians.modes import seeded
 from evigrad.training.checkpoint import digest
 from evigrad.training.randomness import derived_seed
 
-# Items of a data set by which it is known again: all of them might be more than a day's reading.
+# Items of a data set that its fingerprint reads: reading all of them might take a day.
 _COMPARED = 64
 
 
@@ -22,17 +22,17 @@ class RunData(Source):
 
     Tensors are held there. Items of a data set are read when they are needed, and what they draw
     from the global generators of PyTorch, NumPy and Python is seeded by the run's seed, the epoch
-    and the positions that are read together. So a block is the same whenever it is read in an
-    epoch and another one in the next, and an interrupted run goes on with the same draws.
+    and the positions that are read together. So a block is the same at every reading in an epoch,
+    another one in the next, and an interrupted run goes on with the same draws.
 
     Args:
         data: As for ``evigrad.blocks.sources.as_source``.
         device: Where the model is.
-        seed: Of the run.
+        seed: The run's seed.
         hold: Whether to read a data set once and to keep it as tensors.
 
     Attributes:
-        epoch: The present one; 0 before the first.
+        epoch: The present epoch; 0 before the first.
     """
 
     def __init__(
@@ -70,11 +70,12 @@ class RunData(Source):
         return self.fetch(torch.arange(len(self)))[1]
 
     def fingerprint(self) -> str:
-        """What tells these data from others, without reading all of a data set.
+        """Digest of all held data, or of some items of a data set, spread over it.
+
+        Values that differ at a second reading are left out.
 
         Returns:
-            A digest of all data that are held. Of a data set it is one of some items spread over
-            it, without what is not the same at a second reading.
+            Hexadecimal digits.
         """
         count = len(self)
         if self._source.is_held:

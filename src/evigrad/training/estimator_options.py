@@ -1,4 +1,4 @@
-"""The keywords of ``Evidence`` that say how it computes, as people write them."""
+"""Keywords of ``Evidence`` that say how it computes, as ``fit`` and the command line take them."""
 
 import re
 from collections.abc import Mapping
@@ -43,11 +43,11 @@ def estimator_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords for ``Evidence``: names of types as types, amounts of memory as bytes.
 
     Args:
-        given: All of ``ESTIMATOR_OPTIONS``, of ``ANCHOR_OPTIONS`` and the estimator's name, and
-            maybe more.
+        given: The estimator's name, all of ``ESTIMATOR_OPTIONS`` and ``ANCHOR_OPTIONS``; other
+            keys are ignored.
 
     Returns:
-        These alone, and ``anchoring`` for an anchored estimator.
+        The keywords of ``ESTIMATOR_OPTIONS``, and ``anchoring`` for an anchored estimator.
 
     Raises:
         ConfigurationError: If a value does not exist; ``Evidence`` checks the rest.
@@ -69,18 +69,7 @@ def estimator_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_dtype(what: str, value: torch.dtype | str | None) -> torch.dtype | None:
-    """A floating-point type from its name.
-
-    Args:
-        what: Name of the setting, for the words of an error.
-        value: As ``"bfloat16"`` or ``torch.bfloat16``; None is none.
-
-    Returns:
-        The type.
-
-    Raises:
-        ConfigurationError: If there is no such type.
-    """
+    """The floating-point type named as ``"bfloat16"``; ``what`` names the setting in an error."""
     if not isinstance(value, str):
         return value
     name = value.removeprefix("torch.")
@@ -92,18 +81,7 @@ def as_dtype(what: str, value: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def as_bytes(what: str, value: int | str | None) -> int | None:
-    """A number of bytes from words.
-
-    Args:
-        what: Name of the setting, for the words of an error.
-        value: A number of bytes, or one with a unit: ``"8GiB"``, ``"500 MB"``; None is none.
-
-    Returns:
-        The number of bytes.
-
-    Raises:
-        ConfigurationError: If this is no amount of memory, or less than a byte.
-    """
+    """Bytes from a number or a text such as ``"8GiB"``; ``what`` names the setting in an error."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", value.strip().lower())

@@ -1,4 +1,4 @@
-"""Files that no crash can break, and a folder that only one process writes into."""
+"""Files that survive a crash whole, and a folder that only one process writes into."""
 
 import hashlib
 import os
@@ -9,9 +9,9 @@ from typing import IO
 
 from evigrad.errors import ConfigurationError
 
-# What a file is called until it is whole. One that a crash leaves behind is in nobody's way.
+# The ending of a file's name until it is whole. One that a crash leaves behind does no harm.
 PARTIAL = ".partial"
-# What stands between a file's content and the digest of it.
+# The bytes between a file's content and its digest.
 _SEAL = b"\nevigrad blake2b "
 _DIGEST_BYTES = 32
 _PART_BYTES = 2**20  # that are read at once
@@ -19,14 +19,7 @@ _PART_BYTES = 2**20  # that are read at once
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the file that could not be written, and the reason: the disk is full, or read-only.
-
-    Args:
-        path: The file.
-
-    Raises:
-        ConfigurationError: In the place of the system's own error.
-    """
+    """Turn an ``OSError`` into a ConfigurationError that names the file and the reason."""
     try:
         yield
     except OSError as error:
@@ -38,15 +31,15 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file so that at every moment the old one or the new one is there, and is whole.
+    """Write a file so that the old or the new one is there, whole, at every moment.
 
-    Also after the machine itself went down: the new one is on the disk before it gets its name.
+    The new file is synchronised to the disk before it is renamed: it survives a power cut too.
 
     Args:
         path: The file; replaced on the way out, left as it is after an exception.
 
     Yields:
-        Where to write, and to read what was written.
+        A file open for writing and reading.
     """
     partial = path.with_name(path.name + PARTIAL)
     with writing(path):
@@ -64,11 +57,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def seal(file: IO[bytes]) -> None:
-    """Append a digest of what was written, by which ``is_intact`` finds a single changed bit.
-
-    Args:
-        file: Open for reading too. Archives of ``torch.save`` may have something behind them.
-    """
+    """Append a digest, by which ``is_intact`` finds any changed bit; ``torch.load`` ignores it."""
     size = file.seek(0, os.SEEK_END)
     digest = _digest(file, size)
     file.seek(size)
@@ -76,14 +65,7 @@ def seal(file: IO[bytes]) -> None:
 
 
 def is_intact(path: Path) -> bool:
-    """Whether a file holds what was written.
-
-    Args:
-        path: The file.
-
-    Returns:
-        False where its content and its digest differ; True too for one that was never sealed.
-    """
+    """Whether content and digest agree; True too for a file that was never sealed."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END) - len(_SEAL) - _DIGEST_BYTES
         file.seek(max(size, 0))
@@ -92,7 +74,6 @@ def is_intact(path: Path) -> bool:
 
 
 def _digest(file: IO[bytes], size: int) -> bytes:
-    """The digest of the first ``size`` bytes."""
     found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     file.seek(0)
     while part := file.read(min(size, _PART_BYTES)):
@@ -102,7 +83,7 @@ def _digest(file: IO[bytes], size: int) -> bytes:
 
 
 def _sync_names(folder: Path) -> None:
-    """Bring the names in a folder to the disk, where the system knows how."""
+    """Write a folder's directory entries to the disk, where the system can."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -119,11 +100,11 @@ def _sync_names(folder: Path) -> None:
 def sole_writer(folder: Path) -> Iterator[None]:
     """Keep other processes, and other runs of this one, from writing into a folder.
 
-    The lock is the system's own and lies on the folder itself: it leaves no file, and is gone with
-    the process however that ends. Where the file system has no locks nothing is locked.
+    The operating system's lock on the folder itself leaves no file, and ends with the process.
+    Where the file system has no locks, nothing is locked.
 
     Args:
-        folder: Which exists.
+        folder: An existing folder.
 
     Raises:
         ConfigurationError: If it is locked.

@@ -29,9 +29,9 @@ from evigrad.training.run import Callback, FitResult, Run
 from evigrad.training.run_directory import RunDirectory
 from evigrad.training.settings import OptimizerFactory, Settings
 
-# Data of a data set that are checked at once.
+# Items of a data set that are checked at once.
 _AT_ONCE = 1000
-# Data by which the scale of real targets is judged, and the factor from which on it is far off.
+# Number of data whose targets' scale is measured, and the factor beyond which a warning follows.
 _COMPARED = 100
 _FAR = 10.0
 
@@ -117,8 +117,7 @@ def fit(
         prior: What has its own prior precision (weight decay): scalar (one for all weights),
             layerwise (one for each parameter tensor) or diagonal (one for each weight).
         precision: Prior precision at the start. Weight decay in the usual sense is precision / N.
-            Default: where it is learned 0.1, of regression 1; where it is kept 5e-4 N, the usual
-            weight decay.
+            Default: 1 where it is learned; 5e-4 N, the usual weight decay, where it is kept.
         hyperparameters: Names, or prefixes of names, of parameters of the model that the evidence
             learns instead of the MAP. Without an estimator they keep their values.
         epochs: Passes over the training data. Default: as many as are 2000 steps of the weights,
@@ -262,18 +261,13 @@ def prepare(
     device: str | torch.device | None = None,
     network: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Check everything that can be checked, and compute and write nothing yet.
+    """Check all that can be checked; compute and write nothing.
 
-    Args:
-        model: As for ``fit``.
-        train: As for ``fit``.
-        settings: All settings.
-        test: As for ``fit``.
-        device: As for ``fit``.
-        network: What ``evigrad.models.make_network`` makes the model of, where it is known.
+    Arguments are those of ``fit``; ``network`` records what ``evigrad.models.make_network`` made
+    the model of.
 
     Returns:
-        The run, which ``train`` starts.
+        The run, to be started by its ``train``.
 
     Raises:
         ConfigurationError: If a setting does not exist or does not fit.
@@ -310,34 +304,15 @@ def prepare(
 
 
 def learns_noise(likelihood: str | Likelihood) -> bool:
-    """Whether a likelihood has parameters that are learned.
-
-    Args:
-        likelihood: As for ``fit``.
-
-    Returns:
-        True for a Gaussian, unless its noise is fixed.
-    """
+    """Whether a likelihood has learned parameters: a Gaussian, unless its noise is fixed."""
     return any(p.requires_grad for p in make_likelihood(likelihood).parameters())
 
 
 def make_evidence(model: nn.Module, num_data: int, settings: Settings) -> Evidence:
-    """The evidence that a run begins with.
-
-    Args:
-        model: Of the run.
-        num_data: N.
-        settings: Of the run, with a number for each that follows from the number of data.
-
-    Returns:
-        That of the estimator; a placeholder where there is none.
-
-    Raises:
-        ConfigurationError: If a name or a value does not exist or does not fit.
-    """
+    """The initial evidence of a run; a placeholder's for a baseline without an estimator."""
     name = settings.estimator
     if name is None or settings.baseline is not None:
-        # Some estimator that exists for any data; a baseline never evaluates it.
+        # An estimator that fits any data; a baseline never evaluates it.
         name = f"ntk-{min(num_data, 100)}-1"
     return Evidence(
         model,
@@ -356,14 +331,10 @@ def _names(patterns: Sequence[str], name: str) -> bool:
 
 
 def place_model(model: nn.Module, device: str | torch.device | None) -> torch.device:
-    """Move a model, where a device is named; else find it.
-
-    Args:
-        model: Of the run.
-        device: None leaves the model where it is.
+    """Move a model to ``device``, unless that is None.
 
     Returns:
-        Where it is now.
+        Where the model is now.
 
     Raises:
         ConfigurationError: If the device cannot be used, or the model has no parameters.
@@ -393,11 +364,7 @@ def _make_prior(prior: str | GaussianPrior, precision: float | None) -> Gaussian
 
 
 def _check_data(evidence: Evidence, data: RunData, device: torch.device, count: int) -> Tensor:
-    """Refuse unfit data before the first step, not in the batch where they turn up.
-
-    Returns:
-        Outputs for a few of them.
-    """
+    """Refuse unfit data before the first step; returns the outputs for a few of them."""
     probe, y = data.first(2)
     check_inputs(probe, device)
     f = probe_outputs(evidence.model, probe)
@@ -411,7 +378,7 @@ def _check_data(evidence: Evidence, data: RunData, device: torch.device, count: 
 
 
 def _warn_of_probabilities(f: Tensor) -> None:
-    """Warn of outputs that went through a softmax, which the likelihood takes for logits."""
+    """Warn of outputs that went through a softmax: the likelihood takes them for logits."""
     sums = f.sum(1)
     if f.shape[1] > 1 and bool((f >= 0).all()) and torch.allclose(sums, torch.ones_like(sums)):
         warnings.warn(
@@ -424,7 +391,7 @@ def _warn_of_probabilities(f: Tensor) -> None:
 
 
 def _warn_of_scale(evidence: Evidence, likelihood: Gaussian, data: RunData) -> None:
-    """Warn of real targets far from the scale that networks, rates and priors are made for."""
+    """Warn of real targets far from unit scale, for which networks, rates and priors are made."""
     positions = torch.linspace(0, len(data) - 1, min(len(data), _COMPARED)).long()
     x, y = data.fetch(positions)
     error = (y - probe_outputs(evidence.model, x)).square().mean(0).sqrt()

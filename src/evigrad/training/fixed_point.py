@@ -1,4 +1,4 @@
-"""MacKay's fixed-point update of the prior's precisions, from a gradient that is there anyway.
+"""MacKay's fixed-point update of the prior's precisions, from the gradient of the evidence.
 
 Where the log evidence has its maximum in the precision δ_g of prior group g,
 
@@ -7,9 +7,9 @@ Where the log evidence has its maximum in the precision δ_g of prior group g,
 the effective number of parameters: how many of the group's weights the data determine, between 0
 and their number P_g (D. MacKay, 1992, *Bayesian Interpolation*, Neural Computation 4, section 4;
 *A Practical Bayesian Framework for Backpropagation Networks*, ibid.). The gradient of
-−log evidence / N in log δ_g is (δ_g ‖w_g‖² − γ_g) / 2N, so that one gradient gives γ_g for every
-structure and estimator, and δ_g ← γ_g / ‖w_g‖² costs nothing more. There is no learning rate to
-tune, and precisions that are orders of magnitude off arrive within a few steps.
+−log evidence / N in log δ_g is (δ_g ‖w_g‖² − γ_g) / 2N. So γ_g follows from the gradient for every
+structure and estimator, and δ_g ← γ_g / ‖w_g‖² costs nothing more. The update needs no learning
+rate, and corrects precisions by orders of magnitude within a few steps.
 """
 
 import math
@@ -24,36 +24,35 @@ from evigrad.evidence import Evidence
 # In log precisions the derivative of the update at its fixed point is (1 − r) I − r diag(γ)⁻¹ L for
 # a damping r, with L_ij = −∂γ_i/∂log δ_j the covariance of the numbers of vectors that a
 # determinantal process takes from each group. diag(γ)⁻¹ L has eigenvalues in [0, 1], near 1 for
-# weights that the data hardly determine: undamped the update may oscillate there for ever, at 2/3
-# a step leaves at most a third of the distance.
+# weights that the data hardly determine: there the undamped update may oscillate for ever, while a
+# step damped by 2/3 leaves at most a third of the distance.
 DAMPING = 2 / 3
-# The most that a step divides a precision by. It counts undamped, where γ is 0, as in a layer that
-# no output depends on.
+# The most that a step divides a precision by. This matters for undamped steps where γ is 0, as in a
+# layer that no output depends on.
 MAX_FACTOR = 100.0
-# Precisions stay within 1e-12 and 1e12: kernels in float32 can be factored, and a group that the
-# data say nothing about has no finite optimum.
+# Precisions stay within 1e-12 and 1e12, so that kernels in float32 can be factored: a group that
+# the data do not determine has no finite optimum.
 LOG_LIMIT = 12 * math.log(10.0)
 
 
 class FixedPoint:
     """Damped steps δ ← (1 − rate) δ + rate · γ / ‖w‖², for every structure of prior and estimator.
 
-    The mean is of precisions and not of their logarithms: over random blocks, of which γ is an
-    unbiased estimate, steps of a falling rate then end where the mean gradient is zero, as those
+    The mean is over precisions and not their logarithms: γ on a random block is an unbiased
+    estimate, so that steps of a falling rate converge to where the mean gradient is zero, as those
     of an optimiser do.
 
-    Used as an optimiser is, after each ``backward``, in its place for the prior alone::
+    It replaces the prior's optimiser, and is called after each ``backward``::
 
         update = FixedPoint(evidence)
         evidence.backward(block)
         update.step()
 
-    γ is taken as at most P_g: an estimator on a small block, whose log-determinant is scaled up to
-    all the data, may claim more. A group whose weights are all zero keeps its precision, as it has
-    no finite optimum.
+    γ is clipped at P_g: on a small block, whose log-determinant is scaled up to all the data, an
+    estimate may exceed it. A group of zero weights has no finite optimum and keeps its precision.
 
     Args:
-        evidence: With a learnable prior without a hyperprior.
+        evidence: Has a learnable prior without a hyperprior.
         rate: Damping in (0, 1]; 1 is MacKay's update. For estimates on random blocks a rate that
             falls over training averages their noise, as a learning rate does.
 
@@ -68,11 +67,11 @@ class FixedPoint:
         self._log_precision()
 
     def effective_parameters(self) -> Float[Tensor, " G"]:
-        """γ of each prior group that is learned, as the gradient of the last ``backward`` has it.
+        """γ of each learned prior group, from the gradient of the last ``backward``.
 
         Returns:
-            One number for each entry of ``prior.log_precision``, between 0 and the number of
-            weights that share it; float64.
+            (G,) float64, one for each entry of ``prior.log_precision``, between 0 and the number
+            of weights that share it.
 
         Raises:
             ConfigurationError: If there is no gradient.
@@ -81,10 +80,10 @@ class FixedPoint:
         return self._effective_parameters(self._square_norms())
 
     def step(self) -> None:
-        """Update the precisions by the gradient of one ``backward``, which is used up.
+        """Update the precisions by the gradient of one ``backward``, and clear it.
 
-        The gradient has to be that of the mean log evidence at the present weights and precisions:
-        of one call of ``backward`` (a list of kept passes is one call), not a sum over several.
+        The gradient has to be that of the mean log evidence at the present weights and precisions,
+        by a single call of ``backward``, not a sum over several calls.
 
         Raises:
             ConfigurationError: If there is no gradient.
@@ -163,17 +162,7 @@ class FixedPoint:
 
 
 def checked_rate(rate: float | int) -> float:
-    """A damping in (0, 1].
-
-    Args:
-        rate: What was asked for.
-
-    Returns:
-        The same.
-
-    Raises:
-        ConfigurationError: If it is out of range.
-    """
+    """The damping as given; ConfigurationError unless it is in (0, 1]."""
     if isinstance(rate, bool) or not isinstance(rate, float | int) or not 0 < rate <= 1:
         raise ConfigurationError(f"The rate of the fixed-point update lies in (0, 1], not {rate}.")
     return float(rate)

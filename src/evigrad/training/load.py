@@ -1,4 +1,4 @@
-"""Take up a run from its folder: the trained network, its evidence and its settings."""
+"""Load a run from its folder: the trained network, its evidence and its settings."""
 
 import json
 from collections.abc import Mapping
@@ -28,15 +28,15 @@ from evigrad.training.settings import OPTIMIZERS, Settings
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run as its last checkpoint has it.
+    """A run at its last checkpoint.
 
     Attributes:
-        model: With the weights and hyperparameters of the checkpoint, in evaluation mode.
-        evidence: Of the model, with prior, noise and generator of the checkpoint. After a baseline
-            the estimator is a placeholder.
-        settings: Those of ``fit`` by name, as ``config.json`` has them.
+        model: The network with weights and hyperparameters of the checkpoint, in evaluation mode.
+        evidence: The model's evidence, with prior, noise and generator of the checkpoint. After a
+            baseline the estimator is a placeholder.
+        settings: The settings of ``fit`` by name, as in ``config.json``.
         history: One row for each epoch up to the checkpoint.
-        epoch: The last epoch of these; ``settings["epochs"]`` for a finished run.
+        epoch: The last of these epochs; ``settings["epochs"]`` for a finished run.
     """
 
     model: nn.Module
@@ -46,7 +46,6 @@ class LoadedRun:
     epoch: int
 
     def __repr__(self) -> str:
-        """Which run it is, in a line."""
         name = self.settings["estimator"] or "no estimator"
         return f"LoadedRun({name}, epoch {self.epoch} of {self.settings['epochs']})"
 
@@ -61,14 +60,14 @@ def load(
 ) -> LoadedRun:
     """The network, evidence and settings of a run, finished or interrupted, without its data.
 
-    The network of a run of the command line is built anew. That of a run of ``fit`` is known to
-    the user alone: its weights are filled into ``model``. Nothing of the folder is run as code.
+    The network of a run of the command line is built anew. A run of ``fit`` does not record how to
+    build its network: pass one as ``model``. Nothing in the folder is run as code.
 
     Args:
-        run: Its folder.
-        model: A network of the run's architecture, whatever its weights; they are replaced.
-            Default: the one that the command line trained.
-        likelihood: That of the run, where ``fit`` was given an object. Its state is replaced.
+        run: The run's folder.
+        model: A network of the run's architecture, whose weights are replaced. Default: the one
+            that the command line trained.
+        likelihood: The run's likelihood, where ``fit`` was given an object. Its state is replaced.
         prior: The same for the prior.
         device: Where to put the network, as cpu or cuda. Default: where the model is.
 
@@ -76,8 +75,8 @@ def load(
         The run at its last checkpoint.
 
     Raises:
-        ConfigurationError: If the folder holds no run with a checkpoint, a part of the run is to be
-            given, or one does not fit; the weights of ``model`` are as they were then.
+        ConfigurationError: If the folder holds no run with a checkpoint, or a part of the run is
+            not given or does not fit; the weights of ``model`` then stay as they were.
     """
     path = Path(run)
     if not path.is_dir():
@@ -115,7 +114,7 @@ def _settings(
     prior: GaussianPrior | None,
     where: Path,
 ) -> Settings:
-    """Settings from their record, with objects in place of what only describes them."""
+    """Settings from their record, with objects in place of their descriptions."""
     names = [each.name for each in fields(Settings)]
     if missing := [name for name in names if name not in record]:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""The interleaved scheme: epochs of the weights, and between them steps of the hyperparameters."""
+"""The interleaved scheme: epochs of the weights, and steps of the hyperparameters between them."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -27,8 +27,7 @@ from evigrad.training.rounds import blocks_of_a_round
 from evigrad.training.schedules import Schedule, cosine, make_schedules
 from evigrad.training.settings import PlannedSettings
 
-# Parts of the way to the fixed point that its first and its last step go: less than all of it, and
-# ever less, averages over blocks.
+# Damping of the first and of the last fixed-point step: a falling rate averages over blocks.
 FIRST_RATE, LAST_RATE = 0.5, 0.05
 
 
@@ -37,9 +36,9 @@ class Round:
     """The hyperparameter steps that follow an epoch.
 
     Attributes:
-        estimates: Of each step, made before it.
-        is_shared: Whether some steps were on the same data, so that the spread of the estimates
-            tells nothing about their error.
+        estimates: One for each step, made before it.
+        is_shared: Whether steps used the same data, so that the spread of the estimates says
+            nothing about their error.
     """
 
     estimates: list[Estimate]
@@ -49,24 +48,18 @@ class Round:
 class Loop:
     """What changes during training: two optimisers, and the steps that they take.
 
-    The weights' optimiser only ever holds ``evidence.weights()``, the hyperparameters' one only
-    ``evidence.hyperparameters()``. Neither has weight decay: the decay of the weights is the
-    prior's, inside the loss, and a decay of hyperparameters would be a hyperprior by accident.
+    One optimiser only ever holds ``evidence.weights()``, the other ``evidence.hyperparameters()``.
+    Neither has weight decay: that of the weights is the prior's, inside the loss, and one of the
+    hyperparameters would be a hyperprior by accident.
     """
 
     def __init__(self, evidence: Evidence, data: RunData, settings: PlannedSettings) -> None:
-        """Make the optimisers.
-
-        Args:
-            evidence: Of the model that is trained; its hyperparameters are only touched by
-                ``learn``.
-            data: All training data, on the model's device.
-            settings: Validated settings.
+        """Make the optimisers; only ``learn`` touches the hyperparameters.
 
         Raises:
-            ConfigurationError: If an optimiser of the user's own has weight decay or does not
-                hold exactly the weights; if the prior has no fixed-point update; if a round
-                cannot keep its passes (``prior_blocks``).
+            ConfigurationError: If a user's own optimiser has weight decay or does not hold exactly
+                the weights; if the prior has no fixed-point update; if a round cannot keep its
+                passes (``prior_blocks``).
         """
         self.evidence, self.data, self.settings = evidence, data, settings
         weights, hyperparameters = evidence.weights(), evidence.hyperparameters()
@@ -106,17 +99,16 @@ class Loop:
         return sum(schedule.taken for schedule in self.schedules)
 
     def train_epoch(self, epoch: int) -> float:
-        """Show the weights all training data once.
+        """Train the weights on all data once.
 
-        The order, the only random choice here, is drawn from (seed, epoch); what the model draws
-        itself (dropout) comes from a second stream of (seed, epoch), what the items of a data set
-        draw from others.
+        The order is drawn from (seed, epoch). What the model draws itself (dropout) comes from a
+        second stream of (seed, epoch), and what the items of a data set draw from others.
 
         Args:
             epoch: From 1; sets the learning rate.
 
         Returns:
-            The mean of the loss over the epoch, nats per datum, with Augerino's regulariser.
+            Mean loss over the epoch, nats per datum, with Augerino's regulariser.
 
         Raises:
             EvigradError: If the loss or a weight is not finite.
@@ -155,18 +147,11 @@ class Loop:
         return loss if self.augerino is None else loss + self.augerino.regulariser()
 
     def is_round(self, epoch: int) -> bool:
-        """Whether hyperparameter steps follow an epoch.
-
-        Args:
-            epoch: From 1.
-
-        Returns:
-            True where ``learn`` is due.
-        """
+        """Whether hyperparameter steps follow an epoch, counted from 1."""
         return any(schedule.is_due(epoch) for schedule in self.schedules)
 
     def learn(self, epoch: int) -> Round:
-        """The rounds of hyperparameter steps that are due, each on blocks of a fresh partition.
+        """The due rounds of hyperparameter steps, each on blocks of a fresh partition.
 
         Args:
             epoch: The epoch that they follow.
@@ -215,8 +200,8 @@ class Loop:
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on, besides data, settings and the number of the epoch.
 
-        Whatever else the future depends on is a function of these: the order of the data and what
-        the model draws of (seed, epoch), learning rates of the epoch and of ``hyper_steps``.
+        All else follows from these: the order of the data and what the model draws from (seed,
+        epoch), learning rates from the epoch and ``hyper_steps``.
 
         Returns:
             Tensors, numbers, strings, and lists, tuples and dictionaries of them.
@@ -233,10 +218,7 @@ class Loop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state of ``state_dict``, of a loop with the same settings and data.
-
-        Args:
-            state: What ``state_dict`` returned.
+        """Load a ``state_dict`` of a loop with the same settings and data.
 
         Raises:
             ConfigurationError: If it does not fit the model, the evidence or an optimiser.
@@ -278,13 +260,10 @@ class Loop:
 
 @contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into training mode, and every module back into its own on the way out.
+    """Put a model into training mode, and restore the mode of every module on the way out.
 
     In a model that is in training mode already, modules in evaluation mode were put there on
     purpose (a frozen batch normalisation), and stay.
-
-    Args:
-        model: Any module.
     """
     modes = [(module, module.training) for module in model.modules()]
     try:

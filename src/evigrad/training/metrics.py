@@ -32,11 +32,11 @@ def evaluate(
     """Metrics of a model on a data set, in evaluation mode and at temperature 1.
 
     Args:
-        model: Maps inputs (m, ...) to outputs (m, C). Its mode is left as it was.
-        likelihood: Of the targets given the outputs.
+        model: Maps inputs (m, ...) to outputs (m, C). Its mode is restored.
+        likelihood: The likelihood of the targets given the outputs.
         data: A pair (x, y) of tensors or a map-style data set, on the model's device.
         batch_size: Data per forward pass.
-        generator: Seeds what the model draws, if it draws anything. Default: seed 0.
+        generator: Seeds what the model draws, if anything. Default: seed 0.
 
     Returns:
         Means over the data: ``log_likelihood`` (nats per datum) and ``accuracy`` (a fraction)
@@ -62,31 +62,22 @@ def evaluate(
 
 
 def probe_outputs(model: nn.Module, x: Tensor) -> Tensor:
-    """Outputs in evaluation mode, without a graph; what the model draws is the same every time.
-
-    Args:
-        model: Its mode is left as it was.
-        x: Inputs (m, ...).
-
-    Returns:
-        (m, C).
-    """
+    """Outputs (m, C) in evaluation mode, without a graph, and with the same draws every time."""
     generator = torch.Generator().manual_seed(0)
     with evaluation_mode(model, generator), model_run(model), torch.no_grad():
         return model_outputs(model, x)
 
 
 class MetricsFile:
-    """A CSV file with one row for each epoch, on the disk as soon as it is written."""
+    """A CSV file with one row for each epoch, on the disk as soon as it is written.
+
+    Args:
+        path: The file; replaced if it holds anything else.
+        columns: Names of the values.
+        rows: The rows of the epochs before.
+    """
 
     def __init__(self, path: Path, columns: Sequence[str], rows: Sequence[Row] = ()) -> None:
-        """Write the header and the rows that are known.
-
-        Args:
-            path: The file; replaced if it holds anything else.
-            columns: Names of the values.
-            rows: Those of the epochs before.
-        """
         self._path, self._columns = path, list(columns)
         content = self._lines([dict(zip(columns, columns, strict=True)), *map(_cells, rows)])
         if not path.exists() or path.read_bytes() != content:
@@ -96,11 +87,7 @@ class MetricsFile:
             self._file = path.open("ab")
 
     def write(self, row: Mapping[str, int | float | None]) -> None:
-        """Append a row.
-
-        Args:
-            row: A value, or None, for every column.
-        """
+        """Append a row: a value, or None, for every column."""
         with writing(self._path):
             self._file.write(self._lines([_cells(row)]))
             self._file.flush()
@@ -118,9 +105,6 @@ class MetricsFile:
 
 def read_metrics(path: str | Path) -> list[Row]:
     """Read a ``metrics.csv``.
-
-    Args:
-        path: The file.
 
     Returns:
         One row for each epoch.
@@ -141,7 +125,7 @@ def read_metrics(path: str | Path) -> list[Row]:
 
 
 def _cells(row: Mapping[str, int | float | None]) -> dict[str, str]:
-    # Six digits are more than any of these numbers is worth, and keep the file readable.
+    # Six digits exceed the accuracy of these numbers, and keep the file readable.
     return {name: _cell(value) for name, value in row.items()}
 
 

@@ -15,20 +15,20 @@ def make_weight_optimizer(
     settings: PlannedSettings,
     scalars: Collection[nn.Parameter] = (),
 ) -> Optimizer:
-    """The optimiser of the weights.
+    """The optimiser of the weights, without weight decay.
 
     Args:
         weights: The named weights.
         settings: Names the optimiser, or holds a function that makes it.
-        scalars: Those of the weights that learn at ``scalar_lr_factor`` times the others' rate; an
-            optimiser of the user's own has rates of its own.
+        scalars: The weights that learn at ``scalar_lr_factor`` times the others' rate; a user's own
+            optimiser has its own rates.
 
     Returns:
-        The optimiser, without weight decay.
+        The optimiser.
 
     Raises:
-        ConfigurationError: If one of the user's own has weight decay, or does not hold exactly
-            the weights.
+        ConfigurationError: If a user's own one has weight decay, or does not hold exactly the
+            weights.
     """
     if isinstance(settings.optimizer, str):
         slow = {id(p) for p in scalars}
@@ -62,15 +62,11 @@ def make_hyper_optimizer(
 ) -> Optimizer:
     """Adam on the hyperparameters: one rate for prior and noise, one for the model's own.
 
-    Without the prior where that has its fixed-point update. Noise that the training loss learns, as
-    the weights, has the weights' rate.
-
-    Args:
-        hyperparameters: ``evidence.hyperparameters()``; may be empty.
-        settings: Holds the learning rates.
+    The prior is left out where it has its fixed-point update. Noise that the training loss learns
+    has the weights' rate. There is no weight decay, and there may be no hyperparameters.
 
     Returns:
-        The optimiser, without weight decay.
+        The optimiser.
     """
     own = [p for name, p in hyperparameters.items() if name.startswith("model.")]
     kinds = (

@@ -1,4 +1,4 @@
-"""Telling how a run goes: a live line in a terminal, a few plain lines elsewhere."""
+"""Progress of a run: a live line in a terminal, a few plain lines elsewhere."""
 
 import importlib.util
 import sys
@@ -7,7 +7,7 @@ from evigrad.training.metrics import Row
 
 # Plain output gets about this many lines, whatever the number of epochs.
 _PLAIN_LINES = 10
-# Columns of a terminal from which the bar fits beside the values.
+# The width of a terminal, in columns, from which on the bar fits beside the values.
 _WIDE = 120
 
 
@@ -15,22 +15,12 @@ class PlainProgress:
     """About ten lines of text over a run, on standard error."""
 
     def __init__(self, title: str, epochs: int) -> None:
-        """Take up a run.
-
-        Args:
-            title: Name of the run.
-            epochs: Epochs in all.
-        """
         self.title, self.epochs = title, epochs
         self.interval = max(1, -(-epochs // _PLAIN_LINES))
         self.known: Row = {}
 
     def update(self, row: Row) -> None:
-        """Tell about an epoch.
-
-        Args:
-            row: Its metrics.
-        """
+        """Print an epoch's metrics where a line is due."""
         _remember(self.known, row)
         epoch = int(row["epoch"] or 0)
         if epoch == 1 or epoch == self.epochs or epoch % self.interval == 0:
@@ -40,19 +30,13 @@ class PlainProgress:
             )
 
     def close(self) -> None:
-        """Nothing is left to close."""
+        """Does nothing: there is nothing to close."""
 
 
 class RichProgress:
     """A bar with the latest values, redrawn in place."""
 
     def __init__(self, title: str, epochs: int) -> None:
-        """Start the bar.
-
-        Args:
-            title: Name of the run.
-            epochs: Epochs in all.
-        """
         # Imported here, because the core must work without rich.
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -60,7 +44,7 @@ class RichProgress:
         from rich.table import Column
 
         console = Console(stderr=True)
-        # Where there is no room for both, the values say more than the bar.
+        # Where there is no room for both, the values are worth more than the bar.
         wide = console.width >= _WIDE
         remaining = Remaining(compact=True, elapsed_when_finished=True)
         count = Column(min_width=2 * len(str(epochs)) + 1)
@@ -77,11 +61,7 @@ class RichProgress:
         self._progress.start()
 
     def update(self, row: Row) -> None:
-        """Tell about an epoch.
-
-        Args:
-            row: Its metrics.
-        """
+        """Show an epoch's metrics."""
         _remember(self._known, row)
         values = summary(self._known)
         self._progress.update(self._task, completed=row["epoch"] or 0, values=values)
@@ -92,29 +72,14 @@ class RichProgress:
 
 
 def make_progress(title: str, epochs: int) -> PlainProgress | RichProgress:
-    """The bar where rich is installed and a terminal is watching, plain lines elsewhere.
-
-    Args:
-        title: Name of the run.
-        epochs: Epochs in all.
-
-    Returns:
-        Something with ``update(row)`` and ``close()``.
-    """
+    """A bar where rich is installed and standard error is a terminal, plain lines elsewhere."""
     if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
         return RichProgress(title, epochs)
     return PlainProgress(title, epochs)
 
 
 def summary(row: Row) -> str:
-    """The values of an epoch that are worth a look while it runs.
-
-    Args:
-        row: The latest known value of each metric.
-
-    Returns:
-        A short text: loss and log evidence in nats per datum, the range of the precisions.
-    """
+    """Loss and log evidence in nats per datum, and the range of the precisions, in short."""
     parts = [_part(row, "loss", "loss", ".4f"), _part(row, "log_evidence", "log evidence", ".3f")]
     lower, upper = row.get("bracket_lower"), row.get("bracket_upper")
     if lower is not None and upper is not None:
@@ -129,7 +94,7 @@ def summary(row: Row) -> str:
 
 
 def _remember(known: Row, row: Row) -> None:
-    """Keep the last value of what is not computed in every epoch."""
+    """Keep the last known value of metrics that are not computed in every epoch."""
     known.update({name: value for name, value in row.items() if value is not None})
 
 

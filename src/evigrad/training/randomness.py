@@ -1,8 +1,8 @@
-"""One seed for a run, and from it an own stream for every use and epoch.
+"""One seed for a run, and from it a stream of its own for every use and epoch.
 
 Each stream is seeded from (seed, use, epoch) by a hash, so that no stream depends on how much
 another has consumed: evaluating more often, or continuing from a later epoch, changes no draw.
-The global random state is put back after every use.
+The global random state is restored after every use.
 """
 
 from typing import Literal
@@ -12,7 +12,7 @@ import torch
 
 Use = Literal["shuffle", "model", "evidence", "evaluation", "bracket", "data"]
 
-# The number of a use is part of the seed: none is ever changed, or given to another use.
+# The number of a use is part of the seed: numbers must never change or be used again.
 _USES: dict[Use, int] = {
     "shuffle": 0,
     "model": 1,
@@ -24,7 +24,7 @@ _USES: dict[Use, int] = {
 
 
 def derived_seed(seed: int, use: Use, epoch: int = 0) -> int:
-    """The seed of one stream of a run.
+    """The seed, below 2^63, of one stream of a run.
 
     Args:
         seed: The run's seed.
@@ -35,21 +35,12 @@ def derived_seed(seed: int, use: Use, epoch: int = 0) -> int:
         epoch: The epoch, where the stream starts anew in each.
 
     Returns:
-        A seed below 2^63.
+        The seed.
     """
     sequence = np.random.SeedSequence([seed, _USES[use], epoch])
     return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def stream(seed: int, use: Use, epoch: int = 0) -> torch.Generator:
-    """A CPU generator for one use.
-
-    Args:
-        seed: The run's seed.
-        use: As for ``derived_seed``.
-        epoch: As for ``derived_seed``.
-
-    Returns:
-        A generator at the start of its stream.
-    """
+    """A CPU generator at the start of a stream, with the arguments of ``derived_seed``."""
     return torch.Generator().manual_seed(derived_seed(seed, use, epoch))

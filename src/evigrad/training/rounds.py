@@ -24,22 +24,20 @@ def blocks_of_a_round(
     steps: int,
     prior_blocks: int | None,
 ) -> tuple[Iterable[Block | list[KeptPass]], bool]:
-    """What each step of a round is on, and whether that is the same for all of them.
+    """What each step of a round works on, and whether that is the same for all steps.
 
-    Where no more than prior and noise are learned, steps share what they would otherwise repeat:
-    the only pass there is, where all the data are one block, and that over the anchors, where
-    these are chosen for a round.
+    Steps on prior and noise alone share passes: the only pass there is, where one block holds all
+    data, and the pass over the anchors, where these are chosen for a round.
 
     Args:
-        evidence: Of the model that is trained.
+        evidence: Its model is the one that is trained.
         data: All training data, as for ``Evidence.blocks``.
-        names: Of the hyperparameters that are learned.
-        steps: Of the round.
+        names: Names of the learned hyperparameters.
+        steps: Steps of the round.
         prior_blocks: Blocks whose passes the steps share; None for a block for each step.
 
     Returns:
-        A block or a kept pass for each step, or the same kept passes again and again: the second is
-        whether these are the same.
+        A block or a list of kept passes for each step; and whether all steps have the same one.
     """
     source = as_source(data)
     blocks = evidence.blocks(source)
@@ -66,22 +64,23 @@ def blocks_of_a_round(
 def passes_over(
     evidence: Evidence, drawn: Drawn, x: Tensor, names: list[str]
 ) -> Iterator[KeptPass]:
-    """Kept passes over draws, each over as many as fit into memory.
+    """Kept passes over draws, in their order, each over as many draws as fit into memory.
 
-    Whatever fits, the draws are the same, and so are those of all later rounds.
+    The memory changes neither these draws nor those of later rounds.
 
     Args:
-        evidence: Of the model that is trained.
+        evidence: Its model is the one that is trained.
         drawn: The draws.
         x: Some inputs.
-        names: Of the hyperparameters that are learned.
+        names: Names of the learned hyperparameters.
 
     Yields:
-        Passes in the order of the draws, one after the other as they are asked for.
+        Passes, each computed when it is asked for.
     """
 
     def collect(block: Block) -> KeptPass:
-        # A seed for the model is drawn, which draws nothing, in each pass of however many.
+        # Each pass draws a seed for the model, which draws nothing here. The state is restored, so
+        # that the number of passes changes no later draw.
         state = evidence.generator.get_state()
         kept = evidence.collect(block, wrt=names)
         evidence.generator.set_state(state)
@@ -101,33 +100,15 @@ def passes_over(
 
 
 def draws_at_once(evidence: Evidence, x: Tensor, count: int) -> int:
-    """How many draws of an anchored estimator a pass is worth having for.
-
-    Args:
-        evidence: Of the model that is trained.
-        x: Some inputs.
-        count: How many there are.
-
-    Returns:
-        That many, or fewer; 1 where none are shared.
-    """
+    """How many of ``count`` draws of an anchored estimator one pass should hold; 1 if unshared."""
     while count > 1 and not evidence.shares_anchors(x[:PROBE_SIZE], count):
         count = -(-count // 2)
     return count
 
 
 def is_keepable(evidence: Evidence, x: Tensor, names: list[str]) -> bool:
-    """Whether passes are the same for all steps of a round.
-
-    Args:
-        evidence: Of the model that is trained.
-        x: Some inputs.
-        names: Of the hyperparameters that are learned.
-
-    Returns:
-        True where the model draws nothing and no more than prior and noise are learned.
-    """
-    # A model that draws, as an average over transforms does, draws anew in each pass.
+    """Whether steps can share passes: a model without draws; only prior and noise are learned."""
+    # A random model, as an average over transforms, draws again in each pass.
     if stochastic_modules(evidence.model):
         return False
     try:

@@ -49,8 +49,8 @@ class FitResult:
     """What a training run leaves.
 
     Attributes:
-        model: The model that was given, trained, in evaluation mode.
-        evidence: Its evidence. After a baseline the estimator is a placeholder.
+        model: The given model, trained, in evaluation mode.
+        evidence: The model's evidence. After a baseline the estimator is a placeholder.
         history: One row for each epoch, as in ``metrics.csv``; None where nothing was computed.
         train_metrics: Means over the training data at the end: ``log_likelihood`` in nats per
             datum, ``accuracy`` or ``squared_error``.
@@ -70,7 +70,7 @@ class FitResult:
     estimator: str | None
 
     def __repr__(self) -> str:
-        """Where the run ended, in a line: the history has a row for each epoch."""
+        """The state at the end in one line, as the history has a row for each epoch."""
         took = f"{len(self.history)} epochs in {self.seconds:.3g} s"
         parts = [self.estimator or "no estimator", took]
         for name, metrics in (("train", self.train_metrics), ("test", self.test_metrics)):
@@ -80,18 +80,17 @@ class FitResult:
 
 
 class Run:
-    """A checked run that has not started yet; ``prepare`` makes one, ``train`` runs it once."""
+    """A checked run that has not started yet; ``prepare`` makes one, ``train`` runs it once.
+
+    Args:
+        loop: Model, training data, settings and optimisers.
+        test: Test data on the model's device.
+        network: How the model was built, for ``evigrad.load``.
+    """
 
     def __init__(
         self, loop: Loop, test: RunData | None, network: Mapping[str, Any] | None = None
     ) -> None:
-        """Take up what was prepared.
-
-        Args:
-            loop: Model, training data, settings and optimisers.
-            test: Test data on the model's device.
-            network: What the model is made of, for ``evigrad.load``.
-        """
         self.loop, self.test, self.network = loop, test, network
         self._probe, _ = loop.data.first(PROBED)
         self.settings = loop.settings
@@ -118,18 +117,14 @@ class Run:
         callbacks: Sequence[Callback] = (),
         stop: Callable[[], bool] | None = None,
     ) -> FitResult:
-        """Run all epochs, or those that are left.
+        """Train for all epochs, or those that are left.
 
-        Args:
-            run_dir: As for ``fit``.
-            resume: As for ``fit``.
-            progress: As for ``fit``.
-            callbacks: As for ``fit``.
-            stop: Asked after every epoch; where it says True before the last one, a checkpoint is
-                written and a ``KeyboardInterrupt`` is raised.
+        ``run_dir``, ``resume``, ``progress`` and ``callbacks`` are those of ``fit``. ``stop`` is
+        asked after every epoch: where it returns True before the last one, a checkpoint is written
+        and a ``KeyboardInterrupt`` is raised.
 
         Returns:
-            What the run leaves.
+            The result.
 
         Raises:
             ConfigurationError: If it ran already; if the folder holds the run of other settings,
@@ -211,7 +206,7 @@ class Run:
     ) -> None:
         epochs, every = self.settings.epochs, self.settings.checkpoint_every
         if record is not None and not self.history:
-            # Before the first epoch already: the initial weights may be had nowhere else.
+            # Before the first epoch too: the initial weights are kept nowhere else.
             record.write_checkpoint(self._state())
             record.check_readable()
         for epoch in range(len(self.history) + 1, epochs + 1):
@@ -222,7 +217,7 @@ class Run:
             for callback in callbacks:
                 callback(row)
             stopped = stop is not None and epoch < epochs and stop()
-            # Behind the callbacks, as they may draw or change what the next epoch depends on.
+            # After the callbacks, as they may draw or change what the next epoch depends on.
             if record is not None and (stopped or epoch == epochs or record.is_due(epoch, every)):
                 record.write_checkpoint(self._state())
             if stopped:
@@ -247,7 +242,7 @@ class Run:
         return row | hyperparameter_values(self.evidence)
 
     def _bracket(self, epoch: int) -> Row:
-        """Bounds on the exact log evidence, nats per datum, where they are asked for."""
+        """Bounds on the exact log evidence, nats per datum, in the epochs that ask for them."""
         s = self.settings
         if not s.bracket_every:
             return {}
@@ -287,7 +282,7 @@ class Run:
             "metrics": self.metrics,
             **self._identity,
             "machine": machine(self.loop.device),
-            # Saved with its outputs, as a data set may have another one the next time.
+            # Saved with its outputs, as a data set may give other items the next time.
             "probe": self._probe.cpu(),
             "outputs": probe_outputs(self.evidence.model, self._probe).cpu(),
             **self.loop.state_dict(),
@@ -295,7 +290,7 @@ class Run:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """What must be the same when the run goes on."""
+        """What must be the same when a run goes on."""
         evidence = self.evidence
         return {
             "settings": self.settings.as_record(),
@@ -310,7 +305,7 @@ class Run:
         }
 
     def _restore(self, state: Mapping[str, Any], where: Path) -> None:
-        """Become the run of a checkpoint, at its epoch."""
+        """Load the state of a checkpoint, to go on after its epoch."""
         own, here = self._identity, machine(self.loop.device)
         check_settings(state["settings"], own["settings"], where)
         check_data(state["data"], own["data"], where)
@@ -330,7 +325,7 @@ class Run:
         return f"{self.name}: goes on after epoch {done} of {epochs}"
 
     def _configuration(self) -> dict[str, Any]:
-        """The settings as a file keeps them, with what is needed to understand them."""
+        """The settings for a file, with what is needed to understand them."""
         evidence = self.evidence
         found: dict[str, Any] = {
             "likelihood": evidence.likelihood.name,
@@ -345,14 +340,7 @@ class Run:
 
 
 def evidence_columns(learned: Round | None) -> Row:
-    """The columns of the log evidence: its mean over a round's estimates, nats per datum.
-
-    Args:
-        learned: A round, or None for an epoch without one.
-
-    Returns:
-        The mean, that of the log-determinant's term, and the standard error of the mean.
-    """
+    """Means of the log evidence and its log-determinant, and the former's error, nats per datum."""
     if learned is None:
         return dict.fromkeys(("log_evidence", "log_det_term", "log_evidence_sem"))
     estimates = learned.estimates

@@ -14,18 +14,18 @@ from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.training.files import PARTIAL, is_intact, replacing, seal, sole_writer
 from evigrad.training.metrics import MetricsFile, Row
 
-# Part of the time that checkpoints may take where nobody said how often they are wanted.
+# Share of the time that checkpoints take by default.
 _SHARE = 0.05
 
-# Either of these makes a folder that of a run: the first file that each way to start one writes.
+# A folder with either of these is a run's: the first files that the command line and ``fit`` write.
 CONFIGURATIONS = ("config.json", "config.yaml")
 
 
 class RunDirectory:
     """A folder that belongs to one run.
 
-    A folder that holds something already is never written into unless to go on with its run: a new
-    one gets the first free folder of ``name-2``, ``name-3``, ... beside it.
+    A folder that holds something already is only written into to go on with its run: a new run
+    gets the first free folder of ``name-2``, ``name-3``, ... beside it.
 
     Every file is replaced as a whole, except for the rows that ``metrics.csv`` gains one by one.
 
@@ -34,11 +34,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
-        """Make the folder.
-
-        Args:
-            path: Where the run should go.
-            resume: Whether to take the folder as it is: one that holds a run, or none yet.
+        """Make the folder; ``resume`` takes it as it is, with a run or empty.
 
         Raises:
             ConfigurationError: If the folder cannot be made, or is to be taken as it is and holds
@@ -61,7 +57,7 @@ class RunDirectory:
 
     @property
     def checkpoint(self) -> Path:
-        """The file with the state of the last checkpoint."""
+        """The file of the last checkpoint."""
         return self.path / "checkpoint.pt"
 
     @property
@@ -71,18 +67,14 @@ class RunDirectory:
 
     @property
     def figures(self) -> Path:
-        """The folder of the figures, made on demand."""
+        """The folder of the figures; made at the first use."""
         folder = self.path / "figures"
         folder.mkdir(exist_ok=True)
         return folder
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Be the only one to write into the folder; contexts may lie within each other.
-
-        Raises:
-            ConfigurationError: If another process, or another run of this one, is.
-        """
+        """Lock the folder, also repeatedly; ConfigurationError if another run has locked it."""
         if self._lock is not None:
             yield
             return
@@ -94,38 +86,20 @@ class RunDirectory:
                 self._lock = None
 
     def open_metrics(self, columns: Sequence[str], rows: Sequence[Row] = ()) -> MetricsFile:
-        """Start ``metrics.csv``, with what is known already.
-
-        Args:
-            columns: Names of the values.
-            rows: Those of the epochs before.
-
-        Returns:
-            The open file.
-        """
+        """Start ``metrics.csv`` with the rows that are known already."""
         return MetricsFile(self.metrics, columns, rows)
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write a file of settings or results.
-
-        Args:
-            name: The file's name.
-            content: What to write.
-        """
+        """Write a file of settings or results."""
         self.write_text(name, json.dumps(dict(content), indent=2, default=str) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a file.
-
-        Args:
-            name: The file's name.
-            text: What to write.
-        """
+        """Write a text file."""
         with replacing(self.path / name) as file:
             file.write(text.encode("utf-8"))
 
     def write_checkpoint(self, state: Mapping[str, Any]) -> None:
-        """Replace the checkpoint, so that a whole one is on the disk at every moment.
+        """Replace the checkpoint; a whole one is on the disk at every moment.
 
         Args:
             state: Tensors, numbers, strings, and lists, tuples and dictionaries of them.
@@ -142,7 +116,7 @@ class RunDirectory:
         """The state of the last checkpoint, its tensors in the host's memory.
 
         Returns:
-            What was written, or None before the first one.
+            The state, or None before the first checkpoint.
 
         Raises:
             ConfigurationError: If it cannot be read.
@@ -171,16 +145,11 @@ class RunDirectory:
 class RunRecord:
     """The files that grow while a run trains: ``metrics.csv`` and the checkpoint.
 
-    Used as a context, which closes the metrics on the way out.
+    A context manager, which closes the metrics on the way out.
     """
 
     def __init__(self, directory: RunDirectory, history: Sequence[Row]) -> None:
-        """Bring the metrics to what is known: no row of an epoch that will be run again.
-
-        Args:
-            directory: Of the run.
-            history: The epochs that are done.
-        """
+        """Write the finished epochs: rows of epochs that will run again are dropped."""
         self._directory = directory
         self._metrics: MetricsFile | None = None
         self._written = time.monotonic()  # when the last checkpoint was
@@ -191,11 +160,7 @@ class RunRecord:
             directory.metrics.unlink(missing_ok=True)
 
     def write_row(self, row: Row) -> None:
-        """Append to the metrics.
-
-        Args:
-            row: Of an epoch.
-        """
+        """Append an epoch's metrics."""
         self._metrics = self._metrics or self._directory.open_metrics(list(row))
         self._metrics.write(row)
 
@@ -203,30 +168,26 @@ class RunRecord:
         """Whether it is time for a checkpoint.
 
         Args:
-            epoch: The epoch that is done.
+            epoch: The finished epoch.
             every: Epochs between checkpoints; None for one wherever they cost little.
 
         Returns:
-            At the multiples of ``every``; else where writing one, as long as it took the last
-            time, is a small part of the time that has passed since then.
+            True at multiples of ``every``. With None, where writing one takes a small part of the
+            time since the last one, by how long that took.
         """
         if every is not None:
             return epoch % every == 0
         return time.monotonic() - self._written >= self._cost / _SHARE
 
     def write_checkpoint(self, state: Mapping[str, Any]) -> None:
-        """Replace the checkpoint.
-
-        Args:
-            state: As for ``RunDirectory.write_checkpoint``.
-        """
+        """See ``RunDirectory.write_checkpoint``."""
         start = time.monotonic()
         self._directory.write_checkpoint(state)
         self._written = time.monotonic()
         self._cost = self._written - start
 
     def check_readable(self) -> None:
-        """Warn now of a checkpoint that will be of no use: one with objects of unknown classes."""
+        """Warn at once if a checkpoint holds objects of unknown classes, as nothing can read it."""
         try:
             self._directory.read_checkpoint()
         except ConfigurationError as error:
@@ -259,7 +220,7 @@ def _is_empty_folder(path: Path) -> bool:
 
 
 def _holds_something_else(path: Path) -> bool:
-    """Whether a folder holds anything, and no run."""
+    """Whether a folder holds anything but a run."""
     if not path.is_dir():
         return path.exists()
     contents = _contents(path)
@@ -267,6 +228,6 @@ def _holds_something_else(path: Path) -> bool:
 
 
 def _contents(path: Path) -> set[str]:
-    """The names in a folder, but for what a crash may leave before a run's first file is whole."""
+    """The names in a folder, without what a crash may leave before a run's first file is whole."""
     begun = {name + PARTIAL for name in CONFIGURATIONS}
     return {entry.name for entry in path.iterdir()} - begun

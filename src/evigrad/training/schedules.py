@@ -1,4 +1,4 @@
-"""When the hyperparameters are learned, and the learning rates over a run."""
+"""When the hyperparameters are learned, and how rates fall over a run."""
 
 import math
 from collections.abc import Iterable
@@ -6,67 +6,34 @@ from dataclasses import dataclass
 
 from evigrad.training.settings import PlannedSettings
 
-# Enough for curves, and a small part of the time of training.
+# Enough for curves, for a small part of the time of training.
 _EVALUATIONS = 10
 
 
 def cosine(progress: float, start: float, end: float) -> float:
-    """A cosine from ``start`` to ``end``.
-
-    Args:
-        progress: Where in the run, from 0 to 1.
-        start: Value at 0.
-        end: Value at 1.
-
-    Returns:
-        The value at ``progress``.
-    """
+    """A cosine from ``start`` at ``progress`` 0 to ``end`` at 1."""
     return end + 0.5 * (start - end) * (1.0 + math.cos(math.pi * progress))
 
 
 def is_round(epoch: int, burn_in: int, every: int) -> bool:
-    """Whether hyperparameter steps follow an epoch.
+    """Whether hyperparameter steps follow an epoch, counted from 1.
 
     They follow the last epoch of the burn-in and every ``every``-th epoch from there, as in the
     paper's schedule: with a burn-in of 10 and every 5 epochs, epochs 10, 15, 20, ...
 
-    Args:
-        epoch: The epoch, from 1.
-        burn_in: Epochs of the weights alone.
-        every: Epochs from one round of hyperparameter steps to the next.
-
     Returns:
-        True where a round of hyperparameter steps follows.
+        True where steps follow.
     """
     return epoch >= burn_in and (epoch - burn_in) % every == 0
 
 
 def count_rounds(epochs: int, burn_in: int, every: int) -> int:
-    """The number of rounds of hyperparameter steps in a run.
-
-    Args:
-        epochs: Epochs in all.
-        burn_in: Epochs of the weights alone.
-        every: Epochs from one round to the next.
-
-    Returns:
-        The number of epochs for which ``is_round`` is true.
-    """
+    """The number of epochs for which ``is_round`` is true."""
     return sum(is_round(epoch, burn_in, every) for epoch in range(1, epochs + 1))
 
 
 def is_evaluated(epoch: int, epochs: int, every: int | None) -> bool:
-    """Whether a run is evaluated after an epoch, as it always is after the last one.
-
-    Args:
-        epoch: The epoch, from 1.
-        epochs: Epochs in all.
-        every: Epochs from one evaluation to the next; 0 for the last one alone, None for ten
-            evaluations over the run at most.
-
-    Returns:
-        True where an evaluation follows.
-    """
+    """Whether a run is evaluated after an epoch: 0 only after the last, None ten times at most."""
     if every is None:
         every = -(-epochs // _EVALUATIONS)
     return epoch == epochs or (every > 0 and epoch % every == 0)
@@ -77,10 +44,10 @@ class Schedule:
     """The rounds of some hyperparameters, which take their steps together.
 
     Attributes:
-        names: Of the hyperparameters.
+        names: Names of the hyperparameters.
         every: Epochs from one round to the next.
         steps: Steps of a round.
-        burn_in: Epochs before the first one.
+        burn_in: Epochs before the first round.
         epochs: Epochs in all.
         taken: Steps so far.
     """
@@ -98,20 +65,12 @@ class Schedule:
 
     @property
     def progress(self) -> float:
-        """The part of all steps that is taken, from 0 to 1."""
+        """The share of all steps that are taken, from 0 to 1."""
         return self.taken / (count_rounds(self.epochs, self.burn_in, self.every) * self.steps)
 
 
 def make_schedules(settings: PlannedSettings, names: Iterable[str]) -> list[Schedule]:
-    """The schedules of a run: prior and noise, then the model's own; or one for all of them.
-
-    Args:
-        settings: Validated settings.
-        names: Of all learnable hyperparameters.
-
-    Returns:
-        Those that have something to learn; none without an estimator.
-    """
+    """The schedules: prior and noise, then the model's own, or one for all; [] for baselines."""
     if settings.baseline is not None:
         return []
     s, known = settings, list(names)

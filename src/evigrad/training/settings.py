@@ -14,27 +14,27 @@ from evigrad.likelihoods import Likelihood, make_likelihood
 from evigrad.priors import GaussianPrior
 
 OPTIMIZERS = ("adam", "sgd")
-# Estimator names that stand for no estimator, and what the runs are called.
+# Names for runs without an estimator, and what such runs are called.
 BASELINES = {"map": "MAP", "map-noise": "MAP, learned noise", "augerino": "Augerino"}
 PRIOR_UPDATES = ("adam", "fixed_point")
-# Prior precision where none is named, and it is learned. Where it starts low, noisy labels and
-# targets are fitted before their noise is known (benchmarks/starts.py).
+# Default of a learned prior precision. From a low one, noisy labels and targets are fitted before
+# their noise is known (benchmarks/starts.py).
 LEARNED_PRECISION = 1.0
-# One that is kept is the usual weight decay, over N.
+# Default of a kept precision divided by N: the usual weight decay.
 WEIGHT_DECAY = 5e-4
 
-# Schedules where none is named (benchmarks/tables.py). Training takes steps of the weights, and few
-# data make few steps in an epoch; many data are to be seen more than a few times. On regression
-# tables a third of the rate finds networks that fit the noise.
+# Default schedules (benchmarks/tables.py). Training takes a number of steps, and few data make few
+# steps in an epoch; many data need more than a few epochs. On regression tables a third of the
+# rate finds networks that fit the noise.
 CLASSIFICATION_LR, REGRESSION_LR = 3e-3, 1e-2
 STEPS = 2000
 FEWEST_EPOCHS = 100
-# The share of the epochs before the first round. A classifier that has fitted noisy labels does not
-# come back; precisions of a regression that are learned before the weights fit anything are too
-# high, and come back slowly (benchmarks/starts.py and tables.py).
+# Share of the epochs before the first round. A classifier that has fitted noisy labels does not
+# recover; precisions of a regression that are learned before the weights fit anything are too
+# high, and recover slowly (benchmarks/starts.py and tables.py).
 CLASSIFICATION_BURN_IN, REGRESSION_BURN_IN = 0.1, 0.5
 ROUNDS = 20
-# More epochs or steps than any run has: of 10^22 the loops do not even begin.
+# More epochs or steps than any run has; loops over 10^22 do not even begin.
 _MOST = 10**9
 
 OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], Optimizer]
@@ -88,11 +88,11 @@ class Settings:
     hold_data: bool = False  # which the command line, whose data are tensors, does not have
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work.
+        """Refuse settings out of range.
 
-        Without an estimator the settings of the hyperparameter steps are not used and not
-        checked, but for those of Augerino. What concerns the evidence alone,
-        ``estimator_options`` and ``Evidence`` check.
+        Without an estimator the settings of the hyperparameter steps are neither used nor checked,
+        except for Augerino's. ``estimator_options`` and ``Evidence`` check what concerns the
+        evidence alone.
 
         Raises:
             ConfigurationError: If a setting is out of its range.
@@ -160,10 +160,10 @@ class Settings:
             num_data: N.
 
         Returns:
-            Settings that say the same, and keep what was named.
+            Settings that keep what was given.
 
         Raises:
-            ConfigurationError: If the burn-in that was asked for is longer than the training.
+            ConfigurationError: If the given burn-in is longer than the training.
         """
         classifies = make_likelihood(self.likelihood).is_classification
         share = CLASSIFICATION_BURN_IN if classifies else REGRESSION_BURN_IN
@@ -179,7 +179,7 @@ class Settings:
 
     @property
     def baseline(self) -> str | None:
-        """What a run without an evidence estimator is called, None for one with it."""
+        """The name of a run without an evidence estimator; None for one with it."""
         return BASELINES.get(self.estimator or "map")
 
     def as_record(self) -> dict[str, Any]:
@@ -211,7 +211,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class PlannedSettings(Settings):
-    """Settings of a training on so many data, which leave no schedule open."""
+    """Settings for a known number of data: nothing of the schedule is None."""
 
     epochs: int
     lr: float
@@ -227,7 +227,7 @@ def plan_epochs(
     burn_in: int | None,
     every: int | None,
 ) -> tuple[int, int, int]:
-    """The epochs of a training, where nobody named them.
+    """Epochs in all, before the first round, and from one round to the next.
 
     Args:
         num_data: N.
@@ -238,7 +238,7 @@ def plan_epochs(
         every: None for ``ROUNDS`` rounds of hyperparameter steps.
 
     Returns:
-        Epochs in all, before the first round, and from one round to the next.
+        The three numbers.
     """
     if epochs is None:
         epochs = max(FEWEST_EPOCHS, -(-STEPS // -(-num_data // batch_size)))

@@ -9,10 +9,7 @@ from evigrad.training.metrics import Row
 
 
 def hyperparameter_values(evidence: Evidence) -> Row:
-    """The present hyperparameters.
-
-    Args:
-        evidence: Holds prior, likelihood and the model's hyperparameters.
+    """The present hyperparameters of model, prior and likelihood.
 
     Returns:
         ``precision/GROUP`` for each group of the prior (with a diagonal prior the geometric mean

@@ -22,17 +22,17 @@ from evigrad.training.run import evidence_columns
 from evigrad.training.settings import BASELINES, Settings
 from evigrad.training.tracking import hyperparameter_values
 
-# Keywords of ``fit`` that say how the hyperparameters learn, beside those of the estimator.
+# Keywords of ``fit`` on the learning of hyperparameters, beside those of the estimator.
 _RATES = ("prior_lr", "prior_lr_min", "hyper_lr", "hyper_lr_min")
 _OPTIONS = (*ESTIMATOR_OPTIONS, *ANCHOR_OPTIONS, *_RATES, "prior_blocks", "hold_data")
 
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What ``tune`` leaves.
+    """The result of ``tune``.
 
     Attributes:
-        evidence: Of the model, with the hyperparameters that were learned.
+        evidence: The model's evidence, with the learned hyperparameters.
         history: One row for each round: the mean log evidence over its steps, and the
             hyperparameters after it, as in ``FitResult.history``.
     """
@@ -41,7 +41,6 @@ class TuneResult:
     history: list[Row]
 
     def __repr__(self) -> str:
-        """Where it ended, in a line."""
         rounds = f"{len(self.history)} rounds"
         return f"TuneResult({self.evidence.spec.name}, {rounds}, {summary(self.history[-1])})"
 
@@ -65,18 +64,18 @@ def tune(
     """Learn prior, noise and hyperparameters of a trained model by the evidence, weights fixed.
 
     The hyperparameter steps are those of ``fit``, without the epochs between them. In a round,
-    steps on prior and noise share the passes that would be the same: with an estimator of all data
-    and outputs, as ``ntk-N-C``, one pass serves a round, and the precisions end at the optimum.
+    steps on prior and noise share equal passes: with an estimator of all data and outputs, as
+    ``ntk-N-C``, one pass serves a round, and the precisions converge to the optimum.
 
     Args:
-        model: As for ``fit``, with trained weights, which stay as they are.
+        model: As for ``fit``, with trained weights, which are not changed.
         data: The data that it was trained on.
         likelihood: As for ``fit``.
-        estimator: As for ``fit``, and no baseline.
+        estimator: As for ``fit``; a baseline is refused.
         prior: As for ``fit``.
         precision: Prior precision at the start, as for ``fit``.
         hyperparameters: As for ``fit``.
-        rounds: Rounds of steps. Anchors are chosen anew, and all data passed over again, in rounds.
+        rounds: Rounds of steps. Each chooses new anchors and passes over the data again.
         steps: Steps of a round.
         prior_update: As for ``fit``. Default: fixed_point, or adam for a prior with a hyperprior or
             without anything to learn.
@@ -86,7 +85,7 @@ def tune(
             hyperparameters, ``prior_blocks`` and ``hold_data``.
 
     Returns:
-        The evidence, and what was learned in each round.
+        The evidence, and the history of the rounds.
 
     Raises:
         ConfigurationError: If a setting does not exist or does not fit, before anything changes.
@@ -124,7 +123,7 @@ def tune(
         "steps": steps,
         "prior_update": prior_update,
         "seed": seed,
-        # A round of steps after each of so many epochs, in which the weights would have learned.
+        # As many epochs as rounds: a round follows each, and the weights take no steps here.
         "epochs": rounds,
         "burn_in": 0,
         "every": 1,
