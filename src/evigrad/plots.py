@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 History = Sequence[Mapping[str, int | float | None]]
 
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
-# Points: letters of titles, and of axes' labels and legends.
+# Size of letters in points: titles; axes' labels and legends.
 _LARGE, _SMALL = 11.0, 9.0
-# Inches: a row of a legend; what is beside a name in it; what other things than a title or an
-# axis' label take of the width and the height; and axes beside which a legend has a place.
+# Inches: height of a row of a legend; width of the line beside its name; width and height that a
+# figure needs besides title and axis' label; and the least width of axes beside a legend.
 _LINE_HEIGHT = 0.2
 _HANDLE = 0.75
 _SURROUNDINGS = (1.0, 1.1)
@@ -47,10 +47,10 @@ class Palette:
     Attributes:
         paper: The background.
         ink: Axes and words.
-        muted: What should step back.
-        grid: Lines that guide the eye.
-        lines: Of the data, told apart with every common colour vision deficiency.
-        shades: Name of matplotlib's colour map for an order, as that of the layers of a network.
+        muted: Less important words and lines.
+        grid: Grid lines.
+        lines: Lines of data, distinct with every common colour vision deficiency.
+        shades: Name of matplotlib's colour map for ordered lines, as of the layers of a network.
     """
 
     paper: str
@@ -70,7 +70,7 @@ LIGHT = Palette(
     lines=("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"),
     shades="viridis_r",
 )
-# The same hues, lighter.
+# The hues of ``LIGHT``, lighter.
 DARK = Palette(
     paper="#16181d",
     ink="#e6e6e6",
@@ -82,19 +82,7 @@ DARK = Palette(
 
 
 def new_figure(width: float, height: float, palette: Palette = LIGHT) -> "Figure":
-    """An empty figure.
-
-    Args:
-        width: Inches.
-        height: Inches.
-        palette: Its colours.
-
-    Returns:
-        The figure.
-
-    Raises:
-        ConfigurationError: If matplotlib is not installed.
-    """
+    """An empty figure, in inches; ConfigurationError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -105,28 +93,13 @@ def new_figure(width: float, height: float, palette: Palette = LIGHT) -> "Figure
 
 
 def save(figure: "Figure", path: str | Path) -> Path:
-    """Write a figure as a PNG for reading on a screen (well below 300 kB).
-
-    Args:
-        figure: Any figure.
-        path: The file.
-
-    Returns:
-        The file.
-    """
+    """Write a figure as a PNG for a screen (well below 300 kB), and return its path."""
     figure.savefig(path, dpi=130, format="png")
     return Path(path)
 
 
 def decorate(axes: "Axes", title: str, label: str, palette: Palette = LIGHT) -> None:
-    """Give axes over epochs their title, labels and colours.
-
-    Args:
-        axes: Empty axes.
-        title: Above them.
-        label: Of the vertical axis.
-        palette: Colours.
-    """
+    """Give empty axes over epochs their title, the vertical axis' label, and colours."""
     figure: Any = axes.figure
     grid: Any = axes.get_subplotspec()
     rows, columns = grid.get_gridspec().get_geometry()
@@ -146,11 +119,7 @@ def decorate(axes: "Axes", title: str, label: str, palette: Palette = LIGHT) -> 
 
 
 def plain_ticks(axes: "Axes") -> None:
-    """Numbers such as 0.02 and 30 on a logarithmic axis, also over less than a decade.
-
-    Args:
-        axes: With a logarithmic vertical axis.
-    """
+    """Numbers such as 0.02 and 30 on a logarithmic vertical axis, also over less than a decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axes.get_ylim()
@@ -161,15 +130,13 @@ def plain_ticks(axes: "Axes") -> None:
 
 
 def burst_limits(values: Sequence[float]) -> tuple[float, float] | None:
-    """Limits of an axis that leave out the first few values of a run.
-
-    They would squeeze the rest into a line.
+    """Limits of an axis that leave out the first few values of a run, far below all others.
 
     Args:
-        values: All that is drawn, in any order.
+        values: All values of the figure, in any order.
 
     Returns:
-        The limits, with something below them; None where all values fit.
+        The limits; None where all values fit.
     """
     if len(values) < 8:
         return None
@@ -187,16 +154,15 @@ def add_legend(
     palette: Palette = LIGHT,
     beside: bool = False,
 ) -> None:
-    """Name the lines of a figure, which grows by the room that the names take.
+    """Name the lines of a figure below its axes, and make the figure as much higher.
 
-    They are below the axes, in as many columns as fit, and a name that is wider than the figure
-    has several rows.
+    Names are in as many columns as fit; one wider than the figure has several rows.
 
     Args:
-        figure: With its axes.
-        lines: Of each line its name, colour and style.
-        palette: Of the figure.
-        beside: Whether they are to be at the right, one under the other, where there is room.
+        figure: A figure with its axes.
+        lines: Name, colour and style of each line.
+        palette: Colours of the figure.
+        beside: Whether to put the names at the right, one below the other, if there is room.
     """
     width, height = figure.get_size_inches()
     longest = max(_inches(name, _SMALL) for name, _, _ in lines) + _HANDLE
@@ -219,16 +185,7 @@ def add_legend(
 
 
 def fitted(text: str, inches: float, size: float) -> str:
-    """Break a text into lines that are no wider than a length.
-
-    Args:
-        text: Any; its own line breaks stay.
-        inches: The length.
-        size: Of the letters, in points.
-
-    Returns:
-        The lines.
-    """
+    """Break a text, in letters of ``size`` points, into lines no wider than ``inches``."""
     found: list[str] = []
     for part in text.split("\n"):
         lines, columns = [part], len(part)
@@ -249,35 +206,20 @@ def _inches(text: str, size: float) -> float:
 
 
 def _handle(name: str, colour: str, dash: Any) -> Any:
-    """A line for a legend."""
     from matplotlib.lines import Line2D
 
-    # A label with a leading underscore is left out of a legend.
+    # matplotlib leaves labels with a leading underscore out of a legend.
     name = f" {name}" if name.startswith("_") else name
     return Line2D([], [], color=colour, linestyle=dash, linewidth=2, label=words(name))
 
 
 def words(text: str) -> str:
-    """A text that a figure shows as it is.
-
-    Args:
-        text: Of the user's: a dollar sign in it does not start a formula.
-
-    Returns:
-        The same for matplotlib.
-    """
+    """A user's text escaped for matplotlib: a dollar sign in it does not start a formula."""
     return text.replace("$", r"\$")
 
 
 def number(value: int | float) -> str:
-    """A number with three digits, without an exponent over eight decades.
-
-    Args:
-        value: Any.
-
-    Returns:
-        As ``0.0123``, ``45.6``, ``789``, ``1.2e-07``.
-    """
+    """A number with three digits, as ``0.0123``, ``45.6``, ``789`` or ``1.2e-07``."""
     size = abs(value)
     if size == 0 or 1e-4 <= size < 1e4:
         return f"{value:.0f}" if size >= 100 else f"{value:.3g}"
@@ -285,15 +227,7 @@ def number(value: int | float) -> str:
 
 
 def series(history: History, column: str) -> tuple[list[float], list[float]]:
-    """Epochs and values of a column, where there is a finite value.
-
-    Args:
-        history: One row for each epoch.
-        column: Name of the value.
-
-    Returns:
-        Epochs and values, of the same length.
-    """
+    """Epochs and values of a column, both only where its value is finite."""
     pairs = [
         (float(epoch), float(row[column] or 0))
         for row in history
@@ -303,15 +237,7 @@ def series(history: History, column: str) -> tuple[list[float], list[float]]:
 
 
 def errors(history: History, column: str) -> list[float] | None:
-    """Standard errors of the values of a column that ``series`` gives.
-
-    Args:
-        history: One row for each epoch, with the errors in ``COLUMN_sem``.
-        column: Name of the value.
-
-    Returns:
-        One for each value; None if one is not known.
-    """
+    """Standard errors ``COLUMN_sem`` of the values of ``series``; None if one is unknown."""
     found = [
         row.get(f"{column}_sem")
         for row in history
@@ -335,8 +261,8 @@ def learning_curves(histories: Mapping[str, History]) -> "Figure":
     """Training loss, log evidence and test log likelihood over the epochs.
 
     Args:
-        histories: Name of a run to its history (``FitResult.history`` or ``read_metrics``). The
-            names become the legend.
+        histories: Name of a run, for the legend, to its history (``FitResult.history`` or
+            ``read_metrics``).
 
     Returns:
         A figure with one panel for each quantity that was recorded.
@@ -396,18 +322,18 @@ def precision_paths(
     width: float = 7.2,
     palette: Palette = LIGHT,
 ) -> "Figure":
-    """The learned prior precisions over the epochs, the highest one at the end named first.
+    """Learned prior precisions over the epochs; the legend begins with the highest one at the end.
 
-    More than can be told apart are shaded from the first group to the last.
+    More lines than can be told apart have shades in the order of the groups.
 
     Args:
-        history: Of a run with a learned prior.
+        history: History of a run with a learned prior.
         title: Title of the figure.
         width: Inches.
         palette: Colours.
 
     Returns:
-        A figure with logarithmic precisions.
+        A figure with a logarithmic axis of precisions.
 
     Raises:
         InputError: If the history is empty or has no precisions.
@@ -457,11 +383,11 @@ def precision_paths(
 def save_all(
     histories: Mapping[str, History], folder: str | Path, learned: str | None = None
 ) -> list[Path]:
-    """Write the figures of a command into a folder.
+    """Write the figures of a command into an existing folder.
 
     Args:
         histories: Name of a run to its history.
-        folder: An existing folder.
+        folder: The folder.
         learned: Name of the run whose precisions are shown; None shows none.
 
     Returns:
@@ -477,7 +403,7 @@ def save_all(
 
 
 def _shades(count: int, palette: Palette) -> list[str]:
-    """An order as colours, without the end of the map that is the background's."""
+    """Colours for an order, without the end of the map that resembles the background."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 

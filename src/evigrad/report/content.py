@@ -10,18 +10,18 @@ from evigrad.plots import Palette, number
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# For a value that is not there.
+# Stands for a missing value.
 NOTHING = "–"
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure and what it says.
+    """A figure and its words.
 
     Attributes:
-        name: Of its file, without the ending.
-        title: In words, for whoever cannot see it.
-        sentence: What one sees.
+        name: File name without the ending.
+        title: In words, for readers who cannot see the figure.
+        sentence: What the figure shows.
         make: Draws it in given colours.
     """
 
@@ -33,13 +33,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with figures.
-
-    Attributes:
-        title: The heading.
-        drawings: The figures.
-        notes: Sentences in place of figures that there are not.
-    """
+    """A heading with figures, and ``notes``, sentences in place of missing figures."""
 
     title: str
     drawings: Sequence[Drawing]
@@ -48,14 +42,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Table:
-    """Words and numbers in rows.
-
-    Attributes:
-        title: The heading.
-        head: Above the columns.
-        rows: Of as many cells.
-        note: A sentence below.
-    """
+    """A table: ``head`` above the columns, ``rows`` of as many cells, and a ``note`` below."""
 
     title: str
     head: Sequence[str]
@@ -64,12 +51,12 @@ class Table:
 
 
 def show(value: object, factor: float = 1.0, digits: int = 0) -> str:
-    """Any value as a reader wants it.
+    """Any value as a short text.
 
     Args:
-        value: A number, text, or a list of them; None and numbers that are not finite are nothing.
-        factor: Of a number.
-        digits: Behind the point; 0 shows three significant ones.
+        value: A number, text, or a list of them; None and non-finite numbers give a dash.
+        factor: Multiplies a number.
+        digits: Decimals; 0 shows three significant digits.
 
     Returns:
         The text.
@@ -94,12 +81,5 @@ def show(value: object, factor: float = 1.0, digits: int = 0) -> str:
 
 
 def listed(parts: Sequence[str]) -> str:
-    """Parts of a sentence, one after the other.
-
-    Args:
-        parts: One at least.
-
-    Returns:
-        As ``a, b and c``.
-    """
+    """Join one or more parts as ``a, b and c``."""
     return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))

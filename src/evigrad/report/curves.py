@@ -26,23 +26,23 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Inches: at the width of a phone, letters of 9 points are still read.
+# Inches: letters of 9 points are legible at the width of a phone.
 WIDTH, HEIGHT = 4.6, 3.1
-# Lines that can be told apart.
+# The most lines that have labels.
 _MOST_NAMES = 16
-# So few values are shown as points too: a line with one value could not be seen.
+# Up to this many values are shown as points too: a line with one value would be invisible.
 _FEW = 40
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """What a figure of learning curves shows.
+    """A quantity that learning curves show.
 
     Attributes:
-        title: Of the figure.
+        title: Title of the figure.
         unit: Label of the vertical axis.
-        columns: Words for each kind of line to the column of the metrics.
-        factor: From the column to what is shown.
+        columns: From the name of each kind of line to its column of the metrics.
+        factor: From the column's values to those in the figure.
         logarithmic: Whether to use a logarithmic axis where all values are positive.
     """
 
@@ -84,14 +84,9 @@ BRACKET = Quantity(
 def quantity_curves(
     histories: Mapping[str, History], quantity: Quantity, palette: Palette = LIGHT
 ) -> "Figure":
-    """A quantity over the epochs: a colour for each run, or, of one run, for each kind of line.
+    """A quantity over the epochs, with standard errors shaded where the metrics have them.
 
-    A standard error that the metrics have of a value is shaded.
-
-    Args:
-        histories: Name of a run to its history.
-        quantity: What to show.
-        palette: Colours.
+    Each run has a colour; where there is one run, each kind of line.
 
     Returns:
         The figure.
@@ -108,7 +103,7 @@ def quantity_curves(
     kinds: dict[str, tuple[str, Any]] = {}
     for place, (name, history) in enumerate(histories.items()):
         for kind, (label, column) in enumerate(quantity.columns.items()):
-            # The colour of a run is the same in every figure, also where others have no line.
+            # A run has the same colour in every figure, also where other runs have no line.
             colour = palette.lines[(kind if alone else place) % len(palette.lines)]
             if _curve(axes, history, column, quantity.factor, colour, DASHES[kind]):
                 runs.setdefault(name, (colour, "-"))
@@ -129,15 +124,7 @@ def quantity_curves(
 
 
 def is_cut(histories: Mapping[str, History], quantity: Quantity) -> bool:
-    """Whether the first values of a quantity lie below the axes of its figure.
-
-    Args:
-        histories: Name of a run to its history.
-        quantity: What is shown.
-
-    Returns:
-        True where something is not seen.
-    """
+    """Whether the first values of a quantity lie below the axes of its figure."""
     values = _values(histories, quantity)
     return not _is_logarithmic(histories, quantity) and burst_limits(values) is not None
 
@@ -151,19 +138,19 @@ def value_paths(
     floor: float | None = None,
     palette: Palette = LIGHT,
 ) -> "Figure":
-    """Hyperparameters over the epochs, the highest one at the end named first.
+    """Hyperparameters over the epochs; the legend begins with the highest one at the end.
 
     Args:
-        history: Of one run.
-        columns: Name of each line to the column of the metrics.
-        title: Of the figure.
+        history: History of one run.
+        columns: From the name of each line to its column of the metrics.
+        title: Title of the figure.
         unit: Label of the vertical axis.
-        change: From the column's number to what is shown.
-        floor: What the vertical axis starts at; None fits it to the values.
+        change: From the column's values to those in the figure.
+        floor: Start of the vertical axis; None fits it to the values.
         palette: Colours.
 
     Returns:
-        The figure. Lines without a value are left out; very many have no labels.
+        The figure, without lines that have no value, and without labels where they are too many.
 
     Raises:
         InputError: If there is no value.
@@ -205,12 +192,12 @@ def value_paths(
 def rotation_path(
     history: History, column: str, title: str = "rotation", palette: Palette = LIGHT
 ) -> "Figure":
-    """The largest angle of a random rotation over the epochs, in radians and in degrees.
+    """The largest angle of a random rotation over the epochs.
 
     Args:
-        history: Of one run.
-        column: Of the metrics, with radians.
-        title: Of the figure.
+        history: History of one run.
+        column: Column of the metrics, in radians.
+        title: Title of the figure.
         palette: Colours.
 
     Returns:
@@ -249,7 +236,6 @@ def _axes(title: str, unit: str, palette: Palette) -> "tuple[Figure, Axes]":
 
 
 def _values(histories: Mapping[str, History], quantity: Quantity) -> list[float]:
-    """All that a figure of learning curves shows."""
     return [
         quantity.factor * value
         for history in histories.values()
@@ -259,14 +245,14 @@ def _values(histories: Mapping[str, History], quantity: Quantity) -> list[float]
 
 
 def _is_logarithmic(histories: Mapping[str, History], quantity: Quantity) -> bool:
-    # A density's loss can be negative.
+    # The loss of a density can be negative.
     return quantity.logarithmic and min(_values(histories, quantity), default=0.0) > 0
 
 
 def _curve(
     axes: "Axes", history: History, column: str, factor: float, colour: str, dash: Any
 ) -> bool:
-    """Draw a line and its standard error; returns whether there is one."""
+    """Draw a line and its standard error; returns whether it has values."""
     epochs, values = series(history, column)
     values = [factor * value for value in values]
     if not epochs:

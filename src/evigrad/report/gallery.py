@@ -14,10 +14,10 @@ from evigrad.plots import LIGHT, Palette, new_figure, words
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Transforms of each image, and the seed that they are drawn with: the same run gives the same page.
+# Transforms of each image, and the seed of their draws: the same run gives the same page.
 DRAWS = 7
 _SEED = 0
-# Of a cell's side: the space between cells, and the wider one behind the originals.
+# Space between cells, and the wider one behind the originals, as a share of a cell's side.
 _GAP, _MARGIN = 0.06, 0.25
 _CELL = 0.55  # inches
 _LONGEST = 16  # letters of a row's name
@@ -29,10 +29,10 @@ def augmented_images(
     """Images beside random transforms of them, a row for each image.
 
     Args:
-        images: (n, channels, height, width), numbers from 0 (black) to 1; those beyond are
-            clipped. Three channels are red, green and blue; of another number the mean is shown.
+        images: (n, channels, height, width), from 0 (black) to 1, clipped there. Three channels are
+            red, green and blue; of any other number the mean is shown.
         transformed: (n, draws, channels, height, width).
-        names: Of the rows, n of them or none.
+        names: Names of the n rows, or none.
         palette: Colours.
 
     Returns:
@@ -89,16 +89,7 @@ def augmented_images(
 
 
 def draw_transforms(images: Tensor, transform: nn.Module, draws: int = DRAWS) -> Tensor:
-    """Random transforms of images, the same ones at every call.
-
-    Args:
-        images: (n, channels, height, width), as the network gets them.
-        transform: Has ``sample`` and ``apply``, as a `evigrad.invariances.Transform`.
-        draws: For each image.
-
-    Returns:
-        (n, draws, channels, height, width).
-    """
+    """Random transforms (n, draws, channels, height, width) of images, the same at every call."""
     generator = torch.Generator().manual_seed(_SEED)
     chosen: Any = transform
     noise = chosen.sample(len(images) * draws, generator).to(images.device)
@@ -108,30 +99,14 @@ def draw_transforms(images: Tensor, transform: nn.Module, draws: int = DRAWS) ->
 
 
 def find_transform(data: DataSet, model: nn.Module) -> nn.Module | None:
-    """The random transform of a network's inputs.
-
-    Args:
-        data: What the network is for.
-        model: Any network.
-
-    Returns:
-        That of its `Averaged`; None where it has none, or the data are not images.
-    """
+    """The transform of a network's ``Averaged``; None without one, or if data are not images."""
     if len(data.input_shape) != 3:
         return None
     return next((part.invariance for part in model.modules() if isinstance(part, Averaged)), None)
 
 
 def examples_of(data: DataSet, count: int) -> tuple[Tensor, list[str]]:
-    """Test images of different classes.
-
-    Args:
-        data: Standardised images.
-        count: Images, at most.
-
-    Returns:
-        The images, standardised, and names of their classes (none for regression).
-    """
+    """At most ``count`` test images, standardised, of different classes, and the classes' names."""
     x, y = data.test
     chosen = _of_different_classes(y, min(count, len(x)))
     if not data.is_classification:
@@ -142,16 +117,7 @@ def examples_of(data: DataSet, count: int) -> tuple[Tensor, list[str]]:
 def examples_under(
     data: DataSet, transform: nn.Module, count: int
 ) -> tuple[Tensor, Tensor, list[str]]:
-    """Test images under a random transform, as they look before they are standardised.
-
-    Args:
-        data: Standardised images.
-        transform: Of the standardised images.
-        count: Images, at most.
-
-    Returns:
-        Images, transforms of them and names, as `augmented_images` takes them.
-    """
+    """Images, their transforms and names for ``augmented_images``, with standardisation undone."""
     images, names = examples_of(data, count)
     transformed = draw_transforms(images, transform)
     return images * data.std + data.mean, transformed * data.std + data.mean, names
@@ -172,7 +138,7 @@ def _short(name: str) -> str:
 
 
 def _pixels(image: Tensor) -> Any:
-    """One image as matplotlib takes it."""
+    """An image as matplotlib takes it."""
     image = image.detach().cpu().float().clamp(0, 1)
     if image.shape[0] == 3:
         return image.permute(1, 2, 0).numpy()

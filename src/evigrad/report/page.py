@@ -24,17 +24,17 @@ def render(
     folded: Sequence[Table],
     images: Mapping[str, tuple[bytes, bytes]],
 ) -> str:
-    """The page.
+    """The page as HTML, with all texts escaped.
 
     Args:
-        title: What the report is about.
+        title: Title of the report.
         lead: Paragraphs under the title.
-        parts: Sections and tables, in their order; those with nothing in them are left out.
+        parts: Sections and tables, in their order; empty ones are left out.
         folded: Tables that are shown on demand.
         images: Name of each drawing to its PNG for light and for dark screens.
 
     Returns:
-        HTML in which every text is escaped.
+        The page.
     """
     inlined = {
         name: {"light": _inline(light), "dark": _inline(dark)}

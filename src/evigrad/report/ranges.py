@@ -1,4 +1,4 @@
-"""Figures of the ranges of learned invariances, in units that a reader knows."""
+"""Figures of the ranges of learned invariances, in familiar units."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +18,14 @@ class Kind:
     """Ranges that share a figure.
 
     Attributes:
-        name: Of the figure's file.
-        title: Of the figure.
+        name: Name of the figure's file.
+        title: Title of the figure.
         unit: Label of its axis.
-        sentence: What one sees.
-        lines: The transform's name of each range to the word beside its line.
-        change: From a range to what is shown.
-        floor: What is shown where a range is zero, if the axis is to start there.
-        words: What is shown, in a sentence or a table.
+        sentence: What the figure shows.
+        lines: From the transform's name of each range to the word beside its line.
+        change: From a range to the value in the figure.
+        floor: The value of a zero range, if the axis is to start there.
+        words: The value in a sentence or a table.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Kind:
 
 
 # The units of `evigrad.invariances.AffineInvariance`: u · range with u uniform on ±1 is an angle in
-# radians, a part of half a side, or the logarithm of a factor.
+# radians, a share of half a side, or the logarithm of a factor.
 ROTATION = Kind(
     name="rotation",
     title="rotation",
@@ -91,14 +91,14 @@ _KINDS = (ROTATION, TRANSLATION, SCALE)
 
 @dataclass(frozen=True)
 class Range:
-    """A range of a random transform.
+    """A range of a random transform; ``first`` and ``last`` are its values at those epochs.
 
     Attributes:
-        name: As the metrics have it.
-        column: Of the metrics.
-        kind: What it is.
-        first: At the first epoch.
-        last: At the last one.
+        name: Name in the metrics.
+        column: Column of the metrics.
+        kind: The figure that it belongs to.
+        first: Value at the first epoch.
+        last: Value at the last epoch.
     """
 
     name: str
@@ -109,21 +109,14 @@ class Range:
 
     @property
     def word(self) -> str:
-        """Its name beside a line; a transform that is one of several keeps its own."""
+        """The label of its line; a transform that is one of several keeps its own name."""
         place, _, name = self.name.rpartition(".")
         word = self.kind.lines.get(name, name)
         return f"{place}.{word}" if place else word
 
 
 def used_ranges(record: Record) -> list[Range]:
-    """The ranges of a run, without those of transforms that it does not use.
-
-    Args:
-        record: The run.
-
-    Returns:
-        Those that are not zero in every epoch.
-    """
+    """The ranges of a run that are not zero in every epoch: those of transforms that it uses."""
     found = []
     for name, column in record.columns(PREFIX).items():
         values = series(record.history, column)[1]
@@ -139,8 +132,8 @@ def range_drawings(record: Record, suffix: str = "", of: str = "") -> list[Drawi
 
     Args:
         record: The run.
-        suffix: Of the files' names.
-        of: Of the titles.
+        suffix: End of the files' names.
+        of: End of the titles.
 
     Returns:
         The figures.
@@ -149,7 +142,7 @@ def range_drawings(record: Record, suffix: str = "", of: str = "") -> list[Drawi
     changing = [each for each in used_ranges(record) if record.changes([each.column])]
     for kind in (*_KINDS, OTHER):
         members = [each for each in changing if each.kind is kind]
-        # A figure with two axes has room for one line.
+        # A figure with two vertical axes has room for one line.
         groups = [[each] for each in members] if kind is ROTATION else [members] if members else []
         for count, group in enumerate(groups, start=1):
             number = f"-{count}" if len(groups) > 1 else ""

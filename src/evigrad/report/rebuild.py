@@ -1,4 +1,4 @@
-"""Data and network of a run, made again from what its folder holds."""
+"""Data and network of a run, made again from its folder."""
 
 from pathlib import Path
 
@@ -12,14 +12,14 @@ from evigrad.training import load
 
 
 def rebuild(record: Record, data_dir: str | Path | None = None) -> tuple[DataSet, nn.Module]:
-    """Data and network of a run that the command line started.
+    """Data and network of a run of the command line, as at its last checkpoint, on the CPU.
 
     Args:
         record: The run.
-        data_dir: Folder of data sets, where the run's is not here any more.
+        data_dir: Folder of data sets, where the run's own folder is not here any more.
 
     Returns:
-        The data, and the network as it was at the last checkpoint, both on the CPU.
+        The data and the network.
 
     Raises:
         ConfigurationError: If the run was started from Python, has no checkpoint yet, or its data

@@ -1,4 +1,4 @@
-"""What the folder of a run holds, read for a report."""
+"""Read the folder of a run for a report."""
 
 import json
 import re
@@ -13,24 +13,24 @@ from evigrad.plots import History, series
 from evigrad.training.metrics import read_metrics
 from evigrad.training.settings import BASELINES
 
-# The folder of the MAP run that ``evigrad train --compare-map`` makes inside of a run's.
+# The folder of the MAP run that ``evigrad train --compare-map`` makes inside a run's folder.
 MAP_FOLDER = "map"
-# Without these a file is no table of a run's metrics.
+# Columns that every table of a run's metrics has.
 _COLUMNS = ("epoch", "loss")
 
 
 @dataclass(frozen=True)
 class Record:
-    """A run, or as much of it as there is.
+    """A run, or the finished part of one.
 
     Attributes:
         path: Its folder.
         label: Its name in the report.
-        key: The same as a part of files' names; no two runs of a report have the same one.
+        key: Its name in files' names, unique in a report.
         history: One row for each finished epoch, one at least.
-        settings: What ``config.json`` says.
-        options: What ``config.yaml`` says; empty for a run that was started from Python.
-        results: What ``results.json`` says of this run; empty where there is none yet.
+        settings: The content of ``config.json``.
+        options: The content of ``config.yaml``; empty for a run that was started from Python.
+        results: The part of ``results.json`` on this run; empty before there is one.
         is_baseline: Whether it is the MAP run that another one is compared with.
     """
 
@@ -45,28 +45,21 @@ class Record:
 
     @property
     def method(self) -> str:
-        """How the hyperparameters were learned: the name of the estimator or the baseline."""
+        """Name of the estimator or the baseline by which hyperparameters were learned."""
         return _method(self.settings)
 
     @property
     def epochs(self) -> int:
-        """The epochs that are finished."""
+        """The number of finished epochs."""
         return int(series(self.history, "epoch")[0][-1])
 
     @property
     def planned(self) -> int:
-        """The epochs that the settings ask for."""
+        """The number of epochs in the settings."""
         return int(self.settings.get("epochs") or self.epochs)
 
     def columns(self, prefix: str) -> dict[str, str]:
-        """The columns of hyperparameters of a kind that have a value.
-
-        Args:
-            prefix: As ``precision/``.
-
-        Returns:
-            What follows the prefix, to the whole name.
-        """
+        """Hyperparameter columns that have a value, by what follows a prefix as ``precision/``."""
         return {
             column.removeprefix(prefix): column
             for column in self.history[0]
@@ -74,26 +67,12 @@ class Record:
         }
 
     def last(self, column: str) -> float | None:
-        """The last value that is known.
-
-        Args:
-            column: Of the metrics.
-
-        Returns:
-            The value; None if there is none, or it is not finite.
-        """
+        """The last known value of a column; None if there is none, or it is not finite."""
         values = series(self.history, column)[1]
         return values[-1] if values else None
 
     def changes(self, columns: Sequence[str]) -> bool:
-        """Whether one of these values is not the same in all epochs.
-
-        Args:
-            columns: Of the metrics.
-
-        Returns:
-            False for hyperparameters that nothing has learned so far.
-        """
+        """Whether one of these columns changes over the epochs, because it was learned."""
         return any(len(set(series(self.history, column)[1])) > 1 for column in columns)
 
 
@@ -125,7 +104,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Record]:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """Names with numbers behind those that were there before."""
+    """Names made unique by numbers at their end."""
     found: list[str] = []
     for name in names:
         candidate, number = name, 1

@@ -1,4 +1,4 @@
-"""What a report shows: figures with a sentence each, under headings."""
+"""The sections of a report: figures with a sentence each, under headings."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -59,14 +59,7 @@ _CURVES = (
 
 
 def curve_section(records: Sequence[Record]) -> Section:
-    """Learning curves of all runs.
-
-    Args:
-        records: The runs.
-
-    Returns:
-        A figure for each quantity that was recorded.
-    """
+    """Learning curves of all runs: a figure for each recorded quantity."""
     histories = {record.label: record.history for record in records}
     drawings = []
     for name, quantity, sentence in _CURVES:
@@ -84,14 +77,7 @@ def curve_section(records: Sequence[Record]) -> Section:
 
 
 def precision_section(records: Sequence[Record]) -> Section:
-    """Prior precisions of each run that changed them.
-
-    Args:
-        records: The runs.
-
-    Returns:
-        A figure for each, and a note for the others.
-    """
+    """A figure of prior precisions for each run that changed them; a note for the others."""
     drawings, notes = [], []
     for record, suffix, of in _named(records):
         columns = record.columns(PRECISION)
@@ -123,14 +109,7 @@ def precision_section(records: Sequence[Record]) -> Section:
 
 
 def noise_section(records: Sequence[Record]) -> Section:
-    """The observation noise of each run that has one.
-
-    Args:
-        records: The runs.
-
-    Returns:
-        A figure for each that changed it, and a note for the others.
-    """
+    """A figure of the observation noise for each run that changed it; a note for the others."""
     drawings, notes = [], []
     for record, suffix, of in _named(records):
         columns = _noise(record)
@@ -156,14 +135,7 @@ def noise_section(records: Sequence[Record]) -> Section:
 
 
 def invariance_section(records: Sequence[Record]) -> Section:
-    """The ranges of random transforms, and other hyperparameters of the network.
-
-    Args:
-        records: The runs.
-
-    Returns:
-        Figures for each run that changed them, and a note for the others.
-    """
+    """Figures of the network's hyperparameters, as ranges, that changed; notes for other runs."""
     drawings, notes = [], []
     for record, suffix, of in _named(records):
         fixed = [each for each in used_ranges(record) if not record.changes([each.column])]
@@ -189,20 +161,13 @@ def invariance_section(records: Sequence[Record]) -> Section:
 
 
 def has_transform(record: Record) -> bool:
-    """Whether a run's network may have a random transform of its inputs.
-
-    Args:
-        record: The run.
-
-    Returns:
-        True where it was started with one, or its metrics have a range.
-    """
+    """Whether a run was started with a random transform, or its metrics have a range."""
     asked = record.options.get("invariance") or record.options.get("flip")
     return bool(asked or record.columns(PREFIX))
 
 
 def _named(records: Sequence[Record]) -> list[tuple[Record, str, str]]:
-    """Runs with the ending of their files' names and of their titles; one run needs none."""
+    """Runs with the ends of their files' names and titles, which are empty for a single run."""
     main = [record for record in records if not record.is_baseline]
     named = [(record, f"-{record.key}", f", {record.label}") for record in records]
     if len(main) == 1:
@@ -211,7 +176,7 @@ def _named(records: Sequence[Record]) -> list[tuple[Record, str, str]]:
 
 
 def _ends(records: Sequence[Record], quantity: Quantity) -> str:
-    """The last values of a quantity; empty without any."""
+    """The last values of a quantity, in words; empty without any."""
     digits = 2 if quantity.factor == 100.0 else 0
     unit = " %" if quantity.factor == 100.0 else ""
     parts = []
@@ -230,7 +195,7 @@ def _ends(records: Sequence[Record], quantity: Quantity) -> str:
 
 
 def _details(records: Sequence[Record], quantity: Quantity) -> str:
-    """What else is to be said of a figure, with a space behind it."""
+    """Further sentences about a figure, with a space behind them."""
     histories = {record.label: record.history for record in records}
     said = "The first values lie below the axes. " if is_cut(histories, quantity) else ""
     if quantity is BRACKET:
@@ -263,7 +228,7 @@ def _noise(record: Record) -> dict[str, str]:
 
 
 def _from_to(record: Record, columns: Mapping[str, str]) -> str:
-    """The first and the last values, where they are few."""
+    """The first and the last values, if they are few."""
     if len(columns) > 4:
         return ""
     parts = [

@@ -1,4 +1,4 @@
-"""The tables of a report: where a run ended, what it learned, and how it was set."""
+"""The tables of a report: the metrics of each run, what it learned, and its settings."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,23 +9,16 @@ from evigrad.report.records import Record
 from evigrad.report.sections import MODEL, PRECISION
 from evigrad.training.settings import BASELINES
 
-# Above the values of the only run of a report.
+# The head of the column of values in a report of one run.
 _VALUE = "value"
-# Decimals of nats per datum, in which runs differ little.
+# Decimals of nats per datum: many, as runs differ little.
 _NATS = 4
-# More groups than this are in the figure and in metrics.csv alone.
+# More groups than this are left to the figure and metrics.csv.
 _MOST_GROUPS = 60
 
 
 def metrics_table(records: Sequence[Record]) -> Table:
-    """Where each run ended.
-
-    Args:
-        records: The runs.
-
-    Returns:
-        A row for each metric that a run has, with its unit; a column for each run.
-    """
+    """The final metrics: a row for each metric, with its unit, and a column for each run."""
 
     def error(record: Record) -> str:
         value = show(record.last("log_evidence"), digits=_NATS)
@@ -61,14 +54,7 @@ def metrics_table(records: Sequence[Record]) -> Table:
 
 
 def hyperparameter_table(record: Record) -> Table:
-    """The hyperparameters of a run at its start and at its end.
-
-    Args:
-        record: The run.
-
-    Returns:
-        A row for each group of the prior, noise, range and other hyperparameter.
-    """
+    """The hyperparameters of a run at its start and its end: groups of the prior, noise, ranges."""
     rows = []
     precisions = record.columns(PRECISION)
     note = ""
@@ -95,14 +81,7 @@ def hyperparameter_table(record: Record) -> Table:
 
 
 def settings_table(records: Sequence[Record]) -> Table:
-    """How the runs were set, in short.
-
-    Args:
-        records: The runs.
-
-    Returns:
-        A row for each setting, a column for each run.
-    """
+    """The main settings: a row for each, a column for each run."""
     rows: list[tuple[str, Callable[[Record], str]]] = [
         ("data", _option("data")),
         ("training data", _setting("num_data")),
@@ -130,14 +109,7 @@ def settings_table(records: Sequence[Record]) -> Table:
 
 
 def all_settings(record: Record) -> Table:
-    """Every setting of a run, under the name that it has in Python and on the command line.
-
-    Args:
-        record: The run.
-
-    Returns:
-        A row for each.
-    """
+    """Every setting of a run, under its name in Python and on the command line."""
     known = {**record.options, **record.settings}
     return Table(
         f"All settings, {record.label}",
@@ -167,7 +139,7 @@ def _whole(value: float | None) -> int | None:
 
 
 def _judges(records: Sequence[Record]) -> str:
-    """The one estimator that has judged all runs after training, if it was one."""
+    """The title's end: the estimator that evaluated all runs after training, if it was one."""
     found = [r.results["evidence"] for r in records if isinstance(r.results.get("evidence"), dict)]
     names = {str(each.get("estimator")) for each in found}
     return f" by {names.pop()}" if len(names) == 1 else " after training"

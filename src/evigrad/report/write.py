@@ -1,4 +1,4 @@
-"""Read runs, draw, and write the page."""
+"""Read runs, draw their figures, and write the page."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 REPORT = "report.html"
 FIGURES = "figures"
-# Dots per inch: sharp on a phone, whose pixels are small.
+# Dots per inch: sharp on the small pixels of a phone.
 _RESOLUTION = 160
 
 
@@ -117,7 +117,7 @@ def _title(records: Sequence[Record]) -> str:
 
 
 def _lead(records: Sequence[Record]) -> list[str]:
-    """What is to be known before the numbers are read."""
+    """The paragraphs under the title."""
     return [
         f"{record.label} is not finished, or was ended early: it is shown up to epoch"
         f" {record.epochs} of {record.planned}."
@@ -132,7 +132,7 @@ def _augmentation_section(
     """Images under the random transform of each run that has one."""
     drawings: list[Drawing] = []
     notes = []
-    # A MAP run that is compared keeps the transform that the run beside it started with.
+    # A MAP run keeps the transform that the run compared with it started with.
     chosen = [r for r in records if has_transform(r) and not r.is_baseline] if examples else []
     for record in chosen:
         try:

@@ -54,7 +54,7 @@ class Loop:
     """
 
     def __init__(self, evidence: Evidence, data: RunData, settings: PlannedSettings) -> None:
-        """Make the optimisers; only ``learn`` touches the hyperparameters.
+        """Make the optimisers.
 
         Raises:
             ConfigurationError: If a user's own optimiser has weight decay or does not hold exactly
