@@ -1,4 +1,4 @@
-"""The table of subcommands, and the way from arguments to the one that was asked for."""
+"""The table of subcommands, and the dispatch of arguments to one of them."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -17,7 +17,7 @@ _DESCRIPTION = (
 )
 
 # What each subcommand does. Its module has its name, make_parser() and run(parser, options), and is
-# imported when it is asked for: it needs PyTorch, for which the overview does not wait.
+# imported on demand: it needs PyTorch, whose import would delay the overview.
 COMMANDS = {
     "train": "Train a network, learn its weight decay for each layer and its invariances",
     "pareto": "Compare estimators: tightness over time (Figure 1 of the paper)",
@@ -35,22 +35,12 @@ _MOVED = (
 
 
 def module_of(name: str) -> ModuleType:
-    """The module of a subcommand.
-
-    Args:
-        name: A key of ``COMMANDS``.
-
-    Returns:
-        The module.
-    """
+    """The module of a subcommand, a key of ``COMMANDS``."""
     return import_module(f"evigrad.cli.{name}")
 
 
 def run(arguments: Sequence[str]) -> int:
     """Parse arguments and run the subcommand.
-
-    Args:
-        arguments: The arguments after the program's name.
 
     Returns:
         The exit code.
@@ -77,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         options = parser.parse_args(list(arguments[1:]))
         if file := resumed_configuration(options.get("resume")):
-            # Again, as if the run's own options had been given first.
+            # Parsed again, as if the run's own options had been given first.
             options = parser.parse_args(["--config", str(file), *arguments[1:]])
         check_null(parser, options)
         if not file:

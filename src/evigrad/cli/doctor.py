@@ -1,4 +1,4 @@
-"""``evigrad doctor``: what an estimator would do to a network, and what it costs."""
+"""``evigrad doctor``: what an estimator does with a network, and what it costs."""
 
 from dataclasses import dataclass
 
@@ -44,10 +44,10 @@ class Cost:
 
     Attributes:
         batch_step: A forward and backward pass of the training loss over a batch.
-        block_step: The same over the data of a block of the estimator: the yardstick.
+        block_step: The same over a block of the estimator, for comparison.
         estimate: One estimate.
         backward: One estimate and its gradient.
-        first: What the estimate was.
+        first: The first estimate itself.
         block_size: Data in a block.
     """
 
@@ -60,11 +60,7 @@ class Cost:
 
 
 def make_parser() -> Parser:
-    """The options of ``evigrad doctor``.
-
-    Returns:
-        The parser.
-    """
+    """The options of ``evigrad doctor``."""
     parser = Parser(description=_DESCRIPTION, usage="evigrad doctor [options]")
     options = Options(parser)
     options.add_group("network and data", set_up, NETWORK, SETUP_TYPES)
@@ -79,10 +75,6 @@ def make_parser() -> Parser:
 
 def run(parser: Parser, options: Namespace) -> int:
     """Examine a network as the options say.
-
-    Args:
-        parser: The parser of the options.
-        options: The options.
 
     Returns:
         The exit code.
@@ -118,16 +110,7 @@ def run(parser: Parser, options: Namespace) -> int:
 
 
 def measure(evidence: Evidence, data: tuple[Tensor, Tensor], batch_size: int) -> Cost:
-    """Time a training step, an estimate and its gradient.
-
-    Args:
-        evidence: Of any network; its weights stay.
-        data: Training data on the network's device.
-        batch_size: Data in a training step.
-
-    Returns:
-        The median times.
-    """
+    """Median times of a training step, an estimate and its gradient; the weights stay."""
     x, y = data
     weights = list(evidence.weights().values())
     (block,) = evidence.blocks(data).take(1)
@@ -206,7 +189,7 @@ def _cost_table(evidence: Evidence, cost: Cost, memory: int, batch_size: int) ->
 
 
 def _micro_batches(evidence: Evidence) -> str:
-    """What ``micro_batch="auto"`` has chosen; nothing where it was not asked for."""
+    """The sizes that ``micro_batch="auto"`` chose; nothing without it."""
     chosen = evidence.state_dict()["micro_batches"]
     if not chosen:
         return ""

@@ -1,4 +1,4 @@
-"""What Ctrl-C and a polite kill do to a command that trains."""
+"""What Ctrl-C and SIGTERM do to a command that trains."""
 
 import os
 import shlex
@@ -15,52 +15,41 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(KeyboardInterrupt):
-    """A command that was ended by a signal, with words for its user.
-
-    Attributes:
-        exit_code: That of a process that the signal ended.
-    """
+    """A command that a signal ended, with a text for its user and the process' ``exit_code``."""
 
     def __init__(self, text: str, number: int) -> None:
-        """Take up a signal.
-
-        Args:
-            text: What to say.
-            number: Of the signal.
-        """
         super().__init__(text)
         self.exit_code = 128 + number
 
 
 class Interruption:
-    """SIGINT and SIGTERM: at once in general, after the epoch where one is in training.
+    """SIGINT and SIGTERM end a command at once, and a training after its epoch.
 
-    Used as a context, inside of which it takes the signals.
+    A context manager, which handles the signals while it is open.
     """
 
     def __init__(self) -> None:
-        """Nothing is taken before the context is entered."""
         self.number: int | None = None
         self._patient = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interruption":
-        """Take the signals, which Python only lets the main thread do."""
+        """Handle the signals; Python lets only the main thread do so."""
         if threading.current_thread() is threading.main_thread():
             self._before = {n: signal.signal(n, self._take) for n in _SIGNALS}
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Give them back."""
+        """Restore the earlier handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     @contextmanager
     def patient(self) -> Iterator[Callable[[], bool]]:
-        """Where the first signal is only taken note of, as somebody asks for it.
+        """Only note the first signal, so that the caller can finish its epoch.
 
         Yields:
-            Whether there was a signal.
+            A function that tells whether there was a signal.
 
         Raises:
             KeyboardInterrupt: On the way out, if there was one.
@@ -77,23 +66,23 @@ class Interruption:
         first, self.number = self.number is None, number
         if not (first and self._patient):
             raise KeyboardInterrupt
-        # Not by print: the signal may have come in the middle of one.
+        # Without print: the signal may have come in the middle of one.
         words = "\nStopping after this epoch; once more to stop at once.\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, words.encode())
 
 
 @contextmanager
 def interruptible(folder: Path) -> Iterator[Interruption]:
-    """Take the signals for a run, and say how to go on with it.
+    """Handle the signals for a run, and say how to resume it.
 
     Args:
-        folder: Of the run.
+        folder: The run's folder.
 
     Yields:
-        What took the signals.
+        The handler.
 
     Raises:
-        Interrupted: Where something inside was.
+        Interrupted: If a signal ended what was inside.
     """
     with Interruption() as interruption:
         try:

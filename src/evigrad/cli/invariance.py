@@ -8,7 +8,7 @@ from evigrad.errors import ConfigurationError, nearest
 from evigrad.invariances import GENERATORS, AffineInvariance
 from evigrad.invariances.affine import LIMITS
 
-# In the place of the names, all of them; in the place of a range, its limit.
+# Instead of names: all generators. Instead of a range: its limit.
 EVERYTHING = "affine"
 LIMIT = "max"
 
@@ -18,7 +18,7 @@ class Invariance:
     """An average over affine transforms that a network can be wrapped in.
 
     Attributes:
-        ranges: Initial ranges by generator; none is possible where images are flipped.
+        ranges: Initial ranges by generator; may be empty where images are flipped.
         learn: Whether the ranges are learned.
         flip: Whether images are mirrored at random.
         samples: Transforms of each input.
@@ -33,23 +33,16 @@ class Invariance:
 
     @property
     def hyperparameters(self) -> tuple[str, ...]:
-        """What there is to learn in a wrapped network."""
+        """Names of the learned hyperparameters in a wrapped network."""
         return ("invariance",) if self.learn and self.ranges else ()
 
     def as_record(self, fill: list[float]) -> dict[str, Any]:
-        """What ``evigrad.models.make_network`` averages a network over.
-
-        Args:
-            fill: Beyond the borders of an image.
-
-        Returns:
-            Plain numbers, strings and dictionaries, for files.
-        """
+        """The ``invariance`` of ``make_network``'s record; ``fill`` colours what lies outside."""
         transform = {"ranges": self.ranges, "learn": self.learn, "flip": self.flip, "fill": fill}
         return {"transform": transform, "num_samples": self.samples, "average": self.average}
 
     def describe(self) -> str:
-        """In words, as a part of a sentence."""
+        """The transforms in words, as a part of a sentence."""
         names = "all affine maps" if len(self.ranges) == len(GENERATORS) else ", ".join(self.ranges)
         what = " and ".join(part for part in (names, "flips" if self.flip else "") if part)
         return f"averaged over {self.samples} samples of {what}"
@@ -61,12 +54,12 @@ def read_invariance(
     """The invariance that options ask for.
 
     Args:
-        text: ``affine``, or names of generators, each maybe with its range behind ``=``.
-        initial: Range of those without one.
+        text: ``affine``, or names of generators, each maybe with ``=`` and its range.
+        initial: Range of generators without one.
         learn: Whether the ranges are learned.
         flip: Whether images are mirrored at random.
         samples: Transforms of each input.
-        average: What is averaged.
+        average: ``logits`` or ``probabilities``.
 
     Returns:
         The invariance, or None where none is asked for.

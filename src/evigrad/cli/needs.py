@@ -1,4 +1,4 @@
-"""Options that are of use only beside others, and the refusal of those that would be ignored."""
+"""Options that only work with others, and the refusal of those that would be ignored."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -12,15 +12,15 @@ from evigrad.errors import ConfigurationError
 def check_needs(parser: ArgumentParser, options: Namespace, typed: Iterable[str]) -> None:
     """Refuse options that were typed and would be ignored, and name those of a file.
 
-    A file may serve several runs, of which one has no use for all that it says.
+    Those of a file are only named, as a file may serve several runs that use different options.
 
     Args:
-        parser: Of the options.
-        options: As read.
+        parser: The options' parser.
+        options: The parsed options.
         typed: The arguments as they were typed.
 
     Raises:
-        ConfigurationError: If one was typed; the text says what it is of use with.
+        ConfigurationError: If one was typed; the text says what it works with.
     """
     given = {
         word[2:].partition("=")[0].removeprefix("no-").replace("-", "_")
@@ -45,7 +45,7 @@ def check_needs(parser: ArgumentParser, options: Namespace, typed: Iterable[str]
 
 
 def _uses(part: str) -> Callable[[Namespace], bool]:
-    """Whether a training's estimator has a word in its name."""
+    """Whether a word is in the name of a training's estimator."""
 
     def uses(options: Namespace) -> bool:
         names = options.get("estimators") or [options.estimator or "map"]
@@ -72,13 +72,13 @@ def _ranges(options: Namespace) -> bool:
 
 
 def _adam(options: Namespace) -> bool:
-    """Whether the prior, or a noise, is learned by Adam; tables alone have a noise."""
+    """Whether Adam learns the prior, or a noise; tables alone have a noise."""
     by_name = options.likelihood is None and re.search("[/.]", options.data)
     return options.prior_update == "adam" or options.likelihood == "gaussian" or bool(by_name)
 
 
 _Need = tuple[tuple[str, ...], str, Callable[[Namespace], bool]]
-# Options, what they are of use with, and whether that is there. The first that fails is told.
+# Options, what they work with, and whether that is there. The first failure is reported.
 NEEDS: tuple[_Need, ...] = (
     (("initial_range", "learn_invariance"), "with --invariance", _transforms),
     (("samples", "average"), "with --invariance or --flip", _averages),

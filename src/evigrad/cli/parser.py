@@ -13,7 +13,7 @@ from evigrad.estimators import DEFAULT_ESTIMATOR
 
 _HELP_WIDTH = 96
 _HELP_COLUMN = 30
-# Options of earlier versions, which configurations of old runs still have, and what to do instead.
+# Options of earlier versions, which configurations of old runs still have, and their replacement.
 _KEPT = "it keeps what was its default. Leave it away."
 _GONE = {
     **dict.fromkeys(("prior-rate", "prior-rate-min", "anchor-refresh", "anchor-likelihood"), _KEPT),
@@ -27,7 +27,7 @@ class CommandLineError(Exception):
 
 
 class Formatter(RawDescriptionHelpFormatter):
-    """Help with the default behind each description, and no internal types."""
+    """Help with the default behind each description, and without internal types."""
 
     def __init__(self, prog: str, **keywords: Any) -> None:
         super().__init__(prog, max_help_position=_HELP_COLUMN, width=_HELP_WIDTH)
@@ -49,14 +49,10 @@ class Formatter(RawDescriptionHelpFormatter):
 
 
 class Parser(ArgumentParser):
-    """A parser whose mistakes become one clean sentence with the nearest option's name."""
+    """Turns a mistake in the arguments into one sentence with the nearest option's name."""
 
     def __init__(self, **keywords: Any) -> None:
-        """Make a parser that reads ``--config FILE`` and prints ``--print-config``.
-
-        Args:
-            **keywords: As for ``jsonargparse.ArgumentParser``.
-        """
+        """Read ``--config FILE``, print ``--print-config``; keywords of ``ArgumentParser``."""
         super().__init__(
             formatter_class=Formatter, print_config="--print-config", add_help=False, **keywords
         )
@@ -67,15 +63,7 @@ class Parser(ArgumentParser):
                 action.help, action.metavar = "Print all options as such a file and exit.", ""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise the mistake instead of printing usage and leaving.
-
-        Args:
-            message: What the parser found.
-            ex: Its cause.
-
-        Raises:
-            CommandLineError: Always.
-        """
+        """Raise a mistake as a CommandLineError, instead of printing usage and exiting."""
         if isinstance(ex, CommandLineError):
             raise ex
         raise CommandLineError(message) from ex
@@ -85,11 +73,6 @@ class Options:
     """Options of one subcommand, taken from the signatures and docstrings of functions."""
 
     def __init__(self, parser: ArgumentParser) -> None:
-        """Take up a parser.
-
-        Args:
-            parser: Where the options go.
-        """
         self.parser = parser
 
     def add_group(
@@ -150,15 +133,7 @@ def add_list(group: Any, flag: str, kind: type, default: Sequence[Any] | None, w
 
 
 def check_null(parser: ArgumentParser, options: Namespace) -> None:
-    """Refuse the null of a file as the value of an option that has another default.
-
-    Args:
-        parser: Of the options.
-        options: As read.
-
-    Raises:
-        ConfigurationError: If there is one; the text names it.
-    """
+    """Raise ConfigurationError for a file's null, unless it is the option's default."""
     for name, default in parser.get_defaults().items():
         if options[name] is None and default is not None:
             raise ConfigurationError(
@@ -168,14 +143,7 @@ def check_null(parser: ArgumentParser, options: Namespace) -> None:
 
 
 def argument_descriptions(function: Callable[..., Any]) -> dict[str, str]:
-    """The descriptions under ``Args:`` of a Google docstring.
-
-    Args:
-        function: Anything with a docstring.
-
-    Returns:
-        Name to description, in one line each.
-    """
+    """Name to description, in one line each, from the ``Args:`` of a Google docstring."""
     found: dict[str, str] = {}
     name = ""
     inside = False
@@ -191,14 +159,7 @@ def argument_descriptions(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def with_hyphens(arguments: Sequence[str]) -> list[str]:
-    """Options in the spelling of the help, whether they were typed with ``_`` or with ``-``.
-
-    Args:
-        arguments: As typed.
-
-    Returns:
-        The same with ``--run_dir`` as ``--run-dir``.
-    """
+    """Options in the spelling of the help: ``--run_dir`` becomes ``--run-dir``."""
     spelled = []
     for argument in arguments:
         if argument.startswith("--"):
@@ -209,10 +170,10 @@ def with_hyphens(arguments: Sequence[str]) -> list[str]:
 
 
 def explain(message: str, parser: ArgumentParser | None, command: str) -> ConfigurationError:
-    """Reword what the parser found, for a reader who did not write the parser.
+    """Reword the parser's message for users.
 
     Args:
-        message: The parser's words.
+        message: The parser's message.
         parser: The subcommand's parser, if the mistake is in its options.
         command: The words that were typed before the options, as ``evigrad train``.
 
@@ -259,7 +220,7 @@ def explain(message: str, parser: ArgumentParser | None, command: str) -> Config
 
 
 def _expected(text: str) -> str:
-    """The parser's words about a value of a wrong type, without its Python."""
+    """The parser's message about a value of a wrong type, without names of Python's types."""
     kinds = {"int": "a whole number", "float": "a number", "bool": "yes or no", "str": "a text"}
     value = re.search(r"(?:Got value|Given value): (.*)$", text)
     given = f", not '{value[1].strip()}'" if value else ""
@@ -285,7 +246,7 @@ def _option_names(parser: ArgumentParser) -> list[str]:
 
 
 def _metavar(name: str, kind: Any) -> str:
-    """How the help shows a value."""
+    """The placeholder of a value in the help."""
     text = str(kind)
     if name.endswith("_dir") or name == "results":
         return "DIR"

@@ -1,4 +1,4 @@
-"""``evigrad report``: one page of figures and tables for a run, or several."""
+"""``evigrad report``: one page of figures and tables for one or several runs."""
 
 from typing import Any
 
@@ -23,11 +23,7 @@ _TYPES: dict[str, Any] = {"data_dir": str | None, "examples": int}
 
 
 def make_parser() -> Parser:
-    """The options of ``evigrad report``.
-
-    Returns:
-        The parser.
-    """
+    """The options of ``evigrad report``."""
     parser = Parser(description=_DESCRIPTION, usage="evigrad report RUN [RUN ...] [options]")
     parser.add_argument_group("what to show").add_argument(
         "runs", type=str, nargs="*", metavar="RUN", default=[], help="Folders of runs."
@@ -38,10 +34,6 @@ def make_parser() -> Parser:
 
 def run(parser: Parser, options: Namespace) -> int:
     """Write the page.
-
-    Args:
-        parser: The parser of the options.
-        options: The options.
 
     Returns:
         The exit code.

@@ -1,4 +1,4 @@
-"""``evigrad train --resume RUN``: which run, and that nothing contradicts it."""
+"""``evigrad train --resume RUN``: find the run, and refuse options that contradict it."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ CONFIGURATION = "config.yaml"
 RESULTS = "results.json"
 RESUME_TYPES: dict[str, Any] = {"resume": str | None}
 
-# Options that change no result, and the folder of the data, which are compared themselves.
+# Options that change no result; and the folder of the data, as the data themselves are compared.
 _FREE = {"config", "resume", "run_dir", "progress", "figures", "checkpoint_every", "data_dir"}
 
 
@@ -50,12 +50,12 @@ def resumed_configuration(resume: str | None = None) -> Path | None:
 
 
 def resumed_folder(parser: Parser, options: Namespace, file: Path) -> Path:
-    """The folder of the run to go on with.
+    """The folder of the run to resume.
 
     Args:
         parser: The parser of the options.
-        options: Those of ``file``, and those that were typed after it.
-        file: From ``resumed_configuration``.
+        options: The options of ``file``, and those that were typed after it.
+        file: The result of ``resumed_configuration``.
 
     Returns:
         The folder.
@@ -81,15 +81,7 @@ def resumed_folder(parser: Parser, options: Namespace, file: Path) -> Path:
 
 
 def is_complete(folder: Path, figures: bool) -> bool:
-    """Whether there is nothing left to do for a run.
-
-    Args:
-        folder: Of the run.
-        figures: Whether it is to have figures.
-
-    Returns:
-        True where all that was asked for is in the folder.
-    """
+    """Whether a run's folder has all that was asked for, maybe figures too."""
     drawn = not figures or (folder / "figures").is_dir()
     return drawn and (folder / RESULTS).is_file()
 

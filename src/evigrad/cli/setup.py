@@ -1,4 +1,4 @@
-"""What several commands do first: threads, device, data, network."""
+"""The first steps of several commands: threads, device, data, network."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from evigrad.data import DataSet, load
 from evigrad.errors import ConfigurationError
 from evigrad.models import make_network
 
-# Types of the options below, and of those of ``evigrad.fit``, on the command line.
+# Types of ``set_up``'s options on the command line.
 SETUP_TYPES: dict[str, Any] = {
     "data": str,
     "data_dir": str | None,
@@ -36,13 +36,13 @@ SETUP_TYPES: dict[str, Any] = {
 # More than a machine has; of some ten thousand the OpenMP library ends the process.
 MOST_THREADS = 1024
 _LARGEST_SEED = 2**63 - 1
-# No network has more layers or channels.
+# More layers or channels than any network has.
 _LARGEST_SIZE = 10**5
-# The options in their groups.
+# The options in the groups of the help.
 NETWORK = ("data", "data_dir", "target", "subset", "test_subset", "model", "depth", "width")
 INVARIANCE = ("invariance", "initial_range", "learn_invariance", "flip", "samples", "average")
 MACHINE = ("seed", "device", "threads")
-# What the width of a network is called where it is not called that.
+# Names of the width in networks that call it something else.
 _WIDTHS = {"wide_resnet": "widen_factor"}
 
 
@@ -55,8 +55,8 @@ class Setup:
         device: Where to compute.
         model_name: Name of the network.
         seed: Seed of initial weights.
-        sizes: Depth and width of the network, where they are not its own.
-        invariance: What the network is averaged over, or None.
+        sizes: Depth and width of the network, where they differ from its defaults.
+        invariance: The average that the network is wrapped in, or None.
     """
 
     data: DataSet
@@ -68,7 +68,7 @@ class Setup:
 
     @property
     def network(self) -> dict[str, Any]:
-        """What ``evigrad.models.make_network`` makes the network of."""
+        """The network's record for ``evigrad.models.make_network``."""
         model = {
             "name": self.model_name,
             "input_shape": list(self.data.input_shape),
@@ -83,12 +83,12 @@ class Setup:
         return {"model": model, "invariance": averaged}
 
     def make_model(self) -> nn.Module:
-        """The network with its initial weights, the same ones at every call."""
+        """The network with its initial weights, the same at every call."""
         return make_network(self.network, self.seed).to(self.device)
 
     @property
     def hyperparameters(self) -> tuple[str, ...]:
-        """What the network has to learn beside its weights."""
+        """Names of what the network learns beside its weights."""
         return () if self.invariance is None else self.invariance.hyperparameters
 
     def describe_model(self) -> str:
@@ -184,14 +184,7 @@ def set_up(
 
 
 def default_model(input_shape: Sequence[int]) -> str:
-    """The name of a network that takes some data.
-
-    Args:
-        input_shape: Shape of one input.
-
-    Returns:
-        A key of ``evigrad.models.MODELS``.
-    """
+    """Name of a network that fits inputs of a shape."""
     if len(input_shape) == 1:
         return "mlp"
     by_size = {(8, 8): "digitsnet", (28, 28): "mininet"}
@@ -199,63 +192,27 @@ def default_model(input_shape: Sequence[int]) -> str:
 
 
 def check_range(name: str, value: int, least: int, most: int) -> None:
-    """Refuse a number that makes no sense.
-
-    Args:
-        name: Of the option.
-        value: The number.
-        least: The smallest one that does.
-        most: The largest one.
-
-    Raises:
-        ConfigurationError: If it lies outside.
-    """
+    """Raise ConfigurationError unless an option's value lies between ``least`` and ``most``."""
     if not least <= value <= most:
         end = f"at least {least}" if value < least else f"at most {most}"
         raise ConfigurationError(f"{name} must be {end}, not {value}.")
 
 
 def sizes_of(model: str, depth: int | None, width: int | None) -> dict[str, int]:
-    """The settings of a network by the names that it has for them.
-
-    Args:
-        model: Name of the network.
-        depth: None for its own.
-        width: None for its own.
-
-    Returns:
-        What ``evigrad.models.make_model`` takes.
-    """
+    """The settings of ``make_model`` for depth and width; None leaves the network's own."""
     given = {"depth": depth, _WIDTHS.get(model, "width"): width}
     return {name: size for name, size in given.items() if size is not None}
 
 
 def device_name(name: str) -> str:
-    """What an option of a device means here.
-
-    Args:
-        name: As cpu or cuda; auto is cuda if there is one.
-
-    Returns:
-        The name of a device.
-    """
+    """The device of an option: cpu, cuda, or auto, which is cuda if there is one."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return name
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that an option names.
-
-    Args:
-        name: As cpu or cuda; auto is cuda if there is one.
-
-    Returns:
-        The device.
-
-    Raises:
-        ConfigurationError: If it cannot be used here.
-    """
+    """The device of an option as in ``device_name``; ConfigurationError if it cannot be used."""
     try:
         device = torch.device(device_name(name))
         torch.empty(0, device=device)

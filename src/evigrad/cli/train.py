@@ -101,7 +101,7 @@ FIT_TYPES: dict[str, Any] = {
     "checkpoint_every": int | None,
     "progress": bool,
 }
-# Where the command line has other words than Python.
+# Descriptions of options where the command line differs from Python.
 FIT_WORDS = {
     "estimator": "Evidence estimator, STRUCTURE-SUBSET-OUTPUTS: structure ntk, full, blockdiag,"
     " kfac or diag; data in a block, or N for all data; outputs in a block, or C for all."
@@ -117,7 +117,7 @@ OWN_TYPES: dict[str, Any] = {
     "run_dir": str | None,
     "figures": bool,
 }
-# Time of the final evaluation as a part of training's, and what a short training is worth.
+# Time of the final evaluation as a share of training's, and its least, in seconds.
 _EVALUATION, _LEAST_SECONDS = 0.25, 2.0
 _UNITS = " Ranges are in half images, radians, and natural logarithms of scales."
 _PRIOR = ("estimator", "likelihood", "prior", "precision")
@@ -129,11 +129,7 @@ _HYPER = (
 
 
 def make_parser() -> Parser:
-    """The options of ``evigrad train``.
-
-    Returns:
-        The parser.
-    """
+    """The options of ``evigrad train``."""
     parser = Parser(description=_DESCRIPTION, usage="evigrad train [options]")
     options = Options(parser)
     add_training(options)
@@ -146,12 +142,7 @@ def make_parser() -> Parser:
 
 
 def add_training(options: Options, with_estimator: bool = True) -> None:
-    """The options of a training, without those of its files and its machine.
-
-    Args:
-        options: Where they go.
-        with_estimator: Whether the estimator is one of them.
-    """
+    """Add the options of a training, except those of its files and its machine."""
     prior = _PRIOR if with_estimator else _PRIOR[1:]
     options.add_group("what to train", set_up, NETWORK, SETUP_TYPES)
     options.add_group("invariance", set_up, INVARIANCE, SETUP_TYPES)
@@ -164,10 +155,6 @@ def add_training(options: Options, with_estimator: bool = True) -> None:
 
 def run(parser: Parser, options: Namespace) -> int:
     """Train as the options say.
-
-    Args:
-        parser: The parser of the options.
-        options: The options.
 
     Returns:
         The exit code.
@@ -323,14 +310,7 @@ def _default_directory(setup: Setup, options: Namespace) -> Path:
 
 
 def folder_name(*parts: str) -> str:
-    """A name for a folder.
-
-    Args:
-        *parts: Of data sets, networks and estimators.
-
-    Returns:
-        The parts with hyphens between them, and in the place of what a path has a meaning for.
-    """
+    """Data sets, networks and estimators joined by hyphens, without characters special in paths."""
     return "-".join(parts).replace("/", "-").replace(":", "-")
 
 
@@ -404,7 +384,7 @@ def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue], data
 
 
 def _gain(results: dict[str, FitResult]) -> str:
-    """What learning won or lost on the test data beside MAP, in a sentence; empty without MAP."""
+    """What learning won or lost on test data against MAP, in a sentence; empty without MAP."""
     if len(results) < 2:
         return ""
     (name, base), (learner, learned) = results.items()

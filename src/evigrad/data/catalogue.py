@@ -16,7 +16,7 @@ from evigrad.errors import ConfigurationError, nearest
 DATA_DIR_VARIABLE = "EVIGRAD_DATA"
 TABLE_FOLDER = "uci"
 
-# Those that need no file of the user's.
+# Data sets that need no file of the user's.
 SHIPPED: dict[str, Callable[[int | None, int, str | None], DataSet]] = {
     "digits": load_digits,
     "mnist5k": load_mnist5k,
@@ -34,8 +34,8 @@ def available(data_dir: str | os.PathLike[str] | None = None) -> list[str]:
             ``EVIGRAD_DATA`` names, if it is set.
 
     Returns:
-        The shipped sets, then image sets of the folder, and of the Hugging Face hub if the library
-        that reads from it is installed, and at last tables of the folder.
+        The shipped sets, image sets of the folder, those of the Hugging Face hub if the library
+        that reads from it is installed, and tables of the folder, in this order.
 
     Raises:
         ConfigurationError: If the folder does not exist.
@@ -73,8 +73,8 @@ def load(
       network the first time.
     - ``uci/NAME``, or NAME, with ``uci/NAME.parquet`` in the data folder: a table.
     - A path that ends in .csv, .tsv or .parquet: a table of features and a target, of classes or
-      real numbers; texts among the features become 0/1 columns, one for each.
-    - ``NAME:VARIANT`` for any image set: each image, train and test alike, was transformed once, by
+      real numbers. Each text among the features becomes a 0/1 column.
+    - ``NAME:VARIANT`` for any image set: each image, train and test alike, is transformed once, by
       bilinear interpolation on black. ``rotated90`` and ``rotated180``: by an angle uniform in
       ±90° or ±180°; ``translated8``: by up to 8 pixels in x and y; ``scaled``: by a factor exp(u),
       u uniform in ±log 2. An image has the same transform in every subset and with every seed.
@@ -87,11 +87,10 @@ def load(
         data_dir: Folder of Parquet files; None takes the one that the environment variable
             ``EVIGRAD_DATA`` names, if it is set.
         subset: Number of train data, drawn uniformly; None takes all. The test set stays whole.
-        seed: Seed of that draw, and, where ``split`` is None, the choice of a table's split.
-        split: Index of a table's train/test split; None takes ``seed`` modulo their number. Of a
-            table without splits it is the seed of a random one, a fifth for the test.
-        target: Column of a table that is to be predicted; None takes the one that its metadata
-            names.
+        seed: Seed of that draw; where ``split`` is None, it also chooses a table's split.
+        split: Index of a table's train/test split; None takes ``seed`` modulo their number. For a
+            table without splits, the seed of a random one with a fifth for the test.
+        target: The target's column of a table; None takes the one that its metadata names.
         likelihood: What a table's target is: ``categorical``, classes, or ``gaussian``, real
             numbers. None takes texts, yes/no, and at most 20 different whole numbers for classes.
 
@@ -158,12 +157,12 @@ def _folder(data_dir: str | os.PathLike[str] | None) -> Path | None:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name may become part of a file name."""
+    """Whether a name may be part of a file name."""
     return re.fullmatch(r"\w[\w.-]*", name) is not None
 
 
 def _table_file(name: str, folder: Path | None) -> Path | None:
-    """The table of that name; image sets and shipped sets of the same name go first."""
+    """The table of that name; image sets and shipped sets of the same name take precedence."""
     short = name.removeprefix(f"{TABLE_FOLDER}/")
     if folder is None or name in SHIPPED or not _is_plain(short):
         return None
@@ -186,7 +185,7 @@ def _unknown(name: str, folder: Path | None) -> str:
 
 
 def _where_to_put(name: str, folder: Path | None, alternative: str = "") -> str:
-    """Words for the files of a data set."""
+    """Where to put the files of a data set, in words."""
     where = (
         f"No data folder is set: name one with --data-dir (data_dir=...) or the environment "
         f"variable {DATA_DIR_VARIABLE}."

@@ -1,4 +1,4 @@
-"""What a data set is to the rest of evigrad: tensors, and the facts that training needs."""
+"""Data sets as the rest of evigrad uses them: tensors, and the facts that training needs."""
 
 from dataclasses import dataclass, replace
 
@@ -25,12 +25,12 @@ class DataSet:
         input_shape: Shape of one input.
         likelihood: Name of the likelihood that fits the targets, "categorical" or "gaussian".
         class_names: Words for the classes; empty for regression.
-        mean: What was subtracted from the inputs, broadcastable to one input: per channel (C, 1, 1)
-            for images, per feature (F,) for tables.
-        std: What the inputs were divided by after that, of the shape of ``mean``. A channel or
-            feature that is constant over the train set has 1.
-        target_mean: What was subtracted from the targets, (num_outputs,); None for classification.
-        target_std: What the targets were divided by, (num_outputs,); None for classification.
+        mean: Subtracted from the inputs, broadcastable to one input: per channel (C, 1, 1) for
+            images, per feature (F,) for tables.
+        std: Divides the inputs after that, of the shape of ``mean``. A channel or feature that is
+            constant over the train set has 1.
+        target_mean: Subtracted from the targets, (num_outputs,); None for classification.
+        target_std: Divides the targets, (num_outputs,); None for classification.
     """
 
     name: str
@@ -82,11 +82,11 @@ class DataSet:
         return (x[rest], y[rest]), (x[held_out], y[held_out])
 
     def with_test_subset(self, count: int, seed: int = 0) -> "DataSet":
-        """The same train set with some of the test data, for evaluations that cost less.
+        """The same train set with some of the test data, for cheaper evaluations.
 
         Args:
-            count: How many, drawn at random.
-            seed: Of the draw.
+            count: Number of test data, drawn at random.
+            seed: Seed of the draw.
 
         Returns:
             The smaller data set.
@@ -109,11 +109,11 @@ class DataSet:
         """A copy on another device, or in another floating-point type; labels stay int64.
 
         Args:
-            device: Where the tensors shall lie; None leaves them.
+            device: Where to put the tensors; None leaves them.
             dtype: Type of inputs, regression targets and statistics; None leaves it.
 
         Returns:
-            The data set with its tensors moved.
+            The copy.
         """
 
         def move(tensor: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class DataSet:
         )
 
     def describe(self) -> str:
-        """One line for a log: sizes, shapes and what the targets are.
+        """One line for a log: sizes, shapes and the kind of targets.
 
         Returns:
             For example ``digits: 1,438 train and 359 test data of shape 1x8x8, 10 classes``.

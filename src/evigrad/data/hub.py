@@ -22,7 +22,7 @@ from evigrad.data.image_table import (
 )
 from evigrad.errors import ConfigurationError
 
-# Rows whose encoded images are Python objects at a time: beside the table, a copy of few.
+# Rows whose encoded images are Python objects at one time, as these are copies.
 _ROWS = 1000
 # An error of the library may hold pages of advice.
 _LONGEST_REASON = 300
@@ -30,12 +30,7 @@ _LONGEST_REASON = 300
 
 @dataclass(frozen=True)
 class HubSet:
-    """Where the hub keeps a data set.
-
-    Attributes:
-        repository: Its name on the hub.
-        test: The name of its test split.
-    """
+    """A data set's repository on the hub, and the name of its test split."""
 
     repository: str
     test: str = "test"
@@ -46,17 +41,13 @@ HUB = {
     "fashion_mnist": HubSet("zalando-datasets/fashion_mnist"),
     "cifar10": HubSet("uoft-cs/cifar10"),
     "cifar100": HubSet("uoft-cs/cifar100"),
-    # The labels of its official test split were never published: all results are on this one.
+    # The labels of the official test split were never published: all results use this one.
     "tiny_imagenet": HubSet("zh-plus/tiny-imagenet", test="valid"),
 }
 
 
 def hub_is_installed() -> bool:
-    """Whether the library that reads from the hub is there.
-
-    Returns:
-        False too for a mere folder of that name, which Python would import.
-    """
+    """Whether the library ``datasets`` is there; False for a mere folder of that name."""
     try:
         spec = find_spec("datasets")
     except ValueError:  # imported, but not from a file
@@ -71,11 +62,11 @@ def load_from_hub(
     seed: int,
     variant: str | None = None,
 ) -> DataSet:
-    """Load one of `HUB`, which the library keeps in its own cache once it was downloaded.
+    """Load a data set of `HUB`; the library keeps it in its own cache after the first download.
 
     Args:
         name: The name, without the variant's.
-        elsewhere: Words for the error: how else to come by the data set.
+        elsewhere: For the error: how else to get the data set.
         subset: Number of train data to draw; None takes all.
         seed: Seed of that draw.
         variant: One of `evigrad.data.variants.VARIANTS`; None leaves the images as they are.
@@ -97,8 +88,8 @@ def load_from_hub(
     try:
         splits = _download(place.repository)
         train, test = splits["train"], splits[place.test]
-    # Its errors have no base in common: its own, those of several HTTP clients, of Arrow and of the
-    # file system among them. None of them says what to do here.
+    # The library's errors have no base in common: its own, those of several HTTP clients, of Arrow
+    # and of the file system. None of them says what to do here.
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST_REASON]}"
         raise ConfigurationError(
@@ -116,7 +107,7 @@ def load_from_hub(
 
 
 def _download(repository: str) -> Any:
-    """The splits of a repository, from the library's cache where they are in it."""
+    """The splits of a repository, from the library's cache if they are there."""
     library: Any = import_module("datasets")
     if library.config.HF_HUB_OFFLINE or _network_may_exist(library.config.HF_ENDPOINT):
         return library.load_dataset(repository)
@@ -125,8 +116,8 @@ def _download(repository: str) -> Any:
 
 
 def _network_may_exist(endpoint: str) -> bool:
-    """False where the hub has no address and there is no proxy that may know one."""
-    # The library would try for half a minute before it looks into its cache.
+    """False where the hub's name has no address, and there is no proxy that may know one."""
+    # Without this the library tries for half a minute before it reads its cache.
     if getproxies():
         return True
     try:
@@ -138,7 +129,7 @@ def _network_may_exist(endpoint: str) -> bool:
 
 @contextmanager
 def _offline(library: Any) -> Iterator[None]:
-    """Have the library look nowhere but into its cache."""
+    """Have the library read nothing but its cache."""
     library.config.HF_HUB_OFFLINE = True
     try:
         yield
@@ -147,9 +138,9 @@ def _offline(library: Any) -> Iterator[None]:
 
 
 def _table(where: str, split: Any) -> ImageTable:
-    """A split of the library as a table that decodes images when they are asked for."""
+    """A split of the library as a table that decodes images on demand."""
     image, label = find_columns(where, split.column_names)
-    # In this format the library hands out what it stores: encoded images, and labels as they are.
+    # In this format the library returns what it stores: encoded images and plain labels.
     stored = split.with_format("arrow")
     labels = stored[:].column(label)
     return ImageTable(

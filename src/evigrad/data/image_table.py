@@ -1,4 +1,4 @@
-"""Image sets in tables with a column of encoded images and one of labels, wherever they lie."""
+"""Image sets in tables, of files or the hub, with a column of encoded images and one of labels."""
 
 import io
 from collections.abc import Callable, Iterable
@@ -13,26 +13,26 @@ from evigrad.data.optional import require
 from evigrad.data.splits import draw_subset
 from evigrad.errors import InputError
 
-# Names of the two columns, the first one that a table has. CIFAR sets have ``img``, and CIFAR-100
+# Possible names of the two columns, in order of preference. CIFAR sets have ``img``, and CIFAR-100
 # has ``fine_label`` (its 100 classes) beside ``coarse_label``.
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "fine_label")
 
-# A number beyond is no class, and would stand for as many outputs.
+# A larger label is no class, and would need as many outputs.
 MOST_CLASSES = 100_000
 
-# Modes that Pillow converts without loss of meaning. Not among them: transparency and 16 bits, of
-# which a conversion would drop a part without a word.
+# Modes that Pillow converts without loss of meaning. A conversion of transparency or 16 bits would
+# silently drop a part.
 GREY_MODES = frozenset({"1", "L"})
 COLOUR_MODES = frozenset({"RGB", "P", "CMYK", "YCbCr", "HSV", "LAB"})
 
 
 @dataclass(frozen=True)
 class ImageTable:
-    """One part, train or test, of an image set.
+    """The train or the test part of an image set.
 
     Attributes:
-        where: What an error calls it: its file, for example.
+        where: Its name in errors: its file, for example.
         labels: All labels, (n,) int64.
         class_names: Words for the classes; empty where the table has none.
         read: From positions to the images there, in that order: (h, w) grey or (h, w, 3) colour,
@@ -53,22 +53,14 @@ def load_tables(
     seed: int,
     variant: str | None = None,
 ) -> DataSet:
-    """Make a data set of two tables.
+    """Make a data set of two tables; the name is the one without the variant's.
 
-    Only the drawn train rows are decoded. Images are RGB as soon as one of them is: grey ones among
-    them are converted. Pixels are scaled to [0, 1] and standardised per channel with the mean and
-    deviation of the drawn train images.
-
-    Args:
-        name: Name of the data set, without the variant's.
-        train: The train part.
-        test: The test part.
-        subset: Number of train data to draw; None takes all.
-        seed: Seed of that draw.
-        variant: One of `evigrad.data.variants.VARIANTS`; None leaves the images as they are.
+    Only the drawn train rows are decoded. If one image is RGB, grey ones are converted to RGB.
+    Pixels are scaled to [0, 1] and standardised per channel with the mean and deviation of the
+    drawn train images. Class names come from the train table where it has them.
 
     Returns:
-        The data set; class names come from the train table where it has them.
+        The data set.
 
     Raises:
         InputError: If an image cannot be decoded or has another size than the rest, or a label is
@@ -112,11 +104,7 @@ def load_tables(
 
 
 def find_columns(where: str, columns: Iterable[str]) -> tuple[str, str]:
-    """The names of the image column and of the label column.
-
-    Args:
-        where: What an error calls the table.
-        columns: All columns of the table.
+    """Names of the image and the label column; ``where`` names the table in an error.
 
     Returns:
         The two names.
@@ -139,19 +127,7 @@ def find_columns(where: str, columns: Iterable[str]) -> tuple[str, str]:
 
 
 def integer_labels(where: str, column: str, values: Any) -> np.ndarray:
-    """Labels out of a column.
-
-    Args:
-        where: What an error calls the table.
-        column: The column's name.
-        values: The column, a ``pyarrow.ChunkedArray``.
-
-    Returns:
-        Shape (n,), int64.
-
-    Raises:
-        InputError: If it is empty, or holds anything but integers.
-    """
+    """Labels (n,) int64 from a ``pyarrow.ChunkedArray``; InputError if empty or not integers."""
     if len(values) == 0 or values.null_count:
         raise InputError(f"{where}: {'no rows' if len(values) == 0 else 'rows without a label'}")
     labels = values.to_numpy()
@@ -161,11 +137,7 @@ def integer_labels(where: str, column: str, values: Any) -> np.ndarray:
 
 
 def decode(cell: Any, where: str) -> np.ndarray:
-    """Decode the image in a cell of a table.
-
-    Args:
-        cell: A struct of bytes and path.
-        where: What an error calls the cell.
+    """Decode an image: a struct of bytes and path; ``where`` names the cell in an error.
 
     Returns:
         Pixels (h, w) if it is grey and (h, w, 3) if it is not, uint8.
@@ -205,6 +177,6 @@ def _stack(where: str, images: list[np.ndarray], colour: bool) -> np.ndarray:
         return np.stack(images)[:, None]
     pixels = np.empty((len(images), 3, *images[0].shape[:2]), dtype=np.uint8)
     for target, image in zip(pixels, images, strict=True):
-        # A grey image has no channel axis and fills all three alike.
+        # A grey image has no channel axis: it is copied to all three.
         target[:] = image.transpose(2, 0, 1) if image.ndim == 3 else image
     return pixels

@@ -76,11 +76,11 @@ def _channel_statistics(pixels: np.ndarray, largest: int) -> tuple[Tensor, Tenso
 
 
 def _real_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each channel, as above, where there are too many values to count."""
+    """As ``_channel_statistics``, for images with too many different values for a histogram."""
     means, stds = [], []
     for channel in range(images.shape[1]):
         values = images[:, channel]
-        # Sums in float64 of a few images at a time, with no such copy of the whole set.
+        # Sums in float64 over a few images at a time, without such a copy of the whole set.
         mean = sum(part.double().sum().item() for part in values.split(BATCH)) / values.numel()
         square = sum((part.double() - mean).square().sum().item() for part in values.split(BATCH))
         lowest, highest = values.aminmax()

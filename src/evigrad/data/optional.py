@@ -7,15 +7,15 @@ from evigrad.errors import EvigradError
 
 
 def require(module: str, purpose: str, extra: str = "data") -> ModuleType:
-    """Import a module that the core of evigrad does without.
+    """Import a module that an extra of evigrad installs.
 
     Args:
         module: Dotted name of the module.
         purpose: What needs it, as the subject of the error's sentence.
-        extra: The extra of evigrad that installs it.
+        extra: The extra's name.
 
     Returns:
-        The imported module.
+        The module.
 
     Raises:
         EvigradError: If it is not installed.

@@ -30,18 +30,11 @@ def load_image_set(
 ) -> DataSet:
     """Read an image set: columns ``image`` (struct of bytes and path) and ``label`` (integers).
 
-    ``img`` and ``fine_label``, the names of the hub's CIFAR sets, will do as well.
-
-    Args:
-        name: Name of the data set, without the variant's.
-        train_file: Parquet file of the train split.
-        test_file: Parquet file of the test split.
-        subset: Number of train data to draw; None takes all.
-        seed: Seed of that draw.
-        variant: One of `evigrad.data.variants.VARIANTS`; None leaves the images as they are.
+    ``img`` and ``fine_label``, the names in the hub's CIFAR sets, work too. Class names come from
+    the train file's metadata where it has them. Arguments are those of ``load_tables``.
 
     Returns:
-        The data set; class names come from the file's metadata where it has them.
+        The data set.
 
     Raises:
         InputError: If columns are missing, an image cannot be decoded or has another size than
@@ -68,36 +61,17 @@ def _table(parquet: Any, file: Path) -> ImageTable:
 
 
 def open_parquet(parquet: Any, file: Path) -> Any:
-    """Open a Parquet file.
-
-    Args:
-        parquet: The module ``pyarrow.parquet``.
-        file: The file.
-
-    Returns:
-        A ``pyarrow.parquet.ParquetFile``.
-
-    Raises:
-        InputError: If it is not one.
-    """
+    """A ``pyarrow.parquet.ParquetFile``; InputError if the file is not one."""
     with reading(file):
         return parquet.ParquetFile(file, page_checksum_verification=True)
 
 
 @contextmanager
 def reading(file: Path, kind: str = "Parquet") -> Iterator[None]:
-    """Say which file it is that cannot be read.
-
-    Args:
-        file: The file.
-        kind: What it should be.
-
-    Raises:
-        InputError: If it is none, or damaged.
-    """
+    """Turn errors of reading into an InputError that names the file and its kind."""
     try:
         yield
-    # Those that pyarrow's own errors derive from; a damaged length may ask for any memory.
+    # The bases of pyarrow's own errors; a damaged length may ask for any amount of memory.
     except (OSError, ValueError, NotImplementedError, LookupError, MemoryError) as error:
         raise InputError(f"{file}: cannot be read as {kind} ({error})") from error
 

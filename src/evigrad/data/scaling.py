@@ -1,4 +1,4 @@
-"""Values in units of their own mean and deviation, and back."""
+"""Standardise values by their mean and deviation, and undo it."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,13 @@ class Scaling:
     """Subtracts a mean and divides by a deviation, column by column.
 
     Networks and priors are made for inputs and targets of about unit scale. ``Scaling.of(y)`` has
-    the statistics of the training targets; called, it standardises these and others, and ``undo``
+    the statistics of the training targets. Calling it standardises these and others, and ``undo``
     brings predictions back into their units. A log likelihood of standardised targets is larger
     than that of the targets themselves by the sum of log ``std``.
 
     Attributes:
-        mean: What is subtracted, of the shape of one datum.
-        std: What the rest is divided by; 1 for a column that is constant.
+        mean: Subtracted first, of the shape of one datum.
+        std: Divides the rest; 1 for a column that is constant.
     """
 
     mean: Float[Tensor, "..."]
@@ -26,10 +26,10 @@ class Scaling:
 
     @classmethod
     def of(cls, values: Float[Tensor, "n ..."]) -> "Scaling":
-        """The scaling by which these values get mean 0 and deviation 1.
+        """The scaling that gives these values mean 0 and deviation 1.
 
         Args:
-            values: Of the training data.
+            values: The training data, one in each row.
 
         Returns:
             Their statistics, computed in float64.
@@ -41,23 +41,23 @@ class Scaling:
         return cls(exact.mean(dim=0).to(values), std.to(values))
 
     def __call__(self, values: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
-        """The values in units of the deviation.
+        """Standardise values.
 
         Args:
-            values: Of any data.
+            values: Any data, one in each row.
 
         Returns:
-            Of the same shape.
+            The standardised values, of the same shape.
         """
         return (values - self.mean.to(values)) / self.std.to(values)
 
     def undo(self, values: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
-        """The values in their own units again.
+        """Bring standardised values back into their own units.
 
         Args:
             values: In units of the deviation, as a network's outputs.
 
         Returns:
-            Of the same shape.
+            The values in their units, of the same shape.
         """
         return values * self.std.to(values) + self.mean.to(values)

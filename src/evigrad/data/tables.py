@@ -19,9 +19,9 @@ from evigrad.errors import ConfigurationError, EvigradWarning, InputError, neare
 SUFFIXES = (".parquet", ".csv", ".tsv")
 LIKELIHOODS = ("categorical", "gaussian")
 SPLIT_PREFIX = "test_"
-# A target of more different whole numbers is taken for a quantity and not for classes.
+# A target of more different whole numbers is a quantity and not classes.
 MOST_CLASSES = 20
-# A column with more different texts is taken for names or remarks and not for categories.
+# A column with more different texts holds names or remarks and not categories.
 MOST_CATEGORIES = 100
 
 
@@ -38,7 +38,7 @@ def load_table(
 
     The schema metadata of a Parquet file may name the columns: ``features`` (comma-separated) and
     ``target``. Else ``target`` names that column, and all others are features: numbers as they
-    are, and one 0/1 column for each value of a column of texts; those with one value in all rows
+    are, and one 0/1 column for each value of a column of texts. Columns with one value in all rows
     are left out, with a warning. Boolean columns ``test_00``, ``test_01``, ... are splits: true
     rows are that split's test set. Without any, a fifth of the rows drawn by the split's number,
     stratified by class, is the test set. Features and real targets are standardised with the mean
@@ -139,7 +139,7 @@ def _read(name: str, file: Path) -> Any:
 
 
 def _is_utf8(line: bytes) -> bool:
-    """Whether the bytes of a line are text in UTF-8; in UTF-16 every other one may be 0."""
+    """Whether the bytes of a line are UTF-8: zero bytes are a sign of UTF-16."""
     try:
         return "\0" not in line.decode()
     except UnicodeDecodeError:
@@ -149,7 +149,7 @@ def _is_utf8(line: bytes) -> bool:
 def _roles(
     file: Path, table: Any, metadata: dict[bytes, bytes], target: str | None
 ) -> tuple[str, list[str]]:
-    """The columns of the target and of the features."""
+    """Names of the target's column and of the features'."""
     columns = table.column_names
     if target is None and b"target" in metadata:
         target = metadata[b"target"].decode().strip()
@@ -196,14 +196,14 @@ def _kind(values: Any) -> str:
 
 
 def _is_classes(values: Any, is_declared: bool) -> bool:
-    """Whether a target is of classes, where nobody says what it is."""
+    """Whether a target of no named likelihood is of classes."""
     kind = _kind(values)
     few = kind == "whole numbers" and len(values.unique()) <= MOST_CLASSES
     return kind in ("text", "yes/no") or (few and not is_declared)
 
 
 def _present(file: Path, column: str, values: Any) -> np.ndarray:
-    """A column of which no value is missing."""
+    """A column; refuses missing values."""
     if missing := values.null_count:
         raise InputError(
             f"{file}: column '{column}' lacks {missing:,} of {len(values):,} values: fill them in,"
@@ -217,7 +217,7 @@ def _present(file: Path, column: str, values: Any) -> np.ndarray:
 
 
 def _refuse_marks(file: Path, column: str, texts: np.ndarray) -> None:
-    """Refuse numbers that are texts because of a mark for missing ones, or of their comma."""
+    """Refuse numbers that are read as texts, for a mark of missing ones or a decimal comma."""
     distinct, counts = np.unique(texts, return_counts=True)
     plain = np.array([_is_number(text) for text in distinct])
     with_comma = np.array([_is_number(text.replace(",", ".")) for text in distinct]) & ~plain
@@ -246,7 +246,7 @@ def _is_number(text: str) -> bool:
 
 
 def _numbers(file: Path, column: str, values: Any) -> np.ndarray:
-    """A column of numbers, (n,) float64."""
+    """A column of numbers as (n,) float64."""
     kind = _kind(values)
     if kind in ("yes/no", "whole numbers", "numbers"):
         numbers = _present(file, column, values).astype(np.float64)
@@ -265,7 +265,7 @@ def _numbers(file: Path, column: str, values: Any) -> np.ndarray:
 
 
 def _feature(file: Path, table: Any, column: str) -> np.ndarray:
-    """A column of numbers (n, 1), or one of texts with a column of 0 and 1 for each of them."""
+    """A column of numbers as (n, 1); one of texts as a 0/1 column for each different text."""
     values = table.column(column)
     if _kind(values) != "text":
         return _numbers(file, column, values)[:, None]
@@ -279,7 +279,7 @@ def _feature(file: Path, table: Any, column: str) -> np.ndarray:
 
 
 def _inputs(file: Path, table: Any, features: list[str], choose: bool) -> Tensor:
-    """The features (n, F) float64; ``choose`` leaves out those that tell nothing."""
+    """The features (n, F) float64; ``choose`` leaves out constant ones."""
     parts = {column: _feature(file, table, column) for column in features}
     constant = [column for column, part in parts.items() if (part == part[0]).all()]
     if choose and constant:
@@ -296,7 +296,6 @@ def _inputs(file: Path, table: Any, features: list[str], choose: bool) -> Tensor
 
 
 def _is_split(column: str) -> bool:
-    """Whether a column has the name of a split."""
     return column.startswith(SPLIT_PREFIX) and column.removeprefix(SPLIT_PREFIX).isdigit()
 
 
@@ -308,7 +307,7 @@ def _test_rows(
     split: int | None,
     labels: Tensor | None,
 ) -> np.ndarray:
-    """Which rows are the test set of a split, (n,) bool."""
+    """The rows of a split's test set, (n,) bool."""
     count = table.num_rows
     columns = sorted(c for c in table.column_names if _is_split(c) and c not in used)
     if columns:

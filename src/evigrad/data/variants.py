@@ -13,8 +13,8 @@ from torch import Tensor
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.invariances.affine import sampling_grid
 
-# What the streams of random numbers start from. No single number is any of these, so that no seed
-# of a subset or of a training run gives one of these streams.
+# Seeds of the random numbers. Each is a sequence, so that no single number, as the seed of a
+# subset or a training run, gives the same stream.
 _SEEDS = {"train": (2306, 3968, 0), "test": (2306, 3968, 1)}
 _PER_IMAGE = 2
 
@@ -30,7 +30,7 @@ class Variant:
     """One kind of transform.
 
     Attributes:
-        words: What is done to each image.
+        words: What happens to each image, in words.
         maps: From uniform draws (n, 2) in [-1, 1), height and width to the affine maps (n, 2, 3),
             from places in the result to places in the image, whose borders are at -1 and 1.
     """
@@ -43,7 +43,7 @@ def _rotation(degrees: float) -> _Maps:
     def maps(draws: Tensor, height: int, width: int) -> Tensor:
         angle = math.radians(degrees) * draws[:, 0]
         cosine, sine = angle.cos(), angle.sin()
-        # A circle of pixels is an ellipse in coordinates that have every border at ±1.
+        # The borders are at ±1, so that a circle of pixels is an ellipse in these coordinates.
         ratio = height / width
         return _rows(cosine, -ratio * sine, sine / ratio, cosine)
 
@@ -52,7 +52,7 @@ def _rotation(degrees: float) -> _Maps:
 
 def _translation(pixels: float) -> _Maps:
     def maps(draws: Tensor, height: int, width: int) -> Tensor:
-        # A pixel is 2 / width wide. What moves right is read from further left.
+        # A pixel is 2 / width wide. To move right is to read from further left.
         shift = -2 * pixels * draws / torch.tensor([width, height])
         one, zero = torch.ones_like(shift[:, 0]), torch.zeros_like(shift[:, 0])
         return _rows(one, zero, zero, one, shift)
@@ -62,7 +62,7 @@ def _translation(pixels: float) -> _Maps:
 
 def _scaling(octaves: float) -> _Maps:
     def maps(draws: Tensor, height: int, width: int) -> Tensor:
-        # What becomes larger is read from nearer to the centre.
+        # To become larger is to be read from nearer to the centre.
         inverse = torch.exp2(-octaves * draws[:, 0])
         zero = torch.zeros_like(inverse)
         return _rows(inverse, zero, zero, inverse)
@@ -89,10 +89,7 @@ VARIANTS = {
 
 
 def split_name(name: str) -> tuple[str, str | None]:
-    """Take the name of a variant off the name of a data set.
-
-    Args:
-        name: NAME or NAME:VARIANT.
+    """Split NAME:VARIANT, or NAME, whose variant is None.
 
     Returns:
         The name, and the variant's or None.
@@ -112,16 +109,16 @@ def split_name(name: str) -> tuple[str, str | None]:
 
 
 def uniform_draws(part: str, rows: np.ndarray) -> Float[Tensor, "n 2"]:
-    """The random numbers of images: those of an image are the same whichever others there are.
+    """Draws on [-1, 1), float64, that depend on an image's part and position alone.
 
     Args:
         part: ``train`` or ``test``.
         rows: Positions of the images in the whole part, (n,).
 
     Returns:
-        Uniform on [-1, 1), float64.
+        The draws.
     """
-    # RandomState, whose stream is frozen by contract. It fills row by row, so that an image's
+    # The stream of RandomState is frozen by contract. It fills row by row, so that an image's
     # numbers do not depend on how many are drawn after them.
     count = int(rows.max()) + 1
     uniform = np.random.RandomState(_SEEDS[part]).random_sample((count, _PER_IMAGE))
@@ -131,12 +128,12 @@ def uniform_draws(part: str, rows: np.ndarray) -> Float[Tensor, "n 2"]:
 def transformed(
     pixels: np.ndarray, variant: str, part: str, rows: np.ndarray
 ) -> Float[Tensor, "n channels height width"]:
-    """Transform each image once, by bilinear interpolation; beyond the borders there is black.
+    """Transform each image once, by bilinear interpolation, with black beyond the borders.
 
     Args:
         pixels: Images (n, channels, height, width), uint8.
         variant: One of `VARIANTS`.
-        part: ``train`` or ``test``, which have random numbers of their own.
+        part: ``train`` or ``test``, which have different draws.
         rows: Positions of the images in the whole part, (n,).
 
     Returns:
@@ -150,19 +147,11 @@ def transformed(
 def resampled(
     pixels: np.ndarray, maps: Float[Tensor, "n 2 3"]
 ) -> Float[Tensor, "n channels height width"]:
-    """Read each image at the places that its affine map gives.
-
-    Args:
-        pixels: Images (n, channels, height, width), uint8.
-        maps: From places in the result to places in the image, whose borders are at -1 and 1.
-
-    Returns:
-        Images of the same shape and scale, float32.
-    """
+    """Images (float32) read at the places that their affine maps give; see ``Variant.maps``."""
     result = torch.empty(pixels.shape, dtype=torch.float32)
     for start in range(0, len(pixels), BATCH):
         batch = slice(start, start + BATCH)
-        # In double precision, so that the rounding of places is nowhere to be seen.
+        # In double precision, so that rounded places do not show.
         images = torch.from_numpy(pixels[batch]).double()
         grid = sampling_grid(maps[batch], *pixels.shape[-2:])
         result[batch] = F.grid_sample(images, grid, align_corners=False)

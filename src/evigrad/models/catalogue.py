@@ -17,7 +17,7 @@ from evigrad.models.resnet import resnet18, resnet50
 from evigrad.models.sequences import gru, transformer
 from evigrad.models.wide_resnet import wide_resnet, wrn16_4
 
-# Each takes (input_shape, num_outputs) and settings of its own.
+# Each function takes (input_shape, num_outputs) and settings of its own.
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,
     "digitsnet": digitsnet,
@@ -73,19 +73,19 @@ def make_model(
             f"input_shape={tuple(input_shape)}, num_outputs={num_outputs}: all sizes must be 1 or "
             "more"
         )
-    # On the CPU, so that a seed gives the same weights wherever the network goes afterwards.
+    # On the CPU, so that a seed gives the same weights for every device.
     cpu = torch.device("cpu")
     with cpu, nullcontext() if seed is None else seeded(seed, cpu):
         return MODELS[name](input_shape, num_outputs, **settings)
 
 
 def make_network(record: Mapping[str, Any], seed: int = 0) -> nn.Module:
-    """A network by what a run's configuration says of it.
+    """A network from its record in a run's configuration.
 
     Args:
         record: ``model``, the arguments of ``make_model``; and ``invariance``, None or
             ``transform``, those of ``AffineInvariance``, ``num_samples`` and ``average``.
-        seed: Of the initial weights.
+        seed: Seed of the initial weights.
 
     Returns:
         The network, averaged over the transform where there is one, on the CPU.

@@ -79,7 +79,7 @@ def mininet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
 def lenet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
     """LeNet-5 (LeCun et al., 1998) with ReLU and max-pooling, no convolution padded.
 
-    Its second convolution is 5x5 as in the original on 32 pixels and more, and 3x3 below, as the
+    The second convolution is 5x5 as in the original on 32 pixels and more, and 3x3 below, as the
     paper's authors have it for MNIST: 28 as well as 32 pixels shrink to 1 before the last layers.
     60,170 parameters on (1, 28, 28) and 62,006 on (3, 32, 32), with 10 classes.
 
@@ -122,15 +122,15 @@ def cnn(
 ) -> nn.Sequential:
     """A plain network of any depth and width: 3x3 convolutions with ReLU, the mean, a linear layer.
 
-    The first two convolutions are followed by a pooling each, as long as the image has 4 pixels or
-    more, and the last one by the mean over the image, so that the size of the last layer depends on
-    the width alone.
+    A pooling follows each of the first two convolutions, as long as the image has 4 pixels or
+    more. The mean over the image follows the last one, so that the size of the last layer depends
+    on the width alone.
 
     Args:
         input_shape: (channels, height, width).
         num_outputs: Number of outputs C.
-        depth: Convolutions, at least 1.
-        width: Channels of each, at least 1.
+        depth: Number of convolutions, at least 1.
+        width: Channels of each convolution, at least 1.
 
     Returns:
         A module (m, *input_shape) -> (m, C).

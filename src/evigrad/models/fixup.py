@@ -1,7 +1,7 @@
-"""Fixup: what takes the place of normalisation layers in residual networks.
+"""Fixup, which replaces normalisation layers in residual networks.
 
-Normalisation makes a network blind to the scale of its weights, and a Gaussian prior is nothing but
-a belief about that scale. Fixup (Zhang, Dauphin and Ma, 2019, *Fixup Initialization: Residual
+Normalisation makes a network blind to the scale of its weights, and a Gaussian prior is a belief
+about just that scale. Fixup (Zhang, Dauphin and Ma, 2019, *Fixup Initialization: Residual
 Learning Without Normalization*) does without: each residual branch starts at zero, its other layers
 are scaled down by the number of branches, and scalar biases and multipliers do the rest.
 """
@@ -21,7 +21,7 @@ class Bias(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The shifted input."""
+        """The input plus b."""
         return x + self.bias
 
 
@@ -33,7 +33,7 @@ class Scale(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The scaled input."""
+        """The input times s."""
         return x * self.scale
 
 
@@ -41,7 +41,7 @@ def fixup_scalars(model: nn.Module) -> dict[str, nn.Parameter]:
     """The scalar biases and multipliers of Fixup, which learn at a tenth of the others' rate.
 
     Args:
-        model: Any module; the networks may be anywhere in it.
+        model: Any module; networks with Fixup may be anywhere in it.
 
     Returns:
         The parameters by their names in the model, each shared one once; empty without Fixup.
@@ -56,16 +56,16 @@ def fixup_scalars(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """A convolution as Fixup has them: no bias, its output of the size of its input / stride."""
+    """A convolution without bias whose output has the size of its input / stride."""
     return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
 
 
 def initialise_branch(convolutions: Sequence[nn.Conv2d], num_branches: int) -> None:
-    """Start a residual branch at zero, its layers before the last scaled down.
+    """Start a branch of m convolutions at zero; scale those before the last by L^(-1/(2m-2)).
 
     Args:
         convolutions: All m convolutions of the branch, in their order.
-        num_branches: L, the residual branches of the network; the scale is L^(-1/(2m-2)).
+        num_branches: L, the residual branches of the network.
     """
     *others, last = convolutions
     for layer in others:

@@ -22,7 +22,7 @@ SHORTCUTS = ("pad", "conv")
 
 
 class Subsample(nn.Module):
-    """Every stride-th pixel, with channels of zeros added: a shortcut without parameters."""
+    """A shortcut without parameters: every stride-th pixel, and channels of zeros added."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -34,12 +34,12 @@ class Subsample(nn.Module):
 
 
 class Block(nn.Module):
-    """relu(shortcut + branch), the activations of the branch between its convolutions.
+    """relu(shortcut + branch), with activations between the convolutions of the branch.
 
     Args:
         inputs: Channels of the input.
         width: Channels inside.
-        stride: Of the first 3x3 convolution, and of the shortcut.
+        stride: Stride of the first 3x3 convolution and of the shortcut.
         shortcut: ``"pad"`` or ``"conv"``, where the shape changes.
     """
 
@@ -92,8 +92,8 @@ class _Layout:
     shortcut: str
 
 
-# 18: the shortcuts of Fixup's networks for CIFAR, without parameters. 50: with parameters, as its
-# networks for ImageNet, and as only they give the 23.9 million parameters that the paper names.
+# 18: shortcuts without parameters, as in Fixup's networks for CIFAR. 50: with parameters, as in its
+# networks for ImageNet; only these give the 23.9 million parameters that the paper names.
 LAYOUTS = {
     18: _Layout(Block, (2, 2, 2, 2), "pad"),
     50: _Layout(Bottleneck, (3, 4, 6, 3), "conv"),
@@ -103,9 +103,9 @@ LAYOUTS = {
 class ResNet(nn.Module):
     """A residual network with Fixup in place of normalisation.
 
-    Four stages, each but the first halves the image and doubles the channels; before them one 3x3
-    convolution of stride 1, behind them the mean over the image and a linear layer. The outputs of
-    a new network are zero.
+    A 3x3 convolution of stride 1; four stages, of which each but the first halves the image and
+    doubles the channels; the mean over the image and a linear layer. The outputs of a new network
+    are zero.
 
     Args:
         depth: Layers with weights: 18 (two 3x3 convolutions in a block) or 50 (bottlenecks).

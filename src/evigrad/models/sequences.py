@@ -1,9 +1,9 @@
 """Networks for sequences of tokens or of real vectors: a transformer encoder and a GRU.
 
-Both are written so that every weight matrix acts through ``F.linear`` with the data in dim 0. Rows
-of the Jacobian then have closed forms and KFAC gets Kronecker factors, where PyTorch's own
-``nn.MultiheadAttention`` and ``nn.GRU`` go through automatic differentiation, the latter datum by
-datum. Each can have one hyperparameter of its forward pass, to be learned by the evidence.
+In both, every weight matrix acts through ``F.linear`` with the data in dim 0. Rows of the Jacobian
+then have closed forms and KFAC gets Kronecker factors, where PyTorch's own
+``nn.MultiheadAttention`` and ``nn.GRU`` need automatic differentiation, the latter datum by datum.
+Each can have one hyperparameter of its forward pass, to be learned by the evidence.
 """
 
 import math
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
 
-# Standard deviation of the position embeddings at the start. Small beside that of the tokens, about
-# 1: at first a network tells what a token is, and learns where it stands.
+# Initial standard deviation of the position embeddings. The tokens' one is about 1: at first a
+# network sees what a token is, and learns to see where it stands.
 _POSITION_SCALE = 0.1
 
 
@@ -126,21 +126,14 @@ def gru(
 
 
 class Positive(nn.Module):
-    """Positive numbers, learned on the log scale.
-
-    Args:
-        start: Their values at the start.
-
-    Attributes:
-        log: Their logarithms.
-    """
+    """Positive numbers, learned as their logarithms ``log``; ``start`` are the first values."""
 
     def __init__(self, start: Tensor) -> None:
         super().__init__()
         self.log = nn.Parameter(start.log())
 
     def forward(self) -> Tensor:
-        """The numbers."""
+        """The numbers, exp(log)."""
         return self.log.exp()
 
 
@@ -151,7 +144,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         self.query = nn.Linear(width, width)
-        # A bias would add the same to all scores of a query, which the softmax takes out again.
+        # A bias would add the same to all scores of a query, which the softmax removes.
         self.key = nn.Linear(width, width, bias=False)
         self.value = nn.Linear(width, width)
         self.output = nn.Linear(width, width)
@@ -159,14 +152,12 @@ class Attention(nn.Module):
     def forward(
         self, h: Float[Tensor, "m T d"], bias: Float[Tensor, "#m #heads #T T"] | None
     ) -> Float[Tensor, "m T d"]:
-        """What each position gathers from the others.
+        """What each position gathers from the others, to be added to the representations ``h``.
 
-        Args:
-            h: Representations.
-            bias: Added to the scores before the softmax.
+        ``bias`` is added to the scores before the softmax.
 
         Returns:
-            What is to be added to the representations.
+            Of the shape of ``h``.
         """
         query, key, value = (
             layer(h).unflatten(2, (self.heads, -1)).transpose(1, 2)
@@ -199,8 +190,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The network of ``transformer``.
 
-    No normalisation follows the last block: behind one, the scale of all that is added up in front
-    of it would have no effect, and its prior precision no meaning.
+    No normalisation follows the last block: it would remove the scale of all that is added up in
+    front of it, and make the prior precision of those weights meaningless.
     """
 
     def __init__(
@@ -264,19 +255,11 @@ class GRU(nn.GRU):
     def __init__(self, input_size: int, hidden_size: int, num_layers: int = 1) -> None:
         super().__init__(input_size, hidden_size, num_layers, batch_first=True)
 
-    # Not of packed sequences, which nn.GRU takes too.
+    # Packed sequences, which nn.GRU takes too, are not supported.
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input: Float[Tensor, "m T i"], hx: Float[Tensor, "layers m d"] | None = None
     ) -> tuple[Float[Tensor, "m T d"], Float[Tensor, "layers m d"]]:
-        """The states of the last layer, and the last states of all layers.
-
-        Args:
-            input: Sequences.
-            hx: States at the start; None for zeros.
-
-        Returns:
-            The same as ``nn.GRU``.
-        """
+        """States of the last layer, and last states of all; ``hx`` are the first, None zeros."""
         if self.training:
             return super().forward(input, hx)
         if hx is None:
@@ -290,8 +273,8 @@ class GRU(nn.GRU):
     def _unrolled(
         self, x: Float[Tensor, "m T i"], h: Float[Tensor, "m d"], layer: int
     ) -> Float[Tensor, "m T d"]:
-        """The states of one layer."""
-        # By name: the list of weights that nn.GRU keeps does not follow a functional call.
+        """The states of one layer at all steps."""
+        # By name, as functional calls do not replace the list of weights that nn.GRU keeps.
         weight_ih, weight_hh, bias_ih, bias_hh = (
             getattr(self, f"{kind}_l{layer}")
             for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
@@ -333,13 +316,13 @@ class Recurrent(nn.Module):
             if self.pooling_time is None:
                 return self.head(h[:, -1])
             valid = torch.ones(h.shape[:2], dtype=torch.bool, device=h.device)
-        # Steps from each position to the last one that is no padding.
+        # Steps from each position to the last one that is not padding.
         left = valid.flip(1).cumsum(1).flip(1) - valid.long()
         if self.pooling_time is None:
             weights = (valid & (left == 0)).to(h.dtype)
         else:
             weights = torch.exp(-left / self.pooling_time()) * valid
-            # The last weight is 1, so that only sequences of padding alone have a smaller sum.
+            # The last weight is 1, so that the sum is below 1 for sequences of padding alone.
             weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
         return self.head((weights[:, :, None] * h).sum(1))
 
@@ -368,7 +351,7 @@ def _embedding(
 
 
 def _valid(x: Tensor, padding: int | None) -> Bool[Tensor, "m T"] | None:
-    """Which tokens are part of their sequences; None for all."""
+    """Which tokens are not padding; None for all."""
     return None if padding is None else x != padding
 
 

@@ -20,14 +20,14 @@ _STEM = 16  # channels of the first layer, whatever the widening
 
 
 class WideBlock(nn.Module):
-    """shortcut + branch, activated before each convolution.
+    """shortcut + branch, with activations before each convolution.
 
     Where the shape changes, the shortcut is a 1x1 convolution of the activated input.
 
     Args:
         inputs: Channels of the input.
         outputs: Channels of the output.
-        stride: Of the first convolution, and of the shortcut.
+        stride: Stride of the first convolution and of the shortcut.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -52,14 +52,14 @@ class WideResNet(nn.Module):
     """A wide residual network with Fixup in place of normalisation.
 
     A 3x3 convolution to 16 channels; three stages of (depth − 4) / 6 blocks with 16, 32 and 64
-    times the widening factor channels, the last two of which halve the image; the mean over the
+    times the widening factor channels, of which the last two halve the image; the mean over the
     image and a linear layer. The outputs of a new network are zero.
 
     Args:
         in_channels: Channels of an image.
         num_outputs: Number of outputs C.
         depth: Layers with weights, 6 n + 4.
-        widen_factor: Of the channels.
+        widen_factor: Factor on the channels of all stages.
 
     Raises:
         ConfigurationError: If there is no network of this depth, or the widening is below 1.
@@ -113,7 +113,7 @@ def wide_resnet(
         input_shape: (channels, height, width), height and width at least 8.
         num_outputs: Number of outputs C.
         depth: Layers with weights: 10, 16, 22, 28, ...
-        widen_factor: Of the channels.
+        widen_factor: Factor on the channels of all stages.
 
     Returns:
         A module (m, *input_shape) -> (m, C).
@@ -126,7 +126,7 @@ def wide_resnet(
 
 
 def wrn16_4(input_shape: Sequence[int], num_outputs: int) -> WideResNet:
-    """`wide_resnet` of depth 16 and widening 4, by the name that the literature gives it.
+    """`wide_resnet` of depth 16 and widening 4, by its name in the literature.
 
     Args:
         input_shape: (channels, height, width), height and width at least 8.

@@ -91,7 +91,7 @@ _KINDS = (ROTATION, TRANSLATION, SCALE)
 
 @dataclass(frozen=True)
 class Range:
-    """A range of a random transform; ``first`` and ``last`` are its values at those epochs.
+    """A range of a random transform.
 
     Attributes:
         name: Name in the metrics.
