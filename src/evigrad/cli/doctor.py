@@ -47,7 +47,7 @@ class Cost:
         block_step: The same over a block of the estimator, for comparison.
         estimate: One estimate.
         backward: One estimate and its gradient.
-        first: The first estimate itself.
+        first: The estimate itself.
         block_size: Data in a block.
     """
 
