@@ -34,7 +34,7 @@ _MARKER = 6.0  # points
 # Nats per datum: how far below the lowest top a clipped panel goes; more where the tops are further
 # apart.
 _BELOW = 2.0
-# Where a point's name may stand, the best place first: how it is aligned, and points right and up.
+# Places for a point's name, the best first: its alignment, and its offset in points right and up.
 _FAR = (("left", 8, -22), ("right", -8, 14), ("left", 8, 14), ("right", -8, -22), ("left", 12, -33))
 _UNDER = (("right", -3, -11), ("left", 3, -11), ("left", 5, 5), ("right", -5, 5), *_FAR)
 _BESIDE = (("left", 5, 4), ("left", 5, -11), ("right", -5, 4), ("right", -5, -11), *_FAR)
@@ -421,9 +421,9 @@ class Curve:
     """A line of a panel.
 
     Attributes:
-        label: Its name in the legend; the same name is drawn the same in all panels.
+        label: Its name in the legend; a name has the same look in all panels.
         x: Positions.
-        y: Values there. What is not finite is left out.
+        y: Values there; non-finite ones are left out.
         error: Standard errors of the values, drawn as a band; empty for none.
     """
 
@@ -438,10 +438,10 @@ class Panel:
     """Axes with curves.
 
     Attributes:
-        title: Above them.
+        title: Title of the axes.
         across: Label of the horizontal axis.
         along: Label of the vertical axis, with its unit.
-        curves: What is drawn.
+        curves: The curves.
         log: Whether the horizontal axis is logarithmic.
         clipped: Whether to leave out what lies so far below the tops that it flattens the rest.
     """
@@ -459,8 +459,8 @@ class Point:
     """A point of a figure of two quantities.
 
     Attributes:
-        group: Points of a group are drawn alike.
-        name: What tells it from the others of its group.
+        group: Points of a group look alike.
+        name: Its name within the group.
         x: First coordinate.
         y: Second coordinate.
         x_error: Standard error of the first; NaN where it is not known.
@@ -478,15 +478,15 @@ class Point:
 def legend_order(
     labels: Iterable[str], reference: Sequence[str] = (), ordered: bool = False
 ) -> list[str]:
-    """Labels as a legend has them.
+    """Labels, each once, in the order of a legend.
 
     Args:
-        labels: As they come, each several times maybe.
-        reference: Those that the others are compared with, which come last.
-        ordered: Whether the others are sorted by the numbers in them; one without comes last.
+        labels: Labels as they come, maybe repeated.
+        reference: Labels that the others are compared with, which come last.
+        ordered: Whether to sort the others by the numbers in them; one without comes last.
 
     Returns:
-        Each once.
+        The labels.
     """
     found = list(dict.fromkeys(labels))
     others = [label for label in found if label not in reference]
@@ -570,14 +570,14 @@ def points(
     """Points of two quantities with errors both ways.
 
     Args:
-        found: The points; those of a group in the order in which a line joins them.
-        title: Of the figure.
+        found: The points; a line joins those of a group in their order.
+        title: Title of the figure.
         across: Label of the horizontal axis.
         along: Label of the vertical axis.
         reference: Groups in black.
-        frontier: Whether small is good both ways, as of times and gaps: points of a group are
-            joined, the frontier is drawn, and the points on it alone are named. The horizontal
-            axis is logarithmic then.
+        frontier: Whether small is good both ways, as of times and gaps. Then the horizontal axis
+            is logarithmic, points of a group are joined, and the frontier is drawn, whose points
+            alone are named.
 
     Returns:
         The figure.
@@ -623,14 +623,7 @@ def points(
 
 
 def pareto_front(coordinates: Sequence[tuple[float, float]]) -> list[int]:
-    """Which points no other one beats in both coordinates, small being good.
-
-    Args:
-        coordinates: Pairs.
-
-    Returns:
-        Positions, by the first coordinate.
-    """
+    """Positions, by first coordinate, of points that no other beats in both (small is good)."""
     front: list[int] = []
     for i in sorted(range(len(coordinates)), key=lambda i: coordinates[i]):
         if not front or coordinates[i][1] < coordinates[front[-1]][1]:
@@ -641,9 +634,9 @@ def pareto_front(coordinates: Sequence[tuple[float, float]]) -> list[int]:
 def _styles(
     names: Sequence[str], reference: Sequence[str], ordered: bool
 ) -> dict[str, dict[str, Any]]:
-    """Colour, dash and marker of each name, told apart in print and by the colour-blind."""
+    """Colour, dash and marker of each name, distinct in print and for the colour-blind."""
     others = [name for name in names if name not in reference]
-    # The ink is for what the others are compared with, and for nothing else.
+    # Only the names that others are compared with are drawn in ink.
     plain = [colour for colour in LIGHT.lines if colour != LIGHT.ink]
     colours = _shades(len(others), LIGHT) if ordered else plain
     found: dict[str, dict[str, Any]] = {}
@@ -685,7 +678,7 @@ def _draw_curve(axes: "Axes", curve: Curve, look: dict[str, Any], mark_top: bool
 
 
 def _leave_out_depths(axes: "Axes", curves: Sequence[Curve]) -> None:
-    """Leave out where bad hyperparameters take the bounds, which would flatten the rest."""
+    """Cut the axis above bounds of bad hyperparameters, which would flatten the rest."""
     finite = [[value for value in curve.y if math.isfinite(value)] for curve in curves]
     tops = [max(values) for values in finite if values]
     if not tops:
@@ -700,7 +693,7 @@ def _leave_out_depths(axes: "Axes", curves: Sequence[Curve]) -> None:
 def _name_points(
     figure: "Figure", axes: "Axes", named: Sequence[Point], places: Sequence[tuple[str, int, int]]
 ) -> None:
-    """Names beside points, each in the first place where it lies on no other and no point."""
+    """Name points, each in the first place where the name covers no other name and no point."""
     from matplotlib.transforms import Bbox
 
     figure.draw_without_rendering()  # now it is known where everything lies

@@ -70,7 +70,7 @@ class Parser(ArgumentParser):
 
 
 class Options:
-    """Options of one subcommand, taken from the signatures and docstrings of functions."""
+    """Options of one subcommand, from the signatures and docstrings of functions."""
 
     def __init__(self, parser: ArgumentParser) -> None:
         self.parser = parser
@@ -84,10 +84,10 @@ class Options:
         defaults: Mapping[str, Any] | None = None,
         words: Mapping[str, str] | None = None,
     ) -> None:
-        """Add keywords of a function as options.
+        """Add keywords of a function as options, in a group of the help.
 
         Args:
-            title: Title of the group in the help.
+            title: Title of the group.
             function: Has the keywords, with defaults and a Google docstring.
             names: The keywords that become options.
             types: Type of each option: ``int``, ``float``, ``str``, ``bool``, a ``Literal``, or
@@ -113,15 +113,7 @@ class Options:
 
 
 def add_list(group: Any, flag: str, kind: type, default: Sequence[Any] | None, words: str) -> None:
-    """Add an option that takes several values.
-
-    Args:
-        group: Where it goes.
-        flag: As ``--seeds``.
-        kind: Type of each value.
-        default: Values where there are none, or None.
-        words: Its description.
-    """
+    """Add an option such as ``--seeds`` that takes several values of one type."""
     group.add_argument(
         flag,
         type=kind,

@@ -265,14 +265,10 @@ def _draw(results: dict[str, FitResult], directory: RunDirectory) -> None:
 
 
 def prepare_runs(setup: Setup, options: Namespace) -> list[Run]:
-    """The runs that options ask for, checked.
-
-    Args:
-        setup: Data and network.
-        options: Of ``make_parser``.
+    """The runs that options ask for, checked; a MAP baseline, for ``compare_map``, comes first.
 
     Returns:
-        The run, behind that of the MAP baseline where ``compare_map`` asks for it.
+        The runs.
 
     Raises:
         ConfigurationError: If a setting does not exist or does not fit.

@@ -263,8 +263,8 @@ def prepare(
 ) -> Run:
     """Check all that can be checked; compute and write nothing.
 
-    Arguments are those of ``fit``; ``network`` records what ``evigrad.models.make_network`` made
-    the model of.
+    The arguments are those of ``fit``. ``network`` records how ``evigrad.models.make_network``
+    made the model, where it did.
 
     Returns:
         The run, to be started by its ``train``.

@@ -33,7 +33,7 @@ FIRST_RATE, LAST_RATE = 0.5, 0.05
 
 @dataclass(frozen=True)
 class Round:
-    """The hyperparameter steps that follow an epoch.
+    """The estimates of the hyperparameter steps that follow an epoch.
 
     Attributes:
         estimates: One for each step, made before it.
@@ -46,7 +46,7 @@ class Round:
 
 
 class Loop:
-    """What changes during training: two optimisers, and the steps that they take.
+    """The state of training: two optimisers, and the steps that they take.
 
     One optimiser only ever holds ``evidence.weights()``, the other ``evidence.hyperparameters()``.
     Neither has weight decay: that of the weights is the prior's, inside the loss, and one of the
@@ -71,7 +71,7 @@ class Loop:
         self.device = next(iter(weights.values())).device
         self.schedules = make_schedules(settings, hyperparameters)
         self.augerino: Augerino | None = None
-        # Hyperparameters of a baseline, which the training loss reaches: a step in every batch.
+        # Hyperparameters that a baseline learns on the training loss, by a step in every batch.
         self.in_loss: list[str] = []
         if settings.estimator == "augerino":
             self.augerino = Augerino(evidence, settings.augerino_weight)

@@ -100,7 +100,7 @@ def passes_over(
 
 
 def draws_at_once(evidence: Evidence, x: Tensor, count: int) -> int:
-    """How many of ``count`` draws of an anchored estimator one pass should hold; 1 if unshared."""
+    """How many of ``count`` draws of an anchored estimator share a pass; 1 if none do."""
     while count > 1 and not evidence.shares_anchors(x[:PROBE_SIZE], count):
         count = -(-count // 2)
     return count

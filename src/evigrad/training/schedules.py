@@ -33,7 +33,13 @@ def count_rounds(epochs: int, burn_in: int, every: int) -> int:
 
 
 def is_evaluated(epoch: int, epochs: int, every: int | None) -> bool:
-    """Whether a run is evaluated after an epoch: 0 only after the last, None ten times at most."""
+    """Whether an evaluation follows an epoch, from 1: always the last one.
+
+    ``every`` is 0 for the last epoch alone, None for ten evaluations at most.
+
+    Returns:
+        True where one follows.
+    """
     if every is None:
         every = -(-epochs // _EVALUATIONS)
     return epoch == epochs or (every > 0 and epoch % every == 0)

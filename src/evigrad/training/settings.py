@@ -238,7 +238,7 @@ def plan_epochs(
         every: None for ``ROUNDS`` rounds of hyperparameter steps.
 
     Returns:
-        The three numbers.
+        The three numbers, in this order.
     """
     if epochs is None:
         epochs = max(FEWEST_EPOCHS, -(-STEPS // -(-num_data // batch_size)))

@@ -1,4 +1,4 @@
-"""How long a step takes: medians over a few repetitions, of a machine as busy as it is."""
+"""The time of a step: medians over a few repetitions, which other load on the machine affects."""
 
 import statistics
 import time
@@ -21,8 +21,8 @@ class StepTimes:
     """Median times in seconds.
 
     Attributes:
-        estimate: An estimate with its gradient, and its part of the draw.
-        draw: What a round of estimates begins with, as drawing a partition or choosing anchors.
+        estimate: An estimate with its gradient, and its share of the draw.
+        draw: The start of a round of estimates, as drawing a partition or choosing anchors.
         step: A step of the weights on a batch, without the optimiser.
     """
 
@@ -37,7 +37,7 @@ def time_steps(
     """Time what a training with an estimator repeats.
 
     Args:
-        evidence: Of a model; its gradients are left as they come.
+        evidence: The model's evidence; its gradients change.
         data: Training data on the model's device.
         batch_size: Data in a step of the weights.
         steps: Estimates in a round, which share a draw.
@@ -64,16 +64,7 @@ def time_steps(
 
 
 def median_seconds(action: Callable[[], Any], device: torch.device) -> float:
-    """The median time of a call.
-
-    Args:
-        action: What is called: once uncounted, then three times or more, but only once where it
-            takes long.
-        device: Where it computes.
-
-    Returns:
-        Seconds.
-    """
+    """Median of three calls or more after an uncounted one; of one call where it takes long."""
     action()  # the first call allocates and plans
     times: list[float] = []
     while len(times) < 3 or (sum(times) < SECONDS and len(times) < _MOST_REPETITIONS):
