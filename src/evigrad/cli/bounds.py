@@ -1,6 +1,7 @@
 """``evigrad bounds``: bounds along a hyperparameter, on one's own data and network."""
 
 import math
+from statistics import fmean
 from typing import Any, Literal
 
 from jsonargparse import Namespace
@@ -18,7 +19,6 @@ from evigrad.cli.trainings import (
     each_done,
     kept,
     named_setup,
-    over_seeds,
     place_from,
     place_of,
     resolved,
@@ -27,6 +27,7 @@ from evigrad.cli.trainings import (
     training_options,
     write_results,
 )
+from evigrad.engine.estimate import standard_error
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimators import EstimatorSpec
 from evigrad.invariances import GENERATORS
@@ -175,11 +176,12 @@ def run(parser: Parser, options: Namespace) -> int:
         return 1
     lines, rows = [], []
     for name in names:
-        means, errors = over_seeds([found[name]["mean"] for found in known])
-        spread, _ = over_seeds([found[name]["sem"] for found in known])
+        means = list(map(fmean, zip(*(found[name]["mean"] for found in known), strict=True)))
+        spread = list(map(fmean, zip(*(found[name]["sem"] for found in known), strict=True)))
         lines.append(plots.Curve(name, grid, means, spread))
         best = max(range(len(grid)), key=means.__getitem__)
-        rows.append([name, means[best], errors[best], grid[best]])
+        error = standard_error([found[name]["mean"][best] for found in known]) or math.nan
+        rows.append([name, means[best], error, grid[best]])
     is_precision = along == PRECISION
     panel = plots.Panel(
         f"{training['model']} on {training['data']}",

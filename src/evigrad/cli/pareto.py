@@ -1,6 +1,8 @@
 """``evigrad pareto``: which estimator is worth its time, on one's own data and network."""
 
+import math
 from dataclasses import asdict, replace
+from statistics import fmean
 from typing import Any
 
 from jsonargparse import Namespace
@@ -16,7 +18,6 @@ from evigrad.cli.trainings import (
     digest,
     each_done,
     kept,
-    mean_and_error,
     named_setup,
     place_from,
     place_of,
@@ -26,6 +27,7 @@ from evigrad.cli.trainings import (
     training_options,
     write_results,
 )
+from evigrad.engine.estimate import standard_error
 from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from evigrad.training import evaluate_evidence
@@ -159,13 +161,14 @@ def run(parser: Parser, options: Namespace) -> int:
     for name, of_seeds in found.items():
         if not of_seeds:
             continue
-        over = {key: mean_and_error([each[key] for each in of_seeds]) for key in of_seeds[0]}
-        (seconds, _), (value, error) = over["estimate"], over["value"]
+        over = {key: fmean(each[key] for each in of_seeds) for key in of_seeds[0]}
+        seconds, value = over["estimate"], over["value"]
+        error = standard_error([each["value"] for each in of_seeds]) or math.nan
         group, size = specs[name].family
         drawn.append(plots.Point(group, size, seconds, -value, y_error=error))
-        ratio = seconds / over["step"][0]
-        judged = [] if judge is None else [-over["judge"][0]]
-        rows.append([name, -value, error, seconds, ratio, over["log_likelihood"][0], *judged])
+        ratio = seconds / over["step"]
+        judged = [] if judge is None else [-over["judge"]]
+        rows.append([name, -value, error, seconds, ratio, over["log_likelihood"], *judged])
     if not drawn:
         return 1
     corners = plots.pareto_front([(point.x, point.y) for point in drawn])

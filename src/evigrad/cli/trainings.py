@@ -4,12 +4,11 @@ import csv
 import hashlib
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -263,7 +262,9 @@ def each_done(
         In the order of the configurations, what the work returned; None where it failed.
     """
     found: list[dict[str, Any] | None] = [None] * len(configs)
-    for over, (number, result, words) in enumerate(_outcomes(work, configs, place, options), 1):
+    attempt = partial(_attempt, work, place, options)
+    outcomes = _outcomes(attempt, list(enumerate(configs)), place.jobs)
+    for over, (number, result, words) in enumerate(outcomes, 1):
         found[number] = result
         config = configs[number]
         name = f"{config['estimator'] or 'map'}, seed {config['seed']}"
@@ -274,35 +275,28 @@ def each_done(
     return found
 
 
+Numbered = tuple[int, dict[str, Any]]
 Outcome = tuple[int, dict[str, Any] | None, str]
 
 
 def _outcomes(
-    work: Work, configs: Sequence[dict[str, Any]], place: Place, options: Mapping[str, Any]
+    attempt: Callable[[Numbered], Outcome], numbered: Sequence[Numbered], jobs: int
 ) -> Iterator[Outcome]:
     """Number, result and words of each, as they are over."""
-    if place.jobs == 1 or len(configs) == 1:
-        for number, config in enumerate(configs):
-            yield _attempt(work, number, config, place, options)
+    if jobs == 1 or len(numbered) == 1:
+        yield from map(attempt, numbered)
         return
     # A fresh interpreter each: threads of a forked one would hang.
-    workers = min(place.jobs, len(configs))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        futures: list[Future[Outcome]] = [
-            pool.submit(_attempt, work, number, config, place, options)
-            for number, config in enumerate(configs)
-        ]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    pool = ProcessPoolExecutor(min(jobs, len(numbered)), mp_context=get_context("spawn"))
+    try:
+        for future in as_completed([pool.submit(attempt, each) for each in numbered]):
+            yield future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _attempt(
-    work: Work, number: int, config: dict[str, Any], place: Place, options: Mapping[str, Any]
-) -> Outcome:
+def _attempt(work: Work, place: Place, options: Mapping[str, Any], numbered: Numbered) -> Outcome:
+    number, config = numbered
     start = time.perf_counter()
     try:
         with kept_memory():
@@ -328,32 +322,6 @@ def named_setup(training: Mapping[str, Any], place: Place) -> tuple[Setup, dict[
     here = {"data_dir": place.data_dir, "device": place.device, "threads": place.threads}
     setup = set_up(**{**given, **here})
     return setup, {**training, "model": setup.model_name}
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error.
-
-    Args:
-        values: One for each seed.
-
-    Returns:
-        The error is NaN of a single value.
-    """
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return statistics.fmean(values), error
-
-
-def over_seeds(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
-    """Means and standard errors, point by point.
-
-    Args:
-        curves: One for each seed, of the same points.
-
-    Returns:
-        The means and their errors.
-    """
-    pairs = [mean_and_error(values) for values in zip(*curves, strict=True)]
-    return [mean for mean, _ in pairs], [error for _, error in pairs]
 
 
 def write_results(

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from evigrad.engine.estimate import standard_error
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.invariances import Averaged
@@ -90,13 +91,12 @@ def evidence_along(
                     file.write(json.dumps(found).encode())
                 saved = time.monotonic()
     columns = list(zip(*(found[str(number)] for number in range(len(drawn))), strict=True))
-    root = math.sqrt(len(drawn))
     if partial is not None:
         partial.unlink(missing_ok=True)
     return {
         "grid": list(grid),
         "mean": [statistics.fmean(column) for column in columns],
-        "sem": [statistics.stdev(c) / root if len(drawn) > 1 else 0.0 for c in columns],
+        "sem": [standard_error(column) for column in columns],
         "blocks": len(drawn),
     }
 
