@@ -35,42 +35,42 @@ Gradients = list[Tensor | None]
 Found = TypeVar("Found")
 
 
-def estimate_of(own: BlockPass) -> Estimate:
+def estimate_of(block_pass: BlockPass) -> Estimate:
     """The estimate on a block of data, in float64 where float32 is too coarse."""
 
-    def work(own: BlockPass) -> Estimate:
-        return objective(first_pass(own, FirstPass(condensed=True)))[0]
+    def work(block_pass: BlockPass) -> Estimate:
+        return objective(first_pass(block_pass, FirstPass(condensed=True)))[0]
 
-    return precisely(own, work)
+    return precisely(block_pass, work)
 
 
 def gradient_of(
-    own: BlockPass, learnable: Mapping[str, nn.Parameter]
+    block_pass: BlockPass, learnable: Mapping[str, nn.Parameter]
 ) -> tuple[Estimate, Gradients]:
     """Return the estimate on a block and its gradient, in float64 where float32 is too coarse.
 
     Args:
-        own: The block.
+        block_pass: The block.
         learnable: The hyperparameters to differentiate in, by name; no other requires a gradient.
 
     Returns:
         The estimate, and one gradient for each hyperparameter, in their order.
     """
-    problem, parameters = own.problem, list(learnable.values())
+    problem, parameters = block_pass.problem, list(learnable.values())
     if problem.settings.gradient == "one-graph":
         in_network = any(name.startswith("model.") for name in learnable)
         use = FirstPass(differentiable=in_network)
-    elif needs_two_passes(problem, learnable, own.plan.partition.num_outputs):
-        return precisely(own, lambda own: _two_passes(own, learnable))
+    elif needs_two_passes(problem, learnable, block_pass.plan.partition.num_outputs):
+        return precisely(block_pass, lambda block_pass: _two_passes(block_pass, learnable))
     else:
         with_noise = any(not name.startswith("prior.") for name in learnable)
         use = FirstPass(keeps_outputs=with_noise, condensed=True)
 
-    def one_pass(own: BlockPass) -> tuple[Estimate, Gradients]:
-        estimate, value = objective(first_pass(own, use))
+    def one_pass(block_pass: BlockPass) -> tuple[Estimate, Gradients]:
+        estimate, value = objective(first_pass(block_pass, use))
         return estimate, list(torch.autograd.grad(value, parameters, allow_unused=True))
 
-    return precisely(own, one_pass)
+    return precisely(block_pass, one_pass)
 
 
 def of_kept(
@@ -100,7 +100,7 @@ def needs_two_passes(problem: Problem, learnable: Iterable[str], num_outputs: in
 
 
 def precisely(
-    own: BlockPass,
+    block_pass: BlockPass,
     work: Callable[[BlockPass], Found],
     trial: Callable[[Found], object] | None = None,
 ) -> Found:
@@ -110,27 +110,27 @@ def precisely(
     ``gram_dtype`` or memory does not suffice, a warning tells of the rounding instead.
 
     Args:
-        own: The block.
+        block_pass: The block.
         work: Evaluates it, and leaves nothing behind where it raises.
         trial: Called on the result to provoke rounding errors that later steps would meet.
     """
-    problem = own.problem
+    problem = block_pass.problem
     narrow = any(weight.dtype != torch.float64 for weight in problem.weights.values())
     if problem.settings.gram_dtype is not None or not narrow or problem.device.type == "mps":
-        return work(own)
+        return work(block_pass)
     try:
         with rounding_refused():
-            result = work(own)
+            result = work(block_pass)
             if trial is not None:
                 trial(result)
             return result
     except RoundingError:
-        precise = problem.plans.in_float64(own.plan)
+        precise = problem.plans.in_float64(block_pass.plan)
     try:
-        check_fits(problem, precise, own.block, condensed=True)
+        check_fits(problem, precise, block_pass.block, condensed=True)
     except MemoryBudgetError:
-        return work(own)
-    return work(replace(own, plan=precise))
+        return work(block_pass)
+    return work(replace(block_pass, plan=precise))
 
 
 def objective(kept: KeptPass) -> tuple[Estimate, Tensor]:
@@ -150,14 +150,14 @@ def objective(kept: KeptPass) -> tuple[Estimate, Tensor]:
 
 
 def _two_passes(
-    own: BlockPass, learnable: Mapping[str, nn.Parameter]
+    block_pass: BlockPass, learnable: Mapping[str, nn.Parameter]
 ) -> tuple[Estimate, Gradients]:
     """The gradient in two passes over the block, one micro-batch at a time."""
-    problem = own.problem
+    problem = block_pass.problem
     of_prior = [p for name, p in learnable.items() if name.startswith("prior.")]
     of_passes = [p for name, p in learnable.items() if not name.startswith("prior.")]
     with torch.no_grad():
-        kept = first_pass(own, FirstPass())
+        kept = first_pass(block_pass, FirstPass())
     scale = kept.block.scale
     differential = kept.plan.structure.differentiate(
         kept.statistic, problem.prior.precisions(), of_prior, kept.conditioning
@@ -170,7 +170,7 @@ def _two_passes(
             direct = list(torch.autograd.grad(value, of_prior, allow_unused=True))
     estimate = _estimate(kept, kept.log_likelihood, differential.log_det, log_prior, log_hyperprior)
     # The check in the first pass may have replaced the plan.
-    again = replace(own, plan=kept.plan)
+    again = replace(block_pass, plan=kept.plan)
     pulled = second_pass(again, differential.cotangent, scale, of_passes)
     of_log_det = [None if g is None else -0.5 * scale * g for g in differential.gradients]
     in_prior = [_sum(a, b) for a, b in zip(direct, of_log_det, strict=True)]

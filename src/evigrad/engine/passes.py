@@ -123,12 +123,12 @@ def new_pass(
 
 
 def over_chunks(
-    own: BlockPass, kind: str, step: Callable[[State, Chunk], State], state: State
+    block_pass: BlockPass, kind: str, step: Callable[[State, Chunk], State], state: State
 ) -> State:
     """Return the state after ``step`` was applied to each micro-batch of a block.
 
     Args:
-        own: The block.
+        block_pass: The block.
         kind: Names the pass; passes of one kind take the same memory.
         step: Makes the next state of a state and a micro-batch and changes neither: where memory
             does not suffice it is called again with half of the data.
@@ -137,26 +137,26 @@ def over_chunks(
     Raises:
         InputError: If the batches do not hold the block's data.
     """
-    problem, block = own.problem, own.block
+    problem, block = block_pass.problem, block_pass.block
     expected, first = len(block.indices), 0
     cuts = [] if _counts_data(problem) else block.cuts()
-    with evaluating(own):
-        for x, y in own.batches:
+    with evaluating(block_pass):
+        for x, y in block_pass.batches:
             check_inputs(x, problem.device)
             if first + len(x) > expected:
                 raise InputError(f"The batches hold more than the {expected} data expected.")
             start = 0
             while start < len(x):
-                stop = start + _chunk_size(own, kind, x, len(x) - start, first + start)
+                stop = start + _chunk_size(block_pass, kind, x, len(x) - start, first + start)
                 cut = next((c for c in cuts if c > first + start), expected)
                 stop = min(stop, cut - first)
-                chunk = _chunk(own, x[start:stop], y[start:stop], first + start)
+                chunk = _chunk(block_pass, x[start:stop], y[start:stop], first + start)
                 if problem.sizes.asked != "auto":
                     state = step(state, chunk)
                 else:
                     found: list[State] = []
                     if not fits(lambda s=state, c=chunk, f=found: f.append(step(s, c))):
-                        problem.sizes.halve(_memory_key(own, kind, x), stop - start)
+                        problem.sizes.halve(_memory_key(block_pass, kind, x), stop - start)
                         continue
                     (state,) = found
                 start = stop
@@ -169,43 +169,45 @@ def over_chunks(
 
 
 @contextmanager
-def evaluating(own: BlockPass) -> Iterator[None]:
+def evaluating(block_pass: BlockPass) -> Iterator[None]:
     """The context of every forward pass of a block: evaluation mode and seeds."""
-    model = own.plan.model
-    seeded = torch.Generator().manual_seed(own.seed) if own.plan.draws_globally else None
+    model = block_pass.plan.model
+    seeded = (
+        torch.Generator().manual_seed(block_pass.seed) if block_pass.plan.draws_globally else None
+    )
     with evaluation_mode(model, seeded), model_run(model):
         yield
 
 
-def linearized(own: BlockPass, chunk: Chunk, differentiable: bool) -> Linearization:
+def linearized(block_pass: BlockPass, chunk: Chunk, differentiable: bool) -> Linearization:
     """The forward pass of a micro-batch; its rows have a graph if ``differentiable``."""
-    plan = own.plan
-    with _autocast(own.problem):
+    plan = block_pass.plan
+    with _autocast(block_pass.problem):
         linearization = linearize(
-            plan.model, own.problem.weights, chunk.x, plan.jacobian, differentiable
+            plan.model, block_pass.problem.weights, chunk.x, plan.jacobian, differentiable
         )
     check_finite("The model's outputs", linearization.outputs)
-    if own.suspicious or linearization.may_mix:
-        _check_separate(own, chunk, linearization.outputs)
+    if block_pass.suspicious or linearization.may_mix:
+        _check_separate(block_pass, chunk, linearization.outputs)
     return linearization
 
 
-def outputs(own: BlockPass, chunk: Chunk) -> Tensor:
+def outputs(block_pass: BlockPass, chunk: Chunk) -> Tensor:
     """The outputs (m, C) of a micro-batch, finite, with a graph where gradients are on."""
-    model = own.plan.model
-    with _autocast(own.problem), Recorder({}, len(chunk.x)) as recorder:
+    model = block_pass.plan.model
+    with _autocast(block_pass.problem), Recorder({}, len(chunk.x)) as recorder:
         f = model_outputs(model, chunk.x)
     check_finite("The model's outputs", f)
-    if own.suspicious or recorder.may_mix(model):
-        _check_separate(own, chunk, f)
-    return f.to(own.problem.dtype)
+    if block_pass.suspicious or recorder.may_mix(model):
+        _check_separate(block_pass, chunk, f)
+    return f.to(block_pass.problem.dtype)
 
 
-def _check_separate(own: BlockPass, chunk: Chunk, f: Tensor) -> None:
+def _check_separate(block_pass: BlockPass, chunk: Chunk, f: Tensor) -> None:
     if len(chunk.x) == 1:
         return
-    model, generator = own.plan.model, torch.Generator().manual_seed(own.seed)
-    if own.problem.settings.autocast is not None:  # its rounding would look like mixed data
+    model, generator = block_pass.plan.model, torch.Generator().manual_seed(block_pass.seed)
+    if block_pass.problem.settings.autocast is not None:  # its rounding would look like mixed data
         with torch.no_grad():
             f = model_outputs(model, chunk.x)
     check_separate(model, chunk.x, f, generator)
@@ -221,18 +223,18 @@ def _counts_data(problem: Problem) -> bool:
     return problem.settings.spec.structure == "kfac"
 
 
-def _chunk(own: BlockPass, x: Tensor, y: Tensor, start: int) -> Chunk:
-    data, block = slice(start, start + len(x)), own.block
+def _chunk(block_pass: BlockPass, x: Tensor, y: Tensor, start: int) -> Chunk:
+    data, block = slice(start, start + len(x)), block_pass.block
     columns = block.columns
     if columns is not None:
-        columns = columns[data] if _counts_data(own.problem) else block.columns_of(data)
+        columns = columns[data] if _counts_data(block_pass.problem) else block.columns_of(data)
     return Chunk(
-        x=own.plan.pack(x, own.noise, data),
+        x=block_pass.plan.pack(x, block_pass.noise, data),
         y=y,
         data=data,
         columns=columns,
         likelihood_weights=block.likelihood_weights[data],
-        labels=[labels[data] for labels in own.labels],
+        labels=[labels[data] for labels in block_pass.labels],
     )
 
 
@@ -268,45 +270,53 @@ def check_fits(problem: Problem, plan: InputPlan, block: Block, condensed: bool)
     check_memory(structure, rows, problem.device, pass_bytes, summarised)
 
 
-def _chunk_size(own: BlockPass, kind: str, x: Tensor, rest: int, position: int) -> int:
-    problem, sizes = own.problem, own.problem.sizes
-    if (at_once := most_at_once(problem, own.plan, own.block, position)) is not None:
+def _chunk_size(block_pass: BlockPass, kind: str, x: Tensor, rest: int, position: int) -> int:
+    problem, sizes = block_pass.problem, block_pass.problem.sizes
+    if (at_once := most_at_once(problem, block_pass.plan, block_pass.block, position)) is not None:
         return min(rest, at_once)
-    key = _memory_key(own, kind, x)
+    key = _memory_key(block_pass, kind, x)
     if key in sizes.chosen:
         return sizes.size(key, rest, lambda: 0.0, None)
     free = available_bytes(problem.device)
     if free is not None and kind != "second":  # the statistic is still to come
-        rows = own.block.num_rows or own.plan.partition.block_rows
-        free -= own.plan.structure.predicted_bytes(rows)
-    return sizes.size(key, rest, lambda: bytes_per_datum(own, kind, x), free)
+        rows = block_pass.block.num_rows or block_pass.plan.partition.block_rows
+        free -= block_pass.plan.structure.predicted_bytes(rows)
+    return sizes.size(key, rest, lambda: bytes_per_datum(block_pass, kind, x), free)
 
 
-def _memory_key(own: BlockPass, kind: str, x: Tensor) -> str:
+def _memory_key(block_pass: BlockPass, kind: str, x: Tensor) -> str:
     """In words, what the memory of a pass depends on besides the number of data."""
-    return f"{kind} pass of {own.plan.numbers(x):,} numbers and {_width(own)} rows for each"
+    numbers, rows = block_pass.plan.numbers(x), _width(block_pass)
+    return f"{kind} pass of {numbers:,} numbers and {rows} rows for each"
 
 
-def _width(own: BlockPass) -> int:
-    columns = own.block.columns
-    return own.plan.partition.num_outputs if columns is None else columns.shape[1]
+def _width(block_pass: BlockPass) -> int:
+    columns = block_pass.block.columns
+    return block_pass.plan.partition.num_outputs if columns is None else columns.shape[1]
 
 
-def bytes_per_datum(own: BlockPass, kind: str, x: Tensor) -> float:
+def bytes_per_datum(block_pass: BlockPass, kind: str, x: Tensor) -> float:
     """Bytes that each further datum of a pass holds, measured on the first of ``x``."""
     totals: list[int] = []
-    if not fits(lambda: totals.append(_pass_bytes(own, kind, x[:1]))):
+    if not fits(lambda: totals.append(_pass_bytes(block_pass, kind, x[:1]))):
         return math.inf
-    if len(x) < _MEASURED or not fits(lambda: totals.append(_pass_bytes(own, kind, x[:_MEASURED]))):
+    if len(x) < _MEASURED or not fits(
+        lambda: totals.append(_pass_bytes(block_pass, kind, x[:_MEASURED]))
+    ):
         return float(totals[0])
     return float(max(totals[1] - totals[0], 1))
 
 
-def _pass_bytes(own: BlockPass, kind: str, x: Tensor) -> int:
-    plan, weights = own.plan, own.problem.weights
-    packed = plan.pack(x, own.noise, slice(0, len(x)))
-    width = _width(own)
-    with evaluating(own), torch.enable_grad(), _autocast(own.problem), HeldBytes() as held:
+def _pass_bytes(block_pass: BlockPass, kind: str, x: Tensor) -> int:
+    plan, weights = block_pass.plan, block_pass.problem.weights
+    packed = plan.pack(x, block_pass.noise, slice(0, len(x)))
+    width = _width(block_pass)
+    with (
+        evaluating(block_pass),
+        torch.enable_grad(),
+        _autocast(block_pass.problem),
+        HeldBytes() as held,
+    ):
         second, graph = kind == "second", None
         lin = linearize(plan.model, weights, packed, plan.jacobian, second)
         if second:

@@ -62,49 +62,49 @@ class _Sums:
     kept: tuple[tuple[Chunk, Tensor], ...] = ()
 
 
-def first_pass(own: BlockPass, use: FirstPass) -> KeptPass:
+def first_pass(block_pass: BlockPass, use: FirstPass) -> KeptPass:
     """One pass over a block's data: the log likelihood and the curvature's statistic."""
-    problem = own.problem
+    problem = block_pass.problem
     zero = torch.zeros((), dtype=torch.float64, device=problem.device)
     while True:
         due = problem.plans.check_is_due()
-        own = replace(own, suspicious=due)
-        start = _Sums(own.plan, zero, to_check=due)
-        sums = over_chunks(own, "first", partial(_add, own, use), start)
+        block_pass = replace(block_pass, suspicious=due)
+        start = _Sums(block_pass.plan, zero, to_check=due)
+        sums = over_chunks(block_pass, "first", partial(_add, block_pass, use), start)
         if sums.is_closed:
             break
         # The model uses a weight differently for these data: form all rows from here on.
-        own = replace(own, plan=problem.plans.without_contraction(sums.plan))
+        block_pass = replace(block_pass, plan=problem.plans.without_contraction(sums.plan))
     structure, statistic = sums.plan.structure, sums.statistic
     return KeptPass(
         problem=problem,
         plan=sums.plan,
         log_likelihood=sums.log_likelihood,
         statistic=structure.condense(statistic) if use.condensed else statistic,
-        block=replace(own.block, inputs=None, targets=None),
+        block=replace(block_pass.block, inputs=None, targets=None),
         log_probs=torch.cat(sums.log_probs),
         outputs=sums.kept,
     )
 
 
-def _add(own: BlockPass, use: FirstPass, sums: _Sums, chunk: Chunk) -> _Sums:
+def _add(block_pass: BlockPass, use: FirstPass, sums: _Sums, chunk: Chunk) -> _Sums:
     """The sums with another micro-batch."""
     if not sums.is_closed:
         return sums
     if sums.to_check:
-        plan = _spot_checked(own.problem, sums.plan, chunk)
+        plan = _spot_checked(block_pass.problem, sums.plan, chunk)
         sums = replace(sums, plan=plan, to_check=False)
-    own = replace(own, plan=sums.plan)
-    spec, likelihood = own.problem.settings.spec, own.problem.likelihood
+    block_pass = replace(block_pass, plan=sums.plan)
+    spec, likelihood = block_pass.problem.settings.spec, block_pass.problem.likelihood
     statistic: Any = sums.statistic
     if not chunk.has_rows:
         # Data that count only in the likelihood; they follow all that have rows.
         with torch.set_grad_enabled(use.differentiable):
-            f = outputs(own, chunk)
+            f = outputs(block_pass, chunk)
     elif spec.curvature == "hessian":
-        statistic, f = _add_hessian(own, chunk, statistic, use.differentiable)
+        statistic, f = _add_hessian(block_pass, chunk, statistic, use.differentiable)
     else:
-        found = _add_rows(own, use, chunk, statistic)
+        found = _add_rows(block_pass, use, chunk, statistic)
         if found is None:
             return replace(sums, is_closed=False)
         statistic, f = found
@@ -115,51 +115,55 @@ def _add(own: BlockPass, use: FirstPass, sums: _Sums, chunk: Chunk) -> _Sums:
     return replace(
         sums,
         statistic=statistic,
-        log_likelihood=sums.log_likelihood + _weighted(own.problem, log_probs, chunk),
+        log_likelihood=sums.log_likelihood + _weighted(block_pass.problem, log_probs, chunk),
         log_probs=(*sums.log_probs, log_probs.detach()),
         kept=sums.kept + kept,
     )
 
 
 def _add_rows(
-    own: BlockPass, use: FirstPass, chunk: Chunk, statistic: Any
+    block_pass: BlockPass, use: FirstPass, chunk: Chunk, statistic: Any
 ) -> tuple[Any, Tensor] | None:
     """The statistic with a micro-batch's rows, and its outputs; None without a closed form."""
-    structure = own.plan.structure
-    linearization = linearized(own, chunk, use.differentiable)
+    structure = block_pass.plan.structure
+    linearization = linearized(block_pass, chunk, use.differentiable)
     if not all(map(linearization.is_closed, structure.contracted)):
         return None
-    root = root_rows(own.problem, linearization.outputs, chunk)
+    root = root_rows(block_pass.problem, linearization.outputs, chunk)
     if root.vectors.requires_grad and not use.differentiable:
         # The cotangents themselves depend on the likelihood's hyperparameters (a score, or a
         # likelihood that does not separate a scale): the rows then need a graph.
-        linearization = linearized(own, chunk, True)
+        linearization = linearized(block_pass, chunk, True)
     if use.keeps_outputs:
         root = replace(root, scale=None)
     f = linearization.outputs
-    if use.condensed and own.block.has_all_rows(chunk.data) and not root.vectors.requires_grad:
+    if (
+        use.condensed
+        and block_pass.block.has_all_rows(chunk.data)
+        and not root.vectors.requires_grad
+    ):
         return structure.summarise(linearization, root), f
     return structure.accumulate(statistic, linearization, root), f
 
 
 def _add_hessian(
-    own: BlockPass, chunk: Chunk, statistic: Any, differentiable: bool
+    block_pass: BlockPass, chunk: Chunk, statistic: Any, differentiable: bool
 ) -> tuple[Any, Tensor]:
     """The statistic with a micro-batch's exact Hessian, and its outputs."""
-    likelihood, temperature = own.problem.likelihood, own.problem.settings.temperature
+    likelihood, temperature = block_pass.problem.likelihood, block_pass.problem.settings.temperature
 
     def negative_log_likelihood(f: Tensor) -> Tensor:
         return -likelihood.log_prob(f, chunk.y).sum() / temperature
 
     with torch.set_grad_enabled(differentiable):
-        f = outputs(own, chunk)
+        f = outputs(block_pass, chunk)
     learnable = any(p.requires_grad for p in likelihood.parameters())
     graph = torch.is_grad_enabled() and (differentiable or learnable)
     found = hessian_statistic(
-        own.plan.structure,
+        block_pass.plan.structure,
         statistic,
-        own.plan.model,
-        own.problem.weights,
+        block_pass.plan.model,
+        block_pass.problem.weights,
         chunk.x,
         negative_log_likelihood,
         graph,
@@ -185,20 +189,20 @@ def log_likelihood_of(problem: Problem, f: Tensor, chunk: Chunk) -> Tensor:
 
 
 def second_pass(
-    own: BlockPass, cotangent: Statistic, scale: float, arguments: Sequence[Tensor]
+    block_pass: BlockPass, cotangent: Statistic, scale: float, arguments: Sequence[Tensor]
 ) -> list[Tensor]:
     """Return the gradient of log likelihood − ½ scale · ℓ in each of the ``arguments``.
 
     Args:
-        own: The block of the first pass.
+        block_pass: The block of the first pass.
         cotangent: The derivative of ℓ in the statistic of that pass.
         scale: Factor of ℓ.
         arguments: Hyperparameters of the model and of the likelihood.
     """
-    problem = own.problem
+    problem = block_pass.problem
 
     def add(sums: list[Tensor], chunk: Chunk) -> list[Tensor]:
-        f, inner = _inner(own, cotangent, chunk)
+        f, inner = _inner(block_pass, cotangent, chunk)
         objective = log_likelihood_of(problem, f, chunk) - 0.5 * scale * inner
         if not objective.requires_grad:
             return sums
@@ -206,17 +210,19 @@ def second_pass(
         return [s if g is None else s + g for s, g in zip(sums, found, strict=True)]
 
     with torch.enable_grad():
-        return over_chunks(own, "second", add, [torch.zeros_like(a) for a in arguments])
+        return over_chunks(block_pass, "second", add, [torch.zeros_like(a) for a in arguments])
 
 
-def _inner(own: BlockPass, cotangent: Statistic, chunk: Chunk) -> tuple[Tensor, Tensor | float]:
+def _inner(
+    block_pass: BlockPass, cotangent: Statistic, chunk: Chunk
+) -> tuple[Tensor, Tensor | float]:
     """The outputs of a micro-batch, and ⟨cotangent, its part in the statistic⟩."""
     if not chunk.has_rows:
-        return outputs(own, chunk), 0.0
-    if own.problem.settings.spec.curvature == "hessian":
-        part, f = _add_hessian(own, chunk, None, True)
+        return outputs(block_pass, chunk), 0.0
+    if block_pass.problem.settings.spec.curvature == "hessian":
+        part, f = _add_hessian(block_pass, chunk, None, True)
         return f, inner_product(cotangent, part)
-    linearization = linearized(own, chunk, True)
-    root = root_rows(own.problem, linearization.outputs, chunk)
-    inner = own.plan.structure.inner(cotangent, chunk.data, linearization, root)
+    linearization = linearized(block_pass, chunk, True)
+    root = root_rows(block_pass.problem, linearization.outputs, chunk)
+    inner = block_pass.plan.structure.inner(cotangent, chunk.data, linearization, root)
     return linearization.outputs, inner

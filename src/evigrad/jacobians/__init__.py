@@ -12,7 +12,6 @@ from evigrad.jacobians.spot_checks import check_separate, spot_check
 from evigrad.jacobians.state import model_run
 
 __all__ = [
-    "ExactHessian",
     "NO_DERIVATIVE",
     "ExactHessian",
     "JacobianPlan",
