@@ -20,10 +20,11 @@ Mean and standard deviation of a draw over the exact.
 import argparse
 import statistics
 from collections.abc import Sequence
-from functools import partial
+from contextlib import nullcontext
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from measure import insert, machine, write_csv
@@ -32,7 +33,7 @@ from torch.func import functional_call, jacrev
 
 import evigrad
 from evigrad import Evidence
-from evigrad.blocks.anchors import Anchoring
+from evigrad.blocks.anchors import Anchoring, book
 from evigrad.blocks.anchors.greedy import pivots
 from evigrad.data import DataSet, load
 from evigrad.models import make_model
@@ -59,10 +60,9 @@ def choices(
     name = f"ntk-{k}-rows-anchored"
     found: dict[str, tuple[str, dict[str, Any]]] = {"ntk-k-1": (f"ntk-{k}-1", {})}
     named = ("random", "k-centre", *(["score"] if data.is_classification else []))
-    ways: dict[str, Any] = {each: each for each in named}
-    for words, kernel in kernels.items():
-        ways[f"greedy, {words}"] = partial(greedy, kernel)
-    found |= {w: (name, {"anchoring": Anchoring(choice=how)}) for w, how in ways.items()}
+    ways = {each: Anchoring(choice=each) for each in named}
+    ways |= {f"greedy, {words}": Anchoring(choice="greedy") for words in kernels}
+    found |= {w: (name, {"anchoring": how}) for w, how in ways.items()}
     plain = Anchoring(choice="k-centre", grouped=False)
     return found | {"k-centre, no groups": (name, {"anchoring": plain})}
 
@@ -110,6 +110,15 @@ def greedy(kernel: Tensor, scores: Tensor, count: int) -> Tensor:
     return pivots(kernel[rows][:, rows], count)
 
 
+def chosen_by(kernel: Tensor) -> Any:
+    """A context in which anchors are chosen greedily by a kernel of all rows."""
+
+    def choose(_: Anchoring, scores: Tensor, count: int, *__: Any) -> Tensor:
+        return greedy(kernel, scores, count)[:count].sort().values
+
+    return patch.object(book, "choose", choose)
+
+
 def draws(evidence: Evidence, data: DataSet, count: int) -> list[float]:
     """Log-determinants of draws, each with a partition of its own; some share their anchors."""
     blocks = chain.from_iterable(evidence.blocks(data.train).take(1) for _ in repeat(None))
@@ -127,7 +136,9 @@ def one(name: str, seed: int, data: DataSet, rows: Sequence[int], count: int) ->
     for k in rows:
         for choice, (estimator, settings) in choices(k, data, dense).items():
             evidence = trained.evidence.with_estimator(estimator, generator=seed, **settings)
-            ratios = [value / exact for value in draws(evidence, data, count)]
+            kernel = dense.get(choice.removeprefix("greedy, "))
+            with nullcontext() if kernel is None else chosen_by(kernel):
+                ratios = [value / exact for value in draws(evidence, data, count)]
             found.append(
                 {
                     "data": name,

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 from zoo import CASES, HYPERPARAMETERS
 
+from evigrad.errors import InputError
 from evigrad.jacobians import linearize, plan
 
 LINEAR = "linear"
@@ -280,7 +281,8 @@ def test_frozen_and_unused_layers() -> None:
 
 def test_output_without_any_weight() -> None:
     net: Any = Net(lambda self, x: x.sin(), w=parameter(2))
-    check(net, random(4, 3), {"w": "unused"})
+    with pytest.raises(InputError, match="no derivative in any weight"):
+        check(net, random(4, 3), {"w": "unused"})
 
 
 def test_output_behind_a_stop_gradient() -> None:

@@ -44,7 +44,7 @@ def test_burn_in_rounds_and_steps(blobs, make_net):
     learned = [row["log_evidence"] is not None for row in result.history]
     assert learned == [False, True, False, True, False, True]
     first = [row["precision/0.weight"] for row in result.history]
-    assert first[0] == pytest.approx(0.1)  # where learning starts
+    assert first[0] == pytest.approx(1.0)  # where learning starts
     assert first[1] != first[0]
     assert first[2] == first[1]
     assert len(set(first)) == 4
