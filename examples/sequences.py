@@ -28,7 +28,7 @@ from torch import nn
 
 import evigrad
 from evigrad.data import DataSet, load
-from evigrad.models.sequences import gru, transformer
+from evigrad.models import make_model
 from evigrad.training import FitResult, evaluate_evidence
 
 
@@ -48,13 +48,15 @@ class Task:
 TASKS = {
     # Scores of the attention get −|i − j| / length, with a length for each head of each block.
     "transformer": Task(
-        lambda data: transformer(data.input_shape, data.num_outputs, attention_length=2.0),
+        lambda data: make_model(
+            "transformer", data.input_shape, data.num_outputs, attention_length=2.0
+        ),
         "attention_length",
         epochs=60,
     ),
     # Eight steps is nearly a plain mean of all states, which turns out to be too long.
     "gru": Task(
-        lambda data: gru(data.input_shape, data.num_outputs, pooling_time=8.0),
+        lambda data: make_model("gru", data.input_shape, data.num_outputs, pooling_time=8.0),
         "pooling_time",
         epochs=120,
     ),

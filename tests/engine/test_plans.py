@@ -16,7 +16,7 @@ from evigrad.errors import EvigradWarning
 from evigrad.jacobians.layers import RULES, Linear
 from evigrad.jacobians.rules import Match
 from evigrad.likelihoods import Categorical
-from evigrad.models.sequences import gru, transformer
+from evigrad.models import make_model
 from evigrad.priors import GaussianPrior
 
 N = 24
@@ -130,7 +130,7 @@ def test_a_state_without_plans_is_taken_up_too() -> None:
 def test_lengths_share_what_was_checked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, F.linear, Linear())
     torch.manual_seed(0)
-    model = {"gru": gru, "transformer": transformer}[kind]((40,), 3, width=4, vocabulary=9)
+    model = make_model(kind, (40,), 3, width=4, vocabulary=9)
 
     def evidence() -> Evidence:
         return Evidence(model, Categorical(), GaussianPrior(), estimator="ntk-5-1", num_data=N)

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from evigrad import Evidence, fit
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Categorical
-from evigrad.models.sequences import GRU, Attention, Recurrent, Transformer, gru, transformer
+from evigrad.models.sequences import GRU, Attention, Recurrent, Transformer
 from evigrad.priors import GaussianPrior
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model has normalisation layers")
 
 OUTPUTS = 3
-BUILDERS: dict[str, Callable[..., nn.Module]] = {"transformer": transformer, "gru": gru}
+BUILDERS: dict[str, Callable[..., nn.Module]] = {"transformer": Transformer, "gru": Recurrent}
 SMALL: dict[str, dict[str, Any]] = {
     "transformer": {"width": 4, "heads": 2, "layers": 1},
     "gru": {"width": 3},
@@ -398,4 +398,4 @@ def test_errors_say_what_to_mend(
 
 def test_heads_divide_the_width() -> None:
     with pytest.raises(ConfigurationError, match="no multiple of heads=3"):
-        transformer((5,), 2, width=4, heads=3)
+        Transformer((5,), 2, width=4, heads=3)

@@ -11,13 +11,11 @@ from torch import nn
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.jacobians.modes import seeded
-from evigrad.models.convolutional import cnn, digitsnet, lenet, mininet
-from evigrad.models.mlp import mlp
-from evigrad.models.resnet import resnet18, resnet50
-from evigrad.models.sequences import gru, transformer
-from evigrad.models.wide_resnet import wide_resnet, wrn16_4
+from evigrad.models.feedforward import cnn, digitsnet, lenet, mininet, mlp
+from evigrad.models.residual import resnet18, resnet50, wide_resnet, wrn16_4
+from evigrad.models.sequences import Recurrent, Transformer
 
-# Each function takes (input_shape, num_outputs) and settings of its own.
+# Each takes (input_shape, num_outputs) and settings of its own.
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,
     "digitsnet": digitsnet,
@@ -28,8 +26,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet50": resnet50,
     "wrn16-4": wrn16_4,
     "wide_resnet": wide_resnet,
-    "transformer": transformer,
-    "gru": gru,
+    "transformer": Transformer,
+    "gru": Recurrent,
 }
 
 

@@ -22,109 +22,6 @@ from evigrad.errors import ConfigurationError
 _POSITION_SCALE = 0.1
 
 
-def transformer(
-    input_shape: Sequence[int],
-    num_outputs: int,
-    width: int = 32,
-    heads: int = 4,
-    layers: int = 2,
-    hidden: int | None = None,
-    vocabulary: int | None = None,
-    padding: int | None = None,
-    attention_length: float | None = None,
-) -> "Transformer":
-    """A small transformer encoder: pre-norm blocks, mean pooling, a linear head.
-
-    Inputs of shape (T,) with a ``vocabulary`` are T integer tokens. Without one they are real: (T,)
-    is a series of numbers, (T, d) one of vectors, and an image (c, h, w) the sequence of its h
-    rows, each of c·w numbers. Tokens may be fewer than T in a batch.
-
-    With ``attention_length`` the attention has a range: a head looks from position i at j with the
-    scores qᵢ·kⱼ/√(width/heads) − |i − j|/length (Press et al., 2022, *Train Short, Test Long*, with
-    slope 1/length, here in both directions). The lengths, one of each head in each block, are the
-    parameter ``attention_length.log``: learn it by ``hyperparameters=["attention_length"]``.
-
-    Args:
-        input_shape: Shape of one input.
-        num_outputs: Number of outputs C.
-        width: Size of a token's representation, a multiple of ``heads``.
-        heads: Attention heads in each block.
-        layers: Blocks.
-        hidden: Units of a block's feed-forward part. Default: twice the width.
-        vocabulary: Number of different tokens; None for real inputs.
-        padding: A token that is not part of the sequence, wherever it stands.
-        attention_length: Range of the attention at the start, in positions; None does without.
-
-    Returns:
-        A module (m, *input_shape) -> (m, C).
-
-    Raises:
-        ConfigurationError: If sizes or settings do not fit each other.
-    """
-    hidden = 2 * width if hidden is None else hidden
-    _check_sizes("transformer", width=width, heads=heads, layers=layers, hidden=hidden)
-    _check_input("transformer", input_shape, vocabulary, padding)
-    if width % heads:
-        raise ConfigurationError(f"width={width} is no multiple of heads={heads}")
-    lengths = _positive("attention_length", attention_length, layers, heads)
-    return Transformer(
-        tokens=_embedding(input_shape, vocabulary, padding, width),
-        steps=_steps(input_shape),
-        blocks=[Block(width, heads, hidden) for _ in range(layers)],
-        head=nn.Linear(width, num_outputs),
-        padding=padding,
-        attention_length=lengths,
-    )
-
-
-def gru(
-    input_shape: Sequence[int],
-    num_outputs: int,
-    width: int = 32,
-    layers: int = 1,
-    vocabulary: int | None = None,
-    padding: int | None = None,
-    pooling_time: float | None = None,
-) -> "Recurrent":
-    """Gated recurrent units, one or several layers of them, and a linear head.
-
-    Inputs are as for ``transformer``, but real ones are not embedded, as the first layer multiplies
-    them with a matrix anyway, and padding stands at the end.
-
-    The head sees the last state or, with ``pooling_time``, the mean of all states under the weights
-    exp(−s/time) of a leaky average, s steps before the end: the last state for a short time, the
-    plain mean for a long one. The time is the parameter ``pooling_time.log``: learn it by
-    ``hyperparameters=["pooling_time"]``.
-
-    Args:
-        input_shape: Shape of one input.
-        num_outputs: Number of outputs C.
-        width: Units of each layer, and size of a token's embedding.
-        layers: Recurrent layers, one on top of the other.
-        vocabulary: Number of different tokens; None for real inputs.
-        padding: A token that fills up the end of a sequence.
-        pooling_time: Time constant of the average at the start, in steps; None takes the last
-            state.
-
-    Returns:
-        A module (m, *input_shape) -> (m, C).
-
-    Raises:
-        ConfigurationError: If sizes or settings do not fit each other.
-    """
-    _check_sizes("gru", width=width, layers=layers)
-    _check_input("gru", input_shape, vocabulary, padding)
-    time = _positive("pooling_time", pooling_time)
-    real = vocabulary is None
-    return Recurrent(
-        tokens=None if real else _embedding(input_shape, vocabulary, padding, width),
-        recurrence=GRU(_features(input_shape) if real else width, width, layers),
-        head=nn.Linear(width, num_outputs),
-        padding=padding,
-        pooling_time=time,
-    )
-
-
 class Positive(nn.Module):
     """Positive numbers, learned as their logarithms ``log``; ``start`` are the first values."""
 
@@ -188,26 +85,62 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The network of ``transformer``.
+    """A small transformer encoder: pre-norm blocks, mean pooling, a linear head.
+
+    Inputs of shape (T,) with a ``vocabulary`` are T integer tokens. Without one they are real: (T,)
+    is a series of numbers, (T, d) one of vectors, and an image (c, h, w) the sequence of its h
+    rows, each of c·w numbers. Tokens may be fewer than T in a batch.
+
+    With ``attention_length`` the attention has a range: a head looks from position i at j with the
+    scores qᵢ·kⱼ/√(width/heads) − |i − j|/length (Press et al., 2022, *Train Short, Test Long*, with
+    slope 1/length, here in both directions). The lengths, one of each head in each block, are the
+    parameter ``attention_length.log``: learn it by ``hyperparameters=["attention_length"]``.
 
     No normalisation follows the last block: it would remove the scale of all that is added up in
     front of it, and make the prior precision of those weights meaningless.
+
+    Args:
+        input_shape: Shape of one input.
+        num_outputs: Number of outputs C.
+        width: Size of a token's representation, a multiple of ``heads``.
+        heads: Attention heads in each block.
+        layers: Blocks.
+        hidden: Units of a block's feed-forward part. Default: twice the width.
+        vocabulary: Number of different tokens; None for real inputs.
+        padding: A token that is not part of the sequence, wherever it stands.
+        attention_length: Range of the attention at the start, in positions; None does without.
+
+    Raises:
+        ConfigurationError: If sizes or settings do not fit each other.
     """
 
     def __init__(
         self,
-        tokens: nn.Module,
-        steps: int,
-        blocks: Sequence[Block],
-        head: nn.Linear,
-        padding: int | None,
-        attention_length: Positive | None,
+        input_shape: Sequence[int],
+        num_outputs: int,
+        width: int = 32,
+        heads: int = 4,
+        layers: int = 2,
+        hidden: int | None = None,
+        vocabulary: int | None = None,
+        padding: int | None = None,
+        attention_length: float | None = None,
     ) -> None:
         super().__init__()
+        hidden = 2 * width if hidden is None else hidden
+        _check_sizes("transformer", width=width, heads=heads, layers=layers, hidden=hidden)
+        steps, features = _check_input("transformer", input_shape, vocabulary, padding)
+        if width % heads:
+            raise ConfigurationError(f"width={width} is no multiple of heads={heads}")
         self.padding = padding
-        self.attention_length = attention_length
-        self.tokens = tokens
-        self.positions = nn.Embedding(steps, head.in_features)
+        self.attention_length = _positive("attention_length", attention_length, layers, heads)
+        if vocabulary is None:
+            self.tokens = nn.Linear(features, width)
+        else:
+            self.tokens = nn.Embedding(vocabulary, width, padding_idx=padding)
+        blocks = [Block(width, heads, hidden) for _ in range(layers)]
+        head = nn.Linear(width, num_outputs)
+        self.positions = nn.Embedding(steps, width)
         nn.init.normal_(self.positions.weight, std=_POSITION_SCALE)
         self.blocks = nn.ModuleList(blocks)
         self.head = head
@@ -291,22 +224,50 @@ class GRU(nn.GRU):
 
 
 class Recurrent(nn.Module):
-    """The network of ``gru``."""
+    """Gated recurrent units, one or several layers of them, and a linear head.
+
+    Inputs are as for ``Transformer``, but real ones are not embedded, as the first layer multiplies
+    them with a matrix anyway, and padding stands at the end.
+
+    The head sees the last state or, with ``pooling_time``, the mean of all states under the weights
+    exp(−s/time) of a leaky average, s steps before the end: the last state for a short time, the
+    plain mean for a long one. The time is the parameter ``pooling_time.log``: learn it by
+    ``hyperparameters=["pooling_time"]``.
+
+    Args:
+        input_shape: Shape of one input.
+        num_outputs: Number of outputs C.
+        width: Units of each layer, and size of a token's embedding.
+        layers: Recurrent layers, one on top of the other.
+        vocabulary: Number of different tokens; None for real inputs.
+        padding: A token that fills up the end of a sequence.
+        pooling_time: Time constant of the average at the start, in steps; None takes the last
+            state.
+
+    Raises:
+        ConfigurationError: If sizes or settings do not fit each other.
+    """
 
     def __init__(
         self,
-        tokens: nn.Module | None,
-        recurrence: GRU,
-        head: nn.Linear,
-        padding: int | None,
-        pooling_time: Positive | None,
+        input_shape: Sequence[int],
+        num_outputs: int,
+        width: int = 32,
+        layers: int = 1,
+        vocabulary: int | None = None,
+        padding: int | None = None,
+        pooling_time: float | None = None,
     ) -> None:
         super().__init__()
+        _check_sizes("gru", width=width, layers=layers)
+        _, features = _check_input("gru", input_shape, vocabulary, padding)
         self.padding = padding
-        self.pooling_time = pooling_time
-        self.tokens = tokens
-        self.recurrence = recurrence
-        self.head = head
+        self.pooling_time = _positive("pooling_time", pooling_time)
+        self.tokens = None
+        if vocabulary is not None:
+            self.tokens, features = nn.Embedding(vocabulary, width, padding_idx=padding), width
+        self.recurrence = GRU(features, width, layers)
+        self.head = nn.Linear(width, num_outputs)
 
     def forward(self, x: Tensor) -> Float[Tensor, "m C"]:
         """The outputs for m sequences."""
@@ -334,22 +295,6 @@ def _as_sequence(x: Tensor) -> Float[Tensor, "m T d"]:
     return x if x.dim() == 3 else x.transpose(1, 2).flatten(2)
 
 
-def _steps(input_shape: Sequence[int]) -> int:
-    return input_shape[0] if len(input_shape) < 3 else input_shape[1]
-
-
-def _features(input_shape: Sequence[int]) -> int:
-    return prod(input_shape) // _steps(input_shape)
-
-
-def _embedding(
-    input_shape: Sequence[int], vocabulary: int | None, padding: int | None, width: int
-) -> nn.Module:
-    if vocabulary is None:
-        return nn.Linear(_features(input_shape), width)
-    return nn.Embedding(vocabulary, width, padding_idx=padding)
-
-
 def _valid(x: Tensor, padding: int | None) -> Bool[Tensor, "m T"] | None:
     """Which tokens are not padding; None for all."""
     return None if padding is None else x != padding
@@ -371,20 +316,21 @@ def _check_sizes(model: str, **sizes: int) -> None:
 
 def _check_input(
     model: str, input_shape: Sequence[int], vocabulary: int | None, padding: int | None
-) -> None:
+) -> tuple[int, int]:
+    """The steps of a sequence and the numbers of each; ConfigurationError if it is none."""
     if len(input_shape) > 3:
         raise ConfigurationError(
             f"'{model}' takes sequences (T,) or (T, features), or images (channels, height, width)"
             f" as sequences of rows, not inputs of shape {tuple(input_shape)}"
         )
-    if vocabulary is None:
-        if padding is not None:
-            raise ConfigurationError("padding is a token: it needs vocabulary=..., their number")
-        return
-    if vocabulary < 1 or len(input_shape) != 1:
+    if vocabulary is None and padding is not None:
+        raise ConfigurationError("padding is a token: it needs vocabulary=..., their number")
+    if vocabulary is not None and (vocabulary < 1 or len(input_shape) != 1):
         raise ConfigurationError(
             f"vocabulary={vocabulary} is a number of tokens, 1 or more, for inputs of shape (T,);"
             f" these have shape {tuple(input_shape)}"
         )
-    if padding is not None and not 0 <= padding < vocabulary:
+    if padding is not None and vocabulary is not None and not 0 <= padding < vocabulary:
         raise ConfigurationError(f"padding={padding} is none of the tokens 0 to {vocabulary - 1}")
+    steps = input_shape[1] if len(input_shape) == 3 else input_shape[0]
+    return steps, prod(input_shape) // steps

@@ -9,11 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evigrad import Evidence
-from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Categorical
-from evigrad.models import ResNet, WideResNet, fixup_scalars, make_model
-from evigrad.models.resnet import Block, Bottleneck
-from evigrad.models.wide_resnet import WideBlock
+from evigrad.models import fixup_scalars, make_model
+from evigrad.models.residual import Block, Bottleneck, WideBlock
 from evigrad.priors import GaussianPrior
 
 NETWORKS = {
@@ -74,14 +72,8 @@ def test_parameter_counts(
 
 def test_wide_resnet_takes_depth_and_width() -> None:
     model = make_model("wide_resnet", (3, 8, 8), 10, depth=10, widen_factor=1)
-    assert isinstance(model, WideResNet)
     blocks = [module for module in model.modules() if isinstance(module, WideBlock)]
-    assert [block.conv2.out_channels for block in blocks] == [16, 32, 64]
-
-
-def test_resnet_knows_no_other_depths() -> None:
-    with pytest.raises(ConfigurationError, match="18, 50"):
-        ResNet(20, 3, 10)
+    assert [block.get_parameter("branch.conv2.weight").shape[0] for block in blocks] == [16, 32, 64]
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -122,7 +114,7 @@ def test_branches_start_at_zero(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "pattern", "branches", "power"),
     [
-        ("wrn16-4", "stages.2.1.conv1.weight", 6, 1 / 2),
+        ("wrn16-4", "stages.2.1.branch.conv1.weight", 6, 1 / 2),
         ("resnet18", "stages.3.1.branch.conv1.weight", 8, 1 / 2),
         ("resnet50", "stages.3.1.branch.conv1.weight", 16, 1 / 4),
         ("resnet50", "stages.3.1.branch.conv2.weight", 16, 1 / 4),
@@ -227,10 +219,10 @@ def test_wide_block_by_hand(inputs: int, outputs: int, stride: int) -> None:
     block = stirred(WideBlock(inputs, outputs, stride))
     x = images(2, inputs, 7, 6)
     p = dict(block.named_parameters())
-    z = F.relu(x + p["bias1.bias"])
-    h = F.relu(F.conv2d(z, p["conv1.weight"], None, stride, 1) + p["bias2.bias"])
-    h = F.conv2d(h + p["bias3.bias"], p["conv2.weight"], None, 1, 1)
-    h = h * p["scale.scale"] + p["bias4.bias"]
+    z = F.relu(x + p["bias.bias"])
+    h = F.relu(F.conv2d(z, p["branch.conv1.weight"], None, stride, 1) + p["branch.bias1b.bias"])
+    h = F.conv2d(h + p["branch.bias2a.bias"], p["branch.conv2.weight"], None, 1, 1)
+    h = h * p["branch.scale.scale"] + p["branch.bias2b.bias"]
     passed = x if inputs == outputs else F.conv2d(z, p["shortcut.weight"], None, stride)
     torch.testing.assert_close(block(x), h + passed)
 

@@ -1,0 +1,188 @@
+"""Small networks, fully connected and convolutional.
+
+They are free of normalisation layers: a Gaussian prior suits them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from math import prod
+
+from torch import nn
+
+from evigrad.errors import ConfigurationError, nearest
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "elu": nn.ELU,
+    "gelu": nn.GELU,
+    "relu": nn.ReLU,
+    "sigmoid": nn.Sigmoid,
+    "silu": nn.SiLU,
+    "softplus": nn.Softplus,
+    "tanh": nn.Tanh,
+}
+
+
+def mlp(
+    input_shape: Sequence[int],
+    num_outputs: int,
+    hidden: Sequence[int] = (64, 64),
+    activation: str = "relu",
+) -> nn.Sequential:
+    """A fully connected network; an input of several dimensions is flattened first.
+
+    Args:
+        input_shape: Shape of one input.
+        num_outputs: Number of outputs C.
+        hidden: Widths of the hidden layers; empty gives a linear model.
+        activation: Name of the non-linearity after each hidden layer, a key of `ACTIVATIONS`.
+
+    Returns:
+        A module (m, *input_shape) -> (m, C).
+
+    Raises:
+        ConfigurationError: If the activation is unknown or a width is below 1.
+    """
+    if activation not in ACTIVATIONS:
+        raise ConfigurationError(
+            f"Unknown activation '{activation}'.{nearest(activation, ACTIVATIONS)} "
+            f"Choose one of {', '.join(ACTIVATIONS)}"
+        )
+    if any(width < 1 for width in hidden):
+        raise ConfigurationError(f"hidden={list(hidden)}: every width must be 1 or more")
+    layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
+    width = prod(input_shape)
+    for index, units in enumerate(hidden, start=1):
+        layers[f"linear{index}"] = nn.Linear(width, units)
+        layers[f"{activation}{index}"] = ACTIVATIONS[activation]()
+        width = units
+    layers["output"] = nn.Linear(width, num_outputs)
+    return nn.Sequential(layers)
+
+
+def image_shape(model: str, input_shape: Sequence[int], smallest: int) -> tuple[int, int, int]:
+    """(channels, height, width); ConfigurationError if no image, or below ``smallest``."""
+    if len(input_shape) != 3 or min(input_shape[1:]) < smallest:
+        raise ConfigurationError(
+            f"'{model}' takes images (channels, height, width) of at least {smallest}x{smallest}, "
+            f"not inputs of shape {tuple(input_shape)}; 'mlp' takes any shape"
+        )
+    channels, height, width = input_shape
+    return channels, height, width
+
+
+def digitsnet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
+    """A network made for 8x8 digits: two 3x3 convolutions, each with ReLU and pooling.
+
+    6,090 parameters on (1, 8, 8) and 10 classes. Images must have 4x4 pixels at least.
+
+    Returns:
+        A module (m, *input_shape) -> (m, C).
+    """
+    channels, height, width = image_shape("digitsnet", input_shape, smallest=4)
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(channels, 16, 3, padding=1),
+            relu1=nn.ReLU(),
+            pool1=nn.MaxPool2d(2),
+            conv2=nn.Conv2d(16, 32, 3, padding=1),
+            relu2=nn.ReLU(),
+            pool2=nn.MaxPool2d(2),
+            flatten=nn.Flatten(),
+            output=nn.Linear(32 * (height // 4) * (width // 4), num_outputs),
+        )
+    )
+
+
+def mininet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
+    """The paper's network for its illustrations on MNIST (Appendix B.1).
+
+    14,538 parameters on (1, 28, 28) and 10 classes: no convolution is padded, so that 28 pixels
+    shrink to 24, 12, 10, 5 and 1, and the last layer sees 32 features. Images must have 28x28
+    pixels at least.
+
+    Returns:
+        A module (m, *input_shape) -> (m, C).
+    """
+    shape = image_shape("mininet", input_shape, smallest=28)
+    layers, features = _three_convolutions(shape, (8, 16, 32), kernel=3)
+    return nn.Sequential(layers | {"output": nn.Linear(features, num_outputs)})
+
+
+def lenet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
+    """LeNet-5 (LeCun et al., 1998) with ReLU and max-pooling, no convolution padded.
+
+    The second convolution is 5x5 as in the original on 32 pixels and more, and 3x3 below, as the
+    paper's authors have it for MNIST: 28 as well as 32 pixels shrink to 1 before the last layers.
+    60,170 parameters on (1, 28, 28) and 62,006 on (3, 32, 32), with 10 classes. Images must have
+    28x28 pixels at least.
+
+    Returns:
+        A module (m, *input_shape) -> (m, C).
+    """
+    shape = image_shape("lenet", input_shape, smallest=28)
+    layers, features = _three_convolutions(shape, (6, 16, 120), 5 if min(shape[1:]) >= 32 else 3)
+    layers |= {"linear": nn.Linear(features, 84), "relu4": nn.ReLU()}
+    return nn.Sequential(layers | {"output": nn.Linear(84, num_outputs)})
+
+
+def _three_convolutions(
+    shape: tuple[int, int, int], widths: tuple[int, int, int], kernel: int
+) -> tuple[OrderedDict[str, nn.Module], int]:
+    """Unpadded convolutions, 5x5, ``kernel`` and 5x5, and the number of features after them."""
+    channels, height, width = shape
+    first, second, third = widths
+
+    def remaining(size: int) -> int:
+        return ((size - 4) // 2 - kernel + 1) // 2 - 4
+
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        conv1=nn.Conv2d(channels, first, 5),
+        relu1=nn.ReLU(),
+        pool1=nn.MaxPool2d(2),
+        conv2=nn.Conv2d(first, second, kernel),
+        relu2=nn.ReLU(),
+        pool2=nn.MaxPool2d(2),
+        conv3=nn.Conv2d(second, third, 5),
+        flatten=nn.Flatten(),
+        relu3=nn.ReLU(),
+    )
+    return layers, third * remaining(height) * remaining(width)
+
+
+def cnn(
+    input_shape: Sequence[int], num_outputs: int, depth: int = 3, width: int = 16
+) -> nn.Sequential:
+    """A plain network of any depth and width: 3x3 convolutions with ReLU, the mean, a linear layer.
+
+    A pooling follows each of the first two convolutions, as long as the image has 4 pixels or
+    more. The mean over the image follows the last one, so that the size of the last layer depends
+    on the width alone.
+
+    Args:
+        input_shape: (channels, height, width).
+        num_outputs: Number of outputs C.
+        depth: Number of convolutions, at least 1.
+        width: Channels of each convolution, at least 1.
+
+    Returns:
+        A module (m, *input_shape) -> (m, C).
+
+    Raises:
+        ConfigurationError: If the input is no image, or depth or width is below 1.
+    """
+    channels, height, across = image_shape("cnn", input_shape, smallest=1)
+    if depth < 1 or width < 1:
+        raise ConfigurationError(f"cnn: depth={depth}, width={width}: both must be 1 or more")
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    smallest = min(height, across)
+    for number in range(1, depth + 1):
+        layers[f"conv{number}"] = nn.Conv2d(channels, width, 3, padding=1)
+        layers[f"relu{number}"] = nn.ReLU()
+        if number <= 2 and smallest >= 4:
+            layers[f"pool{number}"] = nn.MaxPool2d(2)
+            smallest //= 2
+        channels = width
+    layers["mean"] = nn.AdaptiveAvgPool2d(1)
+    layers["flatten"] = nn.Flatten()
+    layers["output"] = nn.Linear(width, num_outputs)
+    return nn.Sequential(layers)

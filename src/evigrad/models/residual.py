@@ -1,0 +1,304 @@
+"""Residual networks with Fixup in place of normalisation, and a first layer for small images.
+
+Normalisation makes a network blind to the scale of its weights, and a Gaussian prior is a belief
+about just that scale. Fixup (Zhang, Dauphin and Ma, 2019, *Fixup Initialization: Residual
+Learning Without Normalization*) does without: each residual branch starts at zero, its other layers
+are scaled down by the number of branches, and scalar biases and multipliers do the rest.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from math import prod, sqrt
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evigrad.errors import ConfigurationError, nearest
+from evigrad.models.feedforward import image_shape
+
+SHORTCUTS = ("pad", "conv")
+
+
+class Bias(nn.Module):
+    """x + b with one number b, which starts at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input plus b."""
+        return x + self.bias
+
+
+class Scale(nn.Module):
+    """x · s with one number s, which starts at 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input times s."""
+        return x * self.scale
+
+
+def fixup_scalars(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The scalar biases and multipliers of Fixup, which learn at a tenth of the others' rate.
+
+    Args:
+        model: Any module; networks with Fixup may be anywhere in it.
+
+    Returns:
+        The parameters by their names in the model, each shared one once; empty without Fixup.
+    """
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), Bias | Scale)
+    }
+
+
+class Subsample(nn.Module):
+    """A shortcut without parameters: every stride-th pixel, and channels of zeros added."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.missing, self.stride = outputs - inputs, stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input in the shape of the branch's output."""
+        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.missing))
+
+
+class Block(nn.Module):
+    """relu(shortcut + branch), with activations between the convolutions of the branch.
+
+    Args:
+        inputs: Channels of the input.
+        width: Channels inside.
+        stride: Stride of the first 3x3 convolution and of the shortcut.
+        shortcut: Where the shape changes: ``"pad"`` drops pixels and adds channels of zeros,
+            ``"conv"`` is a 1x1 convolution.
+    """
+
+    expansion = 1  # output channels / width
+    kernels: Sequence[int] = (3, 3)
+    activates_input = False  # whether the block activates its input instead of its output
+
+    def __init__(self, inputs: int, width: int, stride: int, shortcut: str = "conv") -> None:
+        super().__init__()
+        outputs = width * self.expansion
+        channels = [inputs] + [width] * (len(self.kernels) - 1) + [outputs]
+        strided = self.kernels.index(3)
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        for i, kernel in enumerate(self.kernels):
+            if i:
+                layers |= {f"bias{i}b": Bias(), f"relu{i}": nn.ReLU(), f"bias{i + 1}a": Bias()}
+            step = stride if i == strided else 1
+            layers[f"conv{i + 1}"] = _convolution(channels[i], channels[i + 1], kernel, step)
+        layers |= {"scale": Scale(), f"bias{len(self.kernels)}b": Bias()}
+        self.bias = Bias()
+        self.branch = nn.Sequential(layers)
+        self.shortcut: nn.Module | None = None
+        if stride != 1 or inputs != outputs:
+            if shortcut == "conv":
+                self.shortcut = _convolution(inputs, outputs, 1, stride)
+            else:
+                self.shortcut = Subsample(inputs, outputs, stride)
+
+    def initialise(self, num_branches: int) -> None:
+        """Start the branch of m convolutions at zero; scale those before the last by L^(-1/(2m-2)).
+
+        Args:
+            num_branches: L, the residual branches of the network.
+        """
+        *others, last = (layer for layer in self.branch if isinstance(layer, nn.Conv2d))
+        for layer in others:
+            _initialise(layer, num_branches ** (-1 / (2 * len(others))))
+        nn.init.zeros_(last.weight)
+        if isinstance(self.shortcut, nn.Conv2d):
+            _initialise(self.shortcut)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From (m, inputs, H, W) to (m, outputs, H / stride, W / stride)."""
+        z = self.bias(x)
+        z = F.relu(z) if self.activates_input else z
+        sum = self.branch(z) + (x if self.shortcut is None else self.shortcut(z))
+        return sum if self.activates_input else F.relu(sum)
+
+
+class Bottleneck(Block):
+    """A block whose 3x3 convolution works on a quarter of the channels."""
+
+    expansion = 4
+    kernels = (1, 3, 1)
+
+
+class WideBlock(Block):
+    """The block of wide residual networks: activations before each convolution, none at the end."""
+
+    activates_input = True
+
+
+class ResNet(nn.Module):
+    """A residual network (He et al., 2016) with Fixup in place of normalisation.
+
+    A 3x3 convolution of stride 1; stages, of which each but the first halves the image and doubles
+    the channels; the mean over the image and a linear layer. The outputs of a new network are zero.
+
+    Args:
+        block: Kind of the blocks.
+        counts: Number of blocks in each stage.
+        in_channels: Channels of an image.
+        num_outputs: Number of outputs C.
+        stem: Channels of the first layer.
+        width: Channels inside the blocks of the first stage.
+        shortcut: See `Block`.
+    """
+
+    def __init__(
+        self,
+        block: type[Block],
+        counts: Sequence[int],
+        in_channels: int,
+        num_outputs: int,
+        stem: int,
+        width: int,
+        shortcut: str,
+    ) -> None:
+        super().__init__()
+        self.conv1 = _convolution(in_channels, stem, 3)
+        self.bias1 = Bias()
+        channels, stages = stem, []
+        for stage, count in enumerate(counts):
+            blocks: list[Block] = []
+            for place in range(count):
+                inside, stride = width * 2**stage, 2 if stage and place == 0 else 1
+                blocks.append(block(channels, inside, stride, shortcut))
+                channels = inside * block.expansion
+            stages.append(nn.Sequential(*blocks))
+        self.stages = nn.Sequential(*stages)
+        self.bias2 = Bias()
+        self.output = nn.Linear(channels, num_outputs)
+        self.activates_input = block.activates_input
+
+        nn.init.zeros_(self.output.weight)
+        nn.init.zeros_(self.output.bias)
+        _initialise(self.conv1)
+        for module in self.modules():
+            if isinstance(module, Block):
+                module.initialise(sum(counts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From images (m, channels, H, W) to outputs (m, C)."""
+        x = self.bias1(self.conv1(x))
+        x = F.relu(self.stages(x)) if self.activates_input else self.stages(F.relu(x))
+        return self.output(self.bias2(x.mean((2, 3))))
+
+
+def resnet18(
+    input_shape: Sequence[int], num_outputs: int, width: int = 16, shortcut: str = "pad"
+) -> ResNet:
+    """The Fixup ResNet-18 of the paper's CIFAR-10 subsets (Figure 7), 8 blocks of 2 convolutions.
+
+    With 16 initial channels 688,356 parameters on (3, 32, 32) and 10 classes. Shortcuts without
+    parameters are those of Fixup's networks for CIFAR.
+
+    Args:
+        input_shape: (channels, height, width), height and width at least 8.
+        num_outputs: Number of outputs C.
+        width: Channels of the first layer.
+        shortcut: ``"pad"`` or ``"conv"``, see `Block`.
+
+    Returns:
+        A module (m, *input_shape) -> (m, C).
+    """
+    return _resnet("resnet18", Block, (2, 2, 2, 2), input_shape, num_outputs, width, shortcut)
+
+
+def resnet50(
+    input_shape: Sequence[int], num_outputs: int, width: int = 16, shortcut: str = "conv"
+) -> ResNet:
+    """The Fixup ResNet-50 of the paper's TinyImageNet (Table 2), 16 bottlenecks.
+
+    On 200 classes 1,568,490 parameters with 16 initial channels and 23,857,146 with 64, whatever
+    the size of the images. Shortcuts with parameters are those of Fixup's networks for ImageNet;
+    only these give the 23.9 million parameters that the paper names.
+
+    Args:
+        input_shape: (channels, height, width), height and width at least 8.
+        num_outputs: Number of outputs C.
+        width: Channels of the first layer.
+        shortcut: ``"pad"`` or ``"conv"``, see `Block`.
+
+    Returns:
+        A module (m, *input_shape) -> (m, C).
+    """
+    return _resnet("resnet50", Bottleneck, (3, 4, 6, 3), input_shape, num_outputs, width, shortcut)
+
+
+def _resnet(
+    name: str,
+    block: type[Block],
+    counts: Sequence[int],
+    input_shape: Sequence[int],
+    num_outputs: int,
+    width: int,
+    shortcut: str,
+) -> ResNet:
+    channels, _, _ = image_shape(name, input_shape, smallest=8)
+    if shortcut not in SHORTCUTS:
+        raise ConfigurationError(
+            f"Unknown shortcut '{shortcut}'.{nearest(shortcut, SHORTCUTS)} "
+            f"Choose one of {', '.join(SHORTCUTS)}"
+        )
+    if width < 1:
+        raise ConfigurationError(f"width={width}: must be 1 or more")
+    return ResNet(block, counts, channels, num_outputs, width, width, shortcut)
+
+
+def wide_resnet(
+    input_shape: Sequence[int], num_outputs: int, depth: int = 16, widen_factor: int = 4
+) -> ResNet:
+    """The Fixup Wide ResNet of the paper's CIFAR experiments (Table 1), there 16-4.
+
+    It has three stages (Zagoruyko and Komodakis, 2016). At 16-4 it has 2,745,306 parameters on
+    (3, 32, 32) and 10 classes.
+
+    Args:
+        input_shape: (channels, height, width), height and width at least 8.
+        num_outputs: Number of outputs C.
+        depth: Layers with weights, 6 n + 4 with n blocks in a stage: 10, 16, 22, 28, ...
+        widen_factor: Factor on the stages' 16, 32 and 64 channels.
+
+    Returns:
+        A module (m, *input_shape) -> (m, C).
+
+    Raises:
+        ConfigurationError: If the input is no image or too small, or there is no such depth.
+    """
+    channels, _, _ = image_shape("wide_resnet", input_shape, smallest=8)
+    if depth < 10 or (depth - 4) % 6:
+        raise ConfigurationError(f"depth={depth}: must be one of 10, 16, 22, 28, ...")
+    if widen_factor < 1:
+        raise ConfigurationError(f"widen_factor={widen_factor}: must be 1 or more")
+    counts = [(depth - 4) // 6] * 3
+    return ResNet(WideBlock, counts, channels, num_outputs, 16, 16 * widen_factor, "conv")
+
+
+def wrn16_4(input_shape: Sequence[int], num_outputs: int) -> ResNet:
+    """`wide_resnet` of depth 16 and widening 4, by its name in the literature."""
+    return wide_resnet(input_shape, num_outputs)
+
+
+def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    """A convolution without bias whose output has the size of its input / stride."""
+    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+
+
+def _initialise(layer: nn.Conv2d, scale: float = 1.0) -> None:
+    """Normal weights of variance 2 / (outputs · kernel size) times scale² (He et al., 2015)."""
+    fan_out = layer.out_channels * prod(layer.kernel_size)
+    nn.init.normal_(layer.weight, std=scale * sqrt(2 / fan_out))
