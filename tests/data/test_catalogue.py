@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from evigrad.data import available, load
-from evigrad.data.optional import require
+from evigrad.data.files import require
 from evigrad.errors import ConfigurationError, EvigradError
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evigrad.data import DataSet
-from evigrad.data.splits import stratified_split
+from evigrad.data.dataset import stratified_split
 from evigrad.errors import ConfigurationError
 
 

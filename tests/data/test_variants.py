@@ -11,7 +11,7 @@ import torch
 from image_files import pixels, png, write
 
 from evigrad.data import VARIANTS, DataSet, load
-from evigrad.data.splits import draw_subset
+from evigrad.data.dataset import draw_subset
 from evigrad.data.variants import BATCH, resampled, split_name, transformed, uniform_draws
 from evigrad.invariances import AffineInvariance
 
@@ -75,7 +75,7 @@ def test_interpolates_as_scipy_does(shape: tuple[int, int, int], variant: str, p
 def by(images: np.ndarray, variant: str, *u: float) -> np.ndarray:
     """All images transformed by the same numbers."""
     draws = torch.tensor([u], dtype=torch.float64).expand(len(images), len(u))
-    return resampled(images, VARIANTS[variant].maps(draws, *images.shape[-2:])).numpy()
+    return resampled(images, VARIANTS[variant](draws, *images.shape[-2:])).numpy()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -166,7 +166,7 @@ def test_uniform_over_the_whole_range(
     stats: Any = pytest.importorskip("scipy.stats")
     for part in ("train", "test"):
         # An image of 20 rows and 40 columns.
-        maps = VARIANTS[variant].maps(uniform_draws(part, np.arange(20_000)), 20, 40)
+        maps = VARIANTS[variant](uniform_draws(part, np.arange(20_000)), 20, 40)
         sizes = measure(maps).numpy()
         assert np.abs(sizes).max() <= largest
         assert stats.kstest(sizes, stats.uniform(-largest, 2 * largest).cdf).pvalue > 1e-3

@@ -1,9 +1,8 @@
 """Data sets by name, in memory, normalised with the statistics of their train split."""
 
 from evigrad.data.catalogue import DATA_DIR_VARIABLE, SHIPPED, available, load
-from evigrad.data.dataset import DataSet, Split
+from evigrad.data.dataset import DataSet, Scaling, Split
 from evigrad.data.hub import HUB
-from evigrad.data.scaling import Scaling
 from evigrad.data.variants import VARIANTS
 
 __all__ = [

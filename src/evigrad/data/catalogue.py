@@ -6,9 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from evigrad.data.dataset import DataSet
-from evigrad.data.hub import HUB, hub_is_installed, load_from_hub
-from evigrad.data.parquet import load_image_set
-from evigrad.data.shipped import load_digits, load_mnist5k
+from evigrad.data.hub import HUB, hub_images, hub_is_installed
+from evigrad.data.images import Images, digits, image_data_set, mnist5k, parquet_images
 from evigrad.data.tables import LIKELIHOODS, SUFFIXES, load_table
 from evigrad.data.variants import split_name
 from evigrad.errors import ConfigurationError, nearest
@@ -17,10 +16,7 @@ DATA_DIR_VARIABLE = "EVIGRAD_DATA"
 TABLE_FOLDER = "uci"
 
 # Data sets that need no file of the user's.
-SHIPPED: dict[str, Callable[[int | None, int, str | None], DataSet]] = {
-    "digits": load_digits,
-    "mnist5k": load_mnist5k,
-}
+SHIPPED: dict[str, Callable[[], tuple[Images, Images]]] = {"digits": digits, "mnist5k": mnist5k}
 
 
 def available(data_dir: str | os.PathLike[str] | None = None) -> list[str]:
@@ -129,19 +125,24 @@ def load(
                 f"{option}={value}: only tables have one to choose, and '{name}' is none here;"
                 " leave it out"
             )
+    return image_data_set(name, *_images(name, folder), subset, seed, variant)
+
+
+def _images(name: str, folder: Path | None) -> tuple[Images, Images]:
+    """The train and the test part of an image set; ConfigurationError if there is none."""
     if name in SHIPPED:
-        return SHIPPED[name](subset, seed, variant)
+        return SHIPPED[name]()
     if folder is not None and _is_plain(name):
         train, test = (folder / f"{name}_{part}.parquet" for part in ("train", "test"))
         if train.is_file() and test.is_file():
-            return load_image_set(name, train, test, subset, seed, variant)
+            return parquet_images(name, train), parquet_images(name, test)
         if train.is_file() or test.is_file():
             raise ConfigurationError(
                 f"Half of the data set '{name}' is missing: {folder} has no "
                 f"{test.name if train.is_file() else train.name}"
             )
     if name in HUB:
-        return load_from_hub(name, _where_to_put(name, folder), subset, seed, variant)
+        return hub_images(name, _where_to_put(name, folder))
     raise ConfigurationError(_unknown(name, folder))
 
 

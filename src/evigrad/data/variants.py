@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,69 +22,41 @@ _PER_IMAGE = 2
 # precision are small beside the whole set.
 BATCH = 256
 
-_Maps = Callable[[Tensor, int, int], Tensor]
+
+def _rotation(degrees: float, draws: Tensor, height: int, width: int) -> Tensor:
+    angle = math.radians(degrees) * draws[:, 0]
+    cosine, sine = angle.cos(), angle.sin()
+    # The borders are at ±1, so that a circle of pixels is an ellipse in these coordinates.
+    ratio = height / width
+    return _rows(cosine, -ratio * sine, sine / ratio, cosine, torch.zeros_like(draws))
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One kind of transform.
-
-    Attributes:
-        words: What happens to each image, in words.
-        maps: From uniform draws (n, 2) in [-1, 1), height and width to the affine maps (n, 2, 3),
-            from places in the result to places in the image, whose borders are at -1 and 1.
-    """
-
-    words: str
-    maps: _Maps
+def _translation(pixels: float, draws: Tensor, height: int, width: int) -> Tensor:
+    # A pixel is 2 / width wide. To move right is to read from further left.
+    shift = -2 * pixels * draws / torch.tensor([width, height])
+    one, zero = torch.ones_like(shift[:, 0]), torch.zeros_like(shift[:, 0])
+    return _rows(one, zero, zero, one, shift)
 
 
-def _rotation(degrees: float) -> _Maps:
-    def maps(draws: Tensor, height: int, width: int) -> Tensor:
-        angle = math.radians(degrees) * draws[:, 0]
-        cosine, sine = angle.cos(), angle.sin()
-        # The borders are at ±1, so that a circle of pixels is an ellipse in these coordinates.
-        ratio = height / width
-        return _rows(cosine, -ratio * sine, sine / ratio, cosine)
-
-    return maps
+def _scaling(octaves: float, draws: Tensor, height: int, width: int) -> Tensor:
+    # To become larger is to be read from nearer to the centre.
+    inverse = torch.exp2(-octaves * draws[:, 0])
+    zero = torch.zeros_like(inverse)
+    return _rows(inverse, zero, zero, inverse, torch.zeros_like(draws))
 
 
-def _translation(pixels: float) -> _Maps:
-    def maps(draws: Tensor, height: int, width: int) -> Tensor:
-        # A pixel is 2 / width wide. To move right is to read from further left.
-        shift = -2 * pixels * draws / torch.tensor([width, height])
-        one, zero = torch.ones_like(shift[:, 0]), torch.zeros_like(shift[:, 0])
-        return _rows(one, zero, zero, one, shift)
-
-    return maps
-
-
-def _scaling(octaves: float) -> _Maps:
-    def maps(draws: Tensor, height: int, width: int) -> Tensor:
-        # To become larger is to be read from nearer to the centre.
-        inverse = torch.exp2(-octaves * draws[:, 0])
-        zero = torch.zeros_like(inverse)
-        return _rows(inverse, zero, zero, inverse)
-
-    return maps
-
-
-def _rows(xx: Tensor, xy: Tensor, yx: Tensor, yy: Tensor, shift: Tensor | None = None) -> Tensor:
+def _rows(xx: Tensor, xy: Tensor, yx: Tensor, yy: Tensor, shift: Tensor) -> Tensor:
     linear = torch.stack([xx, xy, yx, yy], dim=1).unflatten(1, (2, 2))
-    shift = torch.zeros_like(linear[:, 0]) if shift is None else shift
     return torch.cat([linear, shift[:, :, None]], dim=2)
 
 
-VARIANTS = {
-    "rotated90": Variant("rotated about the centre by an angle uniform in ±90°", _rotation(90.0)),
-    "rotated180": Variant(
-        "rotated about the centre by an angle uniform in ±180°", _rotation(180.0)
-    ),
-    "translated8": Variant("moved in x and y by up to 8 pixels, uniformly", _translation(8.0)),
-    "scaled": Variant(
-        "scaled about the centre by a factor exp(u), u uniform in ±log 2", _scaling(1.0)
-    ),
+# From uniform draws (n, 2) in [-1, 1), height and width to the affine maps (n, 2, 3), from places
+# in the result to places in the image, whose borders are at -1 and 1.
+VARIANTS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
+    "rotated90": partial(_rotation, 90.0),  # about the centre by an angle uniform in ±90°
+    "rotated180": partial(_rotation, 180.0),
+    "translated8": partial(_translation, 8.0),  # in x and y by up to 8 pixels, uniformly
+    "scaled": partial(_scaling, 1.0),  # about the centre by exp(u), u uniform in ±log 2
 }
 
 
@@ -140,14 +112,14 @@ def transformed(
         Images of the same shape and scale, float32.
     """
     height, width = pixels.shape[-2:]
-    maps = VARIANTS[variant].maps(uniform_draws(part, rows), height, width)
+    maps = VARIANTS[variant](uniform_draws(part, rows), height, width)
     return resampled(pixels, maps)
 
 
 def resampled(
     pixels: np.ndarray, maps: Float[Tensor, "n 2 3"]
 ) -> Float[Tensor, "n channels height width"]:
-    """Images (float32) read at the places that their affine maps give; see ``Variant.maps``."""
+    """Images (float32) read at the places that their affine maps give; see `VARIANTS`."""
     result = torch.empty(pixels.shape, dtype=torch.float32)
     for start in range(0, len(pixels), BATCH):
         batch = slice(start, start + BATCH)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evigrad.data.optional import require
+from evigrad.data.files import require
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.plots import History, series
 from evigrad.training.metrics import read_metrics
