@@ -13,9 +13,8 @@ from evigrad.cli import main
 from evigrad.cli.setup import set_up
 from evigrad.errors import ConfigurationError
 from evigrad.invariances import Averaged
-from evigrad.report.gallery import examples_of, find_transform
-from evigrad.report.rebuild import rebuild
-from evigrad.report.records import read_runs
+from evigrad.report.images import examples_of, find_transform, rebuild
+from evigrad.report.runs import read_runs
 
 OPTIONS = (
     "--data digits:rotated90 --subset 60 --model digitsnet --estimator ntk-20-1 --epochs 4"

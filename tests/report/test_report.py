@@ -18,7 +18,7 @@ from matplotlib.image import imread, imsave
 
 from evigrad.plots import DARK, LIGHT
 from evigrad.report import write_report
-from evigrad.report.content import NOTHING, show
+from evigrad.report.drawings import NOTHING, show
 
 OPTIONS = {"data": "digits", "model": "digitsnet"}
 RANGES = {"rotation": math.pi / 2, "translation_x": 0.5, "scale_x": math.log(2), "shear": 0.1}
@@ -100,7 +100,7 @@ def test_map_alone(tmp_path):
     run = write_run(tmp_path / "run", estimator=None)
     page = report(run)
     assert figures(run) == {"loss", "log_likelihood", "accuracy"}
-    assert "MAP kept its prior precisions: 1." in page.text
+    assert "MAP kept its prior precision: 1." in page.text
     assert page.cell("hyperparameter steps", 1) == "0"
 
 
@@ -113,7 +113,7 @@ def test_augerino(tmp_path):
     page = report(run)
     assert page.cell("estimator") == "Augerino"
     assert "range-rotation" in figures(run)
-    assert "Augerino kept its prior precisions: 1." in page.text
+    assert "Augerino kept its prior precision: 1." in page.text
     assert "rounds of hyperparameter steps" not in page.text
 
 
@@ -146,7 +146,7 @@ def test_an_unfinished_run_before_its_first_round(tmp_path):
     page = report(run)
     assert figures(run) == {"loss"}
     assert page.cell("epochs") == "3 of 100"
-    assert "ntk-100-1 has not changed its prior precisions so far: 1." in page.text
+    assert "ntk-100-1 has not changed its prior precision so far: 1." in page.text
 
 
 @pytest.mark.usefixtures("sketched")
@@ -167,7 +167,7 @@ def test_noise_of_several_outputs(tmp_path):
         noise = row.pop("noise")
         row |= {"noise/0": noise, "noise/1": 2 * noise}
     page = report(write_run(tmp_path / "run", rows))
-    assert "output 0 from 1 to 0.368 and output 1 from 2 to 0.736" in page.text
+    assert "noise of output 0 from 1 to 0.368 and noise of output 1 from 2 to 0.736" in page.text
 
 
 @pytest.mark.usefixtures("sketched")
@@ -179,7 +179,7 @@ def test_ranges_have_units_that_a_reader_knows(tmp_path):
     assert page.cell("translation_x", 2) == "±0.5 of half the side"
     assert page.cell("scale_x", 2) == "factor up to 2"
     caption = next(c for c in page.captions if "rotated" in c)
-    assert "After epoch 20: ±1.57 rad (±90°); after the first: ±0.1 rad (±5.73°)." in caption
+    assert "It went: rotation from ±0.1 rad (±5.73°) to ±1.57 rad (±90°)." in caption
     assert "no images can be shown. The run has no config.yaml" in page.text
 
 
@@ -191,7 +191,7 @@ def test_ranges_that_are_not_used_or_not_learned(tmp_path):
     run = write_run(tmp_path / "run", rows)
     page = report(run)
     assert {f for f in figures(run) if f.startswith("range")} == {"range-rotation"}
-    assert "has left as they were: translation_y ±0.25 of half the side." in page.text
+    assert "kept its translation: translation_y ±0.25 of half the side." in page.text
     assert not any("shear" in cells[0] for table in page.tables for cells in table)
 
 
@@ -200,7 +200,8 @@ def test_ranges_of_several_transforms_and_of_unknown_ones(tmp_path):
     ranges = {"first.rotation": 0.5, "second.rotation": 1.0, "second.warp": 3.0}
     run = write_run(tmp_path / "run", make_rows(ranges=ranges))
     page = report(run)
-    assert figures(run) >= {"range-rotation-1", "range-rotation-2", "range-other"}
+    assert figures(run) >= {"range-rotation", "range-other"}
+    assert "first.rotation from ±0.1 rad (±5.73°) to ±0.5 rad (±28.6°) and second" in page.text
     assert page.cell("second.warp", 2) == "3"
 
 
@@ -220,7 +221,7 @@ def test_many_groups(tmp_path):
     run = write_run(tmp_path / "run", make_rows(10, groups=70))
     page = report(run)
     assert "(layer69)" in page.text
-    assert "The 70 prior precisions are in metrics.csv." in page.text
+    assert page.cell("prior precision of 70 groups", 2) == "in metrics.csv"
 
 
 @pytest.mark.usefixtures("sketched")

@@ -1,32 +1,26 @@
 """Read runs, draw their figures, and write the page."""
 
+import base64
 import io
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jinja2 import Environment, PackageLoader, select_autoescape
+
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.plots import DARK, LIGHT, Palette
-from evigrad.report.content import Drawing, Section, listed
-from evigrad.report.gallery import augmented_images, examples_under, find_transform
-from evigrad.report.page import render
-from evigrad.report.ranges import PREFIX
-from evigrad.report.rebuild import rebuild
-from evigrad.report.records import Record, read_runs
-from evigrad.report.sections import (
-    curve_section,
-    has_transform,
-    invariance_section,
-    noise_section,
-    precision_section,
+from evigrad.report.drawings import Drawing, curves, hyperparameters
+from evigrad.report.images import (
+    augmented_images,
+    draw_transforms,
+    examples_of,
+    find_transform,
+    rebuild,
 )
-from evigrad.report.tables import (
-    all_settings,
-    hyperparameter_table,
-    metrics_table,
-    settings_table,
-)
+from evigrad.report.runs import Run, read_runs
+from evigrad.report.tables import all_settings, ends, metrics, settings
 from evigrad.training.files import replacing, writing
 
 if TYPE_CHECKING:
@@ -72,30 +66,39 @@ def write_report(
     if examples < 0:
         raise ConfigurationError(f"examples must be 0 or more, not {examples}.")
     folder = Path(run_dir)
-    records = read_runs([folder, *others])
-    sections = [
-        curve_section(records),
-        precision_section(records),
-        noise_section(records),
-        invariance_section(records),
-        _augmentation_section(records, data_dir, examples),
-    ]
-    images = {
-        drawing.name: (_png(drawing.make, LIGHT), _png(drawing.make, DARK))
-        for section in sections
-        for drawing in section.drawings
+    runs = read_runs([folder, *others])
+    groups = [group for run in runs for group in hyperparameters(run)]
+    shown = {
+        "curves": curves(runs),
+        "learned": [group.drawing() for group in groups if group.is_learned],
     }
-    page = render(
-        title=_title(records),
-        lead=_lead(records),
-        parts=[
-            metrics_table(records),
-            *sections,
-            *[hyperparameter_table(record) for record in records if not record.is_baseline],
-            settings_table(records),
-        ],
-        folded=[*map(all_settings, records)],
+    shown["augmented"], without_images = _augmentations(runs, data_dir, examples)
+    images = {
+        drawing.name: [_png(drawing.make, colours) for colours in (LIGHT, DARK)]
+        for drawings in shown.values()
+        for drawing in drawings
+    }
+    environment = Environment(
+        loader=PackageLoader("evigrad.report", "."),
+        autoescape=select_autoescape(["html.jinja"]),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["inlined"] = _inlined
+    page = environment.get_template("page.html.jinja").render(
+        light=LIGHT,
+        dark=DARK,
+        runs=runs,
+        trained=[run for run in runs if not run.is_baseline] or runs,
+        **shown,
+        unlearned=[group for group in groups if not group.is_learned],
+        without_images=without_images,
         images=images,
+        metrics=metrics(runs),
+        ends={run.label: ends(run) for run in runs if not run.is_baseline},
+        settings=settings(runs),
+        all_settings={run.label: all_settings(run) for run in runs},
     )
     figures = folder / FIGURES
     with writing(folder / REPORT):
@@ -107,63 +110,44 @@ def write_report(
     return folder / REPORT
 
 
-def _title(records: Sequence[Record]) -> str:
-    runs = [record for record in records if not record.is_baseline] or records
-    labels = [run.label for run in runs]
-    if len(runs) > 1:
-        return f"Runs {listed(labels)}"
-    names = [str(runs[0].options[key]) for key in ("data", "model") if runs[0].options.get(key)]
-    return ", ".join([*names, *labels])
-
-
-def _lead(records: Sequence[Record]) -> list[str]:
-    """The paragraphs under the title."""
-    return [
-        f"{record.label} is not finished, or was ended early: it is shown up to epoch"
-        f" {record.epochs} of {record.planned}."
-        for record in records
-        if record.epochs < record.planned
-    ]
-
-
-def _augmentation_section(
-    records: Sequence[Record], data_dir: str | Path | None, examples: int
-) -> Section:
-    """Images under the random transform of each run that has one."""
+def _augmentations(
+    runs: Sequence[Run], data_dir: str | Path | None, examples: int
+) -> tuple[list[Drawing], dict[str, Exception]]:
+    """Images under the random transform of each run that has one, and why a run has none."""
     drawings: list[Drawing] = []
-    notes = []
-    # A MAP run keeps the transform that the run compared with it started with.
-    chosen = [r for r in records if has_transform(r) and not r.is_baseline] if examples else []
-    for record in chosen:
+    missing: dict[str, Exception] = {}
+    for run in runs:
+        ranges = run.columns("range/")
+        has_transform = run.options.get("invariance") or run.options.get("flip") or ranges
+        # A MAP run keeps the transform that the run compared with it started with.
+        if not examples or not has_transform or run.is_baseline:
+            continue
         try:
-            data, model = rebuild(record, data_dir)
+            data, model = rebuild(run, data_dir)
         except (EvigradError, OSError) as error:
-            notes.append(f"{record.label}: no images can be shown. {error}")
+            missing[run.label] = error
             continue
         transform = find_transform(data, model)
         if transform is None:
             continue
-        alone = len(chosen) == 1
-        suffix, of = ("", "") if alone else (f"-{record.key}", f", {record.label}")
-        learned = record.changes([*record.columns(PREFIX).values()])
-        kind = "learned" if learned else "fixed"
-        drawings.append(
-            Drawing(
-                name=f"augmentation{suffix}",
-                title=f"inputs under the {kind} augmentation{of}",
-                sentence=(
-                    f"{record.label}: test images, and random transforms of them with the ranges of"
-                    " the last checkpoint. The network averages its outputs over such transforms of"
-                    " an input. What comes in from beyond the borders has the mean colour of the"
-                    " training data."
-                ),
-                make=partial(augmented_images, *examples_under(data, transform, examples)),
-            )
+        x, names = examples_of(data, examples)
+        shown = [each * data.std + data.mean for each in (x, draw_transforms(x, transform))]
+        kind = (
+            "learned" if any(len({*run.values(each)}) > 1 for each in ranges.values()) else "fixed"
         )
-    return Section("Inputs under the augmentation", drawings, notes)
+        title = f"inputs under the {kind} augmentation"
+        title = f"{title}, {run.label}" if run.suffix else title
+        make = partial(augmented_images, *shown, names)
+        drawings.append(Drawing(f"augmentation{run.suffix}", title, "augmentation", run, make))
+    return drawings, missing
 
 
 def _png(make: "Callable[[Palette], Figure]", palette: Palette) -> bytes:
     buffer = io.BytesIO()
     make(palette).savefig(buffer, dpi=_RESOLUTION, format="png")
     return buffer.getvalue()
+
+
+def _inlined(png: bytes) -> str:
+    """The address of an image that lies in the page itself."""
+    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")

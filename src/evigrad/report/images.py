@@ -1,15 +1,20 @@
-"""A grid of images: originals, and what a random transform makes of them."""
+"""Images of a run's data, and what its random transform makes of them."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from evigrad import data as data_sets
 from evigrad.data import DataSet
-from evigrad.errors import InputError
+from evigrad.errors import ConfigurationError, InputError
 from evigrad.invariances import Averaged
-from evigrad.plots import LIGHT, Palette, new_figure, words
+from evigrad.plots import LIGHT, Palette, new_figure
+from evigrad.plots.style import SMALL, words
+from evigrad.report.runs import Run
+from evigrad.training import load
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,11 +82,11 @@ def augmented_images(
                 words(_short(names[row])),
                 ha="right",
                 va="center",
-                fontsize=9,
+                fontsize=SMALL,
                 color=palette.ink,
             )
     for place, text in ((0.5, "original"), ((1 + _MARGIN + right) / 2, "under the transform")):
-        axes.text(place, -0.12, text, ha="center", va="bottom", fontsize=9, color=palette.ink)
+        axes.text(place, -0.12, text, ha="center", va="bottom", fontsize=SMALL, color=palette.ink)
     axes.set_xlim(0, right)
     axes.set_ylim(bottom, 0)
     axes.set_axis_off()
@@ -98,6 +103,39 @@ def draw_transforms(images: Tensor, transform: nn.Module, draws: int = DRAWS) ->
     return drawn.unflatten(0, (len(images), draws))
 
 
+def rebuild(run: Run, data_dir: str | Path | None = None) -> tuple[DataSet, nn.Module]:
+    """Data and network of a run of the command line, as at its last checkpoint, on the CPU.
+
+    Args:
+        run: The run.
+        data_dir: Folder of data sets, where the run's own folder is not here any more.
+
+    Returns:
+        The data and the network.
+
+    Raises:
+        ConfigurationError: If the run was started from Python, has no checkpoint yet, or its data
+            are not here.
+    """
+    options = run.options
+    if not options:
+        raise ConfigurationError(
+            "The run has no config.yaml, which says what its data and its network are: it was"
+            " started from Python."
+        )
+    loaded = data_sets.load(
+        options["data"],
+        data_dir or options.get("data_dir"),
+        options.get("subset"),
+        options.get("seed", 0),
+        target=options.get("target"),
+        likelihood=options.get("likelihood"),
+    )
+    if (test_subset := options.get("test_subset")) is not None:
+        loaded = loaded.with_test_subset(test_subset, options.get("seed", 0))
+    return loaded, load(run.path, device="cpu").model
+
+
 def find_transform(data: DataSet, model: nn.Module) -> nn.Module | None:
     """The transform of a network's ``Averaged``; None without one, or if data are not images."""
     if len(data.input_shape) != 3:
@@ -112,15 +150,6 @@ def examples_of(data: DataSet, count: int) -> tuple[Tensor, list[str]]:
     if not data.is_classification:
         return x[chosen], []
     return x[chosen], [data.class_names[int(label)] for label in y[chosen].tolist()]
-
-
-def examples_under(
-    data: DataSet, transform: nn.Module, count: int
-) -> tuple[Tensor, Tensor, list[str]]:
-    """Images, their transforms and names for ``augmented_images``, with standardisation undone."""
-    images, names = examples_of(data, count)
-    transformed = draw_transforms(images, transform)
-    return images * data.std + data.mean, transformed * data.std + data.mean, names
 
 
 def _of_different_classes(labels: Tensor, count: int) -> list[int]:

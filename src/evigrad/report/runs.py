@@ -9,7 +9,7 @@ from typing import Any
 
 from evigrad.data.files import require
 from evigrad.errors import ConfigurationError, InputError
-from evigrad.plots import History, series
+from evigrad.plots.runs import History, series
 from evigrad.training.metrics import read_metrics
 from evigrad.training.settings import BASELINES
 
@@ -20,28 +20,28 @@ _COLUMNS = ("epoch", "loss")
 
 
 @dataclass(frozen=True)
-class Record:
+class Run:
     """A run, or the finished part of one.
 
     Attributes:
         path: Its folder.
         label: Its name in the report.
-        key: Its name in files' names, unique in a report.
         history: One row for each finished epoch, one at least.
         settings: The content of ``config.json``.
         options: The content of ``config.yaml``; empty for a run that was started from Python.
         results: The part of ``results.json`` on this run; empty before there is one.
         is_baseline: Whether it is the MAP run that another one is compared with.
+        suffix: End of the names of its files, unique in a report; empty for the only run.
     """
 
     path: Path
     label: str
-    key: str
     history: History
     settings: Mapping[str, Any]
     options: Mapping[str, Any]
     results: Mapping[str, Any]
     is_baseline: bool = False
+    suffix: str = ""
 
     @property
     def method(self) -> str:
@@ -63,20 +63,19 @@ class Record:
         return {
             column.removeprefix(prefix): column
             for column in self.history[0]
-            if column.startswith(prefix) and series(self.history, column)[0]
+            if column.startswith(prefix) and self.values(column)
         }
 
+    def values(self, column: str) -> list[float]:
+        """The values of a column that are known and finite."""
+        return series(self.history, column)[1]
+
     def last(self, column: str) -> float | None:
-        """The last known value of a column; None if there is none, or it is not finite."""
-        values = series(self.history, column)[1]
-        return values[-1] if values else None
-
-    def changes(self, columns: Sequence[str]) -> bool:
-        """Whether one of these columns changes over the epochs, because it was learned."""
-        return any(len(set(series(self.history, column)[1])) > 1 for column in columns)
+        """The last known value of a column; None if there is none."""
+        return next(reversed(self.values(column)), None)
 
 
-def read_runs(paths: Sequence[str | Path]) -> list[Record]:
+def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     """Read runs, and the MAP runs inside of them.
 
     Args:
@@ -93,52 +92,48 @@ def read_runs(paths: Sequence[str | Path]) -> list[Record]:
     folders = [Path(path) for path in paths]
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigurationError("A run is named twice; name each one once.")
-    alone = len(folders) == 1
     names = [folder.resolve().name for folder in folders]
-    records = []
+    runs = []
     for folder, name in zip(folders, names, strict=True):
         label = name if names.count(name) == 1 else str(folder)
-        records += _read_with_map(folder, None if alone else label)
-    keys = _unique([re.sub(r"[^\w.]+", "-", r.label).strip("-.").lower() for r in records])
-    return [replace(record, key=key) for record, key in zip(records, keys, strict=True)]
-
-
-def _unique(names: Sequence[str]) -> list[str]:
-    """Names made unique by numbers at their end."""
-    found: list[str] = []
-    for name in names:
-        candidate, number = name, 1
-        while candidate in found:
+        runs += _read_with_map(folder, None if len(folders) == 1 else label)
+    is_only = sum(not run.is_baseline for run in runs) == 1
+    found: list[Run] = []
+    for run in runs:
+        suffix = base = "-" + re.sub(r"[^\w.]+", "-", run.label).strip("-.").lower()
+        number = 1
+        while suffix in [other.suffix for other in found]:
             number += 1
-            candidate = f"{name}-{number}"
-        found.append(candidate)
+            suffix = f"{base}-{number}"
+        found.append(replace(run, suffix="" if is_only and not run.is_baseline else suffix))
     return found
 
 
-def _read_with_map(folder: Path, label: str | None) -> list[Record]:
+def _read_with_map(folder: Path, label: str | None) -> list[Run]:
     """A run and its MAP run; named by their methods where there is no label."""
     if not folder.is_dir():
         raise ConfigurationError(f"There is no folder {folder}; name the folder of a run.")
-    options = _read_options(folder / "config.yaml")
-    results = _read_json(folder / "results.json", optional=True)
+    options, results = _read(folder / "config.yaml"), _read(folder / "results.json")
     found = []
     for path in (folder / MAP_FOLDER, folder):
         if not (path / "metrics.csv").is_file():
             continue
-        settings = _read_json(path / "config.json")
+        if not (path / "config.json").is_file():
+            raise ConfigurationError(
+                f"There is no file {path / 'config.json'}, which every run has: {path} is not the"
+                " folder of a run."
+            )
+        settings = _read(path / "config.json")
         method = _method(settings)
-        name = label or method
-        if label is not None and path is not folder:
-            name = f"{label}, MAP"
+        of_run = results.get(method)
         found.append(
-            Record(
+            Run(
                 path=path,
-                label=name,
-                key="",
+                label=f"{label}, MAP" if label and path is not folder else label or method,
                 history=_read_history(path / "metrics.csv"),
                 settings=settings,
                 options=options,
-                results=_results_of(method, results),
+                results=of_run if isinstance(of_run, Mapping) else {},
                 is_baseline=path is not folder,
             )
         )
@@ -167,44 +162,25 @@ def _read_history(path: Path) -> History:
     return history
 
 
-def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if optional:
-            return {}
-        raise ConfigurationError(
-            f"There is no file {path}, which every run has: {path.parent} is not the folder of a"
-            " run."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}.") from error
-    return _mapping(path, content)
-
-
-def _read_options(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
+    """The names and values in a JSON or YAML file; none where there is no file."""
     if not path.is_file():
         return {}
-    yaml: Any = require("yaml", f"Reading {path}", extra="cli")
+    parse, refusal = json.loads, ValueError
+    if path.suffix == ".yaml":
+        yaml = require("yaml", f"Reading {path}", extra="cli")
+        parse, refusal = yaml.safe_load, yaml.YAMLError
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        words = " ".join(str(error).split())
-        raise ConfigurationError(f"{path} cannot be read: {words}.") from error
-    return _mapping(path, content or {})
-
-
-def _mapping(path: Path, content: Any) -> dict[str, Any]:
-    if not isinstance(content, dict):
+        content = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, refusal) as error:
+        raise ConfigurationError(
+            f"{path} cannot be read: {' '.join(str(error).split())}."
+        ) from error
+    if not isinstance(content, dict | None):
         raise ConfigurationError(f"{path} cannot be read: it holds no names with values.")
-    return content
+    return content or {}
 
 
 def _method(settings: Mapping[str, Any]) -> str:
     name = str(settings.get("estimator") or "map")
     return BASELINES.get(name, name)
-
-
-def _results_of(method: str, results: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = results.get(method, {})
-    return found if isinstance(found, Mapping) else {}

@@ -1,16 +1,29 @@
+"""Figures of training runs."""
+
 import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from run_folders import make_rows
 
 from evigrad import plots
 from evigrad.errors import ConfigurationError, InputError
 
 pytest.importorskip("matplotlib")
 from figure_geometry import problems
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from evigrad.plots import DARK, LIGHT
+from evigrad.plots.runs import (
+    ACCURACY,
+    LOG_EVIDENCE,
+    LOG_LIKELIHOOD,
+    LOSS,
+    quantity_curves,
+    value_paths,
+)
 
 
 def make_history(epochs=20, groups=3, learned=True):
@@ -130,68 +143,116 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
         plots.learning_curves({"MAP": make_history()})
 
 
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=30))
-def test_the_frontier_is_what_nothing_beats(pairs):
-    front = plots.pareto_front([(float(x), float(y)) for x, y in pairs])
-    chosen = [pairs[i] for i in front]
-    assert chosen == sorted(chosen)
-    for x, y in chosen:
-        assert not any((a <= x and b < y) or (a < x and b <= y) for a, b in pairs)
-    for x, y in pairs:
-        assert any(a <= x and b <= y for a, b in chosen)
+# ------------------------------------------------------------ one quantity, for a report
 
 
-@pytest.mark.parametrize("seconds", [0.1, 0.0123, 0.01, 0.001, 3e-4, 2.0])
-def test_a_frontier_of_one_point(seconds):
-    """Whatever its time, and no word of matplotlib about limits."""
-    figure = plots.points(
-        [plots.Point("ntk-1", "10", seconds, 1.0)], "One", "s", "n", frontier=True
-    )
+def legend_of(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_one_run_has_a_line_for_train_and_test():
+    figure = quantity_curves({"run": make_rows()}, ACCURACY)
     (axes,) = figure.axes
-    assert axes.get_xlim() == pytest.approx((seconds / 2, 2 * seconds))
-
-
-def test_points_are_named_and_those_behind_the_frontier_are_not():
-    places = [
-        ("a", "1", 1.0, 3.0),
-        ("a", "2", 2.0, 2.0),
-        ("b", "3", 3.0, 2.5),
-        ("b", "4", 4.0, 1.0),
+    assert axes.get_title(loc="left") == "accuracy"
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("epoch", "percent of the data")
+    assert [np.asarray(line.get_ydata()).tolist() for line in axes.lines] == [
+        [80.0] * 4,
+        [90.0] * 4,
     ]
-    found = [plots.Point(*each) for each in places]
-    (axes,) = plots.points(found, "All", "x", "y").axes
-    assert [text.get_text() for text in axes.texts] == ["1", "2", "3", "4"]
-    (axes,) = plots.points(found, "Best", "x", "y", frontier=True, reference=["b"]).axes
-    assert [text.get_text() for text in axes.texts] == ["1", "2", "4"]
-    assert axes.get_xscale() == "log"
+    assert np.asarray(axes.lines[0].get_xdata()).tolist() == [5, 10, 15, 20]
+    assert len({line.get_color() for line in axes.lines}) == 2
+    assert legend_of(figure) == ["test", "train"]
 
 
-def test_a_legend_is_in_the_order_of_the_sizes():
-    labels = ["full", "m = 100", "m = 20", "other", "m = 20"]
-    ordered = plots.legend_order(labels, ["full"], ordered=True)
-    assert ordered == ["m = 20", "m = 100", "other", "full"]
-    assert plots.legend_order(labels, ["full"]) == ["m = 100", "m = 20", "other", "full"]
+def test_several_runs_keep_their_colours_in_every_figure():
+    runs = {"MAP": make_rows(learned=False), "$a_b$": make_rows()}
+    likelihood = quantity_curves(runs, LOG_LIKELIHOOD)
+    colours = [line.get_color() for line in likelihood.axes[0].lines]
+    assert colours == [LIGHT.lines[0]] * 2 + [LIGHT.lines[1]] * 2
+    assert legend_of(likelihood) == ["MAP", r"\$a_b\$", "test", "train"]
+    evidence = quantity_curves(runs, LOG_EVIDENCE)
+    (line,) = evidence.axes[0].lines
+    assert line.get_color() == LIGHT.lines[1]
+    assert len(evidence.axes[0].collections) == 1  # the standard error
+    assert legend_of(evidence) == [r"\$a_b\$"]
+    FigureCanvasAgg(evidence).draw()  # a dollar in a name starts no formula
 
 
-def test_panels_draw_a_name_alike_everywhere_and_leave_out_the_depths():
-    grid = [0.1, 1.0, 10.0]
-    one = plots.Curve("m = 10", grid, [-3.0, -2.0, -50.0], [0.1, 0.1, 0.1])
-    full = plots.Curve("full", grid, [-2.5, -1.5, -4.0])
-    first = plots.Panel("a", "x", "nats", [one, full], log=True, clipped=True)
-    second = plots.Panel("b", "x", "", [full])
-    figure = plots.panels([[first, second]], reference=["full"], ordered=True, mark_tops=True)
-    left, right = figure.axes
-    assert left.get_xscale() == "log" and left.get_ylim()[0] > -5
-    assert {line.get_linestyle() for line in left.lines} <= {"-", "None"}  # shades tell sizes apart
-    assert left.lines[2].get_color() == right.lines[0].get_color() == "#000000"
-    (dot,) = (line for line in right.lines if line.get_marker() == "o")
-    assert np.asarray(dot.get_xydata()).tolist() == [[1.0, -1.5]]
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["m = 10", "full"]
+@pytest.mark.parametrize("low", [1e-3, -1.0])
+def test_a_loss_is_logarithmic_where_it_is_positive(low):
+    rows = make_rows()
+    rows[-1]["loss"] = low
+    axes = quantity_curves({"run": rows}, LOSS).axes[0]
+    assert axes.get_yscale() == ("log" if low > 0 else "linear")
 
 
-def test_what_is_not_known_of_a_curve_is_left_out():
-    curve = plots.Curve("a", [1, 2, 3], [1.0, math.nan, 3.0], [math.nan] * 3)
-    (axes,) = plots.panels([[plots.Panel("", "x", "y", [curve])]], shared=True).axes
-    assert np.asarray(axes.lines[0].get_xydata()).tolist() == [[1.0, 1.0], [3.0, 3.0]]
-    assert not axes.collections
+def test_what_is_not_finite_is_left_out():
+    rows = make_rows()
+    rows[3]["loss"] = math.nan
+    rows[5]["loss"] = math.inf
+    (line,) = quantity_curves({"run": rows}, LOSS).axes[0].lines
+    assert set(range(1, 21)) - {*np.asarray(line.get_xdata()).tolist()} == {4, 6}
+    for row in rows:
+        row["loss"] = math.nan
+    with pytest.raises(InputError, match="training loss"):
+        quantity_curves({"run": rows}, LOSS)
+
+
+def test_a_single_value_is_a_point():
+    rows = make_rows(4)
+    rows[-1]["test_accuracy"] = 0.5
+    (line,) = quantity_curves({"run": rows}, ACCURACY).axes[0].lines
+    assert line.get_marker() == "o"
+
+
+def test_paths_are_named_from_the_highest_on():
+    rows = make_rows(ranges={"scale_x": 1.0, "scale_y": 0.2})
+    columns = {"y": "range/scale_y", "x": "range/scale_x"}
+    figure = value_paths(
+        rows, columns, "scaling, a run of a long name", "factor", change=math.exp, floor=1.0
+    )
+    assert legend_of(figure) == ["2.72  x", "1.22  y"]
+    assert figure.axes[0].get_ylim()[0] == 1.0
+    assert problems(figure) == []
+    with pytest.raises(InputError, match="no value of y"):
+        value_paths(make_rows(), columns, "scaling", "factor")
+
+
+@pytest.mark.parametrize(("count", "quantity"), [(1, LOG_EVIDENCE), (2, LOSS), (5, LOG_LIKELIHOOD)])
+def test_curves_of_long_names_are_named_where_they_can_be_read(count, quantity):
+    name = "digits-mininet-ntk-400-rows-anchored-precision-0.1-seed-{}, MAP"
+    runs = {name.format(i): make_rows() for i in range(count)}
+    assert problems(quantity_curves(runs, quantity)) == []
+
+
+def test_a_rotation_has_radians_and_degrees():
+    figure = value_paths(
+        make_rows(ranges={"rotation": math.pi / 2}),
+        {"rotation": "range/rotation"},
+        "rotation",
+        "largest angle (radians)",
+        in_degrees=True,
+    )
+    FigureCanvasAgg(figure).draw()
+    (axes,) = figure.axes
+    (right,) = axes.child_axes
+    assert "radians" in axes.get_ylabel()
+    assert right.get_ylabel() == "degrees"
+    assert right.get_ylim() == pytest.approx(np.degrees(axes.get_ylim()))
+    assert float(np.asarray(axes.lines[0].get_ydata())[-1]) == pytest.approx(math.pi / 2)
+
+
+def test_dark_figures_are_dark():
+    figure = quantity_curves({"run": make_rows()}, LOSS, DARK)
+    FigureCanvasAgg(figure).draw()
+    pixels = np.asarray(figure.canvas.buffer_rgba())[..., :3] / 255  # pyright: ignore[reportAttributeAccessIssue]
+    assert pixels.mean() < 0.2
+    assert pixels[0, 0].mean() < 0.15
+    # Nothing is drawn in black on it.
+    assert pixels.min() > 0.05
+
+
+def test_a_palette_says_every_colour():
+    odd = replace(LIGHT, lines=("#123456",))
+    axes = quantity_curves({"a": make_rows(), "b": make_rows()}, LOSS, odd).axes[0]
+    assert {line.get_color() for line in axes.lines} == {"#123456"}

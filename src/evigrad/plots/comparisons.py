@@ -1,0 +1,324 @@
+"""Figures that compare: panels of curves, and points of two quantities."""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from evigrad.plots.style import (
+    DASHES,
+    LIGHT,
+    SMALL,
+    decorate,
+    draw_line,
+    new_figure,
+    shades_of,
+    words,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_MARKER = 6.0  # points
+# Nats per datum: how far below the lowest top a clipped panel goes; more where the tops are further
+# apart.
+_BELOW = 2.0
+# Places for a point's name, the best first: its alignment, and its offset in points right and up.
+_FAR = (("left", 8, -22), ("right", -8, 14), ("left", 8, 14), ("right", -8, -22), ("left", 12, -33))
+_UNDER = (("right", -3, -11), ("left", 3, -11), ("left", 5, 5), ("right", -5, 5), *_FAR)
+_BESIDE = (("left", 5, 4), ("left", 5, -11), ("right", -5, 4), ("right", -5, -11), *_FAR)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line of a panel.
+
+    Attributes:
+        label: Its name in the legend; a name has the same look in all panels.
+        x: Positions.
+        y: Values there; non-finite ones are left out.
+        error: Standard errors of the values, drawn as a band; empty for none.
+    """
+
+    label: str
+    x: Sequence[float | int]
+    y: Sequence[float | int]
+    error: Sequence[float | int] = ()
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Axes with curves.
+
+    Attributes:
+        title: Title of the axes.
+        across: Label of the horizontal axis.
+        along: Label of the vertical axis, with its unit.
+        curves: The curves.
+        log: Whether the horizontal axis is logarithmic.
+        clipped: Whether to leave out what lies so far below the tops that it flattens the rest.
+    """
+
+    title: str
+    across: str
+    along: str
+    curves: Sequence[Curve]
+    log: bool = False
+    clipped: bool = False
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of a figure of two quantities.
+
+    Attributes:
+        group: Points of a group look alike.
+        name: Its name within the group.
+        x: First coordinate.
+        y: Second coordinate.
+        x_error: Standard error of the first; NaN where it is not known.
+        y_error: Standard error of the second.
+    """
+
+    group: str
+    name: str
+    x: float
+    y: float
+    x_error: float = math.nan
+    y_error: float = math.nan
+
+
+def legend_order(
+    labels: Iterable[str], reference: Sequence[str] = (), ordered: bool = False
+) -> list[str]:
+    """Labels, each once, in the order of a legend.
+
+    Args:
+        labels: Labels as they come, maybe repeated.
+        reference: Labels that the others are compared with, which come last.
+        ordered: Whether to sort the others by the numbers in them; one without comes last.
+
+    Returns:
+        The labels.
+    """
+    found = list(dict.fromkeys(labels))
+    others = [label for label in found if label not in reference]
+    if ordered:
+        others.sort(key=lambda label: [*map(int, re.findall(r"\d+", label)), math.inf])
+    return others + [label for label in found if label in reference]
+
+
+def panels(
+    rows: Sequence[Sequence[Panel]],
+    *,
+    reference: Sequence[str] = (),
+    ordered: bool = False,
+    size: tuple[float, float] = (4.0, 3.1),
+    shared: bool = False,
+    markers: bool = False,
+    mark_tops: bool = False,
+) -> "Figure":
+    """A grid of panels with one legend.
+
+    Args:
+        rows: The panels of each row, from the top.
+        reference: Labels in black.
+        ordered: Whether the others are in an order, as sizes are, and get shades instead of
+            colours.
+        size: Width and height of a panel, inches.
+        shared: Whether all panels have one horizontal scale, and those of a row one vertical.
+        markers: Whether the values have markers.
+        mark_tops: Whether the highest value of each curve has a dot.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ConfigurationError: If matplotlib is not installed.
+    """
+    columns = max(map(len, rows))
+    figure = new_figure(size[0] * columns + 1.4, size[1] * len(rows))
+    drawn = [curve.label for row in rows for panel in row for curve in panel.curves]
+    labels = legend_order(drawn, reference, ordered)
+    looks = _styles(labels, reference, ordered)
+    handles: dict[str, Any] = {}
+    first: Axes | None = None
+    for down, row in enumerate(rows):
+        beside: Axes | None = None
+        for place, panel in enumerate(row, start=down * columns + 1):
+            axes = figure.add_subplot(len(rows), columns, place, sharex=first, sharey=beside)
+            if shared:
+                first, beside = first or axes, beside or axes
+            decorate(axes, panel.title, panel.across, panel.along)
+            if panel.log:
+                axes.set_xscale("log")
+            for curve in panel.curves:
+                look = {**looks[curve.label], **({} if markers else {"marker": ""})}
+                line = _draw_curve(axes, curve, look, mark_tops)
+                handles.setdefault(curve.label, line)
+            axes.margins(x=0.02 if shared else 0)
+            if panel.clipped:
+                _leave_out_depths(
+                    axes, [c for p in row for c in p.curves] if shared else panel.curves
+                )
+    figure.legend(
+        handles=[handles[label] for label in labels],
+        labels=[words(label) for label in labels],
+        loc="outside right upper",
+        frameon=False,
+        fontsize=SMALL,
+    )
+    return figure
+
+
+def points(
+    found: Sequence[Point],
+    title: str,
+    across: str,
+    along: str,
+    *,
+    reference: Sequence[str] = (),
+    frontier: bool = False,
+) -> "Figure":
+    """Points of two quantities with errors both ways.
+
+    Args:
+        found: The points; a line joins those of a group in their order.
+        title: Title of the figure.
+        across: Label of the horizontal axis.
+        along: Label of the vertical axis.
+        reference: Groups in black.
+        frontier: Whether small is good both ways, as of times and gaps. Then the horizontal axis
+            is logarithmic, points of a group are joined, and the frontier is drawn, whose points
+            alone are named.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ConfigurationError: If matplotlib is not installed.
+    """
+    figure = new_figure(7.2, 4.4)
+    axes = figure.add_subplot()
+    decorate(axes, title, across, along)
+    groups = list(dict.fromkeys(point.group for point in found))
+    looks = _styles(groups, reference, False)
+    for group in groups:
+        of_group = [point for point in found if point.group == group]
+        joined = frontier and len(of_group) > 1
+        axes.errorbar(
+            [point.x for point in of_group],
+            [point.y for point in of_group],
+            xerr=[_known(point.x_error) for point in of_group],
+            yerr=[_known(point.y_error) for point in of_group],
+            label=words(group),
+            markersize=_MARKER,
+            linewidth=0.9,
+            elinewidth=0.9,
+            **{**looks[group], "linestyle": ":" if joined else ""},
+        )
+    named = list(found)
+    if frontier:
+        axes.set_xscale("log")
+        named = [found[i] for i in pareto_front([(point.x, point.y) for point in found])]
+        x, y = [point.x for point in named], [point.y for point in named]
+        look: dict[str, Any] = {"color": LIGHT.muted, "linewidth": 3.5, "alpha": 0.25, "zorder": 0}
+        axes.step(x, y, where="post", label="frontier", **look)
+    axes.margins(0.1)
+    times = {point.x for point in found}
+    if frontier and len(times) == 1:  # some limits of matplotlib's own would be equal
+        axes.set_autoscalex_on(False)
+        axes.set_xlim(min(times) / 2, min(times) * 2)
+    if len(groups) > 1 or frontier:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=SMALL)
+    _name_points(figure, axes, named, _UNDER if frontier else _BESIDE)
+    return figure
+
+
+def pareto_front(coordinates: Sequence[tuple[float, float]]) -> list[int]:
+    """Positions, by first coordinate, of points that no other beats in both (small is good)."""
+    front: list[int] = []
+    for i in sorted(range(len(coordinates)), key=lambda i: coordinates[i]):
+        if not front or coordinates[i][1] < coordinates[front[-1]][1]:
+            front.append(i)
+    return front
+
+
+def _styles(
+    names: Sequence[str], reference: Sequence[str], ordered: bool
+) -> dict[str, dict[str, Any]]:
+    """Colour, dash and marker of each name, distinct in print and for the colour-blind."""
+    others = [name for name in names if name not in reference]
+    # Only the names that others are compared with are drawn in ink.
+    plain = [colour for colour in LIGHT.lines if colour != LIGHT.ink]
+    colours = shades_of(len(others), LIGHT) if ordered else plain
+    found: dict[str, dict[str, Any]] = {}
+    for place, name in enumerate(others):
+        turn = place // len(colours) if ordered else place
+        found[name] = {"color": colours[place % len(colours)], "linestyle": turn, "marker": place}
+    for place, name in enumerate(name for name in names if name in reference):
+        found[name] = {"color": LIGHT.ink, "linestyle": place, "marker": place}
+    for look in found.values():
+        look["linestyle"] = DASHES[look["linestyle"] % len(DASHES)]
+        look["marker"] = _MARKERS[look["marker"] % len(_MARKERS)]
+    return found
+
+
+def _draw_curve(axes: "Axes", curve: Curve, look: dict[str, Any], mark_top: bool) -> Any:
+    kept = [i for i, value in enumerate(curve.y) if math.isfinite(value)]
+    x, y = [curve.x[i] for i in kept], [curve.y[i] for i in kept]
+    errors = [_known(curve.error[i]) for i in kept] if curve.error else []
+    line = draw_line(axes, x, y, errors, **look)
+    if mark_top and y:
+        top = max(range(len(y)), key=y.__getitem__)
+        dot = {"color": line.get_color(), "marker": "o", "markersize": 4.5}
+        axes.plot(x[top], y[top], clip_on=False, **dot)
+    return line
+
+
+def _leave_out_depths(axes: "Axes", curves: Sequence[Curve]) -> None:
+    """Cut the axis above bounds of bad hyperparameters, which would flatten the rest."""
+    finite = [[value for value in curve.y if math.isfinite(value)] for curve in curves]
+    tops = [max(values) for values in finite if values]
+    if not tops:
+        return
+    lowest = min(value for values in finite for value in values)
+    bottom = max(lowest, min(tops) - max(_BELOW, max(tops) - min(tops)))
+    margin = 0.05 * (max(tops) - bottom)
+    if margin > 0:
+        axes.set_ylim(bottom - margin, max(tops) + margin)
+
+
+def _name_points(
+    figure: "Figure", axes: "Axes", named: Sequence[Point], places: Sequence[tuple[str, int, int]]
+) -> None:
+    """Name points, each in the first place where the name covers no other name and no point."""
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()  # now it is known where everything lies
+    half = _MARKER / 2 * figure.dpi / 72
+    at = axes.transData.transform([(point.x, point.y) for point in named])
+    taken = [Bbox.from_extents(x - half, y - half, x + half, y + half) for x, y in at]
+    for point in named:
+        for attempt, (side, right, up) in enumerate(places, start=1):
+            text = axes.annotate(
+                words(point.name),
+                (point.x, point.y),
+                (right, up),
+                textcoords="offset points",
+                fontsize=8,
+                ha=side,
+                color=LIGHT.muted,
+            )
+            box = text.get_window_extent()
+            if attempt == len(places) or not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
+            text.remove()
+
+
+def _known(value: float) -> float:
+    return value if math.isfinite(value) else 0.0

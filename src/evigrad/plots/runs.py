@@ -1,0 +1,353 @@
+"""Figures of training runs: quantities and hyperparameters over the epochs."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from evigrad.errors import InputError
+from evigrad.plots.style import (
+    DASHES,
+    LIGHT,
+    SMALL,
+    Palette,
+    add_legend,
+    burst_limits,
+    decorate,
+    draw_line,
+    new_figure,
+    number,
+    plain_ticks,
+    save,
+    shades_of,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+History = Sequence[Mapping[str, int | float | None]]
+Look = tuple[str, Any]  # colour and dash of a line
+
+PRECISION = "precision/"
+# Inches: letters of 9 points are legible at the width of a phone.
+WIDTH, HEIGHT = 4.6, 3.1
+# More lines than this cannot be told apart.
+_MAX_LABELS = 24
+# Up to this many values are shown as points too: a line with one value would be invisible.
+_FEW = 40
+
+
+def series(history: History, column: str) -> tuple[list[float], list[float]]:
+    """Epochs and values of a column, both only where its value is finite."""
+    pairs = [
+        (float(epoch), float(row[column] or 0))
+        for row in history
+        if _is_known(row.get(column)) and (epoch := row.get("epoch")) is not None
+    ]
+    return [epoch for epoch, _ in pairs], [value for _, value in pairs]
+
+
+def errors(history: History, column: str) -> list[float]:
+    """Standard errors ``COLUMN_sem`` of the values of ``series``; empty if one is unknown."""
+    found = [
+        row.get(f"{column}_sem")
+        for row in history
+        if _is_known(row.get(column)) and row.get("epoch") is not None
+    ]
+    known = [float(error) for error in found if error is not None and math.isfinite(error)]
+    return known if len(known) == len(found) else []
+
+
+def _is_known(value: int | float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A quantity that learning curves show.
+
+    Attributes:
+        title: Title of the figure.
+        unit: Label of the vertical axis.
+        columns: From the name of each kind of line to its column of the metrics.
+        factor: From the column's values to those in the figure.
+        logarithmic: Whether to use a logarithmic axis where all values are positive.
+    """
+
+    title: str
+    unit: str
+    columns: Mapping[str, str]
+    factor: float = 1.0
+    logarithmic: bool = False
+
+    def values(self, histories: Mapping[str, History]) -> list[float]:
+        """All values of all runs, as they are in the figure."""
+        return [
+            self.factor * value
+            for history in histories.values()
+            for column in self.columns.values()
+            for value in series(history, column)[1]
+        ]
+
+    def is_logarithmic(self, histories: Mapping[str, History]) -> bool:
+        """Whether its axis is logarithmic; the loss of a density can be negative."""
+        return self.logarithmic and min(self.values(histories), default=0.0) > 0
+
+    def limits(self, histories: Mapping[str, History]) -> tuple[float, float] | None:
+        """Limits of an axis that leaves out the first values; None where all fit."""
+        return None if self.is_logarithmic(histories) else burst_limits(self.values(histories))
+
+
+LOSS = Quantity(
+    "training loss", "mean NLL + prior term\n(nats per datum)", {"train": "loss"}, logarithmic=True
+)
+LOG_LIKELIHOOD = Quantity(
+    "log likelihood",
+    "nats per datum",
+    {"test": "test_log_likelihood", "train": "train_log_likelihood"},
+)
+ACCURACY = Quantity(
+    "accuracy", "percent of the data", {"test": "test_accuracy", "train": "train_accuracy"}, 100.0
+)
+SQUARED_ERROR = Quantity(
+    "squared error",
+    "mean over the data,\nstandardised targets",
+    {"test": "test_squared_error", "train": "train_squared_error"},
+    logarithmic=True,
+)
+LOG_EVIDENCE = Quantity(
+    "log evidence", "estimate while training\n(nats per datum)", {"train": "log_evidence"}
+)
+BRACKET = Quantity(
+    "bounds on the log evidence",
+    "exact value between them\n(nats per datum)",
+    {"lower": "bracket_lower", "upper": "bracket_upper"},
+)
+_TEST = replace(LOG_LIKELIHOOD, title="test log likelihood", columns={"": "test_log_likelihood"})
+
+
+def learning_curves(histories: Mapping[str, History]) -> "Figure":
+    """Training loss, log evidence and test log likelihood over the epochs.
+
+    Args:
+        histories: Name of a run, for the legend, to its history (``FitResult.history`` or
+            ``read_metrics``).
+
+    Returns:
+        A figure with one panel for each quantity that was recorded.
+
+    Raises:
+        InputError: If there is no history, or one is empty.
+        ConfigurationError: If matplotlib is not installed.
+    """
+    _check(histories)
+    panels = [each for each in (LOSS, LOG_EVIDENCE, _TEST) if each.values(histories)]
+    figure = new_figure(3.6 * len(panels) + 0.4, 3.1)
+    for position, quantity in enumerate(panels, start=1):
+        _draw(figure.add_subplot(1, len(panels), position), histories, quantity, LIGHT)
+    colours = [LIGHT.lines[place % len(LIGHT.lines)] for place in range(len(histories))]
+    add_legend(figure, [(*named, "-") for named in zip(histories, colours, strict=True)])
+    return figure
+
+
+def quantity_curves(
+    histories: Mapping[str, History], quantity: Quantity, palette: Palette = LIGHT
+) -> "Figure":
+    """A quantity over the epochs, with standard errors shaded where the metrics have them.
+
+    Each run has a colour; where there is one run, each kind of line.
+
+    Returns:
+        The figure.
+
+    Raises:
+        InputError: If no run has a value of it.
+        ConfigurationError: If matplotlib is not installed.
+    """
+    if not quantity.values(histories):
+        raise InputError(f"No run has a value of the {quantity.title}.")
+    figure = new_figure(WIDTH, HEIGHT, palette)
+    runs, kinds = _draw(figure.add_subplot(), histories, quantity, palette)
+    named = ({} if len(histories) == 1 else runs) | (kinds if len(kinds) > 1 else {})
+    if named:
+        add_legend(figure, [(name, *look) for name, look in named.items()], palette)
+    return figure
+
+
+def _draw(
+    axes: "Axes", histories: Mapping[str, History], quantity: Quantity, palette: Palette
+) -> tuple[dict[str, Look], dict[str, Look]]:
+    """Draw the lines of a quantity; returns the looks of runs and of kinds that have values."""
+    decorate(axes, quantity.title, "epoch", quantity.unit, palette)
+    axes.locator_params(axis="x", integer=True)
+    alone = len(histories) == 1
+    runs: dict[str, Look] = {}
+    kinds: dict[str, Look] = {}
+    for place, (name, history) in enumerate(histories.items()):
+        for kind, (label, column) in enumerate(quantity.columns.items()):
+            epochs, values = series(history, column)
+            if not epochs:
+                continue
+            # A run has the same colour in every figure, also where other runs have no line.
+            colour = palette.lines[(kind if alone else place) % len(palette.lines)]
+            few = len(epochs) == 1 or (len(epochs) <= _FEW and len(epochs) < len(history))
+            draw_line(
+                axes,
+                epochs,
+                [quantity.factor * value for value in values],
+                [quantity.factor * error for error in errors(history, column)],
+                color=colour,
+                linestyle=DASHES[kind],
+                marker="o" if few else None,
+                markersize=3.5,
+            )
+            runs.setdefault(name, (colour, "-"))
+            kinds.setdefault(label, (colour if alone else palette.muted, DASHES[kind]))
+    last = max((series(history, "epoch")[0] or [1.0])[-1] for history in histories.values())
+    axes.set_xlim(0, 1.02 * last)
+    if quantity.is_logarithmic(histories):
+        axes.set_yscale("log")
+        plain_ticks(axes)
+    elif limits := quantity.limits(histories):
+        axes.set_ylim(*limits)
+    return runs, kinds
+
+
+def precision_paths(
+    history: History,
+    title: str = "prior precision of each layer",
+    width: float = 7.2,
+    palette: Palette = LIGHT,
+) -> "Figure":
+    """Learned prior precisions over the epochs, as `value_paths` on a logarithmic axis.
+
+    Args:
+        history: History of a run with a learned prior.
+        title: Title of the figure.
+        width: Inches.
+        palette: Colours.
+
+    Returns:
+        The figure.
+
+    Raises:
+        InputError: If the history is empty or has no precisions.
+        ConfigurationError: If matplotlib is not installed.
+    """
+    _check({"": history})
+    names = [name for name in history[0] if name.startswith(PRECISION)]
+    if not names:
+        raise InputError("The history has no column precision/...: it is not one of a run.")
+    columns = {name.removeprefix(PRECISION): name for name in names}
+    unit = "prior precision (1 / variance of the weights)"
+    return value_paths(history, columns, title, unit, log=True, size=(width, 4.0), palette=palette)
+
+
+def value_paths(
+    history: History,
+    columns: Mapping[str, str],
+    title: str,
+    unit: str,
+    *,
+    change: Callable[[float], float] = float,
+    floor: float | None = None,
+    log: bool = False,
+    in_degrees: bool = False,
+    size: tuple[float, float] = (WIDTH, HEIGHT),
+    palette: Palette = LIGHT,
+) -> "Figure":
+    """Hyperparameters over the epochs; the legend begins with the highest one at the end.
+
+    More lines than can be told apart have shades in their order, of which the first and the last
+    are named.
+
+    Args:
+        history: History of one run.
+        columns: From the name of each line to its column of the metrics.
+        title: Title of the figure.
+        unit: Label of the vertical axis.
+        change: From the column's values to those in the figure.
+        floor: Start of the vertical axis; None fits it to the values.
+        log: Whether the vertical axis is logarithmic.
+        in_degrees: Whether the values are angles in radians, to be shown in degrees too.
+        size: Width and height in inches; a legend below the axes adds to the height.
+        palette: Colours.
+
+    Returns:
+        The figure, without lines that have no value.
+
+    Raises:
+        InputError: If there is no value.
+        ConfigurationError: If matplotlib is not installed.
+    """
+    figure = new_figure(*size, palette)
+    axes = figure.add_subplot()
+    many = len(columns) > _MAX_LABELS
+    title = f"{title} ({len(columns)} groups)" if many else title
+    decorate(axes, title, "epoch", unit, palette)
+    axes.locator_params(axis="x", integer=True)
+    colours = shades_of(len(columns), palette) if many else palette.lines
+    lines = []
+    for place, (name, column) in enumerate(columns.items()):
+        epochs, values = series(history, column)
+        if not epochs:
+            continue
+        values = [change(value) for value in values]
+        colour = colours[place % len(colours)]
+        dash = DASHES[place // len(colours) % len(DASHES)]
+        look = {"color": colour, "linestyle": dash, "linewidth": 0.8 if many else 1.6}
+        marker = "o" if len(epochs) == 1 else None
+        draw_line(axes, epochs, values, [], drawstyle="steps-post", marker=marker, **look)
+        lines.append((values[-1], name, colour, dash))
+    if not lines:
+        raise InputError(f"The history has no value of {', '.join(columns)}.")
+    axes.margins(x=0)
+    if log:
+        axes.set_yscale("log")
+        plain_ticks(axes)
+    if floor is not None:
+        axes.set_ylim(bottom=floor)
+    if in_degrees:
+        right = axes.secondary_yaxis("right", functions=(np.degrees, np.radians))
+        right.set_ylabel("degrees", fontsize=SMALL, color=palette.ink)
+        right.tick_params(labelsize=SMALL, color=palette.ink, labelcolor=palette.ink)
+        right.spines["right"].set_color(palette.ink)
+    if many:
+        ends = (("first", *lines[0]), ("last", *lines[-1]))
+        named = [(f"{end}: {name}", colour, dash) for end, _, name, colour, dash in ends]
+    else:
+        lines.sort(key=lambda line: line[0], reverse=True)
+        named = [(f"{number(value)}  {name}", *look) for value, name, *look in lines]
+    add_legend(figure, named, palette, beside=not many)
+    return figure
+
+
+def save_all(
+    histories: Mapping[str, History], folder: str | Path, learned: str | None = None
+) -> list[Path]:
+    """Write the figures of a command into an existing folder.
+
+    Args:
+        histories: Name of a run to its history.
+        folder: The folder.
+        learned: Name of the run whose precisions are shown; None shows none.
+
+    Returns:
+        The files.
+    """
+    folder = Path(folder)
+    files = [save(learning_curves(histories), folder / "learning_curves.png")]
+    if learned is not None:
+        title = f"prior precision of each layer, learned by {learned}"
+        paths = precision_paths(histories[learned], title)
+        files.append(save(paths, folder / "precisions.png"))
+    return files
+
+
+def _check(histories: Mapping[str, History]) -> None:
+    if not histories or not all(histories.values()):
+        raise InputError("There is no epoch to draw: the history is empty.")

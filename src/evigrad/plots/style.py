@@ -1,0 +1,232 @@
+"""What all figures share: colours, axes, lines with their errors, legends, and words."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
+
+from evigrad.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
+# Size of letters in points: titles; axes' labels and legends.
+_LARGE, SMALL = 11.0, 9.0
+# Inches: height of a row of a legend; width of the line beside its name; width and height that a
+# figure needs besides title and axis' label; and the least width of axes beside a legend.
+_LINE_HEIGHT = 0.2
+_HANDLE = 0.75
+_SURROUNDINGS = (1.0, 1.1)
+_LEAST_WIDTH = 4.5
+
+
+@dataclass(frozen=True)
+class Palette:
+    """Colours of a figure.
+
+    Attributes:
+        paper: The background.
+        ink: Axes and words.
+        muted: Less important words and lines.
+        grid: Grid lines.
+        lines: Lines of data, distinct with every common colour vision deficiency.
+        shades: Name of matplotlib's colour map for ordered lines, as of the layers of a network.
+    """
+
+    paper: str
+    ink: str
+    muted: str
+    grid: str
+    lines: tuple[str, ...]
+    shades: str
+
+
+# Okabe and Ito's colours; their yellow is left out because it is too light for a line on white.
+LIGHT = Palette(
+    paper="#ffffff",
+    ink="#000000",
+    muted="#555555",
+    grid="#dddddd",
+    lines=("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"),
+    shades="viridis_r",
+)
+# The hues of ``LIGHT``, lighter.
+DARK = Palette(
+    paper="#16181d",
+    ink="#e6e6e6",
+    muted="#a3a8b0",
+    grid="#363a42",
+    lines=("#56B4E9", "#FF9050", "#2FCF9F", "#EBA3CB", "#F0C63C", "#A9B8FF", "#ffffff"),
+    shades="viridis",
+)
+
+
+def new_figure(width: float, height: float, palette: Palette = LIGHT) -> "Figure":
+    """An empty figure, in inches; ConfigurationError if matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError(
+            "Figures need matplotlib: pip install 'evigrad[plots]'."
+        ) from error
+    return Figure(figsize=(width, height), layout="constrained", facecolor=palette.paper)
+
+
+def save(figure: "Figure", path: str | Path) -> Path:
+    """Write a figure as a PNG for a screen (well below 300 kB), and return its path."""
+    figure.savefig(path, dpi=130, format="png")
+    return Path(path)
+
+
+def shades_of(count: int, palette: Palette) -> list[str]:
+    """Colours for an order, without the end of the map that resembles the background."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    shades = colormaps[palette.shades]
+    return [to_hex(shades(0.1 + 0.9 * i / max(count - 1, 1))) for i in range(count)]
+
+
+def decorate(axes: "Axes", title: str, across: str, along: str, palette: Palette = LIGHT) -> None:
+    """Give empty axes their title, the labels of the horizontal and vertical axis, and colours."""
+    figure: Any = axes.figure
+    grid: Any = axes.get_subplotspec()
+    rows, columns = grid.get_gridspec().get_geometry()
+    width = figure.get_figwidth() / columns - _SURROUNDINGS[0]
+    height = figure.get_figheight() / rows - _SURROUNDINGS[1]
+    colours: dict[str, Any] = {"fontsize": SMALL, "color": palette.ink}
+    axes.set_title(
+        words(fitted(title, width, _LARGE)), loc="left", fontsize=_LARGE, color=palette.ink
+    )
+    axes.set_xlabel(words(across), **colours)
+    axes.set_ylabel(words(fitted(along, height, SMALL)), **colours)
+    axes.set_facecolor(palette.paper)
+    axes.tick_params(which="both", labelsize=SMALL, color=palette.ink, labelcolor=palette.ink)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(palette.ink)
+    axes.grid(color=palette.grid, linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def draw_line(
+    axes: "Axes",
+    x: Sequence[float | int],
+    y: Sequence[float | int],
+    errors: Sequence[float],
+    **look: Any,
+) -> Any:
+    """Draw a line, and a band of its standard errors unless these are empty or zero."""
+    (line,) = axes.plot(x, y, **{"linewidth": 1.6, "markersize": 4.0, **look})
+    if any(errors):
+        low = [value - error for value, error in zip(y, errors, strict=True)]
+        high = [value + error for value, error in zip(y, errors, strict=True)]
+        axes.fill_between(x, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+    return line
+
+
+def plain_ticks(axes: "Axes") -> None:
+    """Numbers such as 0.02 and 30 on a logarithmic vertical axis, also over less than a decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axes.get_ylim()
+    subs = (1.0,) if high / low > 1e3 else (1.0, 3.0) if high / low > 30 else (1.0, 2.0, 5.0)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def burst_limits(values: Sequence[float]) -> tuple[float, float] | None:
+    """Limits of an axis that leave out the first few values of a run, far below all others.
+
+    Args:
+        values: All values of the figure, in any order.
+
+    Returns:
+        The limits; None where all values fit.
+    """
+    if len(values) < 8:
+        return None
+    ordered = sorted(values)
+    typical = ordered[len(ordered) // 4]
+    spread = ordered[-1] - typical
+    if ordered[0] >= typical - 3 * spread:
+        return None
+    return typical - 2 * spread, ordered[-1] + 0.15 * spread
+
+
+def add_legend(
+    figure: "Figure",
+    lines: Sequence[tuple[str, str, Any]],
+    palette: Palette = LIGHT,
+    beside: bool = False,
+) -> None:
+    """Name the lines of a figure below its axes, and make the figure as much higher.
+
+    Names are in as many columns as fit; one wider than the figure has several rows.
+
+    Args:
+        figure: A figure with its axes.
+        lines: Name, colour and style of each line.
+        palette: Colours of the figure.
+        beside: Whether to put the names at the right, one below the other, if there is room.
+    """
+    from matplotlib.lines import Line2D
+
+    width, height = figure.get_size_inches()
+    longest = max(_inches(name, SMALL) for name, _, _ in lines) + _HANDLE
+    beside = beside and width - longest >= _LEAST_WIDTH
+    columns = 1 if beside else max(1, min(4, int(width / longest)))
+    handles, rows = [], 0
+    for name, colour, dash in lines:
+        label = words(fitted(name, width - _HANDLE, SMALL))
+        rows += 1 + label.count("\n")
+        # matplotlib leaves labels with a leading underscore out of a legend.
+        label = f" {label}" if label.startswith("_") else label
+        handles.append(Line2D([], [], color=colour, linestyle=dash, linewidth=2, label=label))
+    room = _LINE_HEIGHT * rows / columns
+    figure.set_figheight(max(height, room + 0.3) if beside else height + room + 0.2)
+    figure.legend(
+        handles=handles,
+        loc="outside right upper" if beside else "outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize=SMALL,
+        labelcolor=palette.ink,
+    )
+
+
+def fitted(text: str, inches: float, size: float) -> str:
+    """Break a text, in letters of ``size`` points, into lines no wider than ``inches``."""
+    found: list[str] = []
+    for part in text.split("\n"):
+        lines, columns = [part], len(part)
+        while columns > 1 and any(_inches(line, size) > inches for line in lines):
+            columns -= 1
+            lines = wrap(part, columns)
+        found += lines
+    return "\n".join(found)
+
+
+def _inches(text: str, size: float) -> float:
+    """The width of a line of text."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(size=size)
+    return text_to_path.get_text_width_height_descent(text, font, ismath=False)[0] / 72
+
+
+def words(text: str) -> str:
+    """A user's text escaped for matplotlib: a dollar sign in it does not start a formula."""
+    return text.replace("$", r"\$")
+
+
+def number(value: int | float) -> str:
+    """A number with three digits, as ``0.0123``, ``45.6``, ``789`` or ``1.2e-07``."""
+    size = abs(value)
+    if size == 0 or 1e-4 <= size < 1e4:
+        return f"{value:.0f}" if size >= 100 else f"{value:.3g}"
+    return f"{value:.1e}"

@@ -1,0 +1,236 @@
+"""The figures of a report, and what its page says of them."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from evigrad.plots import Palette
+from evigrad.plots.runs import (
+    ACCURACY,
+    BRACKET,
+    LOG_EVIDENCE,
+    LOG_LIKELIHOOD,
+    LOSS,
+    PRECISION,
+    SQUARED_ERROR,
+    WIDTH,
+    Quantity,
+    quantity_curves,
+    value_paths,
+)
+from evigrad.plots.style import number
+from evigrad.report.runs import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Stands for a missing value.
+NOTHING = "–"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure.
+
+    Attributes:
+        name: File name without the ending.
+        title: In words, for readers who cannot see the figure.
+        kind: Which caption of the page's template it has.
+        facts: What the caption says beside its sentence.
+        make: Draws it in given colours.
+    """
+
+    name: str
+    title: str
+    kind: str
+    facts: Any
+    make: "Callable[[Palette], Figure]"
+
+
+def show(value: object, factor: float = 1.0, digits: int = 0) -> str:
+    """Any value as a short text.
+
+    Args:
+        value: A number, text, or a list of them; None and non-finite numbers give a dash.
+        factor: Multiplies a number.
+        digits: Decimals; 0 shows three significant digits.
+
+    Returns:
+        The text.
+    """
+    if value is None or value == "":
+        return NOTHING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) and factor == 1.0:
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, int | float):
+        value = factor * value
+        if not math.isfinite(value):
+            return NOTHING
+        text = f"{value:.{digits}f}" if digits else number(value)
+        return text.replace("-", "\N{MINUS SIGN}", 1) if text.startswith("-") else text
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {show(part)}" for key, part in value.items()) or NOTHING
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(map(show, value)) or NOTHING
+    return str(value)
+
+
+def curves(runs: Sequence[Run]) -> list[Drawing]:
+    """Learning curves of all runs: a figure for each recorded quantity."""
+    histories = {run.label: run.history for run in runs}
+    drawings = []
+    for name, quantity in (
+        ("loss", LOSS),
+        ("log_likelihood", LOG_LIKELIHOOD),
+        ("accuracy", ACCURACY),
+        ("squared_error", SQUARED_ERROR),
+        ("log_evidence", LOG_EVIDENCE),
+        ("log_evidence_bounds", BRACKET),
+    ):
+        if not quantity.values(histories):
+            continue
+        columns = quantity.columns.values()
+        ends = {run.label: _last_values(run, quantity) for run in runs}
+        facts = {
+            "ends": {label: values for label, values in ends.items() if values},
+            "is_cut": quantity.limits(histories) is not None,
+            "has_errors": any(run.values(f"{column}_sem") for run in runs for column in columns),
+            "is_once": quantity in (LOG_LIKELIHOOD, ACCURACY, SQUARED_ERROR)
+            and max(len(run.values(column)) for run in runs for column in columns) == 1,
+        }
+        make = partial(quantity_curves, histories, quantity)
+        drawings.append(Drawing(name, quantity.title, name, facts, make))
+    return drawings
+
+
+def _last_values(run: Run, quantity: Quantity) -> str:
+    """The last value of each kind of line, as ``test 97.00 %, train 99.00 %``."""
+    digits, unit = (2, " %") if quantity is ACCURACY else (0, "")
+    values = {kind: run.last(column) for kind, column in quantity.columns.items()}
+    return ", ".join(
+        (f"{kind} " if len(values) > 1 else "") + show(value, quantity.factor, digits) + unit
+        for kind, value in values.items()
+        if value is not None
+    )
+
+
+@dataclass(frozen=True)
+class Group:
+    """Hyperparameters of a run that share a figure.
+
+    Attributes:
+        run: The run.
+        kind: Name of the figure's file, and of its caption in the page's template.
+        title: Title of the figure.
+        unit: Label of its vertical axis.
+        columns: From the name of each to its column of the metrics; each has a value.
+        show: A value in words.
+        options: Further arguments of `evigrad.plots.runs.value_paths`.
+    """
+
+    run: Run
+    kind: str
+    title: str
+    unit: str
+    columns: Mapping[str, str]
+    show: Callable[[float], str] = show
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether one of them changes over the epochs."""
+        return any(len({*self.run.values(column)}) > 1 for column in self.columns.values())
+
+    @property
+    def ends(self) -> dict[str, tuple[str, str]]:
+        """The first and the last value of each, in words, by rising last value."""
+        values = {name: self.run.values(column) for name, column in self.columns.items()}
+        names = sorted(values, key=lambda name: values[name][-1])
+        return {name: (self.show(values[name][0]), self.show(values[name][-1])) for name in names}
+
+    def drawing(self) -> Drawing:
+        """The figure of their paths over the epochs."""
+        title = f"{self.title}, {self.run.label}" if self.run.suffix else self.title
+
+        def make(palette: Palette) -> "Figure":
+            path = (self.run.history, self.columns, title, self.unit)
+            return value_paths(*path, palette=palette, **self.options)
+
+        return Drawing(self.kind + self.run.suffix, title, self.kind, self, make)
+
+
+# The units of `evigrad.invariances.AffineInvariance`: u · range with u uniform on ±1 is an angle in
+# radians, a share of half a side, or the logarithm of a factor. By the kind of a figure its title,
+# unit, ranges, options, and a value in words.
+_RANGES: dict[str, tuple[str, str, tuple[str, ...], dict[str, Any], Callable[[float], str]]] = {
+    "range-rotation": (
+        "rotation",
+        "largest angle (radians)",
+        ("rotation",),
+        {"floor": 0.0, "in_degrees": True},
+        lambda angle: f"±{show(angle)} rad (±{show(math.degrees(angle))}°)",
+    ),
+    "range-translation": (
+        "translation",
+        "largest shift (part of half the side)",
+        ("translation_x", "translation_y"),
+        {"floor": 0.0},
+        lambda shift: f"±{show(shift)} of half the side",
+    ),
+    "range-scale": (
+        "scaling and shear",
+        "largest factor",
+        ("scale_x", "scale_y", "shear"),
+        {"floor": 1.0, "change": math.exp},
+        lambda logarithm: f"factor up to {show(math.exp(logarithm))}",
+    ),
+    "range-other": ("ranges of the transform", "range", (), {}, show),
+}
+
+
+def hyperparameters(run: Run) -> list[Group]:
+    """The prior precisions, noise, ranges of transforms and the network's others, in this order.
+
+    Ranges that are zero in all epochs, of transforms that are not used, are left out. Those that
+    are learned and those that are not are in groups of their own.
+
+    Returns:
+        The groups, each with one hyperparameter at least.
+    """
+    precisions = {"log": True, "size": (WIDTH, 4.0)}
+    noise = {
+        f"noise of output {name.removeprefix('/')}" if name else "noise": column
+        for name, column in run.columns("noise").items()
+    }
+    groups = [
+        Group(
+            run,
+            "prior_precision",
+            "prior precision",
+            "prior precision (1 / variance of the weights)",
+            run.columns(PRECISION),
+            options=precisions,
+        ),
+        Group(run, "noise", "observation noise", "standard deviation", noise),
+    ]
+    used = {
+        name: column for name, column in run.columns("range/").items() if any(run.values(column))
+    }
+    kinds = {name: kind for kind, (_, _, names, *_) in _RANGES.items() for name in names}
+    for kind, (title, unit, _, options, in_words) in _RANGES.items():
+        members = [
+            Group(run, kind, title, unit, {name: column}, in_words, options)
+            for name, column in used.items()
+            if kinds.get(name.rpartition(".")[2], "range-other") == kind
+        ]
+        for is_learned in (True, False):
+            alike = [one.columns for one in members if one.is_learned == is_learned]
+            columns = {name: column for one in alike for name, column in one.items()}
+            groups.append(Group(run, kind, title, unit, columns, in_words, options))
+    others = run.columns("model/")
+    groups.append(Group(run, "model", "hyperparameters of the network", "value or norm", others))
+    return [group for group in groups if group.columns]

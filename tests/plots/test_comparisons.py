@@ -1,0 +1,79 @@
+"""Figures that compare: panels of curves and points of two quantities."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evigrad import plots
+
+pytest.importorskip("matplotlib")
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=30))
+def test_the_frontier_is_what_nothing_beats(pairs):
+    front = plots.pareto_front([(float(x), float(y)) for x, y in pairs])
+    chosen = [pairs[i] for i in front]
+    assert chosen == sorted(chosen)
+    for x, y in chosen:
+        assert not any((a <= x and b < y) or (a < x and b <= y) for a, b in pairs)
+    for x, y in pairs:
+        assert any(a <= x and b <= y for a, b in chosen)
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.0123, 0.01, 0.001, 3e-4, 2.0])
+def test_a_frontier_of_one_point(seconds):
+    """Whatever its time, and no word of matplotlib about limits."""
+    figure = plots.points(
+        [plots.Point("ntk-1", "10", seconds, 1.0)], "One", "s", "n", frontier=True
+    )
+    (axes,) = figure.axes
+    assert axes.get_xlim() == pytest.approx((seconds / 2, 2 * seconds))
+
+
+def test_points_are_named_and_those_behind_the_frontier_are_not():
+    places = [
+        ("a", "1", 1.0, 3.0),
+        ("a", "2", 2.0, 2.0),
+        ("b", "3", 3.0, 2.5),
+        ("b", "4", 4.0, 1.0),
+    ]
+    found = [plots.Point(*each) for each in places]
+    (axes,) = plots.points(found, "All", "x", "y").axes
+    assert [text.get_text() for text in axes.texts] == ["1", "2", "3", "4"]
+    (axes,) = plots.points(found, "Best", "x", "y", frontier=True, reference=["b"]).axes
+    assert [text.get_text() for text in axes.texts] == ["1", "2", "4"]
+    assert axes.get_xscale() == "log"
+
+
+def test_a_legend_is_in_the_order_of_the_sizes():
+    labels = ["full", "m = 100", "m = 20", "other", "m = 20"]
+    ordered = plots.legend_order(labels, ["full"], ordered=True)
+    assert ordered == ["m = 20", "m = 100", "other", "full"]
+    assert plots.legend_order(labels, ["full"]) == ["m = 100", "m = 20", "other", "full"]
+
+
+def test_panels_draw_a_name_alike_everywhere_and_leave_out_the_depths():
+    grid = [0.1, 1.0, 10.0]
+    one = plots.Curve("m = 10", grid, [-3.0, -2.0, -50.0], [0.1, 0.1, 0.1])
+    full = plots.Curve("full", grid, [-2.5, -1.5, -4.0])
+    first = plots.Panel("a", "x", "nats", [one, full], log=True, clipped=True)
+    second = plots.Panel("b", "x", "", [full])
+    figure = plots.panels([[first, second]], reference=["full"], ordered=True, mark_tops=True)
+    left, right = figure.axes
+    assert left.get_xscale() == "log" and left.get_ylim()[0] > -5
+    assert {line.get_linestyle() for line in left.lines} <= {"-", "None"}  # shades tell sizes apart
+    assert left.lines[2].get_color() == right.lines[0].get_color() == "#000000"
+    (dot,) = (line for line in right.lines if line.get_marker() == "o")
+    assert np.asarray(dot.get_xydata()).tolist() == [[1.0, -1.5]]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["m = 10", "full"]
+
+
+def test_what_is_not_known_of_a_curve_is_left_out():
+    curve = plots.Curve("a", [1, 2, 3], [1.0, math.nan, 3.0], [math.nan] * 3)
+    (axes,) = plots.panels([[plots.Panel("", "x", "y", [curve])]], shared=True).axes
+    assert np.asarray(axes.lines[0].get_xydata()).tolist() == [[1.0, 1.0], [3.0, 3.0]]
+    assert not axes.collections
