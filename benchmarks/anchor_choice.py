@@ -37,6 +37,7 @@ from evigrad.blocks.anchors import Anchoring, book
 from evigrad.blocks.anchors.greedy import pivots
 from evigrad.data import DataSet, load
 from evigrad.models import make_model
+from evigrad.training.settings import grouped
 
 PROBLEMS = {"energy": "mlp", "wine_red": "mlp", "digits": "digitsnet"}
 SUBSET = {"wine_red": 1000, "digits": 400}
@@ -129,7 +130,7 @@ def one(name: str, seed: int, data: DataSet, rows: Sequence[int], count: int) ->
     """All choices on one network."""
     model = make_model(PROBLEMS[name], data.input_shape, data.num_outputs, seed=seed)
     likelihood = data.likelihood
-    trained = evigrad.fit(model, data.train, likelihood=likelihood, seed=seed, **TRAINING)
+    trained = evigrad.fit(model, data.train, likelihood=likelihood, seed=seed, **grouped(TRAINING))
     dense = kernels(trained.evidence, data)
     exact = float(torch.linalg.slogdet(dense["all"] + torch.eye(len(dense["all"])).double())[1])
     found = []

@@ -39,6 +39,7 @@ from evigrad.data import DataSet
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.models import make_model
 from evigrad.training import evaluate, evaluate_evidence
+from evigrad.training.settings import grouped
 
 DECAY = 5e-4
 START = 0.1
@@ -125,13 +126,17 @@ def run_row(problem: Problem, folder: Path, data: DataSet, seed: int, row: str) 
     result = evigrad.fit(
         model,
         data.train,
-        likelihood=data.likelihood,
-        seed=seed,
-        run_dir=run_dir(folder, seed, row),
-        resume=True,
-        checkpoint_every=CHECKPOINT_EVERY,
-        **SCHEDULE,
-        **options,
+        **grouped(
+            dict(
+                likelihood=data.likelihood,
+                seed=seed,
+                run_dir=run_dir(folder, seed, row),
+                resume=True,
+                checkpoint_every=CHECKPOINT_EVERY,
+                **SCHEDULE,
+                **options,
+            )
+        ),
     )
     judged = evaluate_evidence(result.evidence, data.train, JUDGE)
     if isinstance(model, Averaged):

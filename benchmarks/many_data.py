@@ -21,11 +21,12 @@ import torch
 from measure import insert, machine, write_csv
 
 import evigrad
-from evigrad import Evidence
+from evigrad import Evidence, Memory
 from evigrad.data import DataSet, load
 from evigrad.likelihoods import Categorical
 from evigrad.models import make_model
 from evigrad.priors import GaussianPrior
+from evigrad.training.settings import grouped
 
 ROWS = (200, 400, 1000)
 ESTIMATORS = ("ntk-{k}-1", "ntk-{k}-rows-anchored")
@@ -37,7 +38,6 @@ TRAINING: dict[str, Any] = {
     "batch_size": 100,
     "optimizer": "sgd",
     "lr": 0.1,
-    "scalar_lr_factor": 0.1,
     "progress": False,
 }
 
@@ -49,7 +49,9 @@ def trained(data: DataSet, epochs: int, path: Path) -> Evidence:
     if path.exists():
         model.load_state_dict(torch.load(path, weights_only=True))
     else:
-        evigrad.fit(model, data.train, prior=prior, epochs=epochs, seed=0, **TRAINING)
+        evigrad.fit(
+            model, data.train, prior=prior, seed=0, **grouped(dict(**TRAINING, epochs=epochs))
+        )
         torch.save(model.state_dict(), path)
     return Evidence(
         model,
@@ -57,14 +59,14 @@ def trained(data: DataSet, epochs: int, path: Path) -> Evidence:
         prior,
         estimator="ntk-400-rows-anchored",
         num_data=len(data.train[0]),
-        micro_batch=100,
+        memory=Memory(micro_batch=100),
         generator=0,
     )
 
 
 def measured(evidence: Evidence, data: DataSet, name: str, count: int) -> dict[str, Any]:
     """Draws of an estimator, each of a partition of its own, and the time of a step."""
-    other = evidence.with_estimator(name, generator=0, micro_batch=100)
+    other = evidence.with_estimator(name, generator=0, memory=Memory(micro_batch=100))
     values, of_anchors = [], 0.0
     for block in chain.from_iterable(other.blocks(data.train).take(1) for _ in repeat(None, count)):
         estimate = other.estimate(block)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from measure import MIB, Peak, in_own_process, machine, write_csv
 
-from evigrad import Evidence
+from evigrad import Evidence, Memory
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Categorical
 from evigrad.models import make_model
@@ -42,9 +42,11 @@ def one_case(arguments: argparse.Namespace) -> dict[str, Any]:
         estimator=f"{structure}-{m}-1",
         num_data=NUM_DATA,
         hyperparameters=["invariance"],
-        micro_batch=arguments.micro_batch if way == "two-pass" else None,
+        memory=Memory(
+            micro_batch=arguments.micro_batch if way == "two-pass" else None,
+            rows_dtype=torch.bfloat16 if arguments.bfloat16_rows else None,
+        ),
         gradient=way,
-        rows_dtype=torch.bfloat16 if arguments.bfloat16_rows else None,
         generator=0,
     )
     if arguments.limit and not torch.cuda.is_available():

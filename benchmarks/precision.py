@@ -17,7 +17,7 @@ import torch
 from measure import machine, seconds, write_csv
 from torch import Tensor, nn
 
-from evigrad import Evidence
+from evigrad import Evidence, Memory
 from evigrad.data import load
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Categorical
@@ -27,8 +27,8 @@ from evigrad.priors import GaussianPrior
 VARIANTS: dict[str, dict[str, Any]] = {
     "float64": {},
     "float32": {},
-    "bfloat16 passes": {"autocast": torch.bfloat16},
-    "bfloat16 rows": {"rows_dtype": torch.bfloat16},
+    "bfloat16 passes": {"memory": Memory(autocast=torch.bfloat16)},
+    "bfloat16 rows": {"memory": Memory(rows_dtype=torch.bfloat16)},
 }
 EPOCHS, BATCH = 5, 50
 

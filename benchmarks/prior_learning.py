@@ -27,6 +27,7 @@ import evigrad
 from evigrad.data import DataSet
 from evigrad.models import make_model
 from evigrad.training import evaluate_evidence
+from evigrad.training.settings import grouped
 
 DECAYS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 VALIDATION = 0.2
@@ -75,12 +76,16 @@ def train(problem: Problem, data: DataSet, seed: int, parts: Any = None, **optio
     return evigrad.fit(
         model,
         train_set,
-        test=test_set,
-        likelihood=data.likelihood,
-        seed=seed,
-        epochs=problem.epochs,
-        **SCHEDULE,
-        **options,
+        **grouped(
+            dict(
+                test=test_set,
+                likelihood=data.likelihood,
+                seed=seed,
+                epochs=problem.epochs,
+                **SCHEDULE,
+                **options,
+            )
+        ),
     )
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import evigrad
+from evigrad import Memory
 from evigrad.errors import EvigradError, EvigradWarning
 from evigrad.estimators import CURVATURES, ROOTS, STRUCTURES, EstimatorSpec
 from evigrad.invariances import AffineInvariance, Averaged
@@ -147,7 +148,7 @@ def recorded(case: dict[str, str], micro_batch: int | None) -> list[list[float]]
             num_data=NUM_DATA,
             hyperparameters=[hyperparameter],
             root=case["root"] or None,
-            micro_batch=micro_batch,
+            memory=Memory(micro_batch=micro_batch),
             temperature=0.8,
             generator=3,
         )

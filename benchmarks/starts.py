@@ -19,6 +19,7 @@ from torch import Tensor
 import evigrad
 from evigrad.data import load
 from evigrad.models import make_model
+from evigrad.training.settings import grouped
 
 SHARES = (0.05, 0.1, 0.2, 0.5)
 PRECISIONS = (0.1, 1.0)
@@ -63,8 +64,8 @@ def main() -> None:
                     named = {"precision": precision, "burn_in": max(1, int(share * epochs))}
                 model = make_model(network, train[0].shape[1:], int(train[1].max()) + 1, seed)
                 start = time.process_time()
-                result = evigrad.fit(model, train, test=test, epochs=epochs, seed=seed,
-                                     eval_every=epochs, progress=False, **named)  # fmt: skip
+                settings = grouped({**named, "epochs": epochs, "eval_every": epochs})
+                result = evigrad.fit(model, train, test=test, seed=seed, progress=False, **settings)
                 last = result.history[-1]
                 spent = time.process_time() - start
                 rows.append((last["test_log_likelihood"], last["test_accuracy"], spent))

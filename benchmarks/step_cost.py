@@ -18,7 +18,7 @@ import torch
 from measure import machine, paired, write_csv
 from torch import Tensor, nn
 
-from evigrad import Evidence
+from evigrad import Evidence, Memory
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Categorical
 from evigrad.models import make_model
@@ -77,9 +77,10 @@ def measure(
             estimator=f"{structure}-{num_data}-1",
             num_data=NUM_DATA,
             hyperparameters=hyperparameters,
-            micro_batch=micro_batch,
+            memory=Memory(
+                micro_batch=micro_batch, autocast=torch.bfloat16 if arguments.autocast else None
+            ),
             generator=0,
-            autocast=torch.bfloat16 if arguments.autocast else None,
             **settings,
         )
         for number in range(4):  # planning, and the checks of passes 1, 2 and 4

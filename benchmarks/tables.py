@@ -31,6 +31,7 @@ from torch import Tensor, nn
 import evigrad
 from evigrad.data import load
 from evigrad.models import make_model
+from evigrad.training.settings import grouped
 
 UCI = ("yacht", "boston", "energy", "wine_red", "power", "naval")
 MADE = ("friedman1, 1030 x 8", "friedman1, 8192 x 10", "diabetes")
@@ -104,7 +105,13 @@ def run_row(name: str, method: str, seed: int, data_dir: str | None) -> Result:
         return size | stop_early(model, train, test, seed)
     options: dict[str, Any] = {} if method == "fit" else {"estimator": method}
     result = evigrad.fit(
-        model, train, test=test, likelihood="gaussian", seed=seed, progress=False, **options
+        model,
+        train,
+        test=test,
+        likelihood="gaussian",
+        seed=seed,
+        progress=False,
+        **grouped(options),
     )
     return size | {
         "log_likelihood": result.test_metrics["log_likelihood"],

@@ -29,7 +29,7 @@ from measure import insert, machine, write_csv
 from torch import Tensor
 
 import evigrad
-from evigrad import Evidence
+from evigrad import Evidence, Memory
 from evigrad.blocks import Block
 from evigrad.blocks.anchors import Anchoring
 from evigrad.data import DataSet, load
@@ -38,6 +38,7 @@ from evigrad.likelihoods import Categorical
 from evigrad.models import make_model
 from evigrad.priors import GaussianPrior
 from evigrad.training.rounds import blocks_of_a_round
+from evigrad.training.settings import grouped
 
 DATA, MODEL = "mnist", "mininet"
 NUM_DATA, EPOCHS = 1000, 500
@@ -93,11 +94,15 @@ def trained(data: DataSet, seed: int, epochs: int, folder: Path) -> dict[int, Pa
     evigrad.fit(
         model,
         data.train,
-        prior=prior,
-        epochs=epochs,
-        seed=seed,
-        callbacks=[lambda row: keep(int(row["epoch"] or 0))],
-        **SCHEDULE,
+        **grouped(
+            dict(
+                prior=prior,
+                epochs=epochs,
+                seed=seed,
+                callbacks=[lambda row: keep(int(row["epoch"] or 0))],
+                **SCHEDULE,
+            )
+        ),
     )
     return files
 
@@ -111,7 +116,7 @@ def evidence_at(path: Path, data: DataSet, seed: int, estimator: str) -> Evidenc
         prior,
         estimator=estimator,
         num_data=len(data.train[0]),
-        micro_batch=100 if "-N-" in estimator else None,
+        memory=Memory(micro_batch=100 if "-N-" in estimator else None),
         generator=seed,
     )
     state = torch.load(path, weights_only=True)

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 import evigrad
+from evigrad import Optimization, Schedule
 from evigrad.data import DataSet, load
 from evigrad.models import make_model
 from evigrad.training import FitResult, evaluate_evidence
@@ -74,25 +75,12 @@ def train(
         task.build(data),
         data.train,
         test=data.test,
-        # One block of so many data with one output each, for every hyperparameter step.
         estimator=estimator,
-        # A prior precision for every weight tensor, all 1 at the start ...
         prior="layerwise",
         precision=1.0,
-        # ... and this besides.
         hyperparameters=[task.hyperparameter],
-        epochs=epochs,
-        batch_size=100,
-        lr=5e-3,
-        # After a quarter of the epochs, 3 hyperparameter steps after every third epoch: what can
-        # be said about weights that have hardly been trained is misleading.
-        burn_in=epochs // 4,
-        every=3,
-        steps=3,
-        # The learning rates of the logarithms of the precisions and of the hyperparameter.
-        prior_lr=0.1,
-        hyper_lr=0.2,
-        hyper_lr_min=0.02,
+        schedule=Schedule(epochs=epochs, batch_size=100, burn_in=epochs // 4, every=3, steps=3),
+        optimization=Optimization(lr=5e-3, prior_lr=0.1, hyper_lr=0.2, hyper_lr_min=0.02),
         seed=options.seed,
         progress=False,
     )

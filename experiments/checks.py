@@ -15,7 +15,7 @@ from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimators import EstimatorSpec
 from evigrad.models import make_model
 from evigrad.training import PRECISION
-from experiments.jobs import BASELINES, Job
+from experiments.jobs import WITHOUT_ESTIMATE, Job
 
 # Of data sets that need not be loaded for it: shape of an input, classes, training data.
 SHAPES: dict[str, tuple[tuple[int, ...], int, int]] = {
@@ -94,7 +94,7 @@ def network_of(training: Mapping[str, Any]) -> nn.Module | None:
 
 def _check(estimator: str | None, training: Mapping[str, Any]) -> None:
     shape = SHAPES.get(training["data"].partition(":")[0])
-    if estimator in BASELINES:
+    if estimator in WITHOUT_ESTIMATE:
         return
     spec = EstimatorSpec.parse(estimator or "")
     if shape is not None:

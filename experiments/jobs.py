@@ -11,11 +11,12 @@ import signac
 from signac.job import Job as SignacJob
 from signac.job import calc_id
 
-from evigrad.cli.trainings import resolved
+from evigrad.cli.trainings import resolved, stored
 from evigrad.errors import ConfigurationError
+from evigrad.training.settings import BASELINES
 
 # Estimators of trainings that have no estimate of the evidence.
-BASELINES = (None, "map", "map-noise", "augerino")
+WITHOUT_ESTIMATE = (None, *BASELINES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +85,7 @@ def evaluation(of: Job, estimator: str | None = None, blocks: int | None = None)
 
 def with_estimate(of: Job, blocks: int | None = None) -> dict[str, Job]:
     """A training as ``train``; its own estimate as ``estimate`` where it has an estimator."""
-    has_none = of.training["estimator"] in BASELINES
+    has_none = of.training["estimator"] in WITHOUT_ESTIMATE
     return {"train": of} | ({} if has_none else {"estimate": evaluation(of, blocks=blocks)})
 
 
@@ -189,11 +190,4 @@ class Store:
     def _document(self, job: Job) -> dict[str, Any]:
         # Read without signac, which would make a folder for it.
         path = self.folder(job) / SignacJob.FN_DOCUMENT
-        if not path.exists():
-            return {}
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(
-                f"{path} cannot be read ({error}). Remove it: its job will be done again."
-            ) from error
+        return stored(path) if path.exists() else {}

@@ -2,17 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
-from multiprocessing import get_context
 from pathlib import Path
 
 import submitit
 import yaml
 
 from evigrad import EvigradError, kept_memory
-from evigrad.cli.trainings import Place
+from evigrad.cli.trainings import Place, processes
 from evigrad.errors import ConfigurationError
 from experiments.jobs import Job, Store, distinct
 from experiments.work import perform
@@ -60,9 +59,7 @@ def run(
     if left:
         store.project()
     alone = place.jobs == 1 or len(left) < 2 or cluster is not None
-    # Fresh interpreters: threads of forked ones would hang.
-    pool = None if alone else ProcessPoolExecutor(place.jobs, mp_context=get_context("spawn"))
-    try:
+    with nullcontext() if alone else processes(place.jobs) as pool:
         for number, wave in enumerate(waves):
             ready = [j for j in wave if j.needs is None or store.result(j.needs) is not None]
             broken = [
@@ -78,9 +75,6 @@ def run(
                 if tell is not None:
                     words = f"{seconds:.0f} s" if problem is None else f"failed: {problem}"
                     tell(f"{job.label}: {words}", over, len(left))
-    finally:
-        if pool is not None:
-            pool.shutdown(wait=False, cancel_futures=True)
     return failures
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import evigrad
-from evigrad import Evidence, fit
+from evigrad import Evidence, Schedule, fit
 from evigrad.errors import InputError
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
@@ -65,7 +65,12 @@ VERBS: dict[str, tuple[str, Callable[[Evidence, Tensor, Tensor], Any]]] = {
     "fit": (
         "ntk-4-1",
         lambda e, x, y: fit(
-            e.model, (x, y), likelihood=e.likelihood, estimator="ntk-4-1", epochs=10, progress=False
+            e.model,
+            (x, y),
+            likelihood=e.likelihood,
+            estimator="ntk-4-1",
+            schedule=Schedule(epochs=10),
+            progress=False,
         ),
     ),
     "fit, test": (
@@ -76,7 +81,7 @@ VERBS: dict[str, tuple[str, Callable[[Evidence, Tensor, Tensor], Any]]] = {
             test=(x, y),
             likelihood=e.likelihood,
             estimator="ntk-4-1",
-            epochs=10,
+            schedule=Schedule(epochs=10),
             progress=False,
         ),
     ),

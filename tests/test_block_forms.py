@@ -11,7 +11,7 @@ from engine.test_two_pass import M, assert_twins, convolutional, evidence_of, re
 from torch import nn
 from zoo import CASES, OUTPUTS
 
-from evigrad import Evidence
+from evigrad import Evidence, Memory
 from evigrad.curvature import BlockDiagonal, BlockKernel, block_kernel
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
@@ -101,7 +101,11 @@ def test_the_two_forms_give_the_same(structure: str, outputs: str) -> None:
 @pytest.mark.parametrize("micro_batch", [4, None])
 def test_steps_on_a_kept_pass(prior: str, partition: str, micro_batch: int | None) -> None:
     for name in ("blockdiag-4-2", "blockdiag-N-C", "full-4-2"):
-        settings = {"prior": prior, "parameter_partition": partition, "micro_batch": micro_batch}
+        settings = {
+            "prior": prior,
+            "parameter_partition": partition,
+            "memory": Memory(micro_batch=micro_batch),
+        }
         assert_follows(name, Gaussian(0.6), **settings)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evigrad import Evidence
+from evigrad import Evidence, Memory
 from evigrad.blocks.anchors import Anchoring
 from evigrad.errors import ConfigurationError, EvigradError, InputError, MemoryBudgetError
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
@@ -174,7 +174,7 @@ def test_diverged_weights() -> None:
         (lambda: build(sharing="reduced"), "reduce"),
         (lambda: build("blockdiag-4-1", parameter_partition="tensors"), "tensor"),
         (lambda: build(temperature=0.0), "temperature must be a positive number"),
-        (lambda: build(micro_batch=0), "micro_batch must be a positive integer"),
+        (lambda: build(memory=Memory(micro_batch=0)), "micro_batch must be a positive integer"),
         (lambda: build(num_data=0), "num_data must be a positive integer"),
         (lambda: build(hyperparameters=["0.wieght"]), "0.weight"),
         (lambda: build(hyperparameters="0.weight"), "list of names"),
@@ -296,7 +296,7 @@ def test_rows_of_a_pass_count_as_memory(structure: str, monkeypatch: pytest.Monk
     arguments = {"model": model, "num_data": 4000}
     with pytest.raises(MemoryBudgetError, match="micro_batch"):
         build(f"{structure}-N-C", **arguments).estimate(x, y)
-    build(f"{structure}-N-C", micro_batch=100, **arguments).estimate(x, y)
+    build(f"{structure}-N-C", memory=Memory(micro_batch=100), **arguments).estimate(x, y)
 
 
 def test_memory_is_that_of_the_data_given() -> None:

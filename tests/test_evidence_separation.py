@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from zoo import CASES, HYPERPARAMETERS
 
-from evigrad import Evidence
+from evigrad import Evidence, Memory
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior, NormalHyperprior
@@ -151,7 +151,7 @@ def test_an_exception_passes_through_and_leaves_nothing_behind(structure: str, f
         estimator=f"{structure}-N-C",
         num_data=6,
         hyperparameters=["gate"],
-        micro_batch=2,
+        memory=Memory(micro_batch=2),
         generator=0,
     )
     x, y = torch.randn(6, 3).double(), torch.arange(6) % 3

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from zoo import CASES, HYPERPARAMETERS, OUTPUTS, Case
 
-from evigrad import Evidence
+from evigrad import Evidence, Memory
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
@@ -190,7 +190,7 @@ def test_micro_batches_change_nothing(name: str, structure: str) -> None:
             GaussianPrior("layerwise"),
             f"{structure}-N-C",
             m=5,
-            micro_batch=micro_batch,
+            memory=Memory(micro_batch=micro_batch),
         )
         estimate = evidence.backward(x, y)
         grads = [p.grad for p in evidence.hyperparameters().values() if p.grad is not None]

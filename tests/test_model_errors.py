@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import evigrad
-from evigrad import Evidence, fit
+from evigrad import Evidence, Schedule, fit
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
+from evigrad.training.settings import grouped
 
 N = 8
 X, Y = torch.linspace(-1, 1, 2 * N).reshape(N, 2), torch.arange(N) % 3
@@ -50,7 +51,11 @@ VERBS: dict[str, Callable[[Evidence], Any]] = {
     "refresh_anchors": lambda e: e.with_estimator("ntk-6-rows-anchored").refresh_anchors((X, Y)),
     "describe": lambda e: e.describe(X),
     "fit": lambda e: fit(
-        e.model, (X, Y), estimator="ntk-4-1", epochs=1, burn_in=1, steps=1, progress=False
+        e.model,
+        (X, Y),
+        estimator="ntk-4-1",
+        schedule=Schedule(epochs=1, burn_in=1, steps=1),
+        progress=False,
     ),
 }
 
@@ -104,7 +109,9 @@ def test_outputs_without_a_graph(verb: str, cut: Any) -> None:
     before = {name: w.clone() for name, w in evidence.weights().items()}
     with pytest.raises(InputError, match="no derivative in any weight.*no_grad.*detach"):
         if verb == "map":
-            fit(evidence.model, (X, Y), estimator="map", epochs=1, progress=False)
+            fit(
+                evidence.model, (X, Y), estimator="map", schedule=Schedule(epochs=1), progress=False
+            )
         else:
             VERBS[verb](evidence)
     assert all(torch.equal(w, before[name]) for name, w in evidence.weights().items())
@@ -218,7 +225,7 @@ def test_targets_on_another_device(verb: str, likelihood: Likelihood) -> None:
         evidence.blocks((X, y))
     settings: dict[str, Any] = {"likelihood": likelihood.name, "estimator": "map"}
     with pytest.raises(InputError, match="Targets are on meta"):
-        fit(Returns(), (X, y), **settings, progress=False)
+        fit(Returns(), (X, y), progress=False, **grouped(settings))
 
 
 @pytest.mark.parametrize("verb", VERBS)

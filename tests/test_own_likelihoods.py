@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import evigrad
-from evigrad import Evidence, fit
+from evigrad import Evidence, Schedule, fit
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
@@ -190,7 +190,14 @@ def test_what_has_rows_of_its_own_is_taken(
 
 
 def test_training_without_an_evidence_needs_no_rows() -> None:
-    fit(network(), (X, NUMBERS), likelihood=StudentT(), estimator="map", epochs=1, progress=False)
+    fit(
+        network(),
+        (X, NUMBERS),
+        likelihood=StudentT(),
+        estimator="map",
+        schedule=Schedule(epochs=1),
+        progress=False,
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evigrad import Evidence, fit
+from evigrad import Evidence, Schedule, fit
 from evigrad.jacobians.modes import evaluation_mode
 from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
@@ -67,7 +67,13 @@ def trained(epochs: int) -> list[Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = dropout()
-    fit(model, (data(), LABELS), estimator=None, epochs=epochs, batch_size=3, seed=0)
+    fit(
+        model,
+        (data(), LABELS),
+        estimator=None,
+        schedule=Schedule(epochs=epochs, batch_size=3),
+        seed=0,
+    )
     return [p.detach().clone() for p in model.parameters()]
 
 

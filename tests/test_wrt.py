@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evigrad import Evidence
+from evigrad import Evidence, Memory
 from evigrad.engine import evaluation, two_passes
 from evigrad.errors import ConfigurationError, EvigradError, InputError
 from evigrad.invariances import AdditiveNoise, Averaged
@@ -75,7 +75,7 @@ def gradients(evidence: Evidence, x: Any, **keywords: Any) -> tuple[float, dict[
     "estimator", ["ntk-4-1", "kfac-4-1", "kfac-N-C", "full-4-C", "diag-4-2-mc", "ntk-N-1-ef"]
 )
 def test_parts_are_those_of_the_whole(estimator: str, way: str) -> None:
-    evidence = make(estimator, gradient=way, micro_batch=3)
+    evidence = make(estimator, gradient=way, memory=Memory(micro_batch=3))
     block = next(iter(evidence.blocks(data())))
     value, whole = gradients(evidence, block)
     assert len(whole) == 4

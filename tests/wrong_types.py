@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evigrad import Evidence, EvigradError, fit
+from evigrad import Evidence, EvigradError, Memory, Optimization, fit
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
 
@@ -18,6 +18,8 @@ N = 6
 X, Y = torch.linspace(-1, 1, 2 * N).reshape(N, 2), torch.arange(N) % 3
 
 WRONGLY: Any = fit
+WRONG_MEMORY: Any = Memory
+WRONG_OPTIMIZATION: Any = Optimization
 
 
 def build(estimator: Any = "ntk-4-1", **kwargs: Any) -> Any:
@@ -59,11 +61,18 @@ CALLS: dict[str, Callable[[], Any]] = {
     "root a number": lambda: build(root=3),
     "no parameter partition": lambda: build(parameter_partition=None),
     "generator in words": lambda: build(generator="x"),
-    "gram_dtype of integers": lambda: build(gram_dtype=torch.int64),
-    "gram_dtype by name": lambda: build(gram_dtype="float32"),
+    "gram_dtype of integers": lambda: build(memory=Memory(gram_dtype=torch.int64)),
+    "micro_batch in words": lambda: build(memory=WRONG_MEMORY(micro_batch="all")),
+    "an optimizer that is misspelt": lambda: WRONG_OPTIMIZATION(optimizer="sdg"),
+    "an update that is misspelt": lambda: WRONG_OPTIMIZATION(prior_update="fixedpoint"),
+    "memory a number": lambda: build(memory=3),
     "an empty state": lambda: build().load_state_dict({}),
     "fit with gram_dtype of integers": lambda: WRONGLY(
-        nn.Linear(2, 3), (X, Y), estimator="ntk-4-1", gram_dtype="int64", progress=False
+        nn.Linear(2, 3),
+        (X, Y),
+        estimator="ntk-4-1",
+        memory=WRONG_MEMORY(gram_dtype="int64"),
+        progress=False,
     ),
 }
 

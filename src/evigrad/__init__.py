@@ -11,15 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from evigrad.blocks import Block
+    from evigrad.blocks.anchors import Anchoring
     from evigrad.engine.allocator import kept_memory
     from evigrad.engine.descriptions import ParameterReport
     from evigrad.engine.estimate import Estimate
+    from evigrad.engine.settings import Memory
     from evigrad.errors import EvigradError, EvigradWarning
     from evigrad.evidence import Evidence
     from evigrad.training import FitResult, LoadedRun, TuneResult, fit, load, tune
     from evigrad.training.bracket import Bracket, bracket
+    from evigrad.training.settings import Laplace, Optimization, Schedule
 
 __all__ = [
+    "Anchoring",
     "Bracket",
     "Block",
     "Estimate",
@@ -27,8 +31,12 @@ __all__ = [
     "EvigradWarning",
     "Evidence",
     "FitResult",
+    "Laplace",
     "LoadedRun",
+    "Memory",
+    "Optimization",
     "ParameterReport",
+    "Schedule",
     "TuneResult",
     "bracket",
     "fit",
@@ -39,6 +47,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Anchoring": "evigrad.blocks.anchors",
     "Bracket": "evigrad.training.bracket",
     "bracket": "evigrad.training.bracket",
     "Block": "evigrad.blocks",
@@ -47,8 +56,12 @@ _HOMES = {
     "EvigradWarning": "evigrad.errors",
     "Evidence": "evigrad.evidence",
     "FitResult": "evigrad.training",
+    "Laplace": "evigrad.training.settings",
     "LoadedRun": "evigrad.training",
+    "Memory": "evigrad.engine.settings",
+    "Optimization": "evigrad.training.settings",
     "ParameterReport": "evigrad.engine.descriptions",
+    "Schedule": "evigrad.training.settings",
     "TuneResult": "evigrad.training",
     "fit": "evigrad.training",
     "kept_memory": "evigrad.engine.allocator",

@@ -12,7 +12,6 @@ from evigrad.blocks.anchors import AnchorBook, AnchoredStream, Anchoring
 from evigrad.blocks.streams import BlockStream
 from evigrad.curvature import ParameterPartition, partition_names
 from evigrad.engine.checks import (
-    as_device,
     as_generator,
     check_gradients,
     check_inputs,
@@ -38,7 +37,7 @@ from evigrad.engine.parameters import check_unchanged, divided, held_constant, s
 from evigrad.engine.passes import BlockPass, new_pass
 from evigrad.engine.plans import Plans
 from evigrad.engine.problem import Problem
-from evigrad.engine.settings import Settings
+from evigrad.engine.settings import Memory, Settings
 from evigrad.engine.two_passes import FirstPass, first_pass
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError
 from evigrad.estimators import EstimatorSpec
@@ -71,12 +70,7 @@ class Evidence:
         sharing: str = "expand",
         parameter_partition: ParameterPartition = "tensor",
         temperature: float = 1.0,
-        micro_batch: int | str | None = None,
-        memory_budget: int | None = None,
-        gram_dtype: torch.dtype | None = None,
-        rows_dtype: torch.dtype | None = None,
-        rows_device: torch.device | str | None = None,
-        autocast: torch.dtype | None = None,
+        memory: Memory | None = None,
         gradient: str = "two-pass",
         anchoring: Anchoring | None = None,
         generator: torch.Generator | int | None = None,
@@ -97,17 +91,8 @@ class Evidence:
             parameter_partition: Blocks of ``blockdiag``: ``tensor``, ``module`` or groups of name
                 prefixes.
             temperature: T of the likelihood p^(1/T).
-            micro_batch: Data per forward pass; changes memory, not the result. ``"auto"`` takes as
-                many as fit into memory, and half of them where that fails. Default: all.
-            memory_budget: Bytes that a pass may take, for ``"auto"``. Default: most of what is
-                free.
-            gram_dtype: Type of kernels and factors. Default: the weights'.
-            rows_dtype: Type in which ``ntk`` keeps its rows, as torch.bfloat16 for half the memory;
-                products are computed in ``gram_dtype``. Default: the weights'.
-            rows_device: Where ``ntk`` keeps its rows; ``"cpu"`` is pinned memory of the host.
-                Default: where the weights are.
-            autocast: Type of mixed-precision forward and backward passes, as torch.bfloat16;
-                kernels and factors stay in ``gram_dtype``. Default: none.
+            memory: Sizes and types of passes, as ``Memory(micro_batch="auto")``. Default: all data
+                in one pass, in the weights' type.
             gradient: How hyperparameters of the forward pass are differentiated: ``"two-pass"``, or
                 ``"one-graph"``, the reference, which holds the whole block in memory.
             anchoring: How an anchored estimator divides its rows. Default: nine tenths are anchors,
@@ -121,6 +106,8 @@ class Evidence:
         check_type("likelihood", likelihood, Likelihood, "a Likelihood, as Categorical()")
         check_type("prior", prior, GaussianPrior, "a GaussianPrior")
         check_type("estimator", estimator, str, "a name, as 'ntk-100-1'")
+        if memory is not None:
+            check_type("memory", memory, Memory, "a Memory, as Memory(micro_batch='auto')")
         self.spec = EstimatorSpec.parse(estimator)
         settings = Settings(
             spec=self.spec,
@@ -129,14 +116,9 @@ class Evidence:
             sharing=sharing,
             parameter_partition=parameter_partition,
             temperature=temperature,
-            micro_batch=micro_batch,
-            memory_budget=memory_budget,
-            gram_dtype=gram_dtype,
-            rows_dtype=rows_dtype,
-            rows_device=as_device("rows_device", rows_device),
-            autocast=autocast,
             gradient=gradient,
             anchoring=anchoring,
+            **(memory or Memory()).resolved(),
         )
         self.root, self.num_data, self.temperature = (
             settings.root,
@@ -294,13 +276,14 @@ class Evidence:
         parameters = list(learnable.values())
         with torch.enable_grad(), restored_on_error(self.generator):
             kept = self._kept(x, learnable)
-            own = self._pass(x, y, learnable) if kept is None else None
-            with held_constant(others):
-                if own is None:
-                    estimates, gradients = of_kept(kept or (), parameters)
-                else:
-                    estimate, gradients = gradient_of(own, learnable)
-                    estimates = [estimate]
+            if kept is not None:
+                with held_constant(others):
+                    estimates, gradients = of_kept(kept, parameters)
+            else:
+                block_pass = self._pass(x, y, learnable)
+                with held_constant(others):
+                    estimate, gradients = gradient_of(block_pass, learnable)
+                estimates = [estimate]
         check_gradients(learnable, gradients)
         found = self._observed(kept or [x], estimates)
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -444,8 +427,8 @@ class Evidence:
         Args:
             estimator: Its name.
             prior: Another prior on the same weights. Default: the same one.
-            **changes: Other keywords of ``Evidence``. Without them the temperature and the
-                micro-batches stay as they are here; all else has its default.
+            **changes: Other keywords of ``Evidence``. Without them the temperature and the sizes
+                of micro-batches stay as they are here; all else has its default.
 
         Returns:
             Another evidence.
@@ -454,13 +437,9 @@ class Evidence:
             ConfigurationError: If a name or a value does not exist or does not fit.
         """
         settings = self._problem.settings
-        given: dict[str, Any] = {
-            "temperature": self.temperature,
-            "micro_batch": settings.micro_batch,
-        }
+        sizes = Memory(settings.micro_batch, settings.memory_budget)
+        given: dict[str, Any] = {"temperature": self.temperature, "memory": sizes}
         given |= {name: value for name, value in changes.items() if value is not None}
-        if given["micro_batch"] == "auto":
-            given.setdefault("memory_budget", settings.memory_budget)
         with TURN, warnings.catch_warnings():
             # Its warnings about the model were given when this evidence was made.
             warnings.simplefilter("ignore", EvigradWarning)

@@ -22,11 +22,11 @@ from evigrad.cli import main
 from evigrad.cli.commands import COMMANDS, module_of
 from evigrad.cli.needs import NEEDS, check_needs
 from evigrad.cli.parser import argument_descriptions, check_null, with_hyphens
-from evigrad.cli.setup import SETUP_TYPES, Setup, set_up
-from evigrad.cli.train import FIT_TYPES
+from evigrad.cli.setup import Setup, set_up
 from evigrad.data import DataSet
 from evigrad.errors import ConfigurationError, EvigradWarning, nearest
 from evigrad.training import fit, read_metrics
+from evigrad.training.settings import GROUPS
 
 QUICK = (
     "--data digits --subset 60 --model mlp --estimator ntk-20-1 --epochs 4 --burn-in 2 --every 2"
@@ -210,11 +210,13 @@ def test_help_is_complete_and_narrow(capsys, command):
 
 def test_every_option_of_fit_is_on_the_command_line():
     # Those that only Python can give, or that the command gives itself.
-    beside = {"model", "train", "test", "seed", "device", "run_dir", "callbacks"}
-    beside |= {"hyperparameters", "resume", "hold_data"}
-    assert set(inspect.signature(fit).parameters) == set(FIT_TYPES) | beside
-    for function, types in ((fit, FIT_TYPES), (set_up, SETUP_TYPES)):
-        assert set(types) <= set(argument_descriptions(function))
+    beside = {"model", "train", "test", "seed", "run_dir", "callbacks", "anchoring"}
+    beside |= {"hyperparameters", "resume"}
+    options = set(module_of("train").make_parser().get_defaults().keys())
+    assert set(inspect.signature(fit).parameters) - {*GROUPS} <= options | beside
+    for source in (*GROUPS.values(), set_up):
+        assert set(inspect.signature(source).parameters) <= options
+        assert set(inspect.signature(source).parameters) <= set(argument_descriptions(source))
 
 
 def test_the_version(capsys):
@@ -344,24 +346,12 @@ IDLE = [
         )
     ],
     ("train --invariance shear --augerino-weight 0.1", "augerino", "--estimator augerino"),
-    ("train --momentum 0.5", "sgd", "--optimizer sgd"),
     ("train --prior-update fixed_point --prior-lr 0.3", "noise", "--likelihood gaussian"),
     ("train --sharing reduce", "kfac", "--estimator kfac-N-C"),
     ("pareto --estimators ntk-9-1 ntk-8-1 --sharing reduce", "kfac", "--estimators kfac-N-C"),
     ("bounds --parameter-partition module", "blockdiag", "--estimator blockdiag-N-C"),
     ("train --rows-dtype bfloat16 --estimator kfac-N-C", "ntk", "--estimator ntk-N-C"),
     ("train --estimator full-N-C --rows-device cpu", "ntk", "--estimator ntk-N-C"),
-    (
-        "train --estimator ntk-N-C --anchor-share 0.5",
-        "anchored",
-        "--estimator ntk-400-rows-anchored",
-    ),
-    (
-        "doctor --estimator ntk-N-C --anchor-choice random",
-        "anchored",
-        "--estimator ntk-400-rows-anchored",
-    ),
-    ("train --bracket-rows 9", "--bracket-every", "--bracket-every 5"),
 ]
 
 
@@ -384,12 +374,12 @@ def test_every_option_that_needs_others_is_one_of_a_command():
 
 def test_a_file_may_say_more_than_a_run_has_use_for(capsys, tmp_path):
     file = tmp_path / "c.yaml"
-    file.write_text("burn_in: 3\nmomentum: 0.5\nestimator: map\nmodel: digitnet\n")
+    file.write_text("burn_in: 3\nsharing: reduce\nestimator: map\nmodel: digitnet\n")
     run("train", "--config", file, code=2)
     note, error = capsys.readouterr().err.splitlines()
     assert note.startswith("Of the configuration file, burn_in is of use only with an --estimator")
-    assert "; momentum is of use only with --optimizer sgd." in note and "digitsnet" in error
-    assert "--momentum would" in error_of(capsys, "train", "--config", file, "--momentum=0.6")
+    assert "; sharing is of use only with a kfac estimator." in note and "digitsnet" in error
+    assert "--steps would" in error_of(capsys, "train", "--config", file, "--steps=6")
 
 
 def test_files_of_nulls_and_of_other_encodings(capsys, tmp_path):

@@ -9,7 +9,7 @@ from engine.test_two_pass import M, assert_twins, batches_of, convolutional, evi
 from torch import Tensor, nn
 from zoo import CASES, OUTPUTS
 
-from evigrad import Evidence
+from evigrad import Evidence, Memory, Schedule
 from evigrad.curvature.kernel_rows import by_columns, slabs
 from evigrad.errors import ConfigurationError, EvigradError, InputError
 from evigrad.invariances import AdditiveNoise, AffineInvariance, Averaged
@@ -181,7 +181,9 @@ def test_a_learned_noise_keeps_no_rows(structure: str, noise: Any) -> None:
     held = []
     gradients = []
     for way in ("two-pass", "one-graph"):
-        evidence = make(model, Gaussian(noise), f"{structure}-7-2", gradient=way, micro_batch=1)
+        evidence = make(
+            model, Gaussian(noise), f"{structure}-7-2", gradient=way, memory=Memory(micro_batch=1)
+        )
         sizes: list[int] = []
 
         def count(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
@@ -314,7 +316,11 @@ def test_rounds_on_all_data_draw_transforms_anew() -> None:
     x, y = images(6).float(), torch.arange(6) % OUTPUTS
     model = Averaged(convolutional().float(), AffineInvariance(0.5, learn=False), num_samples=1)
     result = fit(
-        model, (x, y), estimator="kfac-N-C", epochs=1, burn_in=1, every=1, steps=3, progress=False
+        model,
+        (x, y),
+        estimator="kfac-N-C",
+        schedule=Schedule(epochs=1, burn_in=1, every=1, steps=3),
+        progress=False,
     )
     error = result.history[-1]["log_evidence_sem"]
     assert isinstance(error, float) and error > 0
@@ -327,7 +333,7 @@ def test_two_pass_gradients_of_precisions_alone_equal_the_twin(likelihood: Likel
     y = targets(likelihood, M)
     for estimator in ("ntk-7-1", "ntk-7-C", "kfac-7-1", "kfac-7-C", "diag-7-2"):
         found = []
-        for settings in ({}, {"micro_batch": 3}, {"gradient": "one-graph"}):
+        for settings in ({}, {"memory": Memory(micro_batch=3)}, {"gradient": "one-graph"}):
             evidence = make(model, type(likelihood)(), estimator, **settings)
             evidence.backward(x, y)
             found.append([p.grad for p in evidence.hyperparameters().values()])

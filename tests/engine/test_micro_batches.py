@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from evigrad import Evidence
+from evigrad import Evidence, Memory
 from evigrad.engine.micro_batches import HeldBytes, MicroBatches, fits
 from evigrad.errors import ConfigurationError, EvigradWarning, MemoryBudgetError
 from evigrad.errors.users_code import is_out_of_memory
@@ -77,7 +77,9 @@ def test_a_small_budget_gives_small_micro_batches_and_the_same_result(estimator:
     expected = gradients(evidence, x, y)
     sizes = {}
     for budget in (1, 40_000, 2**30):
-        evidence, _, x, y = build(estimator, micro_batch="auto", memory_budget=budget)
+        evidence, _, x, y = build(
+            estimator, memory=Memory(micro_batch="auto", memory_budget=budget)
+        )
         got = gradients(evidence, x, y)
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
@@ -88,7 +90,7 @@ def test_a_small_budget_gives_small_micro_batches_and_the_same_result(estimator:
 
 
 def test_without_a_budget_it_takes_what_is_free() -> None:
-    evidence, _, x, y = build(micro_batch="auto")
+    evidence, _, x, y = build(memory=Memory(micro_batch="auto"))
     gradients(evidence, x, y)
     assert sizes_of(evidence)["second"] > M
 
@@ -96,7 +98,7 @@ def test_without_a_budget_it_takes_what_is_free() -> None:
 def test_out_of_memory_halves_and_goes_on() -> None:
     evidence, _, x, y = build()
     expected = gradients(evidence, x, y)
-    evidence, model, x, y = build(micro_batch="auto")
+    evidence, model, x, y = build(memory=Memory(micro_batch="auto"))
     model.limit = 5
     got = gradients(evidence, x, y)
     for a, b in zip(got, expected, strict=True):
@@ -115,7 +117,7 @@ def test_out_of_memory_in_the_middle_of_a_micro_batch(
     """Nothing of what failed is counted twice."""
     evidence, _, x, y = build(estimator)
     expected = gradients(evidence, x, y)
-    evidence, _, x, y = build(estimator, micro_batch="auto")
+    evidence, _, x, y = build(estimator, memory=Memory(micro_batch="auto"))
     calls = [0]
     structure = evidence._problem.plans.of(x).structure
     holder, name = (torch.autograd, "grad") if place == "grad" else (type(structure), place)
@@ -136,7 +138,7 @@ def test_out_of_memory_in_the_middle_of_a_micro_batch(
 
 
 def test_a_single_datum_that_does_not_fit_is_refused_and_nothing_changes() -> None:
-    evidence, model, x, y = build(micro_batch="auto")
+    evidence, model, x, y = build(memory=Memory(micro_batch="auto"))
     state = evidence.generator.get_state()
     model.limit = 0
     with pytest.raises(MemoryBudgetError, match="single datum"):
@@ -146,16 +148,16 @@ def test_a_single_datum_that_does_not_fit_is_refused_and_nothing_changes() -> No
 
 
 def test_a_given_size_is_never_changed() -> None:
-    evidence, model, x, y = build(micro_batch=4)
+    evidence, model, x, y = build(memory=Memory(micro_batch=4))
     model.limit = 3
     with pytest.raises(torch.OutOfMemoryError):
         evidence.backward(x, y)
 
 
 def test_chosen_sizes_are_kept() -> None:
-    evidence, _, x, y = build(micro_batch="auto", memory_budget=40_000)
+    evidence, _, x, y = build(memory=Memory(micro_batch="auto", memory_budget=40_000))
     gradients(evidence, x, y)
-    other, _, _, _ = build(micro_batch="auto", memory_budget=1)
+    other, _, _, _ = build(memory=Memory(micro_batch="auto", memory_budget=1))
     other.load_state_dict(evidence.state_dict())
     other.backward(x, y)
     assert other.state_dict()["micro_batches"] == evidence.state_dict()["micro_batches"]
@@ -164,18 +166,17 @@ def test_chosen_sizes_are_kept() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"micro_batch": 0},
-        {"micro_batch": "all"},
-        {"memory_budget": 0, "micro_batch": "auto"},
-        {"memory_budget": 10**9},
-        {"memory_budget": 10**9, "micro_batch": 4},
-        {"rows_dtype": torch.float16},
-        {"autocast": torch.float16},
-        {"rows_device": "nowhere"},
-        {"estimator": "kfac-N-1", "rows_dtype": torch.bfloat16},
-        {"estimator": "full-N-C-hessian", "autocast": torch.bfloat16},
-        {"rows_dtype": torch.int32},
-        {"autocast": torch.int8},
+        {"memory": Memory(micro_batch=0)},
+        {"memory": Memory(memory_budget=0, micro_batch="auto")},
+        {"memory": Memory(memory_budget=10**9)},
+        {"memory": Memory(memory_budget=10**9, micro_batch=4)},
+        {"memory": Memory(rows_dtype=torch.float16)},
+        {"memory": Memory(autocast=torch.float16)},
+        {"memory": Memory(rows_device="nowhere")},
+        {"estimator": "kfac-N-1", "memory": Memory(rows_dtype=torch.bfloat16)},
+        {"estimator": "full-N-C-hessian", "memory": Memory(autocast=torch.bfloat16)},
+        {"memory": Memory(rows_dtype=torch.int32)},
+        {"memory": Memory(autocast=torch.int8)},
         {"gradient": "three-pass"},
     ],
 )
@@ -243,6 +244,8 @@ class Attention(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0].flatten(1)
 
 
+AUTOMATIC = Memory(micro_batch="auto", memory_budget=20_000)
+
 GENERIC: dict[str, Callable[[], nn.Module]] = {
     "a matrix product": Product,
     "attention": Attention,
@@ -257,7 +260,7 @@ GENERIC: dict[str, Callable[[], nn.Module]] = {
 def test_generic_parameters_beside_a_hyperparameter_of_the_model(name: str) -> None:
     """Their rows come out of function transforms, in which memory is measured too."""
     found = []
-    for settings in ({}, {"micro_batch": "auto", "memory_budget": 20_000}):
+    for memory in (None, AUTOMATIC):
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = Net()
@@ -271,18 +274,18 @@ def test_generic_parameters_beside_a_hyperparameter_of_the_model(name: str) -> N
             num_data=M,
             hyperparameters=["gate"],
             generator=0,
-            **settings,
+            memory=memory,
         )
         assert "generic: vmap" in {report.rows for report in evidence.describe(x)}
         found.append((evidence.estimate(x, LABELS), gradients(evidence, x, LABELS)))
-        if settings:
+        if memory is not None:
             assert 1 <= sizes_of(evidence)["second"] < M
     assert found[0][0].log_evidence == pytest.approx(found[1][0].log_evidence, rel=1e-12)
     torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("settings", [{}, {"micro_batch": "auto", "memory_budget": 20_000}])
-def test_memory_is_measured_as_passes_run(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("memory", [None, AUTOMATIC])
+def test_memory_is_measured_as_passes_run(memory: Memory | None) -> None:
     """In evaluation mode, with random states of their own, and without traces."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -298,7 +301,7 @@ def test_memory_is_measured_as_passes_run(settings: dict[str, Any]) -> None:
             estimator=f"ntk-{M}-1",
             num_data=M,
             hyperparameters=["gate"],
-            **settings,
+            memory=memory,
         )
     random_state, buffers = torch.get_rng_state(), [b.clone() for b in model.buffers()]
     evidence.backward(x, LABELS)

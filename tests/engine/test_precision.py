@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evigrad import Estimate, Evidence
+from evigrad import Estimate, Evidence, Memory
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
@@ -84,7 +84,7 @@ BFLOAT16 = 0.1
 def test_bfloat16_passes_are_near_float32(estimator: str, learned: bool) -> None:
     x, y = data()
     exact, expected = gradient(make(estimator, convolutional(), learned), x, y)
-    mixed = make(estimator, convolutional(), learned, autocast=torch.bfloat16)
+    mixed = make(estimator, convolutional(), learned, memory=Memory(autocast=torch.bfloat16))
     estimate, found = gradient(mixed, x, y)
     assert estimate.log_evidence == pytest.approx(exact.log_evidence, rel=0.01)
     assert estimate.log_det == pytest.approx(exact.log_det, rel=0.05)
@@ -106,7 +106,7 @@ def _only(tensors: dict[str, Tensor], names: set[str]) -> dict[str, Tensor]:
 def test_rows_in_bfloat16_are_near_float32(learned: bool) -> None:
     x, y = data()
     exact, expected = gradient(make(ESTIMATORS[0], convolutional(), learned), x, y)
-    stored = make(ESTIMATORS[0], convolutional(), learned, rows_dtype=torch.bfloat16)
+    stored = make(ESTIMATORS[0], convolutional(), learned, memory=Memory(rows_dtype=torch.bfloat16))
     estimate, found = gradient(stored, x, y)
     assert estimate.log_det == pytest.approx(exact.log_det, rel=0.01)
     assert distance(found, expected) < 0.05
@@ -125,7 +125,9 @@ def test_channels_last_changes_nothing(estimator: str, learned: bool) -> None:
     weight = network.get_parameter("3.weight")
     assert weight.is_contiguous(memory_format=torch.channels_last)
     x = x.contiguous(memory_format=torch.channels_last)
-    estimate, found = gradient(make(estimator, network, learned, micro_batch=3), x, y)
+    estimate, found = gradient(
+        make(estimator, network, learned, memory=Memory(micro_batch=3)), x, y
+    )
     assert estimate.log_evidence == pytest.approx(exact.log_evidence, rel=1e-12)
     assert distance(found, expected) < 1e-10
 
@@ -197,7 +199,7 @@ def test_small_precisions_are_right_in_float32_without_a_word(estimator):
 @pytest.mark.parametrize("estimator", SMALL)
 @pytest.mark.parametrize("kept", [False, True])
 def test_where_float32_stays_a_warning_says_by_how_many_nats(estimator, kept):
-    settings = {} if kept else {"gram_dtype": torch.float32}
+    settings = {} if kept else {"memory": Memory(gram_dtype=torch.float32)}
     evidence, x, y = small(estimator, torch.float32, **settings)
     put(evidence, 1.0)
     made = evidence.collect(x, y)

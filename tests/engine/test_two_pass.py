@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from zoo import CASES, HYPERPARAMETERS, OUTPUTS
 
-from evigrad import Evidence
+from evigrad import Evidence, Memory
 from evigrad.errors import EvigradWarning, InputError
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
@@ -75,7 +75,11 @@ def assert_twins(
     floor = 1e-3 * max(float(g.norm()) for g in expected.values())
     for micro_batch in micro_batches:
         evidence = evidence_of(
-            model, copy.deepcopy(likelihood), estimator, micro_batch=micro_batch, **settings
+            model,
+            copy.deepcopy(likelihood),
+            estimator,
+            memory=Memory(micro_batch=micro_batch),
+            **settings,
         )
         got_numbers, got = result(evidence, x, y)
         assert got_numbers == pytest.approx(numbers, rel=1e-11)
@@ -172,7 +176,9 @@ def test_transforms_do_not_depend_on_the_size_of_micro_batches() -> None:
     x = torch.randn(M, 1, 7, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     y = targets(Categorical(), M)
     values = {
-        evidence_of(model, Categorical(), "ntk-7-1", micro_batch=size).estimate(x, y).log_evidence
+        evidence_of(model, Categorical(), "ntk-7-1", memory=Memory(micro_batch=size))
+        .estimate(x, y)
+        .log_evidence
         for size in (2, 5)
     }
     assert max(values) == pytest.approx(min(values), rel=1e-12)
@@ -228,13 +234,14 @@ def test_batches_that_change_between_the_passes_are_refused() -> None:
 def test_rows_in_bfloat16_and_elsewhere() -> None:
     model, x = CASES["conv2d"].build(M)
     y = targets(Categorical(), M)
-    settings: dict[str, Any] = {"micro_batch": 3}
-    exact = result(evidence_of(model, Categorical(), "ntk-7-1", **settings), x, y)
-    host = result(evidence_of(model, Categorical(), "ntk-7-1", rows_device="cpu", **settings), x, y)
+
+    def kept(**settings: Any) -> tuple[list[float], dict[str, Tensor]]:
+        memory = Memory(micro_batch=3, **settings)
+        return result(evidence_of(model, Categorical(), "ntk-7-1", memory=memory), x, y)
+
+    exact, host = kept(), kept(rows_device="cpu")
     assert host[0] == exact[0]
-    half = result(
-        evidence_of(model, Categorical(), "ntk-7-1", rows_dtype=torch.bfloat16, **settings), x, y
-    )
+    half = kept(rows_dtype=torch.bfloat16)
     assert half[0] == pytest.approx(exact[0], rel=1e-2)
     assert half[0] != exact[0]
     for name, gradient in exact[1].items():

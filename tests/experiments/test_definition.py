@@ -8,8 +8,10 @@ import pytest
 import yaml
 from small_experiments import BOUNDS, GRID, TRAINING, bounds
 
+from evigrad.cli.train import SETTINGS
 from evigrad.errors import ConfigurationError
 from evigrad.training import Settings
+from evigrad.training.settings import grouped
 from experiments.checks import network_of
 from experiments.definition import (
     PRESETS,
@@ -146,13 +148,14 @@ def test_all_jobs_of_the_paper_have_settings_that_fit(name, preset):
     experiment = read_experiment(name, preset)
     jobs = experiment.jobs()
     assert (jobs or name == "fig2") and experiment.caption and experiment.shows
-    known = set(Settings.__dataclass_fields__)
     for job in jobs:
         config = job.training
         if job.kind == "train" and config["seed"] == experiment.seeds[0]:
-            given = {k: v for k, v in config.items() if k in known} | {"likelihood": "categorical"}
+            given = {k: v for k, v in config.items() if k in SETTINGS} | {
+                "likelihood": "categorical"
+            }
             learned = ("invariance",) if config["invariance"] else ()
-            Settings(**given, **{"hyperparameters": learned, "checkpoint_every": None})
+            Settings(**grouped(given | {"hyperparameters": learned, "checkpoint_every": None}))
             assert has_network(*(config[n] for n in ("data", "model", "depth", "width")))
 
 

@@ -12,7 +12,7 @@ from jacobians.dense import assert_rows, jacobian, random, rows, weights_of
 from torch import Tensor, nn
 from zoo import CASES, HYPERPARAMETERS
 
-from evigrad import Evidence
+from evigrad import Evidence, Memory
 from evigrad.errors import ConfigurationError
 from evigrad.jacobians import check_separate, linearize, plan
 from evigrad.jacobians import linearization as linearizing
@@ -180,9 +180,14 @@ def test_ordinary_networks_are_known_by_their_graph(
 def evidence_of(model: nn.Module, estimator: str, n: int, micro_batch: int | None) -> Evidence:
     names = [name for name, _ in model.named_parameters() if name == "gate"]
     return Evidence(
-        model, Categorical(), GaussianPrior("layerwise"), estimator=estimator, num_data=n,
-        micro_batch=micro_batch, hyperparameters=names,
-    )  # fmt: skip
+        model,
+        Categorical(),
+        GaussianPrior("layerwise"),
+        estimator=estimator,
+        num_data=n,
+        memory=Memory(micro_batch=micro_batch),
+        hyperparameters=names,
+    )
 
 
 def value_and_gradient(evidence: Evidence, x: Tensor, y: Tensor) -> Tensor:

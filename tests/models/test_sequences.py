@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evigrad import Evidence, fit
+from evigrad import Evidence, Memory, Optimization, Schedule, fit
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Categorical
 from evigrad.models.sequences import GRU, Attention, Recurrent, Transformer
@@ -220,9 +220,9 @@ def test_paths_in_words() -> None:
 
 CASES = [
     ("vectors", "ntk-N-C", {}),
-    ("padded", "ntk-N-C", {"micro_batch": 3}),
+    ("padded", "ntk-N-C", {"memory": Memory(micro_batch=3)}),
     ("vectors", "kfac-N-C", {"sharing": "expand"}),
-    ("padded", "kfac-N-C", {"sharing": "reduce", "micro_batch": 3}),
+    ("padded", "kfac-N-C", {"sharing": "reduce", "memory": Memory(micro_batch=3)}),
 ]
 
 
@@ -349,13 +349,8 @@ def test_a_short_fit_learns(name: str) -> None:
         (x, x[:, -1]),
         estimator="ntk-N-1",
         hyperparameters=[HYPERPARAMETER[name]],
-        epochs=16,
-        batch_size=16,
-        lr=0.03,
-        burn_in=4,
-        every=3,
-        steps=4,
-        hyper_lr=0.2,
+        schedule=Schedule(epochs=16, batch_size=16, burn_in=4, every=3, steps=4),
+        optimization=Optimization(lr=0.03, hyper_lr=0.2),
         progress=False,
     )
     after = model.get_submodule(HYPERPARAMETER[name])().detach()

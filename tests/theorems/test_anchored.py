@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from zoo import OUTPUTS
 
-from evigrad import Evidence
+from evigrad import Evidence, Memory
 from evigrad.blocks.anchors import AnchoredBlocks, AnchoredStream, Anchoring, Scores
 from evigrad.blocks.anchors.blocks import GROUPED
 from evigrad.blocks.anchors.groups import Groups
@@ -278,7 +278,7 @@ def test_all_draws_have_the_value_and_the_gradient_of_the_bound_for_their_mean(
         num_data=N,
         hyperparameters=["gate"],
         root=root,
-        micro_batch=micro_batch,
+        memory=Memory(micro_batch=micro_batch),
         generator=0,
     )
     columns = OUTPUTS - (root == "eigen")  # the last one is zero
@@ -389,7 +389,7 @@ def test_two_passes_are_one_graph(likelihood: Likelihood) -> None:
             "ntk-8-rows-anchored",
             num_data=9,
             gradient=way,
-            micro_batch=micro_batch,
+            memory=Memory(micro_batch=micro_batch),
             root="eigen",
         )
         for parameter in evidence.hyperparameters().values():
@@ -472,7 +472,7 @@ def test_draws_that_share_a_pass_are_those_of_passes_of_their_own(
         estimator=f"ntk-{min(rows, total)}-rows-anchored",
         num_data=num_data,
         root=root,
-        micro_batch=micro_batch,
+        memory=Memory(micro_batch=micro_batch),
         generator=0,
     )
     if not (len(anchors) or draws):

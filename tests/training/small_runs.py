@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from evigrad.errors import EvigradWarning
 from evigrad.invariances import Averaged, InputScale, Transform
 from evigrad.training import FitResult, fit
+from evigrad.training.settings import grouped
 
 SMALL: dict[str, Any] = {
     "estimator": "ntk-20-1",
@@ -96,8 +97,8 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], dict[str, Any]]] = {
         averaged,
         {"estimator": "ntk-20-rows-anchored", "hyperparameters": ["invariance"], "every": 1},
     ),
-    "bounds": (net, {"bracket_every": 2, "bracket_rows": 24}),
-    "momentum": (net, {"optimizer": "sgd", "momentum": 0.8}),
+    "bounds": (net, {"bracket_every": 2}),
+    "momentum": (net, {"optimizer": "sgd"}),
     "learned model": (averaged, {"hyperparameters": ["invariance"], "estimator": "kfac-20-1"}),
     "separate rounds": (
         averaged,
@@ -121,4 +122,4 @@ def train(case: str, data: Any, folder: Path, *, seed: int = 0, **changes: Any) 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The model has normalisation", EvigradWarning)
         given = {"run_dir": folder, "test": data[1], **SMALL, **settings, **changes}
-        return fit(make(seed), data[0], **given)
+        return fit(make(seed), data[0], **grouped(given))

@@ -14,6 +14,7 @@ from evigrad.invariances import AdditiveNoise, AffineInvariance, Averaged, Trans
 from evigrad.training import fit
 from evigrad.training.augerino import WIDEST
 from evigrad.training.schedules import cosine
+from evigrad.training.settings import grouped
 
 SMALL: dict[str, Any] = {"estimator": "augerino", "epochs": 3, "batch_size": 12, "lr": 0.01}
 
@@ -130,13 +131,13 @@ def test_a_range_of_zero_has_a_gradient(images):
 
 
 def test_fit_tells_its_end(images):
-    result = fit(network(), images, test=images, progress=False, **SMALL)
+    result = fit(network(), images, test=images, progress=False, **grouped(SMALL))
     assert result.estimator is None
     last = result.history[-1]
     assert last["range/rotation"] != result.history[0]["range/rotation"]
     assert last["range/scale_x"] == pytest.approx(0.3)
     assert (last["hyper_steps"], last["log_evidence"]) == (0, None)
-    named = fit(network(), images, progress=False, hyperparameters=["invariance"], **SMALL)
+    named = fit(network(), images, progress=False, hyperparameters=["invariance"], **grouped(SMALL))
     assert named.history[-1]["range/rotation"] == last["range/rotation"]
     precision = last["precision/model.3.weight"]
     assert precision == pytest.approx(5e-4 * 12)  # kept, the usual weight decay
@@ -152,12 +153,14 @@ def test_fit_tells_its_end(images):
 )
 def test_it_needs_ranges_to_learn(images, model, tmp_path):
     with pytest.raises(ConfigurationError, match=r"learns the ranges.*Averaged\(model"):
-        fit(model, images, run_dir=tmp_path / "run", **SMALL)
+        fit(model, images, run_dir=tmp_path / "run", **grouped(SMALL))
     assert not (tmp_path / "run").exists()
 
 
 def test_map_keeps_the_ranges(images):
     settings: dict[str, Any] = SMALL | {"estimator": "map"}
-    result = fit(network(), images, progress=False, hyperparameters=["invariance"], **settings)
+    result = fit(
+        network(), images, progress=False, hyperparameters=["invariance"], **grouped(settings)
+    )
     assert result.history[-1]["range/rotation"] == pytest.approx(0.4)
     assert result.estimator is None

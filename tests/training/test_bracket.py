@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import evigrad
-from evigrad import Evidence
+from evigrad import Evidence, Memory
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
@@ -133,12 +133,15 @@ def test_another_estimator_takes_a_budget_only_where_it_chooses_by_it() -> None:
         GaussianPrior(),
         estimator="ntk-10-1",
         num_data=N,
-        micro_batch="auto",
-        memory_budget=10**6,
+        memory=Memory(micro_batch="auto", memory_budget=10**6),
         generator=0,
     )
     exact = evidence.with_estimator("full-N-C").estimate(*pair).log_evidence
-    given = evidence.with_estimator("full-N-C", micro_batch=4).estimate(*pair).log_evidence
+    given = (
+        evidence.with_estimator("full-N-C", memory=Memory(micro_batch=4))
+        .estimate(*pair)
+        .log_evidence
+    )
     assert given == pytest.approx(exact, rel=1e-10)
     value = evaluate_evidence(evidence, pair, "full-N-C")
     assert value.per_datum == pytest.approx(exact / N, rel=1e-10)

@@ -4,14 +4,16 @@ import pytest
 from training.small_runs import SMALL, net
 
 from evigrad.errors import ConfigurationError
-from evigrad.training import evaluate_evidence, fit
+from evigrad.training import evaluate_evidence, fit, run
 from evigrad.training.progress import summary
+from evigrad.training.settings import grouped
 
 
 @pytest.mark.parametrize("estimator", ["map", "kfac-20-1", "ntk-20-rows-anchored"])
-def test_bounds_on_the_evidence_of_any_run(blobs, estimator):
-    given = {**SMALL, "estimator": estimator, "bracket_every": 4, "bracket_rows": 60}
-    result = fit(net(), blobs[0], **given)
+def test_bounds_on_the_evidence_of_any_run(blobs, estimator, monkeypatch):
+    monkeypatch.setattr(run, "BRACKET_ROWS", 60)
+    given = {**SMALL, "estimator": estimator, "bracket_every": 4}
+    result = fit(net(), blobs[0], **grouped(given))
     known = [row for row in result.history if row["bracket_lower"] is not None]
     last = result.history[-1]
     assert [int(row["epoch"] or 0) for row in known] == sorted(
@@ -26,10 +28,11 @@ def test_bounds_on_the_evidence_of_any_run(blobs, estimator):
     assert f"exact in {lower:.3f}..{upper:.3f}" in summary(last)
 
 
-def test_bounds_change_nothing_in_a_run(blobs):
+def test_bounds_change_nothing_in_a_run(blobs, monkeypatch):
+    monkeypatch.setattr(run, "BRACKET_ROWS", 20)
     given = {**SMALL, "estimator": "ntk-20-rows-anchored"}
-    plain = fit(net(), blobs[0], **given).history
-    beside = fit(net(), blobs[0], **given, bracket_every=1, bracket_rows=20).history
+    plain = fit(net(), blobs[0], **grouped(given)).history
+    beside = fit(net(), blobs[0], **grouped(dict(**given, bracket_every=1))).history
     for one, other in zip(plain, beside, strict=True):
         assert {n: v for n, v in one.items() if n != "seconds"} == {
             n: v for n, v in other.items() if n != "seconds" and "bracket" not in n
@@ -40,10 +43,9 @@ def test_bounds_change_nothing_in_a_run(blobs):
     ("given", "words"),
     [
         ({"bracket_every": -1}, "bracket_every must be an integer of at least 0"),
-        ({"bracket_rows": 0}, "bracket_rows must be an integer of at least 1"),
         ({"bracket_every": 2, "estimator": "diag-20-1-ef"}, "has the curvature 'ef'"),
     ],
 )
 def test_what_cannot_be(blobs, given, words):
     with pytest.raises(ConfigurationError, match=words):
-        fit(net(), blobs[0], **{**SMALL, **given})
+        fit(net(), blobs[0], **grouped({**SMALL, **given}))

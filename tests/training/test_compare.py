@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from evigrad import Evidence
+from evigrad import Evidence, Memory
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
@@ -41,7 +41,7 @@ def test_the_exact_value_by_either_side(blobs, make_net):
     x, y = blobs[0]
     data = (x.double(), y)
     full = evaluate_evidence(evidence, data, "full-N-C")
-    ntk = evaluate_evidence(evidence, data, "ntk-N-C", micro_batch=7)
+    ntk = evaluate_evidence(evidence, data, "ntk-N-C", memory=Memory(micro_batch=7))
     assert full.per_datum == pytest.approx(ntk.per_datum, rel=1e-10)
     assert full.per_datum == pytest.approx(
         full.log_likelihood + full.log_prior + full.log_det_term, rel=1e-12

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 from training.small_runs import SMALL, net
 
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.training import fit
 from evigrad.training.data import RunData
+from evigrad.training.settings import grouped
 
 N = 300
 
@@ -61,7 +62,7 @@ def test_an_epoch_reads_each_item_once_and_blocks_their_own():
 
     before = state()
     changed = {"epochs": 6, "estimator": "ntk-8-1", "eval_every": 0}
-    fit(net(), data, callbacks=[look], **(SMALL | changed))
+    fit(net(), data, callbacks=[look], **grouped(SMALL | changed))
     assert state() == before
     first, *others, last = reads
     assert first < N + 30  # some are looked at before training
@@ -85,13 +86,13 @@ def test_draws_are_new_in_every_epoch_and_the_same_within_one():
 
 def test_data_that_are_held_are_read_once():
     data = Augmented()
-    fit(net(), data, hold_data=True, **SMALL)
-    assert data.read == [0, *range(N)]
+    fit(net(), tuple(default_collate([data[i] for i in range(N)])), **grouped(SMALL))
+    assert data.read == [*range(N)]
 
 
 def test_a_data_set_that_reads_batches_is_asked_for_batches():
     one, many = Augmented(), Batched()
-    results = [fit(net(), data, **SMALL) for data in (one, many)]
+    results = [fit(net(), data, **grouped(SMALL)) for data in (one, many)]
     assert results[0].history[-1]["loss"] == results[1].history[-1]["loss"]
     assert one.read == many.read
     assert many.calls < len(many.read) / 5
@@ -105,15 +106,13 @@ def test_random_items_are_the_same_after_an_interruption(tmp_path, estimator):
         if row["epoch"] == 3:
             raise KeyboardInterrupt
 
-    whole = fit(net(), Augmented(), **settings)
+    whole = fit(net(), Augmented(), **grouped(settings))
     with pytest.raises(KeyboardInterrupt):
-        fit(net(), Augmented(), run_dir=tmp_path / "run", callbacks=[stop], **settings)
+        fit(net(), Augmented(), run_dir=tmp_path / "run", callbacks=[stop], **grouped(settings))
     resumed = {"run_dir": tmp_path / "run", "resume": True}
     with pytest.raises(ConfigurationError, match="training data are not those"):
-        fit(net(), Augmented(2), **resumed, **settings)
-    with pytest.raises(ConfigurationError, match="hold_data=False, not True"):
-        fit(net(), Augmented(), hold_data=True, **resumed, **settings)
-    found = fit(net(), Augmented(), **resumed, **settings)
+        fit(net(), Augmented(2), **grouped(dict(**resumed, **settings)))
+    found = fit(net(), Augmented(), **grouped(dict(**resumed, **settings)))
     for row, expected in zip(found.history, whole.history, strict=True):
         assert row | {"seconds": 0} == expected | {"seconds": 0}
     for name, weight in found.evidence.weights().items():
@@ -128,8 +127,8 @@ def test_items_that_cannot_be_repeated_do_not_hinder_resuming(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fit(net(), data, callbacks=[stop], **settings)
-    assert len(fit(net(), data, **settings).history) == 5
+        fit(net(), data, callbacks=[stop], **grouped(settings))
+    assert len(fit(net(), data, **grouped(settings)).history) == 5
 
 
 def test_items_are_checked_as_they_are_read():
@@ -139,8 +138,8 @@ def test_items_are_checked_as_they_are_read():
             return x, 7 if index == N - 1 else y
 
     with pytest.raises(EvigradError, match="7"):
-        fit(net(), Wrong(), **SMALL)
+        fit(net(), Wrong(), **grouped(SMALL))
     seen: list[Any] = []
     with pytest.raises(EvigradError, match="7"):  # before training
-        fit(net(), Augmented(), test=Wrong(), callbacks=[seen.append], **SMALL)
+        fit(net(), Augmented(), test=Wrong(), callbacks=[seen.append], **grouped(SMALL))
     assert not seen

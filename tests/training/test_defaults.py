@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evigrad import Evidence
+from evigrad import Evidence, Schedule
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
 from evigrad.training import FitResult, fit
-from evigrad.training.settings import plan_epochs
+from evigrad.training.settings import grouped
 
 Data = tuple[Tensor, Tensor]
 
@@ -31,7 +31,7 @@ def net(outputs: int) -> nn.Sequential:
 
 def regression(num_data: int = 12, **options: Any) -> FitResult:
     data = data_of(1, num_data)
-    return fit(net(1), data, likelihood="gaussian", progress=False, **options)
+    return fit(net(1), data, likelihood="gaussian", progress=False, **grouped(options))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,10 @@ def regression(num_data: int = 12, **options: Any) -> FitResult:
     ],
 )
 def test_epochs_follow_from_steps_and_the_rest_from_epochs(num_data, named, planned):
-    assert plan_epochs(num_data, 100, 0.5, *named) == planned
+    epochs, burn_in, every = named
+    schedule = Schedule(epochs=epochs, burn_in=burn_in, every=every)
+    found = schedule.for_data(num_data, classifies=False)
+    assert (found.epochs, found.burn_in, found.every) == planned
 
 
 @pytest.mark.parametrize("name", ["ntk-400-rows", "ntk-36-rows-anchored", "ntk-400-rows-anchored"])

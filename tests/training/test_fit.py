@@ -7,10 +7,12 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from evigrad import Memory
 from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, InputError
 from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior
 from evigrad.training import evaluate_evidence, fit, read_metrics
+from evigrad.training.settings import grouped
 
 SMALL: dict[str, Any] = {
     "estimator": "ntk-20-1",
@@ -39,7 +41,7 @@ def state_of(result):
 
 def test_burn_in_rounds_and_steps(blobs, make_net):
     train, test = blobs
-    result = fit(make_net(), train, test=test, eval_every=0, **SMALL)
+    result = fit(make_net(), train, test=test, **grouped(dict(**SMALL, eval_every=0)))
     assert [row["hyper_steps"] for row in result.history] == [0, 3, 3, 6, 6, 9]
     learned = [row["log_evidence"] is not None for row in result.history]
     assert learned == [False, True, False, True, False, True]
@@ -56,7 +58,7 @@ def test_burn_in_rounds_and_steps(blobs, make_net):
 
 def test_a_result_is_shown_in_a_line_and_evaluated_during_training(blobs, make_net, tmp_path):
     train, test = blobs
-    result = fit(make_net(), train, test=test, run_dir=tmp_path / "run", **SMALL)
+    result = fit(make_net(), train, test=test, run_dir=tmp_path / "run", **grouped(SMALL))
     shown = repr(result)
     assert len(shown) < 300 and "\n" not in shown
     for words in ("ntk-20-1", "6 epochs", "train accuracy", "test log_likelihood", "run_dir"):
@@ -66,12 +68,12 @@ def test_a_result_is_shown_in_a_line_and_evaluated_during_training(blobs, make_n
 
 def test_map_is_the_same_loop_without_hyperparameter_steps(blobs, make_net):
     settings = small(estimator=None)
-    result = fit(make_net(), blobs[0], precision=2.0, **settings)
+    result = fit(make_net(), blobs[0], precision=2.0, **grouped(settings))
     assert result.estimator is None
     assert torch.equal(log_precision_of(result), torch.full((4,), 2.0).log())
     assert all(row["hyper_steps"] == 0 for row in result.history)
     # Up to the first round both runs are the same run.
-    learned = fit(make_net(), blobs[0], precision=2.0, **SMALL)
+    learned = fit(make_net(), blobs[0], precision=2.0, **grouped(SMALL))
     assert [row["loss"] for row in learned.history[:2]] == [
         row["loss"] for row in result.history[:2]
     ]
@@ -82,9 +84,11 @@ def test_map_leaves_a_learnable_noise_alone(blobs, make_net):
     x = blobs[0][0]
     settings = small(estimator=None)
     likelihood = Gaussian(noise=0.7)
-    result = fit(make_net(), (x, x[:, :3].clone()), likelihood=likelihood, **settings)
+    result = fit(make_net(), (x, x[:, :3].clone()), likelihood=likelihood, **grouped(settings))
     assert [row["noise"] for row in result.history] == [pytest.approx(0.7)] * 6
-    learned = fit(make_net(), (x, x[:, :3].clone()), likelihood=Gaussian(noise=0.7), **SMALL)
+    learned = fit(
+        make_net(), (x, x[:, :3].clone()), likelihood=Gaussian(noise=0.7), **grouped(SMALL)
+    )
     assert learned.history[-1]["noise"] != pytest.approx(0.7)
     assert "squared_error" in learned.train_metrics
 
@@ -92,7 +96,13 @@ def test_map_leaves_a_learnable_noise_alone(blobs, make_net):
 def test_the_seed_decides_everything(blobs, make_net):
     train, test = blobs
     runs = [
-        fit(make_net(dropout=0.3), train, test=test, seed=seed, eval_every=every, **SMALL)
+        fit(
+            make_net(dropout=0.3),
+            train,
+            test=test,
+            seed=seed,
+            **grouped(dict(**SMALL, eval_every=every)),
+        )
         for seed, every in ((3, 1), (3, 0), (4, 0))
     ]
     # Looking at the test set more often changes nothing.
@@ -104,10 +114,10 @@ def test_the_seed_decides_everything(blobs, make_net):
 def test_dropout_is_seeded_by_the_run_not_by_the_global_state(blobs, make_net):
     settings = small(estimator=None, batch_size=60)  # one batch: order is no difference
     torch.manual_seed(1)
-    first = fit(make_net(dropout=0.5), blobs[0], seed=0, **settings)
+    first = fit(make_net(dropout=0.5), blobs[0], seed=0, **grouped(settings))
     torch.manual_seed(2)
-    second = fit(make_net(dropout=0.5), blobs[0], seed=0, **settings)
-    other = fit(make_net(dropout=0.5), blobs[0], seed=1, **settings)
+    second = fit(make_net(dropout=0.5), blobs[0], seed=0, **grouped(settings))
+    other = fit(make_net(dropout=0.5), blobs[0], seed=1, **grouped(settings))
     assert torch.equal(state_of(first), state_of(second))
     assert not torch.allclose(state_of(first), state_of(other))
 
@@ -115,7 +125,7 @@ def test_dropout_is_seeded_by_the_run_not_by_the_global_state(blobs, make_net):
 def test_the_global_random_state_stays(blobs, make_net):
     net = make_net(dropout=0.5)
     before, numpys = torch.get_rng_state(), np.random.get_state()
-    fit(net, blobs[0], test=blobs[1], **SMALL)
+    fit(net, blobs[0], test=blobs[1], **grouped(SMALL))
     assert torch.equal(torch.get_rng_state(), before)
     # Any draw would move the position in the stream, which the text shows.
     assert str(np.random.get_state()) == str(numpys)
@@ -123,8 +133,8 @@ def test_the_global_random_state_stays(blobs, make_net):
 
 def test_the_test_set_changes_nothing(blobs, make_net):
     train, (x, y) = blobs
-    with_test = fit(make_net(), train, test=(x, y.flip(0)), eval_every=1, **SMALL)
-    without = fit(make_net(), train, **SMALL)
+    with_test = fit(make_net(), train, test=(x, y.flip(0)), **grouped(dict(**SMALL, eval_every=1)))
+    without = fit(make_net(), train, **grouped(SMALL))
     assert torch.equal(state_of(with_test), state_of(without))
     assert without.test_metrics == {}
     assert without.history[-1]["test_log_likelihood"] is None
@@ -134,7 +144,7 @@ def test_frozen_layers_stay(blobs, make_net):
     net = make_net()
     net[0].weight.requires_grad_(False)
     before = net[0].weight.clone()
-    result = fit(net, blobs[0], **SMALL)
+    result = fit(net, blobs[0], **grouped(SMALL))
     assert torch.equal(net[0].weight, before)
     assert "precision/0.weight" not in result.history[0]
 
@@ -154,28 +164,28 @@ def test_hyperparameters_of_the_model_are_learned_by_the_evidence_alone(blobs):
     settings = small(hyperparameters=["gate", "scale"])
     net = Gated()
     rows = []
-    result = fit(net, blobs[0], callbacks=[rows.append], **settings)
+    result = fit(net, blobs[0], callbacks=[rows.append], **grouped(settings))
     assert rows == result.history
     assert rows[0]["model/scale"] == 1.0
     assert rows[0]["model/gate"] == pytest.approx(1.0)  # its norm
     assert rows[-1]["model/gate"] != pytest.approx(1.0)
     assert rows[-1]["model/scale"] != pytest.approx(1.0)
-    fixed = fit(Gated(), blobs[0], **(settings | small(estimator=None)))
+    fixed = fit(Gated(), blobs[0], **grouped(settings | small(estimator=None)))
     assert fixed.history[-1]["model/gate"] == pytest.approx(1.0)
 
 
 def test_map_keeps_the_usual_weight_decay_where_no_precision_is_named(blobs, make_net):
     train, _ = blobs
-    fixed = fit(make_net(), train, **small(estimator=None, epochs=1))
+    fixed = fit(make_net(), train, **grouped(small(estimator=None, epochs=1)))
     assert fixed.history[-1]["precision/0.weight"] == pytest.approx(5e-4 * len(train[0]))
 
 
 def test_one_precision_for_each_group_and_the_mean_of_a_diagonal_prior(blobs, make_net):
-    scalar = fit(make_net(), blobs[0], prior="scalar", **SMALL)
+    scalar = fit(make_net(), blobs[0], prior="scalar", **grouped(SMALL))
     assert [name for name in scalar.history[0] if name.startswith("precision/")] == [
         "precision/all"
     ]
-    diagonal = fit(make_net(), blobs[0], prior="diagonal", precision=3.0, **SMALL)
+    diagonal = fit(make_net(), blobs[0], prior="diagonal", precision=3.0, **grouped(SMALL))
     names = [name for name in diagonal.history[0] if name.startswith("precision/")]
     assert len(names) == 4
     assert diagonal.history[0][names[0]] == pytest.approx(3.0)
@@ -185,7 +195,7 @@ def test_one_precision_for_each_group_and_the_mean_of_a_diagonal_prior(blobs, ma
 
 
 def test_the_run_directory(blobs, make_net, tmp_path, capsys):
-    result = fit(make_net(), blobs[0], test=blobs[1], run_dir=tmp_path / "run", **SMALL)
+    result = fit(make_net(), blobs[0], test=blobs[1], run_dir=tmp_path / "run", **grouped(SMALL))
     assert result.run_dir == tmp_path / "run"
     assert {p.name for p in (tmp_path / "run").iterdir()} == {
         "config.json",
@@ -204,22 +214,19 @@ def test_the_run_directory(blobs, make_net, tmp_path, capsys):
     assert config["num_weights"] == 4 * 8 + 8 + 8 * 3 + 3
     capsys.readouterr()
     shown = small(progress=True)
-    again = fit(make_net(), blobs[0], run_dir=tmp_path / "run", **shown)
+    again = fit(make_net(), blobs[0], run_dir=tmp_path / "run", **grouped(shown))
     assert again.run_dir == tmp_path / "run-2"
     said = " ".join(capsys.readouterr().err.split())
     assert f"holds something already: this run goes to {again.run_dir}" in said
 
 
 def test_how_an_estimate_computes_changes_no_result_and_is_recorded(blobs, make_net, tmp_path):
-    plain = fit(make_net(), blobs[0], **SMALL)
+    plain = fit(make_net(), blobs[0], **grouped(SMALL))
     automatic = fit(
         make_net(),
         blobs[0],
-        micro_batch="auto",
-        memory_budget="2 kB",
-        rows_device="cpu",
         run_dir=tmp_path / "run",
-        **SMALL,
+        **grouped(dict(**SMALL, micro_batch="auto", memory_budget="2 kB", rows_device="cpu")),
     )
     torch.testing.assert_close(state_of(automatic), state_of(plain), rtol=1e-3, atol=1e-4)
     chosen = automatic.evidence.state_dict()["micro_batches"]
@@ -235,20 +242,24 @@ def test_how_an_estimate_computes_changes_no_result_and_is_recorded(blobs, make_
 
 @pytest.mark.parametrize("name", ["rows_dtype", "autocast"])
 def test_types_by_name_and_as_types(blobs, make_net, tmp_path, name):
-    settings: dict[str, Any] = small(micro_batch=7)  # of one micro-batch no rows are kept
+    settings: dict[str, Any] = small(
+        memory=Memory(micro_batch=7)
+    )  # of one micro-batch no rows are kept
     kinds: list[Any] = ["bfloat16", torch.bfloat16]
     runs = [
-        fit(make_net(), blobs[0], run_dir=tmp_path / "run", **{**settings, name: dtype})
+        fit(make_net(), blobs[0], run_dir=tmp_path / "run", **grouped({**settings, name: dtype}))
         for dtype in kinds
     ]
     assert torch.equal(state_of(runs[0]), state_of(runs[1]))
-    assert not torch.equal(state_of(runs[0]), state_of(fit(make_net(), blobs[0], **settings)))
+    assert not torch.equal(
+        state_of(runs[0]), state_of(fit(make_net(), blobs[0], **grouped(settings)))
+    )
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config[name] == "bfloat16"
 
 
 def test_the_checkpoint_holds_all_that_is_needed(blobs, make_net, tmp_path):
-    result = fit(make_net(), blobs[0], run_dir=tmp_path / "run", **SMALL)
+    result = fit(make_net(), blobs[0], run_dir=tmp_path / "run", **grouped(SMALL))
     state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
     assert (state["epoch"], state["hyper_steps"]) == (6, [9])
     net = make_net(seed=9)
@@ -271,7 +282,7 @@ def test_metrics_are_kept_when_training_fails(blobs, make_net, tmp_path):
             raise Stop
 
     with pytest.raises(Stop):
-        fit(make_net(), blobs[0], run_dir=tmp_path / "run", callbacks=[stop], **SMALL)
+        fit(make_net(), blobs[0], run_dir=tmp_path / "run", callbacks=[stop], **grouped(SMALL))
     assert len(read_metrics(tmp_path / "run" / "metrics.csv")) == 3
 
 
@@ -284,7 +295,7 @@ def test_divergence_says_where_the_metrics_are(blobs, make_net, tmp_path):
 
     words = r"diverged in epoch 3 of 6.*The metrics up to epoch 2 are in .*metrics\.csv"
     with pytest.raises(EvigradError, match=words):
-        fit(net, blobs[0], run_dir=tmp_path / "run", callbacks=[break_it], **SMALL)
+        fit(net, blobs[0], run_dir=tmp_path / "run", callbacks=[break_it], **grouped(SMALL))
     assert len(read_metrics(tmp_path / "run" / "metrics.csv")) == 2
 
 
@@ -321,7 +332,7 @@ def test_wrong_settings_fail_before_anything_is_written(
     net = make_net()
     before = [w.clone() for w in net.parameters()]
     with pytest.raises(error, match=words):
-        fit(net, blobs[0], run_dir=tmp_path / "run", **small(**changes))
+        fit(net, blobs[0], run_dir=tmp_path / "run", **grouped(small(**changes)))
     assert not (tmp_path / "run").exists()
     assert all(torch.equal(w, b) for w, b in zip(net.parameters(), before, strict=True))
 
@@ -338,22 +349,30 @@ def test_wrong_data_fail_before_the_first_step(blobs, make_net, tmp_path, part, 
         data = {"train": (x, y), "test": test} | {part: wrong}
         settings = small(estimator=estimator)
         with pytest.raises(InputError, match=words):
-            fit(make_net(), data["train"], test=data["test"], run_dir=tmp_path / "r", **settings)
+            fit(
+                make_net(),
+                data["train"],
+                test=data["test"],
+                run_dir=tmp_path / "r",
+                **grouped(settings),
+            )
     assert not (tmp_path / "r").exists()
 
 
 def test_outputs_that_are_probabilities_already(blobs, make_net):
     with pytest.warns(EvigradWarning, match="are probabilities.*takes logits") as caught:
-        fit(nn.Sequential(make_net(), nn.Softmax(1)), blobs[0], test=blobs[1], **SMALL)
+        fit(nn.Sequential(make_net(), nn.Softmax(1)), blobs[0], test=blobs[1], **grouped(SMALL))
     assert len(caught) == 1
-    fit(nn.Sequential(make_net(), nn.LogSoftmax(1)), blobs[0], **SMALL)  # warnings are errors
+    fit(
+        nn.Sequential(make_net(), nn.LogSoftmax(1)), blobs[0], **grouped(SMALL)
+    )  # warnings are errors
 
 
 def test_any_form_of_the_data(blobs, make_net):
     x, y = blobs[0]
-    pair = fit(make_net(), (x, y), **SMALL)
+    pair = fit(make_net(), (x, y), **grouped(SMALL))
     for data in (TensorDataset(x, y), [(a, int(b)) for a, b in zip(x, y, strict=True)]):
-        assert torch.equal(state_of(fit(make_net(), data, **SMALL)), state_of(pair))
+        assert torch.equal(state_of(fit(make_net(), data, **grouped(SMALL))), state_of(pair))
 
 
 @pytest.mark.parametrize("precision", [1e-3, 1e3])
@@ -363,7 +382,7 @@ def test_learning_raises_the_log_evidence(blobs, make_net, precision):
 
     def log_evidence(estimator):
         settings["estimator"] = estimator
-        result = fit(make_net(), blobs[0], precision=precision, **settings)
+        result = fit(make_net(), blobs[0], precision=precision, **grouped(settings))
         return evaluate_evidence(result.evidence, blobs[0], "full-N-C").per_datum
 
     assert log_evidence("ntk-N-C") > log_evidence(None) + 0.05
@@ -371,7 +390,7 @@ def test_learning_raises_the_log_evidence(blobs, make_net, precision):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu(blobs, make_net):
-    result = fit(make_net(dropout=0.2), blobs[0], test=blobs[1], device="cuda", **SMALL)
+    result = fit(make_net(dropout=0.2).cuda(), blobs[0], test=blobs[1], **grouped(SMALL))
     assert next(result.model.parameters()).is_cuda
-    again = fit(make_net(dropout=0.2), blobs[0], test=blobs[1], device="cuda", **SMALL)
+    again = fit(make_net(dropout=0.2).cuda(), blobs[0], test=blobs[1], **grouped(SMALL))
     assert result.test_metrics == pytest.approx(again.test_metrics, rel=1e-4)

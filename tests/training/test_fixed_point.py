@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evigrad import Evidence
+from evigrad import Evidence, Memory
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior, NormalHyperprior
@@ -105,7 +105,9 @@ class Gated(nn.Module):
 
 
 def test_gamma_of_a_gradient_in_two_passes() -> None:
-    evidence = make("ntk-N-C", model=Gated(), hyperparameters=["gate"], micro_batch=5)
+    evidence = make(
+        "ntk-N-C", model=Gated(), hyperparameters=["gate"], memory=Memory(micro_batch=5)
+    )
     x, y = data()
     evidence.backward(x, y)
     gamma = FixedPoint(evidence).effective_parameters()

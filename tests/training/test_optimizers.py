@@ -9,6 +9,7 @@ from torch import Tensor
 
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.models import fixup_scalars, make_model
+from evigrad.training import optimizers
 from evigrad.training.schedules import cosine
 
 SMALL: dict[str, Any] = {"estimator": "map", "epochs": 4, "lr": 0.01, "lr_min": 0.0001}
@@ -42,11 +43,12 @@ def test_scalars_have_a_tenth_of_the_rate_all_along(images, optimizer):
         assert scalars["lr"] == pytest.approx(rate / 10)
 
 
-def test_a_step_of_sgd_goes_a_tenth_as_far(images):
+def test_a_step_of_sgd_goes_a_tenth_as_far(images, monkeypatch):
     steps = {}
     for factor in (1.0, 0.1):
         model = resnet()
-        loop = loop_of(model, images, **SMALL, optimizer="sgd", scalar_lr_factor=factor)
+        monkeypatch.setattr(optimizers, "SCALAR_RATE", factor)
+        loop = loop_of(model, images, **SMALL, optimizer="sgd")
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         loop.train_epoch(1)
         steps[factor] = {n: p.detach() - before[n] for n, p in model.named_parameters()}

@@ -20,6 +20,7 @@ from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.priors import GaussianPrior
 from evigrad.training import FitResult, Settings, fit, prepare
+from evigrad.training.settings import grouped
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +154,7 @@ def test_resuming_in_an_empty_folder_begins_there(blobs, tmp_path, whole):
     with pytest.raises(ConfigurationError, match="mine holds no run"):
         train("ntk", blobs, tmp_path / "mine", resume=True)
     with pytest.raises(ConfigurationError, match="name its folder"):
-        fit(net(), blobs[0], resume=True, **SMALL)
+        fit(net(), blobs[0], resume=True, **grouped(SMALL))
 
 
 def test_time_goes_on_where_it_stopped(blobs, tmp_path):
@@ -182,7 +183,9 @@ def test_callbacks_belong_to_the_epoch_that_is_saved(blobs, tmp_path):
                 dead = True
                 raise KeyboardInterrupt
 
-        return fit(model, blobs[0], run_dir=folder, resume=resume, callbacks=[draw], **SMALL)
+        return fit(
+            model, blobs[0], run_dir=folder, resume=resume, callbacks=[draw], **grouped(SMALL)
+        )
 
     run(tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt) as found:
@@ -202,7 +205,7 @@ def test_stopping_after_an_epoch_leaves_its_checkpoint(blobs, tmp_path, whole):
         return prepare(
             net(seed),
             blobs[0],
-            Settings(**{**defaults, **given, "checkpoint_every": 100}),
+            Settings(**grouped({**defaults, **given, "checkpoint_every": 100})),
             test=blobs[1],
         )
 

@@ -12,6 +12,7 @@ from training.small_runs import SMALL, net, train
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.evidence import Evidence
 from evigrad.training import FitResult, RunDirectory, fit
+from evigrad.training.settings import grouped
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def test_other_settings_are_refused_by_name(changes, words, blobs, begun):
     before = contents(begun)
     given = {"test": blobs[1], **SMALL, **changes}
     with pytest.raises(ConfigurationError, match=words):
-        fit(net(changes.get("seed", 0)), blobs[0], run_dir=begun, resume=True, **given)
+        fit(net(changes.get("seed", 0)), blobs[0], run_dir=begun, resume=True, **grouped(given))
     assert contents(begun) == before
 
 
@@ -55,9 +56,11 @@ def test_other_data_are_refused(blobs, begun):
     }
     for data in others.values():
         with pytest.raises(ConfigurationError, match="training data are not those of the run"):
-            fit(net(), data, test=test, run_dir=begun, resume=True, **SMALL)
+            fit(net(), data, test=test, run_dir=begun, resume=True, **grouped(SMALL))
     with pytest.raises(ConfigurationError, match="test data are not those"):
-        fit(net(), (x, y), test=(test[0] + 1, test[1]), run_dir=begun, resume=True, **SMALL)
+        fit(
+            net(), (x, y), test=(test[0] + 1, test[1]), run_dir=begun, resume=True, **grouped(SMALL)
+        )
     assert contents(begun) == before
 
 
@@ -80,14 +83,14 @@ def test_other_networks_are_refused(blobs, begun):
     before = contents(begun)
     for words, other in others.items():
         with pytest.raises(ConfigurationError, match=words):
-            fit(other, blobs[0], test=blobs[1], run_dir=begun, resume=True, **SMALL)
+            fit(other, blobs[0], test=blobs[1], run_dir=begun, resume=True, **grouped(SMALL))
     assert contents(begun) == before
 
 
 def test_functions_and_objects_among_the_settings_are_recognised(blobs, tmp_path):
     def run(make: Any, **changes: Any) -> FitResult:
         settings = {**SMALL, "optimizer": make, "run_dir": tmp_path / "run", **changes}
-        return fit(net(), blobs[0], **settings)
+        return fit(net(), blobs[0], **grouped(settings))
 
     def adagrad() -> Any:
         return lambda weights: torch.optim.Adagrad(weights.values(), lr=0.1)
@@ -122,7 +125,7 @@ def test_a_checkpoint_that_will_be_of_no_use_is_warned_of_at_once(blobs, tmp_pat
             pass
 
     with pytest.warns(EvigradWarning, match="This run could not be resumed: its checkpoints hold"):
-        result = fit(Own(4, 3), blobs[0], run_dir=tmp_path / "run", **SMALL)
+        result = fit(Own(4, 3), blobs[0], run_dir=tmp_path / "run", **grouped(SMALL))
     assert len(result.history) == 5
 
 

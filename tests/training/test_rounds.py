@@ -1,24 +1,24 @@
 """Rounds of hyperparameter steps: what their blocks are, and how the precisions move."""
 
 import copy
-from dataclasses import fields
-from inspect import signature
 from typing import Any
 
 import pytest
 import torch
+from loops import loop_of
 from torch import Tensor, nn
 
 from evigrad.blocks import Block
 from evigrad.errors import ConfigurationError, EvigradError, MemoryBudgetError
 from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior, NormalHyperprior
-from evigrad.training import Settings, fit, prepare
+from evigrad.training import fit
 from evigrad.training.fixed_point import FixedPoint
 from evigrad.training.loop import FIRST_RATE, LAST_RATE, Loop
 from evigrad.training.optimizers import make_hyper_optimizer
 from evigrad.training.rounds import blocks_of_a_round
 from evigrad.training.schedules import cosine
+from evigrad.training.settings import grouped
 
 SETTINGS: dict[str, Any] = {
     "estimator": "ntk-20-1",
@@ -44,10 +44,7 @@ def regression(blobs) -> tuple[Tensor, Tensor]:
 
 def prepared(net: nn.Module, data: tuple[Tensor, Tensor], **changes: Any) -> Loop:
     """The loop of a run that has not started."""
-    defaults = {name: p.default for name, p in signature(fit).parameters.items()}
-    given = defaults | SETTINGS | changes
-    settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
-    return prepare(net, data, settings).loop
+    return loop_of(net, data, **(SETTINGS | changes))
 
 
 def hyperparameters_of(loop: Loop) -> Tensor:
@@ -336,11 +333,11 @@ def test_what_cannot_be_is_refused_before_training(regression, blobs, tmp_path, 
     net = Gated()
     before = net.linear.weight.detach().clone()
     with pytest.raises(ConfigurationError, match=words):
-        fit(net, data, run_dir=tmp_path / "run", **small(**changes))
+        fit(net, data, run_dir=tmp_path / "run", **grouped(small(**changes)))
     assert torch.equal(net.linear.weight, before)
     assert not (tmp_path / "run").exists()
     # Plain MAP training does not look at it.
-    fit(Gated(), data, **(small(**changes) | {"estimator": None, "epochs": 1}))
+    fit(Gated(), data, **grouped(small(**changes) | {"estimator": None, "epochs": 1}))
 
 
 # ------------------------------------------------------------------ the fixed point in training
@@ -370,7 +367,7 @@ def test_the_fixed_point_finds_what_adam_finds(make_net, blobs, start):
     for update in ("adam", "fixed_point"):
         settings = small(estimator="ntk-N-C", epochs=35, burn_in=5, every=1, lr_min=1e-4)
         settings |= {"prior_update": update, "precision": start, "steps": 6, "prior_lr": 0.3}
-        result = fit(make_net(), blobs[0], **settings)
+        result = fit(make_net(), blobs[0], **grouped(settings))
         found[update] = result.evidence.prior.log_precision
         assert result.history[-1]["log_evidence"] is not None
     assert float((found["adam"] - found["fixed_point"]).detach().abs().max()) < 0.2
@@ -382,8 +379,7 @@ def test_noise_and_the_models_own_keep_adam(regression):
         regression,
         hyperparameters=["gate"],
         likelihood=Gaussian(0.7),
-        prior_update="fixed_point",
-        **SETTINGS,
+        **grouped(dict(**SETTINGS, prior_update="fixed_point")),
     )
     first, last = result.history[0], result.history[-1]
     for name in ("noise", "model/gate", "precision/linear.weight"):
@@ -392,7 +388,7 @@ def test_noise_and_the_models_own_keep_adam(regression):
 
 def test_the_standard_error_is_of_independent_steps(make_net, blobs):
     for changes, known in (({}, True), ({"prior_blocks": 2}, False), ({"steps": 1}, False)):
-        result = fit(make_net(), blobs[0], **small(**changes))
+        result = fit(make_net(), blobs[0], **grouped(small(**changes)))
         assert (result.history[-1]["log_evidence_sem"] is not None) == known
         assert result.history[-1]["log_evidence"] is not None
 

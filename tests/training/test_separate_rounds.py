@@ -16,6 +16,7 @@ from evigrad.priors import GaussianPrior
 from evigrad.training import fit
 from evigrad.training.loop import Loop
 from evigrad.training.schedules import cosine
+from evigrad.training.settings import grouped
 
 SETTINGS: dict[str, Any] = {
     "estimator": "ntk-6-1",
@@ -103,20 +104,20 @@ def test_what_is_left_away_is_that_of_the_prior(images):
         ({"hyper_every": None}, (2, 3)),
         ({"hyper_steps": None}, (1, 2)),
     ):
-        first, second = prepared(images, **changes).schedules
+        first, second = prepared(images, **changes).rounds
         assert (first.every, first.steps) == (2, 2)
         assert (second.every, second.steps) == own
         assert all(name.startswith("model.") for name in second.names)
         assert not any(name.startswith("model.") for name in first.names)
-    (together,) = prepared(images, hyper_every=None, hyper_steps=None).schedules
+    (together,) = prepared(images, hyper_every=None, hyper_steps=None).rounds
     assert (together.every, together.steps, len(together.names)) == (2, 2, 3)
 
 
 def test_a_model_without_hyperparameters_and_a_prior_that_stays(images):
     averaged: Any = network()
-    (only,) = prepared(images, averaged.model, hyperparameters=()).schedules
+    (only,) = prepared(images, averaged.model, hyperparameters=()).rounds
     assert (only.every, only.steps, only.names) == (2, 2, ["prior.log_precision"])
-    (only,) = prepared(images, prior=GaussianPrior(learnable=False)).schedules
+    (only,) = prepared(images, prior=GaussianPrior(learnable=False)).rounds
     assert (only.every, only.steps, len(only.names)) == (1, 3, 2)
 
 
@@ -237,7 +238,7 @@ def test_the_state_holds_the_steps_of_each(images):
     loop.learn(3)
     other = prepared(images)
     other.load_state_dict(state)
-    assert [schedule.taken for schedule in other.schedules] == [2, 3]
+    assert [schedule.taken for schedule in other.rounds] == [2, 3]
     other.learn(3)
     for name, value in values_of(loop).items():
         assert torch.equal(value, values_of(other)[name])
@@ -245,7 +246,7 @@ def test_the_state_holds_the_steps_of_each(images):
 
 def test_a_run_records_the_ranges(images):
     changes: dict[str, Any] = SETTINGS | {"epochs": 3}
-    result = fit(network(), images, **changes)
+    result = fit(network(), images, **grouped(changes))
     first, *_, last = result.history
     assert (first["range/rotation"], first["range/shear"]) == pytest.approx((0.4, 0.2))
     assert last["range/rotation"] != first["range/rotation"]

@@ -12,6 +12,7 @@ from evigrad.data import Scaling
 from evigrad.errors import EvigradWarning
 from evigrad.likelihoods import Gaussian
 from evigrad.training import fit
+from evigrad.training.settings import grouped
 
 
 def regression(scale: float, offset: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,7 +33,7 @@ def test_raw_targets_are_warned_of(scale, offset, estimator):
     data = regression(scale, offset)
     for train in (data, list(zip(*data, strict=True))):
         with pytest.warns(EvigradWarning, match=r"unit scale.*Scaling\.of\(y\)"):
-            fit(net(), train, likelihood="gaussian", **settings)
+            fit(net(), train, likelihood="gaussian", **grouped(settings))
 
 
 def test_the_way_out():
@@ -42,8 +43,8 @@ def test_the_way_out():
     settings: dict[str, Any] = SMALL | {"epochs": 60, "burn_in": 10, "every": 5}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        result = fit(net(), (x, scaling(y)), likelihood="gaussian", **settings)
-        fit(net(), (x, scaling(y)), likelihood=Gaussian(noise=0.01), **SMALL)
+        result = fit(net(), (x, scaling(y)), likelihood="gaussian", **grouped(settings))
+        fit(net(), (x, scaling(y)), likelihood=Gaussian(noise=0.01), **grouped(SMALL))
     with torch.no_grad():
         error = (scaling.undo(result.model(x)) - y).square().mean().sqrt()
     assert error < 0.3 * y.std()
@@ -62,4 +63,4 @@ def test_a_model_with_the_scale_of_its_targets_is_left_alone():
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fit(Scaled(), (x, y), likelihood=Gaussian(noise=77.0), **SMALL)
+        fit(Scaled(), (x, y), likelihood=Gaussian(noise=77.0), **grouped(SMALL))

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evigrad import tune
+from evigrad import Optimization, Schedule, tune
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.invariances import InputScale
 from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior
 from evigrad.training import fit
+from evigrad.training.settings import grouped
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,14 @@ def trained(blobs) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    return fit(net, (x, y), estimator=None, epochs=60, lr=0.05, progress=False).model, (x, y)
+    return fit(
+        net,
+        (x, y),
+        estimator=None,
+        schedule=Schedule(epochs=60),
+        optimization=Optimization(lr=0.05),
+        progress=False,
+    ).model, (x, y)
 
 
 def best_precisions(model: nn.Module, x: Tensor) -> Tensor:
@@ -54,12 +62,18 @@ def best_precisions(model: nn.Module, x: Tensor) -> Tensor:
     return found.detach()
 
 
-@pytest.mark.parametrize(("update", "error"), [(None, 1e-4), ("adam", 0.02)])
+@pytest.mark.parametrize(("update", "error"), [("fixed_point", 1e-4), ("adam", 0.02)])
 def test_precisions_reach_the_optimum_and_the_weights_stay(trained, update, error):
     model, data = trained
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    result = tune(model, data, estimator="ntk-N-C", precision=3.0, prior_update=update)
+    result = tune(
+        model,
+        data,
+        estimator="ntk-N-C",
+        precision=3.0,
+        optimization=Optimization(prior_update="adam") if update == "adam" else None,
+    )
     best = best_precisions(model, data[0])
     found = result.evidence.prior.log_precision
     assert found is not None
@@ -77,7 +91,15 @@ def test_noise_and_hyperparameters_of_the_model_are_learned_too(blobs):
     x = blobs[0][0]
     y = x[:, :1] + 0.3 * torch.randn(60, 1, generator=torch.Generator().manual_seed(0))
     net = nn.Sequential(InputScale(4), nn.Linear(4, 1))
-    fit(net, (x, y), likelihood=Gaussian(0.3), estimator=None, epochs=100, lr=0.05, progress=False)
+    fit(
+        net,
+        (x, y),
+        likelihood=Gaussian(0.3),
+        estimator=None,
+        schedule=Schedule(epochs=100),
+        optimization=Optimization(lr=0.05),
+        progress=False,
+    )
     weights = [w.detach().clone() for w in net[1].parameters()]
     result = tune(
         net, (x, y), likelihood="gaussian", estimator="full-N-C", hyperparameters=["0"], rounds=5
@@ -99,8 +121,6 @@ def test_a_prior_without_a_fixed_point_learns_with_adam(trained):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"lr": 0.1}, "no setting 'lr'"),
-        ({"hyper_lrs": 0.1}, "Did you mean 'hyper_lr'"),
         ({"rounds": 0}, "rounds must be"),
         ({"steps": 0}, "steps must be"),
         ({"estimator": "map"}, "named estimator"),
@@ -110,7 +130,7 @@ def test_a_prior_without_a_fixed_point_learns_with_adam(trained):
 )
 def test_what_does_not_fit_is_refused_beforehand(trained, changes: dict[str, Any], words):
     with pytest.raises(ConfigurationError, match=words):
-        tune(*trained, **{"estimator": "ntk-20-1", **changes})
+        tune(*trained, **grouped({"estimator": "ntk-20-1", **changes}))
 
 
 def test_unfit_data_are_refused_and_fit_names_tune(trained):
@@ -120,4 +140,4 @@ def test_unfit_data_are_refused_and_fit_names_tune(trained):
     with pytest.raises(InputError):
         tune(model, (x * math.nan, y), estimator="ntk-20-1")
     with pytest.raises(ConfigurationError, match=r"evigrad\.tune"):
-        fit(model, (x, y), lr=0.0)
+        fit(model, (x, y), optimization=Optimization(lr=0.0))

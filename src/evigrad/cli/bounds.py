@@ -9,11 +9,10 @@ from jsonargparse import Namespace
 from evigrad import plots
 from evigrad.blocks.partitions import Partition
 from evigrad.cli.messages import show
-from evigrad.cli.parser import Options, Parser, add_list
+from evigrad.cli.parser import Options, Parser, add_list, chosen
 from evigrad.cli.train import add_training, folder_name
 from evigrad.cli.trainings import (
     PLACE_OF_TRAINING,
-    PLACE_TYPES,
     Place,
     digest,
     each_done,
@@ -45,13 +44,7 @@ examples:
       --along rotation"""
 
 CURVES = ("ntk-10-C", "ntk-50-C", "ntk-100-C")
-_TYPES: dict[str, Any] = {
-    "along": Literal[(PRECISION, *GENERATORS)],  # type: ignore[valid-type]
-    "start": float | None,
-    "stop": float | None,
-    "points": int,
-    "log_grid": bool | None,
-}
+_TYPES: dict[str, Any] = {"along": Literal[(PRECISION, *GENERATORS)]}  # type: ignore[valid-type]
 
 
 def make_parser() -> Parser:
@@ -65,8 +58,8 @@ def make_parser() -> Parser:
     add_list(group, "--curves", str, CURVES, "Estimators, a curve for each.")
     add_list(group, "--seeds", int, [0], "Each is a training of its own.")
     options = Options(parser)
-    options.add_group("along what", grid_along, tuple(_TYPES), _TYPES)
-    options.add_group("where", place_of, PLACE_OF_TRAINING, PLACE_TYPES)
+    options.add_group("along what", grid_along, types=_TYPES)
+    options.add_group("where", place_of, PLACE_OF_TRAINING)
     add_training(options)
     return parser
 
@@ -153,15 +146,15 @@ def run(parser: Parser, options: Namespace) -> int:
         ConfigurationError: If there is no curve to draw.
     """
     place, along = place_from(options), options.along
-    grid = grid_along(**{name: options[name] for name in _TYPES})
-    wanted = dict.fromkeys(EstimatorSpec.parse(name).name for name in options.curves)
+    grid = grid_along(**chosen(grid_along, options))
+    wanted = {spec.name: spec for spec in map(EstimatorSpec.parse, options.curves)}
     if not wanted or not options.seeds:
         raise ConfigurationError("Name an estimator or more to draw a curve of, and a seed.")
     setup, training = named_setup(training_options(options), place)
     names, problems = [], []
-    for name in wanted:
+    for name, spec in wanted.items():
         try:
-            Partition(EstimatorSpec.parse(name), len(setup.data.train[0]), setup.data.num_outputs)
+            Partition(spec, len(setup.data.train[0]), setup.data.num_outputs)
             names.append(name)
         except EvigradError as error:
             problems.append(str(error))

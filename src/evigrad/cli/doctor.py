@@ -9,22 +9,16 @@ from rich.table import Table
 from torch import Tensor
 
 from evigrad.cli.messages import results_console, show
-from evigrad.cli.parser import Options, Parser
-from evigrad.cli.setup import INVARIANCE, MACHINE, NETWORK, SETUP_TYPES, set_up
-from evigrad.cli.train import FIT_TYPES, FIT_WORDS
+from evigrad.cli.parser import Options, Parser, chosen
+from evigrad.cli.setup import MACHINE, set_up
+from evigrad.cli.train import SETTINGS, add_details, add_problem
 from evigrad.engine.descriptions import ParameterReport
 from evigrad.engine.estimate import Estimate
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import make_likelihood
 from evigrad.priors import GaussianPrior
-from evigrad.training import (
-    ANCHOR_OPTIONS,
-    ESTIMATOR_OPTIONS,
-    estimator_options,
-    fit,
-)
-from evigrad.training.settings import BASELINES, LEARNED_PRECISION
+from evigrad.training.settings import BASELINES, LEARNED_PRECISION, Schedule, grouped
 from evigrad.training.timing import median_seconds
 
 _DESCRIPTION = """\
@@ -34,8 +28,6 @@ trained and nothing is written.
 
 example:
   evigrad doctor --data digits --model digitsnet --estimator kfac-100-1"""
-
-_PRIOR = ("estimator", "likelihood", "prior", "precision")
 
 
 @dataclass(frozen=True)
@@ -63,13 +55,10 @@ def make_parser() -> Parser:
     """The options of ``evigrad doctor``."""
     parser = Parser(description=_DESCRIPTION, usage="evigrad doctor [options]")
     options = Options(parser)
-    options.add_group("network and data", set_up, NETWORK, SETUP_TYPES)
-    options.add_group("invariance", set_up, INVARIANCE, SETUP_TYPES)
-    options.add_group("prior and evidence", fit, _PRIOR, FIT_TYPES, {"likelihood": None}, FIT_WORDS)
-    options.add_group("details of the estimator", fit, ESTIMATOR_OPTIONS, FIT_TYPES)
-    options.add_group("anchors", fit, ANCHOR_OPTIONS, FIT_TYPES)
-    options.add_group("training", fit, ("batch_size",), FIT_TYPES)
-    options.add_group("machine", set_up, MACHINE, SETUP_TYPES)
+    add_problem(options)
+    add_details(options)
+    options.add_group("training", Schedule, ("batch_size",))
+    options.add_group("machine", set_up, MACHINE)
     return parser
 
 
@@ -86,9 +75,10 @@ def run(parser: Parser, options: Namespace) -> int:
         raise ConfigurationError("The doctor examines an estimator: name one, as ntk-100-1.")
     if options.batch_size < 1:
         raise ConfigurationError(f"batch_size must be at least 1, not {options.batch_size}.")
-    setup = set_up(**{name: options[name] for name in SETUP_TYPES})
+    setup = set_up(**chosen(set_up, options))
     data = setup.data.train
 
+    named = grouped({name: options[name] for name in SETTINGS if name in options})
     likelihood = make_likelihood(options.likelihood or setup.data.likelihood)
     evidence = Evidence(
         setup.make_model(),
@@ -98,7 +88,8 @@ def run(parser: Parser, options: Namespace) -> int:
         num_data=len(data[0]),
         hyperparameters=setup.hyperparameters,
         generator=torch.Generator().manual_seed(setup.seed),
-        **estimator_options(options.as_dict()),
+        memory=named["memory"],
+        **vars(named["laplace"]),
     )
     batch_size = min(options.batch_size, len(data[0]))
     console = results_console()

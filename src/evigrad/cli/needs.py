@@ -106,14 +106,7 @@ NEEDS: tuple[_Need, ...] = (
         _adam,
     ),
     (("augerino_weight",), "with --estimator augerino", lambda o: o.get("estimator") == "augerino"),
-    (("momentum",), "with --optimizer sgd", lambda o: o.optimizer == "sgd"),
     (("sharing",), "with a kfac estimator", _uses("kfac")),
     (("parameter_partition",), "with a blockdiag estimator", _uses("blockdiag")),
     (("rows_dtype", "rows_device"), "with an ntk estimator", _uses("ntk")),
-    (
-        ("anchor_share", "anchor_choice"),
-        "with an anchored estimator, as ntk-400-rows-anchored",
-        _uses("anchored"),
-    ),
-    (("bracket_rows",), "with --bracket-every", lambda options: options.bracket_every > 0),
 )

@@ -13,7 +13,6 @@ from evigrad.cli.parser import Options, Parser, add_list
 from evigrad.cli.train import add_training, folder_name
 from evigrad.cli.trainings import (
     PLACE_OF_TRAINING,
-    PLACE_TYPES,
     Place,
     digest,
     each_done,
@@ -65,8 +64,8 @@ def make_parser() -> Parser:
     add_list(group, "--estimators", str, ESTIMATORS, "Estimators.")
     add_list(group, "--seeds", int, [0], "Each is a training of its own for each estimator.")
     options = Options(parser)
-    options.add_group("a common measure", evaluated, ("judge",), {"judge": str | None})
-    options.add_group("where", place_of, PLACE_OF_TRAINING, PLACE_TYPES)
+    options.add_group("a common measure", evaluated, ("judge",))
+    options.add_group("where", place_of, PLACE_OF_TRAINING)
     add_training(options, with_estimator=False)
     return parser
 
@@ -137,9 +136,7 @@ def run(parser: Parser, options: Namespace) -> int:
         ConfigurationError: If there is nothing to compare, or no estimator of a name.
     """
     place = place_from(options)
-    specs = {
-        EstimatorSpec.parse(name).name: EstimatorSpec.parse(name) for name in options.estimators
-    }
+    specs = {spec.name: spec for spec in map(EstimatorSpec.parse, options.estimators)}
     if len(specs) < 2 or not options.seeds:
         raise ConfigurationError("Name two estimators or more to compare, and a seed or more.")
     judge = None if options.judge is None else EstimatorSpec.parse(options.judge).name

@@ -4,7 +4,10 @@ import inspect
 import re
 from argparse import Action, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from functools import reduce
+from operator import or_
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 
@@ -16,7 +19,13 @@ _HELP_COLUMN = 30
 # Options of earlier versions, which configurations of old runs still have, and their replacement.
 _KEPT = "it keeps what was its default. Leave it away."
 _GONE = {
-    **dict.fromkeys(("prior-rate", "prior-rate-min", "anchor-refresh", "anchor-likelihood"), _KEPT),
+    **dict.fromkeys(
+        (
+            *("prior-rate", "prior-rate-min", "momentum", "scalar-lr-factor", "bracket-rows"),
+            *("anchor-refresh", "anchor-likelihood", "anchor-share", "anchor-choice"),
+        ),
+        _KEPT,
+    ),
     "step-budget": "it belonged to the estimator 'auto', which is gone. Leave it away, and where"
     f" the estimator is 'auto' name one, as the default {DEFAULT_ESTIMATOR}.",
 }
@@ -69,6 +78,11 @@ class Parser(ArgumentParser):
         raise CommandLineError(message) from ex
 
 
+def chosen(function: Callable[..., Any], options: Namespace) -> dict[str, Any]:
+    """The keywords of a function, all of which are options."""
+    return {name: options[name] for name in inspect.signature(function).parameters}
+
+
 class Options:
     """Options of one subcommand, from the signatures and docstrings of functions."""
 
@@ -78,29 +92,31 @@ class Options:
     def add_group(
         self,
         title: str,
-        function: Callable[..., Any],
-        names: Sequence[str],
-        types: Mapping[str, Any],
+        source: Callable[..., Any],
+        names: Sequence[str] = (),
+        types: Mapping[str, Any] | None = None,
         defaults: Mapping[str, Any] | None = None,
         words: Mapping[str, str] | None = None,
     ) -> None:
-        """Add keywords of a function as options, in a group of the help.
+        """Add keywords of a function, or fields of a dataclass, as options, to a group of the help.
 
         Args:
             title: Title of the group.
-            function: Has the keywords, with defaults and a Google docstring.
-            names: The keywords that become options.
-            types: Type of each option: ``int``, ``float``, ``str``, ``bool``, a ``Literal``, or
-                one of them ``| None``.
-            defaults: Defaults that differ from the function's.
-            words: Descriptions that differ from the function's.
+            source: Has the keywords, with types, defaults and a Google docstring.
+            names: The keywords that become options. Default: all.
+            types: Types that differ from the annotations.
+            defaults: Defaults that differ from the source's.
+            words: Descriptions that differ from the source's.
         """
-        group = self.parser.add_argument_group(title)
-        descriptions = argument_descriptions(function)
-        parameters = inspect.signature(function).parameters
-        for name in names:
+        known = {group.title: group for group in self.parser._action_groups}
+        group = known.get(title) or self.parser.add_argument_group(title)
+        descriptions = argument_descriptions(source)
+        parameters = inspect.signature(source).parameters
+        annotations = get_type_hints(source.__init__ if isinstance(source, type) else source)
+        for name in names or parameters:
             default = (defaults or {}).get(name, parameters[name].default)
-            flag, kind = f"--{name.replace('_', '-')}", types[name]
+            flag = f"--{name.replace('_', '-')}"
+            kind = (types or {}).get(name) or typed(annotations[name])
             text = (words or {}).get(name, descriptions[name])
             text = re.sub(r"\s*\([Ii]n Python[^)]*\)", "", text)
             text = text.replace("``", "").replace("%", "%%")
@@ -134,14 +150,26 @@ def check_null(parser: ArgumentParser, options: Namespace) -> None:
             )
 
 
+def typed(annotation: Any) -> Any:
+    """What of an annotation can be typed: numbers, texts, yes or no, and names of a ``Literal``."""
+    if get_origin(annotation) in (Union, UnionType):
+        members = [each for each in get_args(annotation) if _is_plain(each)]
+        return reduce(or_, members)
+    return annotation
+
+
+def _is_plain(kind: Any) -> bool:
+    return kind in (int, float, str, bool, NoneType) or get_origin(kind) is Literal
+
+
 def argument_descriptions(function: Callable[..., Any]) -> dict[str, str]:
-    """Name to description, in one line each, from the ``Args:`` of a Google docstring."""
+    """Name to description, in one line each, from a Google docstring."""
     found: dict[str, str] = {}
     name = ""
     inside = False
     for line in inspect.cleandoc(function.__doc__ or "").splitlines():
         if re.fullmatch(r"\w+:", line):
-            inside = line == "Args:"
+            inside = line in ("Args:", "Attributes:")
         elif inside and (match := re.match(r"    (\w+): (.*)", line)):
             name = match[1]
             found[name] = match[2]

@@ -1,7 +1,5 @@
 """``evigrad report``: one page of figures and tables for one or several runs."""
 
-from typing import Any
-
 from jsonargparse import Namespace
 
 from evigrad.cli.messages import show
@@ -19,8 +17,6 @@ examples:
   evigrad report runs/digits-digitsnet-ntk-400-rows-anchored
   evigrad report runs/a runs/b --data-dir DIR       ... where the runs' data have moved to DIR"""
 
-_TYPES: dict[str, Any] = {"data_dir": str | None, "examples": int}
-
 
 def make_parser() -> Parser:
     """The options of ``evigrad report``."""
@@ -28,7 +24,7 @@ def make_parser() -> Parser:
     parser.add_argument_group("what to show").add_argument(
         "runs", type=str, nargs="*", metavar="RUN", default=[], help="Folders of runs."
     )
-    Options(parser).add_group("augmented images", write_report, tuple(_TYPES), _TYPES)
+    Options(parser).add_group("augmented images", write_report, ("data_dir", "examples"))
     return parser
 
 

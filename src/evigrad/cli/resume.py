@@ -11,7 +11,6 @@ from evigrad.errors import ConfigurationError
 CONFIGURATION = "config.yaml"
 # The last file that a run writes.
 RESULTS = "results.json"
-RESUME_TYPES: dict[str, Any] = {"resume": str | None}
 
 # Options that change no result; and the folder of the data, as the data themselves are compared.
 _FREE = {"config", "resume", "run_dir", "progress", "figures", "checkpoint_every", "data_dir"}

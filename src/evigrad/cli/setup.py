@@ -12,27 +12,6 @@ from evigrad.data import DataSet, load
 from evigrad.errors import ConfigurationError
 from evigrad.models import make_network
 
-# Types of ``set_up``'s options on the command line.
-SETUP_TYPES: dict[str, Any] = {
-    "data": str,
-    "data_dir": str | None,
-    "target": str | None,
-    "likelihood": str | None,
-    "subset": int | None,
-    "test_subset": int | None,
-    "model": str | None,
-    "depth": int | None,
-    "width": int | None,
-    "invariance": str | None,
-    "initial_range": float,
-    "learn_invariance": bool,
-    "flip": bool,
-    "samples": int,
-    "average": Literal["logits", "probabilities"],
-    "seed": int,
-    "device": str,
-    "threads": int | None,
-}
 # More than a machine has; of some ten thousand the OpenMP library ends the process.
 MOST_THREADS = 1024
 _LARGEST_SEED = 2**63 - 1
@@ -113,7 +92,7 @@ def set_up(
     learn_invariance: bool = True,
     flip: bool = False,
     samples: int = 8,
-    average: str = "logits",
+    average: Literal["logits", "probabilities"] = "logits",
     seed: int = 0,
     device: str = "auto",
     threads: int | None = None,

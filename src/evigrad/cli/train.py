@@ -15,27 +15,25 @@ from rich.table import Table
 from evigrad import plots
 from evigrad.cli.interruption import interruptible
 from evigrad.cli.messages import results_console, show
-from evigrad.cli.parser import Options, Parser
+from evigrad.cli.parser import Options, Parser, chosen
 from evigrad.cli.resume import (
     CONFIGURATION,
     RESULTS,
-    RESUME_TYPES,
     is_complete,
     resumed_configuration,
     resumed_folder,
 )
-from evigrad.cli.setup import INVARIANCE, MACHINE, NETWORK, SETUP_TYPES, Setup, set_up
+from evigrad.cli.setup import INVARIANCE, MACHINE, NETWORK, Setup, set_up
 from evigrad.data import DataSet
+from evigrad.engine.settings import Memory
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimators import EstimatorSpec
+from evigrad.priors import STRUCTURES
 from evigrad.training import (
-    ANCHOR_OPTIONS,
-    ESTIMATOR_OPTIONS,
     EvidenceValue,
     FitResult,
     Run,
     RunDirectory,
-    Settings,
     describe_estimator,
     evaluate_evidence,
     fit,
@@ -43,6 +41,7 @@ from evigrad.training import (
     prepare,
     tight_estimator,
 )
+from evigrad.training.settings import GROUPS, Laplace, Optimization, Schedule, Settings, grouped
 
 _DESCRIPTION = """\
 Train a network and learn its hyperparameters on the training data alone.
@@ -59,50 +58,8 @@ examples:
   evigrad train --resume runs/digits-...            go on with a run that was interrupted
   evigrad train --estimator kfac-N-C --print-config > FILE.yaml"""
 
-FIT_TYPES: dict[str, Any] = {
-    "estimator": str | None,
-    "likelihood": str | None,
-    "prior": Literal["scalar", "layerwise", "diagonal"],
-    "precision": float | None,
-    "epochs": int | None,
-    "batch_size": int,
-    "optimizer": Literal["adam", "sgd"],
-    "lr": float | None,
-    "lr_min": float,
-    "momentum": float,
-    "scalar_lr_factor": float,
-    "burn_in": int | None,
-    "every": int | None,
-    "steps": int,
-    "hyper_every": int | None,
-    "hyper_steps": int | None,
-    "prior_blocks": int | None,
-    "prior_update": Literal["adam", "fixed_point"],
-    "prior_lr": float,
-    "prior_lr_min": float,
-    "hyper_lr": float,
-    "hyper_lr_min": float,
-    "augerino_weight": float,
-    "temperature": float,
-    "root": Literal["subblock", "fisher", "eigen"] | None,
-    "sharing": Literal["expand", "reduce"],
-    "parameter_partition": Literal["tensor", "module"],
-    "micro_batch": int | Literal["auto"] | None,
-    "memory_budget": int | str | None,
-    "gram_dtype": Literal["float32", "float64"] | None,
-    "rows_dtype": Literal["bfloat16", "float32", "float64"] | None,
-    "rows_device": str | None,
-    "autocast": Literal["bfloat16"] | None,
-    "anchor_share": float,
-    "anchor_choice": Literal["auto", "greedy", "score", "k-centre", "random"],
-    "bracket_every": int,
-    "bracket_rows": int,
-    "eval_every": int | None,
-    "checkpoint_every": int | None,
-    "progress": bool,
-}
 # Descriptions of options where the command line differs from Python.
-FIT_WORDS = {
+_WORDS = {
     "estimator": "Evidence estimator, STRUCTURE-SUBSET-OUTPUTS: structure ntk, full, blockdiag,"
     " kfac or diag; data in a block, or N for all data; outputs in a block, or C for all."
     " ntk-400-rows-anchored takes 400 rows, most of them anchors."
@@ -111,21 +68,16 @@ FIT_WORDS = {
     "likelihood": "Of the targets: categorical, gaussian or bernoulli. Default: what the data set"
     " is for.",
 }
-OWN_TYPES: dict[str, Any] = {
-    "compare_map": bool,
-    "evaluate_with": str,
-    "run_dir": str | None,
-    "figures": bool,
-}
+# Options of ``fit`` itself, those of what is recorded, and those of the command's own results.
+PRIOR = ("estimator", "likelihood", "prior", "precision")
+_RECORD = ("eval_every", "bracket_every", "checkpoint_every")
+OWN = ("compare_map", "evaluate_with", "run_dir", "figures")
+_PRIOR_TYPES = {"likelihood": str | None, "prior": Literal[STRUCTURES]}
+# All options that settings are made of.
+SETTINGS = (*PRIOR, *(each.name for kind in GROUPS.values() for each in fields(kind)))
 # Time of the final evaluation as a share of training's, and its least, in seconds.
 _EVALUATION, _LEAST_SECONDS = 0.25, 2.0
 _UNITS = " Ranges are in half images, radians, and natural logarithms of scales."
-_PRIOR = ("estimator", "likelihood", "prior", "precision")
-_WEIGHTS = ("epochs", "batch_size", "optimizer", "lr", "lr_min", "momentum", "scalar_lr_factor")
-_HYPER = (
-    *("burn_in", "every", "steps", "hyper_every", "hyper_steps", "prior_blocks", "prior_update"),
-    *("prior_lr", "prior_lr_min", "hyper_lr", "hyper_lr_min", "augerino_weight"),
-)
 
 
 def make_parser() -> Parser:
@@ -133,24 +85,35 @@ def make_parser() -> Parser:
     parser = Parser(description=_DESCRIPTION, usage="evigrad train [options]")
     options = Options(parser)
     add_training(options)
-    options.add_group("interrupted runs", resumed_configuration, ("resume",), RESUME_TYPES)
-    options.add_group("results", report, tuple(OWN_TYPES), OWN_TYPES)
-    recorded = ("eval_every", "bracket_every", "bracket_rows", "checkpoint_every", "progress")
-    options.add_group("record", fit, recorded, FIT_TYPES)
-    options.add_group("machine", set_up, MACHINE, SETUP_TYPES)
+    options.add_group("interrupted runs", resumed_configuration)
+    options.add_group("results", report, OWN)
+    options.add_group("record", Schedule, _RECORD)
+    options.add_group("record", fit, ("progress",))
+    options.add_group("machine", set_up, MACHINE)
     return parser
 
 
 def add_training(options: Options, with_estimator: bool = True) -> None:
     """Add the options of a training, except those of its files and its machine."""
-    prior = _PRIOR if with_estimator else _PRIOR[1:]
-    options.add_group("what to train", set_up, NETWORK, SETUP_TYPES)
-    options.add_group("invariance", set_up, INVARIANCE, SETUP_TYPES)
-    options.add_group("prior and evidence", fit, prior, FIT_TYPES, {"likelihood": None}, FIT_WORDS)
-    options.add_group("training of the weights", fit, _WEIGHTS, FIT_TYPES)
-    options.add_group("learning of the hyperparameters", fit, _HYPER, FIT_TYPES)
-    options.add_group("details of the estimator", fit, ESTIMATOR_OPTIONS, FIT_TYPES)
-    options.add_group("anchors", fit, ANCHOR_OPTIONS, FIT_TYPES)
+    add_problem(options, with_estimator)
+    names = [each.name for each in fields(Schedule) if each.name not in _RECORD]
+    options.add_group("schedule", Schedule, names)
+    options.add_group("optimization", Optimization)
+    add_details(options)
+
+
+def add_problem(options: Options, with_estimator: bool = True) -> None:
+    """Add the options of data, network, prior and estimator."""
+    prior = PRIOR if with_estimator else PRIOR[1:]
+    options.add_group("what to train", set_up, NETWORK)
+    options.add_group("invariance", set_up, INVARIANCE)
+    options.add_group("prior and evidence", fit, prior, _PRIOR_TYPES, {"likelihood": None}, _WORDS)
+
+
+def add_details(options: Options) -> None:
+    """Add the options of the estimates that few need."""
+    options.add_group("Laplace approximation", Laplace)
+    options.add_group("memory", Memory)
 
 
 def run(parser: Parser, options: Namespace) -> int:
@@ -169,7 +132,7 @@ def run(parser: Parser, options: Namespace) -> int:
         if is_complete(directory.path, options.figures):
             show("note", f"The run in {directory.path} is complete: there is nothing left to do.")
             return 0
-    setup = set_up(**{name: options[name] for name in SETUP_TYPES})
+    setup = set_up(**chosen(set_up, options))
     options.model = setup.model_name
     if options.evaluate_with != "auto":
         EstimatorSpec.parse(options.evaluate_with)
@@ -273,11 +236,9 @@ def prepare_runs(setup: Setup, options: Namespace) -> list[Run]:
     Raises:
         ConfigurationError: If a setting does not exist or does not fit.
     """
-    named = {name: options[name] for name in FIT_TYPES if name != "progress"}
+    named = {name: options[name] for name in SETTINGS}
     named["likelihood"] = named["likelihood"] or setup.data.likelihood
-    known = {field.name for field in fields(Settings)}
-    given = {**named, "hyperparameters": setup.hyperparameters, "seed": setup.seed}
-    settings = Settings(**{name: value for name, value in given.items() if name in known})
+    settings = Settings(**grouped(named), hyperparameters=setup.hyperparameters, seed=setup.seed)
     wanted = [settings]
     if options.compare_map:
         if settings.estimator in (None, "map-noise"):

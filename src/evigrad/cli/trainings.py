@@ -7,8 +7,10 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from inspect import signature
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,19 +21,18 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from evigrad.cli.messages import results_console, show
-from evigrad.cli.parser import CommandLineError, Parser, explain
+from evigrad.cli.parser import CommandLineError, Parser, chosen, explain
 from evigrad.cli.resume import CONFIGURATION
 from evigrad.cli.setup import (
     INVARIANCE,
     MOST_THREADS,
     NETWORK,
-    SETUP_TYPES,
     Setup,
     check_range,
     device_name,
     set_up,
 )
-from evigrad.cli.train import FIT_TYPES, OWN_TYPES, make_parser, prepare_runs
+from evigrad.cli.train import OWN, SETTINGS, make_parser, prepare_runs
 from evigrad.engine.allocator import kept_memory
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.plots import save
@@ -43,14 +44,7 @@ if TYPE_CHECKING:
 
 # Where things are, how they are shown, and on what they run: no result depends on these.
 _FREE = {"data_dir", "device", "threads", "progress", "checkpoint_every"}
-_FREE |= {"config", "resume", *OWN_TYPES}
-PLACE_TYPES: dict[str, Any] = {
-    "results": str,
-    "jobs": int | None,
-    "data_dir": str | None,
-    "device": str,
-    "threads": int | None,
-}
+_FREE |= {"config", "resume", *OWN}
 # Beside the options of a training, which name the folder of the data already.
 PLACE_OF_TRAINING = ("results", "jobs", "device", "threads")
 # Runs side by side where nothing is said: more of them may be too much for the memory.
@@ -115,12 +109,12 @@ def place_from(options: Namespace) -> Place:
     """The place that options name.
 
     Args:
-        options: With those of ``PLACE_TYPES``.
+        options: With those of ``place_of``.
 
     Returns:
         The place.
     """
-    return place_of(**{name: options[name] for name in PLACE_TYPES})
+    return place_of(**chosen(place_of, options))
 
 
 def training_options(options: Namespace) -> dict[str, Any]:
@@ -132,7 +126,7 @@ def training_options(options: Namespace) -> dict[str, Any]:
     Returns:
         Name to value.
     """
-    known = {*NETWORK, *INVARIANCE, *FIT_TYPES} - {*PLACE_TYPES, "progress"}
+    known = {*NETWORK, *INVARIANCE, *SETTINGS} - {"data_dir"}
     return {name: options[name] for name in known if name in options}
 
 
@@ -181,8 +175,7 @@ def trained(config: Mapping[str, Any], folder: Path, place: Place) -> tuple[Setu
     """
     parser, _ = _parser()
     options = parser.parse_object({**config, "checkpoint_every": None})
-    here = {"data_dir": place.data_dir, "device": place.device, "threads": place.threads}
-    setup = set_up(**{**{name: options[name] for name in SETUP_TYPES}, **here})
+    setup = _set_up_at(place, chosen(set_up, options))
     (run,) = prepare_runs(setup, options)
     directory = RunDirectory(folder, resume=True)
     if not (directory.path / CONFIGURATION).exists():
@@ -230,16 +223,21 @@ def kept(path: Path, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         ConfigurationError: If the file cannot be read.
     """
     if path.exists():
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(
-                f"{path} cannot be read ({error}). Remove it: it will be computed again."
-            ) from error
+        return stored(path)
     found = compute()
     with replacing(path) as file:
         file.write((json.dumps(found, indent=1) + "\n").encode("utf-8"))
     return found
+
+
+def stored(path: Path) -> dict[str, Any]:
+    """What a JSON file of results holds; ConfigurationError if it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be read ({error}). Remove it: it will be computed again."
+        ) from error
 
 
 Work = Callable[..., dict[str, Any]]
@@ -286,11 +284,17 @@ def _outcomes(
     if jobs == 1 or len(numbered) == 1:
         yield from map(attempt, numbered)
         return
-    # A fresh interpreter each: threads of a forked one would hang.
-    pool = ProcessPoolExecutor(min(jobs, len(numbered)), mp_context=get_context("spawn"))
-    try:
+    with processes(min(jobs, len(numbered))) as pool:
         for future in as_completed([pool.submit(attempt, each) for each in numbered]):
             yield future.result()
+
+
+@contextmanager
+def processes(count: int) -> Iterator[ProcessPoolExecutor]:
+    """Fresh interpreters, as threads of forked ones would hang; what has not begun is dropped."""
+    pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"))
+    try:
+        yield pool
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -318,10 +322,14 @@ def named_setup(training: Mapping[str, Any], place: Place) -> tuple[Setup, dict[
     Returns:
         Data and network; the options.
     """
-    given = {name: value for name, value in training.items() if name in SETUP_TYPES}
-    here = {"data_dir": place.data_dir, "device": place.device, "threads": place.threads}
-    setup = set_up(**{**given, **here})
+    known = signature(set_up).parameters
+    setup = _set_up_at(place, {name: each for name, each in training.items() if name in known})
     return setup, {**training, "model": setup.model_name}
+
+
+def _set_up_at(place: Place, options: dict[str, Any]) -> Setup:
+    here = {"data_dir": place.data_dir, "device": place.device, "threads": place.threads}
+    return set_up(**{**options, **here})
 
 
 def write_results(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class KeptPass:
     follows: frozenset[str] = frozenset()
     versions: tuple[tuple[int, int, int], ...] = ()
 
-    @property
+    @cached_property
     def conditioning(self) -> Conditioning | None:
         """The rows that are anchors and those of drawn parts; None without anchors."""
         block = self.block
@@ -55,7 +56,7 @@ class KeptPass:
         parts = block.parts[block.columns >= 0]
         return Conditioning(parts, block.part_weights, block.offset)
 
-    @property
+    @cached_property
     def is_bound(self) -> bool:
         """Whether the expectation of the log-determinant is at least ℓ(I)."""
         columns, settings = self.block.columns, self.problem.settings

@@ -7,11 +7,6 @@ from evigrad.training.compare import (
     evaluate_evidence,
     tight_estimator,
 )
-from evigrad.training.estimator_options import (
-    ANCHOR_OPTIONS,
-    ESTIMATOR_OPTIONS,
-    estimator_options,
-)
 from evigrad.training.fit import fit, learns_noise, prepare
 from evigrad.training.load import LoadedRun, load
 from evigrad.training.metrics import evaluate, read_metrics
@@ -22,8 +17,6 @@ from evigrad.training.timing import StepTimes, time_steps
 from evigrad.training.tune import TuneResult, tune
 
 __all__ = [
-    "ANCHOR_OPTIONS",
-    "ESTIMATOR_OPTIONS",
     "EvidenceValue",
     "PRECISION",
     "FitResult",
@@ -34,7 +27,6 @@ __all__ = [
     "StepTimes",
     "TuneResult",
     "describe_estimator",
-    "estimator_options",
     "evaluate",
     "evaluate_evidence",
     "evidence_along",

@@ -18,7 +18,7 @@ from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.invariances import Averaged
 from evigrad.priors import GaussianPrior
-from evigrad.training.compare import default_micro_batch
+from evigrad.training.compare import default_memory
 from evigrad.training.files import replacing
 from evigrad.training.randomness import derived_seed
 
@@ -65,7 +65,7 @@ def evidence_along(
     one = evidence.with_estimator(
         estimator,
         prior=GaussianPrior("scalar") if is_precision else None,
-        micro_batch=default_micro_batch(evidence, data),
+        memory=default_memory(evidence, data),
         generator=seed,
     )
     found: dict[str, list[float]] = {}

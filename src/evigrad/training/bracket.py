@@ -20,6 +20,7 @@ from evigrad.blocks.sources import as_source
 from evigrad.engine.checks import check_count
 from evigrad.engine.estimate import standard_error
 from evigrad.engine.plans import PROBE_SIZE
+from evigrad.engine.settings import Memory
 from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from evigrad.evidence import Evidence
@@ -69,7 +70,7 @@ def bracket(
     blocks: int | None = 8,
     root: str = "eigen",
     anchoring: Anchoring | None = None,
-    micro_batch: int | str | None = None,
+    memory: Memory | None = None,
     seed: int = 0,
 ) -> Bracket:
     """Bounds on the exact log evidence of a model under its present hyperparameters.
@@ -86,7 +87,7 @@ def bracket(
         root: Root of the likelihood's curvature, fisher or eigen.
         anchoring: How many rows are anchors, and how they are chosen. Default: three quarters,
             fewer than where one block is drawn, as all blocks of a partition share the anchors.
-        micro_batch: Data in a pass. Default: as in ``evidence``.
+        memory: Sizes and types of passes. Default: the micro-batches of ``evidence``.
         seed: Seed of everything that is drawn.
 
     Returns:
@@ -109,7 +110,7 @@ def bracket(
         f"ntk-{rows}-rows-anchored",
         root=root,
         anchoring=anchoring or Anchoring(share=_SHARE),
-        micro_batch=micro_batch,
+        memory=memory,
         generator=seed,
     )
     log_likelihood = other.refresh_anchors(source)

@@ -15,6 +15,7 @@ import torch
 
 from evigrad.blocks.sources import as_source
 from evigrad.engine.estimate import standard_error
+from evigrad.engine.settings import Memory
 from evigrad.estimators import EstimatorSpec
 from evigrad.evidence import Evidence
 from evigrad.training.metrics import probe_outputs
@@ -101,7 +102,7 @@ def evaluate_evidence(
     *,
     seed: int = 0,
     blocks: int | None = None,
-    micro_batch: int | str | None = None,
+    memory: Memory | None = None,
     **options: Any,
 ) -> EvidenceValue:
     """Evaluate the log evidence of a trained model with another estimator.
@@ -116,10 +117,9 @@ def evaluate_evidence(
         estimator: Name of the estimator.
         seed: Seed of the partition.
         blocks: Number of its blocks that are used, at most. Default: all.
-        micro_batch: Data in a pass, or ``"auto"``. Default: as many as keep the rows of a pass
+        memory: Sizes and types of passes. Default: as many data at once as keep the rows of a pass
             below 100 MB.
-        **options: Other keywords of ``Evidence``: root, sharing, parameter_partition, gram_dtype,
-            and more.
+        **options: Other keywords of ``Evidence``: root, sharing, parameter_partition, and more.
 
     Returns:
         The mean and its terms.
@@ -132,7 +132,7 @@ def evaluate_evidence(
     start = time.perf_counter()
     other = evidence.with_estimator(
         estimator,
-        micro_batch=micro_batch or default_micro_batch(evidence, data),
+        memory=memory or default_memory(evidence, data),
         generator=seed,
         **options,
     )
@@ -162,9 +162,9 @@ def describe_estimator(estimator: str, blocks: int) -> str:
     return f"{spec.name}, exact" if exact and whole else spec.name
 
 
-def default_micro_batch(evidence: Evidence, data: Any) -> int:
-    """Number of data, at least one, whose Jacobian rows in a pass take less than 100 MB."""
+def default_memory(evidence: Evidence, data: Any) -> Memory:
+    """As many data in a pass, at least one, as keep its Jacobian rows below 100 MB."""
     x, _ = as_source(data).fetch(torch.arange(2))
     num_outputs = probe_outputs(evidence.model, x).shape[1]
     num_weights = sum(w.numel() for w in evidence.weights().values())
-    return max(1, int(_NUMBERS_IN_A_PASS / (num_outputs * num_weights)))
+    return Memory(micro_batch=max(1, int(_NUMBERS_IN_A_PASS / (num_outputs * num_weights))))

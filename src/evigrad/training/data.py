@@ -29,19 +29,16 @@ class RunData(Source):
         data: As for ``evigrad.blocks.sources.as_source``.
         device: Where the model is.
         seed: The run's seed.
-        hold: Whether to read a data set once and to keep it as tensors.
 
     Attributes:
         epoch: The present epoch; 0 before the first.
     """
 
-    def __init__(
-        self, data: Any, device: torch.device, seed: int = 0, *, hold: bool = False
-    ) -> None:
+    def __init__(self, data: Any, device: torch.device, seed: int = 0) -> None:
         self._device, self._seed, self.epoch = device, seed, 0
         with seeded(derived_seed(seed, "data"), device):
             self._source = as_source(data)
-        if hold or self._source.is_held:
+        if self._source.is_held:
             self._source = as_source(self.fetch(torch.arange(len(self))))
         self.is_held = self._source.is_held
 

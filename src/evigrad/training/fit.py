@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evigrad.blocks.anchors import Anchoring
 from evigrad.engine.checks import check_inputs
 from evigrad.engine.plans import PROBE_SIZE
+from evigrad.engine.settings import Memory
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence
@@ -21,13 +23,12 @@ from evigrad.priors.groups import matches
 from evigrad.training.augerino import range_parameters
 from evigrad.training.bracket import check_bracket
 from evigrad.training.data import RunData
-from evigrad.training.estimator_options import estimator_options
 from evigrad.training.loop import Loop
 from evigrad.training.metrics import probe_outputs
 from evigrad.training.randomness import stream
 from evigrad.training.run import Callback, FitResult, Run
 from evigrad.training.run_directory import RunDirectory
-from evigrad.training.settings import OptimizerFactory, Settings
+from evigrad.training.settings import Laplace, Optimization, Schedule, Settings
 
 # Items of a data set that are checked at once.
 _AT_ONCE = 1000
@@ -45,47 +46,15 @@ def fit(
     prior: str | GaussianPrior = "layerwise",
     precision: float | None = None,
     hyperparameters: Sequence[str] = (),
-    epochs: int | None = None,
-    batch_size: int = 100,
-    optimizer: str | OptimizerFactory = "adam",
-    lr: float | None = None,
-    lr_min: float = 1e-6,
-    momentum: float = 0.9,
-    scalar_lr_factor: float = 0.1,
-    burn_in: int | None = None,
-    every: int | None = None,
-    steps: int = 10,
-    hyper_every: int | None = None,
-    hyper_steps: int | None = None,
-    prior_blocks: int | None = None,
-    prior_update: str = "adam",
-    prior_lr: float = 0.1,
-    prior_lr_min: float = 0.01,
-    hyper_lr: float = 0.05,
-    hyper_lr_min: float = 0.005,
-    augerino_weight: float = 0.01,
-    temperature: float = 1.0,
-    root: str | None = None,
-    sharing: str = "expand",
-    parameter_partition: str | Mapping[str, Sequence[str]] = "tensor",
-    micro_batch: int | str | None = None,
-    memory_budget: int | str | None = None,
-    gram_dtype: torch.dtype | str | None = None,
-    rows_dtype: torch.dtype | str | None = None,
-    rows_device: torch.device | str | None = None,
-    autocast: torch.dtype | str | None = None,
-    anchor_share: float = 0.9,
-    anchor_choice: str = "auto",
+    laplace: Laplace | None = None,
+    schedule: Schedule | None = None,
+    optimization: Optimization | None = None,
+    memory: Memory | None = None,
+    anchoring: Anchoring | None = None,
     test: Any = None,
-    hold_data: bool = False,
-    eval_every: int | None = None,
-    bracket_every: int = 0,
-    bracket_rows: int = 400,
     seed: int = 0,
-    device: str | torch.device | None = None,
     run_dir: str | Path | RunDirectory | None = None,
     resume: bool = False,
-    checkpoint_every: int | None = None,
     progress: bool = True,
     callbacks: Sequence[Callback] = (),
 ) -> FitResult:
@@ -102,8 +71,8 @@ def fit(
     what the model draws (dropout) each a stream of its own. The initial weights are the model's.
 
     Args:
-        model: Any module that maps inputs (m, ...) to outputs (m, C). It is trained in place;
-            frozen parameters stay as they are.
+        model: Any module that maps inputs (m, ...) to outputs (m, C). It is trained in place, on
+            the device where it is; frozen parameters stay as they are.
         train: Training data: a pair (x, y) of tensors, a ``TensorDataset``, or a map-style data
             set of (x, y) items, which is read anew in every epoch, and for blocks of the evidence
             their own data. Random transforms that draw from the global generators of PyTorch,
@@ -120,68 +89,13 @@ def fit(
             Default: 1 where it is learned; 5e-4 N, the usual weight decay, where it is kept.
         hyperparameters: Names, or prefixes of names, of parameters of the model that the evidence
             learns instead of the MAP. Without an estimator they keep their values.
-        epochs: Passes over the training data. Default: as many as are 2000 steps of the weights,
-            but 100 at least.
-        batch_size: Data in a step of the weights, at most; all batches are about as large.
-        optimizer: Optimiser of the weights: adam or sgd. (In Python also a function that makes
-            one from the named weights.)
-        lr: Learning rate of the weights at the start. Default: 0.003, of regression 0.01.
-        lr_min: Learning rate of the weights at the end; a cosine leads there, epoch by epoch.
-        momentum: Momentum of sgd.
-        scalar_lr_factor: Learning rate of Fixup's scalar biases and multipliers, over that of the
-            other weights. (In Python an optimiser of your own has its own rates.)
-        burn_in: Epochs before the first steps on the hyperparameters. Default: a tenth of all, of
-            regression half.
-        every: Epochs from one round of hyperparameter steps to the next. Default: as many as make
-            20 rounds.
-        steps: Hyperparameter steps in a round, each on a block of its own.
-        hyper_every: Epochs from one round of steps on the model's own hyperparameters, as the
-            ranges of an invariance, to the next. Default: as every.
-        hyper_steps: Steps in such a round, after those on prior and noise. Default: as steps. With
-            neither hyper_every nor hyper_steps a step is one on all hyperparameters together.
-        prior_blocks: Blocks that a round passes over once, all its steps being on their mean: as
-            many steps as you like for the price of these passes. Only for rounds of prior and
-            noise alone (see hyper_steps). Default: a block for each step, or one for all of them
-            where every block is the same.
-        prior_update: How precisions are learned: adam, or fixed_point, MacKay's update from the
-            effective number of parameters. Noise and the model's own hyperparameters keep Adam.
-        prior_lr: Learning rate of log precisions and log noise (Adam) at the start.
-        prior_lr_min: The same at the last step; a cosine leads there, step by step.
-        hyper_lr: Learning rate of the model's own hyperparameters (Adam) at the start.
-        hyper_lr_min: The same at the last step.
-        augerino_weight: Weight of augerino's reward for wide ranges, in nats per datum.
-        temperature: T of the likelihood p^(1/T).
-        root: How the curvature of a datum is split over outputs: subblock, fisher or eigen.
-            Default: the estimator's own.
-        sharing: Weight sharing in KFAC: expand or reduce.
-        parameter_partition: Blocks of blockdiag: tensor or module (in Python also groups of name
-            prefixes).
-        micro_batch: Data in a pass of an estimate, or auto, as many as the memory holds; changes
-            memory, not results. Default: all.
-        memory_budget: Memory that such a pass may take, with micro_batch auto: bytes, or an amount
-            as 8GiB. Default: most of what is free.
-        gram_dtype: Type of kernels and factors: float32 or float64. Default: the weights'.
-        rows_dtype: Type in which ntk keeps its rows, as bfloat16 for half the memory. Default: the
-            weights'.
-        rows_device: Where ntk keeps its rows: cpu is the host's memory. Default: where the weights
-            are.
-        autocast: Type of mixed-precision passes, as bfloat16; kernels and factors keep theirs.
-            Default: none.
-        anchor_share: Part of the rows of an anchored estimator that are anchors.
-        anchor_choice: Which rows become anchors: greedy for always the one with most left to tell
-            by the kernel of the last layer, score for those of the data that the network is unsure
-            of, k-centre for data spread over all inputs, random for any, auto for greedy, but
-            k-centre where all scores are the same, as in regression.
+        laplace: Temperature, root and details of the curvature.
+        schedule: Epochs, batches, rounds of hyperparameter steps, evaluations and checkpoints.
+        optimization: Optimisers and learning rates.
+        memory: Sizes and types of the estimates' passes.
+        anchoring: How an anchored estimator chooses its anchors.
         test: Test data, like ``train``.
-        hold_data: Whether data sets are read once and kept in memory: faster where reading is
-            slow, but random transforms keep their first draws for all epochs.
-        eval_every: Epochs between evaluations on training and test data; 0 is only at the end.
-            Default: a tenth of all epochs.
-        bracket_every: Epochs between bounds, lower and upper, on the exact log evidence; 0 is none.
-        bracket_rows: Rows of the kernel that these bounds may take at once: more of them bring the
-            bounds together.
         seed: Seed of everything random in training.
-        device: Where to train, as cpu or cuda. Default: where the model is.
         run_dir: Folder for configuration, metrics (one row for each epoch, as they come) and
             checkpoint. One that holds something is not written into: the first free one of
             NAME-2, NAME-3, ... is taken, unless to ``resume``. None writes nothing.
@@ -189,8 +103,6 @@ def fit(
             the same numbers as a run that was never interrupted; for that model, data and settings
             have to be the same (``checkpoint_every`` may differ). A folder without a checkpoint
             gets the run from its beginning, and of one that is complete the result is read.
-        checkpoint_every: Epochs between checkpoints; the last epoch has one in any case. Default:
-            as few as cost a twentieth of the time, which is one for most networks.
         progress: Whether to show progress on standard error.
         callbacks: Called after every epoch with its row of metrics; after an interruption again
             for the epochs since the last checkpoint.
@@ -210,45 +122,14 @@ def fit(
         prior=prior,
         precision=precision,
         hyperparameters=hyperparameters,
-        epochs=epochs,
-        batch_size=batch_size,
-        optimizer=optimizer,
-        lr=lr,
-        lr_min=lr_min,
-        momentum=momentum,
-        scalar_lr_factor=scalar_lr_factor,
-        burn_in=burn_in,
-        every=every,
-        steps=steps,
-        hyper_every=hyper_every,
-        hyper_steps=hyper_steps,
-        prior_blocks=prior_blocks,
-        prior_update=prior_update,
-        prior_lr=prior_lr,
-        prior_lr_min=prior_lr_min,
-        hyper_lr=hyper_lr,
-        hyper_lr_min=hyper_lr_min,
-        augerino_weight=augerino_weight,
-        temperature=temperature,
-        root=root,
-        sharing=sharing,
-        parameter_partition=parameter_partition,
-        micro_batch=micro_batch,
-        memory_budget=memory_budget,
-        gram_dtype=gram_dtype,
-        rows_dtype=rows_dtype,
-        rows_device=rows_device,
-        autocast=autocast,
-        anchor_share=anchor_share,
-        anchor_choice=anchor_choice,
-        hold_data=hold_data,
-        eval_every=eval_every,
-        bracket_every=bracket_every,
-        bracket_rows=bracket_rows,
-        checkpoint_every=checkpoint_every,
+        laplace=laplace or Laplace(),
+        schedule=schedule or Schedule(),
+        optimization=optimization or Optimization(),
+        memory=memory or Memory(),
+        anchoring=anchoring,
         seed=seed,
     )
-    run = prepare(model, train, settings, test=test, device=device)
+    run = prepare(model, train, settings, test=test)
     return run.train(run_dir, resume=resume, progress=progress, callbacks=callbacks)
 
 
@@ -258,7 +139,6 @@ def prepare(
     settings: Settings,
     *,
     test: Any = None,
-    device: str | torch.device | None = None,
     network: Mapping[str, Any] | None = None,
 ) -> Run:
     """Check all that can be checked; compute and write nothing.
@@ -273,11 +153,10 @@ def prepare(
         ConfigurationError: If a setting does not exist or does not fit.
         InputError: If the data do not fit the model, the likelihood or the estimator.
     """
-    place = place_model(model, device)
-    seed, hold = settings.seed, settings.hold_data
-    data = RunData(train, place, seed, hold=hold)
+    place, seed = place_of(model), settings.seed
+    data = RunData(train, place, seed)
     settings = settings.for_data(len(data))
-    held_out = None if test is None else RunData(test, place, seed, hold=hold)
+    held_out = None if test is None else RunData(test, place, seed)
     if settings.estimator == "augerino":
         ranges = [n for n in range_parameters(model) if not _names(settings.hyperparameters, n)]
         settings = replace(settings, hyperparameters=[*settings.hyperparameters, *ranges])
@@ -295,7 +174,7 @@ def prepare(
         _warn_of_scale(evidence, evidence.likelihood, data)
     if held_out is not None:  # which is read next when training is over
         _check_data(evidence, held_out, place, len(held_out))
-    if settings.bracket_every:
+    if settings.schedule.bracket_every:
         check_bracket(evidence.spec)
     if settings.baseline is None:
         _check_learnable(evidence)
@@ -310,10 +189,10 @@ def learns_noise(likelihood: str | Likelihood) -> bool:
 
 def make_evidence(model: nn.Module, num_data: int, settings: Settings) -> Evidence:
     """The initial evidence of a run; a placeholder's for a baseline without an estimator."""
-    name = settings.estimator
+    name, anchoring = settings.estimator, settings.anchoring
     if name is None or settings.baseline is not None:
         # An estimator that fits any data; a baseline never evaluates it.
-        name = f"ntk-{min(num_data, 100)}-1"
+        name, anchoring = f"ntk-{min(num_data, 100)}-1", None
     return Evidence(
         model,
         make_likelihood(settings.likelihood),
@@ -321,8 +200,10 @@ def make_evidence(model: nn.Module, num_data: int, settings: Settings) -> Eviden
         estimator=name,
         num_data=num_data,
         hyperparameters=settings.hyperparameters,
+        memory=settings.memory,
+        anchoring=anchoring,
         generator=stream(settings.seed, "evidence"),
-        **estimator_options(vars(settings)),
+        **vars(settings.laplace),
     )
 
 
@@ -330,25 +211,12 @@ def _names(patterns: Sequence[str], name: str) -> bool:
     return any(matches(pattern, name) for pattern in patterns)
 
 
-def place_model(model: nn.Module, device: str | torch.device | None) -> torch.device:
-    """Move a model to ``device``, unless that is None.
-
-    Returns:
-        Where the model is now.
-
-    Raises:
-        ConfigurationError: If the device cannot be used, or the model has no parameters.
-    """
+def place_of(model: nn.Module) -> torch.device:
+    """Where a model is; raises ConfigurationError if it has no parameters."""
     first = next(model.parameters(), None)
     if first is None:
         raise ConfigurationError("The model has no parameters: there is nothing to train.")
-    if device is None:
-        return first.device
-    try:
-        model.to(torch.device(device))
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigurationError(f"The device '{device}' cannot be used: {error}") from error
-    return next(model.parameters()).device
+    return first.device
 
 
 def _make_prior(prior: str | GaussianPrior, precision: float | None) -> GaussianPrior:

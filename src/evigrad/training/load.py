@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from evigrad.blocks.anchors import Anchoring
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import LIKELIHOODS, Likelihood
@@ -20,10 +21,10 @@ from evigrad.training.checkpoint import (
     load_network,
     unpacked_history,
 )
-from evigrad.training.fit import make_evidence, place_model
+from evigrad.training.fit import make_evidence
 from evigrad.training.metrics import Row
 from evigrad.training.run_directory import RunDirectory
-from evigrad.training.settings import OPTIMIZERS, Settings
+from evigrad.training.settings import OPTIMIZERS, Settings, grouped
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ def load(
             " the same architecture, evigrad.load(run, model=...)."
         )
     made = make_network(network) if model is None else model
-    place_model(made, device)
+    if device is not None:
+        made.to(device)
     settings = _settings(state["settings"], likelihood, prior, path)
     evidence = make_evidence(made, num_data, settings)
     check_network(state, evidence, path)
@@ -115,7 +117,7 @@ def _settings(
     where: Path,
 ) -> Settings:
     """Settings from their record, with objects in place of their descriptions."""
-    names = [each.name for each in fields(Settings)]
+    names = list(Settings().as_record())
     if missing := [name for name in names if name not in record]:
         raise ConfigurationError(
             f"The run in {where} was written by another version of evigrad: its settings lack"
@@ -138,4 +140,6 @@ def _settings(
         given["precision"] = None
     if given["optimizer"] not in OPTIMIZERS:
         given["optimizer"] = OPTIMIZERS[0]  # which is not used
-    return Settings(**given)
+    if given["anchoring"] is not None:
+        given["anchoring"] = Anchoring(**given["anchoring"])
+    return Settings(**grouped(given))

@@ -24,7 +24,7 @@ from evigrad.training.fixed_point import FixedPoint
 from evigrad.training.optimizers import make_hyper_optimizer, make_weight_optimizer
 from evigrad.training.randomness import derived_seed, stream
 from evigrad.training.rounds import blocks_of_a_round
-from evigrad.training.schedules import Schedule, cosine, make_schedules
+from evigrad.training.schedules import Rounds, cosine, make_rounds
 from evigrad.training.settings import PlannedSettings
 
 # Damping of the first and of the last fixed-point step: a falling rate averages over blocks.
@@ -65,38 +65,38 @@ class Loop:
         weights, hyperparameters = evidence.weights(), evidence.hyperparameters()
         held = {id(w) for w in weights.values()}
         scalars = [p for p in fixup_scalars(evidence.model).values() if id(p) in held]
-        self.weight_optimizer = make_weight_optimizer(weights, settings, scalars)
+        self.weight_optimizer = make_weight_optimizer(weights, settings.optimization, scalars)
         self.hyper_optimizer = make_hyper_optimizer(hyperparameters, settings)
         self._base_rates = [group["lr"] for group in self.weight_optimizer.param_groups]
         self.device = next(iter(weights.values())).device
-        self.schedules = make_schedules(settings, hyperparameters)
+        self.rounds = make_rounds(settings, hyperparameters)
         self.augerino: Augerino | None = None
         # Hyperparameters that a baseline learns on the training loss, by a step in every batch.
         self.in_loss: list[str] = []
         if settings.estimator == "augerino":
-            self.augerino = Augerino(evidence, settings.augerino_weight)
+            self.augerino = Augerino(evidence, settings.optimization.augerino_weight)
             self.in_loss = self.augerino.names
         elif settings.estimator == "map-noise":
             self.in_loss = [name for name in hyperparameters if name.startswith("likelihood.")]
         self.fixed_point: FixedPoint | None = None
         if settings.baseline is None:
-            if settings.prior_update == "fixed_point":
+            if settings.optimization.prior_update == "fixed_point":
                 self.fixed_point = FixedPoint(evidence, FIRST_RATE)
-            if settings.prior_blocks is not None:
+            if settings.schedule.prior_blocks is not None:
                 x, _ = data.first(PROBE_SIZE)
-                evidence.check_collect(x, wrt=self.schedules[0].names)
+                evidence.check_collect(x, wrt=self.rounds[0].names)
 
     @property
     def learned(self) -> list[str]:
         """Names of the hyperparameters that change during training."""
         if self.in_loss:
             return self.in_loss
-        return [name for schedule in self.schedules for name in schedule.names]
+        return [name for rounds in self.rounds for name in rounds.names]
 
     @property
     def hyper_steps(self) -> int:
         """Steps on hyperparameters so far, of all schedules together."""
-        return sum(schedule.taken for schedule in self.schedules)
+        return sum(rounds.taken for rounds in self.rounds)
 
     def train_epoch(self, epoch: int) -> float:
         """Train the weights on all data once.
@@ -118,7 +118,7 @@ class Loop:
         seed = self.settings.seed
         order = torch.randperm(len(self.data), generator=stream(seed, "shuffle", epoch))
         # Batches of nearly one size: a last batch of one datum would break batch normalisation.
-        batches = order.tensor_split(-(-len(order) // self.settings.batch_size))
+        batches = order.tensor_split(-(-len(order) // self.settings.schedule.batch_size))
         total = 0.0
         with (
             seeded(derived_seed(seed, "model", epoch), self.device),
@@ -148,7 +148,7 @@ class Loop:
 
     def is_round(self, epoch: int) -> bool:
         """Whether hyperparameter steps follow an epoch, counted from 1."""
-        return any(schedule.is_due(epoch) for schedule in self.schedules)
+        return any(rounds.is_due(epoch) for rounds in self.rounds)
 
     def learn(self, epoch: int) -> Round:
         """The due rounds of hyperparameter steps, each on blocks of a fresh partition.
@@ -165,32 +165,32 @@ class Loop:
         estimates: list[Estimate] = []
         any_shared = False
         try:
-            for schedule in self.schedules:
-                if schedule.is_due(epoch):
-                    prior_blocks = self.settings.prior_blocks
+            for rounds in self.rounds:
+                if rounds.is_due(epoch):
+                    prior_blocks = self.settings.schedule.prior_blocks
                     blocks, is_shared = blocks_of_a_round(
                         self.evidence,
                         self.data,
-                        schedule.names,
-                        schedule.steps,
-                        prior_blocks if schedule is self.schedules[0] else None,
+                        rounds.names,
+                        rounds.steps,
+                        prior_blocks if rounds is self.rounds[0] else None,
                     )
                     any_shared = any_shared or is_shared
-                    estimates += [self._step(schedule, block) for block in blocks]
+                    estimates += [self._step(rounds, block) for block in blocks]
         except EvigradError as error:
             raise type(error)(f"Hyperparameter step after epoch {epoch}: {error}") from error
         finally:
             self._clear_gradients()
         return Round(estimates, any_shared)
 
-    def _step(self, schedule: Schedule, block: Block | list[KeptPass]) -> Estimate:
-        self._set_hyper_rates(schedule.progress)
+    def _step(self, rounds: Rounds, block: Block | list[KeptPass]) -> Estimate:
+        self._set_hyper_rates(rounds.progress)
         self._clear_gradients()
-        estimate = self.evidence.backward(block, wrt=schedule.names)
+        estimate = self.evidence.backward(block, wrt=rounds.names)
         self.hyper_optimizer.step()
-        if self.fixed_point is not None and any(n.startswith("prior.") for n in schedule.names):
+        if self.fixed_point is not None and any(n.startswith("prior.") for n in rounds.names):
             self.fixed_point.step()
-        schedule.taken += 1
+        rounds.taken += 1
         return estimate
 
     def _clear_gradients(self) -> None:
@@ -214,7 +214,7 @@ class Loop:
             "evidence": self.evidence.state_dict(),
             "weight_optimizer": self.weight_optimizer.state_dict(),
             "hyper_optimizer": self.hyper_optimizer.state_dict(),
-            "hyper_steps": [schedule.taken for schedule in self.schedules],
+            "hyper_steps": [rounds.taken for rounds in self.rounds],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -231,11 +231,11 @@ class Loop:
             self.hyper_optimizer.load_state_dict(state["hyper_optimizer"])
         except (RuntimeError, ValueError, TypeError, LookupError) as error:
             raise ConfigurationError(f"The saved state does not fit this run: {error}") from error
-        for schedule, taken in zip(self.schedules, state["hyper_steps"], strict=True):
-            schedule.taken = taken
+        for rounds, taken in zip(self.rounds, state["hyper_steps"], strict=True):
+            rounds.taken = taken
 
     def _set_weight_rates(self, epoch: int) -> None:
-        s, progress = self.settings, (epoch - 1) / self.settings.epochs
+        s, progress = self.settings.optimization, (epoch - 1) / self.settings.schedule.epochs
         factor = cosine(progress, s.lr, s.lr_min) / s.lr
         for group, base in zip(self.weight_optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * factor
@@ -251,8 +251,8 @@ class Loop:
     def _diverged(self, what: str, value: float, epoch: int) -> EvigradError:
         rate = self.weight_optimizer.param_groups[0]["lr"]
         return EvigradError(
-            f"Training diverged in epoch {epoch} of {self.settings.epochs}: {what} is {value}."
-            f" Lower lr (it was {rate:.3g} in this epoch)"
+            f"Training diverged in epoch {epoch} of {self.settings.schedule.epochs}: {what} is"
+            f" {value}. Lower lr (it was {rate:.3g} in this epoch)"
             + ("" if self.hyper_steps == 0 else ", or prior_lr and hyper_lr")
             + "; check the scale of the inputs."
         )

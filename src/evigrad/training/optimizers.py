@@ -7,12 +7,17 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 from evigrad.errors import ConfigurationError
-from evigrad.training.settings import PlannedSettings
+from evigrad.training.settings import PlannedOptimization, PlannedSettings
+
+MOMENTUM = 0.9  # of sgd
+# Learning rate of Fixup's scalar biases and multipliers over that of the other weights
+# (Zhang et al., 2019).
+SCALAR_RATE = 0.1
 
 
 def make_weight_optimizer(
     weights: Mapping[str, nn.Parameter],
-    settings: PlannedSettings,
+    settings: PlannedOptimization,
     scalars: Collection[nn.Parameter] = (),
 ) -> Optimizer:
     """The optimiser of the weights, without weight decay.
@@ -20,7 +25,7 @@ def make_weight_optimizer(
     Args:
         weights: The named weights.
         settings: Names the optimiser, or holds a function that makes it.
-        scalars: The weights that learn at ``scalar_lr_factor`` times the others' rate; a user's own
+        scalars: The weights that learn at ``SCALAR_RATE`` times the others' rate; a user's own
             optimiser has its own rates.
 
     Returns:
@@ -36,12 +41,12 @@ def make_weight_optimizer(
             {"params": [w for w in weights.values() if id(w) not in slow], "lr": settings.lr}
         ]
         if slow:
-            rate = settings.lr * settings.scalar_lr_factor
+            rate = settings.lr * SCALAR_RATE
             groups.append({"params": [w for w in weights.values() if id(w) in slow], "lr": rate})
         if settings.optimizer == "adam":
             return Adam(groups, lr=settings.lr)
         if settings.optimizer == "sgd":
-            return SGD(groups, lr=settings.lr, momentum=settings.momentum)
+            return SGD(groups, lr=settings.lr, momentum=MOMENTUM)
         raise ConfigurationError(f"Unknown optimizer '{settings.optimizer}'.")
     optimizer = settings.optimizer(weights)
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
@@ -69,17 +74,16 @@ def make_hyper_optimizer(
         The optimiser.
     """
     own = [p for name, p in hyperparameters.items() if name.startswith("model.")]
-    kinds = (
-        ("likelihood.",) if settings.prior_update == "fixed_point" else ("prior.", "likelihood.")
-    )
+    s = settings.optimization
+    kinds = ("likelihood.",) if s.prior_update == "fixed_point" else ("prior.", "likelihood.")
     prior = [p for name, p in hyperparameters.items() if name.startswith(kinds)]
-    rates = (settings.prior_lr, settings.prior_lr_min)
+    rates = (s.prior_lr, s.prior_lr_min)
     if settings.estimator == "map-noise":
-        rates = (settings.lr, settings.lr_min)
+        rates = (s.lr, s.lr_min)
     groups: list[dict[str, Any]] = [
         {"params": prior, "lr_first": rates[0], "lr_last": rates[1]},
-        {"params": own, "lr_first": settings.hyper_lr, "lr_last": settings.hyper_lr_min},
+        {"params": own, "lr_first": s.hyper_lr, "lr_last": s.hyper_lr_min},
     ]
     for group in groups:
         group["lr"] = group["lr_first"]
-    return Adam(groups, lr=settings.prior_lr, weight_decay=0.0)
+    return Adam(groups, lr=s.prior_lr, weight_decay=0.0)

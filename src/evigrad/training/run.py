@@ -41,6 +41,7 @@ from evigrad.training.tracking import hyperparameter_values
 
 Callback = Callable[[Row], None]
 
+BRACKET_ROWS = 400
 BRACKET_COLUMNS = ("bracket_lower", "bracket_lower_sem", "bracket_upper")
 
 
@@ -93,7 +94,7 @@ class Run:
     ) -> None:
         self.loop, self.test, self.network = loop, test, network
         self._probe, _ = loop.data.first(PROBED)
-        self.settings = loop.settings
+        self.settings, self.schedule = loop.settings, loop.settings.schedule
         self.history: list[Row] = []
         self.metrics: dict[str, dict[str, float]] = {"train": {}, "test": {}}
         self.seconds = 0.0
@@ -174,8 +175,8 @@ class Run:
         callbacks: Sequence[Callback],
         stop: Callable[[], bool] | None,
     ) -> None:
-        left = len(self.history) < self.settings.epochs
-        bar = make_progress(self.name, self.settings.epochs) if progress and left else None
+        left = len(self.history) < self.schedule.epochs
+        bar = make_progress(self.name, self.schedule.epochs) if progress and left else None
         seen = [*([] if bar is None else [bar.update]), *callbacks]
 
         try:
@@ -204,7 +205,7 @@ class Run:
         callbacks: Sequence[Callback],
         stop: Callable[[], bool] | None,
     ) -> None:
-        epochs, every = self.settings.epochs, self.settings.checkpoint_every
+        epochs, every = self.schedule.epochs, self.schedule.checkpoint_every
         if record is not None and not self.history:
             # Before the first epoch too: the initial weights are kept nowhere else.
             record.write_checkpoint(self._state())
@@ -229,7 +230,7 @@ class Run:
         lr = self.loop.weight_optimizer.param_groups[0]["lr"]
         learned = self.loop.learn(epoch) if self.loop.is_round(epoch) else None
         self.seconds += time.perf_counter() - start
-        evaluated = is_evaluated(epoch, self.settings.epochs, self.settings.eval_every)
+        evaluated = is_evaluated(epoch, self.schedule.epochs, self.schedule.eval_every)
         if evaluated:
             self._evaluate(epoch)
         row: Row = {"epoch": epoch, "seconds": self.seconds, "lr": lr, "loss": loss}
@@ -243,16 +244,16 @@ class Run:
 
     def _bracket(self, epoch: int) -> Row:
         """Bounds on the exact log evidence, nats per datum, in the epochs that ask for them."""
-        s = self.settings
-        if not s.bracket_every:
+        every = self.schedule.bracket_every
+        if not every:
             return {}
-        if epoch % s.bracket_every and epoch != s.epochs:
+        if epoch % every and epoch != self.schedule.epochs:
             return dict.fromkeys(BRACKET_COLUMNS)
         found = bracket(
             self.evidence,
             self.loop.data,
-            rows=s.bracket_rows,
-            seed=derived_seed(s.seed, "bracket", epoch),
+            rows=BRACKET_ROWS,
+            seed=derived_seed(self.settings.seed, "bracket", epoch),
         )
         lower_error = found.lower_error / found.num_data
         values = (found.lower_per_datum, lower_error, found.upper_per_datum)
@@ -319,7 +320,7 @@ class Run:
         self.history = unpacked_history(state["history"])
 
     def _resumed(self) -> str:
-        done, epochs = len(self.history), self.settings.epochs
+        done, epochs = len(self.history), self.schedule.epochs
         if done == epochs:
             return f"{self.name}: all {epochs} epochs are done"
         return f"{self.name}: goes on after epoch {done} of {epochs}"

@@ -46,7 +46,7 @@ def is_evaluated(epoch: int, epochs: int, every: int | None) -> bool:
 
 
 @dataclass
-class Schedule:
+class Rounds:
     """The rounds of some hyperparameters, which take their steps together.
 
     Attributes:
@@ -75,11 +75,11 @@ class Schedule:
         return self.taken / (count_rounds(self.epochs, self.burn_in, self.every) * self.steps)
 
 
-def make_schedules(settings: PlannedSettings, names: Iterable[str]) -> list[Schedule]:
-    """The schedules: prior and noise, then the model's own, or one for all; [] for baselines."""
+def make_rounds(settings: PlannedSettings, names: Iterable[str]) -> list[Rounds]:
+    """The rounds: prior and noise, then the model's own, or one for all; [] for baselines."""
     if settings.baseline is not None:
         return []
-    s, known = settings, list(names)
+    s, known = settings.schedule, list(names)
     own = [name for name in known if name.startswith("model.")]
     rest = [name for name in known if name not in own]
     parts = [(known, s.every, s.steps)]
@@ -88,6 +88,4 @@ def make_schedules(settings: PlannedSettings, names: Iterable[str]) -> list[Sche
             (rest, s.every, s.steps),
             (own, s.hyper_every or s.every, s.hyper_steps or s.steps),
         ]
-    return [
-        Schedule(part, every, steps, s.burn_in, s.epochs) for part, every, steps in parts if part
-    ]
+    return [Rounds(part, every, steps, s.burn_in, s.epochs) for part, every, steps in parts if part]

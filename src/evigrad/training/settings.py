@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from evigrad.blocks.anchors import Anchoring
+from evigrad.engine.settings import Memory
 from evigrad.errors import ConfigurationError, nearest
+from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.likelihoods import Likelihood, make_likelihood
 from evigrad.priors import GaussianPrior
 
@@ -41,74 +43,138 @@ OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], Optimizer]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What is trained and how; ``evigrad.fit`` documents each field and has the defaults."""
+class Laplace:
+    """How the Laplace approximation is made, as the keywords of ``Evidence`` of the same names.
 
-    likelihood: str | Likelihood
-    estimator: str | None
-    prior: str | GaussianPrior
-    precision: float | None
-    hyperparameters: Sequence[str]
-    epochs: int | None
-    batch_size: int
-    optimizer: str | OptimizerFactory
-    lr: float | None
-    lr_min: float
-    momentum: float
-    scalar_lr_factor: float
-    burn_in: int | None
-    every: int | None
-    steps: int
-    hyper_every: int | None
-    hyper_steps: int | None
-    prior_blocks: int | None
-    prior_update: str
-    prior_lr: float
-    prior_lr_min: float
-    hyper_lr: float
-    hyper_lr_min: float
-    augerino_weight: float
-    temperature: float
-    root: str | None
-    sharing: str
-    parameter_partition: str | Mapping[str, Sequence[str]]
-    micro_batch: int | str | None
-    memory_budget: int | str | None
-    gram_dtype: torch.dtype | str | None
-    rows_dtype: torch.dtype | str | None
-    rows_device: torch.device | str | None
-    autocast: torch.dtype | str | None
-    anchor_share: float
-    anchor_choice: str
-    bracket_every: int
-    bracket_rows: int
-    eval_every: int | None
-    checkpoint_every: int | None
-    seed: int
-    hold_data: bool = False  # which the command line, whose data are tensors, does not have
+    Attributes:
+        temperature: T of the likelihood p^(1/T).
+        root: How the curvature of a datum is split over outputs: subblock, fisher or eigen.
+            Default: the estimator's own.
+        sharing: Weight sharing in KFAC: expand or reduce.
+        parameter_partition: Blocks of blockdiag: tensor or module (in Python also groups of name
+            prefixes).
+    """
+
+    temperature: float = 1.0
+    root: Literal["subblock", "fisher", "eigen"] | None = None
+    sharing: Literal["expand", "reduce"] = "expand"
+    parameter_partition: Literal["tensor", "module"] | Mapping[str, Sequence[str]] = "tensor"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a run trains, in which batches, and when it learns, evaluates and saves.
+
+    Attributes:
+        epochs: Passes over the training data. Default: as many as are 2000 steps of the weights,
+            but 100 at least.
+        batch_size: Data in a step of the weights, at most; all batches are about as large.
+        burn_in: Epochs before the first steps on the hyperparameters. Default: a tenth of all, of
+            regression half.
+        every: Epochs from one round of hyperparameter steps to the next. Default: as many as make
+            20 rounds.
+        steps: Hyperparameter steps in a round, each on a block of its own.
+        hyper_every: Epochs from one round of steps on the model's own hyperparameters, as the
+            ranges of an invariance, to the next. Default: as every.
+        hyper_steps: Steps in such a round, after those on prior and noise. Default: as steps. With
+            neither hyper_every nor hyper_steps a step is one on all hyperparameters together.
+        prior_blocks: Blocks that a round passes over once, all its steps being on their mean: as
+            many steps as you like for the price of these passes. Only for rounds of prior and
+            noise alone (see hyper_steps). Default: a block for each step, or one for all of them
+            where every block is the same.
+        eval_every: Epochs between evaluations on training and test data; 0 is only at the end.
+            Default: a tenth of all epochs.
+        bracket_every: Epochs between bounds, lower and upper, on the exact log evidence; 0 is none.
+        checkpoint_every: Epochs between checkpoints; the last epoch has one in any case. Default:
+            as few as cost a twentieth of the time, which is one for most networks.
+
+    Raises:
+        ConfigurationError: If a number is out of its range.
+    """
+
+    epochs: int | None = None
+    batch_size: int = 100
+    burn_in: int | None = None
+    every: int | None = None
+    steps: int = 10
+    hyper_every: int | None = None
+    hyper_steps: int | None = None
+    prior_blocks: int | None = None
+    eval_every: int | None = None
+    bracket_every: int = 0
+    checkpoint_every: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse settings out of range.
+        """Refuse numbers that are out of range."""
+        from_zero = ("burn_in", "eval_every", "bracket_every")
+        for each in fields(Schedule):
+            value = getattr(self, each.name)
+            if value is not None or each.default is not None:
+                check_integer(each.name, value, 0 if each.name in from_zero else 1)
+        if self.epochs is not None and self.burn_in is not None and self.burn_in > self.epochs:
+            raise ConfigurationError(
+                f"burn_in is {self.burn_in}, but training ends after {self.epochs} epochs: no"
+                " hyperparameter would ever be learned. Lower burn_in or raise epochs."
+                " (Plain MAP training is estimator=None, on the command line --estimator map.)"
+            )
 
-        Without an estimator the settings of the hyperparameter steps are neither used nor checked,
-        except for Augerino's. ``estimator_options`` and ``Evidence`` check what concerns the
-        evidence alone.
+    def for_data(self, num_data: int, classifies: bool) -> "PlannedSchedule":
+        """The schedule with numbers in the place of defaults."""
+        epochs, burn_in, every = self.epochs, self.burn_in, self.every
+        if epochs is None:
+            epochs = max(FEWEST_EPOCHS, -(-STEPS // -(-num_data // self.batch_size)))
+        if burn_in is None:
+            share = CLASSIFICATION_BURN_IN if classifies else REGRESSION_BURN_IN
+            burn_in = max(1, int(share * epochs))
+        if every is None:
+            every = max(1, (epochs - burn_in) // ROUNDS)
+        return PlannedSchedule(
+            **{**vars(self), "epochs": epochs, "burn_in": burn_in, "every": every}
+        )
 
-        Raises:
-            ConfigurationError: If a setting is out of its range.
-        """
-        if self.estimator == "map":  # one spelling from here on
-            object.__setattr__(self, "estimator", None)
-        self._check_integer("batch_size", 1)
-        for name, least in (("epochs", 1), ("checkpoint_every", 1), ("eval_every", 0)):
-            if getattr(self, name) is not None:
-                self._check_integer(name, least)
-        for name in ("bracket_every", "seed"):
-            self._check_integer(name, 0)
-        self._check_integer("bracket_rows", 1)
-        self._check_rates("lr", "lr_min")
-        if not 0 <= self.momentum < 1:
-            raise ConfigurationError(f"momentum must lie in [0, 1), not {self.momentum}.")
+
+@dataclass(frozen=True)
+class PlannedSchedule(Schedule):
+    """A schedule for a known number of data: epochs and rounds are numbers."""
+
+    epochs: int = FEWEST_EPOCHS
+    burn_in: int = 1
+    every: int = 1
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """The optimisers of the weights and of the hyperparameters, and their learning rates.
+
+    Attributes:
+        optimizer: Optimiser of the weights: adam or sgd, with a momentum of 0.9. (In Python also a
+            function that makes one from the named weights.)
+        lr: Learning rate of the weights at the start. Default: 0.003, of regression 0.01.
+        lr_min: Learning rate of the weights at the end; a cosine leads there, epoch by epoch.
+        prior_update: How precisions are learned: adam, or fixed_point, MacKay's update from the
+            effective number of parameters. Noise and the model's own hyperparameters keep Adam.
+        prior_lr: Learning rate of log precisions and log noise (Adam) at the start.
+        prior_lr_min: The same at the last step; a cosine leads there, step by step.
+        hyper_lr: Learning rate of the model's own hyperparameters (Adam) at the start.
+        hyper_lr_min: The same at the last step.
+        augerino_weight: Weight of augerino's reward for wide ranges, in nats per datum.
+
+    Raises:
+        ConfigurationError: If there is no such optimiser or update, or a rate is out of its range.
+    """
+
+    optimizer: Literal["adam", "sgd"] | OptimizerFactory = "adam"
+    lr: float | None = None
+    lr_min: float = 1e-6
+    prior_update: Literal["adam", "fixed_point"] = "adam"
+    prior_lr: float = 0.1
+    prior_lr_min: float = 0.01
+    hyper_lr: float = 0.05
+    hyper_lr_min: float = 0.005
+    augerino_weight: float = 0.01
+
+    def __post_init__(self) -> None:
+        """Refuse names that do not exist, and rates that are no rates."""
         if isinstance(self.optimizer, type) and issubclass(self.optimizer, Optimizer):
             name = self.optimizer.__name__
             raise ConfigurationError(
@@ -121,77 +187,24 @@ class Settings:
                 f" to an optimiser, not '{self.optimizer}'."
                 f"{nearest(self.optimizer, OPTIMIZERS)}"
             )
-        if not 0 < self.scalar_lr_factor < math.inf:
-            raise ConfigurationError(
-                f"scalar_lr_factor must be a positive number, not {self.scalar_lr_factor}."
-            )
-        if self.estimator == "augerino":
-            self._check_rates("hyper_lr", "hyper_lr_min")
-            if not 0 <= self.augerino_weight < math.inf:
-                raise ConfigurationError(
-                    f"augerino_weight must be 0 or more, not {self.augerino_weight}."
-                )
-        if self.baseline is not None:
-            return
-        if self.burn_in is not None:
-            self._check_integer("burn_in", 0)
-        self._check_integer("steps", 1)
-        for name in ("every", "prior_blocks", "hyper_every", "hyper_steps"):
-            if getattr(self, name) is not None:
-                self._check_integer(name, 1)
         if self.prior_update not in PRIOR_UPDATES:
             raise ConfigurationError(
                 f"prior_update is one of {', '.join(PRIOR_UPDATES)}, not '{self.prior_update}'."
                 f"{nearest(str(self.prior_update), PRIOR_UPDATES)}"
             )
-        self._check_rates("prior_lr", "prior_lr_min")
-        self._check_rates("hyper_lr", "hyper_lr_min")
-        if self.epochs is not None and self.burn_in is not None and self.burn_in > self.epochs:
+        for first in ("lr", "prior_lr", "hyper_lr"):
+            self._check_rates(first, f"{first}_min")
+        if not 0 <= self.augerino_weight < math.inf:
             raise ConfigurationError(
-                f"burn_in is {self.burn_in}, but training ends after {self.epochs} epochs: no"
-                " hyperparameter would ever be learned. Lower burn_in or raise epochs."
-                " (Plain MAP training is estimator=None, on the command line --estimator map.)"
+                f"augerino_weight must be 0 or more, not {self.augerino_weight}."
             )
 
-    def for_data(self, num_data: int) -> "PlannedSettings":
-        """The settings with numbers in place of those that follow from likelihood and data.
-
-        Args:
-            num_data: N.
-
-        Returns:
-            Settings that keep what was given.
-
-        Raises:
-            ConfigurationError: If the given burn-in is longer than the training.
-        """
-        classifies = make_likelihood(self.likelihood).is_classification
-        share = CLASSIFICATION_BURN_IN if classifies else REGRESSION_BURN_IN
-        plan = plan_epochs(num_data, self.batch_size, share, self.epochs, self.burn_in, self.every)
-        given: dict[str, Any] = dict(vars(self))
-        given |= zip(("epochs", "burn_in", "every"), plan, strict=True)
-        if self.lr is None:
-            given["lr"] = max(CLASSIFICATION_LR if classifies else REGRESSION_LR, self.lr_min)
-        if self.precision is None and not isinstance(self.prior, GaussianPrior):
-            kept = self.baseline is not None
-            given["precision"] = WEIGHT_DECAY * num_data if kept else LEARNED_PRECISION
-        return PlannedSettings(**given)
-
-    @property
-    def baseline(self) -> str | None:
-        """The name of a run without an evidence estimator; None for one with it."""
-        return BASELINES.get(self.estimator or "map")
-
-    def as_record(self) -> dict[str, Any]:
-        """The settings as plain numbers and strings, for a configuration file."""
-        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
-
-    def _check_integer(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigurationError(f"{name} must be an integer of at least {least}, not {value}.")
-        if name != "seed" and value > _MOST:
-            raise ConfigurationError(f"{name} must be at most {_MOST}, not {value}.")
+    def for_data(self, classifies: bool) -> "PlannedOptimization":
+        """The settings with a number in the place of the default rate."""
+        lr = self.lr
+        if lr is None:
+            lr = max(CLASSIFICATION_LR if classifies else REGRESSION_LR, self.lr_min)
+        return PlannedOptimization(**{**vars(self), "lr": lr})
 
     def _check_rates(self, first: str, last: str) -> None:
         start, end = getattr(self, first), getattr(self, last)
@@ -210,43 +223,117 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class PlannedOptimization(Optimization):
+    """Settings with a learning rate."""
+
+    lr: float = CLASSIFICATION_LR
+
+
+# The parts of ``Settings`` whose fields are options of the command line, by their own names.
+GROUPS: dict[str, type] = {
+    "laplace": Laplace,
+    "schedule": Schedule,
+    "optimization": Optimization,
+    "memory": Memory,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is trained and how, as the keywords of ``evigrad.fit`` of the same names."""
+
+    likelihood: str | Likelihood = "categorical"
+    estimator: str | None = DEFAULT_ESTIMATOR
+    prior: str | GaussianPrior = "layerwise"
+    precision: float | None = None
+    hyperparameters: Sequence[str] = ()
+    laplace: Laplace = field(default_factory=Laplace)
+    schedule: Schedule = field(default_factory=Schedule)
+    optimization: Optimization = field(default_factory=Optimization)
+    memory: Memory = field(default_factory=Memory)
+    anchoring: Anchoring | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse a seed out of range; ``Evidence`` checks what concerns the evidence alone.
+
+        Raises:
+            ConfigurationError: If it is.
+        """
+        if self.estimator == "map":  # one spelling from here on
+            object.__setattr__(self, "estimator", None)
+        check_integer("seed", self.seed, 0, most=None)
+
+    def for_data(self, num_data: int) -> "PlannedSettings":
+        """The settings with numbers in place of those that follow from likelihood and data.
+
+        Args:
+            num_data: N.
+
+        Returns:
+            Settings that keep what was given.
+
+        Raises:
+            ConfigurationError: If the given burn-in is longer than the training.
+        """
+        classifies = make_likelihood(self.likelihood).is_classification
+        precision = self.precision
+        if precision is None and not isinstance(self.prior, GaussianPrior):
+            kept = self.baseline is not None
+            precision = WEIGHT_DECAY * num_data if kept else LEARNED_PRECISION
+        planned: dict[str, Any] = {
+            "precision": precision,
+            "schedule": self.schedule.for_data(num_data, classifies),
+            "optimization": self.optimization.for_data(classifies),
+        }
+        return PlannedSettings(**{**vars(self), **planned})
+
+    @property
+    def baseline(self) -> str | None:
+        """The name of a run without an evidence estimator; None for one with it."""
+        return BASELINES.get(self.estimator or "map")
+
+    def as_record(self) -> dict[str, Any]:
+        """The settings as plain numbers and strings, for a configuration file."""
+        record = dict(vars(self))
+        for name in GROUPS:
+            record |= vars(record.pop(name))
+        if self.anchoring is not None:
+            record["anchoring"] = asdict(self.anchoring)
+        return {name: _plain(value) for name, value in record.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedSettings(Settings):
     """Settings for a known number of data: nothing of the schedule is None."""
 
-    epochs: int
-    lr: float
-    burn_in: int
-    every: int
+    schedule: PlannedSchedule = field(default_factory=PlannedSchedule)
+    optimization: PlannedOptimization = field(default_factory=PlannedOptimization)
 
 
-def plan_epochs(
-    num_data: int,
-    batch_size: int,
-    burn_in_share: float,
-    epochs: int | None,
-    burn_in: int | None,
-    every: int | None,
-) -> tuple[int, int, int]:
-    """Epochs in all, before the first round, and from one round to the next.
+def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of ``fit`` from options that are not grouped, as those of the command line.
 
     Args:
-        num_data: N.
-        batch_size: Data in a step of the weights.
-        burn_in_share: Share of the epochs before the first round.
-        epochs: None for as many as hold ``STEPS`` steps, but no fewer than ``FEWEST_EPOCHS``.
-        burn_in: None for ``burn_in_share`` of the epochs.
-        every: None for ``ROUNDS`` rounds of hyperparameter steps.
+        options: Fields of ``GROUPS`` by their own names, and other keywords, which are kept.
 
     Returns:
-        The three numbers, in this order.
+        The same with the groups' own objects.
     """
-    if epochs is None:
-        epochs = max(FEWEST_EPOCHS, -(-STEPS // -(-num_data // batch_size)))
-    if burn_in is None:
-        burn_in = max(1, int(burn_in_share * epochs))
-    if every is None:
-        every = max(1, (epochs - burn_in) // ROUNDS)
-    return epochs, burn_in, every
+    found = dict(options)
+    for name, kind in GROUPS.items():
+        own = {each.name: found.pop(each.name) for each in fields(kind) if each.name in found}
+        if own:
+            found[name] = replace(found[name], **own) if name in found else kind(**own)
+    return found
+
+
+def check_integer(name: str, value: object, least: int, most: int | None = _MOST) -> None:
+    """Raise ConfigurationError unless a setting is an integer between ``least`` and ``most``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{name} must be an integer of at least {least}, not {value}.")
+    if most is not None and value > most:
+        raise ConfigurationError(f"{name} must be at most {most}, not {value}.")
 
 
 def _plain(value: Any) -> Any:

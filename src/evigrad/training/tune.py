@@ -1,30 +1,32 @@
 """Learn the hyperparameters of a trained network, whose weights stay as they are."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from inspect import signature
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
+from evigrad.blocks.anchors import Anchoring
 from evigrad.engine.allocator import kept_memory
-from evigrad.errors import ConfigurationError, nearest
+from evigrad.engine.settings import Memory
+from evigrad.errors import ConfigurationError
 from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import Likelihood
 from evigrad.priors import GaussianPrior
-from evigrad.training.estimator_options import ANCHOR_OPTIONS, ESTIMATOR_OPTIONS
-from evigrad.training.fit import fit, prepare
+from evigrad.training.fit import prepare
 from evigrad.training.metrics import Row
 from evigrad.training.progress import summary
 from evigrad.training.run import evidence_columns
-from evigrad.training.settings import BASELINES, Settings
+from evigrad.training.settings import (
+    BASELINES,
+    Laplace,
+    Optimization,
+    Schedule,
+    Settings,
+    check_integer,
+)
 from evigrad.training.tracking import hyperparameter_values
-
-# Keywords of ``fit`` on the learning of hyperparameters, beside those of the estimator.
-_RATES = ("prior_lr", "prior_lr_min", "hyper_lr", "hyper_lr_min")
-_OPTIONS = (*ESTIMATOR_OPTIONS, *ANCHOR_OPTIONS, *_RATES, "prior_blocks", "hold_data")
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,12 @@ def tune(
     hyperparameters: Sequence[str] = (),
     rounds: int = 20,
     steps: int = 10,
-    prior_update: str | None = None,
+    prior_blocks: int | None = None,
+    laplace: Laplace | None = None,
+    optimization: Optimization | None = None,
+    memory: Memory | None = None,
+    anchoring: Anchoring | None = None,
     seed: int = 0,
-    device: str | torch.device | None = None,
-    **options: Any,
 ) -> TuneResult:
     """Learn prior, noise and hyperparameters of a trained model by the evidence, weights fixed.
 
@@ -77,12 +81,14 @@ def tune(
         hyperparameters: As for ``fit``.
         rounds: Rounds of steps. Each chooses new anchors and passes over the data again.
         steps: Steps of a round.
-        prior_update: As for ``fit``. Default: fixed_point, or adam for a prior with a hyperprior or
-            without anything to learn.
+        prior_blocks: As in ``Schedule``.
+        laplace: As for ``fit``.
+        optimization: Rates of the hyperparameters, and ``prior_update``; what it says of the
+            weights is not used. Default: the precisions by fixed_point; by adam for a prior with a
+            hyperprior or without anything to learn.
+        memory: As for ``fit``.
+        anchoring: As for ``fit``.
         seed: Seed of the blocks.
-        device: As for ``fit``.
-        **options: Other keywords of ``fit`` that concern estimator, anchors, rates of the
-            hyperparameters, ``prior_blocks`` and ``hold_data``.
 
     Returns:
         The evidence, and the history of the rounds.
@@ -92,44 +98,32 @@ def tune(
         InputError: If the data do not fit the model, the likelihood or the estimator.
         EvigradError: If an estimate fails.
     """
-    for name in options:
-        if name not in _OPTIONS:
-            raise ConfigurationError(
-                f"tune has no setting '{name}'.{nearest(name, _OPTIONS)} Those of the weights'"
-                " training are fit's."
-            )
-    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-        raise ConfigurationError(f"rounds must be an integer of at least 1, not {rounds}.")
+    check_integer("rounds", rounds, 1)
     if estimator is None or estimator in BASELINES:
         raise ConfigurationError(
             f"tune learns by the estimate of a named estimator, as ntk-N-C, not {estimator!r}."
         )
-    if prior_update is None:
+    if optimization is None:
         fixed = not isinstance(prior, GaussianPrior) or (prior.learnable and not prior.hyperprior)
-        prior_update = "fixed_point" if fixed else "adam"
-    known = {each.name for each in fields(Settings)}
-    given: dict[str, Any] = {
-        name: parameter.default
-        for name, parameter in signature(fit).parameters.items()
-        if name in known
-    }
-    given |= {
-        **options,
-        "likelihood": likelihood,
-        "estimator": estimator,
-        "prior": prior,
-        "precision": precision,
-        "hyperparameters": hyperparameters,
-        "steps": steps,
-        "prior_update": prior_update,
-        "seed": seed,
+        optimization = Optimization(prior_update="fixed_point" if fixed else "adam")
+    settings = Settings(
+        likelihood=likelihood,
+        estimator=estimator,
+        prior=prior,
+        precision=precision,
+        hyperparameters=hyperparameters,
+        laplace=laplace or Laplace(),
         # As many epochs as rounds: a round follows each, and the weights take no steps here.
-        "epochs": rounds,
-        "burn_in": 0,
-        "every": 1,
-    }
+        schedule=Schedule(
+            epochs=rounds, burn_in=0, every=1, steps=steps, prior_blocks=prior_blocks
+        ),
+        optimization=optimization,
+        memory=memory or Memory(),
+        anchoring=anchoring,
+        seed=seed,
+    )
     with kept_memory():
-        loop = prepare(model, data, Settings(**given), device=device).loop
+        loop = prepare(model, data, settings).loop
         history: list[Row] = []
         for number in range(1, rounds + 1):
             loop.data.epoch = number

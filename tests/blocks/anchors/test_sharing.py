@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evigrad import Evidence
+from evigrad import Evidence, Memory
 from evigrad.blocks.anchors import AnchoredStream, Anchoring
 from evigrad.engine import two_passes
 from evigrad.errors import MemoryBudgetError
@@ -53,7 +53,7 @@ def test_anchors_are_shared_where_that_is_less_work(monkeypatch: pytest.MonkeyPa
     assert draws_at_once(quarter, x, 10) == 5
     assert draws_at_once(evidence(), x, 10) == 10
     assert draws_at_once(evidence(anchoring=Anchoring(share=0.5)), x, 10) == 1
-    assert not evidence(memory_budget=1000, micro_batch="auto").shares_anchors(x, 10)
+    assert not evidence(memory=Memory(memory_budget=1000, micro_batch="auto")).shares_anchors(x, 10)
     monkeypatch.setattr("evigrad.curvature.ntk.GRAM_CACHE_BYTES", 4 * 95**2 * 4 - 1)
     assert not evidence().shares_anchors(x, 10)  # four Grams of 45 + 10 x 5 rows
     assert evidence().shares_anchors(x, 9)
