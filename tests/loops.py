@@ -11,7 +11,7 @@ from evigrad.training.settings import grouped
 
 def settings_of(**changes: Any) -> Settings:
     """The settings of ``fit`` with these keywords, without their groups."""
-    return Settings(**grouped(changes))
+    return Settings(**grouped({n: value for n, value in changes.items() if n != "progress"}))
 
 
 def loop_of(model: nn.Module, data: tuple[Tensor, Tensor], **changes: Any) -> Loop:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evigrad import Evidence, EvigradError, Memory, Optimization, fit
+from evigrad import Evidence, EvigradError, Memory, fit
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
 
@@ -19,7 +19,6 @@ X, Y = torch.linspace(-1, 1, 2 * N).reshape(N, 2), torch.arange(N) % 3
 
 WRONGLY: Any = fit
 WRONG_MEMORY: Any = Memory
-WRONG_OPTIMIZATION: Any = Optimization
 
 
 def build(estimator: Any = "ntk-4-1", **kwargs: Any) -> Any:
@@ -63,8 +62,6 @@ CALLS: dict[str, Callable[[], Any]] = {
     "generator in words": lambda: build(generator="x"),
     "gram_dtype of integers": lambda: build(memory=Memory(gram_dtype=torch.int64)),
     "micro_batch in words": lambda: build(memory=WRONG_MEMORY(micro_batch="all")),
-    "an optimizer that is misspelt": lambda: WRONG_OPTIMIZATION(optimizer="sdg"),
-    "an update that is misspelt": lambda: WRONG_OPTIMIZATION(prior_update="fixedpoint"),
     "memory a number": lambda: build(memory=3),
     "an empty state": lambda: build().load_state_dict({}),
     "fit with gram_dtype of integers": lambda: WRONGLY(

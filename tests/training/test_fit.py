@@ -322,7 +322,6 @@ def test_divergence_says_where_the_metrics_are(blobs, make_net, tmp_path):
         ({"micro_batch": "all"}, ConfigurationError, "micro_batch"),
         ({"prior_update": "newton"}, ConfigurationError, "adam, fixed_point"),
         ({"lr": 0.0}, ConfigurationError, "lr"),
-        ({"device": "gpu"}, ConfigurationError, "'gpu' cannot be used"),
         ({"likelihood": "gaussian"}, InputError, "argets"),
     ],
 )

@@ -234,6 +234,8 @@ def test_an_estimate_that_fails_names_the_epoch(blobs, make_net):
         ({"lr": -1.0}, "lr must be a positive number"),
         ({"lr": float("nan")}, "lr must be a positive number"),
         ({"lr_min": 0.5}, "lr_min must lie between 0 and lr"),
+        ({"optimizer": "sdg"}, "Did you mean 'sgd'"),
+        ({"prior_update": "fixedpoint"}, "Did you mean 'fixed_point'"),
         ({"burn_in": 11}, "no hyperparameter would ever be learned"),
         ({"every": 0}, "every must be an integer of at least 1"),
         ({"steps": 0}, "steps must be"),

@@ -111,12 +111,6 @@ class Schedule:
             value = getattr(self, each.name)
             if value is not None or each.default is not None:
                 check_integer(each.name, value, 0 if each.name in from_zero else 1)
-        if self.epochs is not None and self.burn_in is not None and self.burn_in > self.epochs:
-            raise ConfigurationError(
-                f"burn_in is {self.burn_in}, but training ends after {self.epochs} epochs: no"
-                " hyperparameter would ever be learned. Lower burn_in or raise epochs."
-                " (Plain MAP training is estimator=None, on the command line --estimator map.)"
-            )
 
     def for_data(self, num_data: int, classifies: bool) -> "PlannedSchedule":
         """The schedule with numbers in the place of defaults."""
@@ -255,14 +249,21 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse a seed out of range; ``Evidence`` checks what concerns the evidence alone.
+        """Refuse what does not fit; ``Evidence`` checks what concerns the evidence alone.
 
         Raises:
-            ConfigurationError: If it is.
+            ConfigurationError: If the seed is out of range, or training ends before the burn-in.
         """
         if self.estimator == "map":  # one spelling from here on
             object.__setattr__(self, "estimator", None)
         check_integer("seed", self.seed, 0, most=None)
+        epochs, burn_in = self.schedule.epochs, self.schedule.burn_in
+        if self.baseline is None and (burn_in or 0) > (epochs or math.inf):
+            raise ConfigurationError(
+                f"burn_in is {burn_in}, but training ends after {epochs} epochs: no"
+                " hyperparameter would ever be learned. Lower burn_in or raise epochs."
+                " (Plain MAP training is estimator=None, on the command line --estimator map.)"
+            )
 
     def for_data(self, num_data: int) -> "PlannedSettings":
         """The settings with numbers in place of those that follow from likelihood and data.
