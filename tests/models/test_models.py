@@ -130,7 +130,6 @@ def test_without_a_seed_the_global_state_is_used() -> None:
         ("digitsnet", (64,), 10, {}, "at least 4x4"),
         ("lenet", (1, 24, 28), 10, {}, "at least 28x28"),
         ("resnet50", (3, 7, 8), 10, {}, "at least 8x8"),
-        ("resnet18", (3, 8, 8), 10, {"shortcut": "cnv"}, "Did you mean 'conv'"),
         ("resnet18", (3, 8, 8), 10, {"width": 0}, "width=0"),
         ("wide_resnet", (3, 8, 8), 10, {"depth": 18}, "10, 16, 22"),
         ("wide_resnet", (3, 8, 8), 10, {"depth": 4}, "10, 16, 22"),

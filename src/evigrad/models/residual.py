@@ -14,10 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evigrad.errors import ConfigurationError, nearest
+from evigrad.errors import ConfigurationError
 from evigrad.models.feedforward import image_shape
-
-SHORTCUTS = ("pad", "conv")
 
 
 class Bias(nn.Module):
@@ -79,15 +77,16 @@ class Block(nn.Module):
         inputs: Channels of the input.
         width: Channels inside.
         stride: Stride of the first 3x3 convolution and of the shortcut.
-        shortcut: Where the shape changes: ``"pad"`` drops pixels and adds channels of zeros,
-            ``"conv"`` is a 1x1 convolution.
     """
 
     expansion = 1  # output channels / width
     kernels: Sequence[int] = (3, 3)
     activates_input = False  # whether the block activates its input instead of its output
+    # Where the shape changes: a 1x1 convolution, or every stride-th pixel and channels of zeros, as
+    # in Fixup's networks for CIFAR.
+    shortcut_has_weights = False
 
-    def __init__(self, inputs: int, width: int, stride: int, shortcut: str = "conv") -> None:
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
         outputs = width * self.expansion
         channels = [inputs] + [width] * (len(self.kernels) - 1) + [outputs]
@@ -103,7 +102,7 @@ class Block(nn.Module):
         self.branch = nn.Sequential(layers)
         self.shortcut: nn.Module | None = None
         if stride != 1 or inputs != outputs:
-            if shortcut == "conv":
+            if self.shortcut_has_weights:
                 self.shortcut = _convolution(inputs, outputs, 1, stride)
             else:
                 self.shortcut = Subsample(inputs, outputs, stride)
@@ -130,16 +129,22 @@ class Block(nn.Module):
 
 
 class Bottleneck(Block):
-    """A block whose 3x3 convolution works on a quarter of the channels."""
+    """A block whose 3x3 convolution works on a quarter of the channels.
+
+    Shortcuts have weights, as in Fixup's networks for ImageNet: only these give the 23.9 million
+    parameters of ResNet-50 that the paper names.
+    """
 
     expansion = 4
     kernels = (1, 3, 1)
+    shortcut_has_weights = True
 
 
 class WideBlock(Block):
     """The block of wide residual networks: activations before each convolution, none at the end."""
 
     activates_input = True
+    shortcut_has_weights = True
 
 
 class ResNet(nn.Module):
@@ -155,7 +160,9 @@ class ResNet(nn.Module):
         num_outputs: Number of outputs C.
         stem: Channels of the first layer.
         width: Channels inside the blocks of the first stage.
-        shortcut: See `Block`.
+
+    Raises:
+        ConfigurationError: If the width is below 1.
     """
 
     def __init__(
@@ -166,9 +173,10 @@ class ResNet(nn.Module):
         num_outputs: int,
         stem: int,
         width: int,
-        shortcut: str,
     ) -> None:
         super().__init__()
+        if width < 1:
+            raise ConfigurationError(f"width={width}: must be 1 or more")
         self.conv1 = _convolution(in_channels, stem, 3)
         self.bias1 = Bias()
         channels, stages = stem, []
@@ -176,7 +184,7 @@ class ResNet(nn.Module):
             blocks: list[Block] = []
             for place in range(count):
                 inside, stride = width * 2**stage, 2 if stage and place == 0 else 1
-                blocks.append(block(channels, inside, stride, shortcut))
+                blocks.append(block(channels, inside, stride))
                 channels = inside * block.expansion
             stages.append(nn.Sequential(*blocks))
         self.stages = nn.Sequential(*stages)
@@ -198,65 +206,34 @@ class ResNet(nn.Module):
         return self.output(self.bias2(x.mean((2, 3))))
 
 
-def resnet18(
-    input_shape: Sequence[int], num_outputs: int, width: int = 16, shortcut: str = "pad"
-) -> ResNet:
+def resnet18(input_shape: Sequence[int], num_outputs: int, width: int = 16) -> ResNet:
     """The Fixup ResNet-18 of the paper's CIFAR-10 subsets (Figure 7), 8 blocks of 2 convolutions.
 
-    With 16 initial channels 688,356 parameters on (3, 32, 32) and 10 classes. Shortcuts without
-    parameters are those of Fixup's networks for CIFAR.
+    With 16 initial channels 688,356 parameters on (3, 32, 32) and 10 classes.
 
     Args:
         input_shape: (channels, height, width), height and width at least 8.
         num_outputs: Number of outputs C.
         width: Channels of the first layer.
-        shortcut: ``"pad"`` or ``"conv"``, see `Block`.
 
     Returns:
         A module (m, *input_shape) -> (m, C).
     """
-    return _resnet("resnet18", Block, (2, 2, 2, 2), input_shape, num_outputs, width, shortcut)
+    channels, _, _ = image_shape("resnet18", input_shape, smallest=8)
+    return ResNet(Block, (2, 2, 2, 2), channels, num_outputs, width, width)
 
 
-def resnet50(
-    input_shape: Sequence[int], num_outputs: int, width: int = 16, shortcut: str = "conv"
-) -> ResNet:
+def resnet50(input_shape: Sequence[int], num_outputs: int, width: int = 16) -> ResNet:
     """The Fixup ResNet-50 of the paper's TinyImageNet (Table 2), 16 bottlenecks.
 
     On 200 classes 1,568,490 parameters with 16 initial channels and 23,857,146 with 64, whatever
-    the size of the images. Shortcuts with parameters are those of Fixup's networks for ImageNet;
-    only these give the 23.9 million parameters that the paper names.
-
-    Args:
-        input_shape: (channels, height, width), height and width at least 8.
-        num_outputs: Number of outputs C.
-        width: Channels of the first layer.
-        shortcut: ``"pad"`` or ``"conv"``, see `Block`.
+    the size of the images. Arguments and result are those of `resnet18`.
 
     Returns:
         A module (m, *input_shape) -> (m, C).
     """
-    return _resnet("resnet50", Bottleneck, (3, 4, 6, 3), input_shape, num_outputs, width, shortcut)
-
-
-def _resnet(
-    name: str,
-    block: type[Block],
-    counts: Sequence[int],
-    input_shape: Sequence[int],
-    num_outputs: int,
-    width: int,
-    shortcut: str,
-) -> ResNet:
-    channels, _, _ = image_shape(name, input_shape, smallest=8)
-    if shortcut not in SHORTCUTS:
-        raise ConfigurationError(
-            f"Unknown shortcut '{shortcut}'.{nearest(shortcut, SHORTCUTS)} "
-            f"Choose one of {', '.join(SHORTCUTS)}"
-        )
-    if width < 1:
-        raise ConfigurationError(f"width={width}: must be 1 or more")
-    return ResNet(block, counts, channels, num_outputs, width, width, shortcut)
+    channels, _, _ = image_shape("resnet50", input_shape, smallest=8)
+    return ResNet(Bottleneck, (3, 4, 6, 3), channels, num_outputs, width, width)
 
 
 def wide_resnet(
@@ -285,7 +262,7 @@ def wide_resnet(
     if widen_factor < 1:
         raise ConfigurationError(f"widen_factor={widen_factor}: must be 1 or more")
     counts = [(depth - 4) // 6] * 3
-    return ResNet(WideBlock, counts, channels, num_outputs, 16, 16 * widen_factor, "conv")
+    return ResNet(WideBlock, counts, channels, num_outputs, 16, 16 * widen_factor)
 
 
 def wrn16_4(input_shape: Sequence[int], num_outputs: int) -> ResNet:
