@@ -168,14 +168,7 @@ class Scaling:
 
     @classmethod
     def of(cls, values: Float[Tensor, "n ..."]) -> "Scaling":
-        """The scaling that gives these values mean 0 and deviation 1.
-
-        Args:
-            values: The training data, one in each row.
-
-        Returns:
-            Their statistics, computed in float64.
-        """
+        """The scaling, computed in float64, that gives training data mean 0 and deviation 1."""
         exact = values.double()
         std = exact.std(dim=0, correction=0)
         # Compared exactly: rounding gives a constant column a tiny deviation that is not zero.
@@ -183,25 +176,11 @@ class Scaling:
         return cls(exact.mean(dim=0).to(values), std.to(values))
 
     def __call__(self, values: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
-        """Standardise values.
-
-        Args:
-            values: Any data, one in each row.
-
-        Returns:
-            The standardised values, of the same shape.
-        """
+        """Standardise values, one datum in each row; the shape stays."""
         return (values - self.mean.to(values)) / self.std.to(values)
 
     def undo(self, values: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
-        """Bring standardised values back into their own units.
-
-        Args:
-            values: In units of the deviation, as a network's outputs.
-
-        Returns:
-            The values in their units, of the same shape.
-        """
+        """Bring standardised values, as a network's outputs, back into their own units."""
         return values * self.std.to(values) + self.mean.to(values)
 
 

@@ -38,7 +38,7 @@ def load_table(
     target: str | None = None,
     likelihood: str | None = None,
 ) -> DataSet:
-    """Read a table.
+    """Read a Parquet, CSV or TSV file; the other arguments are those of `evigrad.data.load`.
 
     The schema metadata of a Parquet file may name the columns: ``features`` (comma-separated) and
     ``target``. Else ``target`` names that column, and all others are features: numbers as they
@@ -46,20 +46,8 @@ def load_table(
     are left out, with a warning. Boolean columns ``test_00``, ``test_01``, ... are splits: true
     rows are that split's test set. Without any, a fifth of the rows drawn by the split's number,
     stratified by class, is the test set. Features and real targets are standardised with the mean
-    and deviation of the split's (drawn) train rows.
-
-    Texts, yes/no, and at most 20 different whole numbers are classes, unless metadata name the
-    target; all else is a real target.
-
-    Args:
-        name: Name of the data set.
-        file: The Parquet, CSV or TSV file.
-        subset: Number of train data to draw; None takes all.
-        seed: Seed of that draw.
-        split: Index of the split; None takes ``seed``, modulo the number of splits.
-        target: The target's column; None takes the one that the metadata name.
-        likelihood: ``categorical`` takes the target for classes and ``gaussian`` for a real number,
-            whatever the rule says.
+    and deviation of the split's (drawn) train rows. Whole numbers are classes only where metadata
+    do not name the target.
 
     Returns:
         The data set, float32, inputs (F,), and one target or labels.
@@ -121,7 +109,8 @@ def _read(name: str, file: Path) -> Any:
     with reading(file, "a table"):
         with file.open("rb") as lines:
             header = lines.readline()
-    if not _is_utf8(header):
+    # Bytes that are no UTF-8 become one mark; zero bytes are a sign of UTF-16.
+    if {"\0", "\N{REPLACEMENT CHARACTER}"} & {*header.decode(errors="replace")}:
         raise InputError(f"{file}: its first line is not UTF-8: save the file as UTF-8")
     with reading(file, "a table"):
         delimiter = max(",;\t", key=lambda mark: header.count(mark.encode()))
@@ -137,14 +126,6 @@ def _read(name: str, file: Path) -> Any:
                 " UTF-8"
             )
     return table
-
-
-def _is_utf8(line: bytes) -> bool:
-    """Whether the bytes of a line are UTF-8: zero bytes are a sign of UTF-16."""
-    try:
-        return "\0" not in line.decode()
-    except UnicodeDecodeError:
-        return False
 
 
 def _roles(
