@@ -18,7 +18,6 @@ from curvature.fakes import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evigrad import Memory
 from evigrad.curvature import BlockDiagonal, BlockKernel, Diagonal, Full, Ntk, make_structure
 from evigrad.errors import ConfigurationError
 
@@ -318,7 +317,7 @@ def test_float32_rows_with_a_float64_gram(name):
     vectors, scale = random(M, K, C, seed=20).float(), random(M, K, seed=21).exp().float()
     root = Root(vectors, scale)
     precisions = {n: p.detach().float().requires_grad_() for n, p in precisions_of("mixed").items()}
-    structure = build(name, weights_of(single), "mixed", memory=Memory(gram_dtype=torch.float64))
+    structure = build(name, weights_of(single), "mixed", gram_dtype=torch.float64)
     value = structure.log_det(accumulated(structure, single, root, (3,)), precisions)
     assert value.dtype == torch.float64
     # The rows are rounded (einsum in float32), their products are not.

@@ -7,7 +7,6 @@ import torch
 from curvature.fakes import Fake, Plan, Root, accumulated, dense_log_det, random, weights_of
 from torch import Tensor, nn
 
-from evigrad import Memory
 from evigrad.curvature import BlockDiagonal, Kfac, make_structure
 from evigrad.errors import ConfigurationError
 from evigrad.jacobians.linearization import linearize
@@ -379,7 +378,7 @@ def test_float32_factors_summed_in_float64():
     )
     root = Root(random(M, K, C, seed=20).float(), random(M, K, seed=21).exp().float())
     precisions = {n: p.detach() for n, p in precisions_of(fake).items()}
-    structure = build(single, memory=Memory(gram_dtype=torch.float64))
+    structure = build(single, gram_dtype=torch.float64)
     value = structure.log_det(accumulated(structure, single, root), precisions)
     assert value.dtype == torch.float64
     exact = Root(root.vectors.double(), random(M, K, seed=21).exp())

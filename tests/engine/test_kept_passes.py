@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evigrad import Evidence
+from evigrad import Evidence, Memory
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
@@ -53,7 +53,7 @@ def values_and_gradients(evidence: Evidence, passes: Passes) -> tuple[list[float
 
 def assert_follows(estimator: str, likelihood: Likelihood, **settings: Any) -> None:
     """Steps of Adam on a kept pass, each compared with the block itself."""
-    settings.setdefault("micro_batch", 4)
+    settings.setdefault("memory", Memory(micro_batch=4))
     evidence = make(estimator, likelihood, **settings)
     block = next(iter(evidence.blocks(data())))
     passes = evidence.collect(block)

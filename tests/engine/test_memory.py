@@ -2,7 +2,6 @@ import pytest
 import torch
 from curvature.fakes import Plan, Root, make_fake, random, weights_of
 
-from evigrad import Memory
 from evigrad.curvature import (
     STRUCTURES,
     BlockDiagonal,
@@ -49,7 +48,7 @@ def test_predictions_by_hand():
     kronecker = 3 * (300**2 + 200**2) + 3 * 60_000
     assert made["kfac"].predicted_bytes(10) == 4 * (kronecker + 5 * 300**2)
     assert made["kfac"].predicted_bytes(10) == made["kfac"].predicted_bytes(10_000)
-    double = structures(weights, memory=Memory(gram_dtype=torch.float64))
+    double = structures(weights, gram_dtype=torch.float64)
     assert double["full"].predicted_bytes(10) == 2 * made["full"].predicted_bytes(10)
 
 
