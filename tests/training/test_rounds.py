@@ -186,12 +186,12 @@ def test_what_fits_makes_no_difference_to_what_is_drawn(make_net, regression, mo
             return collect(block, **keywords)
 
         monkeypatch.setattr(loop.evidence, "collect", limited)
-        learned = [estimate for epoch in (2, 4, 6, 8) for estimate in loop.learn(epoch).estimates]
-        assert tried[:5] == {6: [6, 6, 6, 6], 2: [6, 3, 2, 2, 2], 1: [6, 3, 2, 1, 1]}[most][:5]
+        learned = [estimate for epoch in (2, 4) for estimate in loop.learn(epoch).estimates]
+        assert tried[:5] == {6: [6, 6], 2: [6, 3, 2, 2, 2], 1: [6, 3, 2, 1, 1]}[most][:5]
         draws = [draw.weight for block in made for draw in block.draws]
         found[most] = draws, [e.log_evidence for e in learned], loop.evidence.generator.get_state()
     draws, values, state = found[6]
-    assert len(values) == 24
+    assert len(values) == 12
     for most in (2, 1):
         assert found[most][0] == pytest.approx(draws, rel=1e-4)
         assert found[most][1] == pytest.approx(values, rel=1e-4)
@@ -365,7 +365,7 @@ def test_the_fixed_point_finds_what_adam_finds(make_net, blobs, start):
     """All data in one block, trained for long: both end at the same precisions."""
     found = {}
     for update in ("adam", "fixed_point"):
-        settings = small(estimator="ntk-N-C", epochs=35, burn_in=5, every=1, lr_min=1e-4)
+        settings = small(estimator="ntk-N-C", epochs=35, burn_in=5, every=2, lr_min=1e-4)
         settings |= {"prior_update": update, "precision": start, "steps": 6, "prior_lr": 0.3}
         result = fit(make_net(), blobs[0], **grouped(settings))
         found[update] = result.evidence.prior.log_precision
