@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -20,6 +20,8 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {
     "gaussian": Gaussian,
     "bernoulli": Bernoulli,
 }
+# An example builds networks and plans their passes: half as many as elsewhere.
+few = settings(max_examples=12)
 # Rounding of a float64 log-determinant of a few dozen rows.
 SLACK = 1e-8
 
@@ -100,6 +102,7 @@ def total(
     return sum(evidence.estimate(block_of(pairs, x, y)).log_det for pairs in partition.values())
 
 
+@few
 @given(problem=problems, data=st.data())
 def test_theorem_1_any_partition_of_the_parameters(problem: Problem, data: st.DataObject) -> None:
     """Block-diagonal curvature bounds the full one; a refinement has more slack."""
@@ -121,6 +124,7 @@ def test_theorem_1_any_partition_of_the_parameters(problem: Problem, data: st.Da
         assert fine >= coarse - SLACK * max(1, abs(coarse))
 
 
+@few
 @given(problem=problems, root=bounding_roots, data=st.data())
 def test_theorem_2_any_partition_of_the_rows_and_its_refinements(
     problem: Problem, root: str, data: st.DataObject
@@ -141,6 +145,7 @@ def test_theorem_2_any_partition_of_the_rows_and_its_refinements(
 
 
 @pytest.mark.usefixtures("by_h")
+@few
 @given(problem=problems, root=st.sampled_from(["subblock", "fisher", "eigen"]), data=st.data())
 def test_theorem_2_any_partition_of_the_data(
     problem: Problem, root: str, data: st.DataObject
@@ -160,6 +165,7 @@ def test_theorem_2_any_partition_of_the_data(
     assert summed == pytest.approx(total(reference, partition, x, y), rel=1e-6, abs=1e-8)
 
 
+@few
 @given(problem=problems, root=bounding_roots, data=st.data())
 def test_doubly_bound(problem: Problem, root: str, data: st.DataObject) -> None:
     """Corollary: partitions of rows and of parameters together (and in between)."""
@@ -179,6 +185,7 @@ def test_doubly_bound(problem: Problem, root: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.usefixtures("by_h")
+@few
 @given(problem=problems)
 def test_theorem_3_kernel_and_parametric_forms(problem: Problem) -> None:
     ntk, x, y = problem.build("ntk-N-C")
@@ -200,6 +207,7 @@ class TwoLogits(nn.Module):
         return torch.cat([z, -z], dim=1)
 
 
+@few
 @given(weight=st.floats(-2, 2), precision=st.floats(0.05, 50.0))
 def test_output_wise_subblocks_are_not_a_bound(weight: float, precision: float) -> None:
     """exact log(1 + 4sa); sub-blocks 2 log(1 + sa), smaller whenever sa < 2; Fisher rows bound."""
