@@ -54,21 +54,19 @@ def test_gradient_by_finite_differences(
     model = Averaged(network, transform, 3).double()
     subset = slice(None) if "N" in estimator else slice(4)
 
-    def evidence() -> Evidence:
-        # Anew for each evaluation: the same generator draws the same noise and outputs.
-        return Evidence(
-            model,
-            likelihood.double(),
-            GaussianPrior(precision=2.0).double(),
-            estimator=estimator,
-            num_data=NUM_DATA,
-            hyperparameters=["invariance"],
-            generator=3,
-        )
-
+    evidence = Evidence(
+        model,
+        likelihood.double(),
+        GaussianPrior(precision=2.0).double(),
+        estimator=estimator,
+        num_data=NUM_DATA,
+        hyperparameters=["invariance"],
+        generator=3,
+    )
+    drawn = evidence.generator.get_state()
     state = torch.get_rng_state()
     model.zero_grad()
-    evidence().backward(x[subset], y[subset])
+    evidence.backward(x[subset], y[subset])
     assert all(weight.grad is None for weight in network.parameters())
     for name, parameter in transform.named_parameters():
         assert parameter.grad is not None
@@ -77,7 +75,8 @@ def test_gradient_by_finite_differences(
             for step in (1e-5, -1e-5):
                 with torch.no_grad():
                     parameter.view(-1)[index] += step
-                values.append(evidence().estimate(x[subset], y[subset]).log_evidence)
+                evidence.generator.set_state(drawn)  # the same noise and outputs
+                values.append(evidence.estimate(x[subset], y[subset]).log_evidence)
                 with torch.no_grad():
                     parameter.view(-1)[index] -= step
             numeric = -(values[0] - values[1]) / 2e-5 / NUM_DATA
