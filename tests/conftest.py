@@ -24,16 +24,16 @@ def _checked_in_part(*, typechecker: Any) -> Callable[[Any], Any]:
     def decorate(function: Any) -> Any:
         if getattr(function, "__module__", "").endswith(".settings"):
             return function  # settings have checks of their own, with words for users
-        checked = _jaxtyped(typechecker=typechecker)(function)
+        check = functools.cache(_jaxtyped(typechecker=typechecker))  # takes long: when called
         if not inspect.isfunction(function):  # a class, or a property
-            return checked
+            return check(function)
         numbers = itertools.count()
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             number = next(numbers)
             is_due = number < _FIRST or number % _ONE_IN == 0
-            return (checked if is_due else function)(*args, **kwargs)
+            return (check(function) if is_due else function)(*args, **kwargs)
 
         return call
 
