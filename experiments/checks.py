@@ -7,8 +7,7 @@ from typing import Any
 from torch import nn
 
 from evigrad.blocks.partitions import Partition
-from evigrad.cli.invariance import read_invariance
-from evigrad.cli.setup import choose_device, default_model, sizes_of
+from evigrad.cli.setup import choose_device, default_model, read_invariance, sizes_of
 from evigrad.cli.trainings import Place
 from evigrad.data import available, load
 from evigrad.errors import ConfigurationError, EvigradError

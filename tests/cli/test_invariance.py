@@ -13,8 +13,7 @@ pytest.importorskip("sklearn")
 import yaml
 
 from evigrad.cli import main
-from evigrad.cli.invariance import read_invariance
-from evigrad.cli.setup import set_up
+from evigrad.cli.setup import read_invariance, set_up
 from evigrad.errors import ConfigurationError
 from evigrad.invariances import GENERATORS, Averaged
 from evigrad.training import read_metrics
@@ -145,7 +144,7 @@ def test_fixed_ranges_and_baselines(capsys, tmp_path, estimator):
 
 
 def test_the_doctor_examines_invariances(capsys, monkeypatch):
-    monkeypatch.setattr("evigrad.training.timing.SECONDS", 0.01)
+    monkeypatch.setattr("evigrad.training.evaluation.SECONDS", 0.01)
     arguments = "doctor --data digits --subset 40 --model digitsnet --samples 2 --device cpu"
     extra = "--estimator ntk-20-1 --invariance rotation"
     run(*arguments.split(), *extra.split())

@@ -10,7 +10,7 @@ from evigrad.errors import ConfigurationError
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
-from evigrad.training import along, evidence_along, make_grid, time_steps
+from evigrad.training import evidence_along, make_grid, time_steps
 
 
 @pytest.fixture
@@ -39,14 +39,14 @@ def evidence():
 def test_a_curve_is_the_mean_over_a_partition_at_each_point(evidence, images):
     found = evidence_along(evidence, images, "diag-4-C", "rotation", [0.0, 2.0])
     assert found["blocks"] == 3 and all(sem > 0 for sem in found["sem"])
-    along.set_hyperparameter(evidence, "rotation", 0.0)  # where nothing is drawn
+    evaluation.set_hyperparameter(evidence, "rotation", 0.0)  # where nothing is drawn
     one = evidence.with_estimator("diag-4-C", generator=0)
     values = [one.estimate(block).per_datum for block in one.blocks(images).epoch()]
     assert found["mean"][0] == pytest.approx(sum(values) / 3, rel=1e-5)
 
 
 def test_a_curve_along_the_precision_has_one_for_all_weights(evidence, images):
-    along.set_hyperparameter(evidence, "rotation", 0.0)
+    evaluation.set_hyperparameter(evidence, "rotation", 0.0)
     found = evidence_along(evidence, images, "ntk-N-C", "precision", [0.5, 2.0])
     for value, mean in zip([0.5, 2.0], found["mean"], strict=True):
         prior = GaussianPrior("scalar", precision=value)
@@ -69,8 +69,8 @@ def test_an_interrupted_curve_goes_on_to_the_same_numbers(evidence, images, monk
     partial = tmp_path / "partial.json"
     arguments = (evidence, images, "ntk-2-1", "rotation", [0.0, 1.0])
     whole = evidence_along(*arguments)
-    monkeypatch.setattr(along, "_SAVE_EVERY", 0.0)
-    count, real = 0, along.set_hyperparameter
+    monkeypatch.setattr(evaluation, "_SAVE_EVERY", 0.0)
+    count, real = 0, evaluation.set_hyperparameter
 
     def stop(*given):
         nonlocal count
@@ -79,17 +79,17 @@ def test_an_interrupted_curve_goes_on_to_the_same_numbers(evidence, images, monk
             raise KeyboardInterrupt
         real(*given)
 
-    monkeypatch.setattr(along, "set_hyperparameter", stop)
+    monkeypatch.setattr(evaluation, "set_hyperparameter", stop)
     with pytest.raises(KeyboardInterrupt):
         evidence_along(*arguments, partial=partial)
     assert len(json.loads(partial.read_text())) == 3
-    monkeypatch.setattr(along, "set_hyperparameter", real)
+    monkeypatch.setattr(evaluation, "set_hyperparameter", real)
     assert evidence_along(*arguments, partial=partial) == whole
     assert not partial.exists()
 
 
 def test_times_are_positive(evidence, images, monkeypatch):
-    monkeypatch.setattr("evigrad.training.timing.SECONDS", 0.0)
+    monkeypatch.setattr("evigrad.training.evaluation.SECONDS", 0.0)
     found = time_steps(evidence, images, batch_size=4, steps=2)
     # An estimate has its part of the draw that its round begins with.
     assert found.estimate > found.draw / 2 > 0 and found.step > 0

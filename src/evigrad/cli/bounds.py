@@ -30,7 +30,7 @@ from evigrad.engine.estimate import standard_error
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimators import EstimatorSpec
 from evigrad.invariances import GENERATORS
-from evigrad.training.along import PRECISION, evidence_along, make_grid
+from evigrad.training.evaluation import PRECISION, evidence_along, make_grid
 
 _DESCRIPTION = """\
 Train a network once, with --estimator, and evaluate bounds on its log evidence along one

@@ -18,8 +18,8 @@ from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import make_likelihood
 from evigrad.priors import GaussianPrior
+from evigrad.training.evaluation import median_seconds
 from evigrad.training.settings import BASELINES, LEARNED_PRECISION, Schedule, grouped
-from evigrad.training.timing import median_seconds
 
 _DESCRIPTION = """\
 Show what each parameter of a network gets from an estimator, how much memory the estimator

@@ -30,7 +30,7 @@ from evigrad.engine.estimate import standard_error
 from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from evigrad.training import evaluate_evidence
-from evigrad.training.timing import time_steps
+from evigrad.training.evaluation import time_steps
 
 _DESCRIPTION = """\
 Train with each of some estimators, and show the log evidence at the end by the estimator itself
@@ -109,7 +109,7 @@ def timed(config: dict[str, Any], place: Place) -> dict[str, Any]:
         place: Where.
 
     Returns:
-        The fields of ``evigrad.training.timing.StepTimes``.
+        The fields of ``evigrad.training.evaluation.StepTimes``.
     """
     folder = run_folder(config, place)
 

@@ -1,11 +1,15 @@
 """Training: the interleaved scheme of weights and hyperparameters, and what it records."""
 
-from evigrad.training.along import PRECISION, evidence_along, make_grid
-from evigrad.training.compare import (
+from evigrad.training.evaluation import (
+    PRECISION,
     EvidenceValue,
+    StepTimes,
     describe_estimator,
     evaluate_evidence,
+    evidence_along,
+    make_grid,
     tight_estimator,
+    time_steps,
 )
 from evigrad.training.fit import fit, learns_noise, prepare
 from evigrad.training.load import LoadedRun, load
@@ -13,7 +17,6 @@ from evigrad.training.metrics import evaluate, read_metrics
 from evigrad.training.run import FitResult, Run
 from evigrad.training.run_directory import RunDirectory
 from evigrad.training.settings import Settings
-from evigrad.training.timing import StepTimes, time_steps
 from evigrad.training.tune import TuneResult, tune
 
 __all__ = [

@@ -32,12 +32,11 @@ from evigrad.training.checkpoint import (
 )
 from evigrad.training.data import RunData
 from evigrad.training.loop import Loop, Round
-from evigrad.training.metrics import Row, evaluate, probe_outputs
+from evigrad.training.metrics import Row, evaluate, hyperparameter_values, probe_outputs
 from evigrad.training.progress import make_progress
 from evigrad.training.randomness import derived_seed, stream
 from evigrad.training.run_directory import RunDirectory, RunRecord
 from evigrad.training.schedules import is_evaluated
-from evigrad.training.tracking import hyperparameter_values
 
 Callback = Callable[[Row], None]
 

@@ -15,7 +15,7 @@ from evigrad.evidence import Evidence
 from evigrad.likelihoods import Likelihood
 from evigrad.priors import GaussianPrior
 from evigrad.training.fit import prepare
-from evigrad.training.metrics import Row
+from evigrad.training.metrics import Row, hyperparameter_values
 from evigrad.training.progress import summary
 from evigrad.training.run import evidence_columns
 from evigrad.training.settings import (
@@ -26,7 +26,6 @@ from evigrad.training.settings import (
     Settings,
     check_integer,
 )
-from evigrad.training.tracking import hyperparameter_values
 
 
 @dataclass(frozen=True)
