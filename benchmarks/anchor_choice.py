@@ -33,8 +33,8 @@ from torch.func import functional_call, jacrev
 
 import evigrad
 from evigrad import Evidence
-from evigrad.blocks.anchors import Anchoring, book
-from evigrad.blocks.anchors.greedy import pivots
+from evigrad.blocks.anchors import Anchoring, selection
+from evigrad.blocks.anchors.choice import pivots
 from evigrad.data import DataSet, load
 from evigrad.models import make_model
 from evigrad.training.settings import grouped
@@ -117,7 +117,7 @@ def chosen_by(kernel: Tensor) -> Any:
     def choose(_: Anchoring, scores: Tensor, count: int, *__: Any) -> Tensor:
         return greedy(kernel, scores, count)[:count].sort().values
 
-    return patch.object(book, "choose", choose)
+    return patch.object(selection, "choose", choose)
 
 
 def draws(evidence: Evidence, data: DataSet, count: int) -> list[float]:

@@ -35,13 +35,16 @@ from tightness import evidence_at, study_parser, trained
 from torch import Tensor
 
 from evigrad import Evidence
-from evigrad.blocks.anchors import Scores
-from evigrad.blocks.anchors.blocks import AnchoredBlocks
-from evigrad.blocks.anchors.centres import Centres
-from evigrad.blocks.anchors.choice import MOST_CANDIDATES
-from evigrad.blocks.anchors.greedy import pivots
-from evigrad.blocks.anchors.groups import Groups, conditional, form_groups, grouped
-from evigrad.blocks.anchors.masses import FLOOR, Masses, probabilities
+from evigrad.blocks.anchors.choice import MOST_CANDIDATES, Centres, pivots
+from evigrad.blocks.anchors.partition import (
+    AnchoredPartition,
+    Groups,
+    Scores,
+    conditional,
+    form_groups,
+    grouped,
+)
+from evigrad.blocks.anchors.stream import FLOOR, EntropyPredictor, probabilities
 from evigrad.blocks.sources import as_source
 from evigrad.data import DataSet, load
 
@@ -61,7 +64,7 @@ class Idea:
         at_random: Part of the anchors that is random.
         blocks: How the rest is partitioned.
         several: Blocks of a draw, that share the rows which are no anchors.
-        chances: ``masses`` by what was seen, or ``uniform``.
+        chances: ``predicted`` by what was seen, or ``uniform``.
         floor: Part of the draws that are uniform in any case.
         control: Of what is known a control variate: ``value``, ``gradient`` for both, or nothing.
     """
@@ -72,7 +75,7 @@ class Idea:
     at_random: float = 0.0
     blocks: str = "grouped"
     several: int = 1
-    chances: str = "masses"
+    chances: str = "predicted"
     floor: float = FLOOR
     control: str = "value"
 
@@ -175,7 +178,7 @@ class Problem:
                 return self.kernels["last layer"][rows][:, rows]
 
             groups = form_groups(self.scores.head, anchors, num_rows, known, generator)
-        made = AnchoredBlocks.draw(anchors, self.scores, num_rows, generator, groups)
+        made = AnchoredPartition.draw(anchors, self.scores, num_rows, generator, groups)
         if idea.blocks in ("grouped", "stratified"):
             return made.parts, list(made.keys), made.guesses
         if idea.blocks == "uniform":
@@ -226,16 +229,16 @@ def measured(problem: Problem, idea: Idea, k: int, seed: int) -> dict[str, float
         of_anchors = problem.entropy(anchors)
         given = [problem.entropy(torch.cat([anchors, part])) - of_anchors for part in parts]
         bounds.append((of_anchors + sum(given)) / problem.exact)
-    masses, seen = Masses(), Gradients()
+    predictor, seen = EntropyPredictor(), Gradients()
     values, gradients = [], []
     for draw in range(WARM_UP + DRAWS):
         if draw % 10 == 0:  # a round of training
             anchors = problem.anchors(idea, count, generator)
             parts, keys, guesses = problem.blocks(idea, anchors, size, generator)
             of_anchors, slope = problem.entropy(anchors), problem.gradient(anchors)
-        expected = masses.expected(keys, guesses)
+        expected = predictor.expected(keys, guesses)
         even = torch.ones(len(parts), dtype=torch.float64)
-        chances = probabilities(expected if idea.chances == "masses" else even, floor=idea.floor)
+        chances = probabilities(expected if idea.chances == "predicted" else even, floor=idea.floor)
         base = expected if idea.control else expected * 0
         slopes = expected[:, None] * slope * 0
         if idea.control == "gradient":
@@ -251,7 +254,7 @@ def measured(problem: Problem, idea: Idea, k: int, seed: int) -> dict[str, float
             found, turned = problem.entropy(both) - of_anchors, problem.gradient(both) - slope
             value += (found - float(base[number])) / weight
             gradient = gradient + (turned - slopes[number]) / weight
-            masses.observe(keys[number], float(expected[number]), found)
+            predictor.observe(keys[number], float(expected[number]), found)
             seen.observe(keys[number], found, turned)
         if draw >= WARM_UP:
             values.append(value / problem.exact)

@@ -213,8 +213,8 @@ def rows_of(block: Block | list[KeptPass], num_outputs: int) -> int:
     if isinstance(block, Block):
         return block.num_rows or len(block.indices) * num_outputs
     (collected,) = block
-    assert collected.block.parts is not None
-    return int((collected.block.parts >= 0).sum())
+    assert collected.block.anchored is not None
+    return int((collected.block.anchored.labels >= 0).sum())
 
 
 def table(results: list[dict[str, Any]], stage: int) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.blocks import Block
-from evigrad.blocks.anchors import AnchorBook, AnchoredStream, Anchoring
+from evigrad.blocks.anchors import AnchoredStream, Anchoring, AnchorSelection
 from evigrad.blocks.streams import BlockStream
 from evigrad.curvature import ParameterPartition, partition_names
 from evigrad.engine.checks import (
@@ -146,7 +146,7 @@ class Evidence:
         warn_of_normalisation(model)
         self._anchors = None
         if self.spec.anchored:
-            self._anchors = AnchorBook(
+            self._anchors = AnchorSelection(
                 anchoring or Anchoring(),
                 settings.num_data,
                 self.spec.subset or 0,
@@ -369,7 +369,7 @@ class Evidence:
     def shares_anchors(self, x: Tensor, draws: int) -> bool:
         """Whether several draws with the same anchors are cheaper in one kept pass.
 
-        If so, ``collect`` a block of ``blocks(data).round(n, at_once=draws)``; ``draws()`` of the
+        If so, ``collect`` a block of ``blocks(data).drawn(n).blocks(draws)``; ``draws()`` of the
         result gives a pass for each.
 
         Args:

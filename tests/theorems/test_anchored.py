@@ -14,11 +14,16 @@ from torch import Tensor, nn
 from zoo import OUTPUTS
 
 from evigrad import Evidence, Memory
-from evigrad.blocks.anchors import AnchoredBlocks, AnchoredStream, Anchoring, Scores
-from evigrad.blocks.anchors.blocks import GROUPED
-from evigrad.blocks.anchors.groups import Groups
-from evigrad.blocks.anchors.masses import control_variate
-from evigrad.blocks.anchors.scores import guessed, unit_score
+from evigrad.blocks.anchors import AnchoredStream, Anchoring
+from evigrad.blocks.anchors.partition import (
+    GROUPED,
+    AnchoredPartition,
+    Groups,
+    Scores,
+    guessed,
+    unit_score,
+)
+from evigrad.blocks.anchors.stream import control_variate
 from evigrad.blocks.block import Block, Draw
 from evigrad.likelihoods import (
     Bernoulli,
@@ -72,7 +77,7 @@ def anchored(
 
 def value(
     evidence: Evidence,
-    blocks: AnchoredBlocks,
+    blocks: AnchoredPartition,
     data: Any,
     number: int | None,
     probability: float = 1.0,
@@ -112,7 +117,7 @@ def test_a_bound_whatever_the_anchors_and_the_partition(
     anchors = (labels == 0).nonzero().squeeze(1)
     parts = [p for b in (1, 2, 3) if len(p := (labels == b).nonzero().squeeze(1))]
     evidence = anchored(model, likelihood, num_data, root, precision, total)
-    blocks = AnchoredBlocks(anchors, parts, num_data, OUTPUTS)
+    blocks = AnchoredPartition(anchors, parts, num_data, OUTPUTS)
     exact = Evidence(
         model,
         LIKELIHOODS[likelihood](),
@@ -135,7 +140,7 @@ def test_a_bound_whatever_the_anchors_and_the_partition(
     if not parts or len(parts) == 1:
         assert mean == pytest.approx(true, abs=room, rel=1e-9)
     alone = [
-        value(evidence, AnchoredBlocks(anchors[:0], [part], num_data, OUTPUTS), pair, 0)
+        value(evidence, AnchoredPartition(anchors[:0], [part], num_data, OUTPUTS), pair, 0)
         for part in parts
     ]
     assert mean <= of_anchors + sum(alone) + room
@@ -196,14 +201,14 @@ def test_every_row_of_the_tail_is_in_one_block(
     head = torch.rand(num_data, columns, generator=generator)
     scores = Scores(head, torch.rand(num_data, generator=generator), behind)
     anchors = torch.arange(min(num_rows - 1, head.numel()))
-    blocks = AnchoredBlocks.draw(anchors, scores, num_rows, generator)
+    blocks = AnchoredPartition.draw(anchors, scores, num_rows, generator)
     chosen = torch.zeros(1, dtype=torch.long)
     rows = []
-    for number in range(blocks.num_blocks):
+    for number in range(blocks.num_parts):
         block = blocks.block([Draw(number)], chosen[None])
         assert block.columns is not None
-        assert block.parts is not None
-        mine = block.parts == 1
+        assert block.anchored is not None
+        mine = block.anchored.labels == 1
         assert 0 < int(mine.sum()) <= max(1, num_rows - len(anchors))
         data = block.indices[:, None].expand_as(block.columns)
         rows += list(zip(data[mine].tolist(), block.columns[mine].tolist(), strict=True))
@@ -285,7 +290,7 @@ def test_all_draws_have_the_value_and_the_gradient_of_the_bound_for_their_mean(
     pairs = [(n, d) for n in range(N) for d in range(columns)]
     order = torch.randperm(len(pairs), generator=generator)
     anchors, parts = order[:3], list(order[3:].split(2))
-    blocks = AnchoredBlocks(anchors, parts, N, columns)
+    blocks = AnchoredPartition(anchors, parts, N, columns)
     parameters = evidence.hyperparameters()
     names = [n for n in parameters if learned == "all" or n.startswith("prior.")]
     subsets = [torch.tensor(chosen) for chosen in combinations(range(N), 2)]
@@ -298,7 +303,7 @@ def test_all_draws_have_the_value_and_the_gradient_of_the_bound_for_their_mean(
     found = {name: torch.zeros_like(parameters[name]) for name in names}
     for number, chance in enumerate(chances.tolist()):
         own = float(made_up[number])
-        offset = control_variate(made_up, own, chance)
+        offset = control_variate(made_up, own, 1 / chance)
         for chosen in subsets:
             block = with_data(
                 blocks.block([Draw(number, 1 / chance, offset, own)], chosen[None]), data
@@ -341,7 +346,7 @@ def test_every_row_is_an_anchor_or_in_one_block(
     parts = list(known.split(num_rows - len(anchors))) if len(known) else []
     shares = torch.arange(1.0, 1 + len(parts)).double()
     groups = Groups(parts, shares / shares.sum())
-    blocks = AnchoredBlocks.draw(anchors, every, num_rows, generator, groups)
+    blocks = AnchoredPartition.draw(anchors, every, num_rows, generator, groups)
     assert [part.tolist() for part in blocks.parts[: len(parts)]] == [p.tolist() for p in parts]
     of_groups = blocks.guesses[: len(parts)]
     assert of_groups.tolist() == pytest.approx((groups.shares * of_groups.sum()).tolist())
@@ -350,7 +355,7 @@ def test_every_row_is_an_anchor_or_in_one_block(
         float(guessed(scores.flatten(), unit_score(scores.flatten(), anchors))[known].sum())
     )
     assert list(blocks.keys[: len(parts)]) == [GROUPED] * len(parts)
-    assert len(blocks.guesses) == len(blocks.keys) == blocks.num_blocks
+    assert len(blocks.guesses) == len(blocks.keys) == blocks.num_parts
     everything = torch.cat([anchors, *blocks.parts])
     assert sorted(everything.tolist()) == list(range(scores.numel()))
     assert all(0 < len(part) <= num_rows - len(anchors) for part in blocks.parts)
@@ -358,13 +363,13 @@ def test_every_row_is_an_anchor_or_in_one_block(
         chosen = torch.randperm(num_data, generator=generator)[:1]
         block = blocks.block([Draw(number, 4.0)], chosen[None])
         assert block.columns is not None
-        assert block.parts is not None
+        assert block.anchored is not None
         present = block.columns >= 0
         rows = (block.indices[:, None] * outputs + block.columns)[present]
-        labels = block.parts[present]
+        labels = block.anchored.labels[present]
         assert sorted(rows[labels == 0].tolist()) == sorted(anchors.tolist())
         assert sorted(rows[labels == 1].tolist()) == sorted(part.tolist())
-        assert block.part_weights == (4.0,)
+        assert block.anchored.weights == (4.0,)
         assert block.likelihood_weights.sum() == num_data
         assert block.likelihood_weights[block.indices == chosen] == num_data
         # Data with as many rows lie together and go through the network without padding.
@@ -416,8 +421,8 @@ def test_a_round_is_drawn_or_the_whole_partition() -> None:
     # Of one partition: the anchors are the same, and what is no anchor is in one block or the same.
     rows = []
     for block in some:
-        assert block.columns is not None and block.parts is not None
-        mine = block.parts == 1
+        assert block.columns is not None and block.anchored is not None
+        mine = block.anchored.labels == 1
         data = block.indices[:, None].expand_as(block.columns)
         rows.append(set(zip(data[mine].tolist(), block.columns[mine].tolist(), strict=True)))
     for one in rows:
@@ -459,10 +464,10 @@ def test_draws_that_share_a_pass_are_those_of_passes_of_their_own(
     labels = torch.tensor(data.draw(st.lists(st.integers(0, 4), min_size=total, max_size=total)))
     anchors = (labels == 0).nonzero().squeeze(1)
     parts = [p for b in range(1, 5) if len(p := (labels == b).nonzero().squeeze(1))]
-    blocks = AnchoredBlocks(anchors, parts, num_data, OUTPUTS, keys=list(range(len(parts))))
+    blocks = AnchoredPartition(anchors, parts, num_data, OUTPUTS)
     numbers = data.draw(st.lists(st.integers(0, len(parts) - 1), max_size=5)) if parts else []
     draws = [
-        Draw(number, data.draw(st.floats(1.0, 9.0)), data.draw(st.floats(-3.0, 3.0)), 0.5)
+        Draw(number, data.draw(st.floats(1.0, 9.0)), data.draw(st.floats(-3.0, 3.0)), 0.5, number)
         for number in numbers
     ]
     evidence = Evidence(
@@ -494,7 +499,8 @@ def test_draws_that_share_a_pass_are_those_of_passes_of_their_own(
             torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-11)
         # What the stream learns from it is of this part alone, and not of the whole block.
         assert estimate.entropies == pytest.approx(expected.entropies, rel=1e-9, abs=1e-12)
-        assert [d.key for d in own.block.draws] == [d.part for d in draw]
+        assert own.block.anchored is not None
+        assert own.block.anchored.draws == tuple(draw)
         values.append(estimate.log_det)
     mean = sum(values) / len(values)
     assert evidence.estimate(together).log_det == pytest.approx(mean, rel=1e-9, abs=1e-11)
@@ -512,25 +518,26 @@ def test_draws_of_a_round_in_one_block() -> None:
     evidence = anchored(model, "categorical", 30, "eigen", 0.5, 8)
     stream = evidence.blocks(pair)
     assert isinstance(stream, AnchoredStream)
-    blocks = list(stream.round(7, at_once=3))
-    assert [len(block.draws) for block in blocks] == [3, 3, 1]
+    blocks = list(stream.drawn(7, whole=True).blocks(3))
+    assert [block.num_draws for block in blocks] == [3, 3, 1]
     anchors = []
     for block in blocks:
         assert block.columns is not None
-        assert block.parts is not None
+        own = block.anchored
+        assert own is not None
         rows = block.indices[:, None] * OUTPUTS + block.columns
-        anchors.append(sorted(rows[block.parts == 0].tolist()))
-        labels = {draw.part for draw in block.draws}
+        anchors.append(sorted(rows[own.labels == 0].tolist()))
+        labels = {own.label(draw) for draw in own.draws}
         assert sorted(labels) == list(range(1, len(labels) + 1))
-        assert all(int((block.parts == label).sum()) > 0 for label in labels)
-        assert block.likelihood_shares is not None
-        assert (block.likelihood_shares > 0).sum(1).tolist() == [2] * len(block.draws)
-        assert block.likelihood_shares.sum(1).tolist() == pytest.approx([30] * len(block.draws))
-        assert int((block.likelihood_weights > 0).sum()) == 2 * len(block.draws)
+        assert all(int((own.labels == label).sum()) > 0 for label in labels)
+        assert (own.likelihood_weights > 0).sum(1).tolist() == [2] * block.num_draws
+        assert own.likelihood_weights.sum(1).tolist() == pytest.approx([30] * block.num_draws)
+        assert int((block.likelihood_weights > 0).sum()) == 2 * block.num_draws
     assert anchors[0] == anchors[1] == anchors[2]
     # Parts of one row, so that all partitions are the same.
-    (everything,) = stream.round(10_000, at_once=10_000)
-    assert everything.part_weights == pytest.approx([1.0] * len(everything.draws))
+    (everything,) = stream.drawn(10_000, whole=True).blocks(10_000)
+    assert everything.anchored is not None
+    assert everything.anchored.weights == pytest.approx([1.0] * everything.num_draws)
     whole = sum(evidence.estimate(block).log_det for block in stream.epoch())
-    assert evidence.estimate(everything).log_det == pytest.approx(whole / len(everything.draws))
+    assert evidence.estimate(everything).log_det == pytest.approx(whole / everything.num_draws)
     assert not list(stream.round(0))

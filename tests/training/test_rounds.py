@@ -147,7 +147,8 @@ def test_steps_share_the_pass_over_their_anchors(
     seen = record_passes(loop, monkeypatch)
     learned = loop.learn(2)
     (block,) = seen
-    draws = block.draws
+    assert block.anchored is not None
+    draws = block.anchored.draws
     assert len(draws) == (prior_blocks or 4)
     assert learned.is_shared == (prior_blocks is not None)
     # By hand: each draw's own block.
@@ -179,8 +180,8 @@ def test_what_fits_makes_no_difference_to_what_is_drawn(make_net, regression, mo
         collect, tried, made = loop.evidence.collect, [], []
 
         def limited(block: Block, collect=collect, tried=tried, made=made, most=most, **keywords):
-            tried.append(len(block.draws))
-            if len(block.draws) > most:
+            tried.append(block.num_draws)
+            if block.num_draws > most:
                 raise torch.OutOfMemoryError("rows") if most > 1 else MemoryBudgetError("rows")
             made.append(block)
             return collect(block, **keywords)
@@ -188,7 +189,7 @@ def test_what_fits_makes_no_difference_to_what_is_drawn(make_net, regression, mo
         monkeypatch.setattr(loop.evidence, "collect", limited)
         learned = [estimate for epoch in (2, 4) for estimate in loop.learn(epoch).estimates]
         assert tried[:5] == {6: [6, 6], 2: [6, 3, 2, 2, 2], 1: [6, 3, 2, 1, 1]}[most][:5]
-        draws = [draw.weight for block in made for draw in block.draws]
+        draws = [draw.weight for block in made for draw in block.anchored.draws]
         found[most] = draws, [e.log_evidence for e in learned], loop.evidence.generator.get_state()
     draws, values, state = found[6]
     assert len(values) == 12
@@ -204,8 +205,8 @@ def test_a_later_pass_that_does_not_fit_is_cut_too(make_net, regression, monkeyp
     collect, tried = loop.evidence.collect, []
 
     def limited(block: Block, **keywords: Any):
-        tried.append(len(block.draws))
-        if len(block.draws) > (4 if len(tried) < 3 else 2):
+        tried.append(block.num_draws)
+        if block.num_draws > (4 if len(tried) < 3 else 2):
             raise MemoryBudgetError("rows")
         return collect(block, **keywords)
 
@@ -243,11 +244,11 @@ def test_masses_are_learned_from_rounds_as_from_single_blocks(blobs, make_net, p
         return torch.tensor(found).std()
 
     before = spread()
-    ratios = dict(evidence._anchors._masses._ratios)
+    ratios = dict(evidence._anchors._predictor._ratios)
     for _ in range(8):
         for block in blocks_of_a_round(evidence, data, names, 10, prior_blocks)[0]:
             evidence.estimate(block)
-    for key, ratio in evidence._anchors._masses._ratios.items():
+    for key, ratio in evidence._anchors._predictor._ratios.items():
         assert abs(ratio - ratios.get(key, ratio)) < 1.0
     assert spread() < 2 * before
 
@@ -269,7 +270,7 @@ def test_where_anchors_are_not_shared_each_step_has_its_block(
     loop = prepared(net, regression, **settings)
     seen = record_passes(loop, monkeypatch)
     assert not loop.learn(2).is_shared
-    assert [len(block.draws) for block in seen] == [1] * steps
+    assert [block.num_draws for block in seen] == [1] * steps
 
 
 def test_passes_that_cannot_be_kept_are_made_again(make_net, regression, monkeypatch):

@@ -14,16 +14,15 @@ MOST_EXPANDED = 1.5
 
 @dataclass(frozen=True)
 class Draw:
-    """One part B of the rows that are no anchors; it estimates ℓ by ℓ(Z) + w ℓ(B|Z) + offset.
+    """A drawn part B of the rows that are no anchors; it estimates ℓ by ℓ(Z) + w ℓ(B|Z) + offset.
 
     Attributes:
-        part: The label of its rows in the block, from 1; before there is a block, the number of
-            the part in its partition, from 0.
+        part: The number of the part in its partition, from 0.
         weight: w, one over the probability of the draw.
         offset: Control variate in nats: the expected sum over all parts minus w times the expected
             ℓ(B|Z). Its expectation is zero, and it cancels most of the draw's error.
         guess: Predicted ℓ(B|Z), before calibration by observed values.
-        key: Calibration group: parts whose predictions err alike.
+        key: Calibration key, the same for parts whose predictions err alike.
     """
 
     part: int
@@ -31,6 +30,45 @@ class Draw:
     offset: float = 0.0
     guess: float = 0.0
     key: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Anchored:
+    """Which rows of a block are anchors, and which parts of the others were drawn.
+
+    Attributes:
+        labels: For each of the block's columns 0 for an anchor, b = 1, 2, … for a row of the b-th
+            of ``parts``, and -1 for padding and rows that do not count.
+        draws: The draws whose mean estimates the log-determinant of all rows; several may be of one
+            part. Empty where all rows are anchors.
+        likelihood_weights: Weights (d, m) of each draw's own data, whose mean is the block's.
+    """
+
+    labels: Int[Tensor, "m k"]
+    draws: tuple[Draw, ...]
+    likelihood_weights: Float[Tensor, "d m"]
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The numbers of the drawn parts in their partition, each once."""
+        return tuple(dict.fromkeys(draw.part for draw in self.draws))
+
+    def label(self, draw: Draw) -> int:
+        """The label of a draw's rows."""
+        return 1 + self.parts.index(draw.part)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """w_b in ℓ(Z) + Σ_b w_b ℓ(B_b|Z) + ``offset``, for each of ``parts``."""
+        weights = dict.fromkeys(self.parts, 0.0)
+        for draw in self.draws:
+            weights[draw.part] += draw.weight / len(self.draws)
+        return tuple(weights.values())
+
+    @property
+    def offset(self) -> float:
+        """The mean offset of the draws, in nats."""
+        return sum(draw.offset for draw in self.draws) / max(1, len(self.draws))
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +86,7 @@ class Block:
             the whole data set's log likelihood.
         inputs: The inputs (m, ...), once fetched.
         targets: The targets (m, ...), once fetched.
-        parts: In an anchored block, for each of `columns` 0 for an anchor, b = 1, 2, … for a row
-            of part B_b, and -1 for padding and rows that do not count; else ``None``.
-        draws: In an anchored block, the draws whose mean estimates the log-determinant of all rows;
-            several may share a part, and `scale` is 1. Empty where all rows are anchors.
-        likelihood_shares: In an anchored block, the weights of each draw's own data, whose mean is
-            `likelihood_weights`.
+        anchored: In a block with anchors, which rows these are; ``scale`` is 1 then.
         origin: In a block from ``expanded``, the earlier position of each datum.
     """
 
@@ -63,9 +96,7 @@ class Block:
     likelihood_weights: Float[Tensor, " m"]
     inputs: Tensor | None = None
     targets: Tensor | None = None
-    parts: Int[Tensor, "m k"] | None = None
-    draws: tuple[Draw, ...] = ()
-    likelihood_shares: Float[Tensor, "d m"] | None = None
+    anchored: Anchored | None = None
     origin: Int[Tensor, " m"] | None = None
 
     def expanded(self) -> "Block":
@@ -76,8 +107,8 @@ class Block:
         of them a block has, and where data are not counted.
 
         Returns:
-            A block without its data that has the same rows in the same order, and ``origin``; this
-            block where it has no padding, or where too many data have several rows for this to pay.
+            A block that has the same rows in the same order, and ``origin``; this block where it
+            has no padding, or where too many data have several rows for this to pay.
         """
         if self.columns is None or self.origin is not None or self._counts is None:
             return self
@@ -90,22 +121,28 @@ class Block:
         origin = torch.arange(len(counts)).repeat_interleave(counts.clamp(min=1))
         first = torch.cat([torch.ones(1, dtype=torch.bool), origin.diff() > 0])
         has_row = counts[origin] > 0
-        columns = torch.full((len(origin), 1), -1)
-        columns[has_row, 0] = self.columns[present]
-        parts = None
-        if self.parts is not None:
-            parts = torch.full_like(columns, -1)
-            parts[has_row, 0] = self.parts[present]
-        shares = self.likelihood_shares
+
+        def spread(table: Tensor) -> Tensor:
+            found = torch.full((len(origin), 1), -1)
+            found[has_row, 0] = table[present]
+            return found
+
+        def chosen(data: Tensor | None) -> Tensor | None:
+            return None if data is None else data[origin.to(data.device)]
+
+        anchored = self.anchored
+        if anchored is not None:
+            weights = anchored.likelihood_weights[:, origin] * first
+            labels = spread(anchored.labels)
+            anchored = replace(anchored, labels=labels, likelihood_weights=weights)
         return replace(
             self,
             indices=self.indices[origin],
-            columns=columns,
-            parts=parts,
+            columns=spread(self.columns),
             likelihood_weights=self.likelihood_weights[origin] * first,
-            likelihood_shares=None if shares is None else shares[:, origin] * first,
-            inputs=None,
-            targets=None,
+            inputs=chosen(self.inputs),
+            targets=chosen(self.targets),
+            anchored=anchored,
             origin=origin,
         )
 
@@ -115,40 +152,28 @@ class Block:
         return None if self.columns is None else int((self.columns >= 0).sum())
 
     @property
-    def part_weights(self) -> tuple[float, ...]:
-        """In an anchored block, w_b in ℓ(Z) + Σ_b w_b ℓ(B_b|Z) + ``offset`` for each part."""
-        weights = [0.0] * max((draw.part for draw in self.draws), default=0)
-        for draw in self.draws:
-            weights[draw.part - 1] += draw.weight / len(self.draws)
-        return tuple(weights)
-
-    @property
-    def offset(self) -> float:
-        """In an anchored block, the mean offset of its draws, in nats."""
-        return sum(draw.offset for draw in self.draws) / max(1, len(self.draws))
+    def num_draws(self) -> int:
+        """How many draws given the same anchors the block holds; 1 without anchors."""
+        return 1 if self.anchored is None else len(self.anchored.draws)
 
     def of_draw(self, number: int) -> "Block":
         """The same data and anchors with a single draw.
 
         Args:
-            number: Position of the draw in ``draws``.
+            number: Position of the draw.
 
         Returns:
             A block in which the rows of other parts, and the likelihood data of other draws, do not
             count.
         """
-        if self.parts is None or self.likelihood_shares is None or len(self.draws) < 2:
+        anchored = self.anchored
+        if anchored is None or len(anchored.draws) < 2:
             return self
-        draw = self.draws[number]
-        mine = torch.where(self.parts == draw.part, 1, -1)
-        shares = self.likelihood_shares[number]
-        return replace(
-            self,
-            parts=torch.where(self.parts == 0, 0, mine),
-            draws=(replace(draw, part=1),),
-            likelihood_weights=shares,
-            likelihood_shares=shares[None],
-        )
+        draw, labels = anchored.draws[number], anchored.labels
+        mine = torch.where(labels == anchored.label(draw), 1, -1)
+        weights = anchored.likelihood_weights[number]
+        own = Anchored(torch.where(labels == 0, 0, mine), (draw,), weights[None])
+        return replace(self, likelihood_weights=weights, anchored=own)
 
     def rows_of(self, position: int) -> int:
         """The largest number of rows of any datum from a position on.

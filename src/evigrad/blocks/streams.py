@@ -17,17 +17,14 @@ class Stream(Iterable[Block]):
     """Blocks of an estimator with their data, without end.
 
     It holds no position: each iteration (``for``, ``take``, ``round``, ``epoch``) starts anew.
+
+    Attributes:
+        is_constant: Whether every block is the same: all data and outputs, with nothing drawn.
+        period: How many consecutive iterations share a choice of anchors; 1 without anchors.
     """
 
-    @property
-    @abstractmethod
-    def is_constant(self) -> bool:
-        """Whether every block is the same: all data and outputs, with nothing drawn."""
-
-    @property
-    def period(self) -> int:
-        """How many consecutive iterations share a choice of anchors; 1 without anchors."""
-        return 1
+    is_constant: bool = False
+    period: int = 1
 
     def take(self, n: int) -> Iterator[Block]:
         """The first n blocks of a new iteration.
@@ -45,17 +42,16 @@ class Stream(Iterable[Block]):
             raise ConfigurationError(f"The number of blocks must not be negative, as {n} is.")
         return islice(iter(self), n)
 
-    @abstractmethod
-    def round(self, n: int, at_once: int = 1) -> Iterator[Block]:
+    def round(self, n: int) -> Iterator[Block]:
         """At most n blocks of one partition, whose mean several steps share.
 
         Args:
             n: How many, at most.
-            at_once: How many draws with common anchors a block may hold; 1 without anchors.
 
         Returns:
             Blocks with their inputs and targets.
         """
+        return islice(self.epoch(), n)
 
     @abstractmethod
     def epoch(self) -> Iterator[Block]:
@@ -94,19 +90,11 @@ class BlockStream(Stream):
             )
         self._partition, self._source, self._generator = partition, source, generator
         self._labels = source.labels() if partition.spec.grouped else None
-
-    @property
-    def is_constant(self) -> bool:
-        """See ``Stream.is_constant``."""
-        return self._partition.num_blocks == 1 and self._partition.spec.curvature != "mc"
+        self.is_constant = partition.num_blocks == 1 and partition.spec.curvature != "mc"
 
     def __iter__(self) -> Iterator[Block]:
         while True:
             yield from self.epoch()
-
-    def round(self, n: int, at_once: int = 1) -> Iterator[Block]:
-        """See ``Stream.round``: the first n blocks of one partition, without anchors."""
-        return islice(self.epoch(), n)
 
     def epoch(self) -> Iterator[Block]:
         """See ``Stream.epoch``."""

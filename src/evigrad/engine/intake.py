@@ -155,14 +155,11 @@ def resolve(
             raise InputError("The block holds no data: use one of evidence.blocks(data).")
         plan = checked(problem, x.inputs, x.targets)
         check_block(x, plan.partition)
-        inputs, targets, block = x.inputs, x.targets, x
         # A sub-block root needs a datum's columns together, and KFAC counts data.
         if problem.settings.root != "subblock" and spec.structure != "kfac":
-            block = x.expanded()
-            if block.origin is not None:
-                places = block.origin.to(inputs.device)
-                inputs, targets = inputs[places], targets[places]
-        return plan, [(inputs, targets)], block
+            x = x.expanded()
+            assert x.inputs is not None and x.targets is not None
+        return plan, [(x.inputs, x.targets)], x
     if isinstance(x, Tensor):
         if y is None:
             raise InputError("Inputs need their targets: estimate(x, y).")

@@ -50,11 +50,10 @@ class KeptPass:
     @cached_property
     def conditioning(self) -> Conditioning | None:
         """The rows that are anchors and those of drawn parts; None without anchors."""
-        block = self.block
-        if block.parts is None or block.columns is None:
+        columns, anchored = self.block.columns, self.block.anchored
+        if anchored is None or columns is None:
             return None
-        parts = block.parts[block.columns >= 0]
-        return Conditioning(parts, block.part_weights, block.offset)
+        return Conditioning(anchored.labels[columns >= 0], anchored.weights, anchored.offset)
 
     @cached_property
     def is_bound(self) -> bool:
@@ -72,11 +71,11 @@ class KeptPass:
         Yields:
             Passes whose mean estimate is that of this one.
         """
-        if len(self.block.draws) < 2:
+        if self.block.num_draws < 2:
             yield self
             return
         temperature = self.problem.settings.temperature
-        for number in range(len(self.block.draws)):
+        for number in range(self.block.num_draws):
             block = self.block.of_draw(number)
             weights = block.likelihood_weights
             yield replace(

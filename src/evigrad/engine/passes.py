@@ -244,7 +244,7 @@ def _chunk(block_pass: BlockPass, x: Tensor, y: Tensor, start: int) -> Chunk:
 def most_at_once(problem: Problem, plan: InputPlan, block: Block, position: int = 0) -> int | None:
     """Return how many data from this position on may pass together; None where memory decides."""
     asked = problem.sizes.asked
-    if asked is None and len(block.draws) > 1:
+    if asked is None and block.num_draws > 1:
         # No more rows than one draw has, a number that the user has chosen.
         return max(1, plan.partition.block_rows // max(1, block.rows_of(position)))
     return len(block.indices) if asked is None else asked if isinstance(asked, int) else None
@@ -257,7 +257,7 @@ def check_fits(problem: Problem, plan: InputPlan, block: Block, condensed: bool)
     most = most_at_once(problem, plan, block)
     at_once = min(most or 1, size) * width
     spec, formed = problem.settings.spec, list[Tensor]()
-    if len(block.draws) > 1:
+    if block.num_draws > 1:
         # Several micro-batches: the formed rows of one, beside all that are kept.
         at_once = min(at_once, plan.partition.block_rows)
         formed = [w for n, w in weights.items() if n not in structure.contracted]

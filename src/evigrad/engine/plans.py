@@ -158,13 +158,9 @@ class Plans:
             made = self._known.get(key, each.jacobian)
             self._plans[key] = self._replanned(each, made, key not in self._formed)
 
-    def outputs(self, x: Tensor) -> Tensor:
-        """Outputs (m, C) of the model without a graph; the evidence's generator stays."""
-        return self.last_layer(x)[0]
-
     def last_layer(self, x: Tensor) -> tuple[Tensor, LastLayer | None]:
-        """The outputs, and their last layer, None where none is linear."""
-        own, model = torch.Generator().manual_seed(0), self.model
+        """Outputs (m, C) without a graph, and their last layer, or None where none is linear."""
+        own, model = torch.Generator().manual_seed(0), self.model  # not the evidence's generator
         with (
             evaluation_mode(model, own),
             model_run(model),

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from evigrad.blocks import Block
-from evigrad.blocks.anchors import AnchoredStream, Drawn
+from evigrad.blocks.anchors import AnchoredStream, DrawnParts
 from evigrad.blocks.sources import as_source
 from evigrad.engine.kept import KeptPass
 from evigrad.engine.micro_batches import fits
@@ -62,7 +62,7 @@ def blocks_of_a_round(
 
 
 def passes_over(
-    evidence: Evidence, drawn: Drawn, x: Tensor, names: list[str]
+    evidence: Evidence, drawn: DrawnParts, x: Tensor, names: list[str]
 ) -> Iterator[KeptPass]:
     """Kept passes over draws, in their order, each over as many draws as fit into memory.
 

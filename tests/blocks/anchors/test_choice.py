@@ -1,15 +1,20 @@
 """Which rows become anchors, and what is known of them."""
 
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from evigrad import Evidence
-from evigrad.blocks.anchors import Anchoring, OutputMemory, choose
+from evigrad.blocks.anchors.choice import Anchoring, Centres, choose, pivots
+from evigrad.blocks.anchors.selection import OutputMemory
+from evigrad.blocks.sources import as_source
 from evigrad.errors import ConfigurationError, InputError
-from evigrad.likelihoods import Categorical
+from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
 
 
@@ -68,7 +73,7 @@ def test_random_anchors_are_uniform():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("values", "words"),
     [
         ({"share": 1.0}, r"share must lie in \[0, 1\)"),
         ({"share": -0.1}, "share"),
@@ -76,9 +81,9 @@ def test_random_anchors_are_uniform():
         ({"refresh": 0}, "refresh"),
     ],
 )
-def test_settings_that_cannot_be(given: dict[str, Any], words: str):
+def test_settings_that_cannot_be(values: dict[str, Any], words: str):
     with pytest.raises(ConfigurationError, match=words):
-        Anchoring(**given)
+        Anchoring(**values)
 
 
 def test_at_least_one_row_is_no_anchor():
@@ -133,3 +138,132 @@ def test_as_many_positions_as_outputs():
     seen.clear()
     next(iter(stream))
     assert seen == [2]
+
+
+def entropy(kernel: Tensor, rows: list[int]) -> float:
+    own = kernel[rows][:, rows]
+    return float(torch.linalg.slogdet(own + torch.eye(len(rows), dtype=own.dtype))[1])
+
+
+@given(
+    num_rows=st.integers(1, 8),
+    rank=st.integers(1, 5),
+    count=st.integers(1, 8),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=60)
+def test_each_pivot_adds_the_most(num_rows: int, rank: int, count: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    a = 3 * torch.randn(num_rows, rank, generator=generator, dtype=torch.float64)
+    kernel, count = a @ a.mT, min(count, num_rows)
+    found = pivots(kernel, count).tolist()
+    assert len(set(found)) == count
+    for step, row in enumerate(found):
+        before = found[:step]
+        others = [r for r in range(num_rows) if r not in before]
+        best = max(entropy(kernel, [*before, r]) for r in others)
+        assert entropy(kernel, [*before, row]) == pytest.approx(best, rel=1e-9, abs=1e-9)
+
+
+def test_the_candidates() -> None:
+    asked: list[Tensor] = []
+
+    def known(rows: Tensor) -> Tensor:
+        asked.append(rows)
+        return torch.diag(torch.arange(len(rows)).double())
+
+    generator = torch.Generator().manual_seed(0)
+    found = choose(Anchoring(), scores(40), 5, generator, kernel=known)
+    (rows,) = asked
+    assert len(rows) == len(rows.unique()) == 20
+    # Half of them have the largest scores, and the others come from anywhere.
+    best = scores(40).flatten().argsort(descending=True)
+    assert torch.equal(rows[:10], best[:10])
+    assert not torch.equal(rows[10:], best[10:20])
+    assert torch.equal(found, rows[-5:].sort().values)  # the largest ones of a diagonal
+    # Where all rows are anchors there is no choice, and where nothing is known scores make it.
+    assert len(choose(Anchoring(), scores(40), 120, generator, kernel=known)) == 120
+    assert len(choose(Anchoring(), scores(40), 0, generator, kernel=known)) == 0
+    assert len(asked) == 1
+    by_score = choose(Anchoring(choice="score"), scores(40), 5, generator)
+    assert torch.equal(
+        choose(Anchoring(), scores(40), 5, generator, kernel=lambda _: None), by_score
+    )
+
+
+def first(x: torch.Tensor, count: int) -> torch.Tensor | None:
+    return Centres().first(as_source((x, torch.zeros(len(x), 1))), count)
+
+
+def radius(x: torch.Tensor, centres: torch.Tensor) -> float:
+    return float(torch.cdist(x, x[centres]).min(1).values.max())
+
+
+@given(st.integers(0, 1000), st.integers(3, 9), st.integers(1, 3))
+def test_no_datum_is_further_than_twice_the_smallest_radius(seed: int, n: int, k: int):
+    x = torch.randn(n, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    chosen = first(x, k)
+    assert chosen is not None and len(set(chosen.tolist())) == k
+    best = min(radius(x, torch.tensor(each)) for each in combinations(range(n), k))
+    assert radius(x, chosen) <= 2 * best + 1e-6
+
+
+def test_all_data_are_centres_in_the_end_equal_ones_too():
+    x = torch.tensor([[0.0], [0.0], [1.0], [1.0], [5.0]])
+    chosen = first(x, 9)
+    assert chosen is not None and sorted(chosen.tolist()) == [0, 1, 2, 3, 4]
+    assert set(x[chosen[:3]].flatten().tolist()) == {0.0, 1.0, 5.0}
+
+
+def test_more_centres_go_on_where_fewer_ended():
+    x = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
+    source, centres = as_source((x, torch.zeros(30, 1))), Centres()
+    few, many = centres.first(source, 4), centres.first(source, 9)
+    assert few is not None and many is not None and many[:4].equal(few)
+    again = Centres().first(source, 9)
+    assert again is not None and again.equal(many)
+
+
+def test_images_are_compared_by_a_projection():
+    # Three far groups of images: each has one of the first three centres.
+    own = torch.Generator().manual_seed(0)
+    x = (
+        0.1 * torch.randn(60, 1, 28, 28, generator=own)
+        + torch.arange(3).repeat(20)[:, None, None, None]
+    )
+    chosen = first(x, 3)
+    assert chosen is not None and sorted((chosen % 3).tolist()) == [0, 1, 2]
+
+
+def test_tokens_have_no_distances():
+    assert first(torch.randint(9, (10, 4)), 3) is None
+
+
+@pytest.mark.parametrize("num_outputs", [1, 2])
+def test_anchors_of_a_regression(num_outputs: int):
+    x = torch.randn(30, 3, generator=torch.Generator().manual_seed(0))
+    y = torch.zeros(30, num_outputs)
+    evidence = Evidence(
+        nn.Linear(3, num_outputs),
+        Gaussian(),
+        GaussianPrior(),
+        estimator="ntk-16-rows-anchored",
+        num_data=30,
+        anchoring=Anchoring(share=0.75),
+        generator=0,
+    )
+    (block,) = evidence.blocks((x, y)).take(1)
+    assert block.anchored is not None
+    anchored = block.indices[(block.anchored.labels == 0).any(1)]
+    chosen = first(x, 12 // num_outputs)
+    assert chosen is not None and sorted(anchored.tolist()) == sorted(chosen.tolist())
+
+
+def test_anchors_are_chosen_by_score_where_the_last_layer_has_no_numbers() -> None:
+    some = scores(9, 2)
+    found = [
+        choose(Anchoring(), some, 4, torch.Generator().manual_seed(0), kernel=kernel)
+        for kernel in (lambda rows: torch.inf * torch.eye(len(rows)), lambda _: None)
+    ]
+    assert torch.equal(*found)
+    assert len(found[0].unique()) == 4

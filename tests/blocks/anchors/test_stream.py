@@ -1,36 +1,111 @@
-"""How blocks are drawn: each with the probability that it is weighted by."""
+"""How parts are drawn: each with the probability that it is weighted by."""
+
+import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from evigrad import Evidence
-from evigrad.blocks.anchors import AnchoredBlocks, AnchoredStream, Anchoring, Scores, choose
-from evigrad.blocks.anchors.groups import Groups
-from evigrad.blocks.anchors.masses import FLOOR, Masses
-from evigrad.blocks.anchors.stream import Prepared
-from evigrad.blocks.anchors.tail import Tail
+from evigrad.blocks.anchors import AnchoredStream
+from evigrad.blocks.anchors.partition import AnchoredPartition, Groups, Scores
+from evigrad.blocks.anchors.stream import FLOOR, EntropyPredictor, control_variate, probabilities
 from evigrad.blocks.sources import as_source
 from evigrad.errors import InputError
 from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
 
+KEYS = [0, 0, 1]
+GUESSES = torch.tensor([0.5, 0.5, 0.5], dtype=torch.float64)
 
-def problem(behind: int) -> tuple[AnchoredStream, AnchoredBlocks]:
+
+def expected(predictor: EntropyPredictor) -> torch.Tensor:
+    return predictor.expected(KEYS, GUESSES)
+
+
+def test_guesses_are_of_the_scores_over_the_least_anchors():
+    head = torch.full((5, 3), 0.1)
+    head[4, 0] = 0.5
+    scores = Scores(head, torch.full((5,), 0.02), 4)
+    made = AnchoredPartition.draw(torch.tensor([12]), scores, 3, torch.Generator().manual_seed(0))
+    wanted = [len(part) * math.log1p(0.1 / 0.5) for part in made.parts]
+    # The tail as a whole: four columns of each of five data.
+    wanted.append(5 * 4 * math.log1p(0.005 / 0.5))
+    assert made.guesses.tolist() == pytest.approx(wanted, rel=1e-6)
+    assert made.tail is not None
+    assert made.keys[-1] == 3
+    assert made.num_parts == len(made.parts) + 10
+
+
+def test_what_was_seen_of_a_column_is_expected_of_its_other_blocks():
+    predictor = EntropyPredictor()
+    first = expected(predictor)
+    predictor.observe(0, float(first[0]), 4.0)  # guessed at .5
+    assert expected(predictor)[:2].tolist() == pytest.approx([4.0, 4.0])
+    # Of a column that nobody has seen the same ratio is expected.
+    assert float(expected(predictor)[2]) == pytest.approx(4.0)
+    predictor.observe(1, 0.5, 1.0)
+    assert expected(predictor).tolist() == pytest.approx([4.0, 4.0, 1.0])
+    # Later ones count by half, in logarithms.
+    predictor.observe(0, 0.5, 1.0)
+    assert expected(predictor).tolist() == pytest.approx([2.0, 2.0, 1.0])
+    # The same one again and again brings them nearer, and not beyond.
+    for _ in range(50):
+        predictor.observe(0, 0.5, 1.0)
+    assert expected(predictor).tolist() == pytest.approx([1.0, 1.0, 1.0])
+
+
+def test_nothing_is_learned_from_nothing():
+    predictor = EntropyPredictor()
+    predictor.observe(0, 0.0, 1.0)
+    predictor.observe(0, 1.0, 0.0)
+    assert predictor.state_dict() == {"ratios": {}}
+    predictor.observe(0, 1e-320, 1e30)
+    assert predictor.state_dict() == {"ratios": {}}
+    predictor.observe(0, 1.0, 1e30)
+    assert predictor.state_dict() == {"ratios": {0: pytest.approx(math.log(1e3))}}  # limited
+    other = EntropyPredictor()
+    other.load_state_dict(predictor.state_dict())
+    assert torch.equal(expected(other), expected(predictor))
+
+
+def test_probabilities_have_a_floor():
+    found = probabilities(torch.tensor([3.0, 1.0, 0.0, 0.0], dtype=torch.float64))
+    assert float(found.sum()) == pytest.approx(1.0)
+    assert float(found.min()) == pytest.approx(FLOOR / 4)
+    assert float(found[0]) == pytest.approx((1 - FLOOR) * 0.75 + FLOOR / 4)
+    for useless in (torch.zeros(4), torch.full((4,), torch.inf)):
+        assert probabilities(useless.double()).tolist() == [0.25] * 4
+
+
+def test_the_control_variate_has_expectation_zero_and_cancels_what_is_known():
+    known = torch.tensor([3.0, 1.0, 0.5, 0.0], dtype=torch.float64)
+    chances = probabilities(known)
+    pairs = list(zip(known.tolist(), chances.tolist(), strict=True))
+    offsets = [control_variate(known, e, 1 / p) for e, p in pairs]
+    assert sum(p * o for p, o in zip(chances.tolist(), offsets, strict=True)) == pytest.approx(0.0)
+    # Where blocks are what was expected, every draw is the sum over all of them.
+    for e, p, offset in zip(known.tolist(), chances.tolist(), offsets, strict=True):
+        assert e / p + offset == pytest.approx(4.5)
+    for useless in (torch.zeros(4), torch.full((4,), torch.inf)):
+        assert control_variate(useless.double(), float(useless[0]), 4.0) == 0.0
+
+
+def problem(behind: int) -> tuple[AnchoredStream, AnchoredPartition]:
     """Six data of three columns and some behind them, two anchors, a group."""
     generator = torch.Generator().manual_seed(0)
     scores = Scores(
         torch.rand(6, 3, generator=generator), 0.01 * torch.rand(6, generator=generator), behind
     )
-    prepared = Prepared(
-        torch.tensor([2, 9]), Groups([torch.tensor([0, 5])], torch.ones(1).double()), scores
-    )
-    masses = Masses()
-    masses.observe(0, 1.0, 3.0)
-    masses.observe(1, 1.0, 0.2)
+    groups = Groups([torch.tensor([0, 5])], torch.ones(1).double())
+    draw = partial(AnchoredPartition.draw, torch.tensor([2, 9]), scores, 4, generator, groups)
+    predictor = EntropyPredictor()
+    predictor.observe(0, 1.0, 3.0)
+    predictor.observe(1, 1.0, 0.2)
     source = as_source((torch.rand(6, 2), torch.zeros(6).long()))
-    stream = AnchoredStream(source, Anchoring(), 4, lambda: prepared, masses, generator)
-    return stream, stream._partition(prepared)
+    stream = AnchoredStream(source, 3, 4, lambda: draw, predictor, generator)
+    return stream, draw()
 
 
 @pytest.mark.parametrize("behind", [0, 50])
@@ -40,8 +115,8 @@ def test_each_block_is_drawn_as_often_as_its_weight_says(
     stream, made = problem(behind)
     total, offsets, expected = 0.0, 0.0, 0.0
     seen: list[float] = []
-    for number in range(made.num_blocks):
-        group = made.group(number)
+    for number in range(made.num_parts):
+        group = made.entry(number)
         chances: list[Tensor] = []
 
         def of_group(given: Tensor, *_: object, g: int = group, c: list = chances, **__: object):
@@ -54,21 +129,21 @@ def test_each_block_is_drawn_as_often_as_its_weight_says(
             patch.setattr(
                 torch, "randint", lambda _, size, w=within, **__: torch.arange(*size) if size else w
             )
-            block = stream._alone(made, [stream._draw(made)])
-        (draw,) = block.draws
-        (weight,) = block.part_weights
-        own = draw.guess * float(stream._masses.expected([draw.key], torch.ones(1).double()))
+            block = stream._with_data(made, [stream._draw(made)])
+        assert block.anchored is not None
+        (draw,) = block.anchored.draws
+        (weight,) = block.anchored.weights
+        own = draw.guess * float(stream._predictor.expected([draw.key], torch.ones(1).double()))
         # With the chance of its group, and within it as likely as the others.
         chance = float(chances[0][group]) / float(made.counts[group])
         assert 1 / weight == pytest.approx(chance)
-        assert weight <= made.num_blocks / FLOOR * (1 + 1e-9)
+        assert weight <= made.num_parts / FLOOR * (1 + 1e-9)
         total += chance
-        offsets += chance * block.offset
+        offsets += chance * block.anchored.offset
         expected += own
-        seen.append(own / chance + block.offset)
+        seen.append(own / chance + block.anchored.offset)
         assert block.columns is not None
-        assert block.parts is not None
-        mine = block.parts == 1
+        mine = block.anchored.labels == 1
         rows = list(
             zip(
                 block.indices[:, None].expand_as(mine)[mine].tolist(),
@@ -76,23 +151,12 @@ def test_each_block_is_drawn_as_often_as_its_weight_says(
                 strict=True,
             )
         )
-        data, columns = made._rows(number)
+        data, columns = made.rows(number)
         assert sorted(rows) == sorted(zip(data.tolist(), columns.tolist(), strict=True))
     assert total == pytest.approx(1.0)
     assert offsets == pytest.approx(0.0, abs=1e-9 * expected)
     # What is expected of a block, weighted and put right, is what is expected of all of them.
     assert seen == pytest.approx([expected] * len(seen))
-
-
-def test_a_tail_beyond_64_bits_is_a_partition() -> None:
-    tail = Tail(
-        first=16, behind=49_984, num_rows=10**5 * 49_984, size=4, factor=4_998_399_997, shift=7
-    )
-    data, columns = tail.rows(tail.count - 1)
-    t = [*range(tail.num_rows - 4, tail.num_rows)]
-    wanted = [(tail.factor * each + tail.shift) % tail.num_rows for each in t]
-    assert data.tolist() == [each // tail.behind for each in wanted]
-    assert columns.tolist() == [16 + each % tail.behind for each in wanted]
 
 
 def test_outputs_that_are_not_finite_are_refused() -> None:
@@ -104,13 +168,3 @@ def test_outputs_that_are_not_finite_are_refused() -> None:
         model.weight[0, 0] = torch.nan
     with pytest.raises(InputError, match="outputs hold NaN"):
         next(iter(evidence.blocks((torch.ones(6, 2), torch.zeros(6).long()))))
-
-
-def test_anchors_are_chosen_by_score_where_the_last_layer_has_no_numbers() -> None:
-    scores = torch.rand(9, 2, generator=torch.Generator().manual_seed(1))
-    found = [
-        choose(Anchoring(), scores, 4, torch.Generator().manual_seed(0), kernel=kernel)
-        for kernel in (lambda rows: torch.inf * torch.eye(len(rows)), lambda _: None)
-    ]
-    assert torch.equal(*found)
-    assert len(found[0].unique()) == 4

@@ -1,4 +1,4 @@
-"""Which rows become anchors."""
+"""Which rows become anchors: greedily by a kernel, by their scores, or spread over the inputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from evigrad.blocks.anchors.greedy import pivots
+from evigrad.blocks.sources import Source
 from evigrad.errors import ConfigurationError, nearest
 
 CHOICES = ("auto", "greedy", "score", "k-centre", "random")
@@ -17,6 +17,11 @@ CHOICES = ("auto", "greedy", "score", "k-centre", "random")
 # anchors; the others are random, for a network that is not sure of anything yet.
 CANDIDATES = 4
 MOST_CANDIDATES = 2048
+# Inputs with more numbers are projected at random to so many: this keeps distances to within about
+# a tenth, and each centre has to read little.
+PROJECTED = 64
+# Data that are read, or go through the network, at once.
+AT_ONCE = 512
 
 # From rows n D + d to their inner products, or to None where unknown.
 Kernel = Callable[[Int[Tensor, " m"]], Float[Tensor, "m m"] | None]
@@ -86,46 +91,103 @@ def choose(
     Returns:
         Rows as n D + d, in ascending order.
     """
-    best = _ranked(anchoring.choice, scores, count, generator, centres, kernel)
-    return best[:count].sort().values
-
-
-def _ranked(
-    choice: str,
-    scores: Float[Tensor, "N D"],
-    count: int,
-    generator: torch.Generator,
-    centres: Callable[[int], Int[Tensor, " k"] | None] | None,
-    kernel: Kernel | None,
-) -> Int[Tensor, " R"]:
-    """All rows, the best ones first."""
     num_data, num_columns = scores.shape
+    choice = anchoring.choice
     if choice == "auto":
         choice = "k-centre" if bool((scores == scores[:1]).all()) else "greedy"
-    by_score = scores.flatten().argsort(descending=True, stable=True)
-    if choice == "score":
-        return by_score
-    if choice == "greedy":
-        if kernel is None or not 0 < count < len(by_score):
-            return by_score
-        half = max(count, min(CANDIDATES * count, MOST_CANDIDATES) // 2)
-        others = by_score[half:]
-        drawn = torch.randperm(len(others), generator=generator)[:half]
-        candidates = torch.cat([by_score[:half], others[drawn]])
-        known = kernel(candidates)
-        if known is not None and not bool(known.diagonal().isfinite().all()):
-            known = None
-        return by_score if known is None else _first(candidates[pivots(known, count)], by_score)
+    best: Tensor | None = None
     if choice == "k-centre" and centres is not None:
         data = centres(-(-count // num_columns))
         if data is not None:
-            first = (data[:, None] * num_columns + torch.arange(num_columns)).flatten()
-            return _first(first, torch.arange(num_data * num_columns))
-    return torch.randperm(num_data * num_columns, generator=generator)
+            best = (data[:, None] * num_columns + torch.arange(num_columns)).flatten()
+    elif choice in ("greedy", "score"):
+        best = scores.flatten().argsort(descending=True, stable=True)
+        if choice == "greedy" and kernel is not None and 0 < count < len(best):
+            half = max(count, min(CANDIDATES * count, MOST_CANDIDATES) // 2)
+            others = best[half:]
+            drawn = torch.randperm(len(others), generator=generator)[:half]
+            candidates = torch.cat([best[:half], others[drawn]])
+            known = kernel(candidates)
+            if known is not None and bool(known.diagonal().isfinite().all()):
+                best = candidates[pivots(known, count)]
+    if best is None:
+        best = torch.randperm(num_data * num_columns, generator=generator)
+    return best[:count].sort().values
 
 
-def _first(first: Int[Tensor, " m"], rows: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
-    """All rows, starting with the given ones."""
-    is_other = torch.ones(len(rows), dtype=torch.bool)
-    is_other[first] = False
-    return torch.cat([first, rows[is_other[rows]]])
+def pivots(kernel: Float[Tensor, "m m"], count: int) -> Int[Tensor, " k"]:
+    """The first ``count`` pivots of a Cholesky factorisation of I + S, for positive semidefinite S.
+
+    Given those before, each has the largest variance S_rr|Z, and so the largest entropy
+    ½ log(1 + S_rr|Z); with the greedy choice ℓ(Z) is at least 1 − 1/e of the largest of so many
+    rows, since it is submodular (Nemhauser et al., 1978).
+
+    Returns:
+        Their numbers, in the order of the choice.
+    """
+    left = kernel.diagonal().clone()
+    factor = kernel.new_zeros(count, len(kernel))
+    chosen = torch.zeros(count, dtype=torch.int64, device=kernel.device)
+    for step in range(count):
+        row = left.argmax().reshape(1)
+        chosen[step] = row[0]
+        before = factor[:step]
+        column = kernel.index_select(0, row)[0] - before.index_select(1, row)[:, 0] @ before
+        own = left.index_select(0, row).clamp(min=0.0)
+        factor[step] = column / (1.0 + own).sqrt()
+        left = left - factor[step].square()
+        left[row] = -torch.inf
+    return chosen
+
+
+class Centres:
+    """Data spread over all inputs: the farthest-first traversal, continued where more are wanted.
+
+    Where every row has the same score, as in regression, scores do not tell the network's
+    uncertainty, and anchors should represent as many of the others as they can. Always taking the
+    datum farthest from those chosen so far leaves no datum further from its centre than twice the
+    smallest possible radius (Gonzalez, 1985).
+    """
+
+    def __init__(self) -> None:
+        self._points: Float[Tensor, "N d"] | None = None
+        self._order: list[int] = []
+        # Squared distance of each datum to the nearest centre.
+        self._left: Float[Tensor, " N"] | None = None
+
+    def first(self, source: Source, count: int) -> Int[Tensor, " k"] | None:
+        """Positions of the first centres; None where inputs have no distances, as tokens."""
+        if self._points is None:
+            self._points = _points(source)
+        points = self._points
+        if points is None:
+            return None
+        while len(self._order) < min(count, len(points)):
+            left = self._left
+            if left is None:  # the first centre is farthest from the mean of all
+                left = (points - points.mean(0)).square().sum(1)
+            chosen = int(left.argmax())
+            own = (points - points[chosen]).square().sum(1)
+            self._left = own if self._left is None else torch.minimum(self._left, own)
+            # Among equal data, those already chosen come last.
+            self._left[chosen] = -1.0
+            self._order.append(chosen)
+        return torch.tensor(self._order[:count], dtype=torch.int64)
+
+
+def _points(source: Source) -> Float[Tensor, "N d"] | None:
+    """The inputs as vectors of few numbers, on the CPU."""
+    parts: list[Tensor] = []
+    projection: Tensor | None = None
+    for indices in torch.arange(len(source)).split(AT_ONCE):
+        x, _ = source.fetch(indices)
+        if not x.is_floating_point():
+            return None
+        flat = x.detach().reshape(len(x), -1).float().cpu()
+        if flat.shape[1] > PROJECTED:
+            if projection is None:
+                own = torch.Generator().manual_seed(0)
+                projection = torch.randn(flat.shape[1], PROJECTED, generator=own)
+            flat = flat @ projection
+        parts.append(flat)
+    return torch.cat(parts)

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from evigrad.blocks.anchors.choice import AT_ONCE
 from evigrad.blocks.sources import Source
 from evigrad.likelihoods import Likelihood
 
@@ -27,12 +28,8 @@ from evigrad.likelihoods import Likelihood
 class Network(Protocol):
     """What the choice of anchors needs of a network."""
 
-    def outputs(self, x: Tensor) -> Float[Tensor, "m C"]:
-        """Outputs, without a graph."""
-        ...
-
     def last_layer(self, x: Tensor) -> "tuple[Float[Tensor, 'm C'], LastLayer | None]":
-        """Outputs, and the last layer where there is a linear one."""
+        """Outputs without a graph, and the last layer where there is a linear one."""
         ...
 
 
@@ -118,10 +115,9 @@ class LastLayerKernel:
         root: str,
         source: Source,
         num_columns: int,
-        batch_size: int,
     ) -> None:
         self._network, self._likelihood, self._root = network, likelihood, root
-        self._source, self._num_columns, self._batch_size = source, num_columns, batch_size
+        self._source, self._num_columns = source, num_columns
         self._place = torch.full((len(source),), -1)  # each datum's place in the lists below
         self._seen = 0
         self._layers: list[LastLayer] = []
@@ -145,7 +141,7 @@ class LastLayerKernel:
         """Store what is needed of new data, or that there is no such layer."""
         listed = torch.arange(self._num_columns)
         new = data[self._place[data] < 0]
-        for part in new.split(self._batch_size) if len(new) else ():
+        for part in new.split(AT_ONCE) if len(new) else ():
             f, layer = self._network.last_layer(self._source.fetch(part)[0])
             if layer is None:
                 self._is_there = False

@@ -1,177 +1,128 @@
-"""The endless stream of anchored blocks: draws by predicted entropy."""
+"""The endless stream of anchored blocks, whose parts are drawn by their predicted entropy.
 
-from collections.abc import Callable, Iterator
+A part of rows B with scores λ is predicted to have Σ_r log(1 + λ_r/λ_Z), λ_Z a typical score of an
+anchor: the anchors hold most of what the largest rows have. The ratio to the true value is learned
+for each column of the root, and for all groups, from the values ℓ(B|Z) of estimates. Predictions
+only steer which parts are drawn how often: the expectation of the estimate is the same bound
+whatever they are.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from evigrad.blocks.anchors.blocks import AnchoredBlocks
-from evigrad.blocks.anchors.choice import Anchoring
-from evigrad.blocks.anchors.groups import Groups
-from evigrad.blocks.anchors.masses import Masses, control_variate, probabilities
-from evigrad.blocks.anchors.scores import Scores
+from evigrad.blocks.anchors.partition import AnchoredPartition
 from evigrad.blocks.block import Block, Draw
 from evigrad.blocks.partitions import choose_distinct
 from evigrad.blocks.sources import Source
 from evigrad.blocks.streams import Stream
 
+# Parts are drawn uniformly in this share of all cases: no weight exceeds M / FLOOR.
+FLOOR = 0.03
+# Step size of a ratio's logarithm towards the last observation.
+RATE = 0.5
+# An observation changes a ratio by no more than this factor.
+LOG_LIMIT = math.log(1e3)
 # Data of a block's log likelihood per row: such a datum costs one forward pass, a row three.
-LIKELIHOOD_SHARE = 0.25
+LIKELIHOOD_DATA = 0.25
 
 
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """Anchors (rows as n K + d), groups and scores, from which partitions are drawn."""
+class EntropyPredictor:
+    """Learns the ratio of observed to predicted entropies for each calibration key."""
 
-    anchors: Int[Tensor, " Z"]
-    groups: Groups
-    scores: Scores
+    def __init__(self) -> None:
+        self._ratios: dict[int, float] = {}  # logarithms
+
+    def _ratio(self, key: int) -> float:
+        """The logarithm of a key's ratio; the mean of the known ones for a key never seen."""
+        known = self._ratios
+        return known[key] if key in known else sum(known.values()) / max(1, len(known))
+
+    def expected(self, keys: Sequence[int], guesses: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
+        """Calibrated predictions of ℓ(B|Z), in nats once some were observed, float64."""
+        logs = {key: self._ratio(key) for key in set(keys)}
+        return guesses * torch.tensor([logs[key] for key in keys], dtype=torch.float64).exp()
+
+    def observe(self, key: int, guess: float, seen: float) -> None:
+        """Learn from a part's ℓ(B|Z); parts may come in any order, and again."""
+        if not (guess > 0 and seen > 0 and math.isfinite(seen / guess)):
+            return
+        rate = RATE if key in self._ratios else 1.0
+        before = self._ratio(key)
+        step = math.log(seen / guess) - before
+        self._ratios[key] = before + rate * min(max(step, -LOG_LIMIT), LOG_LIMIT)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, for a checkpoint."""
+        return {"ratios": dict(self._ratios)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state of ``state_dict``."""
+        self._ratios = dict(state["ratios"])
 
 
-class AnchoredStream(Stream):
-    """An endless stream of anchored blocks with their data.
-
-    Each iteration (``for``, ``take``, ``epoch``) takes anchors and a partition of the rest anew.
-    ``take`` draws blocks in proportion to their predicted entropies, and a new partition after as
-    many draws as it has blocks; ``epoch`` goes through all of them once.
+def probabilities(
+    expected: Float[Tensor, " M"],
+    counts: Float[Tensor, " M"] | None = None,
+    floor: float = FLOOR,
+) -> Float[Tensor, " M"]:
+    """π of parts: in proportion to their predictions, with a uniform floor.
 
     Args:
-        source: The data.
-        anchoring: How often anchors are chosen anew.
-        num_rows: Rows of a block.
-        prepare: Returns anchors, groups and scores, at the beginning of an iteration.
-        masses: Predicts the entropies of blocks.
-        generator: A CPU generator.
+        expected: Predictions, at least 0.
+        counts: How many parts each number stands for; None for one each.
+        floor: The share of all cases in which parts are drawn uniformly.
+
+    Returns:
+        Positive numbers that add up to 1, float64.
     """
+    uniform = torch.ones_like(expected) if counts is None else counts
+    uniform = uniform / uniform.sum()
+    total = float(expected.sum())
+    if not 0 < total < float("inf"):
+        return uniform
+    return (1 - floor) * expected / total + floor * uniform
 
-    def __init__(
-        self,
-        source: Source,
-        anchoring: Anchoring,
-        num_rows: int,
-        prepare: Callable[[], "Prepared"],
-        masses: Masses,
-        generator: torch.Generator,
-    ) -> None:
-        self._source, self._anchoring, self._num_rows = source, anchoring, num_rows
-        self._prepare, self._masses, self._generator = prepare, masses, generator
 
-    @property
-    def is_constant(self) -> bool:
-        """False, as blocks and the data of their log likelihood are drawn."""
-        return False
+def control_variate(expected: Float[Tensor, " M"], own: float, weight: float) -> float:
+    """Σ_m e_m − w e, which cancels most of the error of an estimate by one part.
 
-    @property
-    def period(self) -> int:
-        """Iterations from one choice of anchors to the next."""
-        return self._anchoring.refresh
+    Args:
+        expected: e_m of all parts, none of them learned from this draw.
+        own: e, the prediction for the part that was drawn.
+        weight: w, one over its probability.
 
-    def __iter__(self) -> Iterator[Block]:
-        prepared = self._prepare()
-        while True:
-            made = self._partition(prepared)
-            for _ in range(max(1, made.num_blocks)):
-                # Drawn late, as the last block's value calibrates the predictions.
-                yield self._alone(made, [self._draw(made)] if made.num_blocks else [])
-
-    def round(self, n: int, at_once: int = 1) -> Iterator[Block]:
-        """See ``Stream.round``: drawn as by ``take``, or all of a partition of at most n."""
-        return self.drawn(n, whole=True).blocks(at_once)
-
-    def epoch(self) -> Iterator[Block]:
-        """See ``Stream.epoch``; the mean is ℓ(Z) + Σ_m ℓ(B_m|Z)."""
-        made = self._partition(self._prepare())
-        for draw in self._each(made):
-            yield self._alone(made, [draw])
-        if not made.num_blocks:
-            yield self._alone(made, [])
-
-    def drawn(self, n: int, whole: bool = False) -> "Drawn":
-        """Fixed draws of one partition.
-
-        Args:
-            n: How many.
-            whole: Whether to take each part once instead, where the partition has no more than n.
-
-        Returns:
-            The draws; none where all rows are anchors.
-        """
-        made = self._partition(self._prepare())
-        if whole and made.num_blocks <= n:
-            draws = list(self._each(made))
-        else:
-            draws = [self._draw(made) for _ in range(n if made.num_blocks else 0)]
-        return Drawn(self._source, made, draws, self._likelihood_data(made, max(1, len(draws))))
-
-    def _partition(self, prepared: Prepared) -> AnchoredBlocks:
-        return AnchoredBlocks.draw(
-            prepared.anchors, prepared.scores, self._num_rows, self._generator, prepared.groups
-        )
-
-    def _each(self, made: AnchoredBlocks) -> Iterator[Draw]:
-        """Each part once, in random order."""
-        count = made.num_blocks
-        expected = self._masses.expected(made.keys, made.guesses)
-        for number in torch.randperm(count, generator=self._generator).tolist():
-            # Offsets that cancel in the mean of all, and remove most of each draw's error.
-            offset = control_variate(expected, self._of_one(made, number, expected), 1.0 / count)
-            yield Draw(number, float(count), offset, self._of_one(made, number, made.guesses))
-
-    def _draw(self, made: AnchoredBlocks) -> Draw:
-        expected = self._masses.expected(made.keys, made.guesses)
-        chances = probabilities(expected, made.counts)
-        number = int(torch.multinomial(chances, 1, generator=self._generator))
-        chance = float(chances[number])
-        if made.tail is not None and number == len(made.parts):
-            # The tail has one entry: any of its blocks.
-            chance /= made.tail.count
-            number += int(torch.randint(made.tail.count, (), generator=self._generator))
-        offset = control_variate(expected, self._of_one(made, number, expected), chance)
-        return Draw(number, 1.0 / chance, offset, self._of_one(made, number, made.guesses))
-
-    @staticmethod
-    def _of_one(made: AnchoredBlocks, number: int, values: Float[Tensor, " _"]) -> float:
-        """The value of a part; all of the tail has one value, which its parts share."""
-        group = made.group(number)
-        return float(values[group]) / float(made.counts[group])
-
-    def _alone(self, made: AnchoredBlocks, draws: list[Draw]) -> Block:
-        return Drawn(self._source, made, draws, self._likelihood_data(made, 1)).block(0, 1)
-
-    def _likelihood_data(self, made: AnchoredBlocks, count: int) -> Int[Tensor, "d u"]:
-        """The data of each draw's log likelihood; together they cover the data evenly."""
-        num_data = len(self._source)
-        each = min(max(1, int(LIKELIHOOD_SHARE * self._num_rows)), num_data)
-        if made.num_blocks <= 1:
-            each = num_data  # a block that holds every row passes over all the data in any case
-        total = min(count * each, num_data)
-        chosen = choose_distinct(num_data, total, self._generator)
-        if count > 1:
-            chosen = chosen[torch.randperm(total, generator=self._generator)]
-        return chosen[torch.arange(count * each) % total].reshape(count, each)
+    Returns:
+        A number in nats whose expectation is zero; 0 where predictions are useless.
+    """
+    total = float(expected.sum())
+    return total - weight * own if 0 < total < float("inf") else 0.0
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
-    """Draws of one partition, which can be laid out in blocks again and again.
+class DrawnParts:
+    """Drawn parts of one partition, which can be laid out in blocks again and again.
 
     Attributes:
         source: The data.
         partition: The partition that was drawn from.
-        draws: Draws of its parts, by their numbers.
+        draws: The draws.
         of_likelihood: The data of each draw's log likelihood; of the anchors' where none is drawn.
     """
 
     source: Source
-    partition: AnchoredBlocks
+    partition: AnchoredPartition
     draws: list[Draw]
     of_likelihood: Int[Tensor, "d u"]
 
     def blocks(self, at_once: int) -> Iterator[Block]:
         """The draws in blocks of ``at_once``; the anchors alone where all rows are anchors."""
-        count = len(self.draws) if self.partition.num_blocks else 1
+        count = len(self.draws) if self.partition.num_parts else 1
         for start in range(0, count, at_once):
             yield self.block(start, at_once)
 
@@ -181,3 +132,119 @@ class Drawn:
         block = self.partition.block(self.draws[some], self.of_likelihood[some])
         inputs, targets = self.source.fetch(block.indices)
         return replace(block, inputs=inputs, targets=targets)
+
+
+class AnchoredStream(Stream):
+    """An endless stream of anchored blocks with their data.
+
+    Each iteration (``for``, ``take``, ``epoch``) takes anchors and a partition of the rest anew.
+    ``take`` draws parts in proportion to their predicted entropies, and a new partition after as
+    many draws as it has parts; ``epoch`` goes through all of them once.
+
+    Args:
+        source: The data.
+        period: Iterations from one choice of anchors to the next.
+        num_rows: Rows of a block.
+        prepare: Called at the beginning of an iteration; returns a function that draws partitions.
+        predictor: Predicts the entropies of parts.
+        generator: A CPU generator.
+    """
+
+    is_constant = False
+
+    def __init__(
+        self,
+        source: Source,
+        period: int,
+        num_rows: int,
+        prepare: Callable[[], Callable[[], AnchoredPartition]],
+        predictor: EntropyPredictor,
+        generator: torch.Generator,
+    ) -> None:
+        self.period = period
+        self._source, self._num_rows, self._prepare = source, num_rows, prepare
+        self._predictor, self._generator = predictor, generator
+
+    def __iter__(self) -> Iterator[Block]:
+        partition = self._prepare()
+        while True:
+            made = partition()
+            for _ in range(max(1, made.num_parts)):
+                # Drawn late, as the last block's value calibrates the predictions.
+                yield self._with_data(made, [self._draw(made)] if made.num_parts else [])
+
+    def round(self, n: int) -> Iterator[Block]:
+        """See ``Stream.round``: drawn as by ``take``, or all of a partition of at most n."""
+        return self.drawn(n, whole=True).blocks(1)
+
+    def epoch(self) -> Iterator[Block]:
+        """See ``Stream.epoch``; the mean is ℓ(Z) + Σ_m ℓ(B_m|Z)."""
+        made = self._prepare()()
+        for draw in self._each(made):
+            yield self._with_data(made, [draw])
+        if not made.num_parts:
+            yield self._with_data(made, [])
+
+    def drawn(self, n: int, whole: bool = False) -> DrawnParts:
+        """Fixed draws of one partition.
+
+        Args:
+            n: How many.
+            whole: Whether to take each part once instead, where the partition has no more than n.
+
+        Returns:
+            The draws; none where all rows are anchors.
+        """
+        made = self._prepare()()
+        if whole and made.num_parts <= n:
+            draws = list(self._each(made))
+        else:
+            draws = [self._draw(made) for _ in range(n if made.num_parts else 0)]
+        of_likelihood = self._likelihood_data(made, max(1, len(draws)))
+        return DrawnParts(self._source, made, draws, of_likelihood)
+
+    def _each(self, made: AnchoredPartition) -> Iterator[Draw]:
+        """Each part once, in random order."""
+        count = made.num_parts
+        expected = self._predictor.expected(made.keys, made.guesses)
+        for number in torch.randperm(count, generator=self._generator).tolist():
+            # Offsets that cancel in the mean of all, and remove most of each draw's error.
+            yield self._of_part(made, number, float(count), expected)
+
+    def _draw(self, made: AnchoredPartition) -> Draw:
+        """A part drawn with its probability."""
+        expected = self._predictor.expected(made.keys, made.guesses)
+        chances = probabilities(expected, made.counts)
+        number = int(torch.multinomial(chances, 1, generator=self._generator))
+        chance = float(chances[number])
+        if made.tail is not None and number == len(made.parts):
+            # The tail has one entry: any of its parts.
+            chance /= made.tail.count
+            number += int(torch.randint(made.tail.count, (), generator=self._generator))
+        return self._of_part(made, number, 1.0 / chance, expected)
+
+    @staticmethod
+    def _of_part(
+        made: AnchoredPartition, number: int, weight: float, expected: Float[Tensor, " _"]
+    ) -> Draw:
+        entry = made.entry(number)
+        # All of the tail has one prediction, which its parts share.
+        count = float(made.counts[entry])
+        offset = control_variate(expected, float(expected[entry]) / count, weight)
+        guess = float(made.guesses[entry]) / count
+        return Draw(number, weight, offset, guess, made.keys[entry])
+
+    def _with_data(self, made: AnchoredPartition, draws: list[Draw]) -> Block:
+        return DrawnParts(self._source, made, draws, self._likelihood_data(made, 1)).block(0, 1)
+
+    def _likelihood_data(self, made: AnchoredPartition, count: int) -> Int[Tensor, "d u"]:
+        """The data of each draw's log likelihood; together they cover the data evenly."""
+        num_data = len(self._source)
+        each = min(max(1, int(LIKELIHOOD_DATA * self._num_rows)), num_data)
+        if made.num_parts <= 1:
+            each = num_data  # a block that holds every row passes over all the data in any case
+        total = min(count * each, num_data)
+        chosen = choose_distinct(num_data, total, self._generator)
+        if count > 1:
+            chosen = chosen[torch.randperm(total, generator=self._generator)]
+        return chosen[torch.arange(count * each) % total].reshape(count, each)

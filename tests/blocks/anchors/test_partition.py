@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from evigrad import Evidence
-from evigrad.blocks.anchors import Anchoring, groups
+from evigrad.blocks.anchors import Anchoring, partition
 from evigrad.blocks.anchors.choice import Kernel
-from evigrad.blocks.anchors.groups import conditional, form_groups, grouped
+from evigrad.blocks.anchors.partition import Tail, conditional, form_groups, grouped
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
 
@@ -99,7 +99,7 @@ def test_rows_of_the_largest_scores_are_grouped(monkeypatch: pytest.MonkeyPatch)
         asked.append(rows)
         return torch.eye(len(rows))
 
-    monkeypatch.setattr(groups, "ROWS_PER_ROW", 5)
+    monkeypatch.setattr(partition, "ROWS_PER_ROW", 5)
     found = form_groups(scores, anchors, 7, known, seeded())
     (rows,) = asked
     assert torch.equal(rows[:3], anchors)
@@ -108,7 +108,7 @@ def test_rows_of_the_largest_scores_are_grouped(monkeypatch: pytest.MonkeyPatch)
     assert sorted(torch.cat(found.parts).tolist()) == sorted(others[:35])
     assert [len(part) for part in found.parts] == [4] * 8 + [3]
     assert found.shares.tolist() == pytest.approx([4 / 35] * 8 + [3 / 35])
-    monkeypatch.setattr(groups, "MOST_ROWS", 22)
+    monkeypatch.setattr(partition, "MOST_ROWS", 22)
     assert len(torch.cat(form_groups(scores, anchors, 7, known, seeded()).parts)) == 22
 
 
@@ -133,7 +133,7 @@ def test_nothing_is_grouped_where_that_is_of_no_use(monkeypatch: pytest.MonkeyPa
     assert not found(kernel=lambda _: None)
     assert not found(num_rows=4)  # blocks of one row
     assert not found(count=119, num_rows=130)  # one row is left
-    monkeypatch.setattr(groups, "MOST_ROWS", 8)
+    monkeypatch.setattr(partition, "MOST_ROWS", 8)
     assert not found()  # of 117 rows, 8 hold next to nothing
 
 
@@ -183,4 +183,16 @@ def test_groups_come_back_with_a_checkpoint() -> None:
     mine, theirs = (list(evidence.blocks((x, y)).take(4)) for evidence in (first, second))
     for one, other in zip(mine, theirs, strict=True):
         assert torch.equal(one.indices, other.indices)
-        assert one.draws == other.draws
+        assert one.anchored and other.anchored
+        assert one.anchored.draws == other.anchored.draws
+
+
+def test_a_tail_beyond_64_bits_is_a_partition() -> None:
+    tail = Tail(
+        first=16, behind=49_984, num_rows=10**5 * 49_984, size=4, factor=4_998_399_997, shift=7
+    )
+    data, columns = tail.rows(tail.count - 1)
+    t = [*range(tail.num_rows - 4, tail.num_rows)]
+    wanted = [(tail.factor * each + tail.shift) % tail.num_rows for each in t]
+    assert data.tolist() == [each // tail.behind for each in wanted]
+    assert columns.tolist() == [16 + each % tail.behind for each in wanted]

@@ -1,31 +1,75 @@
 """The anchors of an evidence over a training: latest outputs, their scores, the present choice."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from evigrad.blocks.anchors.centres import Centres
-from evigrad.blocks.anchors.choice import Anchoring, choose
-from evigrad.blocks.anchors.groups import Groups, form_groups
+from evigrad.blocks.anchors.choice import AT_ONCE, Anchoring, Centres, choose
 from evigrad.blocks.anchors.last_layer import LastLayerKernel, Network
-from evigrad.blocks.anchors.masses import Masses
-from evigrad.blocks.anchors.outputs import OutputMemory
-from evigrad.blocks.anchors.scores import Scores
-from evigrad.blocks.anchors.stream import AnchoredStream, Prepared
+from evigrad.blocks.anchors.partition import AnchoredPartition, Groups, Scores, form_groups
+from evigrad.blocks.anchors.stream import AnchoredStream, EntropyPredictor
 from evigrad.blocks.block import Block
 from evigrad.blocks.sources import Source
+from evigrad.errors import InputError
 from evigrad.likelihoods import Likelihood
 from evigrad.likelihoods.calls import check_finite, log_probabilities
 
-# Data whose outputs or scores are computed at once.
-_AT_ONCE = 512
+
+class OutputMemory:
+    """The latest outputs of each datum, as training and estimates computed them.
+
+    They may be some steps old, or those of another random transform: any choice of anchors gives a
+    bound.
+    """
+
+    def __init__(self, num_data: int) -> None:
+        self.num_data = num_data
+        self._outputs: Float[Tensor, "N C"] | None = None
+        self._seen: Bool[Tensor, " N"] = torch.zeros(num_data, dtype=torch.bool)
+
+    def update(self, indices: Tensor, f: Float[Tensor, "m C"]) -> None:
+        """Store outputs (m, C), without a graph, of the data at positions (m,)."""
+        where, values = indices.cpu(), f.detach().float().cpu()
+        if where.shape != (len(values),):
+            raise InputError(
+                f"{len(values)} outputs need as many positions in the data set, not"
+                f" {tuple(where.shape)}."
+            )
+        if len(where) and not 0 <= int(where.min()) <= int(where.max()) < self.num_data:
+            raise InputError(f"Positions of data lie in 0 … {self.num_data - 1}.")
+        if self._outputs is None or self._outputs.shape[1:] != values.shape[1:]:
+            self._outputs = values.new_zeros(self.num_data, values.shape[1])
+            self._seen.zero_()
+        self._outputs[where] = values
+        self._seen[where] = True
+
+    def missing(self) -> Int[Tensor, " n"]:
+        """Positions of the data without outputs."""
+        return (~self._seen).nonzero().squeeze(1)
+
+    @property
+    def outputs(self) -> Float[Tensor, "N C"]:
+        """The latest outputs of all data, on the CPU; raises if some are missing."""
+        if self._outputs is None or not bool(self._seen.all()):
+            raise InputError("The outputs of some data are not known.")
+        return self._outputs
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, for a checkpoint."""
+        return {"outputs": self._outputs, "seen": self._seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state of ``state_dict`` for as many data."""
+        outputs = state["outputs"]
+        self._outputs = None if outputs is None else outputs.clone()
+        self._seen = state["seen"].clone()
 
 
-class AnchorBook:
+class AnchorSelection:
     """Chooses anchors, and chooses them anew on a schedule.
 
     Args:
@@ -56,27 +100,26 @@ class AnchorBook:
         self._groups = Groups()
         self._streams = 0  # begun since the last choice
         self._num_outputs = 0
-        self._masses = Masses()
+        self._predictor = EntropyPredictor()
         self._centres = Centres()
 
     def stream(self, source: Source) -> AnchoredStream:
         """The blocks of a data set; anchors are taken as the stream is iterated."""
         return AnchoredStream(
             source,
-            self.anchoring,
+            self.anchoring.refresh,
             self._num_rows,
             lambda: self._prepare(source),
-            self._masses,
+            self._predictor,
             self._generator,
         )
 
     def observe(self, block: Block, entropies: Sequence[float]) -> None:
         """Calibrate predictions by an evaluated block and its ℓ(Z), ℓ(B_1|Z), …."""
-        if block.columns is None or block.parts is None or len(entropies) < 2:
-            return
-        for draw in block.draws:
-            if bool((block.columns[block.parts == draw.part] >= 0).any()):
-                self._masses.observe(draw.key, draw.guess, entropies[draw.part])
+        if block.anchored is not None:
+            for draw in block.anchored.draws:
+                seen = entropies[block.anchored.label(draw)]
+                self._predictor.observe(draw.key, draw.guess, seen)
 
     def refresh(self, source: Source) -> float:
         """Choose anchors by present outputs of all data; return log p(D|w,h) in nats."""
@@ -94,7 +137,7 @@ class AnchorBook:
         check_finite("The model's outputs", self.memory.outputs)
         heads: list[Tensor] = []
         tails: list[Tensor] = []
-        for part in self.memory.outputs.to(self._device()).split(_AT_ONCE):
+        for part in self.memory.outputs.to(self._device()).split(AT_ONCE):
             head, tail = self._likelihood.row_scores(part, self._root)
             heads.append(head.cpu())
             if tail is not None:
@@ -111,7 +154,7 @@ class AnchorBook:
             "anchors": self._anchors,
             "groups": (self._groups.parts, self._groups.shares),
             "streams": self._streams,
-            "masses": self._masses.state_dict(),
+            "masses": self._predictor.state_dict(),
             "num_outputs": self._num_outputs,
         }
 
@@ -120,10 +163,11 @@ class AnchorBook:
         self.memory.load_state_dict(state["memory"])
         self._anchors, self._streams = state["anchors"], state["streams"]
         self._groups = Groups(*state.get("groups", ()))
-        self._masses.load_state_dict(state["masses"])
+        self._predictor.load_state_dict(state["masses"])
         self._num_outputs = state["num_outputs"]
 
-    def _prepare(self, source: Source) -> Prepared:
+    def _prepare(self, source: Source) -> Callable[[], AnchoredPartition]:
+        """What draws partitions of all rows but the present anchors."""
         if len(missing := self.memory.missing()):
             self._look(source, missing)
         scores = self.scores()
@@ -131,7 +175,8 @@ class AnchorBook:
             self._anchors, self._groups = self._chosen(source, scores)
             self._streams = 0
         self._streams += 1
-        return Prepared(self._anchors, self._groups, scores)
+        rows, generator = self._num_rows, self._generator
+        return partial(AnchoredPartition.draw, self._anchors, scores, rows, generator, self._groups)
 
     def _chosen(self, source: Source, scores: Scores) -> tuple[Int[Tensor, " Z"], Groups]:
         heads = scores.head.numel()
@@ -139,7 +184,7 @@ class AnchorBook:
         if self._num_rows >= scores.num_rows:
             count = heads  # all rows fit: nothing is drawn, or the tail as a whole
         kernel = LastLayerKernel(
-            self._network, self._likelihood, self._root, source, scores.head.shape[1], _AT_ONCE
+            self._network, self._likelihood, self._root, source, scores.head.shape[1]
         )
         centres = partial(self._centres.first, source)
         anchors = choose(self.anchoring, scores.head, count, self._generator, centres, kernel)
@@ -150,9 +195,9 @@ class AnchorBook:
 
     def _look(self, source: Source, indices: Int[Tensor, " n"]) -> float:
         total, seen, num_outputs = 0.0, [], 0
-        for part in indices.split(_AT_ONCE):
+        for part in indices.split(AT_ONCE):
             x, y = source.fetch(part)
-            f = self._network.outputs(x)
+            f, _ = self._network.last_layer(x)
             total += float(log_probabilities(self._likelihood, f, y).detach().double().sum())
             seen.append(self._likelihood.condensed(f, self._root).float().cpu())
             num_outputs = f.shape[1]

@@ -1,47 +1,19 @@
-"""Anchors one by one, by the kernel of the last layer."""
+"""The kernel of the last layer, and anchors that are chosen by it."""
 
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 from evigrad import Evidence
-from evigrad.blocks.anchors import Anchoring, choose
-from evigrad.blocks.anchors.greedy import pivots
+from evigrad.blocks.anchors import Anchoring, last_layer
 from evigrad.blocks.anchors.last_layer import LastLayerKernel, watched
 from evigrad.blocks.sources import as_source
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
-
-
-def entropy(kernel: Tensor, rows: list[int]) -> float:
-    own = kernel[rows][:, rows]
-    return float(torch.linalg.slogdet(own + torch.eye(len(rows), dtype=own.dtype))[1])
-
-
-@given(
-    num_rows=st.integers(1, 8),
-    rank=st.integers(1, 5),
-    count=st.integers(1, 8),
-    seed=st.integers(0, 10**6),
-)
-@settings(max_examples=60)
-def test_each_pivot_adds_the_most(num_rows: int, rank: int, count: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    a = 3 * torch.randn(num_rows, rank, generator=generator, dtype=torch.float64)
-    kernel, count = a @ a.mT, min(count, num_rows)
-    found = pivots(kernel, count).tolist()
-    assert len(set(found)) == count
-    for step, row in enumerate(found):
-        before = found[:step]
-        others = [r for r in range(num_rows) if r not in before]
-        best = max(entropy(kernel, [*before, r]) for r in others)
-        assert entropy(kernel, [*before, row]) == pytest.approx(best, rel=1e-9, abs=1e-9)
 
 
 def evidence_of(model: nn.Module, structure: str = "layerwise", **settings: Any) -> Evidence:
@@ -68,10 +40,15 @@ def images(count: int) -> Tensor:
     )
 
 
+@pytest.fixture(autouse=True)
+def _three_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(last_layer, "AT_ONCE", 3)
+
+
 def kernel(evidence: Evidence, x: Tensor, data: Tensor, columns: Tensor, root: str) -> Any:
     network = evidence._problem.plans
     source = as_source((x, torch.zeros(len(x), dtype=torch.int64)))
-    ask = LastLayerKernel(network, evidence.likelihood, root, source, 3, batch_size=3)
+    ask = LastLayerKernel(network, evidence.likelihood, root, source, 3)
     rows = 3 * data + columns
     ask(rows[: len(rows) // 2])  # some data are known already when the others are asked for
     found = ask(rows)
@@ -152,34 +129,6 @@ def test_nobody_watches_for_longer_than_asked() -> None:
     with watched(model, first) as call:
         model(images(2).float())
     assert call[0] is model[1]
-
-
-def scores(num_data: int = 40, columns: int = 3) -> Tensor:
-    return torch.rand(num_data, columns, generator=torch.Generator().manual_seed(2))
-
-
-def test_the_candidates() -> None:
-    asked: list[Tensor] = []
-
-    def known(rows: Tensor) -> Tensor:
-        asked.append(rows)
-        return torch.diag(torch.arange(len(rows)).double())
-
-    generator = torch.Generator().manual_seed(0)
-    found = choose(Anchoring(), scores(), 5, generator, kernel=known)
-    (rows,) = asked
-    assert len(rows) == len(rows.unique()) == 20
-    # Half of them have the largest scores, and the others come from anywhere.
-    best = scores().flatten().argsort(descending=True)
-    assert torch.equal(rows[:10], best[:10])
-    assert not torch.equal(rows[10:], best[10:20])
-    assert torch.equal(found, rows[-5:].sort().values)  # the largest ones of a diagonal
-    # Where all rows are anchors there is no choice, and where nothing is known scores make it.
-    assert len(choose(Anchoring(), scores(), 120, generator, kernel=known)) == 120
-    assert len(choose(Anchoring(), scores(), 0, generator, kernel=known)) == 0
-    assert len(asked) == 1
-    by_score = choose(Anchoring(choice="score"), scores(), 5, generator)
-    assert torch.equal(choose(Anchoring(), scores(), 5, generator, kernel=lambda _: None), by_score)
 
 
 def test_greedy_anchors_hold_more_than_those_of_the_largest_scores() -> None:

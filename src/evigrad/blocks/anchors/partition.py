@@ -1,0 +1,391 @@
+"""Partitions of the rows that are no anchors.
+
+Given anchors Z, the other rows are partitioned into M parts B_m. With part m drawn with probability
+π_m, ℓ(Z) + ℓ(B_m|Z)/π_m has the expectation ℓ(Z) + Σ_m ℓ(B_m|Z) ≥ ℓ(I).
+
+- *Groups*: rows that have much in common belong in one part, since the joint entropy of similar
+  rows is hardly more than that of one, and in separate parts it would be counted again and again.
+  The last layer's kernel tells which of the rows with the largest scores are similar, as it does
+  for the choice of anchors, and predicts the entropy of each group.
+- *Columns*: of the others, a part has rows of one column of the root: data that the network is
+  unsure of in the same way. Rows are ranked by their scores, and of every M consecutive ones each
+  part gets one at random. The parts of a column are then much alike, and the entropy of one
+  predicts that of the others.
+- *Tail*: where there are many columns, the unlikely ones, of whose rows there may be millions, are
+  partitioned without any ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import gcd
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from evigrad.blocks.anchors.choice import Kernel
+from evigrad.blocks.block import Anchored, Block, Draw, padded_columns
+
+# Rows considered for each row of a block, those of the largest scores, but no more than MOST_ROWS:
+# their kernel has the square of it.
+ROWS_PER_ROW = 16
+MOST_ROWS = 2048
+# Where those hold a smaller share of all curvature than this, grouping them does not pay.
+LEAST_SHARE = 0.1
+# The calibration key of groups; other parts have that of their column.
+GROUPED = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """How much curvature rows can hold.
+
+    Attributes:
+        head: |R_n[:, d]|² of each row of the first K columns.
+        tail: The sum of those of all later columns.
+        behind: How many later columns there are; 0 also where they are certainly zero.
+    """
+
+    head: Float[Tensor, "N K"]
+    tail: Float[Tensor, " N"]
+    behind: int
+
+    @property
+    def num_rows(self) -> int:
+        """Number of all rows."""
+        return self.head.numel() + len(self.tail) * self.behind
+
+
+def ranked(
+    rows: Int[Tensor, " r"], flat: Float[Tensor, " R"], generator: torch.Generator
+) -> Int[Tensor, " r"]:
+    """Rows n K + d by falling score; rows of equal scores are in random order."""
+    rows = rows[torch.randperm(len(rows), generator=generator)]
+    return rows[flat[rows].argsort(descending=True, stable=True)]
+
+
+def guessed(flat: Float[Tensor, " R"], unit: float) -> Float[Tensor, " R"]:
+    """Predicted entropy of rows given the anchors, log(1 + λ/λ_Z), float64; see ``unit_score``."""
+    return (flat.double() / unit).log1p()
+
+
+def unit_score(flat: Float[Tensor, " R"], anchors: Int[Tensor, " Z"]) -> float:
+    """λ_Z > 0: the lower quartile of the anchors' scores; without anchors the median of all."""
+    # Not the least score: some anchors may have been chosen without regard to scores.
+    chosen = flat[anchors] if len(anchors) else flat
+    positive = chosen[chosen > 0].sort().values
+    if not len(positive):
+        return 1.0
+    return float(positive[len(positive) // (4 if len(anchors) else 2)])
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Parts that all partitions have.
+
+    Attributes:
+        parts: The rows of each, as n K + d.
+        shares: The share of each in ℓ(B|Z) of all of them, by the last layer's kernel; by their
+            numbers of rows where all scores are the same.
+    """
+
+    parts: list[Int[Tensor, " _"]] = field(default_factory=list)
+    shares: Float[Tensor, " G"] = field(default_factory=lambda: torch.zeros(0).double())
+
+
+def form_groups(
+    scores: Float[Tensor, "N K"],
+    anchors: Int[Tensor, " Z"],
+    num_rows: int,
+    kernel: Kernel,
+    generator: torch.Generator,
+) -> Groups:
+    """Parts of the rows with the largest scores but for the anchors.
+
+    Args:
+        scores: |R_n[:, d]|² of every row (n, d).
+        anchors: Rows as n K + d.
+        num_rows: Rows of a block, its anchors included.
+        kernel: From rows to their inner products, or to None where unknown.
+        generator: A CPU generator, for rows of equal scores.
+
+    Returns:
+        The parts; none where the kernel is unknown, or where so many rows are left that these
+        would make no difference.
+    """
+    size = num_rows - len(anchors)
+    flat = scores.flatten()
+    rest = torch.ones(len(flat), dtype=torch.bool)
+    rest[anchors] = False
+    rows = rest.nonzero().squeeze(1)
+    if size < 2 or len(rows) < 2:
+        return Groups()
+    chosen = ranked(rows, flat, generator)[: min(ROWS_PER_ROW * num_rows, MOST_ROWS)]
+    held = guessed(flat, unit_score(flat, anchors))
+    if not float(held[chosen].sum()) > LEAST_SHARE * float(held[rows].sum()):
+        return Groups()
+    known = kernel(torch.cat([anchors, chosen]))
+    left = None if known is None else conditional(known, len(anchors))
+    if left is None or not bool(left.diagonal().isfinite().all()):
+        return Groups()
+    parts, entropies = grouped(left, size)
+    if bool((flat == flat[0]).all()):
+        # As in regression: the last layer tells which rows are alike, but not their entropy.
+        entropies = torch.tensor([len(part) for part in parts], dtype=torch.float64)
+    total = float(entropies.sum())
+    return Groups([chosen[part] for part in parts], entropies / total) if total > 0 else Groups()
+
+
+def conditional(kernel: Float[Tensor, "m m"], given: int) -> Float[Tensor, "r r"] | None:
+    """S_rr − S_rz (I + S_zz)⁻¹ S_zr for the first rows z; None where rounding spoils I + S_zz."""
+    own = kernel[:given, :given].double()
+    factor, failed = torch.linalg.cholesky_ex(own + torch.eye(given, dtype=own.dtype))
+    if int(failed):
+        return None
+    cross = kernel[:given, given:].double()
+    half = torch.linalg.solve_triangular(factor, cross, upper=False).to(kernel.dtype)
+    return torch.addmm(kernel[given:, given:], half.mT, half, alpha=-1.0)
+
+
+def grouped(
+    kernel: Float[Tensor, "r r"], size: int
+) -> tuple[list[Int[Tensor, " _"]], Float[Tensor, " G"]]:
+    """Repeatedly the row of largest variance, with those most correlated with it.
+
+    Args:
+        kernel: Of the rows, symmetric positive semidefinite; observed with noise of variance one.
+        size: Rows in a group; the last one may have fewer.
+
+    Returns:
+        Groups of row numbers, and the entropy log det(1 + S_gg) of each, float64.
+    """
+    variance = kernel.diagonal().clamp(min=0.0)
+    shrunk = (1.0 + variance).rsqrt()
+    left = variance.clone()
+    parts: list[Tensor] = []
+    for remaining in range(len(kernel), 0, -size):
+        first = int(left.argmax())
+        alike = (kernel[first] * shrunk).square()
+        alike[first] = torch.inf
+        alike[left < 0] = -1.0
+        parts.append(alike.topk(min(size, remaining)).indices)
+        left[parts[-1]] = -1.0
+    whole = torch.stack(parts[:-1]) if len(parts) > 1 else torch.zeros(0, size, dtype=torch.int64)
+    return parts, torch.cat([_entropies(kernel, whole), _entropies(kernel, parts[-1][None])])
+
+
+def _entropies(kernel: Float[Tensor, "r r"], parts: Int[Tensor, "G b"]) -> Float[Tensor, " G"]:
+    own = kernel[parts[:, :, None], parts[:, None, :]].double()
+    # Rounding may have made tiny eigenvalues negative.
+    return torch.linalg.eigvalsh(own).clamp(min=0.0).log1p().sum(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class Tail:
+    """The rows of unlikely columns in parts, without a list of the rows.
+
+    An affine map t ↦ (a t + c) mod T with a random a coprime to T is a permutation; part b holds
+    the images of b size, b size + 1, …
+
+    Attributes:
+        first: The first of the columns.
+        behind: Number of the columns.
+        num_rows: T.
+        size: Rows in a part.
+        factor: a.
+        shift: c.
+    """
+
+    first: int
+    behind: int
+    num_rows: int
+    size: int
+    factor: int
+    shift: int
+
+    @classmethod
+    def draw(cls, scores: Scores, size: int, generator: torch.Generator) -> "Tail":
+        """Draw a partition into parts of ``size`` rows."""
+        num_rows = len(scores.tail) * scores.behind
+
+        def number() -> int:
+            return int(torch.randint(num_rows, (), generator=generator))
+
+        factor, shift = number(), number()
+        while gcd(factor, num_rows) != 1:
+            factor = number()
+        return cls(scores.head.shape[1], scores.behind, num_rows, size, factor, shift)
+
+    @property
+    def count(self) -> int:
+        """The number of parts."""
+        return -(-self.num_rows // self.size)
+
+    def rows(self, number: int) -> tuple[Int[Tensor, " b"], Int[Tensor, " b"]]:
+        """Data and columns of the rows of a part."""
+        stop = min((number + 1) * self.size, self.num_rows)
+        # In Python's integers: a t may exceed 64 bits.
+        places = range(number * self.size, stop)
+        chosen = torch.tensor([(self.factor * t + self.shift) % self.num_rows for t in places])
+        return chosen // self.behind, self.first + chosen % self.behind
+
+
+@dataclass(frozen=True, eq=False)
+class AnchoredPartition:
+    """A partition of all rows but the anchors.
+
+    Attributes:
+        anchors: Rows as n K + d.
+        parts: The parts of the first K columns, as rows n K + d.
+        num_data: N.
+        num_columns: K.
+        tail: The parts of all other columns, or None where there are none.
+        keys: The calibration key of each part, its first column or GROUPED, and of the tail.
+        guesses: The predicted entropy of each part, and of all of the tail; see ``stream``.
+    """
+
+    anchors: Int[Tensor, " Z"]
+    parts: list[Int[Tensor, " _"]]
+    num_data: int
+    num_columns: int
+    tail: Tail | None = None
+    keys: Sequence[int] = ()
+    guesses: Float[Tensor, " _"] = field(default_factory=lambda: torch.zeros(0).double())
+
+    @classmethod
+    def draw(
+        cls,
+        anchors: Int[Tensor, " Z"],
+        scores: Scores,
+        num_rows: int,
+        generator: torch.Generator,
+        groups: Groups | None = None,
+    ) -> "AnchoredPartition":
+        """Draw a partition: the groups, and other rows by columns, stratified by scores."""
+        num_data, num_columns = scores.head.shape
+        flat = scores.head.flatten()
+        free = torch.ones(num_data * num_columns, dtype=torch.bool)
+        free[anchors] = False
+        size = max(1, num_rows - len(anchors))
+        groups = groups or Groups()
+        if groups.parts:
+            free[torch.cat(groups.parts)] = False
+        parts: list[Tensor] = []
+        keys: list[int] = []
+        for columns in _together(free.reshape(num_data, num_columns).sum(0).tolist(), size):
+            rest = (torch.arange(num_data)[:, None] * num_columns + columns).flatten()
+            dealt = _dealt(ranked(rest[free[rest]], flat, generator), size, generator)
+            parts += dealt
+            keys += [int(columns[0])] * len(dealt)
+        unit = unit_score(flat, anchors)
+        held = guessed(flat, unit)
+        # Groups are predicted in the unit of the others: parts that seem negligible would hardly
+        # ever be drawn, and then with a huge weight.
+        of_groups = groups.shares * _sums(held, groups.parts).sum()
+        guesses = torch.cat([of_groups, _sums(held, parts)])
+        parts, keys = groups.parts + parts, [GROUPED] * len(groups.parts) + keys
+        tail = None
+        if scores.behind:
+            tail = Tail.draw(scores, size, generator)
+            keys.append(tail.first)
+            each = guessed(scores.tail.double() / scores.behind, unit)
+            guesses = torch.cat([guesses, scores.behind * each.sum().reshape(1)])
+        return cls(anchors, parts, num_data, num_columns, tail, keys, guesses)
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts, M."""
+        return len(self.parts) + (0 if self.tail is None else self.tail.count)
+
+    def block(self, draws: Sequence[Draw], of_likelihood: Int[Tensor, "d u"]) -> Block:
+        """A block of the anchors and the drawn parts, without inputs, by falling number of rows.
+
+        Args:
+            draws: The draws; none for the anchors alone.
+            of_likelihood: Uniformly drawn data for each draw's log likelihood, or for the anchors'.
+
+        Returns:
+            The block.
+        """
+        numbers = list(dict.fromkeys(draw.part for draw in draws))
+        rows = [(self.anchors // self.num_columns, self.anchors % self.num_columns)]
+        rows += [self.rows(number) for number in numbers]
+        of_rows, columns = (torch.cat(each) for each in zip(*rows, strict=True))
+        sizes = torch.tensor([len(data) for data, _ in rows])
+        labels = torch.arange(len(rows)).repeat_interleave(sizes)
+        indices = torch.cat([of_rows, of_likelihood.flatten()]).unique()
+        position = torch.searchsorted(indices, of_rows)
+        # By falling number of rows, those without any last.
+        counts = position.bincount(minlength=len(indices))
+        order = counts.argsort(descending=True, stable=True)
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(len(order))
+        position, indices = rank[position], indices[order]
+        each = self.num_data / of_likelihood.shape[1]
+        weights = torch.stack([each * torch.isin(indices, own).double() for own in of_likelihood])
+        # Rows and their labels are laid out in the same way.
+        columns, labels = (padded_columns(position, t, len(indices)) for t in (columns, labels))
+        anchored = Anchored(labels, tuple(draws), weights)
+        return Block(indices, columns, 1.0, weights.mean(0), anchored=anchored)
+
+    @property
+    def counts(self) -> Float[Tensor, " _"]:
+        """How many parts each of ``keys`` and ``guesses`` stands for."""
+        counts = torch.ones(len(self.keys), dtype=torch.float64)
+        if self.tail is not None:
+            counts[-1] = self.tail.count
+        return counts
+
+    def entry(self, number: int) -> int:
+        """The position of a part in ``keys`` and ``guesses``; the tail has one in all."""
+        return min(number, len(self.parts))
+
+    def rows(self, number: int) -> tuple[Tensor, Tensor]:
+        """Data and columns of the rows of a part."""
+        if number >= len(self.parts):
+            assert self.tail is not None
+            return self.tail.rows(number - len(self.parts))
+        part = self.parts[number]
+        return part // self.num_columns, part % self.num_columns
+
+
+def _together(counts: list[int], size: int) -> list[Int[Tensor, " _"]]:
+    """Consecutive columns in groups of at least ``size`` rows, where there are as many."""
+    groups: list[list[int]] = []
+    rows = 0
+    for column, count in enumerate(counts):
+        if not groups or rows >= size:
+            groups.append([])
+            rows = 0
+        groups[-1].append(column)
+        rows += count
+    if len(groups) > 1 and rows < size:
+        last = groups.pop()
+        groups[-1] += last
+    return [torch.tensor(group) for group in groups]
+
+
+def _dealt(
+    rows: Int[Tensor, " R"], size: int, generator: torch.Generator
+) -> list[Int[Tensor, " _"]]:
+    """Parts of at most ``size`` rows with one row of each stratum, from rows in order of rank."""
+    if not len(rows):
+        return []
+    count = -(-len(rows) // size)
+    strata = -(-len(rows) // count)
+    missing = count * strata - len(rows)
+    table = torch.cat([rows, rows.new_full((missing,), -1)]).reshape(strata, count)
+    keys = torch.rand(strata, count, dtype=torch.float64, generator=generator)
+    table = table.gather(1, keys.argsort(dim=1)).mT
+    present = table >= 0
+    return list(table[present].split(present.sum(1).tolist()))
+
+
+def _sums(values: Float[Tensor, " R"], parts: list[Int[Tensor, " _"]]) -> Float[Tensor, " M"]:
+    if not parts:
+        return values[:0]
+    lengths = torch.tensor([len(part) for part in parts])
+    sums = values.new_zeros(len(parts))
+    return sums.index_add(
+        0, torch.arange(len(parts)).repeat_interleave(lengths), values[torch.cat(parts)]
+    )
