@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from evigrad.blocks import Block
     from evigrad.blocks.anchors import Anchoring
     from evigrad.engine.allocator import kept_memory
-    from evigrad.engine.descriptions import ParameterReport
-    from evigrad.engine.estimate import Estimate
+    from evigrad.engine.evaluation import Estimate
+    from evigrad.engine.problem import ParameterReport
     from evigrad.engine.settings import Memory
     from evigrad.errors import EvigradError, EvigradWarning
     from evigrad.evidence import Evidence
@@ -51,7 +51,7 @@ _HOMES = {
     "Bracket": "evigrad.training.bracket",
     "bracket": "evigrad.training.bracket",
     "Block": "evigrad.blocks",
-    "Estimate": "evigrad.engine.estimate",
+    "Estimate": "evigrad.engine.evaluation",
     "EvigradError": "evigrad.errors",
     "EvigradWarning": "evigrad.errors",
     "Evidence": "evigrad.evidence",
@@ -60,7 +60,7 @@ _HOMES = {
     "LoadedRun": "evigrad.training",
     "Memory": "evigrad.engine.settings",
     "Optimization": "evigrad.training.settings",
-    "ParameterReport": "evigrad.engine.descriptions",
+    "ParameterReport": "evigrad.engine.problem",
     "Schedule": "evigrad.training.settings",
     "TuneResult": "evigrad.training",
     "fit": "evigrad.training",

@@ -1,13 +1,12 @@
 """The log evidence of a network and its gradient in the hyperparameters (Algorithm 1)."""
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from evigrad.blocks import Block
 from evigrad.blocks.anchors import AnchoredStream, Anchoring, AnchorSelection
 from evigrad.blocks.streams import BlockStream
 from evigrad.curvature import ParameterPartition, partition_names
@@ -19,24 +18,20 @@ from evigrad.engine.checks import (
     check_type,
     restored_on_error,
 )
-from evigrad.engine.descriptions import ParameterReport, parameter_reports
-from evigrad.engine.estimate import Estimate
 from evigrad.engine.evaluation import (
-    estimate_of,
-    gradient_of,
+    Estimate,
+    estimates_of,
+    gradients_of,
     mean_estimate,
-    needs_two_passes,
     objective,
-    of_kept,
     precisely,
 )
 from evigrad.engine.intake import CheckedSource, Data, resolve
 from evigrad.engine.kept import KeptPass, as_kept, check_keepable
-from evigrad.engine.micro_batches import MicroBatches
+from evigrad.engine.memory import MicroBatches
 from evigrad.engine.parameters import check_unchanged, divided, held_constant, select, trainable
-from evigrad.engine.passes import BlockPass, new_pass
-from evigrad.engine.plans import Plans
-from evigrad.engine.problem import Problem
+from evigrad.engine.passes import BlockPass
+from evigrad.engine.problem import ParameterReport, Plans, Problem, parameter_reports
 from evigrad.engine.settings import Memory, Settings
 from evigrad.engine.two_passes import FirstPass, first_pass
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError
@@ -234,12 +229,8 @@ class Evidence:
             MemoryBudgetError: If the structure would not fit the free memory.
         """
         with torch.no_grad(), restored_on_error(self.generator):
-            kept = self._kept(x, ())
-            if kept is not None:
-                estimates, _ = of_kept(kept, ())
-            else:
-                estimates = [estimate_of(self._pass(x, y, ()))]
-        return self._observed(kept or [x], estimates)
+            given = self._given(x, y, ())
+            return self._observed(given, estimates_of(given))
 
     def backward(
         self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
@@ -273,24 +264,16 @@ class Evidence:
                 "There is nothing to differentiate in: the prior and the likelihood are fixed"
                 " and no parameter of the model is named in hyperparameters=[...]."
             )
-        parameters = list(learnable.values())
         with torch.enable_grad(), restored_on_error(self.generator):
-            kept = self._kept(x, learnable)
-            if kept is not None:
-                with held_constant(others):
-                    estimates, gradients = of_kept(kept, parameters)
-            else:
-                block_pass = self._pass(x, y, learnable)
-                with held_constant(others):
-                    estimate, gradients = gradient_of(block_pass, learnable)
-                estimates = [estimate]
+            given = self._given(x, y, learnable)
+            with held_constant(others):
+                estimates, gradients = gradients_of(given, learnable)
         check_gradients(learnable, gradients)
-        found = self._observed(kept or [x], estimates)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        for parameter, gradient in zip(learnable.values(), gradients, strict=True):
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        return found
+        return self._observed(given, estimates)
 
     def blocks(self, data: Any) -> BlockStream | AnchoredStream:
         """The estimator's own blocks of a data set, drawn uniformly.
@@ -342,11 +325,12 @@ class Evidence:
         beside = any(not name.startswith("prior.") for name in changing)
         use, sizes = FirstPass(keeps_outputs=beside, condensed=True), self._problem.sizes
         with torch.no_grad(), restored_on_error(self.generator), sizes.restored_on_error():
-            own = self._pass(x, y, ())
+            check_unchanged(self.model, self._weights, self._model_hyperparameters)
+            given = resolve(self._problem, x, y)
             with held_constant(others):
-                check_keepable(self._problem, own.plan, list(changing))
+                check_keepable(self._problem, given.plan, list(changing))
                 # The trial finds rounding under this prior now, as it would recur in every step.
-                kept = precisely(own, lambda own: first_pass(own, use), trial=objective)
+                kept = precisely(given, lambda given: first_pass(given, use), trial=objective)
         return kept.following(self.hyperparameters(), changing)
 
     def check_collect(self, x: Tensor, *, wrt: str | Sequence[str] | None = None) -> None:
@@ -394,27 +378,22 @@ class Evidence:
             and (budget is None or structure.predicted_bytes(rows) <= budget)
         )
 
-    def _kept(self, x: Data, wanted: Iterable[str]) -> list[KeptPass] | None:
-        """The kept passes that were given in the place of data, or None for data."""
-        kept = as_kept(self._problem, x, self.hyperparameters(), wanted)
-        if kept is not None:
-            check_unchanged(self.model, self._weights, self._model_hyperparameters)
-        return kept
-
-    def _pass(self, x: Data, y: Tensor | None, learned: Collection[str]) -> BlockPass:
-        """The given data, ready for a pass; all is checked before anything is drawn."""
+    def _given(
+        self, x: Data, y: Tensor | None, wanted: Iterable[str]
+    ) -> BlockPass | Sequence[KeptPass]:
+        """What to evaluate: kept passes, or the block that the data are, checked and drawn."""
         check_unchanged(self.model, self._weights, self._model_hyperparameters)
-        plan, batches, block = resolve(self._problem, x, y)
-        two = needs_two_passes(self._problem, learned, plan.partition.num_outputs)
-        return new_pass(self._problem, plan, batches, block, condensed=not two)
+        kept = as_kept(self._problem, x, self.hyperparameters(), wanted)
+        return resolve(self._problem, x, y) if kept is None else kept
 
-    def _observed(self, evaluated: Iterable[Any], estimates: Sequence[Estimate]) -> Estimate:
+    def _observed(
+        self, given: BlockPass | Sequence[KeptPass], estimates: Sequence[Estimate]
+    ) -> Estimate:
         """The mean estimate; from anchored blocks, learn what to expect of the next ones."""
         if self._anchors is not None:
+            evaluated = [given] if isinstance(given, BlockPass) else given
             for each, estimate in zip(evaluated, estimates, strict=True):
-                block = each.block if isinstance(each, KeptPass) else each
-                if isinstance(block, Block):
-                    self._anchors.observe(block, estimate.entropies)
+                self._anchors.observe(each.block, estimate.entropies)
         return mean_estimate(estimates)
 
     # ------------------------------------------------------------ other views of the same model

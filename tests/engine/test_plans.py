@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evigrad import Evidence
-from evigrad.engine import plans
+from evigrad.engine import problem
 from evigrad.errors import EvigradWarning
 from evigrad.jacobians.layers import RULES, Linear
 from evigrad.jacobians.rules import Match
@@ -136,10 +136,10 @@ def test_lengths_share_what_was_checked(kind: str, monkeypatch: pytest.MonkeyPat
         return Evidence(model, Categorical(), GaussianPrior(), estimator="ntk-5-1", num_data=N)
 
     one, made = evidence(), []
-    counted = vars(plans)["plan"]
-    monkeypatch.setattr(plans, "plan", lambda *args: made.append(1) or counted(*args))
+    counted = vars(problem)["plan"]
+    monkeypatch.setattr(problem, "plan", lambda *args: made.append(1) or counted(*args))
     y = torch.arange(5) % 3
-    monkeypatch.setattr(plans, "_KEPT", 2)
+    monkeypatch.setattr(problem, "_KEPT", 2)
     batches = [torch.randint(9, (5, length)) for length in (3, 6, 2, 5)]
     for x in batches:
         one.estimate(x, y)
@@ -167,8 +167,8 @@ def test_a_length_with_other_operations_is_planned_anew(monkeypatch: pytest.Monk
             return h.mean(1) if x.shape[1] < 5 else h.amax(1)
 
     model, made = Branch(), []
-    counted = vars(plans)["plan"]
-    monkeypatch.setattr(plans, "plan", lambda *args: made.append(1) or counted(*args))
+    counted = vars(problem)["plan"]
+    monkeypatch.setattr(problem, "plan", lambda *args: made.append(1) or counted(*args))
     one = Evidence(model, Categorical(), GaussianPrior(), estimator="ntk-5-1", num_data=N)
     for length in (3, 4, 5, 6):
         one.estimate(torch.randn(5, length), torch.arange(5) % 3)

@@ -226,16 +226,17 @@ class Block:
         counts = self._counts or []
         return [i for i in range(1, len(counts)) if counts[i] != counts[i - 1]]
 
-    def columns_of(self, data: slice) -> Int[Tensor, "m k"] | None:
-        """The columns of some consecutive data, without needless padding.
+    def columns_of(self, data: slice, padded: bool = False) -> Int[Tensor, "m k"] | None:
+        """The columns of some consecutive data.
 
         Args:
             data: Their positions, between two cuts.
+            padded: Whether to keep all padding, in the place of what is needed.
 
         Returns:
             One list for each datum, which may be empty; or None for all C.
         """
-        if self.columns is None or self._counts is None:
+        if self.columns is None or self._counts is None or padded:
             return None if self.columns is None else self.columns[data]
         return self.columns[data, : self._counts[data.start]]
 

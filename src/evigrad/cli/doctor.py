@@ -12,8 +12,8 @@ from evigrad.cli.messages import results_console, show
 from evigrad.cli.parser import Options, Parser, chosen
 from evigrad.cli.setup import MACHINE, set_up
 from evigrad.cli.train import SETTINGS, add_details, add_problem
-from evigrad.engine.descriptions import ParameterReport
-from evigrad.engine.estimate import Estimate
+from evigrad.engine.evaluation import Estimate
+from evigrad.engine.problem import ParameterReport
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import make_likelihood

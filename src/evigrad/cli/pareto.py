@@ -26,7 +26,7 @@ from evigrad.cli.trainings import (
     training_options,
     write_results,
 )
-from evigrad.engine.estimate import standard_error
+from evigrad.engine.evaluation import standard_error
 from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from evigrad.training import evaluate_evidence

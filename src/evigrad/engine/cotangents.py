@@ -11,7 +11,7 @@ from evigrad.engine.passes import Chunk
 from evigrad.engine.problem import Problem
 from evigrad.errors import NotPositiveDefiniteError
 from evigrad.errors.users_code import raised_in
-from evigrad.likelihoods import RootRows
+from evigrad.likelihoods import Likelihood, RootRows
 
 
 def root_rows(problem: Problem, f: Tensor, chunk: Chunk) -> RootRows:
@@ -19,33 +19,32 @@ def root_rows(problem: Problem, f: Tensor, chunk: Chunk) -> RootRows:
 
     They have a graph into f and the likelihood's parameters where these have one.
     """
-    name, temperature = type(problem.likelihood).__name__, problem.settings.temperature
+    likelihood, settings = problem.likelihood, problem.settings
+    name = type(likelihood).__name__
     with raised_in(f"log_prob of {name}, or what is derived at its reference_targets,"):
-        root = _uncooled(problem, f, chunk)
-    if temperature == 1.0:
+        if settings.spec.curvature == "ef":
+            root = RootRows(likelihood.score(f, chunk.y)[:, None, :], None)
+        elif settings.spec.curvature == "mc":
+            root = _sampled(likelihood, f, chunk.labels)
+        else:
+            columns = None if chunk.columns is None else chunk.columns.to(f.device)
+            root = likelihood.root(f, columns, settings.root)
+            if columns is not None and (columns < 0).any():
+                root = replace(root, present=columns >= 0)
+    if settings.temperature == 1.0:
         return root
     scale = torch.ones_like(root.vectors[:, :, 0]) if root.scale is None else root.scale
-    return replace(root, scale=scale * temperature**-0.5)
+    return replace(root, scale=scale * settings.temperature**-0.5)
 
 
-def _uncooled(problem: Problem, f: Tensor, chunk: Chunk) -> RootRows:
-    """The cotangents at temperature 1."""
-    likelihood, curvature = problem.likelihood, problem.settings.spec.curvature
-    if curvature == "ef":
-        return RootRows(likelihood.score(f, chunk.y)[:, None, :], None)
-    if curvature == "mc":  # outer products of sampled labels' scores average to Λ
-        labels = chunk.labels
-        scores = torch.stack([likelihood.score(f, label) for label in labels], dim=1)
-        log_prob = torch.stack([likelihood.log_prob(f, label) for label in labels], dim=1)
-        # The ratio is 1; its derivative is that of the labels' distribution in f and the noise, so
-        # that the gradient of H is unbiased although the sampled labels are held fixed.
-        ratio = (0.5 * (log_prob - log_prob.detach())).exp()
-        return RootRows(scores * len(labels) ** -0.5, ratio)
-    columns = None if chunk.columns is None else chunk.columns.to(f.device)
-    root = likelihood.root(f, columns, problem.settings.root)
-    if columns is not None and (columns < 0).any():
-        root = replace(root, present=columns >= 0)
-    return root
+def _sampled(likelihood: Likelihood, f: Tensor, labels: Sequence[Tensor]) -> RootRows:
+    """Scores of sampled labels, whose outer products average to Λ."""
+    scores = torch.stack([likelihood.score(f, label) for label in labels], dim=1)
+    log_prob = torch.stack([likelihood.log_prob(f, label) for label in labels], dim=1)
+    # The ratio is 1; its derivative is that of the labels' distribution in f and the noise, so
+    # that the gradient of H is unbiased although the sampled labels are held fixed.
+    ratio = (0.5 * (log_prob - log_prob.detach())).exp()
+    return RootRows(scores * len(labels) ** -0.5, ratio)
 
 
 def rehearse(problem: Problem, f: Tensor, y: Tensor) -> None:

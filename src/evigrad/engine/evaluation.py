@@ -11,7 +11,7 @@ All give the gradient of −(log evidence + log hyperprior) / N.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -24,9 +24,8 @@ from evigrad.engine.cotangents import (
     root_rows,
     rows_depend_on_likelihood,
 )
-from evigrad.engine.estimate import Estimate
 from evigrad.engine.kept import KeptPass
-from evigrad.engine.passes import BlockPass, check_fits
+from evigrad.engine.passes import BlockPass
 from evigrad.engine.problem import Problem
 from evigrad.engine.two_passes import FirstPass, first_pass, log_likelihood_of, second_pass
 from evigrad.errors import ConfigurationError, EvigradError, MemoryBudgetError
@@ -35,33 +34,89 @@ Gradients = list[Tensor | None]
 Found = TypeVar("Found")
 
 
-def estimate_of(block_pass: BlockPass) -> Estimate:
-    """The estimate on a block of data, in float64 where float32 is too coarse."""
+@dataclass(frozen=True)
+class Estimate:
+    """One estimate of the log evidence of the whole data set, in nats.
+
+    ``log_evidence = log_likelihood + log_prior - log_det / 2``: the linearised Laplace
+    approximation with all constants in (DESIGN section 1; the paper's Algorithm 1).
+
+    Attributes:
+        log_evidence: Estimate of log q(D|h).
+        log_likelihood: Estimate of (1/T) log p(D|w,h).
+        log_prior: −½ wᵀP0w, exact. (The rest of log p(w|h) cancels in the determinant.)
+        log_det: Estimate of ℓ(I) = log|I + S|, scaled to the whole data set.
+        log_hyperprior: Log density of the hyperparameters, not part of ``log_evidence``.
+        is_bound: Whether the expectation of ``log_evidence`` is a lower bound on the log evidence
+            of the same curvature; a single estimate can be above it.
+        num_data: N.
+        estimator: Canonical name of the estimator.
+        entropies: ℓ(Z) of the anchors and ℓ(B_b|Z) of each drawn part of an anchored block, in
+            nats; empty for other blocks.
+    """
+
+    log_evidence: float
+    log_likelihood: float
+    log_prior: float
+    log_det: float
+    log_hyperprior: float
+    is_bound: bool
+    num_data: int
+    estimator: str
+    entropies: tuple[float, ...] = ()
+
+    @property
+    def per_datum(self) -> float:
+        """The log evidence divided by N, in nats per datum."""
+        return self.log_evidence / self.num_data
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """The standard error of the mean of independent values; 0 for a single one."""
+    if len(values) < 2:
+        return 0.0
+    return float(torch.tensor(values, dtype=torch.float64).std()) / len(values) ** 0.5
+
+
+def estimates_of(given: BlockPass | Sequence[KeptPass]) -> list[Estimate]:
+    """The estimate on a block, in float64 where float32 is too coarse, or those of kept passes."""
 
     def work(block_pass: BlockPass) -> Estimate:
         return objective(first_pass(block_pass, FirstPass(condensed=True)))[0]
 
-    return precisely(block_pass, work)
+    if isinstance(given, BlockPass):
+        return [precisely(given, work)]
+    return [objective(kept)[0] for kept in given]
 
 
-def gradient_of(
-    block_pass: BlockPass, learnable: Mapping[str, nn.Parameter]
-) -> tuple[Estimate, Gradients]:
-    """Return the estimate on a block and its gradient, in float64 where float32 is too coarse.
+def gradients_of(
+    given: BlockPass | Sequence[KeptPass], learnable: Mapping[str, nn.Parameter]
+) -> tuple[list[Estimate], Gradients]:
+    """Return the estimates as ``estimates_of``, and the gradient of their mean.
 
     Args:
-        block_pass: The block.
+        given: A block, or kept passes.
         learnable: The hyperparameters to differentiate in, by name; no other requires a gradient.
 
     Returns:
-        The estimate, and one gradient for each hyperparameter, in their order.
+        The estimates, and one gradient for each hyperparameter, in their order.
     """
-    problem, parameters = block_pass.problem, list(learnable.values())
+    parameters = list(learnable.values())
+    if not isinstance(given, BlockPass):
+        estimates, total = list[Estimate](), list[Tensor | None]([None] * len(parameters))
+        for kept in given:
+            estimate, value = objective(kept)
+            estimates.append(estimate)
+            found = torch.autograd.grad(value / len(given), parameters, allow_unused=True)
+            total = [_sum(a, b) for a, b in zip(total, found, strict=True)]
+        return estimates, total
+    problem = given.problem
     if problem.settings.gradient == "one-graph":
         in_network = any(name.startswith("model.") for name in learnable)
         use = FirstPass(differentiable=in_network)
-    elif needs_two_passes(problem, learnable, block_pass.plan.partition.num_outputs):
-        return precisely(block_pass, lambda block_pass: _two_passes(block_pass, learnable))
+    elif needs_two_passes(problem, learnable, given.plan.partition.num_outputs):
+        estimate, found = precisely(given, lambda given: _two_passes(given, learnable))
+        return [estimate], found
     else:
         with_noise = any(not name.startswith("prior.") for name in learnable)
         use = FirstPass(keeps_outputs=with_noise, condensed=True)
@@ -70,22 +125,8 @@ def gradient_of(
         estimate, value = objective(first_pass(block_pass, use))
         return estimate, list(torch.autograd.grad(value, parameters, allow_unused=True))
 
-    return precisely(block_pass, one_pass)
-
-
-def of_kept(
-    passes: Sequence[KeptPass], learnable: Sequence[nn.Parameter]
-) -> tuple[list[Estimate], Gradients]:
-    """The estimates of kept passes, and their mean's gradient; ``learnable`` may be empty."""
-    estimates: list[Estimate] = []
-    total: Gradients = [None] * len(learnable)
-    for kept in passes:
-        estimate, value = objective(kept)
-        estimates.append(estimate)
-        if learnable:
-            found = torch.autograd.grad(value / len(passes), list(learnable), allow_unused=True)
-            total = [_sum(a, b) for a, b in zip(total, found, strict=True)]
-    return estimates, total
+    estimate, found = precisely(given, one_pass)
+    return [estimate], found
 
 
 def needs_two_passes(problem: Problem, learnable: Iterable[str], num_outputs: int) -> bool:
@@ -127,10 +168,9 @@ def precisely(
     except RoundingError:
         precise = problem.plans.in_float64(block_pass.plan)
     try:
-        check_fits(problem, precise, block_pass.block, condensed=True)
+        return work(replace(block_pass, plan=precise))
     except MemoryBudgetError:
         return work(block_pass)
-    return work(replace(block_pass, plan=precise))
 
 
 def objective(kept: KeptPass) -> tuple[Estimate, Tensor]:

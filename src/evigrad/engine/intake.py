@@ -12,9 +12,8 @@ from evigrad.blocks.sources import Source, as_source
 from evigrad.engine.checks import as_pair, check_block, check_inputs, not_data
 from evigrad.engine.cotangents import rehearse
 from evigrad.engine.kept import KeptPass
-from evigrad.engine.passes import Batch
-from evigrad.engine.plans import PROBE_SIZE, InputPlan
-from evigrad.engine.problem import Problem
+from evigrad.engine.passes import Batch, BlockPass, new_pass
+from evigrad.engine.problem import PROBE_SIZE, InputPlan, Problem
 from evigrad.errors import InputError
 from evigrad.likelihoods import LIKELIHOODS
 from evigrad.likelihoods.calls import check_derivatives, check_targets, log_probabilities
@@ -36,17 +35,16 @@ class Batches:
     Args:
         problem: The problem of the evidence.
         batches: The user's.
+
+    Attributes:
+        given: The user's, or a copy of those that can be iterated only once.
     """
 
     def __init__(self, problem: Problem, batches: Iterable[Batch]) -> None:
         self._problem = problem
-        self._once = isinstance(batches, Iterator)
-        self._batches = [as_pair(batch) for batch in batches] if self._once else batches
+        once = isinstance(batches, Iterator)
+        self.given = [as_pair(batch) for batch in batches] if once else batches
         self._seen: list[tuple[int, float]] | None = None
-
-    def first(self) -> Batch | None:
-        """The first batch, or None where there is none."""
-        return next((as_pair(batch) for batch in self._batches), None)
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over pairs of inputs and targets.
@@ -58,7 +56,7 @@ class Batches:
             InputError: If a batch does not fit, or differs from the first iteration's.
         """
         signatures: list[tuple[int, float]] = []
-        for index, batch in enumerate(self._batches):
+        for index, batch in enumerate(self.given):
             x, y = as_pair(batch)
             checked(self._problem, x, y)
             signatures.append(_signature(x, y))
@@ -136,10 +134,8 @@ class CheckedSource(Source):
         return self._source.labels()
 
 
-def resolve(
-    problem: Problem, x: Data, y: Tensor | None
-) -> tuple[InputPlan, Iterable[Batch], Block]:
-    """Return the plan, the data in batches and the block to evaluate, drawn where x is no block.
+def resolve(problem: Problem, x: Data, y: Tensor | None) -> BlockPass:
+    """Return the block to evaluate, drawn where x is no block, ready for passes over its data.
 
     Args:
         problem: The problem of the evidence.
@@ -149,45 +145,53 @@ def resolve(
     Raises:
         InputError: If the data do not fit the model, the likelihood or the estimator.
     """  # noqa: DOC501 - not_data is an InputError
-    spec, num_data = problem.settings.spec, problem.settings.num_data
     if isinstance(x, Block):
-        if x.inputs is None or x.targets is None:
-            raise InputError("The block holds no data: use one of evidence.blocks(data).")
-        plan = checked(problem, x.inputs, x.targets)
-        check_block(x, plan.partition)
-        # A sub-block root needs a datum's columns together, and KFAC counts data.
-        if problem.settings.root != "subblock" and spec.structure != "kfac":
-            x = x.expanded()
-            assert x.inputs is not None and x.targets is not None
-        return plan, [(x.inputs, x.targets)], x
+        return _given_block(problem, x)
     if isinstance(x, Tensor):
-        if y is None:
-            raise InputError("Inputs need their targets: estimate(x, y).")
-        if spec.anchored:
-            raise InputError(
-                f"The anchors of {spec.name} are chosen among all the data: take its blocks, for"
-                " block in evidence.blocks(data).take(n)."
-            )
-        plan = checked(problem, x, y)
-        return plan, [(x, y)], plan.partition.subset(len(x), problem.generator)
-    if (
-        y is not None
-        or isinstance(x, KeptPass)
-        or not isinstance(x, Iterable)
-        or isinstance(x, str | Mapping)
-    ):
+        return _given_subset(problem, x, y)
+    is_kept = isinstance(x, KeptPass | str | Mapping)
+    if y is not None or is_kept or not isinstance(x, Iterable):
         raise not_data(x)
-    if spec.subset is not None:
+    return _given_batches(problem, cast(Iterable[Batch], x))
+
+
+def _given_block(problem: Problem, block: Block) -> BlockPass:
+    if block.inputs is None or block.targets is None:
+        raise InputError("The block holds no data: use one of evidence.blocks(data).")
+    plan = checked(problem, block.inputs, block.targets)
+    check_block(block, plan.partition)
+    # A sub-block root needs a datum's columns together, and KFAC counts data.
+    if problem.settings.root != "subblock" and problem.settings.spec.structure != "kfac":
+        block = block.expanded()
+    return new_pass(problem, plan, [cast(Batch, (block.inputs, block.targets))], block)
+
+
+def _given_subset(problem: Problem, x: Tensor, y: Tensor | None) -> BlockPass:
+    if y is None:
+        raise InputError("Inputs need their targets: estimate(x, y).")
+    if problem.settings.spec.anchored:
         raise InputError(
-            f"{spec.name} takes one subset, estimate(x, y), or a block of blocks(data); batches"
-            " of all the data are for names with N."
+            f"The anchors of {problem.settings.spec.name} are chosen among all the data: take its"
+            " blocks, for block in evidence.blocks(data).take(n)."
         )
-    batches = Batches(problem, cast(Iterable[Batch], x))
-    first = batches.first()
+    plan = checked(problem, x, y)
+    block = plan.partition.subset(len(x), problem.generator)
+    return new_pass(problem, plan, [(x, y)], block)
+
+
+def _given_batches(problem: Problem, given: Iterable[Batch]) -> BlockPass:
+    if problem.settings.spec.subset is not None:
+        raise InputError(
+            f"{problem.settings.spec.name} takes one subset, estimate(x, y), or a block of"
+            " blocks(data); batches of all the data are for names with N."
+        )
+    batches = Batches(problem, given)
+    first = next((as_pair(batch) for batch in batches.given), None)
     if first is None:
         raise InputError("The set is empty: there is no batch of data.")
     plan = checked(problem, *first)
-    return plan, batches, plan.partition.subset(num_data, problem.generator)
+    block = plan.partition.subset(problem.settings.num_data, problem.generator)
+    return new_pass(problem, plan, batches, block)
 
 
 def checked(problem: Problem, x: Tensor, y: Tensor) -> InputPlan:

@@ -12,8 +12,7 @@ from evigrad.blocks import Block
 from evigrad.curvature import Conditioning
 from evigrad.engine.cotangents import noise_differs_in_sums, rows_depend_on_likelihood
 from evigrad.engine.passes import Chunk
-from evigrad.engine.plans import InputPlan
-from evigrad.engine.problem import Problem
+from evigrad.engine.problem import InputPlan, Problem
 from evigrad.errors import ConfigurationError, InputError
 
 # Row length of the table that a checksum sums over: a prime, unlike the rows of any layer.
@@ -74,14 +73,13 @@ class KeptPass:
         if self.block.num_draws < 2:
             yield self
             return
-        temperature = self.problem.settings.temperature
         for number in range(self.block.num_draws):
             block = self.block.of_draw(number)
             weights = block.likelihood_weights
             yield replace(
                 self,
                 block=block,
-                log_likelihood=weighted_sum(weights, self.log_probs) / temperature,
+                log_likelihood=weighted(self.problem, self.log_probs, weights),
                 outputs=[
                     (replace(chunk, likelihood_weights=weights[chunk.data]), f)
                     for chunk, f in self.outputs
@@ -102,9 +100,9 @@ class KeptPass:
         return replace(self, follows=free, versions=versions)
 
 
-def weighted_sum(weights: Tensor, log_probs: Tensor) -> Tensor:
-    """Σ w_n log p(y_n), a float64 scalar, from two vectors (m,)."""
-    return (weights.to(log_probs) * log_probs).sum().double()
+def weighted(problem: Problem, log_probs: Tensor, weights: Tensor) -> Tensor:
+    """(1/T) Σ w_n log p(y_n), a float64 scalar, from two vectors (m,)."""
+    return (weights.to(log_probs) * log_probs).sum().double() / problem.settings.temperature
 
 
 def as_kept(

@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from evigrad.blocks import Block
-from evigrad.engine.checks import check_inputs
-from evigrad.engine.memory import available_bytes, check_memory
-from evigrad.engine.micro_batches import HeldBytes, fits
-from evigrad.engine.plans import InputPlan
-from evigrad.engine.problem import Problem
+from evigrad.engine.memory import HeldBytes, available_bytes, check_memory, fits
+from evigrad.engine.problem import InputPlan, Problem
 from evigrad.errors import InputError
 from evigrad.invariances.noise import Noise
 from evigrad.jacobians import (
@@ -91,21 +88,16 @@ class Chunk:
 
 
 def new_pass(
-    problem: Problem, plan: InputPlan, batches: Iterable[Batch], block: Block, condensed: bool
+    problem: Problem, plan: InputPlan, batches: Iterable[Batch], block: Block
 ) -> BlockPass:
     """Return a block with all that passes over it need, drawn by the problem's generator.
 
     Args:
         problem: The problem of the evidence.
         plan: The plan for the inputs.
-        batches: The block's data, in its order, which can be iterated again.
+        batches: The block's data, in its order, checked, which can be iterated again.
         block: Columns and scale factors.
-        condensed: Whether only what log-determinants need will be kept.
-
-    Raises:
-        MemoryBudgetError: If the structure would not fit the free memory; nothing is drawn then.
     """
-    check_fits(problem, plan, block, condensed)
     plans, generator, spec = problem.plans, problem.generator, problem.settings.spec
     seed = int(torch.randint(2**62, (), generator=generator))
     noise = plans.noise(seed, block.origin) if plans.draws else None
@@ -137,12 +129,13 @@ def over_chunks(
     Raises:
         InputError: If the batches do not hold the block's data.
     """
-    problem, block = block_pass.problem, block_pass.block
+    problem, plan, block = block_pass.problem, block_pass.plan, block_pass.block
     expected, first = len(block.indices), 0
-    cuts = [] if _counts_data(problem) else block.cuts()
+    # KFAC counts data without rows too: then padding keeps its place.
+    padded = problem.settings.spec.structure == "kfac"
+    cuts = [] if padded else block.cuts()
     with evaluating(block_pass):
         for x, y in block_pass.batches:
-            check_inputs(x, problem.device)
             if first + len(x) > expected:
                 raise InputError(f"The batches hold more than the {expected} data expected.")
             start = 0
@@ -150,7 +143,15 @@ def over_chunks(
                 stop = start + _chunk_size(block_pass, kind, x, len(x) - start, first + start)
                 cut = next((c for c in cuts if c > first + start), expected)
                 stop = min(stop, cut - first)
-                chunk = _chunk(block_pass, x[start:stop], y[start:stop], first + start)
+                data = slice(first + start, first + stop)
+                chunk = Chunk(
+                    x=plan.pack(x[start:stop], block_pass.noise, data),
+                    y=y[start:stop],
+                    data=data,
+                    columns=block.columns_of(data, padded),
+                    likelihood_weights=block.likelihood_weights[data],
+                    labels=[labels[data] for labels in block_pass.labels],
+                )
                 if problem.sizes.asked != "auto":
                     state = step(state, chunk)
                 else:
@@ -218,26 +219,6 @@ def _autocast(problem: Problem) -> AbstractContextManager[object]:
     return nullcontext() if dtype is None else torch.autocast(problem.device.type, dtype=dtype)
 
 
-def _counts_data(problem: Problem) -> bool:
-    """Whether data without rows count too, as in KFAC: then padding keeps its place."""
-    return problem.settings.spec.structure == "kfac"
-
-
-def _chunk(block_pass: BlockPass, x: Tensor, y: Tensor, start: int) -> Chunk:
-    data, block = slice(start, start + len(x)), block_pass.block
-    columns = block.columns
-    if columns is not None:
-        columns = columns[data] if _counts_data(block_pass.problem) else block.columns_of(data)
-    return Chunk(
-        x=block_pass.plan.pack(x, block_pass.noise, data),
-        y=y,
-        data=data,
-        columns=columns,
-        likelihood_weights=block.likelihood_weights[data],
-        labels=[labels[data] for labels in block_pass.labels],
-    )
-
-
 # ------------------------------------------------------------ memory
 
 
@@ -251,7 +232,13 @@ def most_at_once(problem: Problem, plan: InputPlan, block: Block, position: int 
 
 
 def check_fits(problem: Problem, plan: InputPlan, block: Block, condensed: bool) -> None:
-    """Refuse a block whose rows and statistic would not fit; ``condensed`` as in ``new_pass``."""
+    """Refuse a block whose rows and statistic would not fit.
+
+    ``condensed`` says whether only what log-determinants need will be kept.
+
+    Raises:
+        MemoryBudgetError: If they would not fit the free memory.
+    """
     structure, size, weights = plan.structure, len(block.indices), problem.weights
     width = plan.partition.num_outputs if block.columns is None else block.columns.shape[1]
     most = most_at_once(problem, plan, block)

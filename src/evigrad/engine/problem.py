@@ -1,16 +1,288 @@
-"""One record of what every pass over the data needs."""
+"""What every pass needs: the problem, and a plan for each shape of inputs."""
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from evigrad.engine.micro_batches import MicroBatches
-from evigrad.engine.plans import Plans
+from evigrad.blocks.anchors.last_layer import LastLayer, last_layer, watched
+from evigrad.blocks.partitions import Partition
+from evigrad.curvature import Storage, Structure, contracted, make_structure
+from evigrad.engine.checks import check_inputs
+from evigrad.engine.memory import MicroBatches
 from evigrad.engine.settings import Settings
+from evigrad.errors import ConfigurationError, EvigradWarning, listed
+from evigrad.invariances.noise import ModelWithNoise, Noise, stochastic_modules
+from evigrad.jacobians import (
+    JacobianPlan,
+    Linearization,
+    adapted,
+    check_hooks,
+    demote,
+    matrix_uses,
+    model_outputs,
+    model_run,
+    plan,
+    spot_check,
+)
+from evigrad.jacobians.modes import evaluation_mode
 from evigrad.likelihoods import Likelihood
 from evigrad.priors import GaussianPrior
+
+# The plans of so many latest input shapes are kept; others are adapted from these at little cost.
+_KEPT = 16
+# Planning finds the batch dimension by comparing batches of two and three data.
+PROBE_SIZE = 3
+
+
+@dataclass(frozen=True)
+class InputPlan:
+    """The plan for inputs of one shape.
+
+    Attributes:
+        model: Takes ``pack(x, noise)``.
+        jacobian: How its derivatives are computed.
+        structure: The structure of the curvature.
+        partition: The partition of all rows into blocks.
+        draws_globally: Whether the model drew from the global generators when it was planned.
+        outputs: Outputs (probe, C) of the inputs that it was planned on; may be stale.
+        contracts: Whether the structure may do without the rows of large matrices.
+        gram_dtype: Type of the structure's matrices; None for that of the rows.
+    """
+
+    model: nn.Module
+    jacobian: JacobianPlan
+    structure: Structure[Any]
+    partition: Partition
+    draws_globally: bool
+    outputs: Tensor
+    contracts: bool
+    gram_dtype: torch.dtype | None
+
+    def pack(self, x: Tensor, noise: Noise | None, data: slice) -> Tensor:
+        """The inputs as the model takes them, followed by their noise where the model draws."""
+        if noise is None or not isinstance(self.model, ModelWithNoise):
+            return x
+        return self.model.pack(x, noise.slice(data.start, data.stop))
+
+    def numbers(self, x: Tensor) -> int:
+        """How many numbers a datum has, its noise included."""
+        drawn = self.model.noise_numbers if isinstance(self.model, ModelWithNoise) else 0
+        return prod(x.shape[1:]) + drawn
+
+
+class Plans:
+    """The plans for the latest shapes of inputs.
+
+    Args:
+        model: The user's.
+        weights: Its weights by name.
+        prior: Bound to them.
+        settings: How the evidence is computed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Mapping[str, nn.Parameter],
+        prior: GaussianPrior,
+        settings: Settings,
+    ) -> None:
+        self.model = model
+        self.weights = dict(weights)
+        self.prior = prior
+        self.settings = settings
+        self._drawing = stochastic_modules(model)
+        self._plans: dict[str, InputPlan] = {}
+        # Of a checkpoint, for inputs not seen since: how to differentiate, and ``contracts``.
+        self._loaded: dict[str, tuple[JacobianPlan, bool]] = {}
+        self._passes = 0
+
+    def of(self, x: Tensor) -> InputPlan:
+        """The plan for inputs of this shape, made once."""
+        check_hooks(self.model)
+        # A module's number of samples may change at any time.
+        one = torch.Generator().manual_seed(0)
+        drawn = [module.draw(1, one).shape for module in self._drawing]
+        shapes = [tuple(shape) for shape in (x.shape[1:], *drawn)]
+        key = f"{shapes} {x.dtype} {x.device}"
+        if key in self._plans:
+            self._plans[key] = self._plans.pop(key)  # the latest is the last
+            return self._plans[key]
+        probe, model = x[:PROBE_SIZE].detach(), self.model
+        if self.draws:
+            noise = self.noise(seed=0).slice(0, len(probe))
+            model = ModelWithNoise(model, probe, noise)
+            probe = model.pack(probe, noise)
+        made, contracts = self._loaded.get(key, (None, True))
+        # A separate generator: planning must not advance the evidence's.
+        own = torch.Generator().manual_seed(0)
+        with evaluation_mode(model, own) as has_drawn, model_run(model):
+            with torch.no_grad():
+                f = model_outputs(model, probe)
+            plans = [each.jacobian for each in reversed(self._plans.values())]
+            made = (
+                made
+                or adapted(plans, model, self.weights, probe)
+                or plan(model, self.weights, probe)
+            )
+            draws_globally = has_drawn()
+        partition = Partition(self.settings.spec, self.settings.num_data, f.shape[1])
+        dtype = self.settings.gram_dtype
+        structure = self._structure(made, partition, contracts, dtype)
+        self._loaded.pop(key, None)
+        self._plans[key] = InputPlan(
+            model, made, structure, partition, draws_globally, f, contracts, dtype
+        )
+        for old in list(self._plans)[:-_KEPT]:
+            del self._plans[old]
+        return self._plans[key]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later passes depend on, in plain types: their number and the plans.
+
+        A plan depends on the weights that it was made with, and on checks on real data since: it
+        could not be made again.
+        """
+        used = {key: (each.jacobian, each.contracts) for key, each in self._plans.items()}
+        plans = self._loaded | used
+        return {
+            "passes": self._passes,
+            "plans": {key: made.as_record() for key, (made, _) in list(plans.items())[-_KEPT:]},
+            "formed": sorted(key for key, (_, contracts) in plans.items() if not contracts),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state of ``state_dict`` of the same model and settings."""
+        self._passes = state["passes"]
+        self._loaded = {
+            key: (JacobianPlan.from_record(record), key not in state["formed"])
+            for key, record in state["plans"].items()
+        }
+        for key, each in self._plans.items():
+            made, contracts = self._loaded.pop(key, (each.jacobian, key not in state["formed"]))
+            self._plans[key] = self._replanned(each, jacobian=made, contracts=contracts)
+
+    def last_layer(self, x: Tensor) -> tuple[Tensor, LastLayer | None]:
+        """Outputs (m, C) without a graph, and their last layer, or None where none is linear."""
+        own, model = torch.Generator().manual_seed(0), self.model  # not the evidence's generator
+        with (
+            evaluation_mode(model, own),
+            model_run(model),
+            torch.no_grad(),
+            watched(model, self.weights) as call,
+        ):
+            f = model_outputs(model, x)
+        temperature = self.settings.temperature
+        return f, last_layer(call, f, self.weights, self.prior.precisions(), temperature)
+
+    @property
+    def draws(self) -> bool:
+        """Whether the model draws noise."""
+        return bool(self._drawing)
+
+    def latest(self) -> InputPlan | None:
+        """The plan that was used last, if any."""
+        return next(reversed(self._plans.values()), None)
+
+    def noise(self, seed: int, positions: Tensor | None = None) -> Noise:
+        """The noise of a block, drawn when read; ``positions`` says whose noise each datum has."""
+        return Noise(self._drawing, seed, positions)
+
+    def without_contraction(self, plan: InputPlan) -> InputPlan:
+        """Replace a plan by one that forms all rows, where some pass lacks a closed form."""
+        return self._replaced(plan, self._replanned(plan, contracts=False))
+
+    def in_float64(self, plan: InputPlan) -> InputPlan:
+        """The plan with products and factors in float64, for one evaluation."""
+        return self._replanned(plan, gram_dtype=torch.float64)
+
+    def _replaced(self, old: InputPlan, new: InputPlan) -> InputPlan:
+        for key, known in self._plans.items():
+            if known is old:
+                self._plans[key] = new
+        return new
+
+    def _replanned(self, plan: InputPlan, **changes: Any) -> InputPlan:
+        """The plan with changes, and the structure that they ask for."""
+        plan = replace(plan, **changes)
+        structure = self._structure(plan.jacobian, plan.partition, plan.contracts, plan.gram_dtype)
+        return replace(plan, structure=structure)
+
+    def _structure(
+        self,
+        made: JacobianPlan,
+        partition: Partition,
+        contracts: bool,
+        gram_dtype: torch.dtype | None,
+    ) -> Structure[Any]:
+        settings, spec = self.settings, partition.spec
+        rows = partition.block_rows
+        data = rows if spec.rows else min(spec.subset or rows, rows)
+        # One graph is the reference, and takes no shortcuts. An exact Hessian has no rows.
+        plain = settings.gradient == "one-graph"
+        uses = matrix_uses(made, self.weights) if contracts and not plain else {}
+        return make_structure(
+            spec.structure,
+            self.weights,
+            made,
+            precision_groups=self.prior.constant_groups(),
+            parameter_partition=settings.parameter_partition,
+            sharing=settings.sharing,
+            gram_dtype=gram_dtype,
+            contracted=contracted(uses, data, max(1, rows // data)),
+            storage=Storage(settings.rows_dtype, settings.rows_device),
+            num_rows=None if plain or spec.curvature == "hessian" else rows,
+        )
+
+    # ------------------------------------------------------------ checking on real data
+
+    def check_is_due(self) -> bool:
+        """True at passes 1, 2, 4, 8, …, to check what a plan assumed on real data and weights."""
+        self._passes += 1
+        is_due = self._passes & (self._passes - 1) == 0
+        return is_due and self.settings.spec.curvature != "hessian"
+
+    def checked(self, plan: InputPlan, linearization: Linearization, x: Tensor) -> InputPlan:
+        """Return the plan without the fast derivatives that are wrong for one datum of a pass.
+
+        They are compared with plain automatic differentiation of that datum alone.
+
+        Args:
+            plan: The plan of the pass.
+            linearization: The pass.
+            x: Its inputs, packed.
+        """
+        own = torch.Generator().manual_seed(self._passes)  # the evidence's draws are not shifted
+        f = linearization.outputs
+        vectors = torch.randn(len(f), 1, f.shape[1], generator=own).to(f)
+        index = int(torch.randint(len(f), (), generator=own))
+        wrong = spot_check(
+            plan.model, self.weights, x, plan.jacobian, linearization, vectors, index
+        )
+        if not wrong:
+            return plan
+        warnings.warn(
+            f"The fast derivatives of {listed(sorted(wrong))} are wrong for this model (it may"
+            " reorder its data, or use a weight in an unusual way): from here on they are"
+            " computed one datum at a time. Earlier estimates of this evidence may be wrong.",
+            EvigradWarning,
+            stacklevel=2,
+        )
+        demoted = self._replanned(plan, jacobian=demote(plan.jacobian, wrong))
+        # Plans of other lengths are made from these.
+        self._loaded = {k: (demote(made, wrong), c) for k, (made, c) in self._loaded.items()}
+        self._plans = {
+            key: demoted
+            if each is plan
+            else self._replanned(each, jacobian=demote(each.jacobian, wrong))
+            for key, each in self._plans.items()
+        }
+        return demoted
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,3 +318,56 @@ class Problem:
     def dtype(self) -> torch.dtype:
         """Type of the first weight."""
         return next(iter(self.weights.values())).dtype
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """What one weight tensor gets from an estimator.
+
+    Attributes:
+        name: Its name in the model.
+        shape: Its shape.
+        rows: How its derivatives are computed: a closed form, or a generic path.
+        curvature: Its block of the curvature.
+        group: Its prior group.
+        precision: Its prior precision (the mean, where it varies inside the tensor).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: str
+    curvature: str
+    group: str
+    precision: float
+
+
+def parameter_reports(problem: Problem, x: Tensor | None) -> list[ParameterReport]:
+    """Return a report for each weight tensor, in the model's order.
+
+    ``x`` are some inputs, or None for the plan that was used last.
+
+    Raises:
+        ConfigurationError: If ``x`` is None and no input was seen yet.
+    """
+    if x is not None:
+        check_inputs(x, problem.device)
+        plan = problem.plans.of(x)
+    else:
+        plan = problem.plans.latest()
+    if plan is None:
+        raise ConfigurationError(
+            "No inputs were seen yet: call describe(x) with a few inputs, as x[:3]."
+        )
+    rows, curvature = plan.jacobian.describe(), plan.structure.describe()
+    precisions = problem.prior.precisions()
+    return [
+        ParameterReport(
+            name=name,
+            shape=tuple(w.shape),
+            rows=rows[name],
+            curvature=curvature[name],
+            group=problem.prior.group_name(name),
+            precision=float(precisions[name].detach().double().mean()),
+        )
+        for name, w in problem.weights.items()
+    ]

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from evigrad.curvature import Statistic, hessian_statistic, inner_product
 from evigrad.engine.cotangents import root_rows
-from evigrad.engine.kept import KeptPass, weighted_sum
-from evigrad.engine.passes import BlockPass, Chunk, linearized, outputs, over_chunks
-from evigrad.engine.plans import InputPlan
-from evigrad.engine.problem import Problem
+from evigrad.engine.kept import KeptPass, weighted
+from evigrad.engine.passes import BlockPass, Chunk, check_fits, linearized, outputs, over_chunks
+from evigrad.engine.problem import InputPlan, Problem
 from evigrad.jacobians import linearize
 from evigrad.likelihoods.calls import check_derivatives, log_probabilities
 
@@ -65,6 +64,7 @@ class _Sums:
 def first_pass(block_pass: BlockPass, use: FirstPass) -> KeptPass:
     """One pass over a block's data: the log likelihood and the curvature's statistic."""
     problem = block_pass.problem
+    check_fits(problem, block_pass.plan, block_pass.block, use.condensed)
     zero = torch.zeros((), dtype=torch.float64, device=problem.device)
     while True:
         due = problem.plans.check_is_due()
@@ -109,13 +109,14 @@ def _add(block_pass: BlockPass, use: FirstPass, sums: _Sums, chunk: Chunk) -> _S
             return replace(sums, is_closed=False)
         statistic, f = found
     log_probs = log_probabilities(likelihood, f, chunk.y)
+    log_likelihood = weighted(block_pass.problem, log_probs, chunk.likelihood_weights)
     check_derivatives(likelihood, f, chunk.y, spec.curvature)
     # A view of the inputs would keep them in memory.
     kept = ((replace(chunk, x=chunk.x[:0].clone()), f.detach()),) if use.keeps_outputs else ()
     return replace(
         sums,
         statistic=statistic,
-        log_likelihood=sums.log_likelihood + _weighted(block_pass.problem, log_probs, chunk),
+        log_likelihood=sums.log_likelihood + log_likelihood,
         log_probs=(*sums.log_probs, log_probs.detach()),
         kept=sums.kept + kept,
     )
@@ -178,14 +179,10 @@ def _spot_checked(problem: Problem, plan: InputPlan, chunk: Chunk) -> InputPlan:
     return problem.plans.checked(plan, linearization, chunk.x)
 
 
-def _weighted(problem: Problem, log_probs: Tensor, chunk: Chunk) -> Tensor:
-    """A micro-batch's share of (1/T) log p(D|w,h), scaled to the whole data set."""
-    return weighted_sum(chunk.likelihood_weights, log_probs) / problem.settings.temperature
-
-
 def log_likelihood_of(problem: Problem, f: Tensor, chunk: Chunk) -> Tensor:
-    """The share of a micro-batch with outputs ``f`` in (1/T) log p(D|w,h), with a graph."""
-    return _weighted(problem, log_probabilities(problem.likelihood, f, chunk.y), chunk)
+    """A micro-batch's term of (1/T) log p(D|w,h), from its outputs ``f``, with a graph."""
+    log_probs = log_probabilities(problem.likelihood, f, chunk.y)
+    return weighted(problem, log_probs, chunk.likelihood_weights)
 
 
 def second_pass(

@@ -2,9 +2,9 @@
 
 A module that draws (``Stochastic``) draws through the evidence's generator. The noise of a block
 is drawn in pages of a fixed number of data, each with its own seed: it is the same for every size
-of micro-batch and in every pass, and is held only for the data at work. ``Drawn`` makes of a model
-and its noise a deterministic function of one tensor, with each datum's noise behind its input:
-whatever splits, vectorises or repeats data takes the noise along.
+of micro-batch and in every pass, and is held only for the data at work. ``ModelWithNoise`` makes of
+a model and its noise a deterministic function of one tensor, with each datum's noise behind its
+input: whatever splits, vectorises or repeats data takes the noise along.
 """
 
 from collections.abc import Iterator, Sequence
@@ -110,7 +110,7 @@ class Noise:
         return drawn
 
 
-class Drawn(nn.Module):
+class ModelWithNoise(nn.Module):
     """A model with given noise, as a function of inputs that carry their noise with them.
 
     Its parameters, buffers and submodules are the model's own, under the model's names.

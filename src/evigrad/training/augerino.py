@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
-from evigrad.invariances.ranges import Ranged, learnable_ranges, ranged_modules
+from evigrad.invariances.transform import Ranged, learnable_ranges, ranged_modules
 
 # From this width on there is no reward, as in the authors' code.
 WIDEST = 10.0

@@ -18,8 +18,8 @@ import torch
 from evigrad.blocks.anchors import Anchoring
 from evigrad.blocks.sources import as_source
 from evigrad.engine.checks import check_count
-from evigrad.engine.estimate import standard_error
-from evigrad.engine.plans import PROBE_SIZE
+from evigrad.engine.evaluation import standard_error
+from evigrad.engine.problem import PROBE_SIZE
 from evigrad.engine.settings import Memory
 from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec

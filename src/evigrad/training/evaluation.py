@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.blocks.sources import as_source
-from evigrad.engine.estimate import standard_error
+from evigrad.engine.evaluation import standard_error
 from evigrad.engine.settings import Memory
 from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec

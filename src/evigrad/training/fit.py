@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from evigrad.blocks.anchors import Anchoring
 from evigrad.engine.checks import check_inputs
-from evigrad.engine.plans import PROBE_SIZE
+from evigrad.engine.problem import PROBE_SIZE
 from evigrad.engine.settings import Memory
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.estimators import DEFAULT_ESTIMATOR

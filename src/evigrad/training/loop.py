@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.blocks import Block
-from evigrad.engine.estimate import Estimate
+from evigrad.engine.evaluation import Estimate
 from evigrad.engine.kept import KeptPass
-from evigrad.engine.plans import PROBE_SIZE
+from evigrad.engine.problem import PROBE_SIZE
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.evidence import Evidence
 from evigrad.jacobians.modes import seeded

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from evigrad.blocks.sources import as_source
 from evigrad.errors import InputError
 from evigrad.evidence import Evidence
-from evigrad.invariances.ranges import range_values, ranged_modules
+from evigrad.invariances.transform import range_values, ranged_modules
 from evigrad.jacobians import model_outputs, model_run
 from evigrad.jacobians.modes import evaluation_mode
 from evigrad.likelihoods import Likelihood

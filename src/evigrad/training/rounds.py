@@ -10,8 +10,8 @@ from evigrad.blocks import Block
 from evigrad.blocks.anchors import AnchoredStream, DrawnParts
 from evigrad.blocks.sources import as_source
 from evigrad.engine.kept import KeptPass
-from evigrad.engine.micro_batches import fits
-from evigrad.engine.plans import PROBE_SIZE
+from evigrad.engine.memory import fits
+from evigrad.engine.problem import PROBE_SIZE
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.invariances.noise import stochastic_modules

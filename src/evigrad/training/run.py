@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from evigrad.engine.allocator import kept_memory
-from evigrad.engine.estimate import standard_error
+from evigrad.engine.evaluation import standard_error
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.evidence import Evidence
 from evigrad.training.bracket import bracket
