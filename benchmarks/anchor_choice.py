@@ -74,8 +74,7 @@ def whitened(evidence: Evidence, data: DataSet) -> dict[str, Tensor]:
     weights = {name: w.detach() for name, w in evidence.weights().items()}
     with torch.no_grad():
         f = model(x)
-    vectors = evidence.likelihood.root(f, None, "eigen")
-    rows = vectors.vectors if vectors.scale is None else vectors.vectors * vectors.scale[..., None]
+    rows = evidence.likelihood.root(f, None, "eigen").scaled
 
     def of_one(point: Tensor) -> dict[str, Tensor]:
         return jacrev(lambda w: functional_call(model, w, (point[None],))[0])(weights)

@@ -11,10 +11,8 @@ l(I) (lower bounds of the evidence):
   pair is in B with probability |B|/|I|, so its expectation is a bound as well (Shearer).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import combinations, product
-from math import lgamma, log
 from typing import overload
 
 import torch
@@ -25,9 +23,6 @@ from evigrad.blocks.block import Block, padded_columns
 from evigrad.blocks.sources import class_labels
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.estimators import EstimatorSpec
-
-# Enumerating more draws than this takes minutes before anything is computed.
-_MAX_DRAWS = 1e6
 
 
 class Partition:
@@ -190,40 +185,6 @@ class Partition:
             columns = self._output_orders(m, generator)[:, : self._width].clone()
         return self._subset_block(indices, columns)
 
-    def draws(self, m: int) -> Iterator[Block]:
-        """Every block that ``subset`` can return, equally likely, for tests on tiny cases."""
-        self._check_subset(m)
-        log_count = _log_binomial(self.num_data, m)
-        if self.spec.rows:
-            log_count += _log_binomial(m * self.num_outputs, self._size)
-        elif self._width is not None:
-            log_choices = _log_binomial(self.num_outputs, self._width)
-            log_count += log_choices * (m if self.spec.iid else 1)
-        if log_count > log(_MAX_DRAWS):
-            raise ConfigurationError(
-                f"'{self.spec}' has about 10^{log_count / log(10):.1f} draws of {m} from "
-                f"{self.num_data} data; at most 10^{log(_MAX_DRAWS) / log(10):.0f} are enumerated."
-            )
-        return (
-            self._subset_block(torch.tensor(indices), columns)
-            for indices in combinations(range(self.num_data), m)
-            for columns in self._all_columns(m)
-        )
-
-    def _all_columns(self, m: int) -> Iterator[Int[Tensor, "m k"] | None]:
-        if self.spec.rows:
-            for pairs in combinations(range(m * self.num_outputs), self._size):
-                yield self._row_columns(torch.tensor(pairs), m)
-        elif self._width is None:
-            yield self._fixed_columns(m)
-        else:
-            choices = list(combinations(range(self.num_outputs), self._width))
-            if self.spec.iid:
-                yield from map(torch.tensor, product(choices, repeat=m))
-            else:
-                for choice in choices:
-                    yield torch.tensor(choice).repeat(m, 1)
-
     def _row_columns(self, pairs: Int[Tensor, " r"], m: int) -> Int[Tensor, "m k"]:
         return padded_columns(pairs // self.num_outputs, pairs % self.num_outputs, m)
 
@@ -288,7 +249,3 @@ def choose_distinct(n: int, size: int, generator: torch.Generator) -> Int[Tensor
     while len(chosen) < size:
         chosen.update(dict.fromkeys(torch.randint(n, (size,), generator=generator).tolist()))
     return torch.tensor(list(chosen)[:size])
-
-
-def _log_binomial(n: int, k: int) -> float:
-    return lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)

@@ -21,7 +21,7 @@ from evigrad.curvature.linalg import log_det_dense
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.jacobians import ExactHessian, Linearization
 from evigrad.likelihoods import RootRows
-from evigrad.priors.groups import assign, checked_groups
+from evigrad.priors import assign, checked_groups
 
 # "tensor", "module", or groups of name prefixes or patterns, with or without names of their own.
 ParameterPartition = str | Mapping[str, Sequence[str]] | Sequence[Sequence[str]]

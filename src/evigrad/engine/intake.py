@@ -16,7 +16,7 @@ from evigrad.engine.passes import Batch, BlockPass, new_pass
 from evigrad.engine.problem import PROBE_SIZE, InputPlan, Problem
 from evigrad.errors import InputError
 from evigrad.likelihoods import LIKELIHOODS
-from evigrad.likelihoods.calls import check_derivatives, check_targets, log_probabilities
+from evigrad.likelihoods.calls import check_targets, log_probabilities
 
 Data = Tensor | Block | Iterable[Batch] | KeptPass | Iterable[KeptPass]
 
@@ -115,7 +115,7 @@ class CheckedSource(Source):
         f = f[torch.arange(len(y)) % len(f)]
         with torch.no_grad():
             log_probabilities(likelihood, f, y)
-        check_derivatives(likelihood, f, y, self._problem.settings.spec.curvature)
+        likelihood.check_derivatives(f, y, self._problem.settings.spec.curvature)
 
     def __len__(self) -> int:
         return len(self._source)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from evigrad.errors import ConfigurationError, listed, nearest
-from evigrad.priors.groups import matches
+from evigrad.priors import matches
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from evigrad.engine.kept import KeptPass, weighted
 from evigrad.engine.passes import BlockPass, Chunk, check_fits, linearized, outputs, over_chunks
 from evigrad.engine.problem import InputPlan, Problem
 from evigrad.jacobians import linearize
-from evigrad.likelihoods.calls import check_derivatives, log_probabilities
+from evigrad.likelihoods.calls import log_probabilities
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _add(block_pass: BlockPass, use: FirstPass, sums: _Sums, chunk: Chunk) -> _S
         statistic, f = found
     log_probs = log_probabilities(likelihood, f, chunk.y)
     log_likelihood = weighted(block_pass.problem, log_probs, chunk.likelihood_weights)
-    check_derivatives(likelihood, f, chunk.y, spec.curvature)
+    likelihood.check_derivatives(f, chunk.y, spec.curvature)
     # A view of the inputs would keep them in memory.
     kept = ((replace(chunk, x=chunk.x[:0].clone()), f.detach()),) if use.keeps_outputs else ()
     return replace(

@@ -105,32 +105,13 @@ class AffineInvariance(Transform):
         return dict(zip(GENERATORS, self.ranges.tolist(), strict=True))
 
     def sample(self, n: int, generator: torch.Generator) -> Float[Tensor, "n u"]:
-        """Draw u, six numbers for each image, and one more to flip or not.
-
-        Args:
-            n: The number of images.
-            generator: A CPU generator.
-
-        Returns:
-            (n, 6), or (n, 7), uniform on [-1, 1).
-        """
+        """Draw u, (n, 6) or (n, 7) uniform on [-1, 1): the last number is to flip or not."""
         return 2 * torch.rand(n, 6 + self.flip, generator=generator) - 1
 
     def forward(
         self, x: Float[Tensor, "n channels height width"], eps: Float[Tensor, "n u"]
     ) -> Float[Tensor, "n channels height width"]:
-        """Resample images.
-
-        Args:
-            x: Images (n, channels, height, width), any number of channels.
-            eps: (n, 6) or (n, 7) from ``sample``.
-
-        Returns:
-            Resampled images, of the shape of x.
-
-        Raises:
-            InputError: If the inputs are not images of floating-point numbers.
-        """
+        """Resample images of floating-point numbers by ``eps`` from ``sample``."""
         self._check(x)
         height, width = x.shape[-2:]
         maps = self.maps(eps, height, width)

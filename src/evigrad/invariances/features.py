@@ -40,27 +40,11 @@ class InputScale(Transform):
         return self.log_scale.exp()
 
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
-        """Zeros: there is nothing to draw, but each input must have some noise.
-
-        Args:
-            n: The number of inputs.
-            generator: Not used.
-
-        Returns:
-            Zeros, (n, 1).
-        """
+        """Zeros (n, 1): there is nothing to draw, but each input must have some noise."""
         return torch.zeros(n, 1)
 
     def forward(self, x: Tensor, eps: Tensor | None = None) -> Tensor:
-        """Scale the features.
-
-        Args:
-            x: Inputs (n, ...).
-            eps: Not used.
-
-        Returns:
-            Scaled inputs, of the shape of x.
-        """
+        """The inputs (n, ...) times the scales; there is no noise in it."""
         return x * self.scales
 
 
@@ -95,27 +79,11 @@ class AdditiveNoise(Transform):
         return folded(self.raw_level, math.inf)
 
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
-        """Draw standard normal noise.
-
-        Args:
-            n: The number of inputs.
-            generator: A CPU generator.
-
-        Returns:
-            (n, *shape).
-        """
+        """Draw standard normal noise (n, *shape)."""
         return torch.randn(n, *self.shape, generator=generator)
 
     def forward(self, x: Tensor, eps: Tensor) -> Tensor:
-        """Add noise.
-
-        Args:
-            x: Inputs (n, *shape).
-            eps: Standard normal noise of the same shape.
-
-        Returns:
-            Noisy inputs, of the shape and dtype of x.
-        """
+        """The inputs (n, *shape) with the noise times its level, in the dtype of the inputs."""
         return x + (self.level * eps.to(x.dtype)).to(x.dtype)
 
 

@@ -1,9 +1,9 @@
-"""The base class of random transforms: noise, and a function of an input and its noise."""
+"""The base class of random transforms, and the ranges of those that have some."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from math import isfinite
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -71,3 +71,47 @@ def folded(raw: Tensor, limit: float) -> Tensor:
         return raw
     raw = torch.remainder(raw, 2 * limit)
     return torch.where(raw <= limit, raw, 2 * limit - raw)
+
+
+@runtime_checkable
+class Ranged(Protocol):
+    """A transform with ranges, as ``AffineInvariance``: half the width of what it draws."""
+
+    @property
+    def ranges(self) -> Tensor:
+        """The ranges, with a graph to the parameters that are learned."""
+        ...
+
+    def named_ranges(self) -> dict[str, float]:
+        """The ranges as numbers, in their order, by the names of their parameters."""
+        ...
+
+
+def ranged_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model that have ranges, by their names in the model."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if callable(getattr(module, "named_ranges", None))
+    }
+
+
+def learnable_ranges(module: nn.Module) -> list[str]:
+    """The names of a module's ranges that are trainable parameters."""
+    trainable = {name for name, p in module.named_parameters() if p.requires_grad}
+    assert isinstance(module, Ranged)
+    return [name for name in module.named_ranges() if name in trainable]
+
+
+def range_values(model: nn.Module) -> dict[str, float]:
+    """The ranges by name, without those fixed at zero; with paths if several modules have some."""
+    modules = ranged_modules(model)
+    found: dict[str, float] = {}
+    for path, module in modules.items():
+        learnable = learnable_ranges(module)
+        front = f"{path}." if len(modules) > 1 else ""
+        assert isinstance(module, Ranged)
+        for name, value in module.named_ranges().items():
+            if value != 0 or name in learnable:
+                found[front + name] = value
+    return found

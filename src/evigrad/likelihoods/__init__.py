@@ -9,9 +9,6 @@ A new likelihood is one class with ``log_prob`` and, where targets can be invali
 else has a default. Add it to ``LIKELIHOODS`` to give it a name.
 """
 
-import inspect
-from typing import Any
-
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.likelihoods.base import Likelihood
 from evigrad.likelihoods.bernoulli import Bernoulli
@@ -35,36 +32,23 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {
 }
 
 
-def make_likelihood(likelihood: str | Likelihood, **settings: Any) -> Likelihood:
-    """Make a likelihood by its name.
+def make_likelihood(likelihood: str | Likelihood) -> Likelihood:
+    """Make a likelihood by its name, with its default settings.
 
     Args:
         likelihood: A key of ``LIKELIHOODS``, or an instance, which is returned.
-        **settings: Arguments of the class.
 
     Returns:
         The likelihood.
 
     Raises:
-        ConfigurationError: If the name or a setting is unknown, or settings come with an instance.
+        ConfigurationError: If there is none of the name.
     """
     if isinstance(likelihood, Likelihood):
-        if settings:
-            raise ConfigurationError(
-                f"The settings {sorted(settings)} need the likelihood's name, not an instance."
-            )
         return likelihood
     if likelihood not in LIKELIHOODS:
         raise ConfigurationError(
             f"There is no likelihood {likelihood!r}; known: {', '.join(LIKELIHOODS)}."
             f"{nearest(str(likelihood), LIKELIHOODS)}"
         )
-    made = LIKELIHOODS[likelihood]
-    known = inspect.signature(made).parameters
-    for name in settings:
-        if name not in known:
-            raise ConfigurationError(
-                f"The likelihood '{likelihood}' has no setting '{name}'; it has"
-                f" {', '.join(known) or 'none'}.{nearest(name, known)}"
-            )
-    return made(**settings)
+    return LIKELIHOODS[likelihood]()

@@ -2,13 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, InputError
+from evigrad.errors.users_code import raised_in
 from evigrad.likelihoods.roots import (
     RootRows,
     check_not_negative,
@@ -35,6 +36,23 @@ class Likelihood(nn.Module, ABC):
     name: ClassVar[str]
     couples_outputs: ClassVar[bool] = True
     is_classification: ClassVar[bool] = False
+    # Methods that were written for another density than the class has; see ``check_derivatives``.
+    _inherited: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        # How far above a class each method is defined.
+        above = {
+            name: next(i for i, each in enumerate(cls.__mro__) if name in vars(each))
+            for name in ("log_prob", "hessian", "root", "score")
+        }
+        found = {name for name in ("hessian", "root", "score") if above[name] > above["log_prob"]}
+        if above["root"] > above["hessian"]:
+            found.add("root")
+        # Default roots and scores are derived from the class's own density.
+        cls._inherited = frozenset(
+            n for n in found if n == "hessian" or cls.__mro__[above[n]] is not Likelihood
+        )
 
     @abstractmethod
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
@@ -123,24 +141,17 @@ class Likelihood(nn.Module, ABC):
                 ``score`` is not that of ``log_prob``.
         """
         f = f.detach()
-        if curvature == "ggn":
-            if self._is_inherited("root", "log_prob", "hessian"):
-                self._check_root(f[:1])
-            if self._is_inherited("hessian", "log_prob", default=True):
-                self._check_same_hessian(f, y)
-        elif curvature != "hessian" and self._is_inherited("score", "log_prob"):
-            if _differ(self.score(f, y), Likelihood.score(self, f, y)):
-                self._refuse_inherited("score", "the gradient of its log_prob")
-
-    def _is_inherited(self, name: str, *sources: str, default: bool = False) -> bool:
-        """Whether a method comes from above the class that defines one of its ``sources``."""
-        # The defaults are derived from what a subclass overrides, so they count only if asked for.
-        classes = type(self).__mro__
-        place = {
-            n: next(i for i, c in enumerate(classes) if n in vars(c)) for n in (name, *sources)
-        }
-        is_default = classes[place[name]] is Likelihood
-        return (default or not is_default) and any(place[name] > place[s] for s in sources)
+        with raised_in(
+            f"log_prob of {type(self).__name__}, or what is derived at its reference_targets,"
+        ):
+            if curvature == "ggn":
+                if "root" in self._inherited:
+                    self._check_root(f[:1])
+                if "hessian" in self._inherited:
+                    self._check_same_hessian(f, y)
+            elif curvature != "hessian" and "score" in self._inherited:
+                if _differ(self.score(f, y), Likelihood.score(self, f, y)):
+                    self._refuse_inherited("score", "the gradient of its log_prob")
 
     def _refuse_inherited(self, name: str, what: str) -> None:
         raise ConfigurationError(
@@ -152,14 +163,13 @@ class Likelihood(nn.Module, ABC):
         """Compare a sub-block of R Rᵀ with that of Λ, for one datum."""
         outputs = torch.arange(min(f.shape[1], _COMPARED_OUTPUTS), device=f.device)
         with torch.no_grad():
-            if self._is_inherited("hessian", "log_prob", default=True):
+            if "hessian" in self._inherited:
                 first, unit = self.reference_targets(f)[0], torch.eye(f.shape[1]).to(f)
                 rows = [self._times_hessian(f, first, unit[None, d])[0] for d in outputs]
                 expected = torch.stack(rows)[:, outputs]
             else:
                 expected = self.hessian(f)[0][outputs][:, outputs]
-            root = self.root(f, outputs[None], "subblock")
-        vectors = root.vectors if root.scale is None else root.vectors * root.scale[..., None]
+            vectors = self.root(f, outputs[None], "subblock").scaled
         if _differ((vectors.mT @ vectors)[0][outputs][:, outputs], expected):
             self._refuse_inherited("root", "that of the Hessian of its log_prob")
 
@@ -288,9 +298,7 @@ class Likelihood(nn.Module, ABC):
             One number for each row, without a graph.
         """
         with torch.no_grad():
-            rows = self.root(f, None, kind)
-            norms = rows.vectors.square().sum(-1)
-            return norms if rows.scale is None else norms * rows.scale.square()
+            return self.root(f, None, kind).scaled.square().sum(-1)
 
     def condensed(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m D"]:
         """Return what ``row_scores`` needs of the outputs, small enough to keep for every datum.

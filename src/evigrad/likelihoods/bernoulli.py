@@ -24,15 +24,7 @@ class Bernoulli(Likelihood):
         return logsigmoid((2.0 * y.to(f) - 1.0) * f).sum(dim=1)
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Refuse anything but C zeros and ones for each datum (floating point, integer or bool).
-
-        Args:
-            f_shape: Shape of the outputs, (m, C).
-            y: Labels.
-
-        Raises:
-            InputError: If outputs or labels do not fit.
-        """
+        """Refuse anything but C zeros and ones for each datum (floating point, integer or bool)."""
         super().validate(f_shape, y)
         check_one_per_output(f_shape, y)
         if y.is_complex():

@@ -26,14 +26,6 @@ def _given(f_shape: Sequence[int], y: object) -> str:
     return f"given outputs {tuple(f_shape)} and targets {what}"
 
 
-def check_derivatives(likelihood: Likelihood, f: Tensor, y: Tensor, curvature: str) -> None:
-    """Call ``Likelihood.check_derivatives``, and say whose code any exception is from."""
-    with raised_in(
-        f"log_prob of {type(likelihood).__name__}, or what is derived at its reference_targets,"
-    ):
-        likelihood.check_derivatives(f, y, curvature)
-
-
 def check_finite(what: str, value: Tensor) -> None:
     """Refuse NaN and infinite values."""
     if not torch.isfinite(value).all():

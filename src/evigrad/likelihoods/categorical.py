@@ -31,15 +31,7 @@ class Categorical(Likelihood):
         return f.log_softmax(dim=1).gather(1, y.long().unsqueeze(1)).squeeze(1)
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Refuse anything but one integer in 0 … C − 1 for each datum.
-
-        Args:
-            f_shape: Shape of the outputs, (m, C) with C ≥ 2.
-            y: Labels.
-
-        Raises:
-            InputError: If outputs or labels do not fit.
-        """
+        """Refuse anything but one integer in 0 … C − 1 for each datum, C ≥ 2."""
         super().validate(f_shape, y)
         num_data, num_outputs = f_shape
         if num_outputs == 1:

@@ -67,15 +67,7 @@ class Gaussian(Likelihood):
         return -(0.5 * standardised.square() + constant).sum(dim=1)
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Refuse anything but C finite floating-point numbers for each datum.
-
-        Args:
-            f_shape: Shape of the outputs, (m, C).
-            y: Targets.
-
-        Raises:
-            InputError: If outputs, targets and the number of noises do not fit.
-        """
+        """Refuse anything but C finite floating-point numbers for each datum."""
         super().validate(f_shape, y)
         check_one_per_output(f_shape, y)
         if not y.is_floating_point():

@@ -22,8 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from evigrad.errors import ConfigurationError, NotPositiveDefiniteError, nearest
-
-ROOTS = ("subblock", "fisher", "eigen")
+from evigrad.estimators import ROOTS
 
 # With more classes, "eigen" turns the columns of the likeliest ones alone: the others hold little
 # of a datum's curvature, and no matrix of all classes is needed.
@@ -55,6 +54,11 @@ class RootRows:
     vectors: Float[Tensor, "m k C"]
     scale: Float[Tensor, "m k"] | None = None
     present: Bool[Tensor, "m k"] | None = None
+
+    @property
+    def scaled(self) -> Float[Tensor, "m k C"]:
+        """The vectors times their scale."""
+        return self.vectors if self.scale is None else self.vectors * self.scale[..., None]
 
 
 def check_root(kind: str) -> None:

@@ -18,8 +18,7 @@ from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood, make_likelihood
 from evigrad.likelihoods.calls import check_targets, log_probabilities
-from evigrad.priors import GaussianPrior
-from evigrad.priors.groups import matches
+from evigrad.priors import GaussianPrior, matches
 from evigrad.training.augerino import range_parameters
 from evigrad.training.bracket import check_bracket
 from evigrad.training.data import RunData

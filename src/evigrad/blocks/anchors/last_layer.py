@@ -148,8 +148,7 @@ class LastLayerKernel:
                 return
             # A root costs as much for one column of a datum as for several.
             rows = self._likelihood.root(f, listed.to(f.device).expand(len(f), -1), self._root)
-            own = rows.vectors if rows.scale is None else rows.vectors * rows.scale[..., None]
-            self._vectors.append(own.detach().float())
+            self._vectors.append(rows.scaled.detach().float())
             self._layers.append(layer)
             self._place[part] = torch.arange(self._seen, self._seen + len(part))
             self._seen += len(part)

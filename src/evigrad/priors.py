@@ -1,4 +1,4 @@
-"""Gaussian priors over the weights, with precisions that can be learned.
+"""Gaussian priors over the weights, with precisions that can be learned, and groups of weights.
 
 p(w|h) = N(w; 0, P0⁻¹), P0 diagonal: one precision for all weights, for each parameter tensor, for
 each group of tensors, or for each single weight. Precisions are learned as their logarithms, so
@@ -8,6 +8,7 @@ that they stay positive and a step changes them by a factor.
 import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import reduce
 from typing import Any
 
@@ -16,7 +17,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, listed, nearest
-from evigrad.priors.groups import assign, checked_groups
+
+__all__ = ["STRUCTURES", "GaussianPrior", "NormalHyperprior"]
 
 STRUCTURES = ("scalar", "layerwise", "diagonal")
 SCALAR_GROUP = "all"
@@ -79,8 +81,8 @@ class GaussianPrior(nn.Module):
     """
 
     log_precision: nn.Parameter | None
-    _fixed: Tensor
-    _learned: Tensor
+    _all_groups: Tensor
+    _learned_index: Tensor
 
     def __init__(
         self,
@@ -115,10 +117,11 @@ class GaussianPrior(nn.Module):
             raise ConfigurationError(f"hyperprior must be callable, not {hyperprior!r}.")
         self.hyperprior = hyperprior
         self.register_parameter("log_precision", None)
-        # Log precisions of all groups (stale for the learned ones), and the positions of the
-        # learned. A state has one log precision for each group, whatever is learned.
-        self.register_buffer("_fixed", torch.empty(0), persistent=False)
-        self.register_buffer("_learned", torch.empty(0, dtype=torch.long), persistent=False)
+        # Where some groups are fixed: log precisions of all (stale for the learned ones, which
+        # ``log_precision`` has), and the positions of the learned. A state has one log precision
+        # for each group, whatever is learned.
+        self.register_buffer("_all_groups", torch.empty(0), persistent=False)
+        self.register_buffer("_learned_index", torch.empty(0, dtype=torch.long), persistent=False)
         self._shapes: dict[str, torch.Size] = {}
         self.group_names: list[str] = []
         self.group_of: dict[str, int] = {}
@@ -199,23 +202,23 @@ class GaussianPrior(nn.Module):
         if isinstance(learnable, dict):
             chosen = [i for i, name in enumerate(self.group_names) if learnable.get(name, True)]
             if 0 < len(chosen) < len(self.group_names):
-                self._fixed = values.detach().clone()
-                self._learned = torch.tensor(chosen, device=values.device)
-                values = values[self._learned]
+                self._all_groups = values.detach().clone()
+                self._learned_index = torch.tensor(chosen, device=values.device)
+                values = values[self._learned_index]
             learnable = bool(chosen)
         self.log_precision = nn.Parameter(values, requires_grad=learnable)
 
     def learned_groups(self) -> list[int]:
         """Indices into ``group_names`` of the entries of ``log_precision``; none if diagonal."""
-        return self._learned.tolist() or list(range(len(self.group_names)))
+        return self._learned_index.tolist() or list(range(len(self.group_names)))
 
     def _log_precisions(self) -> Tensor:
         """The log precision of each group, learned or not; of each weight if diagonal."""
         if self.log_precision is None:
             raise ConfigurationError("The prior is not bound to weights yet: call bind(weights).")
-        if not len(self._learned):
+        if not len(self._learned_index):
             return self.log_precision
-        return self._fixed.index_copy(0, self._learned, self.log_precision)
+        return self._all_groups.index_copy(0, self._learned_index, self.log_precision)
 
     def _check_known(self, name: str) -> None:
         self._log_precisions()
@@ -369,10 +372,11 @@ class GaussianPrior(nn.Module):
                 self._set(torch.empty_like(state_dict[f"{prefix}log_precision"]))
         key = f"{prefix}log_precision"
         values = state_dict.get(key)
-        if values is not None and len(self._learned) and values.shape == self._fixed.shape:
+        some = len(self._learned_index) > 0
+        if values is not None and some and values.shape == self._all_groups.shape:
             with torch.no_grad():
-                self._fixed.copy_(values)
-            state_dict = {**state_dict, key: values[self._learned.to(values.device)]}
+                self._all_groups.copy_(values)
+            state_dict = {**state_dict, key: values[self._learned_index.to(values.device)]}
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _save_to_state_dict(
@@ -436,3 +440,64 @@ def _difference(bound: Mapping[str, torch.Size], other: Mapping[str, torch.Size]
         if name in other and other[name] != shape
     ]
     return "; ".join(parts[:3]) + ("; …" if len(parts) > 3 else "") or "in another order"
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Return whether a name, a module above it or a wildcard stands for a parameter.
+
+    ``conv1`` does not stand for ``conv10.weight``.
+    """
+    above = pattern if pattern.endswith(".") else f"{pattern}."
+    return name == pattern or name.startswith(above) or fnmatchcase(name, pattern)
+
+
+def checked_groups(groups: Mapping[str, Sequence[str]], what: str) -> dict[str, list[str]]:
+    """Return the list of patterns of each group; ``what`` says in errors whose groups they are.
+
+    Raises:
+        ConfigurationError: If there is no group, or one without a pattern.
+    """
+    taken = {
+        name: [patterns] if isinstance(patterns, str) else list(patterns)
+        for name, patterns in groups.items()
+    }
+    empty = [name for name, patterns in taken.items() if not patterns]
+    if empty or not taken:
+        raise ConfigurationError(
+            f"Groups of {what} need names of weights; without any: {listed(empty) or 'all'}."
+        )
+    return taken
+
+
+def assign(names: Sequence[str], groups: Mapping[str, Sequence[str]], what: str) -> dict[str, str]:
+    """Return the group of each weight, in the order of the weights.
+
+    ``what`` says in errors whose groups they are.
+
+    Raises:
+        ConfigurationError: If a pattern fits no weight, or a weight is in no group or in several;
+            the text names all of them.
+    """
+    owners = {
+        name: [g for g, patterns in groups.items() if any(matches(p, name) for p in patterns)]
+        for name in names
+    }
+    known = [*names, *sorted({name.rpartition(".")[0] for name in names})]
+    problems = [
+        f"'{pattern}' names no weight.{nearest(pattern, known)}"
+        for patterns in groups.values()
+        for pattern in patterns
+        if not any(matches(pattern, name) for name in names)
+    ]
+    if missing := [name for name, found in owners.items() if not found]:
+        problems.append(f"In no group: {listed(missing)}.")
+    problems += [
+        f"'{name}' is in several: {', '.join(found)}."
+        for name, found in owners.items()
+        if len(found) > 1
+    ]
+    if problems:
+        raise ConfigurationError(
+            f"Each weight must be in one group of {what}. " + " ".join(problems)
+        )
+    return {name: found[0] for name, found in owners.items()}
