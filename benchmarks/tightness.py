@@ -205,7 +205,8 @@ def steps_of_a_round(
     if alone:
         return evidence.blocks(data.train).take(ROUND)
     learned = list(evidence.hyperparameters())
-    return blocks_of_a_round(evidence, data.train, learned, ROUND, None)[0]
+    blocks, x = evidence.blocks(data.train), data.train[0]
+    return blocks_of_a_round(evidence, blocks, x, learned, ROUND, None)[0]
 
 
 def rows_of(block: Block | list[KeptPass], num_outputs: int) -> int:

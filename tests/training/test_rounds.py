@@ -246,7 +246,8 @@ def test_masses_are_learned_from_rounds_as_from_single_blocks(blobs, make_net, p
     before = spread()
     ratios = dict(evidence._anchors._predictor._ratios)
     for _ in range(8):
-        for block in blocks_of_a_round(evidence, data, names, 10, prior_blocks)[0]:
+        stream = evidence.blocks(data)
+        for block in blocks_of_a_round(evidence, stream, data[0][:3], names, 10, prior_blocks)[0]:
             evidence.estimate(block)
     for key, ratio in evidence._anchors._predictor._ratios.items():
         assert abs(ratio - ratios.get(key, ratio)) < 1.0

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.blocks import Block
+from evigrad.blocks.streams import Stream
 from evigrad.engine.evaluation import Estimate
 from evigrad.engine.kept import KeptPass
 from evigrad.engine.problem import PROBE_SIZE
@@ -70,6 +71,7 @@ class Loop:
         self._base_rates = [group["lr"] for group in self.weight_optimizer.param_groups]
         self.device = next(iter(weights.values())).device
         self.rounds = make_rounds(settings, hyperparameters)
+        self._blocks: Stream | None = None  # of the data, which are checked once
         self.augerino: Augerino | None = None
         # Hyperparameters that a baseline learns on the training loss, by a step in every batch.
         self.in_loss: list[str] = []
@@ -167,10 +169,13 @@ class Loop:
         try:
             for rounds in self.rounds:
                 if rounds.is_due(epoch):
+                    if self._blocks is None:
+                        self._blocks = self.evidence.blocks(self.data)
                     prior_blocks = self.settings.schedule.prior_blocks
                     blocks, is_shared = blocks_of_a_round(
                         self.evidence,
-                        self.data,
+                        self._blocks,
+                        self.data.first(PROBE_SIZE)[0],
                         rounds.names,
                         rounds.steps,
                         prior_blocks if rounds is self.rounds[0] else None,

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import repeat
-from typing import Any
 
 from torch import Tensor
 
 from evigrad.blocks import Block
 from evigrad.blocks.anchors import AnchoredStream, DrawnParts
-from evigrad.blocks.sources import as_source
+from evigrad.blocks.streams import Stream
 from evigrad.engine.kept import KeptPass
 from evigrad.engine.memory import fits
 from evigrad.engine.problem import PROBE_SIZE
@@ -19,7 +18,8 @@ from evigrad.invariances.noise import stochastic_modules
 
 def blocks_of_a_round(
     evidence: Evidence,
-    data: Any,
+    blocks: Stream,
+    x: Tensor,
     names: list[str],
     steps: int,
     prior_blocks: int | None,
@@ -31,7 +31,8 @@ def blocks_of_a_round(
 
     Args:
         evidence: Its model is the one that is trained.
-        data: All training data, as for ``Evidence.blocks``.
+        blocks: Its blocks of the training data.
+        x: Some inputs.
         names: Names of the learned hyperparameters.
         steps: Steps of the round.
         prior_blocks: Blocks whose passes the steps share; None for a block for each step.
@@ -39,9 +40,6 @@ def blocks_of_a_round(
     Returns:
         A block or a list of kept passes for each step; and whether all steps have the same one.
     """
-    source = as_source(data)
-    blocks = evidence.blocks(source)
-    x, _ = source.first(PROBE_SIZE)
     anchored = isinstance(blocks, AnchoredStream)
     keepable = (anchored or blocks.is_constant) and is_keepable(evidence, x, names)
     if anchored and keepable and evidence.shares_anchors(x, 2):
@@ -49,15 +47,13 @@ def blocks_of_a_round(
         passes = passes_over(evidence, drawn, x, names)
         if prior_blocks is None and drawn.draws:
             return ([own] for each in passes for own in each.draws()), False
-        kept = list(passes)
-        if len(kept) > 1:  # their draws may be of different number
-            kept = [own for each in kept for own in each.draws()]
-        return repeat(kept, steps), True
-    if prior_blocks is None and blocks.is_constant and keepable:
-        prior_blocks = 1
-    if prior_blocks is None:
+    elif prior_blocks is None and not (blocks.is_constant and keepable):
         return blocks.take(steps), False
-    kept = [evidence.collect(block, wrt=names) for block in blocks.round(prior_blocks)]
+    else:
+        passes = (evidence.collect(b, wrt=names) for b in blocks.round(prior_blocks or 1))
+    kept = list(passes)
+    if len(kept) > 1:  # their draws may be of different number
+        kept = [own for each in kept for own in each.draws()]
     return repeat(kept, steps), True
 
 
