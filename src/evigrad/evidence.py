@@ -16,7 +16,6 @@ from evigrad.engine.checks import (
     check_inputs,
     check_state,
     check_type,
-    restored_on_error,
 )
 from evigrad.engine.evaluation import (
     Estimate,
@@ -228,7 +227,7 @@ class Evidence:
             InputError: If the data do not fit the model, the likelihood or the estimator.
             MemoryBudgetError: If the structure would not fit the free memory.
         """
-        with torch.no_grad(), restored_on_error(self.generator):
+        with torch.no_grad(), self._problem.restored_on_error():
             given = self._given(x, y, ())
             return self._observed(given, estimates_of(given))
 
@@ -264,7 +263,7 @@ class Evidence:
                 "There is nothing to differentiate in: the prior and the likelihood are fixed"
                 " and no parameter of the model is named in hyperparameters=[...]."
             )
-        with torch.enable_grad(), restored_on_error(self.generator):
+        with torch.enable_grad(), self._problem.restored_on_error():
             given = self._given(x, y, learnable)
             with held_constant(others):
                 estimates, gradients = gradients_of(given, learnable)
@@ -323,8 +322,8 @@ class Evidence:
         """
         changing, others = divided(self.hyperparameters(), wrt)
         beside = any(not name.startswith("prior.") for name in changing)
-        use, sizes = FirstPass(keeps_outputs=beside, condensed=True), self._problem.sizes
-        with torch.no_grad(), restored_on_error(self.generator), sizes.restored_on_error():
+        use = FirstPass(keeps_outputs=beside, condensed=True)
+        with torch.no_grad(), self._problem.restored_on_error():
             check_unchanged(self.model, self._weights, self._model_hyperparameters)
             given = resolve(self._problem, x, y)
             with held_constant(others):

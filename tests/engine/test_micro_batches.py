@@ -200,16 +200,15 @@ def test_sizes_by_hand() -> None:
     assert sizes.size("first", 100, lambda: 10.0, None) == 100  # nobody knows what is free
     assert sizes.size("first", 100, lambda: 10.0, 1000) == 35
     assert sizes.size("first", 20, lambda: 10.0, 1) == 20  # measured once
-    assert MicroBatches(7).size("first", 100, lambda: 10.0, 1000) == 7
-    assert MicroBatches(None).size("first", 100, lambda: 10.0, 1000) == 100
 
 
 def test_sizes_found_in_what_failed_are_forgotten() -> None:
-    sizes = MicroBatches("auto", chosen={"first": 8})
-    with pytest.raises(ZeroDivisionError), sizes.restored_on_error():
-        sizes.halve("first", 8)
+    problem = build(micro_batch="auto")[0]._problem
+    problem.sizes.chosen = {"first": 8}
+    with pytest.raises(ZeroDivisionError), problem.restored_on_error():
+        problem.sizes.halve("first", 8)
         assert 1 // 0
-    assert sizes.chosen == {"first": 8}
+    assert problem.sizes.chosen == {"first": 8}
 
 
 def test_held_bytes_count_each_storage_once() -> None:

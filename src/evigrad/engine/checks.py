@@ -1,8 +1,7 @@
 """Checks of what a user gives; each error says how to mend it."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -132,14 +131,3 @@ def check_state(
             copy.deepcopy(module).load_state_dict(state[key])
         except RuntimeError as error:
             raise ConfigurationError(f"The state of the {key} does not fit: {error}") from error
-
-
-@contextmanager
-def restored_on_error(generator: torch.Generator) -> Iterator[None]:
-    """Restore the generator's state if an exception is raised inside."""
-    state = generator.get_state()
-    try:
-        yield
-    except BaseException:
-        generator.set_state(state)
-        raise

@@ -2,8 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,7 +163,7 @@ class MicroBatches:
     chosen: dict[str, int] = field(default_factory=dict)
 
     def size(self, kind: str, total: int, per_datum: Callable[[], float], free: int | None) -> int:
-        """Return how many data to take next, from 1 to ``total``.
+        """Return how many data to take next in an automatic pass, from 1 to ``total``.
 
         Args:
             kind: The kind of pass.
@@ -172,29 +171,13 @@ class MicroBatches:
             per_datum: Measures the bytes that a datum takes in such a pass.
             free: Free bytes, or None where the system does not tell.
         """
-        if kind not in self.chosen and self.asked == "auto":
-            budget = self.budget
-            if budget is None and free is not None:
-                budget = int(FREE_SHARE * free)
-            if budget is not None:
-                needed = max(1.0, PEAK_FACTOR * per_datum())
-                self.chosen[kind] = max(1, int(budget / needed))
-        limits = [total]
-        if self.asked == "auto" and kind in self.chosen:
-            limits.append(self.chosen[kind])
-        if isinstance(self.asked, int):
-            limits.append(self.asked)
-        return min(limits)
-
-    @contextmanager
-    def restored_on_error(self) -> Iterator[None]:
-        """Restore the sizes if an exception is raised inside."""
-        chosen = dict(self.chosen)
-        try:
-            yield
-        except BaseException:
-            self.chosen = chosen
-            raise
+        budget = self.budget
+        if budget is None and free is not None:
+            budget = int(FREE_SHARE * free)
+        if kind not in self.chosen and budget is not None:
+            needed = max(1.0, PEAK_FACTOR * per_datum())
+            self.chosen[kind] = max(1, int(budget / needed))
+        return min(total, self.chosen.get(kind, total))
 
     def halve(self, kind: str, failed: int) -> None:
         """From here on take half of the number that did not fit.

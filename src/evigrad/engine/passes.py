@@ -263,7 +263,7 @@ def _chunk_size(block_pass: BlockPass, kind: str, x: Tensor, rest: int, position
         return min(rest, at_once)
     key = _memory_key(block_pass, kind, x)
     if key in sizes.chosen:
-        return sizes.size(key, rest, lambda: 0.0, None)
+        return min(rest, sizes.chosen[key])
     free = available_bytes(problem.device)
     if free is not None and kind != "second":  # the statistic is still to come
         rows = block_pass.block.num_rows or block_pass.plan.partition.block_rows

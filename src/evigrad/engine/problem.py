@@ -1,7 +1,8 @@
 """What every pass needs: the problem, and a plan for each shape of inputs."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -308,6 +309,17 @@ class Problem:
     generator: torch.Generator
     plans: Plans
     sizes: MicroBatches
+
+    @contextmanager
+    def restored_on_error(self) -> Iterator[None]:
+        """Put generator and sizes of micro-batches back if an exception is raised inside."""
+        state, chosen = self.generator.get_state(), dict(self.sizes.chosen)
+        try:
+            yield
+        except BaseException:
+            self.generator.set_state(state)
+            self.sizes.chosen = chosen
+            raise
 
     @property
     def device(self) -> torch.device:
