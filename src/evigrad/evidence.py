@@ -344,8 +344,7 @@ class Evidence:
             InputError: If the inputs do not fit the model.
         """
         changing, others = divided(self.hyperparameters(), wrt)
-        check_inputs(x, self._problem.device)
-        plan = self._problem.plans.of(x)
+        plan = self._problem.plan_of(x)
         with held_constant(others):
             check_keepable(self._problem, plan, list(changing))
 
@@ -365,11 +364,10 @@ class Evidence:
         """
         if self._anchors is None or draws < 2:
             return False
-        check_inputs(x, self._problem.device)
         own = self.spec.subset or 0
         anchors = self._anchors.anchoring.num_anchors(own)
         rows = anchors + draws * (own - anchors)
-        structure = self._problem.plans.of(x).structure
+        structure = self._problem.plan_of(x).structure
         budget = self._problem.settings.memory_budget
         return (
             rows**2 <= draws * own**2
@@ -440,8 +438,7 @@ class Evidence:
         Returns:
             The number.
         """
-        check_inputs(x, self._problem.device)
-        return self._problem.plans.of(x).partition.num_outputs
+        return self._problem.plan_of(x).partition.num_outputs
 
     def refresh_anchors(self, data: Any) -> float:
         """Choose anchors anew, by the outputs of the present weights for all the data.
@@ -485,8 +482,7 @@ class Evidence:
         Returns:
             Bytes, by the formula behind ``MemoryBudgetError``.
         """
-        check_inputs(x, self._problem.device)
-        plan = self._problem.plans.of(x)
+        plan = self._problem.plan_of(x)
         return plan.structure.predicted_bytes(plan.partition.block_rows)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,1 +1,7 @@
-"""Private: one pass after another over a block, to the log evidence and its gradient."""
+"""Private: from a block to an estimate and its gradient.
+
+``intake`` makes a block of what a user gives, checked, and ``passes`` goes through its data in
+micro-batches (``memory``) by the ``problem``'s plan for inputs of this shape. ``two_passes`` makes
+the statistic of a first pass, which may be ``kept``, and pulls the cotangent back in a second one;
+``cotangents`` are the likelihood's part in both. ``evaluation`` makes the estimate.
+"""

@@ -1,8 +1,9 @@
 """The cotangents of a block's rows, and how they depend on the likelihood's hyperparameters."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -62,33 +63,36 @@ def rehearse(problem: Problem, f: Tensor, y: Tensor) -> None:
         root_rows(problem, f, Chunk(f, y, slice(0, len(f)), columns, weights, labels))
 
 
-def rows_depend_on_likelihood(problem: Problem, num_outputs: int) -> bool:
-    """Whether a parameter of the likelihood changes the rows beyond their scale."""
-    likelihood = problem.likelihood
-    if not any(p.requires_grad for p in likelihood.parameters()):
-        return False
-    if problem.settings.spec.curvature != "ggn":
+def needs_two_passes(problem: Problem, learnable: Iterable[str], num_outputs: int) -> bool:
+    """Whether what is learned changes the rows by more than a scale that a statistic follows."""
+    names = list(learnable)
+    if any(name.startswith("model.") for name in names):
         return True
-    return _probe(problem, num_outputs).vectors.requires_grad
-
-
-def noise_differs_in_sums(problem: Problem, num_outputs: int) -> bool:
-    """Whether a structure that sums rows would sum rows of different learnable noise."""
-    spec = problem.settings.spec
-    one_output = spec.outputs == 1 and not spec.iid and not spec.rows
-    if spec.structure == "ntk" or one_output or num_outputs == 1:
+    if all(name.startswith("prior.") for name in names):
         return False
-    learned = [p for p in problem.likelihood.parameters() if p.requires_grad]
-    with torch.enable_grad():
-        scale = _probe(problem, num_outputs).scale
-        return scale is not None and not is_one_number(scale.flatten(), learned)
+    return likelihood_changes(problem, num_outputs) != "scales"
 
 
-def _probe(problem: Problem, num_outputs: int) -> RootRows:
-    """The root at outputs of zero, with a graph into the likelihood's parameters."""
+def likelihood_changes(problem: Problem, num_outputs: int) -> Literal["rows", "sums", "scales"]:
+    """What the likelihood's learnable parameters change, of which there must be some.
+
+    Returns:
+        ``rows`` where they change rows beyond a scale; ``sums`` where a structure sums rows whose
+        scales they change differently; ``scales`` otherwise, which a kept statistic follows.
+    """
+    spec, likelihood = problem.settings.spec, problem.likelihood
+    if spec.curvature != "ggn":
+        return "rows"
     f = torch.zeros(1, num_outputs, dtype=problem.dtype, device=problem.device)
     with torch.enable_grad():
-        return problem.likelihood.root(f, None, problem.settings.root)
+        root = likelihood.root(f, None, problem.settings.root)
+        if root.vectors.requires_grad:
+            return "rows"
+        one_output = spec.outputs == 1 and not spec.iid and not spec.rows
+        if root.scale is None or spec.structure == "ntk" or one_output or num_outputs == 1:
+            return "scales"
+        is_one = is_one_number(root.scale.flatten(), list(likelihood.parameters()))
+        return "scales" if is_one else "sums"
 
 
 def is_one_number(scale: Tensor, parameters: Sequence[Tensor]) -> bool:

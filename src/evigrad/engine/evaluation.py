@@ -10,7 +10,7 @@ All give the gradient of −(log evidence + log hyperprior) / N.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -18,12 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.curvature import LogDet, RoundingError, rounding_refused
-from evigrad.engine.cotangents import (
-    is_one_number,
-    noise_differs_in_sums,
-    root_rows,
-    rows_depend_on_likelihood,
-)
+from evigrad.engine.cotangents import is_one_number, needs_two_passes, root_rows
 from evigrad.engine.kept import KeptPass
 from evigrad.engine.passes import BlockPass
 from evigrad.engine.problem import Problem
@@ -127,17 +122,6 @@ def gradients_of(
 
     estimate, found = precisely(given, one_pass)
     return [estimate], found
-
-
-def needs_two_passes(problem: Problem, learnable: Iterable[str], num_outputs: int) -> bool:
-    """Whether what is learned changes the rows by more than a scale that a statistic follows."""
-    names = list(learnable)
-    if any(name.startswith("model.") for name in names):
-        return True
-    if all(name.startswith("prior.") for name in names):
-        return False
-    in_rows = rows_depend_on_likelihood(problem, num_outputs)
-    return in_rows or noise_differs_in_sums(problem, num_outputs)
 
 
 def precisely(

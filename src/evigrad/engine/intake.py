@@ -9,7 +9,7 @@ from torch import Tensor
 
 from evigrad.blocks import Block
 from evigrad.blocks.sources import Source, as_source
-from evigrad.engine.checks import as_pair, check_block, check_inputs, not_data
+from evigrad.engine.checks import as_pair, check_block, not_data
 from evigrad.engine.cotangents import rehearse
 from evigrad.engine.kept import KeptPass
 from evigrad.engine.passes import Batch, BlockPass, new_pass
@@ -196,8 +196,7 @@ def _given_batches(problem: Problem, given: Iterable[Batch]) -> BlockPass:
 
 def checked(problem: Problem, x: Tensor, y: Tensor) -> InputPlan:
     """Check inputs (m, ...) and targets; return the plan for inputs of this shape."""
-    check_inputs(x, problem.device)
-    plan = problem.plans.of(x)
+    plan = problem.plan_of(x)
     shape = torch.Size((len(x), plan.partition.num_outputs))
     check_targets(problem.likelihood, shape, y, plan.outputs.device)
     return plan

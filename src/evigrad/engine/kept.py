@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from evigrad.blocks import Block
 from evigrad.curvature import Conditioning
-from evigrad.engine.cotangents import noise_differs_in_sums, rows_depend_on_likelihood
+from evigrad.engine.cotangents import likelihood_changes
 from evigrad.engine.passes import Chunk
 from evigrad.engine.problem import InputPlan, Problem
 from evigrad.errors import ConfigurationError, InputError
@@ -158,7 +158,8 @@ def check_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) ->
     beside = [name for name in learned if not name.startswith("prior.")]
     changing = [name for name in beside if name.startswith("model.")]
     num_outputs = plan.partition.num_outputs
-    if beside and not changing and rows_depend_on_likelihood(problem, num_outputs):
+    changed = likelihood_changes(problem, num_outputs) if beside and not changing else "scales"
+    if changed == "rows":
         changing = beside
     if changing:
         raise ConfigurationError(
@@ -166,7 +167,7 @@ def check_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) ->
             f" {', '.join(changing)} changes it. Leave it out (wrt=['prior'], in training"
             " hyper_steps=...), or use estimate and backward on the data."
         )
-    if beside and noise_differs_in_sums(problem, num_outputs):
+    if changed == "sums":
         raise ConfigurationError(
             f"{problem.settings.spec.name} sums rows of different noise, so that a kept pass"
             f" cannot follow {', '.join(beside)}. Take one noise for all outputs, an 'ntk'"

@@ -310,6 +310,11 @@ class Problem:
     plans: Plans
     sizes: MicroBatches
 
+    def plan_of(self, x: Tensor) -> InputPlan:
+        """The plan for these inputs, which are checked."""
+        check_inputs(x, self.device)
+        return self.plans.of(x)
+
     @contextmanager
     def restored_on_error(self) -> Iterator[None]:
         """Put generator and sizes of micro-batches back if an exception is raised inside."""
@@ -361,11 +366,7 @@ def parameter_reports(problem: Problem, x: Tensor | None) -> list[ParameterRepor
     Raises:
         ConfigurationError: If ``x`` is None and no input was seen yet.
     """
-    if x is not None:
-        check_inputs(x, problem.device)
-        plan = problem.plans.of(x)
-    else:
-        plan = problem.plans.latest()
+    plan = problem.plans.latest() if x is None else problem.plan_of(x)
     if plan is None:
         raise ConfigurationError(
             "No inputs were seen yet: call describe(x) with a few inputs, as x[:3]."
