@@ -157,10 +157,7 @@ class Block:
         return 1 if self.anchored is None else len(self.anchored.draws)
 
     def of_draw(self, number: int) -> "Block":
-        """The same data and anchors with a single draw.
-
-        Args:
-            number: Position of the draw.
+        """The same data and anchors with a single draw, by its position among the draws.
 
         Returns:
             A block in which the rows of other parts, and the likelihood data of other draws, do not
@@ -176,14 +173,7 @@ class Block:
         return replace(self, likelihood_weights=weights, anchored=own)
 
     def rows_of(self, position: int) -> int:
-        """The largest number of rows of any datum from a position on.
-
-        Args:
-            position: In the block.
-
-        Returns:
-            A number of columns; 0 where no rows follow, or where a datum has all C.
-        """
+        """Most rows of a datum from a position on; 0 where none follow, or data have all C."""
         if self.columns is None:
             return 0
         return self.columns.shape[1] if self._counts is None else self._counts[position]
@@ -200,14 +190,7 @@ class Block:
         return counts.tolist() if ordered else None
 
     def has_all_rows(self, data: slice) -> bool:
-        """Whether only these data have rows, and the others count for their likelihood alone.
-
-        Args:
-            data: Positions, from the first on.
-
-        Returns:
-            Whether no other datum has a row.
-        """
+        """Whether only these data have rows, and the others count for their likelihood alone."""
         if data.start != 0:
             return False
         rest = len(self.indices) - data.stop
@@ -216,22 +199,16 @@ class Block:
         return not bool((self.columns[data.stop :] >= 0).any())
 
     def cuts(self) -> list[int]:
-        """Positions at which the number of columns of a datum falls, where it never rises.
-
-        Data with equally many columns go through the network together, without any padding.
+        """Ascending positions at which the number of a datum's columns falls, if it never rises.
 
         Returns:
-            The positions, in ascending order.
+            Between two of them data go through the network together, without any padding.
         """
         counts = self._counts or []
         return [i for i in range(1, len(counts)) if counts[i] != counts[i - 1]]
 
     def columns_of(self, data: slice, padded: bool = False) -> Int[Tensor, "m k"] | None:
-        """The columns of some consecutive data.
-
-        Args:
-            data: Their positions, between two cuts.
-            padded: Whether to keep all padding, in the place of what is needed.
+        """The columns of the data between two cuts, without needless padding unless ``padded``.
 
         Returns:
             One list for each datum, which may be empty; or None for all C.

@@ -87,14 +87,9 @@ def estimates_of(given: BlockPass | Sequence[KeptPass]) -> list[Estimate]:
 def gradients_of(
     given: BlockPass | Sequence[KeptPass], learnable: Mapping[str, nn.Parameter]
 ) -> tuple[list[Estimate], Gradients]:
-    """Return the estimates as ``estimates_of``, and the gradient of their mean.
+    """Return the estimates of ``estimates_of``, and the gradient of their mean.
 
-    Args:
-        given: A block, or kept passes.
-        learnable: The hyperparameters to differentiate in, by name; no other requires a gradient.
-
-    Returns:
-        The estimates, and one gradient for each hyperparameter, in their order.
+    It is in the ``learnable`` hyperparameters, in their order; no other requires a gradient.
     """
     parameters = list(learnable.values())
     if not isinstance(given, BlockPass):

@@ -137,10 +137,7 @@ class CheckedSource(Source):
 def resolve(problem: Problem, x: Data, y: Tensor | None) -> BlockPass:
     """Return the block to evaluate, drawn where x is no block, ready for passes over its data.
 
-    Args:
-        problem: The problem of the evidence.
-        x: Inputs, a block, or batches of all the data.
-        y: Targets, where ``x`` are inputs.
+    ``x`` are inputs with targets ``y``, a block, or batches of all the data.
 
     Raises:
         InputError: If the data do not fit the model, the likelihood or the estimator.

@@ -113,11 +113,7 @@ def as_kept(
 ) -> list[KeptPass] | None:
     """Return the kept passes given in the place of data, or None where ``x`` are data.
 
-    Args:
-        problem: The problem of the evidence.
-        x: The user's.
-        hyperparameters: All learnable ones, by name.
-        wanted: Names of those to differentiate in.
+    ``wanted`` are the names of the hyperparameters to differentiate in.
 
     Raises:
         ConfigurationError: If a pass does not follow a hyperparameter that is wanted.

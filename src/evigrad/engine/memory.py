@@ -165,11 +165,8 @@ class MicroBatches:
     def size(self, kind: str, total: int, per_datum: Callable[[], float], free: int | None) -> int:
         """Return how many data to take next in an automatic pass, from 1 to ``total``.
 
-        Args:
-            kind: The kind of pass.
-            total: Data at hand.
-            per_datum: Measures the bytes that a datum takes in such a pass.
-            free: Free bytes, or None where the system does not tell.
+        ``per_datum`` measures the bytes that a datum takes in such a pass; ``free`` is None where
+        the system does not tell.
         """
         budget = self.budget
         if budget is None and free is not None:

@@ -77,12 +77,7 @@ def select(model: nn.Module, prefixes: Sequence[str]) -> dict[str, nn.Parameter]
 def check_unchanged(
     model: nn.Module, weights: Mapping[str, nn.Parameter], others: Mapping[str, nn.Parameter]
 ) -> None:
-    """Refuse a model whose trainable parameters are not those that the prior is bound to.
-
-    Args:
-        model: The model.
-        weights: Its trainable weights when the evidence was made.
-        others: The hyperparameters.
+    """Refuse a model whose trainable parameters are not the evidence's weights and ``others``.
 
     Raises:
         ConfigurationError: If a parameter was unfrozen, frozen, added or replaced since.

@@ -92,11 +92,7 @@ def new_pass(
 ) -> BlockPass:
     """Return a block with all that passes over it need, drawn by the problem's generator.
 
-    Args:
-        problem: The problem of the evidence.
-        plan: The plan for the inputs.
-        batches: The block's data, in its order, checked, which can be iterated again.
-        block: Columns and scale factors.
+    ``batches`` are its data, in its order and checked, and can be iterated again.
     """
     plans, generator, spec = problem.plans, problem.generator, problem.settings.spec
     seed = int(torch.randint(2**62, (), generator=generator))

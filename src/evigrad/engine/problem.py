@@ -251,12 +251,8 @@ class Plans:
     def checked(self, plan: InputPlan, linearization: Linearization, x: Tensor) -> InputPlan:
         """Return the plan without the fast derivatives that are wrong for one datum of a pass.
 
-        They are compared with plain automatic differentiation of that datum alone.
-
-        Args:
-            plan: The plan of the pass.
-            linearization: The pass.
-            x: Its inputs, packed.
+        They are compared with plain automatic differentiation of that datum alone; ``x`` are the
+        packed inputs of the pass.
         """
         own = torch.Generator().manual_seed(self._passes)  # the evidence's draws are not shifted
         f = linearization.outputs

@@ -76,20 +76,16 @@ def choose(
     centres: Callable[[int], Int[Tensor, " k"] | None] | None = None,
     kernel: Kernel | None = None,
 ) -> Int[Tensor, " Z"]:
-    """The anchors among all rows.
+    """Return the anchors among all rows, as n D + d in ascending order.
 
     Args:
         anchoring: How to choose.
         scores: |R_n[:, d]|² of every row (n, d).
         count: How many.
-        generator: A CPU generator.
+        generator: For random rows and candidates.
         centres: From a count to data spread over all inputs, or to None where inputs have no
             distances; rows are then random.
-        kernel: From rows to their inner products, or to None where unknown; greedy is then by
-            score.
-
-    Returns:
-        Rows as n D + d, in ascending order.
+        kernel: Where it is unknown, greedy is by score.
     """
     num_data, num_columns = scores.shape
     choice = anchoring.choice

@@ -100,14 +100,9 @@ def form_groups(
     kernel: Kernel,
     generator: torch.Generator,
 ) -> Groups:
-    """Parts of the rows with the largest scores but for the anchors.
+    """Parts of the rows (n, d) with the largest scores |R_n[:, d]|² but for the anchors.
 
-    Args:
-        scores: |R_n[:, d]|² of every row (n, d).
-        anchors: Rows as n K + d.
-        num_rows: Rows of a block, its anchors included.
-        kernel: From rows to their inner products, or to None where unknown.
-        generator: A CPU generator, for rows of equal scores.
+    ``num_rows`` counts the rows of a block, its anchors included.
 
     Returns:
         The parts; none where the kernel is unknown, or where so many rows are left that these

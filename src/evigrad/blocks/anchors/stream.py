@@ -71,15 +71,9 @@ def probabilities(
     counts: Float[Tensor, " M"] | None = None,
     floor: float = FLOOR,
 ) -> Float[Tensor, " M"]:
-    """π of parts: in proportion to their predictions, with a uniform floor.
+    """Return π of parts, float64: in proportion to their predictions, with a uniform floor.
 
-    Args:
-        expected: Predictions, at least 0.
-        counts: How many parts each number stands for; None for one each.
-        floor: The share of all cases in which parts are drawn uniformly.
-
-    Returns:
-        Positive numbers that add up to 1, float64.
+    ``counts`` says how many parts each number stands for; None for one each.
     """
     uniform = torch.ones_like(expected) if counts is None else counts
     uniform = uniform / uniform.sum()
@@ -90,15 +84,10 @@ def probabilities(
 
 
 def control_variate(expected: Float[Tensor, " M"], own: float, weight: float) -> float:
-    """Σ_m e_m − w e, which cancels most of the error of an estimate by one part.
+    """Return Σ_m e_m − w e in nats, which cancels most of the error of an estimate by one part.
 
-    Args:
-        expected: e_m of all parts, none of them learned from this draw.
-        own: e, the prediction for the part that was drawn.
-        weight: w, one over its probability.
-
-    Returns:
-        A number in nats whose expectation is zero; 0 where predictions are useless.
+    Its expectation is zero if no prediction e_m was learned from this draw. It is 0 where
+    predictions are useless.
     """
     total = float(expected.sum())
     return total - weight * own if 0 < total < float("inf") else 0.0
