@@ -1,4 +1,4 @@
-"""Private: how data become blocks, the parts of the index set that one estimate uses.
+"""Private: how data become blocks, the subsets of the index set that one estimate uses.
 
 ``sources`` read data sets, ``partitions`` divide the index set, ``streams`` draw blocks;
 ``anchors`` choose the rows that every block is conditioned on.

@@ -73,7 +73,7 @@ class Anchored:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A part of the index set, with the factors that scale it up to the whole.
+    """A subset of the index set, with the factors that scale it up to the whole.
 
     All tensors but `inputs` and `targets` are on the CPU.
 

@@ -122,13 +122,14 @@ class Partition:
         seeds = torch.randint(limit, (self._data_groups,), generator=generator)
 
         def build(number: int) -> Block:
-            group, part = divmod(number, self._output_groups)
-            indices = order[group * self._size : (group + 1) * self._size].clone()
+            of_data, of_outputs = divmod(number, self._output_groups)
+            indices = order[of_data * self._size : (of_data + 1) * self._size].clone()
             columns = self._fixed_columns(len(indices))
             if self._width is not None:
-                own = torch.Generator().manual_seed(int(seeds[group]))
+                own = torch.Generator().manual_seed(int(seeds[of_data]))
                 outputs = self._output_orders(len(indices), own)
-                columns = outputs[:, part * self._width : (part + 1) * self._width].clone()
+                first = of_outputs * self._width
+                columns = outputs[:, first : first + self._width].clone()
             weights = torch.full((len(indices),), float(self._data_groups), dtype=torch.float64)
             return Block(indices, columns, float(self.num_blocks), weights)
 

@@ -159,7 +159,7 @@ def as_source(data: Any) -> Source:
     if isinstance(data, TensorDataset):
         return _tensor_source(data.tensors)
     if isinstance(data, tuple) or (
-        isinstance(data, list) and data and all(isinstance(part, Tensor) for part in data)
+        isinstance(data, list) and data and all(isinstance(each, Tensor) for each in data)
     ):
         return _tensor_source(data)
     if isinstance(data, DataLoader):
@@ -176,13 +176,13 @@ def as_source(data: Any) -> Source:
     return _DatasetSource(data, length)
 
 
-def _tensor_source(parts: Any) -> Source:
-    if len(parts) != 2 or not all(isinstance(part, Tensor) for part in parts):
-        kinds = ", ".join(type(part).__name__ for part in parts)
+def _tensor_source(pair: Any) -> Source:
+    if len(pair) != 2 or not all(isinstance(each, Tensor) for each in pair):
+        kinds = ", ".join(type(each).__name__ for each in pair)
         raise InputError(
             f"Data must be {_ACCEPTED}, not ({kinds}); torch.as_tensor makes a tensor of an array."
         )
-    inputs, targets = parts
+    inputs, targets = pair
     if inputs.dim() == 0 or targets.dim() == 0:
         raise InputError("The first dimension of x and of y counts the data; a scalar has none.")
     if len(inputs) != len(targets):

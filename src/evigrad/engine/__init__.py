@@ -3,5 +3,5 @@
 ``intake`` makes a block of what a user gives, checked, and ``passes`` goes through its data in
 micro-batches (``memory``) by the ``problem``'s plan for inputs of this shape. ``two_passes`` makes
 the statistic of a first pass, which may be ``kept``, and pulls the cotangent back in a second one;
-``cotangents`` are the likelihood's part in both. ``evaluation`` makes the estimate.
+``cotangents`` are what the likelihood gives to both. ``evaluation`` makes the estimate.
 """

@@ -103,12 +103,12 @@ def as_pair(batch: object) -> tuple[Tensor, Tensor]:
 
 
 def check_block(block: Block, partition: Partition) -> None:
-    """Refuse a block whose parts differ in length, or whose columns do not exist."""
+    """Refuse a block whose tensors differ in length, or whose columns do not exist."""
     columns, size = block.columns, len(block.indices)
     lengths = {size, len(block.likelihood_weights)}
-    lengths |= {len(part) for part in (block.inputs, columns) if part is not None}
+    lengths |= {len(each) for each in (block.inputs, columns) if each is not None}
     if len(lengths) > 1:
-        raise InputError(f"The block's parts have different lengths: {sorted(lengths)}.")
+        raise InputError(f"The block's tensors have different lengths: {sorted(lengths)}.")
     if columns is None or partition.spec.curvature != "ggn":
         return
     last = partition.num_outputs - 1

@@ -159,8 +159,8 @@ def objective(kept: KeptPass) -> tuple[Estimate, Tensor]:
     statistic: Any = kept.statistic
     if kept.outputs:
         statistic, precisions = _rescaled(kept, precisions)
-        parts = [log_likelihood_of(problem, f, chunk) for chunk, f in kept.outputs]
-        log_likelihood = torch.stack(parts).sum()
+        terms = [log_likelihood_of(problem, f, chunk) for chunk, f in kept.outputs]
+        log_likelihood = torch.stack(terms).sum()
     log_det = structure.evaluate(statistic, precisions, kept.conditioning)
     log_prior, log_hyperprior = _prior_terms(problem)
     estimate = _estimate(kept, log_likelihood, log_det, log_prior, log_hyperprior)
@@ -200,13 +200,13 @@ def _two_passes(
 
 def _rescaled(kept: KeptPass, precisions: Mapping[str, Tensor]) -> tuple[Any, Mapping[str, Tensor]]:
     """Statistic and precisions, with the rows' scale that the likelihood now gives."""
-    problem, parts = kept.problem, list[Tensor]()
+    problem, scales = kept.problem, list[Tensor]()
     for chunk, f in kept.outputs:
         root = root_rows(problem, f, chunk)
         if root.scale is None:
             return kept.statistic, precisions
-        parts.append(root.scale if root.present is None else root.scale[root.present])
-    scale = torch.cat([part.flatten() for part in parts])
+        scales.append(root.scale if root.present is None else root.scale[root.present])
+    scale = torch.cat([each.flatten() for each in scales])
     if hasattr(kept.statistic, "with_scale"):
         return kept.statistic.with_scale(scale), precisions
     # r² H under the precisions P0 has the log-determinant of H under P0 / r².
@@ -245,8 +245,8 @@ def _estimate(
     log_hyperprior: Tensor,
 ) -> Estimate:
     settings = kept.problem.settings
-    parts = (log_likelihood, log_prior, kept.block.scale * log_det.value, log_hyperprior)
-    likelihood, prior, determinant, hyperprior = (float(p.detach()) for p in parts)
+    terms = (log_likelihood, log_prior, kept.block.scale * log_det.value, log_hyperprior)
+    likelihood, prior, determinant, hyperprior = (float(t.detach()) for t in terms)
     value = likelihood + prior - 0.5 * determinant
     if not math.isfinite(value):
         raise EvigradError(

@@ -202,8 +202,8 @@ def checked(problem: Problem, x: Tensor, y: Tensor) -> InputPlan:
 def _signature(x: Tensor, y: Tensor) -> tuple[int, float]:
     """The length, and a number that other data, another order or flipped images would change."""
     total = 0.0
-    for part in (x, y):
-        values = part.reshape(-1).double()
+    for tensor in (x, y):
+        values = tensor.reshape(-1).double()
         # Irregular weights, so that exchanging entries changes the sum.
         position = torch.arange(len(values), dtype=torch.float64, device=x.device)
         total += float((values * (1.0 + (position * _GOLDEN_RATIO).frac())).sum())

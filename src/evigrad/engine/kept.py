@@ -194,5 +194,5 @@ def _checksum(tensor: Tensor) -> Tensor:
     head = len(bits) // _WIDTH * _WIDTH
     table = bits[:head].view(-1, _WIDTH)
     sums = (bits[head:], table.sum(0), table.sum(1))[: 3 if head else 1]
-    parts = [(s * torch.arange(1, len(s) + 1, device=s.device)).sum() for s in sums]
-    return torch.stack(parts).sum()
+    terms = [(s * torch.arange(1, len(s) + 1, device=s.device)).sum() for s in sums]
+    return torch.stack(terms).sum()

@@ -63,7 +63,7 @@ class BlockPass:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A micro-batch and its share of the block.
+    """A micro-batch, and what the block says of its data.
 
     Attributes:
         x: Inputs, as the planned model takes them.

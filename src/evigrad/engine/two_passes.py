@@ -44,7 +44,7 @@ class _Sums:
 
     Attributes:
         plan: The plan, without derivatives that a check has found to be wrong.
-        log_likelihood: Their share of (1/T) log p(D|w,h), float64.
+        log_likelihood: Their terms of (1/T) log p(D|w,h), float64.
         to_check: Whether to check the derivatives on the next micro-batch.
         is_closed: False where a contracted weight had no closed form; the sums are void then.
         statistic: The structure's, None before any rows.
@@ -213,12 +213,12 @@ def second_pass(
 def _inner(
     block_pass: BlockPass, cotangent: Statistic, chunk: Chunk
 ) -> tuple[Tensor, Tensor | float]:
-    """The outputs of a micro-batch, and ⟨cotangent, its part in the statistic⟩."""
+    """The outputs of a micro-batch, and ⟨cotangent, its term of the statistic⟩."""
     if not chunk.has_rows:
         return outputs(block_pass, chunk), 0.0
     if block_pass.problem.settings.spec.curvature == "hessian":
-        part, f = _add_hessian(block_pass, chunk, None, True)
-        return f, inner_product(cotangent, part)
+        term, f = _add_hessian(block_pass, chunk, None, True)
+        return f, inner_product(cotangent, term)
     linearization = linearized(block_pass, chunk, True)
     root = root_rows(block_pass.problem, linearization.outputs, chunk)
     inner = block_pass.plan.structure.inner(cotangent, chunk.data, linearization, root)

@@ -173,7 +173,7 @@ class Centres:
 
 def _points(source: Source) -> Float[Tensor, "N d"] | None:
     """The inputs as vectors of few numbers, on the CPU."""
-    parts: list[Tensor] = []
+    found: list[Tensor] = []
     projection: Tensor | None = None
     for indices in torch.arange(len(source)).split(AT_ONCE):
         x, _ = source.fetch(indices)
@@ -185,5 +185,5 @@ def _points(source: Source) -> Float[Tensor, "N d"] | None:
                 own = torch.Generator().manual_seed(0)
                 projection = torch.randn(flat.shape[1], PROJECTED, generator=own)
             flat = flat @ projection
-        parts.append(flat)
-    return torch.cat(parts)
+        found.append(flat)
+    return torch.cat(found)

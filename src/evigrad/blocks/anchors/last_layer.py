@@ -48,7 +48,7 @@ class LastLayer:
     of_bias: float
 
     def kernel(self, vectors: Float[Tensor, "m C"]) -> Float[Tensor, "m m"]:
-        """The layer's part of S for rows with these columns of the root."""
+        """The layer's term of S for rows with these columns of the root."""
         inputs = (self.features * self.of_weight) @ self.features.mT
         return inputs.add_(self.of_bias).mul_(vectors @ vectors.mT)
 
@@ -141,8 +141,8 @@ class LastLayerKernel:
         """Store what is needed of new data, or that there is no such layer."""
         listed = torch.arange(self._num_columns)
         new = data[self._place[data] < 0]
-        for part in new.split(AT_ONCE) if len(new) else ():
-            f, layer = self._network.last_layer(self._source.fetch(part)[0])
+        for batch in new.split(AT_ONCE) if len(new) else ():
+            f, layer = self._network.last_layer(self._source.fetch(batch)[0])
             if layer is None:
                 self._is_there = False
                 return
@@ -150,5 +150,5 @@ class LastLayerKernel:
             rows = self._likelihood.root(f, listed.to(f.device).expand(len(f), -1), self._root)
             self._vectors.append(rows.scaled.detach().float())
             self._layers.append(layer)
-            self._place[part] = torch.arange(self._seen, self._seen + len(part))
-            self._seen += len(part)
+            self._place[batch] = torch.arange(self._seen, self._seen + len(batch))
+            self._seen += len(batch)

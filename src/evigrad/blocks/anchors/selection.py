@@ -137,8 +137,8 @@ class AnchorSelection:
         check_finite("The model's outputs", self.memory.outputs)
         heads: list[Tensor] = []
         tails: list[Tensor] = []
-        for part in self.memory.outputs.to(self._device()).split(AT_ONCE):
-            head, tail = self._likelihood.row_scores(part, self._root)
+        for batch in self.memory.outputs.to(self._device()).split(AT_ONCE):
+            head, tail = self._likelihood.row_scores(batch, self._root)
             heads.append(head.cpu())
             if tail is not None:
                 tails.append(tail.cpu())
@@ -195,8 +195,8 @@ class AnchorSelection:
 
     def _look(self, source: Source, indices: Int[Tensor, " n"]) -> float:
         total, seen, num_outputs = 0.0, [], 0
-        for part in indices.split(AT_ONCE):
-            x, y = source.fetch(part)
+        for batch in indices.split(AT_ONCE):
+            x, y = source.fetch(batch)
             f, _ = self._network.last_layer(x)
             total += float(log_probabilities(self._likelihood, f, y).detach().double().sum())
             seen.append(self._likelihood.condensed(f, self._root).float().cpu())
