@@ -229,7 +229,7 @@ def test_all_steps_share_one_pass_where_all_rows_are_anchors(
 
 
 @pytest.mark.parametrize("prior_blocks", [None, 5])
-def test_masses_are_learned_from_rounds_as_from_single_blocks(blobs, make_net, prior_blocks):
+def test_ratios_are_learned_from_rounds_as_from_single_blocks(blobs, make_net, prior_blocks):
     """What is expected of blocks settles, and draws do not get wilder from round to round."""
     data = blobs[0]
     loop = prepared(
