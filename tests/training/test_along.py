@@ -10,7 +10,7 @@ from evigrad.errors import ConfigurationError
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
-from evigrad.training import evidence_along, make_grid, time_steps
+from evigrad.training import evaluation, evidence_along, make_grid, time_steps
 
 
 @pytest.fixture
