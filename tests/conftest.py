@@ -1,12 +1,15 @@
 """What every test runs under: shapes checked at run time, one thread, deterministic examples."""
 
 import functools
+import importlib
 import inspect
 import itertools
 import os
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jaxtyping
 import pytest
@@ -39,6 +42,10 @@ def _checked_in_part(*, typechecker: Any) -> Callable[[Any], Any]:
 
     return decorate
 
+
+# Beartype draws which item of a list it checks: not from the generator that a run saves.
+with patch("random.getrandbits", random.Random(0).getrandbits):
+    importlib.import_module("beartype")
 
 # Before anything imports evigrad, so that the annotated shapes in it are checked when called.
 _jaxtyped, jaxtyping.jaxtyped = jaxtyping.jaxtyped, _checked_in_part
