@@ -37,20 +37,21 @@ def whole(blobs, tmp_path_factory) -> Callable[[str], Path]:
     return of
 
 
-# In the middle of an epoch of the weights, and of a round of steps.
-MOMENTS = [(Evidence, "map_loss", 11), (Evidence, "backward", 5)]
+# In the middle of an epoch of the weights, and, gone on from there, of a round of steps.
+MOMENTS = [(Evidence, "map_loss", 11), (Evidence, "backward", 2)]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_was_killed_while_it_computed_ends_the_same(case, blobs, tmp_path, whole):
-    deaths = 0
-    for number, moment in enumerate(MOMENTS):
-        folder = tmp_path / str(number)
+    # The weights of other seeds: a state that is incomplete would show.
+    folder, deaths = tmp_path / "run", 0
+    for seed, moment in enumerate(MOMENTS):
         with dying_at_call(*moment):
-            deaths += killed(lambda folder=folder: train(case, blobs, folder))
-        # The weights of another seed: a state that is incomplete would show.
-        train(case, blobs, folder, seed=9, resume=True)
-        assert_same_runs(folder, whole(case))
+            deaths += killed(
+                lambda seed=seed: train(case, blobs, folder, seed=seed, resume=seed > 0)
+            )
+    train(case, blobs, folder, seed=9, resume=True)
+    assert_same_runs(folder, whole(case))
     # Baselines take no gradient of the evidence to die in.
     assert deaths == (1 if case in ("map", "Augerino") else 2)
 
@@ -83,7 +84,7 @@ def test_groups_that_are_not_learned_keep_their_precision(estimator, update, blo
 @pytest.mark.parametrize("every", [1, 2])
 def test_every_moment_at_which_a_file_changes(every, blobs, tmp_path):
     def run(folder: Path, **changes: Any) -> FitResult:
-        return train("map", blobs, folder, epochs=3, checkpoint_every=every, **changes)
+        return train("map", blobs, folder, epochs=every + 1, checkpoint_every=every, **changes)
 
     with Death().watching() as none:
         run(tmp_path / "whole")
