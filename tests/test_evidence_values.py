@@ -183,7 +183,7 @@ def test_partition_of_the_parameters_by_groups() -> None:
 @pytest.mark.parametrize("structure", ["ntk", "full", "blockdiag", "diag", "kfac"])
 def test_micro_batches_change_nothing(name: str, structure: str) -> None:
     results = []
-    for micro_batch in (None, 1, 2):
+    for micro_batch in (None, 2):  # of 2, 2 and 1 data
         evidence, x, y = make(
             CASES[name],
             Categorical(),
@@ -195,9 +195,9 @@ def test_micro_batches_change_nothing(name: str, structure: str) -> None:
         estimate = evidence.backward(x, y)
         grads = [p.grad for p in evidence.hyperparameters().values() if p.grad is not None]
         results.append((estimate.log_evidence, torch.cat([g.flatten() for g in grads])))
-    for value, gradient in results[1:]:
-        assert value == pytest.approx(results[0][0], rel=1e-11)
-        torch.testing.assert_close(gradient, results[0][1], rtol=1e-8, atol=1e-11)
+    (value, gradient), (of_parts, gradient_of_parts) = results
+    assert of_parts == pytest.approx(value, rel=1e-11)
+    torch.testing.assert_close(gradient_of_parts, gradient, rtol=1e-8, atol=1e-11)
 
 
 def test_batches_of_all_the_data_equal_the_data_at_once() -> None:
