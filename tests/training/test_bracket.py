@@ -21,16 +21,18 @@ LIKELIHOODS: dict[str, Likelihood] = {
 N, C = 30, 3
 
 
-def data(likelihood: Likelihood) -> tuple[Tensor, Tensor]:
+def data(likelihood: Likelihood, num_data: int = N) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    x = 2 * torch.randn(N, 4, generator=generator, dtype=torch.float64)
-    y = torch.randn(N, C, generator=generator, dtype=torch.float64)
+    x = 2 * torch.randn(num_data, 4, generator=generator, dtype=torch.float64)
+    y = torch.randn(num_data, C, generator=generator, dtype=torch.float64)
     if isinstance(likelihood, Categorical):
         return x, y.argmax(1)
     return x, (y > 0).double() if isinstance(likelihood, Bernoulli) else y
 
 
-def evidence_of(likelihood: Likelihood, estimator: str = "full-N-C", gain: float = 1.0) -> Evidence:
+def evidence_of(
+    likelihood: Likelihood, estimator: str = "full-N-C", gain: float = 1.0, num_data: int = N
+) -> Evidence:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, C)).double()
@@ -42,7 +44,7 @@ def evidence_of(likelihood: Likelihood, estimator: str = "full-N-C", gain: float
         likelihood,
         GaussianPrior("layerwise", precision=0.5),
         estimator=estimator,
-        num_data=N,
+        num_data=num_data,
         temperature=0.8,
         generator=0,
     )
@@ -50,7 +52,8 @@ def evidence_of(likelihood: Likelihood, estimator: str = "full-N-C", gain: float
 
 @given(
     name=st.sampled_from(sorted(LIKELIHOODS)),
-    rows=st.integers(1, N * C + 5),
+    num_data=st.integers(2, 10),
+    rows=st.integers(1, 10 * C + 5),
     root=st.sampled_from(["fisher", "eigen"]),
     gain=st.floats(0.2, 5.0),
     seed=st.integers(0, 99),
@@ -58,17 +61,18 @@ def evidence_of(likelihood: Likelihood, estimator: str = "full-N-C", gain: float
 @settings(max_examples=25)
 @pytest.mark.usefixtures("by_h")
 def test_the_exact_number_is_between(
-    name: str, rows: int, root: str, gain: float, seed: int
+    name: str, num_data: int, rows: int, root: str, gain: float, seed: int
 ) -> None:
     likelihood = LIKELIHOODS[name]
-    evidence, pair = evidence_of(likelihood, gain=gain), data(likelihood)
+    evidence = evidence_of(likelihood, gain=gain, num_data=num_data)
+    pair = data(likelihood, num_data)
     exact = evidence.estimate(*pair).log_evidence
     found = evigrad.bracket(evidence, pair, rows=rows, blocks=None, root=root, seed=seed)
     room = 1e-8 * (1 + abs(exact))
     assert found.lower <= exact + room
     assert exact <= found.upper + room
     assert found.lower_error == 0
-    assert found.rows == min(rows, N * C)
+    assert found.rows == min(rows, num_data * C)
 
 
 @pytest.mark.parametrize("name", sorted(LIKELIHOODS))
