@@ -16,14 +16,10 @@ from figure_geometry import problems
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from evigrad.plots import DARK, LIGHT
-from evigrad.plots.runs import (
-    ACCURACY,
-    LOG_EVIDENCE,
-    LOG_LIKELIHOOD,
-    LOSS,
-    quantity_curves,
-    value_paths,
-)
+from evigrad.plots.runs import QUANTITIES, quantity_curves, value_paths
+
+ACCURACY, LOSS = QUANTITIES["accuracy"], QUANTITIES["loss"]
+LOG_EVIDENCE, LOG_LIKELIHOOD = QUANTITIES["log_evidence"], QUANTITIES["log_likelihood"]
 
 
 def make_history(epochs=20, groups=3, learned=True):

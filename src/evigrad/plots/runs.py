@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 History = Sequence[Mapping[str, int | float | None]]
 Look = tuple[str, Any]  # colour and dash of a line
 
-PRECISION = "precision/"
+PRECISION, PRECISION_UNIT = "precision/", "prior precision (1 / variance of the weights)"
 # Inches: letters of 9 points are legible at the width of a phone.
 WIDTH, HEIGHT = 4.6, 3.1
 # More lines than this cannot be told apart.
@@ -74,15 +74,15 @@ class Quantity:
         title: Title of the figure.
         unit: Label of the vertical axis.
         columns: From the name of each kind of line to its column of the metrics.
-        factor: From the column's values to those in the figure.
         logarithmic: Whether to use a logarithmic axis where all values are positive.
+        factor: From the column's values to those in the figure.
     """
 
     title: str
     unit: str
     columns: Mapping[str, str]
-    factor: float = 1.0
     logarithmic: bool = False
+    factor: float = 1.0
 
     def values(self, histories: Mapping[str, History]) -> list[float]:
         """All values of all runs, as they are in the figure."""
@@ -102,32 +102,37 @@ class Quantity:
         return None if self.is_logarithmic(histories) else burst_limits(self.values(histories))
 
 
-LOSS = Quantity(
-    "training loss", "mean NLL + prior term\n(nats per datum)", {"train": "loss"}, logarithmic=True
-)
-LOG_LIKELIHOOD = Quantity(
-    "log likelihood",
-    "nats per datum",
-    {"test": "test_log_likelihood", "train": "train_log_likelihood"},
-)
-ACCURACY = Quantity(
-    "accuracy", "percent of the data", {"test": "test_accuracy", "train": "train_accuracy"}, 100.0
-)
-SQUARED_ERROR = Quantity(
-    "squared error",
-    "mean over the data,\nstandardised targets",
-    {"test": "test_squared_error", "train": "train_squared_error"},
-    logarithmic=True,
-)
-LOG_EVIDENCE = Quantity(
-    "log evidence", "estimate while training\n(nats per datum)", {"train": "log_evidence"}
-)
-BRACKET = Quantity(
-    "bounds on the log evidence",
-    "exact value between them\n(nats per datum)",
-    {"lower": "bracket_lower", "upper": "bracket_upper"},
-)
-_TEST = replace(LOG_LIKELIHOOD, title="test log likelihood", columns={"": "test_log_likelihood"})
+QUANTITIES = {
+    "loss": Quantity(
+        "training loss", "mean NLL + prior term\n(nats per datum)", {"train": "loss"}, True
+    ),
+    "log_likelihood": Quantity(
+        "log likelihood",
+        "nats per datum",
+        {"test": "test_log_likelihood", "train": "train_log_likelihood"},
+    ),
+    "accuracy": Quantity(
+        "accuracy",
+        "percent of the data",
+        {"test": "test_accuracy", "train": "train_accuracy"},
+        factor=100.0,
+    ),
+    "squared_error": Quantity(
+        "squared error",
+        "mean over the data,\nstandardised targets",
+        {"test": "test_squared_error", "train": "train_squared_error"},
+        logarithmic=True,
+    ),
+    "log_evidence": Quantity(
+        "log evidence", "estimate while training\n(nats per datum)", {"train": "log_evidence"}
+    ),
+    "log_evidence_bounds": Quantity(
+        "bounds on the log evidence",
+        "exact value between them\n(nats per datum)",
+        {"lower": "bracket_lower", "upper": "bracket_upper"},
+    ),
+}
+_TEST = Quantity("test log likelihood", "nats per datum", {"test": "test_log_likelihood"})
 
 
 def learning_curves(histories: Mapping[str, History]) -> "Figure":
@@ -145,7 +150,8 @@ def learning_curves(histories: Mapping[str, History]) -> "Figure":
         ConfigurationError: If matplotlib is not installed.
     """
     _check(histories)
-    panels = [each for each in (LOSS, LOG_EVIDENCE, _TEST) if each.values(histories)]
+    shown = (QUANTITIES["loss"], QUANTITIES["log_evidence"], _TEST)
+    panels = [quantity for quantity in shown if quantity.values(histories)]
     figure = new_figure(3.6 * len(panels) + 0.4, 3.1)
     for position, quantity in enumerate(panels, start=1):
         _draw(figure.add_subplot(1, len(panels), position), histories, quantity, LIGHT)
@@ -218,10 +224,7 @@ def _draw(
 
 
 def precision_paths(
-    history: History,
-    title: str = "prior precision of each layer",
-    width: float = 7.2,
-    palette: Palette = LIGHT,
+    history: History, title: str = "prior precision of each layer", width: float = 7.2
 ) -> "Figure":
     """Learned prior precisions over the epochs, as `value_paths` on a logarithmic axis.
 
@@ -229,7 +232,6 @@ def precision_paths(
         history: History of a run with a learned prior.
         title: Title of the figure.
         width: Inches.
-        palette: Colours.
 
     Returns:
         The figure.
@@ -239,12 +241,12 @@ def precision_paths(
         ConfigurationError: If matplotlib is not installed.
     """
     _check({"": history})
-    names = [name for name in history[0] if name.startswith(PRECISION)]
-    if not names:
+    columns = {
+        name.removeprefix(PRECISION): name for name in history[0] if name.startswith(PRECISION)
+    }
+    if not columns:
         raise InputError("The history has no column precision/...: it is not one of a run.")
-    columns = {name.removeprefix(PRECISION): name for name in names}
-    unit = "prior precision (1 / variance of the weights)"
-    return value_paths(history, columns, title, unit, log=True, size=(width, 4.0), palette=palette)
+    return value_paths(history, columns, title, PRECISION_UNIT, log=True, size=(width, 4.0))
 
 
 def value_paths(

@@ -8,13 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from evigrad.plots import Palette
 from evigrad.plots.runs import (
-    ACCURACY,
-    BRACKET,
-    LOG_EVIDENCE,
-    LOG_LIKELIHOOD,
-    LOSS,
     PRECISION,
-    SQUARED_ERROR,
+    PRECISION_UNIT,
+    QUANTITIES,
     WIDTH,
     Quantity,
     quantity_curves,
@@ -83,14 +79,7 @@ def curves(runs: Sequence[Run]) -> list[Drawing]:
     """Learning curves of all runs: a figure for each recorded quantity."""
     histories = {run.label: run.history for run in runs}
     drawings = []
-    for name, quantity in (
-        ("loss", LOSS),
-        ("log_likelihood", LOG_LIKELIHOOD),
-        ("accuracy", ACCURACY),
-        ("squared_error", SQUARED_ERROR),
-        ("log_evidence", LOG_EVIDENCE),
-        ("log_evidence_bounds", BRACKET),
-    ):
+    for name, quantity in QUANTITIES.items():
         if not quantity.values(histories):
             continue
         columns = quantity.columns.values()
@@ -99,7 +88,7 @@ def curves(runs: Sequence[Run]) -> list[Drawing]:
             "ends": {label: values for label, values in ends.items() if values},
             "is_cut": quantity.limits(histories) is not None,
             "has_errors": any(run.values(f"{column}_sem") for run in runs for column in columns),
-            "is_once": quantity in (LOG_LIKELIHOOD, ACCURACY, SQUARED_ERROR)
+            "is_once": "test" in quantity.columns
             and max(len(run.values(column)) for run in runs for column in columns) == 1,
         }
         make = partial(quantity_curves, histories, quantity)
@@ -109,7 +98,7 @@ def curves(runs: Sequence[Run]) -> list[Drawing]:
 
 def _last_values(run: Run, quantity: Quantity) -> str:
     """The last value of each kind of line, as ``test 97.00 %, train 99.00 %``."""
-    digits, unit = (2, " %") if quantity is ACCURACY else (0, "")
+    digits, unit = (2, " %") if quantity.factor == 100 else (0, "")
     values = {kind: run.last(column) for kind, column in quantity.columns.items()}
     return ", ".join(
         (f"{kind} " if len(values) > 1 else "") + show(value, quantity.factor, digits) + unit
@@ -211,7 +200,7 @@ def hyperparameters(run: Run) -> list[Group]:
             run,
             "prior_precision",
             "prior precision",
-            "prior precision (1 / variance of the weights)",
+            PRECISION_UNIT,
             run.columns(PRECISION),
             options=precisions,
         ),
