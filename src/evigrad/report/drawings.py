@@ -114,18 +114,18 @@ class Group:
     Attributes:
         run: The run.
         kind: Name of the figure's file, and of its caption in the page's template.
+        columns: From the name of each to its column of the metrics; each has a value.
         title: Title of the figure.
         unit: Label of its vertical axis.
-        columns: From the name of each to its column of the metrics; each has a value.
         show: A value in words.
         options: Further arguments of `evigrad.plots.runs.value_paths`.
     """
 
     run: Run
     kind: str
+    columns: Mapping[str, str]
     title: str
     unit: str
-    columns: Mapping[str, str]
     show: Callable[[float], str] = show
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -143,7 +143,7 @@ class Group:
 
     def drawing(self) -> Drawing:
         """The figure of their paths over the epochs."""
-        title = f"{self.title}, {self.run.label}" if self.run.suffix else self.title
+        title = self.run.titled(self.title)
 
         def make(palette: Palette) -> "Figure":
             path = (self.run.history, self.columns, title, self.unit)
@@ -153,31 +153,32 @@ class Group:
 
 
 # The units of `evigrad.invariances.AffineInvariance`: u · range with u uniform on ±1 is an angle in
-# radians, a share of half a side, or the logarithm of a factor. By the kind of a figure its title,
-# unit, ranges, options, and a value in words.
-_RANGES: dict[str, tuple[str, str, tuple[str, ...], dict[str, Any], Callable[[float], str]]] = {
-    "range-rotation": (
-        "rotation",
-        "largest angle (radians)",
-        ("rotation",),
-        {"floor": 0.0, "in_degrees": True},
-        lambda angle: f"±{show(angle)} rad (±{show(math.degrees(angle))}°)",
-    ),
-    "range-translation": (
-        "translation",
-        "largest shift (part of half the side)",
-        ("translation_x", "translation_y"),
-        {"floor": 0.0},
-        lambda shift: f"±{show(shift)} of half the side",
-    ),
-    "range-scale": (
-        "scaling and shear",
-        "largest factor",
-        ("scale_x", "scale_y", "shear"),
-        {"floor": 1.0, "change": math.exp},
-        lambda logarithm: f"factor up to {show(math.exp(logarithm))}",
-    ),
-    "range-other": ("ranges of the transform", "range", (), {}, show),
+# radians, a share of half a side, or the logarithm of a factor.
+_RANGES: dict[str, dict[str, Any]] = {
+    "range-rotation": {
+        "title": "rotation",
+        "unit": "largest angle (radians)",
+        "show": lambda angle: f"±{show(angle)} rad (±{show(math.degrees(angle))}°)",
+        "options": {"floor": 0.0, "in_degrees": True},
+    },
+    "range-translation": {
+        "title": "translation",
+        "unit": "largest shift (part of half the side)",
+        "show": lambda shift: f"±{show(shift)} of half the side",
+        "options": {"floor": 0.0},
+    },
+    "range-scale": {
+        "title": "scaling and shear",
+        "unit": "largest factor",
+        "show": lambda logarithm: f"factor up to {show(math.exp(logarithm))}",
+        "options": {"floor": 1.0, "change": math.exp},
+    },
+    "range-other": {"title": "ranges of the transform", "unit": "range"},
+}
+_KINDS = {
+    "rotation": "range-rotation",
+    **dict.fromkeys(("translation_x", "translation_y"), "range-translation"),
+    **dict.fromkeys(("scale_x", "scale_y", "shear"), "range-scale"),
 }
 
 
@@ -190,36 +191,22 @@ def hyperparameters(run: Run) -> list[Group]:
     Returns:
         The groups, each with one hyperparameter at least.
     """
-    precisions = {"log": True, "size": (WIDTH, 4.0)}
+    prior = {"log": True, "size": (WIDTH, 4.0)}
     noise = {
         f"noise of output {name.removeprefix('/')}" if name else "noise": column
         for name, column in run.columns("noise").items()
     }
+    ranges: dict[tuple[str, bool], dict[str, str]] = {}
+    for name, column in run.columns("range/").items():
+        values = {*run.values(column)}
+        if any(values):
+            kind = _KINDS.get(name.rpartition(".")[2], "range-other")
+            ranges.setdefault((kind, len(values) > 1), {})[name] = column
+    precisions, others = run.columns(PRECISION), run.columns("model/")
     groups = [
-        Group(
-            run,
-            "prior_precision",
-            "prior precision",
-            PRECISION_UNIT,
-            run.columns(PRECISION),
-            options=precisions,
-        ),
-        Group(run, "noise", "observation noise", "standard deviation", noise),
+        Group(run, "prior_precision", precisions, "prior precision", PRECISION_UNIT, options=prior),
+        Group(run, "noise", noise, "observation noise", "standard deviation"),
+        *[Group(run, kind, columns, **_RANGES[kind]) for (kind, _), columns in ranges.items()],
+        Group(run, "model", others, "hyperparameters of the network", "value or norm"),
     ]
-    used = {
-        name: column for name, column in run.columns("range/").items() if any(run.values(column))
-    }
-    kinds = {name: kind for kind, (_, _, names, *_) in _RANGES.items() for name in names}
-    for kind, (title, unit, _, options, in_words) in _RANGES.items():
-        members = [
-            Group(run, kind, title, unit, {name: column}, in_words, options)
-            for name, column in used.items()
-            if kinds.get(name.rpartition(".")[2], "range-other") == kind
-        ]
-        for is_learned in (True, False):
-            alike = [one.columns for one in members if one.is_learned == is_learned]
-            columns = {name: column for one in alike for name, column in one.items()}
-            groups.append(Group(run, kind, title, unit, columns, in_words, options))
-    others = run.columns("model/")
-    groups.append(Group(run, "model", "hyperparameters of the network", "value or norm", others))
     return [group for group in groups if group.columns]

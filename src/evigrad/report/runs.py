@@ -70,6 +70,10 @@ class Run:
         """The values of a column that are known and finite."""
         return series(self.history, column)[1]
 
+    def titled(self, title: str) -> str:
+        """The title of a figure of this run, which says of which where there are several."""
+        return f"{title}, {self.label}" if self.suffix else title
+
     def last(self, column: str) -> float | None:
         """The last known value of a column; None if there is none."""
         return next(reversed(self.values(column)), None)

@@ -117,10 +117,9 @@ def _augmentations(
     drawings: list[Drawing] = []
     missing: dict[str, Exception] = {}
     for run in runs:
-        ranges = run.columns("range/")
-        has_transform = run.options.get("invariance") or run.options.get("flip") or ranges
+        asked = run.options.get("invariance") or run.options.get("flip")
         # A MAP run keeps the transform that the run compared with it started with.
-        if not examples or not has_transform or run.is_baseline:
+        if not examples or not (asked or run.columns("range/")) or run.is_baseline:
             continue
         try:
             data, model = rebuild(run, data_dir)
@@ -132,11 +131,8 @@ def _augmentations(
             continue
         x, names = examples_of(data, examples)
         shown = [each * data.std + data.mean for each in (x, draw_transforms(x, transform))]
-        kind = (
-            "learned" if any(len({*run.values(each)}) > 1 for each in ranges.values()) else "fixed"
-        )
-        title = f"inputs under the {kind} augmentation"
-        title = f"{title}, {run.label}" if run.suffix else title
+        learned = any(group.is_learned for group in hyperparameters(run) if "range" in group.kind)
+        title = run.titled(f"inputs under the {'learned' if learned else 'fixed'} augmentation")
         make = partial(augmented_images, *shown, names)
         drawings.append(Drawing(f"augmentation{run.suffix}", title, "augmentation", run, make))
     return drawings, missing
