@@ -106,9 +106,8 @@ def settings(runs: Sequence[Run]) -> Rows:
 def all_settings(run: Run) -> Rows:
     """Every setting of a run, under its name in Python and on the command line."""
     known = {**run.options, **run.settings}
-    return [
-        [name, show(known[name])] for name in sorted(known) if not isinstance(known[name], dict)
-    ]
+    known.pop("network", None)  # its record repeats the options
+    return [[name, show(known[name])] for name in sorted(known)]
 
 
 def _filled(runs: Sequence[Run], cells: dict[str, Callable[[Run], str]]) -> Rows:
