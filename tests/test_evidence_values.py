@@ -326,7 +326,7 @@ def test_sampled_fisher_is_the_fisher_in_the_limit_of_many_samples() -> None:
         return evidence.estimate(x, y).log_det
 
     exact = log_det("full-N-C")
-    assert log_det("full-N-4000-mc") == pytest.approx(exact, rel=0.03)
+    assert log_det("full-N-2000-mc") == pytest.approx(exact, rel=0.03)
     assert log_det("full-N-1-mc") != pytest.approx(exact, rel=0.01)
 
 
@@ -400,7 +400,7 @@ def test_exact_hessian_of_a_weight_held_by_reference() -> None:
 def test_sampled_fisher_has_the_fishers_gradient(likelihood: type[Likelihood]) -> None:
     """Also where the labels' distribution moves with the hyperparameter: many samples, one draw."""
     gradients = []
-    for estimator in ("full-N-C", "full-N-6000-mc"):
+    for estimator in ("full-N-C", "full-N-2000-mc"):
         prior = GaussianPrior("scalar", precision=2.0)
         evidence, x, y = make(CASES["linear"], likelihood(), prior, estimator)
         evidence.backward(x, y)
