@@ -154,7 +154,7 @@ def test_a_bound_whatever_the_anchors_and_the_partition(
     num_rows=st.integers(1, 36),
     grouped=st.booleans(),
 )
-@settings(max_examples=30)
+@settings(max_examples=15)
 @pytest.mark.usefixtures("by_h")
 def test_a_bound_of_many_classes_whose_unlikely_ones_are_drawn(
     num_data: int, classes: int, seed: int, gain: float, num_rows: int, grouped: bool

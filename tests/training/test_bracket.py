@@ -58,7 +58,7 @@ def evidence_of(
     gain=st.floats(0.2, 5.0),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=25)
+@settings(max_examples=15)
 @pytest.mark.usefixtures("by_h")
 def test_the_exact_number_is_between(
     name: str, num_data: int, rows: int, root: str, gain: float, seed: int
