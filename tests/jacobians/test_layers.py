@@ -244,9 +244,17 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (2, 1), (1, 2, 3), (1, 1, 1)])
-@pytest.mark.parametrize("first", [True, False])
+SHAPES = [(), (1,), (3,), (2, 3), (2, 1), (1, 2, 3), (1, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("operation", "shape", "first"),  # each pair of them
+    [
+        (operation, shape, (i + j) % 2 == 0)
+        for i, operation in enumerate(OPERATIONS)
+        for j, shape in enumerate(SHAPES)
+    ],
+)
 def test_elementwise(operation: str, shape: tuple[int, ...], first: bool) -> None:
     function, word = OPERATIONS[operation]
     x = random(M, 2, 3)
