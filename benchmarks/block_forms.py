@@ -18,7 +18,7 @@ import torch
 from measure import machine, paired
 
 from evigrad import Evidence
-from evigrad.curvature import block_kernel
+from evigrad.curvature import ntk
 from evigrad.likelihoods import Categorical
 from evigrad.models import make_model
 from evigrad.priors import GaussianPrior
@@ -37,7 +37,7 @@ def gradient(name: str, by_rows: bool) -> tuple[Callable[[], object], float]:
     prior = GaussianPrior("layerwise", precision=1.0)
     evidence = Evidence(model, Categorical(), prior, estimator=name, num_data=NUM_DATA, generator=0)
     # The form is chosen when the inputs are first seen.
-    with patch.object(block_kernel, "is_cheaper", lambda *_: by_rows):
+    with patch.object(ntk, "is_cheaper", lambda *_: by_rows):
         predicted = evidence.predicted_bytes(x)
     return lambda: evidence.backward(x, y), predicted / 2**20
 

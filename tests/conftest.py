@@ -75,8 +75,8 @@ def data_dir() -> Path:
 @pytest.fixture
 def by_h() -> Iterator[None]:
     """``full`` and ``blockdiag`` from H whatever is cheaper: another computation than ``ntk``."""
-    from evigrad.curvature import block_kernel
+    from evigrad.curvature import ntk
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_kernel, "is_cheaper", lambda *_: False)
+        patch.setattr(ntk, "is_cheaper", lambda *_: False)
         yield

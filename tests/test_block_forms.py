@@ -12,7 +12,7 @@ from torch import nn
 from zoo import CASES, OUTPUTS
 
 from evigrad import Evidence, Memory
-from evigrad.curvature import BlockDiagonal, BlockKernel, block_kernel
+from evigrad.curvature import BlockDiagonal, BlockKernel, ntk
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
@@ -25,7 +25,7 @@ PARTITIONS: list[Any] = ["tensor", "module", GROUPS]
 def forced(by_rows: bool) -> Iterator[None]:
     """Every ``full`` and ``blockdiag`` in one form; one graph is by H in any case."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_kernel, "is_cheaper", lambda *_: by_rows)
+        patch.setattr(ntk, "is_cheaper", lambda *_: by_rows)
         yield
 
 

@@ -44,7 +44,7 @@ BOXES = {
         r"$\ell(I)=\log|P_0^{-1}H+1|=\log|S+1|$",
         "full-N-C = ntk-N-C",
         "equation 4; the kernel form is its dual",
-        "curvature/full.py, ntk.py",
+        "curvature/block_diagonal.py, ntk.py",
         (1, 2),
     ),
     "blocks": Box(

@@ -360,7 +360,8 @@ class Evidence:
 
         Returns:
             Whether steps on the prior need only inner products of the rows, these are no more than
-            those of separate passes, and they fit into a gibibyte and the memory budget.
+            those of separate passes, and they fit into a gibibyte, or the memory that the rows
+            take, and into the memory budget.
         """
         if self._anchors is None or draws < 2:
             return False
@@ -371,7 +372,7 @@ class Evidence:
         budget = self._problem.settings.memory_budget
         return (
             rows**2 <= draws * own**2
-            and structure.keeps_products(rows)
+            and structure.condenses(rows)
             and (budget is None or structure.predicted_bytes(rows) <= budget)
         )
 

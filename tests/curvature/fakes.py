@@ -29,7 +29,9 @@ class Fake(Linearization):
         chosen = list(self.jacobian) if names is None else names
         return {n: torch.einsum("mkc,mc...->mk...", vectors, self.jacobian[n]) for n in chosen}
 
-    def factors(self, vectors: Tensor, names: Sequence[str]) -> dict[str, list[KroneckerUse]]:
+    def factors(
+        self, vectors: Tensor, names: Sequence[str], average: bool = True
+    ) -> dict[str, list[KroneckerUse]]:
         return {
             n: [
                 KroneckerUse(a, torch.einsum("mkc,mcgto->mkgto", vectors, d))
@@ -37,9 +39,6 @@ class Fake(Linearization):
             ]
             for n in names
         }
-
-    def pairs(self, vectors: Tensor, names: Sequence[str]) -> dict[str, list[KroneckerUse]]:
-        return self.factors(vectors, names)
 
     def is_closed(self, name: str) -> bool:
         return name in self.jacobian

@@ -15,8 +15,9 @@ from evigrad.curvature import (
 )
 from evigrad.curvature.contraction import contraction_cotangents, contraction_gram
 from evigrad.curvature.kernel_rows import Storage
-from evigrad.curvature.linalg import inner_gram, psd_eigenvalues
+from evigrad.curvature.linalg import psd_eigenvalues
 from evigrad.jacobians import MatrixUse
+from evigrad.jacobians.kronecker import inner_gram
 
 M, C, K = 5, 3, 2
 SHAPES = {"a.weight": (2, 3), "a.bias": (2,), "b.weight": (2, 2)}

@@ -307,8 +307,8 @@ def test_several_prior_steps_factor_once():
     structure = build(fake)
     statistic = accumulated(structure, fake, root)
     structure.log_det(statistic, precisions_of(fake))
-    for table in (statistic.inputs, statistic.gradients):
-        for matrix in table.values():
+    for sums in statistic.factors.values():
+        for matrix in (sums.inputs, sums.gradients):
             matrix.fill_(float("nan"))  # whoever factors again will show it
     for factor in (0.1, 20.0):
         precisions = {
@@ -352,9 +352,10 @@ def test_accumulate_does_not_change_the_statistic_it_is_given():
     fake, root = kronecker_fake(), Root(random(M, K, C, seed=20))
     structure = build(fake)
     first = structure.accumulate(None, fake, root)
-    before, counts = [tensor.clone() for tensor in first.tensors()], dict(first.counts)
+    before, factors = [tensor.clone() for tensor in first.tensors()], dict(first.factors)
     structure.accumulate(first, fake, root)
-    assert first.counts == counts == {"w": M * 3, "v": M * 5}
+    assert {n: each.count for n, each in first.factors.items()} == {"w": M * 3, "v": M * 5}
+    assert all(first.factors[name] is each for name, each in factors.items())
     assert all(torch.equal(a, b) for a, b in zip(first.tensors(), before, strict=True))
 
 

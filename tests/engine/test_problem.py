@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from evigrad import Evidence
 from evigrad.engine import problem
 from evigrad.errors import EvigradWarning
-from evigrad.jacobians.layers import RULES, Linear
-from evigrad.jacobians.rules import Match
+from evigrad.jacobians.layers import RULES, Linear, Match
 from evigrad.likelihoods import Categorical
 from evigrad.models import make_model
 from evigrad.priors import GaussianPrior

@@ -7,7 +7,7 @@ from torch import nn
 from zoo import CASES, HYPERPARAMETERS
 
 from evigrad.jacobians.generic import loop_rows, vmap_rows
-from evigrad.jacobians.state import model_run
+from evigrad.jacobians.modes import model_run
 
 NOT_VECTORISED = ("lstm", "gru")
 

@@ -5,21 +5,19 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from jacobians.dense import random, weights_of
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
-from evigrad.jacobians import KroneckerUse, linearize, patch_grams, plan
-from evigrad.jacobians.geometry import Geometry
+from evigrad.jacobians import KroneckerUse, kronecker, linearize, plan
+from evigrad.jacobians.convolutions import Geometry
 from evigrad.jacobians.kronecker import ConvolutionUse
 
-# Explicit patches in chunks of one datum; by distance wherever that is defined.
-WAYS = {
-    "chunks": {"_CORRELATION_COST": 2**62, "_PATCH_NUMBERS": 1},
-    "distances": {"_CORRELATION_COST": 0},
-}
+# Patches of all data at once and Grams whole, or of one datum at a time and Grams in strips.
+WAYS = {"whole": {}, "pieces": {"_PATCH_NUMBERS": 1, "_STRIP": 1}}
 
 
 def check(use: KroneckerUse, inputs: Tensor, source: Tensor) -> None:
@@ -56,11 +54,15 @@ def check(use: KroneckerUse, inputs: Tensor, source: Tensor) -> None:
     assert not detached.inner_input_gram(cotangent).requires_grad
 
 
+def sides(geometry: Geometry) -> list[int]:
+    return [p for size in reversed(geometry.padding) for p in (size, size)]
+
+
 def convolution(geometry: Geometry, space: tuple[int, ...], parts: int) -> None:
     """A convolution's use, with patches made entry by entry of the kernel."""
     m, groups, dims = 2, geometry.groups, len(space)
     x = random(m * parts, 2 * groups, *space).requires_grad_()
-    padded, out = geometry.padded(x), patch_grams._out(x, geometry)
+    padded, out = F.pad(x, sides(geometry)), geometry.positions(space)
     pieces = []
     for index in torch.cartesian_prod(*(torch.arange(k) for k in geometry.kernel)).reshape(
         -1, dims
@@ -86,16 +88,14 @@ def plain_geometries(draw: st.DrawFn) -> tuple[tuple[Any, ...], tuple[int, ...]]
     def each(low: int, high: int) -> tuple[int, ...]:
         return tuple(draw(st.integers(low, high)) for _ in range(dims))
 
-    kernel, before, behind = each(1, 4), each(0, 4), each(0, 4)
-    if draw(st.booleans()):  # the pads of most networks
-        before = tuple(k // 2 for k in kernel)
-        behind = tuple((k - 1) // 2 for k in kernel)
+    kernel, padding = each(1, 4), each(0, 4)
+    if draw(st.booleans()):  # the padding of most networks
+        padding = tuple(k // 2 for k in kernel)
     space = tuple(
-        max(1, k - a - b) + draw(st.integers(0, 4))
-        for k, a, b in zip(kernel, before, behind, strict=True)
+        max(1, k - 2 * p) + draw(st.integers(0, 4)) for k, p in zip(kernel, padding, strict=True)
     )
-    pads, ones = tuple(zip(before, behind, strict=True)), (1,) * dims
-    return (kernel, ones, pads, ones, draw(st.sampled_from([1, 1, 2]))), space
+    ones = (1,) * dims
+    return (kernel, ones, padding, ones, draw(st.sampled_from([1, 1, 2]))), space
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -103,7 +103,7 @@ def plain_geometries(draw: st.DrawFn) -> tuple[tuple[Any, ...], tuple[int, ...]]
 def test_plain_convolutions(
     way: str, case: tuple[tuple[Any, ...], tuple[int, ...]], parts: int
 ) -> None:
-    with mock.patch.dict(vars(patch_grams), WAYS[way]):
+    with mock.patch.dict(vars(kronecker), WAYS[way]):
         convolution(Geometry(*case[0]), case[1], parts)
 
 
@@ -111,25 +111,24 @@ def test_plain_convolutions(
 @pytest.mark.parametrize("padding", [0, 1, 2, 3])
 @pytest.mark.parametrize("size", [3, 5])
 def test_square_convolutions(way: str, padding: int, size: int) -> None:
-    with mock.patch.dict(vars(patch_grams), WAYS[way]):
-        pads = ((padding, padding),) * 2
-        convolution(Geometry((size, size), (1, 1), pads, (1, 1), 1), (6, 5), 1)
+    with mock.patch.dict(vars(kronecker), WAYS[way]):
+        convolution(Geometry((size, size), (1, 1), (padding,) * 2, (1, 1), 1), (6, 5), 1)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "geometry, space",
     [
-        (((3, 2), (2, 1), ((1, 1), (0, 1)), (1, 1), 2), (5, 4)),
-        (((3, 2), (1, 1), ((2, 1), (0, 1)), (2, 3), 1), (6, 5)),
-        (((2,), (3,), ((0, 2),), (2,), 1), (7,)),
-        (((2, 1, 2), (1, 2, 1), ((1, 0), (0, 0), (1, 1)), (1, 1, 2), 2), (3, 3, 4)),
-        (((1, 1), (2, 2), ((0, 0), (0, 0)), (1, 1), 1), (4, 5)),
-        (((1, 3), (1, 1), ((0, 0), (1, 1)), (2, 1), 1), (4, 5)),
+        (((3, 2), (2, 1), (1, 0), (1, 1), 2), (5, 4)),
+        (((3, 2), (1, 1), (2, 1), (2, 3), 1), (6, 5)),
+        (((2,), (3,), (1,), (2,), 1), (7,)),
+        (((2, 1, 2), (1, 2, 1), (1, 0, 1), (1, 1, 2), 2), (3, 3, 4)),
+        (((1, 1), (2, 2), (0, 0), (1, 1), 1), (4, 5)),
+        (((1, 3), (1, 1), (0, 1), (2, 1), 1), (4, 5)),
     ],
 )
 def test_other_convolutions(way: str, geometry: Any, space: tuple[int, ...]) -> None:
-    with mock.patch.dict(vars(patch_grams), WAYS[way]):
+    with mock.patch.dict(vars(kronecker), WAYS[way]):
         convolution(Geometry(*geometry), space, 2)
 
 
@@ -146,24 +145,9 @@ def test_second_derivatives_are_refused() -> None:
             torch.autograd.grad(value, inputs, create_graph=True)
 
 
-def test_which_way() -> None:
-    """The convolutions of residual networks go by distance, those of one entry by patches."""
-    same = ((1, 1), (1, 1))
-    for kernel, pads, stride, channels, size, by_distance in (
-        ((3, 3), same, 1, 64, 32, True),
-        ((3, 3), same, 1, 256, 8, True),
-        ((3, 3), same, 2, 64, 32, False),
-        ((1, 1), ((0, 0), (0, 0)), 1, 64, 32, False),
-        ((3, 3), same, 1, 64, 2, False),
-    ):
-        geometry = Geometry(kernel, (stride, stride), pads, (1, 1), 1)
-        x = torch.empty(1, channels, size, size)
-        assert patch_grams._has_distances(x, geometry) == by_distance
-
-
 def test_sums_in_another_type() -> None:
     x = random(2, 2, 5, 5).float()
-    geometry = Geometry((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 1)
+    geometry = Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1)
     use = ConvolutionUse(x.requires_grad_(), random(2, 1, 1, 25, 3).float(), geometry)
     gram = use.input_gram(torch.float64)
     expected = use.inputs.double().flatten(0, 2)
@@ -186,7 +170,7 @@ def test_of_a_linearization(way: str) -> None:
     made = plan(model, weights, x)
     linearization = linearize(model, weights, x, made, differentiable=True)
     name, slopes, values = "1.2.weight", [], []
-    with mock.patch.dict(vars(patch_grams), WAYS[way]):
+    with mock.patch.dict(vars(kronecker), WAYS[way]):
         (use,) = linearization.factors(vectors, [name])[name]
         cotangent = random(1, 27, 27)
         for value in (

@@ -170,7 +170,7 @@ def test_ordinary_networks_are_known_by_their_graph(
         f = model(x.clone())
     calls = [call for uses in uses_of(recorder.calls).values() for call, _ in uses if call.parts]
     everyone = {id(call) for call in calls}
-    assert traced(f, calls) <= probed(f, calls, False) <= everyone
+    assert traced(f, calls)[0] <= probed(f, calls, False) <= everyone
     made = plan(model, weights, x[:3])
     monkeypatch.setattr(linearizing, "probed", lambda *_: pytest.fail("not known by the graph"))
     pass_ = linearize(model, weights, x, made, True)

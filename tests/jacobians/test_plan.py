@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.jacobians import linearize, plan
-from evigrad.jacobians.layers import RULES, Linear
-from evigrad.jacobians.rules import Match
+from evigrad.jacobians.layers import RULES, Linear, Match
 
 
 def two_layers() -> nn.Module:

@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.jacobians import linearize, plan
-from evigrad.jacobians.layers import RULES, Linear
-from evigrad.jacobians.rules import Match
+from evigrad.jacobians.layers import RULES, Linear, Match
 
 
 class Net(nn.Module):

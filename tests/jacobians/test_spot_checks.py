@@ -13,8 +13,7 @@ from zoo import CASES, HYPERPARAMETERS
 
 from evigrad.errors import ConfigurationError
 from evigrad.jacobians import demote, linearize, plan, spot_check
-from evigrad.jacobians.layers import RULES, Linear
-from evigrad.jacobians.rules import Match
+from evigrad.jacobians.layers import RULES, Linear, Match
 
 
 class Net(nn.Module):
@@ -45,7 +44,7 @@ def check(model: nn.Module, x: Tensor, made: Any, index: int, k: int = 2) -> set
     weights = weights_of(model, HYPERPARAMETERS)
     linearization = linearize(model, weights, x, made, False)
     vectors = random(len(x), k, linearization.outputs.shape[1]).to(linearization.outputs)
-    return spot_check(model, weights, x, made, linearization, vectors, index)
+    return spot_check(linearization, vectors, index)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -70,9 +69,7 @@ def test_sorted_data_that_were_tied_in_planning(differentiable: bool) -> None:
     assert {name for name in made.uses if not linearization.is_closed(name)} == found
     expected = rows(jacobian(model, weights, x), vectors)
     assert_rows({name: r.detach() for name, r in linearization.rows(vectors).items()}, expected)
-    assert all(
-        spot_check(model, weights, x, made, linearization, vectors, i) == set() for i in range(6)
-    )
+    assert all(spot_check(linearization, vectors, i) == set() for i in range(6))
 
     mended = demote(made, found)
     assert mended.words == {**made.words, **dict.fromkeys(found, "generic: loop")}
@@ -155,7 +152,7 @@ def test_nothing_is_run_where_all_goes_through_the_loop() -> None:
     linearization = linearize(model, weights, x, made, False)
     passes = []
     model.register_forward_hook(lambda *_: passes.append(1))
-    assert spot_check(model, weights, x, made, linearization, random(5, 2, 3), 0) == set()
+    assert spot_check(linearization, random(5, 2, 3), 0) == set()
     assert not passes
     assert_rows(
         linearization.rows(random(5, 2, 3)), rows(jacobian(model, weights, x), random(5, 2, 3))
@@ -169,7 +166,7 @@ def test_one_pass_of_one_datum() -> None:
     linearization = linearize(model, weights, x, made, False)
     sizes = []
     model.register_forward_hook(lambda module, args, output: sizes.append(len(args[0])))
-    assert spot_check(model, weights, x, made, linearization, random(5, 2, 3), 2) == set()
+    assert spot_check(linearization, random(5, 2, 3), 2) == set()
     assert sizes == [1]
 
 

@@ -15,7 +15,7 @@ from zoo import CASES, HYPERPARAMETERS
 from evigrad.errors import InputError
 from evigrad.jacobians import linearize, plan
 from evigrad.jacobians.generic import vmap_rows
-from evigrad.jacobians.state import model_run
+from evigrad.jacobians.modes import model_run
 
 
 def snapshot(model: nn.Module) -> list[tuple[str, str, int, str]]:

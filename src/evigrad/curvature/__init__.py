@@ -1,6 +1,8 @@
 """The curvature of a block of data: accumulate a statistic of its rows, take its log-determinant.
 
-One file per structure; each computes or approximates ℓ = log|I + P0^{-1/2} H P0^{-1/2}| (``base``).
+One file per structure; each computes or approximates ℓ = log|I + P0^{-1/2} H P0^{-1/2}|. A new one
+is a ``Structure`` in a file of its own (``base`` says what it writes), its name among
+``evigrad.estimators.STRUCTURES``, and a line of ``make_structure``.
 """
 
 from collections.abc import Hashable, Mapping
@@ -9,28 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evigrad.curvature import block_kernel
+from evigrad.curvature import ntk
 from evigrad.curvature.base import (
     Differential,
     Statistic,
     Structure,
     inner_product,
 )
-from evigrad.curvature.block_diagonal import BlockDiagonal, ParameterPartition, partition_names
-from evigrad.curvature.block_kernel import BlockKernel
+from evigrad.curvature.block_diagonal import (
+    BlockDiagonal,
+    Full,
+    ParameterPartition,
+    partition_names,
+)
 from evigrad.curvature.conditional import Conditioning, LogDet
 from evigrad.curvature.contraction import contracted
 from evigrad.curvature.diagonal import Diagonal
-from evigrad.curvature.full import Full
-from evigrad.curvature.hessian import hessian_statistic
+from evigrad.curvature.hessian import exact_hessian
 from evigrad.curvature.kernel_rows import Storage
 from evigrad.curvature.kfac import DENSE_LIMIT, Kfac, check_sharing
 from evigrad.curvature.linalg import RoundingError, rounding_refused
-from evigrad.curvature.ntk import Ntk
+from evigrad.curvature.ntk import BlockKernel, Ntk
 from evigrad.errors import ConfigurationError, nearest
+from evigrad.estimators import STRUCTURES
 from evigrad.jacobians import JacobianPlan, MatrixUse
-
-STRUCTURES = ("ntk", "full", "blockdiag", "kfac", "diag")
 
 __all__ = [
     "STRUCTURES",
@@ -49,7 +53,7 @@ __all__ = [
     "Storage",
     "Structure",
     "contracted",
-    "hessian_statistic",
+    "exact_hessian",
     "inner_product",
     "make_structure",
     "partition_names",
@@ -86,7 +90,7 @@ def make_structure(
         contracted: Parameters whose rows are not formed (ntk, and ``BlockKernel``).
         storage: Device and dtype of the kept rows (the same).
         num_rows: Rows of a whole block: full and blockdiag choose by it between H and the Grams of
-            the rows (``block_kernel``), which give the same ℓ to rounding. None: H.
+            the rows (``BlockKernel``), which give the same ℓ to rounding. None: H.
         dense_limit: Largest parameter without Kronecker factors to get a dense block (kfac).
 
     Returns:
@@ -109,7 +113,7 @@ def make_structure(
         )
         # Counted with all rows formed: the choice must not depend on closed forms found later.
         kernel = BlockKernel(dense, weights, labels, gram_dtype)
-        if num_rows is None or not block_kernel.is_cheaper(kernel, dense, num_rows):
+        if num_rows is None or not ntk.is_cheaper(kernel, dense, num_rows):
             return dense
         return BlockKernel(dense, weights, labels, gram_dtype, contracted, storage)
     if structure == "kfac":

@@ -18,8 +18,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from evigrad.curvature.conditional import Conditioning, LogDet
+from evigrad.curvature.hessian import ExactHessian
 from evigrad.errors import ConfigurationError
-from evigrad.jacobians import ExactHessian, Linearization
+from evigrad.jacobians import Linearization
 from evigrad.likelihoods import RootRows
 
 # Copies of a dense n x n block beside the statistic while a log-determinant is differentiated: the
@@ -60,15 +61,25 @@ class Differential(Generic[StatisticT]):
 class Structure(ABC, Generic[StatisticT]):
     """One way to compute or approximate ℓ from rows.
 
+    A new structure names itself and writes ``accumulate``, ``log_det``, ``predicted_bytes`` and
+    ``describe`` (``Diagonal`` is the shortest example); everything else follows from these, and is
+    written anew only where a structure can save work or memory, or has more to offer.
+
     Attributes:
         name: As in an estimator's name.
         cheaper: What to take instead where memory does not suffice.
         keeps_rows: Whether the statistic holds the rows themselves.
+        takes_anchors: Whether ``evaluate`` and ``differentiate`` can condition on anchors.
+        contracted: Parameters whose rows are never formed: every pass needs closed forms for them.
     """
 
     name: str
     cheaper: ClassVar[str]
     keeps_rows: ClassVar[bool] = False
+    takes_anchors: bool = False
+    contracted: Collection[str] = ()
+
+    # ------------------------------------------------------------ what a structure writes
 
     @abstractmethod
     def accumulate(
@@ -82,6 +93,23 @@ class Structure(ABC, Generic[StatisticT]):
     @abstractmethod
     def log_det(self, statistic: StatisticT, precisions: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """ℓ in nats, differentiable once; each precision is 0-dimensional or like its weight."""
+
+    @abstractmethod
+    def predicted_bytes(self, num_rows: int) -> int:
+        """Bytes of the statistic and of the working copies of a differentiated ``log_det``.
+
+        The forward pass and the rows of one micro-batch come on top. Where the rows carry a graph,
+        what autograd keeps of it and the cotangents of the rows come on top too.
+
+        Args:
+            num_rows: Rows of the whole block, m times k.
+        """
+
+    @abstractmethod
+    def describe(self) -> dict[str, str]:
+        """What each parameter gets, in words."""
+
+    # ------------------------------------------------------------ what follows
 
     def evaluate(
         self,
@@ -98,8 +126,8 @@ class Structure(ABC, Generic[StatisticT]):
         return LogDet(self.log_det(statistic, precisions))
 
     def check_conditioning(self, conditioning: Conditioning | None) -> None:
-        """Refuse anchors, which need ℓ as a function of the rows' inner products."""
-        if conditioning is not None:
+        """Refuse anchors where a structure cannot use them."""
+        if conditioning is not None and not self.takes_anchors:
             raise ConfigurationError(
                 f"{self.name!r} has no anchored form: take 'ntk', whose rows can be anchors."
             )
@@ -163,33 +191,13 @@ class Structure(ABC, Generic[StatisticT]):
         """A smaller statistic (or the same) with the same ℓ, for steps on prior and scale."""
         return statistic
 
-    def keeps_products(self, num_rows: int) -> bool:
-        """Whether steps on prior and scale read the rows' inner products alone, not the rows."""
+    def condenses(self, num_rows: int) -> bool:
+        """Whether ``condense`` leaves the rows' inner products alone, of so many rows."""
         return False
-
-    @abstractmethod
-    def predicted_bytes(self, num_rows: int) -> int:
-        """Bytes of the statistic and of the working copies of a differentiated ``log_det``.
-
-        The forward pass and the rows of one micro-batch come on top. Where the rows carry a graph,
-        what autograd keeps of it and the cotangents of the rows come on top too.
-
-        Args:
-            num_rows: Rows of the whole block, m times k.
-        """
-
-    @property
-    def contracted(self) -> Collection[str]:
-        """Parameters whose rows are never formed: every pass needs closed forms for them."""
-        return ()
 
     def summarised_bytes(self, num_rows: int) -> int:
         """Bytes of ``summarise`` and of working with its result, as ``predicted_bytes``."""
         return self.predicted_bytes(num_rows)
-
-    @abstractmethod
-    def describe(self) -> dict[str, str]:
-        """What each parameter gets, in words."""
 
     def accumulate_hessian(self, statistic: StatisticT | None, hessian: ExactHessian) -> StatisticT:
         """Return a new statistic with a micro-batch's exact Hessian added, instead of its rows.

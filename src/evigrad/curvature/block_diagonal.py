@@ -1,4 +1,4 @@
-"""Dense blocks of H over a partition of the parameters (Theorem 1 of the paper).
+"""Dense blocks of H over a partition of the parameters (Theorem 1 of the paper), or H whole.
 
 The blocks' log-determinants add up to ℓ or more; the finer the partition, the larger the sum.
 """
@@ -17,9 +17,10 @@ from evigrad.curvature.base import (
     scaled_rows,
     working_dtype,
 )
+from evigrad.curvature.hessian import ExactHessian
 from evigrad.curvature.linalg import log_det_dense
 from evigrad.errors import ConfigurationError, nearest
-from evigrad.jacobians import ExactHessian, Linearization
+from evigrad.jacobians import Linearization
 from evigrad.likelihoods import RootRows
 from evigrad.priors import assign, checked_groups
 
@@ -145,16 +146,26 @@ class BlockDiagonal(Structure[BlockStatistic]):
 
     def _precision(self, names: Sequence[str], precisions: Mapping[str, Tensor]) -> Tensor:
         if len(names) == 1:
-            precision = precisions[names[0]]
-            return precision if precision.ndim == 0 else precision.reshape(-1)
-        return torch.cat(
-            [
-                precisions[name].reshape(-1).expand(self._numel[name])
-                if precisions[name].ndim == 0
-                else precisions[name].reshape(-1)
-                for name in names
-            ]
-        )
+            return precisions[names[0]]
+        flat = [precisions[name].reshape(-1).expand(self._numel[name]) for name in names]
+        return torch.cat(flat)
+
+
+class Full(BlockDiagonal):
+    """The exact ℓ of a block from H, for networks of a few thousand weights.
+
+    Args:
+        weights: The parameters.
+        gram_dtype: Dtype of H and its factor; None takes that of the rows.
+    """
+
+    name = "full"
+    cheaper = "'blockdiag', 'kfac', or 'ntk', whose matrix is as large as the subset and not as P"
+
+    def __init__(
+        self, weights: Mapping[str, Tensor], gram_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(weights, {"all": list(weights)}, gram_dtype)
 
 
 def add_outer_products(

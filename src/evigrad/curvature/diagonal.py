@@ -8,8 +8,9 @@ from torch import Tensor
 
 from evigrad.curvature.base import Structure, scaled_rows, working_dtype
 from evigrad.curvature.block_diagonal import BlockStatistic
+from evigrad.curvature.hessian import ExactHessian
 from evigrad.curvature.linalg import log_det_diagonal
-from evigrad.jacobians import ExactHessian, Linearization
+from evigrad.jacobians import Linearization
 from evigrad.likelihoods import RootRows
 
 # Vectors as long as the weights while ℓ is differentiated: the statistic, its ratio to the
@@ -63,11 +64,7 @@ class Diagonal(Structure[BlockStatistic]):
     ) -> Float[Tensor, ""]:
         """See ``Structure.log_det``."""
         terms = [
-            log_det_diagonal(
-                diagonal,
-                precisions[name] if precisions[name].ndim == 0 else precisions[name].reshape(-1),
-                positive=statistic.positive,
-            )
+            log_det_diagonal(diagonal, precisions[name], positive=statistic.positive)
             for name, diagonal in statistic.blocks.items()
         ]
         return torch.stack(terms).sum()

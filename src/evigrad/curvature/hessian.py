@@ -4,42 +4,95 @@ Unlike the GGN it is not positive semidefinite: away from a maximum of the poste
 I + P0^{-1/2} H P0^{-1/2} may have no log-determinant, and ``log_det`` then raises.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from evigrad.curvature.base import StatisticT, Structure
-from evigrad.jacobians import ExactHessian, model_outputs, model_run
+from evigrad.jacobians import model_outputs, model_run
 
 
-def hessian_statistic(
-    structure: Structure[StatisticT],
-    statistic: StatisticT | None,
+class ExactHessian:
+    """The Hessian of a scalar in the weights, one row per backward pass.
+
+    It leaves the weights' ``.grad`` alone.
+
+    Args:
+        value: The scalar, with a graph into the weights.
+        weights: The weights, by name.
+        differentiable: Whether to keep a graph into what else the scalar depends on.
+    """
+
+    def __init__(
+        self, value: Float[Tensor, ""], weights: Mapping[str, Tensor], differentiable: bool
+    ) -> None:
+        self._weights = dict(weights)
+        self._differentiable = differentiable
+        found = torch.autograd.grad(
+            value,
+            list(weights.values()),
+            create_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        self._gradients = dict(zip(weights, found, strict=True))
+
+    def block(self, names: Sequence[str]) -> Float[Tensor, "n n"]:
+        """The dense block of some parameters, in their order, symmetrised."""
+        rows = [
+            torch.cat([part.reshape(-1) for part in self._row(element, names)])
+            for name in names
+            for element in self._gradients[name].reshape(-1)
+        ]
+        matrix = torch.stack(rows)
+        return 0.5 * (matrix + matrix.mT)
+
+    def diagonal(self, name: str) -> Float[Tensor, " n"]:
+        """The diagonal of one parameter."""
+        elements = self._gradients[name].reshape(-1)
+        return torch.stack(
+            [self._row(element, [name])[0].reshape(-1)[i] for i, element in enumerate(elements)]
+        )
+
+    def _row(self, element: Tensor, names: Sequence[str]) -> Sequence[Tensor]:
+        targets = [self._weights[name] for name in names]
+        if not element.requires_grad:  # the scalar is linear in this weight
+            return [torch.zeros_like(target) for target in targets]
+        return torch.autograd.grad(
+            element,
+            targets,
+            retain_graph=True,
+            create_graph=self._differentiable,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+
+
+@contextmanager
+def exact_hessian(
     model: nn.Module,
     weights: Mapping[str, Tensor],
     x: Tensor,
     negative_log_likelihood: Callable[[Tensor], Tensor],
     differentiable: bool = False,
-) -> StatisticT:
-    """Return a statistic with the Hessian −∇²_w (1/T) log p(y|f(x)) of a micro-batch added.
+) -> Iterator[ExactHessian]:
+    """The Hessian −∇²_w (1/T) log p(y|f(x)) of a micro-batch, for ``Structure.accumulate_hessian``.
 
-    It takes as many backward passes as there are weights, and leaves the model's ``.grad`` alone.
+    It takes as many backward passes as there are weights, inside the context.
 
     Args:
-        structure: One made of blocks of H: full, blockdiag or diag.
-        statistic: The sum so far, None at the start.
         model: In evaluation mode.
         weights: Its weights, by name.
         x: Inputs, (m, ...).
         negative_log_likelihood: From the outputs (m, C) to −(1/T) Σ_n log p(y_n|f_n), in nats.
         differentiable: Whether to keep a graph into hyperparameters of the model or likelihood.
 
-    Raises:
-        ConfigurationError: The structure is made of rows (ntk, kfac).
+    Yields:
+        The Hessian.
     """
     with model_run(model), torch.enable_grad():
         # Not with substituted parameters: a module may hold its own by reference elsewhere.
         value = negative_log_likelihood(model_outputs(model, x))
-        hessian = ExactHessian(value, weights, differentiable)
-        return structure.accumulate_hessian(statistic, hessian)
+        yield ExactHessian(value, weights, differentiable)

@@ -1,25 +1,26 @@
-"""The rows that the kernel side keeps, and the products that read them.
+"""The rows that the kernel side keeps, and the products that read them without copying them.
 
 Rows are kept per parameter and micro-batch, in the dtype and on the device asked for, and read in
 slabs of columns: there is never a second copy of all, and the derivative of ℓ in the rows can
 overwrite the rows.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.autograd import Function
 
 from evigrad.curvature.base import Statistic
 from evigrad.curvature.contraction import contraction_cotangents, contraction_gram
+from evigrad.curvature.linalg import first_order_only
+from evigrad.jacobians.kronecker import add_gram, mirrored
 
 # Bytes of a slab of columns: enough for matrix products at full speed, little beside the rows.
 SLAB_BYTES = 2**25
-# A Gram matrix is symmetric: four strips need five eighths of the products. Strips of fewer than 64
-# rows would multiply below full speed.
-STRIPS, STRIP = 4, 64
 
 
 @dataclass(frozen=True)
@@ -34,24 +35,6 @@ class Storage:
 
     dtype: torch.dtype | None = None
     device: torch.device | None = None
-
-    def keep_all(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the rows of several parameters as kept; those of this device share one allocation.
-
-        Many tensors of a few megabytes between others would fragment the memory of the process.
-        All of them have a graph or none has.
-        """
-        if any(r.requires_grad or self.device not in (None, r.device) for r in rows.values()):
-            return {name: self.keep(matrix) for name, matrix in rows.items()}
-        kept: dict[str, Tensor] = {}
-        for dtype in dict.fromkeys(self.dtype or matrix.dtype for matrix in rows.values()):
-            mine = {n: r for n, r in rows.items() if (self.dtype or r.dtype) == dtype}
-            first = next(iter(mine.values()))
-            sizes = [matrix.numel() for matrix in mine.values()]
-            whole = torch.empty(sum(sizes), dtype=dtype, device=first.device)
-            for (name, matrix), part in zip(mine.items(), whole.split(sizes), strict=True):
-                kept[name] = part.view(matrix.shape).copy_(matrix)
-        return {name: kept[name] for name in rows}
 
     def keep(self, rows: Tensor) -> Tensor:
         """The rows as they are kept."""
@@ -80,15 +63,15 @@ class NtkStatistic(Statistic):
         rows: One (R_i, n) matrix per micro-batch for each parameter whose rows are formed.
         factors: For each other parameter, its inputs (m_i, T, i) and gradients (m_i, k, T, o) per
             micro-batch; the rows are their products.
-        scales: One vector (R_i,) per micro-batch, or None for 1.
-        present: Which of the rows (m_i, k) are no padding, per micro-batch; ``rows`` and ``scales``
+        scale: One number for each row, or None where all are 1.
+        present: Which of the rows (m_i, k) are no padding, per micro-batch; ``rows`` and ``scale``
             hold these alone, ``factors`` hold all.
         grams: A cache of Gram matrices, filled by ``kept_gram``.
     """
 
     rows: dict[str, tuple[Tensor, ...]]
     factors: dict[str, tuple[tuple[Tensor, Tensor], ...]]
-    scales: tuple[Tensor | None, ...]
+    scale: Float[Tensor, " R"] | None
     present: tuple[Bool[Tensor, "_ _"], ...]
     grams: dict[Hashable, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
@@ -98,55 +81,42 @@ class NtkStatistic(Statistic):
         return sum(int(part.sum()) for part in self.present)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of the rows and the factors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._kept())
-
-    @property
     def carries_graph(self) -> bool:
         """Whether the rows themselves (not their scale) are differentiable."""
         return any(tensor.requires_grad for tensor in self._kept())
 
     def __add__(self, other: "NtkStatistic") -> "NtkStatistic":
         """The rows of both; cached Grams are dropped, as they lack the products between them."""
+        scales = [part.scale for part in (self, other)]
+        given = next((scale for scale in scales if scale is not None), None)
+        if given is not None:
+            sizes = (self.num_rows, other.num_rows)
+            pairs = zip(scales, sizes, strict=True)
+            given = torch.cat([given.new_ones(n) if s is None else s for s, n in pairs])
         return NtkStatistic(
             {name: chunks + other.rows[name] for name, chunks in self.rows.items()},
             {name: chunks + other.factors[name] for name, chunks in self.factors.items()},
-            self.scales + other.scales,
+            given,
             self.present + other.present,
-        )
-
-    def scale(self) -> Float[Tensor, " R"] | None:
-        """The scales of all rows, None where all are 1."""
-        given = next((scale for scale in self.scales if scale is not None), None)
-        if given is None:
-            return None
-        return torch.cat(
-            [
-                given.new_ones(int(part.sum())) if scale is None else scale
-                for scale, part in zip(self.scales, self.present, strict=True)
-            ]
         )
 
     def with_scale(self, scale: Float[Tensor, " R"]) -> "NtkStatistic":
         """The same rows and cached Grams under another scale (a step on the noise)."""
-        sizes = [int(part.sum()) for part in self.present]
-        return replace(self, scales=tuple(scale.split(sizes)))
+        return replace(self, scale=scale)
 
     def tensors(self) -> list[Tensor]:
-        """All rows, all factors, then the scales that are not None."""
-        return self._kept() + [scale for scale in self.scales if scale is not None]
+        """All rows, all factors, then the scale, if any."""
+        return self._kept() + ([] if self.scale is None else [self.scale])
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "NtkStatistic":
-        """The same statistic with other rows, factors and scales, and no cached Grams."""
+        """The same statistic with other rows, factors and scale, and no cached Grams."""
         rest = iter(tensors)
         rows = {name: tuple(next(rest) for _ in chunks) for name, chunks in self.rows.items()}
         factors = {
             name: tuple((next(rest), next(rest)) for _ in chunks)
             for name, chunks in self.factors.items()
         }
-        scales = tuple(None if scale is None else next(rest) for scale in self.scales)
-        return NtkStatistic(rows, factors, scales, self.present)
+        return NtkStatistic(rows, factors, next(rest, None), self.present)
 
     def _kept(self) -> list[Tensor]:
         rows = [chunk for chunks in self.rows.values() for chunk in chunks]
@@ -163,26 +133,36 @@ class NtkStatistic(Statistic):
             precision: The diagonal of P0, one number or one for each element; None for 1.
         """
         if name in self.factors:
-            gram = contraction_gram(*self._whole_factors(name, like)[:2])
+            gram = contraction_gram(*self._whole_factors(self.factors[name], like))
             return gram if precision is None else gram / precision.to(gram)  # one for all
         gram = like.new_zeros(self.num_rows, self.num_rows)
         varies = precision is not None and precision.numel() > 1
         root = precision.reshape(-1).to(like).rsqrt() if precision is not None and varies else None
         for columns, slab in slabs(self.rows[name], like):
-            _add_upper(gram, slab if root is None else slab * root[columns])
-        _mirror(gram)
+            add_gram(gram[None], (slab if root is None else slab * root[columns])[None])
+        mirrored(gram[None])
         return gram if precision is None or varies else gram / precision.to(gram)
 
-    def kept_gram(self, names: Sequence[str], like: Tensor) -> Float[Tensor, "R R"]:
-        """The sum of several parameters' Grams, computed once and cached."""
+    def kept_gram(
+        self,
+        names: Sequence[str],
+        like: Tensor,
+        part: Callable[[str], "NtkStatistic"] | None = None,
+    ) -> Float[Tensor, "R R"]:
+        """Return the sum of several parameters' Grams, computed once and cached.
+
+        Args:
+            names: The parameters.
+            like: A tensor of the device and dtype to compute in.
+            part: Makes the same rows of one parameter alone; None: all are here.
+        """
         # Another structure may read the same statistic with other groups or another dtype.
         key = (*names, like.dtype)
         if key not in self.grams:
             with torch.no_grad():
-                first, *others = names
-                gram = self.gram(first, like)
-                for name in others:
-                    gram += self.gram(name, like)
+                gram = like.new_zeros(self.num_rows, self.num_rows)
+                for name in names:
+                    gram += (self if part is None else part(name)).gram(name, like)
             self.grams[key] = gram
         return self.grams[key]
 
@@ -202,11 +182,17 @@ class NtkStatistic(Statistic):
         inverse = precision.detach().reshape(-1).to(cotangent).reciprocal()
         of_precision = torch.zeros_like(inverse)
         if name in self.factors:
-            inputs, gradients, data = self._whole_factors(name, cotangent)
-            of_inputs, of_gradients = contraction_cotangents(inputs, gradients, cotangent * inverse)
+            chunks = [tensor for pair in self.factors[name] for tensor in pair]
+            with torch.enable_grad():  # only its indices and copies are differentiated
+                leaves = [chunk.detach().requires_grad_() for chunk in chunks]
+                pairs = list(zip(leaves[::2], leaves[1::2], strict=True))
+                whole = self._whole_factors(pairs, cotangent)
+            inputs, gradients = (tensor.detach() for tensor in whole)
+            found = contraction_cotangents(inputs, gradients, cotangent * inverse)
             # The Gram is quadratic in the gradients: ⟨cotangent, it⟩ is half of this product.
-            of_precision.copy_(-0.5 * (of_gradients * gradients).sum() * inverse)
-            self._write_factors(name, of_inputs, of_gradients, data)
+            of_precision.copy_(-0.5 * (found[1] * gradients).sum() * inverse)
+            for chunk, part in zip(chunks, torch.autograd.grad(whole, leaves, found), strict=True):
+                chunk.copy_(part)
             return of_precision.reshape(precision.shape)
         for columns, slab in slabs(self.rows[name], cotangent):
             product = 2 * (cotangent @ slab)  # (S̄ + S̄ᵀ) A
@@ -240,43 +226,20 @@ class NtkStatistic(Statistic):
             )
             for name, chunks in self.factors.items()
         }
-        return NtkStatistic(rows, factors, (None,), (_between(self.present, data),))
+        return NtkStatistic(rows, factors, None, (_between(self.present, data),))
 
-    def _whole_factors(self, name: str, like: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Inputs and gradients of all data; with padding, of all rows, and the datum of each."""
-        inputs = torch.cat([a.to(like) for a, _ in self.factors[name]])
+    def _whole_factors(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], like: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Inputs and gradients of all data; with padding, every row is a datum of its own."""
+        pairs = [(inputs.to(like), gradients.to(like)) for inputs, gradients in pairs]
         widths = {part.shape[1] for part in self.present}
-        if len(widths) == 1 and all(bool(part.all()) for part in self.present):
-            return inputs, torch.cat([g.to(like) for _, g in self.factors[name]]), None
-        data, rows, start = [], [], 0
-        for (_, gradients), present in zip(self.factors[name], self.present, strict=True):
-            data.append(start + present.nonzero()[:, 0])
-            rows.append(gradients.to(like)[present][:, None])
-            start += len(present)
-        of_rows = torch.cat(data)
-        return inputs[of_rows], torch.cat(rows), of_rows
-
-    def _write_factors(
-        self, name: str, of_inputs: Tensor, of_gradients: Tensor, data: Tensor | None
-    ) -> None:
-        """Overwrite the factors, from tensors laid out as ``_whole_factors`` returns them."""
-        first = row = 0
-        if data is not None:
-            total = sum(len(part) for part in self.present)
-            of_inputs = of_inputs.new_zeros(total, *of_inputs.shape[1:]).index_add(
-                0, data, of_inputs
-            )
-        for (inputs, gradients), present in zip(self.factors[name], self.present, strict=True):
-            stop = first + len(inputs)
-            inputs.copy_(of_inputs[first:stop])
-            if data is None:
-                gradients.copy_(of_gradients[first:stop])
-            else:
-                end = row + int(present.sum())
-                gradients.zero_()
-                gradients[present] = of_gradients[row:end, 0].to(gradients)
-                row = end
-            first = stop
+        if len(widths) > 1 or not all(bool(part.all()) for part in self.present):
+            pairs = [
+                (inputs[present.nonzero()[:, 0]], gradients[present][:, None])
+                for (inputs, gradients), present in zip(pairs, self.present, strict=True)
+            ]
+        return torch.cat([a for a, _ in pairs]), torch.cat([g for _, g in pairs])
 
 
 def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -291,25 +254,6 @@ def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Tenso
         columns = slice(start, min(start + step, width))
         parts = [chunk[:, columns].to(like) for chunk in chunks]
         yield columns, parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _strips(size: int) -> Iterator[slice]:
-    step = max(STRIP, -(-size // STRIPS))
-    for start in range(0, size, step):
-        yield slice(start, min(start + step, size))
-
-
-def _add_upper(gram: Float[Tensor, "R R"], slab: Float[Tensor, "R n"]) -> None:
-    """Add slab slabᵀ above the diagonal, and in the diagonal blocks of the strips."""
-    for strip in _strips(len(gram)):
-        rest = slice(strip.start, None)
-        gram[strip, rest].addmm_(slab[strip], slab[rest].mT)
-
-
-def _mirror(gram: Float[Tensor, "R R"]) -> None:
-    """Copy what is above the diagonal blocks below them."""
-    for strip in _strips(len(gram)):
-        gram[strip.stop :, strip] = gram[strip, strip.stop :].mT
 
 
 def part_of(values: Float[Tensor, " n"], columns: slice) -> Tensor:
@@ -337,3 +281,69 @@ def _between(chunks: Sequence[Tensor], span: slice) -> Tensor:
     if not parts:
         return chunks[0][:0]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+# ------------------------------------------------------------ derivatives without copies
+
+
+class MixedGrams(Function):
+    """Σ weight · Gram over kept Grams, without a scaled copy of each."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, *grams: Tensor) -> Tensor:
+        """The sum, with one weight for each Gram."""
+        ctx.save_for_backward(*grams)
+        total = weights[0] * grams[0]
+        for weight, gram in zip(weights[1:], grams[1:], strict=True):
+            total.addcmul_(weight, gram)
+        return total
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        """The derivative in the weights; the Grams have none."""
+        flat = cotangent.reshape(-1)
+        products = [torch.dot(gram.reshape(-1), flat) for gram in ctx.saved_tensors]
+        return torch.stack(products), *[None] * len(products)
+
+
+class RowsGram(Function):
+    """A P0^{-1} Aᵀ of the rows A of one parameter in several chunks.
+
+    The backward pass keeps only the inputs (autograd would keep a scaled copy of all rows), and
+    reads the rows once for both cotangents.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, like: Tensor, precision: Tensor, *chunks: Tensor) -> Tensor:
+        """The Gram matrix of the chunks' rows, in the dtype and on the device of ``like``."""
+        ctx.like = like
+        ctx.save_for_backward(precision, *chunks)
+        gram = like.new_zeros(())
+        for columns, slab in slabs(chunks, like):
+            slab = slab * part_of(precision.to(like), columns).rsqrt()
+            gram = gram + slab @ slab.mT
+        return gram
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        """The derivatives in precision and rows."""
+        precision, *chunks = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        inverse = precision.to(ctx.like).reciprocal()
+        of_precision = torch.zeros_like(inverse) if wanted[1] else None
+        of_chunks = [
+            torch.empty_like(c) if w else None for c, w in zip(chunks, wanted[2:], strict=True)
+        ]
+        for columns, slab in slabs(chunks, ctx.like):
+            weight = part_of(inverse, columns)
+            # ⟨S̄, A P0^{-1} Aᵀ⟩ has the cotangent (S̄ + S̄ᵀ) A P0^{-1} for A.
+            product = ((cotangent + cotangent.mT) @ slab).mul_(weight)
+            if of_precision is not None:
+                add_part(of_precision, columns, -0.5 * weight * (product * slab).sum(0))
+            for chunk, part in zip(of_chunks, product.split([len(c) for c in chunks]), strict=True):
+                if chunk is not None:
+                    chunk[:, columns] = part.to(chunk)
+        of_precision = None if of_precision is None else of_precision.to(precision.dtype)
+        return None, of_precision, *of_chunks

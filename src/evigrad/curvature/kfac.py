@@ -14,9 +14,11 @@ batch. Not a bound (Theorem 1 covers the exact blocks only). Every datum counts 
 where its rows are zero.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import reduce
+from math import prod
 
 import torch
 from jaxtyping import Float
@@ -32,7 +34,6 @@ from evigrad.curvature.base import (
 from evigrad.curvature.block_diagonal import add_outer_products
 from evigrad.curvature.linalg import (
     check_rounding,
-    inner_gram,
     is_tolerated,
     kronecker_rounding,
     kronecker_rounding_rate,
@@ -43,6 +44,7 @@ from evigrad.curvature.linalg import (
 )
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.jacobians import JacobianPlan, KroneckerUse, Linearization
+from evigrad.jacobians.kronecker import inner_gram
 from evigrad.likelihoods import RootRows
 
 SHARINGS = ("expand", "reduce")
@@ -58,45 +60,75 @@ SPECTRUM_LIMIT = 64
 
 
 @dataclass(frozen=True)
-class KfacStatistic(Statistic):
-    """Sums of outer products, and how many there were, by the names of the parameters.
+class Factors:
+    """Sums over the examples of a Kronecker weight.
 
     Attributes:
-        inputs: A of each Kronecker weight, (G, i, i) for G channel groups.
-        gradients: B of each Kronecker weight, (G, o, o).
-        counts: The number of examples of each Kronecker weight.
-        num_rows: The number of outer products in each B.
-        blocks: The dense block (n, n) or diagonal (n,) of H of each other parameter.
-        eigenvalues: Those of A and B: a cache, or in place of the sums (``Kfac.summarise``).
-        spectra: Eigenvalues of dense blocks; a cache too.
-        roundings: ``kronecker_rounding_rate`` of each pair of these; a cache too.
+        inputs: A, (G, i, i) for G channel groups.
+        gradients: B, (G, o, o).
+        count: The number of examples.
+        num_rows: The number of outer products in B.
     """
 
-    inputs: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-    counts: dict[str, int]
-    num_rows: dict[str, int]
-    blocks: dict[str, Tensor]
-    eigenvalues: dict[str, tuple[Tensor, Tensor]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-    spectra: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
-    roundings: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
+    inputs: Tensor
+    gradients: Tensor
+    count: int
+    num_rows: int
+
+    def __add__(self, other: "Factors") -> "Factors":
+        """The sums over the examples of both."""
+        return Factors(
+            self.inputs + other.inputs,
+            self.gradients + other.gradients,
+            self.count + other.count,
+            self.num_rows + other.num_rows,
+        )
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Eigenvalues that a log-determinant needs, of A ⊗ B / count or of a dense block.
+
+    Attributes:
+        left: Those of A, or of the block.
+        right: Those of B, or 1.
+        count: The number of examples, or 1.
+        rounding: Their ``kronecker_rounding_rate``.
+    """
+
+    left: Tensor
+    right: Tensor
+    count: int
+    rounding: float
+
+
+@dataclass(frozen=True)
+class KfacStatistic(Statistic):
+    """Sums of outer products, by the names of the parameters.
+
+    Attributes:
+        factors: Of each Kronecker weight; without those whose spectrum was summarised.
+        blocks: The dense block (n, n) or diagonal (n,) of H of each other parameter.
+        spectra: A cache; of a summarised statistic in the place of the factors.
+    """
+
+    factors: dict[str, Factors] = field(default_factory=dict)
+    blocks: dict[str, Tensor] = field(default_factory=dict)
+    spectra: dict[str, Spectrum] = field(default_factory=dict, repr=False, compare=False)
 
     def tensors(self) -> list[Tensor]:
-        """A of every weight, B of every weight, then the other blocks."""
-        tables = (self.inputs, self.gradients, self.blocks)
-        return [tensor for table in tables for tensor in table.values()]
+        """A and B of every weight, then the other blocks."""
+        pairs = [(each.inputs, each.gradients) for each in self.factors.values()]
+        return [tensor for pair in pairs for tensor in pair] + list(self.blocks.values())
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "KfacStatistic":
-        """The same counts with other sums and empty caches."""
+        """The same counts with other sums and an empty cache."""
         rest = iter(tensors)
-        inputs, gradients, blocks = (
-            {name: next(rest) for name in table}
-            for table in (self.inputs, self.gradients, self.blocks)
-        )
-        tables = {"inputs": inputs, "gradients": gradients, "blocks": blocks}
-        return replace(self, **tables, eigenvalues={}, spectra={}, roundings={})
+        factors = {
+            name: replace(each, inputs=next(rest), gradients=next(rest))
+            for name, each in self.factors.items()
+        }
+        return KfacStatistic(factors, dict(zip(self.blocks, rest, strict=True)))
 
 
 class Kfac(Structure[KfacStatistic]):
@@ -143,35 +175,32 @@ class Kfac(Structure[KfacStatistic]):
         self, statistic: KfacStatistic | None, linearization: Linearization, root: RootRows
     ) -> KfacStatistic:
         """See ``Structure.accumulate``."""
-        if statistic is None:
-            statistic = KfacStatistic({}, {}, {}, {}, {})
-        inputs, gradients = dict(statistic.inputs), dict(statistic.gradients)
-        counts, num_rows = dict(statistic.counts), dict(statistic.num_rows)
-        for name, uses in self._uses(linearization, root).items():
-            for part in self._examples(name, uses, root.scale):
-                inputs[name] = _sum(inputs.get(name), part.input_gram())
-                gradients[name] = _sum(gradients.get(name), part.gradients.mT @ part.gradients)
-                counts[name] = counts.get(name, 0) + part.count
-                num_rows[name] = num_rows.get(name, 0) + part.gradients.shape[1]
-        blocks = self._add_others(statistic.blocks, linearization, root)
-        return KfacStatistic(inputs, gradients, counts, num_rows, blocks)
+        statistic = statistic or KfacStatistic()
+        factors = dict(statistic.factors)
+        for name, examples in self._examples(linearization, root).items():
+            for part in examples:
+                found = _factors(part)
+                factors[name] = factors[name] + found if name in factors else found
+        return KfacStatistic(factors, self._add_others(statistic.blocks, linearization, root))
 
     def summarise(self, linearization: Linearization, root: RootRows) -> KfacStatistic:
         """See ``Structure.summarise``; for few examples it diagonalises their (smaller) Gram."""
         if root.scale is not None and root.scale.requires_grad:
             return super().summarise(linearization, root)
-        statistic = KfacStatistic({}, {}, {}, {}, {})
-        for name, uses in self._uses(linearization, root).items():
-            examples = list(self._examples(name, uses, root.scale))
-            statistic.counts[name] = sum(part.count for part in examples)
-            statistic.num_rows[name] = sum(part.gradients.shape[1] for part in examples)
-            if len(examples) == 1:
-                statistic.eigenvalues[name] = examples[0].eigenvalues()
+        statistic = KfacStatistic()
+        for name, examples in self._examples(linearization, root).items():
+            if len(examples) > 1:
+                statistic.factors[name] = reduce(operator.add, map(_factors, examples))
                 continue
-            for part in examples:
-                gram = part.gradients.mT @ part.gradients
-                statistic.inputs[name] = _sum(statistic.inputs.get(name), part.input_gram())
-                statistic.gradients[name] = _sum(statistic.gradients.get(name), gram)
+            (part,) = examples
+            count, size = part.num_data * part.positions, prod(self._shapes[name][1:])
+            if count < size:
+                left = _eigenvalues_of_gram(part.inputs.transpose(0, 1).flatten(1, 2))
+            else:
+                left = psd_eigenvalues(part.input_gram(part.gradients.dtype))
+            right = _eigenvalues_of_gram(_gradient_rows(part))
+            rate = kronecker_rounding_rate(left, right)
+            statistic.spectra[name] = Spectrum(left, right, count, rate)
         return replace(statistic, blocks=self._add_others({}, linearization, root))
 
     def _add_others(
@@ -195,49 +224,49 @@ class Kfac(Structure[KfacStatistic]):
         self, statistic: KfacStatistic, precisions: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
         """See ``Structure.log_det``; refuses precisions that vary inside a Kronecker block."""
-        self._check_constant(name for name in statistic.counts if precisions[name].ndim > 0)
-        terms, spectra = [], {}
-        for name in statistic.counts:
-            left, right = self._eigenvalues(statistic, name)
-            factor = (precisions[name].to(left.dtype) * statistic.counts[name]).reciprocal()
-            terms.append(log_det_kronecker(left, right, factor))
-            spectra[name] = (left, right, factor)
+        known = statistic.factors.keys() | statistic.spectra.keys()
+        used_as_matrix = [name for name in self._kronecker if name in known]
+        self._check_constant(name for name in used_as_matrix if precisions[name].ndim > 0)
+        terms: list[Tensor] = []
+        used: list[tuple[Spectrum, Tensor]] = []
+        for name in used_as_matrix:
+            found = self._spectrum(statistic, name)
+            factor = (precisions[name].to(found.left.dtype) * found.count).reciprocal()
+            terms.append(log_det_kronecker(found.left, found.right, factor))
+            used.append((found, factor))
         for name, block in statistic.blocks.items():
-            one = precisions[name].ndim == 0
-            precision = precisions[name] if one else precisions[name].reshape(-1)
+            precision = precisions[name]
             if name not in self._dense:
                 terms.append(log_det_diagonal(block, precision))
-            elif one and len(block) <= SPECTRUM_LIMIT and not block.requires_grad:
-                if name not in statistic.spectra:
-                    statistic.spectra[name] = psd_eigenvalues(block)
-                spectrum = statistic.spectra[name]
-                terms.append(log_det_diagonal(spectrum, precision))
-                inverse = precision.to(spectrum.dtype).reciprocal()
-                spectra[name] = (spectrum, spectrum.new_ones(1), inverse)
+            elif precision.ndim == 0 and len(block) <= SPECTRUM_LIMIT and not block.requires_grad:
+                found = self._spectrum(statistic, name)
+                terms.append(log_det_diagonal(found.left, precision))
+                used.append((found, precision.to(found.left.dtype).reciprocal()))
             else:
                 terms.append(log_det_dense(block, precision))
         value = torch.stack(terms).sum()
-        if spectra:
-            self._check_rounding(statistic, spectra, value.detach())
+        if used:
+            _check_rounding(used, value.detach())
         return value
 
     @staticmethod
-    def _check_rounding(
-        statistic: KfacStatistic,
-        spectra: Mapping[str, tuple[Tensor, Tensor, Tensor]],
-        value: Tensor,
-    ) -> None:
-        """See ``check_rounding``; a cheap bound spares most steps the estimate."""
-        for name in spectra.keys() - statistic.roundings.keys():
-            left, right, _ = spectra[name]
-            statistic.roundings[name] = kronecker_rounding_rate(left, right)
-        factors = torch.stack([factor.detach() for *_, factor in spectra.values()]).tolist()
-        rates = [statistic.roundings[name] for name in spectra]
-        bound = sum(rate * factor for rate, factor in zip(rates, factors, strict=True))
-        if is_tolerated(bound, float(value)):
-            return
-        errors = [kronecker_rounding(*each) for each in spectra.values()]
-        check_rounding(torch.stack(errors).sum(), value, errors[0].dtype)
+    def _spectrum(statistic: KfacStatistic, name: str) -> Spectrum:
+        """The eigenvalues of a parameter, computed once where they have no graph."""
+        if name in statistic.spectra:
+            return statistic.spectra[name]
+        if name in statistic.blocks:
+            block = statistic.blocks[name]
+            sums, count = (block,), 1
+            left, right = psd_eigenvalues(block), block.new_ones(1)
+        else:
+            factors = statistic.factors[name]
+            sums, count = (factors.inputs, factors.gradients), factors.count
+            left = psd_eigenvalues(factors.inputs, count)
+            right = psd_eigenvalues(factors.gradients, factors.num_rows)
+        found = Spectrum(left, right, count, kronecker_rounding_rate(left, right))
+        if not any(each.requires_grad for each in sums):
+            statistic.spectra[name] = found
+        return found
 
     def predicted_bytes(self, num_rows: int) -> int:
         """See ``Structure.predicted_bytes``; channel groups, which need less, are not counted."""
@@ -273,68 +302,34 @@ class Kfac(Structure[KfacStatistic]):
     ) -> Float[Tensor, ""]:
         """See ``Structure.inner``; one product for each factor."""
         terms = []
-        for name, uses in self._uses(linearization, root).items():
-            for part in self._examples(name, uses, root.scale):
-                terms.append(part.inner_input_gram(cotangent.inputs[name]))
-                terms.append(inner_gram(part.gradients, cotangent.gradients[name]))
+        for name, examples in self._examples(linearization, root).items():
+            of_sums = cotangent.factors[name]
+            for part in examples:
+                terms.append(part.inner_input_gram(of_sums.inputs))
+                terms.append(inner_gram(_gradient_rows(part), of_sums.gradients))
         rest = self._add_others({}, linearization, root)
         terms += [(cotangent.blocks[name] * block).sum() for name, block in rest.items()]
         return torch.stack([term.to(terms[0]) for term in terms]).sum()
 
-    def _uses(
-        self, linearization: Linearization, root: RootRows
-    ) -> Mapping[str, Sequence[KroneckerUse]]:
-        return linearization.factors(root.vectors, self._kronecker) if self._kronecker else {}
-
     def _examples(
-        self, name: str, uses: Sequence[KroneckerUse], scale: Tensor | None
-    ) -> Iterable["_Examples"]:
-        """The examples of a weight, one item per use; with ``"reduce"`` one for all uses."""
-        if not uses:
-            return
-        scaled = []
-        for use in uses:
-            g = use.gradients.to(working_dtype(use.gradients.dtype, self._gram_dtype))
-            if scale is not None:
-                g = g * scale.to(g.dtype)[:, :, None, None, None]
-            scaled.append(g)
-        dtype = scaled[0].dtype
-        if self._sharing == "reduce":
-            positions = sum(use.positions for use in uses)
-            mean = torch.stack([use.input_sum() for use in uses]).sum(0).to(dtype) / positions
-            total = torch.stack([g.sum(3) for g in scaled]).sum(0)  # (m, k, G, o)
-            rows = mean.transpose(0, 1)
-            yield _Examples(
-                total.permute(2, 0, 1, 3).flatten(1, 2),
-                len(mean),
-                rows.shape[2],
-                lambda: rows,
-                lambda: rows.mT @ rows,
-                lambda cotangent: inner_gram(rows, cotangent),
-            )
-            return
-        for use, g in zip(uses, scaled, strict=True):
-            yield _Examples(
-                g.permute(2, 0, 1, 3, 4).flatten(1, 3),
-                len(g) * use.positions,
-                self._shapes[name].numel() // self._shapes[name][0],
-                partial(_input_rows, use, dtype),
-                partial(use.input_gram, dtype),
-                use.inner_input_gram,
-            )
-
-    @staticmethod
-    def _eigenvalues(statistic: KfacStatistic, name: str) -> tuple[Tensor, Tensor]:
-        if name in statistic.eigenvalues:
-            return statistic.eigenvalues[name]
-        a, b = statistic.inputs[name], statistic.gradients[name]
-        values = (
-            psd_eigenvalues(a, statistic.counts[name]),
-            psd_eigenvalues(b, statistic.num_rows[name]),
-        )
-        if not (a.requires_grad or b.requires_grad):
-            statistic.eigenvalues[name] = values
-        return values
+        self, linearization: Linearization, root: RootRows
+    ) -> dict[str, list[KroneckerUse]]:
+        """The uses of each Kronecker weight, one item each; with ``"reduce"`` one for all."""
+        if not self._kronecker:
+            return {}
+        found = {}
+        for name, uses in linearization.factors(root.vectors, self._kronecker).items():
+            if not uses:
+                continue
+            dtype = working_dtype(uses[0].gradients.dtype, self._gram_dtype)
+            scaled = [use.scaled(root.scale, dtype) for use in uses]
+            if self._sharing == "reduce":
+                positions = sum(use.positions for use in uses)
+                mean = torch.stack([use.input_sum() for use in uses]).sum(0).to(dtype) / positions
+                total = torch.stack([use.gradients.sum(3) for use in scaled]).sum(0)
+                scaled = [KroneckerUse(mean[:, :, None], total[:, :, :, None])]
+            found[name] = scaled
+        return found
 
     @staticmethod
     def _check_constant(varying: Iterable[str]) -> None:
@@ -360,44 +355,30 @@ def check_sharing(sharing: str) -> None:
         )
 
 
+def _check_rounding(used: Sequence[tuple[Spectrum, Tensor]], value: Tensor) -> None:
+    """See ``check_rounding``; a cheap bound spares most steps the estimate."""
+    factors = torch.stack([factor.detach() for _, factor in used]).tolist()
+    bound = sum(found.rounding * factor for (found, _), factor in zip(used, factors, strict=True))
+    if not is_tolerated(bound, float(value)):
+        errors = [kronecker_rounding(found.left, found.right, factor) for found, factor in used]
+        check_rounding(torch.stack(errors).sum(), value, errors[0].dtype)
+
+
 def _sum(old: Tensor | None, new: Tensor) -> Tensor:
     return new if old is None else old + new
 
 
-def _input_rows(use: KroneckerUse, dtype: torch.dtype) -> Tensor:
-    return use.inputs.to(dtype).transpose(0, 1).flatten(1, 2)
+def _gradient_rows(use: KroneckerUse) -> Float[Tensor, "G R o"]:
+    return use.gradients.permute(2, 0, 1, 3, 4).flatten(1, 3)
+
+
+def _factors(use: KroneckerUse) -> Factors:
+    rows = _gradient_rows(use)
+    count = use.num_data * use.positions
+    return Factors(use.input_gram(rows.dtype), rows.mT @ rows, count, rows.shape[1])
 
 
 def _eigenvalues_of_gram(rows: Float[Tensor, "G R n"]) -> Float[Tensor, "G r"]:
     """The eigenvalues of Σ rowᵀ row, without the zeros of too few rows."""
     few = rows.shape[1] < rows.shape[2]
     return psd_eigenvalues(rows @ rows.mT if few else rows.mT @ rows)
-
-
-@dataclass(frozen=True)
-class _Examples:
-    """The examples of one weight.
-
-    Attributes:
-        gradients: The rows' gradients in the outputs, (G, R, o).
-        count: The number of examples.
-        num_inputs: i, how many numbers an example's input has.
-        input_rows: Computes the inputs a, (G, count, i).
-        input_gram: Computes Σ a aᵀ, (G, i, i).
-        inner_input_gram: Computes the inner product of that with a cotangent.
-    """
-
-    gradients: Tensor
-    count: int
-    num_inputs: int
-    input_rows: Callable[[], Tensor]
-    input_gram: Callable[[], Tensor]
-    inner_input_gram: Callable[[Tensor], Tensor]
-
-    def eigenvalues(self) -> tuple[Tensor, Tensor]:
-        """The eigenvalues of A and of B, without the zeros of too few examples."""
-        if self.count < self.num_inputs:
-            inputs = _eigenvalues_of_gram(self.input_rows())
-        else:
-            inputs = psd_eigenvalues(self.input_gram())
-        return inputs, _eigenvalues_of_gram(self.gradients)

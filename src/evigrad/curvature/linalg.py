@@ -5,8 +5,8 @@ derivatives themselves: ``create_graph=True`` is an error rather than a wrong se
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any
@@ -27,7 +27,7 @@ JITTER_LIMIT_IN_ROUNDINGS = 10.0
 JITTER_GROWTH = 10.0
 # Errors of a Cholesky pivot and of an eigenvalue, in roundings of the largest diagonal element or
 # eigenvalue: chosen on small networks so that the estimate is at least the error against float64
-# (tests/test_precision.py), and often larger.
+# (tests/engine/test_precision.py), and often larger.
 PIVOT_ROUNDINGS, EIGENVALUE_ROUNDINGS = 2.0, 4.0
 # Rounding beyond this many nats plus this part of ℓ gets a warning, or a computation in float64.
 TOLERATED_NATS, TOLERATED_SHARE = 0.05, 1e-4
@@ -120,22 +120,23 @@ def log_det_identity_plus(
 def log_det_dense(
     matrix: Float[Tensor, "n n"], precision: Tensor, *, positive: bool = True
 ) -> Float[Tensor, ""]:
-    """log|I + P0^{-1/2} matrix P0^{-1/2}| in nats; P0's diagonal is 0-dimensional or (n,)."""
+    """log|I + P0^{-1/2} matrix P0^{-1/2}| in nats; P0's diagonal is one number or n."""
     precision = precision.to(matrix.dtype)
     if precision.ndim == 0:
         return log_det_identity_plus(matrix / precision, positive=positive)
-    root = precision.rsqrt()
+    root = precision.reshape(-1).rsqrt()
     return log_det_identity_plus(root[:, None] * matrix * root, positive=positive)
 
 
 def log_det_diagonal(
     diagonal: Tensor, precision: Tensor, *, positive: bool = True
 ) -> Float[Tensor, ""]:
-    """Return log|I + P0^{-1/2} D P0^{-1/2}| in nats for diagonal D and P0 (one number, or like D).
+    """Return log|I + P0^{-1/2} D P0^{-1/2}| in nats for diagonal D and P0, one number or as many.
 
     Raises:
         NotPositiveDefiniteError: An element of I + P0^{-1} D is not positive or not finite.
     """
+    precision = precision if precision.ndim == 0 else precision.reshape(-1)
     ratio = diagonal / precision.to(diagonal.dtype)
     if not bool((ratio > -1).all()) or not bool(ratio.isfinite().all()):
         raise NotPositiveDefiniteError(_why_not(bool(ratio.isfinite().all()), positive))
@@ -200,13 +201,6 @@ def kronecker_rounding_rate(
         of_left = left.shape[-1] * left.amax(-1) * right.sum(-1)
         of_right = right.shape[-1] * right.amax(-1) * left.sum(-1)
         return unit * float((of_left + of_right).sum())
-
-
-def inner_gram(
-    rows: Float[Tensor, "*batch R n"], cotangent: Float[Tensor, "*batch n n"]
-) -> Float[Tensor, ""]:
-    """⟨cotangent, rowsᵀ rows⟩ with its derivative in the rows, both from one product."""
-    return _InnerGram.apply(rows, cotangent)
 
 
 def _why_not(finite: bool, positive: bool) -> str:
@@ -319,13 +313,13 @@ class _PsdEigenvalues(Function):
             raise NotPositiveDefiniteError(_why_not(False, True))
         if rank is not None and rank + OVERSAMPLING <= LOW_RANK_SHARE * matrix.shape[-1]:
             basis = _span(matrix, rank + OVERSAMPLING)
-            values, vectors = _eigh(basis.mT @ matrix @ basis)
+            values, vectors = _eigen(torch.linalg.eigh, basis.mT @ matrix @ basis)
             ctx.save_for_backward(basis @ vectors)
         elif ctx.needs_input_grad[0]:
-            values, vectors = _eigh(matrix)
+            values, vectors = _eigen(torch.linalg.eigh, matrix)
             ctx.save_for_backward(vectors)
         else:
-            values = _eigvalsh(matrix)
+            (values,) = _eigen(lambda a: [torch.linalg.eigvalsh(a)], matrix)
         return values.clamp(min=0)
 
     @staticmethod
@@ -343,37 +337,11 @@ def _span(matrix: Tensor, size: int) -> Tensor:
     return torch.linalg.qr(matrix @ probes).Q
 
 
-def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _eigen(decompose: Callable[[Tensor], Any], matrix: Tensor) -> Sequence[Tensor]:
+    """What a decomposition returns, eigenvalues first; in float64 where it fails in float32."""
     # In float32 LAPACK may not converge (seen with repeated eigenvalues), or return NaN silently.
-    found = _if_finite(torch.linalg.eigh, matrix)
-    values, vectors = torch.linalg.eigh(matrix.to(torch.float64)) if found is None else found
-    return values.to(matrix.dtype), vectors.to(matrix.dtype)
-
-
-def _eigvalsh(matrix: Tensor) -> Tensor:
-    found = _if_finite(lambda a: (torch.linalg.eigvalsh(a),), matrix)
-    values = torch.linalg.eigvalsh(matrix.to(torch.float64)) if found is None else found[0]
-    return values.to(matrix.dtype)
-
-
-def _if_finite(decompose: Callable[[Tensor], Any], matrix: Tensor) -> Any:
-    """What a decomposition returns, eigenvalues first, or None where it fails."""
-    try:
+    with suppress(LinAlgError):
         found = decompose(matrix)
-    except LinAlgError:
-        return None
-    return found if bool(found[0].isfinite().all()) else None
-
-
-class _InnerGram(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, cotangent: Tensor) -> Tensor:
-        product = rows @ (cotangent + cotangent.mT).to(rows.dtype)
-        ctx.save_for_backward(product)
-        return 0.5 * (product * rows).sum()
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
-        (product,) = ctx.saved_tensors
-        return cotangent * product, None
+        if bool(found[0].isfinite().all()):
+            return found
+    return [part.to(matrix.dtype) for part in decompose(matrix.to(torch.float64))]

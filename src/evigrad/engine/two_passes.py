@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evigrad.curvature import Statistic, hessian_statistic, inner_product
+from evigrad.curvature import Statistic, exact_hessian, inner_product
 from evigrad.engine.cotangents import root_rows
 from evigrad.engine.kept import KeptPass, weighted
 from evigrad.engine.passes import BlockPass, Chunk, check_fits, linearized, outputs, over_chunks
@@ -160,23 +160,16 @@ def _add_hessian(
         f = outputs(block_pass, chunk)
     learnable = any(p.requires_grad for p in likelihood.parameters())
     graph = torch.is_grad_enabled() and (differentiable or learnable)
-    found = hessian_statistic(
-        block_pass.plan.structure,
-        statistic,
-        block_pass.plan.model,
-        block_pass.problem.weights,
-        chunk.x,
-        negative_log_likelihood,
-        graph,
-    )
-    return found, f
+    plan, weights = block_pass.plan, block_pass.problem.weights
+    with exact_hessian(plan.model, weights, chunk.x, negative_log_likelihood, graph) as hessian:
+        return plan.structure.accumulate_hessian(statistic, hessian), f
 
 
 def _spot_checked(problem: Problem, plan: InputPlan, chunk: Chunk) -> InputPlan:
     """The plan, without derivatives that are wrong at the first micro-batch."""
     with torch.enable_grad():
         linearization = linearize(plan.model, problem.weights, chunk.x, plan.jacobian, False)
-    return problem.plans.checked(plan, linearization, chunk.x)
+    return problem.plans.checked(plan, linearization)
 
 
 def log_likelihood_of(problem: Problem, f: Tensor, chunk: Chunk) -> Tensor:

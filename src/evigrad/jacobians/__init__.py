@@ -1,19 +1,16 @@
 """Rows of the Jacobian: by closed forms where they exist, else one datum at a time."""
 
 from evigrad.jacobians.arguments import NO_DERIVATIVE, check_hooks, model_outputs
-from evigrad.jacobians.hessian import ExactHessian
 from evigrad.jacobians.kronecker import KroneckerUse
 from evigrad.jacobians.linearization import Linearization, linearize
-from evigrad.jacobians.paths import JacobianPlan, demote
+from evigrad.jacobians.modes import model_run
+from evigrad.jacobians.paths import JacobianPlan, MatrixUse, demote, matrix_uses
 from evigrad.jacobians.plan import adapted, plan
 from evigrad.jacobians.recorder import Recorder
-from evigrad.jacobians.sizes import MatrixUse, matrix_uses
 from evigrad.jacobians.spot_checks import check_separate, spot_check
-from evigrad.jacobians.state import model_run
 
 __all__ = [
     "NO_DERIVATIVE",
-    "ExactHessian",
     "JacobianPlan",
     "KroneckerUse",
     "Linearization",

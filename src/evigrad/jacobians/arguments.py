@@ -1,7 +1,9 @@
 """Calling the model, and refusing models and arguments whose rows would be silently wrong."""
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
@@ -78,7 +80,7 @@ def check_storage(weights: Mapping[str, nn.Parameter]) -> None:
     for sharing in by_storage.values():
         for i, (name, p) in enumerate(sharing):
             for other, q in sharing[:i]:
-                if _overlap(p, q):
+                if np.shares_memory(_addresses(p), _addresses(q)):
                     raise ConfigurationError(
                         f"{other!r} and {name!r} are two parameters on the same memory, which"
                         " the evidence would count twice. To tie them, assign the same Parameter"
@@ -86,29 +88,16 @@ def check_storage(weights: Mapping[str, nn.Parameter]) -> None:
                     )
 
 
-def _overlap(p: Tensor, q: Tensor) -> bool:
-    """Whether two strided tensors on one storage have an entry in common."""
-    (first, end), (other_first, other_end) = _extent(p), _extent(q)
-    if end <= other_first or other_end <= first:
-        return False
-    if p.is_contiguous() and q.is_contiguous() or p.element_size() != q.element_size():
-        return True
-    return bool(torch.isin(_entries(p), _entries(q)).any())
-
-
-def _extent(p: Tensor) -> tuple[int, int]:
-    """First byte in the storage, and the byte after the last."""
-    last = sum((size - 1) * step for size, step in zip(p.shape, p.stride(), strict=True))
-    first, width = p.storage_offset(), p.element_size()
-    return int(first * width), int((first + last + 1) * width)
-
-
-def _entries(p: Tensor) -> Tensor:
-    """Position of each entry in the storage."""
-    positions = torch.tensor([p.storage_offset()])
-    for size, step in zip(p.shape, p.stride(), strict=True):
-        positions = (positions[:, None] + step * torch.arange(size)).flatten()
-    return positions
+def _addresses(p: Tensor) -> np.ndarray:
+    """An array on the memory of a tensor of any type and device, which must not be read."""
+    interface = {
+        "version": 3,
+        "data": (p.data_ptr(), True),
+        "shape": tuple(p.shape),
+        "strides": tuple(step * p.element_size() for step in p.stride()),
+        "typestr": f"|V{p.element_size()}",
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def model_outputs(model: nn.Module, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Convolutions in which every datum has its own weight, or its own gradient of the weight.
+"""Convolutions: their rows, the inner products of these, and their input's patches.
 
 The rows in a convolution's weight correlate each datum's input with its own gradient. Their inner
 product with cotangents convolves each datum's input with its own cotangent and forms no rows.
@@ -6,21 +6,17 @@ Which way is fastest depends on the sizes; the constants below were measured on 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from evigrad.jacobians import scratch
-from evigrad.jacobians.geometry import (
-    CONVOLUTIONS,
-    Geometry,
-    convolution_patches,
-    input_gradient,
-    weight_gradient,
-)
+CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 # From so many multiplications per datum, one convolution per datum is as fast as one for all data;
 # below, the cost of starting each call counts.
@@ -30,29 +26,120 @@ _WORTH_A_CALL = 2**24
 # another order. From so many numbers per datum, copying them takes longer than separate calls.
 _WORTH_NO_COPY = 2**16
 
-# Up to so many k x output channels per group, a convolution with one group per datum beats patches
-# and a batched product on a CPU: it does not copy the input for each entry of the kernel. It pays
-# only with more positions than such entries.
-_GROUPED_COLUMNS = 32
+
+@dataclass(frozen=True)
+class Geometry:
+    """The settings of a convolution with D spatial dimensions.
+
+    Attributes:
+        kernel: Size of the kernel, D numbers.
+        stride: D numbers.
+        padding: Zeros on both sides of each dimension, D numbers.
+        dilation: Distance between the kernel's entries, D numbers.
+        groups: G, the number of channel groups.
+    """
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def positions(self, space: Sequence[int]) -> tuple[int, ...]:
+        """The number of the output's positions along each dimension of an input."""
+        settings = zip(space, self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        return tuple(
+            (length + 2 * pad - gap * (size - 1) - 1) // step + 1
+            for length, size, step, pad, gap in settings
+        )
+
+    def of_all(self, m: int) -> "Geometry":
+        """The convolution of m data at once, in which every datum is a group of channels."""
+        return replace(self, groups=m * self.groups)
+
+    def convolve(
+        self,
+        x: Float[Tensor, "n c *space"],
+        weight: Float[Tensor, "o i *kernel"],
+        bias: Float[Tensor, " o"] | None = None,
+    ) -> Float[Tensor, "n o *positions"]:
+        """The convolution itself."""
+        settings = (self.stride, self.padding, self.dilation, self.groups)
+        return CONVOLUTIONS[len(self.kernel)](x, weight, bias, *settings)
+
+    def input_gradient(
+        self,
+        shape: Sequence[int],
+        weight: Float[Tensor, "o i *kernel"],
+        gradient: Float[Tensor, "n o *positions"],
+    ) -> Float[Tensor, "n c *space"]:
+        """The gradient in the input, which has this shape."""
+        # Only the shape of this input is read; ``torch.nn.grad`` would copy the input first.
+        return self._backward(gradient, gradient.new_empty(shape), weight, (True, False, False))[0]
+
+    def weight_gradient(
+        self,
+        x: Float[Tensor, "n c *space"],
+        weight: Float[Tensor, "o i *kernel"],
+        gradient: Float[Tensor, "n o *positions"],
+    ) -> Float[Tensor, "o i *kernel"]:
+        """The gradient in the weight; of the contiguous ``weight`` no values are read."""
+        return self._backward(gradient, x, weight, (False, True, False))[1]
+
+    def _backward(
+        self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]
+    ) -> Sequence[Any]:
+        # Not transposed, hence no output padding.
+        rest = (self.stride, self.padding, self.dilation, False, (0,) * len(self.kernel))
+        return torch.ops.aten.convolution_backward(
+            gradient, x, weight, None, *rest, self.groups, wanted
+        )
+
+
+def convolution_patches(
+    x: Float[Tensor, "mF c *space"], parts: int, g: Geometry
+) -> Float[Tensor, "m G i FT"]:
+    """The input that the kernel is multiplied with at each of the output's T positions.
+
+    Args:
+        x: Input of the convolution.
+        parts: F, how many entries of dim 0 belong to each datum.
+        g: Settings of the convolution.
+
+    Returns:
+        The patches; i counts a group's channels times the kernel's entries, in the weight's order.
+    """
+    windows, dims = x, len(g.kernel)
+    if any(g.padding):
+        windows = F.pad(x, [p for size in reversed(g.padding) for p in (size, size)])
+    for dim, (size, step, gap) in enumerate(zip(g.kernel, g.stride, g.dilation, strict=True)):
+        windows = windows.unfold(2 + dim, gap * (size - 1) + 1, step)[..., ::gap]
+    # (m F, c, *positions, *kernel) → (m, c, *kernel, F, *positions)
+    windows = windows.unflatten(0, (-1, parts))
+    positions, entries = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
+    windows = windows.permute(0, 2, *entries, 1, *positions)
+    inner = x.shape[1] // g.groups * prod(g.kernel)
+    return windows.reshape(len(windows), g.groups, inner, -1)
 
 
 def convolution_rows(
     x: Float[Tensor, "mF c *space"], gradient: Float[Tensor, "m k F o *positions"], g: Geometry
 ) -> Tensor:
     """The rows (m, k, o, c / groups, *kernel) in the weight, from the output's gradients."""
-    k, parts, out = gradient.shape[1:4]
-    if not x.is_cuda:
-        if _one_by_one(x, gradient, g):
-            x, settings = g.split(x)
-            return _Rows.apply(x, gradient, g, settings)
-        spread = 1 < prod(g.kernel) < prod(gradient.shape[4:]) * parts
-        if spread and k * out <= _GROUPED_COLUMNS * g.groups:
-            return _grouped_rows(x, gradient, g)
-    patches = convolution_patches(x, parts, g)
-    # (m, k, F, G, o', T) → (m, G, k, o', F, T): one product for each datum and group.
-    columns = gradient.flatten(4).unflatten(3, (g.groups, -1)).permute(0, 3, 1, 4, 2, 5)
-    rows = columns.flatten(4).flatten(2, 3) @ patches.mT
-    return _by_output(rows, k, (x.shape[1] // g.groups, *g.kernel))
+    m, k, parts, out = gradient.shape[:4]
+    inner = (x.shape[1] // g.groups, *g.kernel)
+    graph = torch.is_grad_enabled() and (x.requires_grad or gradient.requires_grad)
+    if not x.is_cuda and not graph and _at_once(x, gradient, g) == 1:
+        rows = x.new_empty(m, k * out, *inner)
+        for row, datum, own in zip(rows, x.split(parts), gradient.split(1), strict=True):
+            row.copy_(g.weight_gradient(datum, row, _columns(own, g)))
+    else:
+        patches = convolution_patches(x, parts, g)
+        # (m, k, F, G, o', T) → (m, G, k, o', F, T): one product for each datum and group.
+        columns = gradient.flatten(4).unflatten(3, (g.groups, -1)).permute(0, 3, 1, 4, 2, 5)
+        rows = columns.flatten(4).flatten(2, 3) @ patches.mT
+    # (m, G, k o', ...) → (m, k, o, c / groups, *kernel)
+    return rows.reshape(m, g.groups, k, -1, *inner).transpose(1, 2).flatten(2, 3)
 
 
 def convolution_inner(
@@ -62,10 +149,7 @@ def convolution_inner(
     g: Geometry,
 ) -> Float[Tensor, ""]:
     """Σ cotangent · rows without forming the rows; the cotangent gets no gradient."""
-    x, settings = g.split(x)
-    if _one_by_one(x, gradient, g):
-        return _Inner.apply(x, gradient, cotangent, g, settings, _convolve_each, _pull_back_each)
-    return _Inner.apply(x, gradient, cotangent, g, settings, _convolve_all, _pull_back_all)
+    return _Inner.apply(x, gradient, cotangent, g, _at_once(x, gradient, g))
 
 
 def inner_product(a: Tensor, b: Tensor) -> Float[Tensor, ""]:
@@ -76,166 +160,65 @@ def inner_product(a: Tensor, b: Tensor) -> Float[Tensor, ""]:
     return torch.dot(a.reshape(-1), b.reshape(-1))
 
 
-def _one_by_one(x: Tensor, gradient: Tensor, g: Geometry) -> bool:
-    """Whether one convolution per datum is as fast as one for all data."""
-    numbers = prod(gradient.shape[1:])
-    if numbers * (x.shape[1] // g.groups) * prod(g.kernel) >= _WORTH_A_CALL:
-        return True
-    parts = gradient.shape[2]
-    return parts > 1 and parts * prod(x.shape[1:]) + numbers >= _WORTH_NO_COPY
+def _at_once(x: Tensor, gradient: Tensor, g: Geometry) -> int:
+    """How many data to convolve at once: one where that is as fast as all of them."""
+    (m, _, parts), numbers = gradient.shape[:3], prod(gradient.shape[1:])
+    multiplications = numbers * (x.shape[1] // g.groups) * prod(g.kernel)
+    copied = parts * prod(x.shape[1:]) + numbers if parts > 1 else 0
+    return 1 if multiplications >= _WORTH_A_CALL or copied >= _WORTH_NO_COPY else m
 
 
-def _by_group(weights: Tensor, g: Geometry) -> Tensor:
-    """Weights (m, k, o, ...) as (m, G, k, o', ...)."""
-    return weights.unflatten(2, (g.groups, -1)).transpose(1, 2)
-
-
-def _by_output(weights: Tensor, k: int, inner: Sequence[int]) -> Tensor:
-    """Weights (m, G, ...) that hold (m, G, k, o', *inner) as (m, k, o, *inner)."""
-    m, groups = weights.shape[:2]
-    return weights.reshape(m, groups, k, -1, *inner).transpose(1, 2).flatten(2, 3)
-
-
-def _side_by_side(x: Tensor, m: int) -> Tensor:
-    """Inputs (m F, c, ...) as (F, m c, ...): every datum is a group of channels."""
-    return x.unflatten(0, (m, -1)).transpose(0, 1).flatten(1, 2)
-
-
-def _grouped_rows(x: Tensor, gradient: Tensor, g: Geometry) -> Tensor:
-    """The rows as the weight gradient of one convolution in which every datum is a group."""
-    m, k, parts, out = gradient.shape[:4]
-    x, settings = g.split(x)
-    columns = _columns_all(gradient, g)
-    inner = (x.shape[1] // g.groups, *g.kernel)
-    settings = settings | {"groups": m * g.groups}
-    weight = x.new_empty(m * k * out, *inner)
-    rows = weight_gradient(_side_by_side(x, m), weight, columns, settings)
-    return _by_output(rows.reshape(m, g.groups, -1), k, inner)
-
-
-def _columns_each(gradient: Float[Tensor, "m k F o *positions"], g: Geometry) -> Sequence[Tensor]:
-    """For each datum, its gradients as one output (F, G k o', *positions)."""
-    columns = gradient.transpose(1, 2).unflatten(3, (g.groups, -1)).transpose(2, 3)
-    return columns.flatten(2, 4).unbind()
-
-
-def _columns_all(gradient: Float[Tensor, "m k F o *positions"], g: Geometry) -> Tensor:
+def _columns(gradient: Float[Tensor, "m k F o *positions"], g: Geometry) -> Tensor:
     """The gradients of all data side by side, (F, m G k o', *positions)."""
     columns = gradient.unflatten(3, (g.groups, -1)).movedim(2, 0).transpose(2, 3)
     return columns.flatten(1, 4)
 
 
-def _convolve_each(
+def _kernels(weights: Float[Tensor, "m k o i *kernel"], g: Geometry) -> Tensor:
+    """The weights of all data side by side, (m G k o', i, *kernel)."""
+    return weights.unflatten(2, (g.groups, -1)).transpose(1, 2).flatten(0, 3)
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _convolved(
     x: Float[Tensor, "mF c *space"],
     weights: Float[Tensor, "m k o i *kernel"],
     parts: int,
     g: Geometry,
-    settings: dict[str, Any],
+    at_once: int,
 ) -> Float[Tensor, "m k F o *positions"]:
-    """Each datum convolved with its own k weights, one datum after the other."""
-    convolve, k = CONVOLUTIONS[len(g.kernel)], weights.shape[1]
-    kernels = _by_group(weights, g).flatten(1, 3)
-    data = x.unflatten(0, (-1, parts))
-    products = torch.stack(
-        [
-            convolve(datum, kernel, groups=g.groups, **settings)
-            for datum, kernel in zip(data.unbind(), kernels.unbind(), strict=True)
-        ]
-    )
-    # (m, F, G k o', *positions) → (m, k, F, o, *positions)
-    products = products.unflatten(2, (g.groups, k, -1)).transpose(2, 3).flatten(3, 4)
-    return products.transpose(1, 2)
+    """Each datum convolved with its own k weights; in one convolution each is a channel group."""
+    pieces = []
+    for data, own in zip(x.split(at_once * parts), weights.split(at_once), strict=True):
+        m, k, out = own.shape[:3]
+        # (m F, c, *space) → (F, m c, *space)
+        side_by_side = data.unflatten(0, (m, -1)).transpose(0, 1).flatten(1, 2)
+        products = g.of_all(m).convolve(side_by_side, _kernels(own, g))
+        # (F, m G k o', *positions) → (m, k, F, o, *positions)
+        products = products.unflatten(1, (m, g.groups, k, out // g.groups))
+        pieces.append(products.movedim((1, 3), (0, 1)).flatten(3, 4))
+    return _joined(pieces)
 
 
-def _convolve_all(
-    x: Float[Tensor, "mF c *space"],
-    weights: Float[Tensor, "m k o i *kernel"],
-    parts: int,
-    g: Geometry,
-    settings: dict[str, Any],
-) -> Float[Tensor, "m k F o *positions"]:
-    """``_convolve_each`` as one convolution in which every datum is a group."""
-    m, k, out = weights.shape[:3]
-    products = CONVOLUTIONS[len(g.kernel)](
-        _side_by_side(x, m),
-        _by_group(weights, g).flatten(0, 3),
-        groups=m * g.groups,
-        **settings,
-    )
-    # (F, m G k o', *positions) → (m, k, F, o, *positions)
-    products = products.unflatten(1, (m, g.groups, k, out // g.groups))
-    return products.movedim((1, 3), (0, 1)).flatten(3, 4)
-
-
-def _pull_back_each(
+def _pulled_back(
     shape: torch.Size,
     weights: Float[Tensor, "m k o i *kernel"],
     gradient: Float[Tensor, "m k F o *positions"],
     g: Geometry,
-    settings: dict[str, Any],
+    at_once: int,
 ) -> Float[Tensor, "mF c *space"]:
-    """The gradient of ``_convolve_each`` in its input, which has this shape."""
-    each, settings = (gradient.shape[2], *shape[1:]), settings | {"groups": g.groups}
-    kernels = _by_group(weights, g).flatten(1, 3)
-    columns = _columns_each(gradient, g)
-    return torch.cat(
-        [
-            input_gradient(each, kernel, datum, settings)
-            for kernel, datum in zip(kernels.unbind(), columns, strict=True)
-        ]
-    )
-
-
-def _pull_back_all(
-    shape: torch.Size,
-    weights: Float[Tensor, "m k o i *kernel"],
-    gradient: Float[Tensor, "m k F o *positions"],
-    g: Geometry,
-    settings: dict[str, Any],
-) -> Float[Tensor, "mF c *space"]:
-    """``_pull_back_each`` as one convolution in which every datum is a group."""
-    m, parts = len(weights), gradient.shape[2]
-    pulled = input_gradient(
-        (parts, m * shape[1], *shape[2:]),
-        _by_group(weights, g).flatten(0, 3),
-        _columns_all(gradient, g),
-        settings | {"groups": m * g.groups},
-    )
-    # (F, m c, *space) → (m F, c, *space)
-    return pulled.unflatten(1, (m, -1)).transpose(0, 1).flatten(0, 1)
-
-
-class _Rows(torch.autograd.Function):
-    """The gradient of ``_convolve_each`` in its weights, (m, k, o, i, *kernel), datum by datum.
-
-    PyTorch's own derivative of such a gradient takes several times as long.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gradient: Tensor, g: Geometry, settings: dict[str, Any]
-    ) -> Tensor:
-        ctx.save_for_backward(x, gradient)
-        ctx.geometry, ctx.settings = g, settings
-        k, parts, out = gradient.shape[1:4]
-        inner, settings = (x.shape[1] // g.groups, *g.kernel), settings | {"groups": g.groups}
-        data, columns = x.unflatten(0, (-1, parts)), _columns_each(gradient, g)
-        rows = scratch.empty((len(data), k * out, *inner), x)
-        for datum, column, row in zip(data.unbind(), columns, rows.unbind(), strict=True):
-            row.copy_(weight_gradient(datum, row, column, settings))
-        return _by_output(rows.unflatten(1, (g.groups, -1)), k, inner)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        """Cotangents of input and gradients, from operations that have derivatives."""
-        x, gradient = ctx.saved_tensors
-        g, settings, (cotangent,) = ctx.geometry, ctx.settings, cotangents
-        of_x = of_gradient = None
-        if ctx.needs_input_grad[0]:
-            of_x = _pull_back_each(x.shape, cotangent, gradient, g, settings)
-        if ctx.needs_input_grad[1]:
-            of_gradient = _convolve_each(x, cotangent, gradient.shape[2], g, settings)
-        return of_x, of_gradient, None, None
+    """The gradient of ``_convolved`` in its input, which has this shape."""
+    pieces = []
+    for some, own in zip(gradient.split(at_once), weights.split(at_once), strict=True):
+        m, parts = len(own), some.shape[2]
+        of_all = (parts, m * shape[1], *shape[2:])
+        pulled = g.of_all(m).input_gradient(of_all, _kernels(own, g), _columns(some, g))
+        # (F, m c, *space) → (m F, c, *space)
+        pieces.append(pulled.unflatten(1, (m, -1)).transpose(0, 1).flatten(0, 1))
+    return _joined(pieces)
 
 
 class _Inner(torch.autograd.Function):
@@ -252,14 +235,11 @@ class _Inner(torch.autograd.Function):
         gradient: Tensor,
         cotangent: Tensor,
         g: Geometry,
-        settings: dict[str, Any],
-        convolve: Callable[..., Tensor],
-        pull_back: Callable[..., Tensor],
+        at_once: int,
     ) -> Tensor:
-        products = convolve(x, cotangent, gradient.shape[2], g, settings)
+        products = _convolved(x, cotangent, gradient.shape[2], g, at_once)
         ctx.save_for_backward(x, gradient, cotangent)
-        ctx.products, ctx.settings = products, (g, settings)
-        ctx.convolve, ctx.pull_back = convolve, pull_back
+        ctx.products, ctx.settings = products, (g, at_once)
         return inner_product(products, gradient)
 
     @staticmethod
@@ -269,10 +249,70 @@ class _Inner(torch.autograd.Function):
         scaled = torch.mul if again else Tensor.mul_
         of_x = of_gradient = None
         if ctx.needs_input_grad[0]:
-            of_x = scaled(ctx.pull_back(x.shape, cotangent, gradient, *ctx.settings), factor)
+            of_x = scaled(_pulled_back(x.shape, cotangent, gradient, *ctx.settings), factor)
         if ctx.needs_input_grad[1]:
             products, ctx.products = ctx.products, None
             if again or products is None:  # with a graph of its own, or a second call
-                products = ctx.convolve(x, cotangent, gradient.shape[2], *ctx.settings)
+                products = _convolved(x, cotangent, gradient.shape[2], *ctx.settings)
             of_gradient = scaled(products, factor)
-        return of_x, of_gradient, None, None, None, None, None
+        return of_x, of_gradient, None, None, None
+
+
+def fixed_convolution(
+    x: Float[Tensor, "mF c *space"],
+    weight: Float[Tensor, "o i *kernel"],
+    bias: Float[Tensor, " o"] | None,
+    g: Geometry,
+) -> Float[Tensor, "mF o *positions"]:
+    """A convolution as PyTorch computes it, also under autocast, with a graph into x alone."""
+    # PyTorch's second derivative of a convolution also computes the one in the weight, wanted or
+    # not: one convolution in three of a gradient through rows. With a fixed weight there are two
+    # linear maps, and each is the other's derivative, any number of times.
+    return _Convolve.apply(x, weight, bias, g)
+
+
+def is_convolution(node: Node) -> bool:
+    """Whether a node of an autograd graph is a ``fixed_convolution``."""
+    return getattr(node, "_forward_cls", None) is _Convolve
+
+
+class _Convolve(torch.autograd.Function):
+    """x ↦ W x + b."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.shape, ctx.dtype, ctx.geometry = x.shape, x.dtype, g
+        return g.convolve(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Wᵀ g."""
+        (weight,) = ctx.saved_tensors
+        of_x = _PullBack.apply(gradients[0], weight, ctx.shape, ctx.dtype, ctx.geometry)
+        return of_x, None, None, None
+
+
+class _PullBack(torch.autograd.Function):
+    """g ↦ Wᵀ g, in the type of the convolution's input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gradient: Tensor,
+        weight: Tensor,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        g: Geometry,
+    ) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.dtype, ctx.geometry = gradient.dtype, g
+        return g.input_gradient(shape, weight.to(gradient.dtype), gradient).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *vectors: Tensor) -> tuple[Tensor | None, ...]:
+        """W v."""
+        (weight,) = ctx.saved_tensors
+        vector = vectors[0].to(ctx.dtype)
+        product = _Convolve.apply(vector, weight.to(ctx.dtype), None, ctx.geometry)
+        return product, None, None, None, None

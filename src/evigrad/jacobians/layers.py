@@ -2,11 +2,15 @@
 
 A rule turns the input of a call and the gradients of the rows in its output into the rows in each
 parameter of the call. It looks at functions, not at modules: ``F.linear(x, w)`` in a forward method
-is the same to it as ``nn.Linear``. A new layer type is one new rule in ``RULES``; nothing else
-changes, as every rule is checked against the reference.
+is the same to it as ``nn.Linear``. A new layer type is a new ``Rule`` with the two verbs ``match``
+and ``rows``, and an entry in ``RULES``; nothing else changes, as every rule is checked against the
+reference.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
 from math import prod
 from typing import Any
 
@@ -15,18 +19,108 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from evigrad.jacobians.convolutions import convolution_inner, convolution_rows, inner_product
-from evigrad.jacobians.fixed_convolutions import convolve
-from evigrad.jacobians.geometry import Geometry
-from evigrad.jacobians.kronecker import ConvolutionUse, KroneckerUse
-from evigrad.jacobians.rules import (
-    Match,
-    Rule,
-    aligned,
-    given,
-    sum_to,
-    sum_to_channels,
+from evigrad.jacobians.convolutions import (
+    Geometry,
+    convolution_inner,
+    convolution_rows,
+    fixed_convolution,
+    inner_product,
 )
+from evigrad.jacobians.kronecker import ConvolutionUse, KroneckerUse
+
+
+@dataclass(frozen=True)
+class Match:
+    """A function call that a closed form covers.
+
+    Attributes:
+        input: The tensor that the parameters act on; dim 0 must count the data, each in the same
+            number F of consecutive parts.
+        slots: The call's parameters by their role, for example "weight" or "bias".
+        settings: The other arguments that the rows depend on.
+    """
+
+    input: Tensor
+    slots: dict[str, Tensor]
+    settings: dict[str, Any]
+
+
+class Rule(ABC):
+    """The closed form of one function.
+
+    Dim 0 of the input counts m data times F consecutive parts of each, for example augmentation
+    samples or patches; F is 1 where it counts the data alone. Gradients in the output have separate
+    dimensions for the two, and a datum's rows are sums over its parts.
+
+    Attributes:
+        name: For ``JacobianPlan.describe()``.
+        kronecker: Slots whose rows have Kronecker factors.
+    """
+
+    name: str
+    kronecker: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def match(self, *args: Any, **kwargs: Any) -> Match | None:
+        """Read a call's arguments, in the function's signature; None if no closed form holds."""
+
+    def call(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call the function, with detached parameters, or a faster equivalent."""
+        return function(*args, **kwargs)
+
+    @abstractmethod
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
+        """The rows in one parameter, (m, k, *parameter shape), from the gradient in the output."""
+
+    def inner(
+        self,
+        slot: str,
+        match: Match,
+        gradient: Float[Tensor, "m k F *out"],
+        cotangent: Float[Tensor, "m k *parameter"],
+    ) -> Float[Tensor, ""]:
+        """Σ cotangent · rows in one parameter; the cotangent gets no gradient."""
+        parts, numel = gradient.shape[2], prod(cotangent.shape[2:])
+        if parts > 1 and numel <= prod(gradient.shape[3:]):
+            # Each part as a datum of its own: the derivative in the gradients, a few numbers for
+            # each part, is then never expanded in memory.
+            gradient = gradient.transpose(1, 2).flatten(0, 1).unsqueeze(2)
+            cotangent = cotangent.repeat_interleave(parts, dim=0)
+        return inner_product(self.rows(slot, match, gradient), cotangent)
+
+    def factors(self, match: Match, gradient: Float[Tensor, "m k F *out"]) -> KroneckerUse:
+        """The Kronecker factors of the rows in the weight."""
+        raise NotImplementedError(f"{self.name} has no Kronecker factors")
+
+
+def aligned(values: Tensor, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
+    """Values of the data and their parts, (m F, ...), as (m, 1, F, ...) like the gradients."""
+    return values.unflatten(0, (gradient.shape[0], gradient.shape[2]))[:, None]
+
+
+def given(**slots: Tensor | None) -> dict[str, Tensor]:
+    """The slots that hold a tensor."""
+    return {slot: tensor for slot, tensor in slots.items() if tensor is not None}
+
+
+def sum_to(
+    values: Float[Tensor, "m k F *out"], shape: Sequence[int]
+) -> Float[Tensor, "m k *parameter"]:
+    """Sum over the dimensions along which a parameter of this shape was broadcast."""
+    out = values.shape[2:]
+    sizes = list(shape)[-len(out) :]
+    sizes = [1] * (len(out) - len(sizes)) + sizes
+    dims = [2 + i for i, (a, b) in enumerate(zip(sizes, out, strict=True)) if a == 1 and b != 1]
+    if dims:
+        values = values.sum(dims)
+    return values.reshape(*values.shape[:2], *shape)
+
+
+def sum_to_channels(values: Float[Tensor, "m k F c *space"]) -> Float[Tensor, "m k c"]:
+    """Sum over all dimensions but the channels."""
+    return values.sum((2, *range(4, values.dim())))
 
 
 class Linear(Rule):
@@ -104,12 +198,13 @@ class Convolution(Rule):
         if input.dim() != self.dimensions + 2:  # one datum without a batch dimension
             return None
         kernel, dilation = tuple(weight.shape[2:]), self._each(dilation)
-        if isinstance(padding, str):
+        if padding == "same":
             spans = [d * (size - 1) for size, d in zip(kernel, dilation, strict=True)]
-            pads = tuple((s // 2, s - s // 2) if padding == "same" else (0, 0) for s in spans)
-        else:
-            # Padding modes other than zeros arrive here as a padded input.
-            pads = tuple((p, p) for p in self._each(padding))
+            padding = tuple(span // 2 for span in spans)
+            if any(span % 2 for span in spans):  # another zero behind
+                input = F.pad(input, [z for s in reversed(spans) for z in (0, s % 2)])
+        # Padding modes other than zeros arrive here as a padded input.
+        pads = self._each(0 if isinstance(padding, str) else padding)
         geometry = Geometry(kernel, self._each(stride), pads, dilation, groups)
         return Match(input, given(weight=weight, bias=bias), {"geometry": geometry})
 
@@ -121,7 +216,7 @@ class Convolution(Rule):
         if match is None or any(p.requires_grad for p in match.slots.values()):
             return function(*args, **kwargs)
         slots, geometry = match.slots, match.settings["geometry"]
-        return convolve(match.input, slots["weight"], slots.get("bias"), geometry)
+        return fixed_convolution(match.input, slots["weight"], slots.get("bias"), geometry)
 
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         """See ``Rule.rows``."""
@@ -194,100 +289,44 @@ class Embedding(Rule):
 
 
 class Normalisation(Rule):
-    """z = W x̂ + b, where ``standardise`` gives the input x̂ standardised without parameters.
+    """z = W x̂ + b, where x̂ is what the function gives without parameters.
 
-    The parameters have either the trailing dimensions of the output (layer norm) or its channels.
+    Args:
+        function: Standardises its first argument, and has arguments ``weight`` and maybe ``bias``.
+        channels: Whether these are one number for each channel, as in group norm; else they have
+            the trailing dimensions of the output, as in layer norm.
     """
 
-    def __init__(self, name: str, read: Callable[..., Match | None], channels: bool) -> None:
-        self.name = name
-        self.channels = channels
-        self._read = read
+    def __init__(self, function: Callable[..., Tensor], channels: bool) -> None:
+        self.name = function.__name__
+        self._function, self._signature = function, signature(function)
+        self._channels = channels
 
     def match(self, *args: Any, **kwargs: Any) -> Match | None:
         """See ``Rule.match``."""
-        found = self._read(*args, **kwargs)
-        if found is None:
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        found = bound.arguments
+        slots = given(weight=found.pop("weight"), bias=found.pop("bias", None))
+        # The data mix, or the call would update the running statistics.
+        if found.get("training") or (
+            found.get("use_input_stats") and found["running_mean"] is not None
+        ):
             return None
         # Trailing dimensions that take in dim 0 leave no dimension for the data.
-        trailing = 1 if self.channels else max(p.dim() for p in found.slots.values())
-        return found if found.input.dim() > trailing else None
+        trailing = 1 if self._channels else max(p.dim() for p in slots.values())
+        if found["input"].dim() <= trailing:
+            return None
+        settings = {"standardise": lambda: self._function(**found)}
+        return Match(found["input"], slots, settings)
 
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         """See ``Rule.rows``."""
         if slot == "weight":
             gradient = gradient * aligned(match.settings["standardise"](), gradient)
-        if self.channels:
+        if self._channels:
             return sum_to_channels(gradient)
         return sum_to(gradient, match.slots[slot].shape)
-
-
-def _read_layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Match:
-    settings = {"standardise": lambda: F.layer_norm(input, list(normalized_shape), eps=eps)}
-    return Match(input, given(weight=weight, bias=bias), settings)
-
-
-def _read_rms_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Match:
-    settings = {"standardise": lambda: F.rms_norm(input, list(normalized_shape), eps=eps)}
-    return Match(input, given(weight=weight), settings)
-
-
-def _read_group_norm(
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Match:
-    settings = {"standardise": lambda: F.group_norm(input, num_groups, eps=eps)}
-    return Match(input, given(weight=weight, bias=bias), settings)
-
-
-def _read_instance_norm(
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Match | None:
-    if use_input_stats and running_mean is not None:  # it would update the running statistics
-        return None
-    settings = {
-        "standardise": lambda: F.instance_norm(
-            input, running_mean, running_var, use_input_stats=use_input_stats, eps=eps
-        )
-    }
-    return Match(input, given(weight=weight, bias=bias), settings)
-
-
-def _read_batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Match | None:
-    if training or running_mean is None or running_var is None:  # the data mix
-        return None
-    settings = {"standardise": lambda: F.batch_norm(input, running_mean, running_var, eps=eps)}
-    return Match(input, given(weight=weight, bias=bias), settings)
 
 
 class PReLU(Rule):
@@ -362,11 +401,11 @@ RULES: dict[Callable[..., Any], Rule] = {
     torch.conv2d: Convolution(2),
     torch.conv3d: Convolution(3),
     F.embedding: Embedding(),
-    F.layer_norm: Normalisation("layer_norm", _read_layer_norm, channels=False),
-    F.rms_norm: Normalisation("rms_norm", _read_rms_norm, channels=False),
-    F.group_norm: Normalisation("group_norm", _read_group_norm, channels=True),
-    F.batch_norm: Normalisation("batch_norm", _read_batch_norm, channels=True),
-    F.instance_norm: Normalisation("instance_norm", _read_instance_norm, channels=True),
+    F.layer_norm: Normalisation(F.layer_norm, channels=False),
+    F.rms_norm: Normalisation(F.rms_norm, channels=False),
+    F.group_norm: Normalisation(F.group_norm, channels=True),
+    F.batch_norm: Normalisation(F.batch_norm, channels=True),
+    F.instance_norm: Normalisation(F.instance_norm, channels=True),
     torch.prelu: PReLU(),
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _ADD),
     **dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), _SUB),

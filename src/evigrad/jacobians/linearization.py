@@ -13,10 +13,10 @@ from evigrad.errors.users_code import called, is_out_of_memory
 from evigrad.jacobians.arguments import check_call, check_output
 from evigrad.jacobians.generic import loop_rows, vmap_rows
 from evigrad.jacobians.kronecker import KroneckerUse
+from evigrad.jacobians.modes import model_run, without_autocast
 from evigrad.jacobians.ownership import probed, traced
 from evigrad.jacobians.paths import JacobianPlan
 from evigrad.jacobians.recorder import Call, Recorder, reachable
-from evigrad.jacobians.state import model_run, without_autocast
 
 
 def uses_of(calls: Sequence[Call]) -> dict[str, list[tuple[Call, str]]]:
@@ -34,6 +34,10 @@ class Linearization:
     Made by ``linearize``. It holds the autograd graph of the pass for as long as it lives.
 
     Attributes:
+        model: As given.
+        weights: As given.
+        x: As given.
+        plan: As given.
         outputs: f(x), in the weights' type; has a graph only if ``differentiable``.
         mixed: Whether the pass ran under autocast. Closed forms then have its precision and the
             weights' type; the other rows are computed without autocast.
@@ -50,7 +54,7 @@ class Linearization:
         plan: JacobianPlan,
         differentiable: bool,
     ) -> None:
-        self._model, self._weights, self._x, self._plan = model, weights, x, plan
+        self.model, self.weights, self.x, self.plan = model, weights, x, plan
         self._differentiable = differentiable
         # Where nothing has a closed form there is nothing to record, and recording might disturb.
         recorder = Recorder(weights if plan.uses else {}, len(x))
@@ -64,7 +68,8 @@ class Linearization:
         self.outputs = self._graph if differentiable else self._graph.detach()
         self._recorder_doubts = recorder.may_mix(model)
         self._uses = uses_of(recorder.calls)
-        self._elsewhere = reachable(self._graph, weights)
+        self._owned, nodes = traced(self._graph, recorder.calls)
+        self._elsewhere = reachable(self._graph, weights, nodes)
         self._kept: tuple[Tensor, dict[int, Tensor | None]] | None = None
 
     def rows(
@@ -84,27 +89,22 @@ class Linearization:
         Raises:
             ConfigurationError: If a name is not among the weights.
         """
-        names = list(self._weights) if names is None else list(names)
-        self._check_names(names)
-        closed = [name for name in names if self.is_closed(name)]
-        generic = [name for name in names if name not in closed and not self._is_idle(name)]
+        names = list(self.weights) if names is None else list(names)
+        closed, generic = self._paths(names)
         with self._computing():
-            rows = self._closed_rows(vectors, closed)
+            rows = self._closed_rows(self._gradients(vectors), closed)
             rows.update(self._generic_rows(vectors, generic))
             shape = vectors.shape[:2]
             for name in names:
                 if name not in rows:
-                    rows[name] = self._weights[name].new_zeros(*shape, *self._weights[name].shape)
+                    rows[name] = self.weights[name].new_zeros(*shape, *self.weights[name].shape)
         return self._unshared({name: rows[name] for name in names})
 
     def inner(
         self, vectors: Float[Tensor, "m k C"], cotangents: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
         """Σ cotangents · rows; cotangents (m, k, *parameter shape) get no gradient."""
-        names = list(cotangents)
-        self._check_names(names)
-        closed = [name for name in names if self.is_closed(name)]
-        generic = [name for name in names if name not in closed and not self._is_idle(name)]
+        closed, generic = self._paths(list(cotangents))
         # Closed forms form no rows: this value and its gradient cost a pass through the network
         # with weights of its own for each datum.
         with self._computing():
@@ -130,26 +130,19 @@ class Linearization:
             names that do not take the loop in this pass.
         """
         vectors, one = vectors.detach(), slice(index, index + 1)
-        rows: dict[str, Tensor | None] = {}
+        closed, generic = self._paths(list(self.weights))
         with self._computing(), torch.no_grad():
-            closed = [name for name in self._weights if self.is_closed(name)]
             # With the cotangents of all data, a path that confuses the rows of two data shows.
             gradients = self._pulled(vectors, closed, differentiable=False)
-            for name in closed:
-                for call, slot in self._uses[name]:
-                    gradient = gradients[id(call)]
-                    if gradient is not None:
-                        part = call.datum(index).rows(slot, gradient[one])
-                        before = rows.get(name)
-                        rows[name] = part if before is None else before + part
-            for name, p in self._weights.items():
-                if name not in rows and (name in closed or self._is_idle(name)):
+            rows: dict[str, Tensor | None] = {**self._closed_rows(gradients, closed, index)}
+            for name, p in self.weights.items():
+                if name not in rows and name not in generic:
                     rows[name] = p.new_zeros(1, vectors.shape[1], *p.shape)
-            vectorised = [n for n in self._weights if n not in rows and self._is_vectorised(n)]
+            vectorised = [name for name in generic if self._is_vectorised(name)]
             if vectorised:
-                arguments = (self._model, self._weights, vectorised, self._x[one], vectors[one])
+                arguments = (self.model, self.weights, vectorised, self.x[one], vectors[one])
                 try:
-                    with model_run(self._model):
+                    with model_run(self.model):
                         rows |= vmap_rows(*arguments, differentiable=False)
                 except Exception as error:  # any error means that this path fails for the datum
                     if is_out_of_memory(error):
@@ -158,25 +151,28 @@ class Linearization:
         return rows
 
     def factors(
-        self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
+        self, vectors: Float[Tensor, "m k C"], names: Sequence[str], average: bool = True
     ) -> dict[str, list[KroneckerUse]]:
-        """Name → Kronecker factors of each use; samples of a datum are averaged."""
-        return self._use_factors(vectors, names, average=True)
+        """Kronecker factors.
 
-    def pairs(
-        self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
-    ) -> dict[str, list[KroneckerUse]]:
-        """``factors``, but samples are positions, so that rows are sums of products."""
-        return self._use_factors(vectors, names, average=False)
+        Args:
+            vectors: Cotangents of the outputs.
+            names: The parameters wanted.
+            average: Whether augmentation samples of a datum are averaged; else they count as
+                positions, so that rows are sums of products.
 
-    def _use_factors(
-        self, vectors: Float[Tensor, "m k C"], names: Sequence[str], average: bool
-    ) -> dict[str, list[KroneckerUse]]:
+        Returns:
+            Name → the factors of each use.
+
+        Raises:
+            ConfigurationError: If a parameter has none.
+            InputError: If it has none for these data.
+        """
         self._check_names(names)
         for name in names:
-            if name not in self._plan.kronecker:
+            if name not in self.plan.kronecker:
                 raise ConfigurationError(
-                    f"{name!r} has no Kronecker factors ({self._plan.words[name]}); ask for its"
+                    f"{name!r} has no Kronecker factors ({self.plan.words[name]}); ask for its"
                     " rows."
                 )
             if not self.is_closed(name):
@@ -208,23 +204,22 @@ class Linearization:
     @cached_property
     def _as_planned(self) -> tuple[set[str], set[str]]:
         """Names used as planned: those with known data for each row, and the others."""
-        uses = {name: self._uses[name] for name in self._weights if self._is_as_planned(name)}
+        uses = {name: self._uses[name] for name in self.weights if self._is_as_planned(name)}
         calls = {id(call): call for each in uses.values() for call, _ in each}
-        known = traced(self._graph, calls.values()) if calls else set()
-        rest = [call for key, call in calls.items() if key not in known]
+        known, rest = self._owned, [c for key, c in calls.items() if key not in self._owned]
         if rest:
-            with without_autocast(self._x.device):
-                known |= probed(self._graph, rest, self._differentiable)
+            with without_autocast(self.x.device):
+                known = known | probed(self._graph, rest, self._differentiable)
         closed = {n for n, each in uses.items() if all(id(call) in known for call, _ in each)}
         return closed, uses.keys() - closed
 
     def _is_as_planned(self, name: str) -> bool:
         uses = self._uses.get(name, [])
         return (
-            name in self._plan.uses
+            name in self.plan.uses
             and name not in self._elsewhere
-            and self._x.shape[1:] == self._plan.datum_shape
-            and tuple(call.structure(slot) for call, slot in uses) == self._plan.uses[name]
+            and self.x.shape[1:] == self.plan.datum_shape
+            and tuple(call.use(slot) for call, slot in uses) == self.plan.uses[name]
             and all(call.parts > 0 for call, _ in uses)
             and not any(call.input_changed for call, _ in uses)
         )
@@ -232,20 +227,23 @@ class Linearization:
     @contextmanager
     def _computing(self) -> Iterator[None]:
         """With a graph if ``differentiable``, in the types of the forward pass."""
-        with torch.set_grad_enabled(self._differentiable), without_autocast(self._x.device):
+        with torch.set_grad_enabled(self._differentiable), without_autocast(self.x.device):
             yield
 
     def _check_names(self, names: Sequence[str]) -> None:
         for name in names:
-            if name not in self._weights:
+            if name not in self.weights:
                 raise ConfigurationError(
-                    f"There is no weight named {name!r}.{nearest(name, self._weights)}"
+                    f"There is no weight named {name!r}.{nearest(name, self.weights)}"
                 )
 
-    def _is_idle(self, name: str) -> bool:
+    def _paths(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The names with closed forms, and those of the generic path; others are not used."""
+        self._check_names(names)
+        closed = [name for name in names if self.is_closed(name)]
         # Demoted parameters count as used.
-        used = name in self._uses or name in self._elsewhere or name in self._plan.demoted
-        return not used
+        used = self._uses.keys() | self._elsewhere | self.plan.demoted
+        return closed, [name for name in names if name in used and name not in closed]
 
     def _unshared(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rows in memory of their own: an addition gives both sides one gradient."""
@@ -259,14 +257,19 @@ class Linearization:
         return found
 
     def _closed_rows(
-        self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
+        self,
+        gradients: Mapping[int, Tensor | None],
+        names: Sequence[str],
+        index: int | None = None,
     ) -> dict[str, Tensor]:
-        gradients = self._gradients(vectors)
+        """Rows of all data, or of one, from the gradients in the outputs of calls."""
         rows: dict[str, Tensor] = {}
         for name in names:
             for call, slot in self._uses[name]:
                 gradient = gradients[id(call)]
                 if gradient is not None:
+                    if index is not None:
+                        call, gradient = call.datum(index), gradient[index : index + 1]
                     part = call.rows(slot, gradient)
                     rows[name] = rows[name] + part if name in rows else part
         return rows
@@ -275,7 +278,7 @@ class Linearization:
         """id(call) → gradients of the k rows in the call's output, (m, k, F, *out)."""
         # One backward pass gives those of all closed forms; the next call mostly asks for the same.
         if self._kept is None or self._kept[0] is not vectors:
-            names = [name for name in self._weights if self.is_closed(name)]
+            names = [name for name in self.weights if self.is_closed(name)]
             self._kept = (vectors, self._pulled(vectors, names, self._differentiable))
         return self._kept[1]
 
@@ -330,14 +333,14 @@ class Linearization:
         others = [name for name in names if name not in vectorised]
         for compute, some in ((vmap_rows, vectorised), (loop_rows, others)):
             if some:
-                with model_run(self._model):
+                with model_run(self.model):
                     rows |= compute(
-                        self._model, self._weights, some, self._x, vectors, self._differentiable
+                        self.model, self.weights, some, self.x, vectors, self._differentiable
                     )
         return rows
 
     def _is_vectorised(self, name: str) -> bool:
-        return name in self._plan.vectorised and self._x.shape[1:] == self._plan.datum_shape
+        return name in self.plan.vectorised and self.x.shape[1:] == self.plan.datum_shape
 
 
 def _stacked(columns: Sequence[Tensor]) -> Tensor:

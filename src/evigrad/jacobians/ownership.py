@@ -12,6 +12,7 @@ passes; it is exact but for a set of random numbers of measure zero.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -19,14 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from evigrad.jacobians.fixed_convolutions import is_convolution
+from evigrad.jacobians.convolutions import is_convolution
 from evigrad.jacobians.recorder import Call
 from evigrad.jacobians.verification import tolerances
-
-# (node, which of its inputs, shape of the output, dimension there, shape of the input) → the
-# dimension of the input whose entries map one to one to those of the output's dimension; None where
-# entries may mix.
-_Step = Callable[[Node, int, Sequence[int], int, Sequence[int]], int | None]
 
 # Distance of the coefficients c, in tolerances.
 _APART = 16.0
@@ -34,23 +30,24 @@ _APART = 16.0
 _ROUNDING_FACTOR = 10.0
 
 
-def traced(outputs: Tensor, calls: Collection[Call]) -> set[int]:
-    """The calls whose rows belong to the data assumed for them, by the graph alone.
+def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node]]:
+    """Follow the data's dimension through the graph, once.
 
     Returns:
-        ``id(call)`` of each; also where the outputs do not use a call at all.
+        ``id(call)`` of each call whose rows belong to the data assumed for them, by the graph alone
+        (also where the outputs do not use a call at all), and all nodes of the graph.
     """
     m, found = len(outputs), {id(call) for call in calls}
-    if m == 1 or outputs.grad_fn is None:
-        return found
+    if outputs.grad_fn is None:
+        return found, set()
+    # With one datum, all rows are its own.
     claimed = {
         (call.edge.node, call.edge.output_nr): (id(call), call.parts * prod(call.output_shape[1:]))
-        for call in calls
+        for call in (calls if m > 1 else ())
     }
     # In row-major order, entry i of a tensor belongs to datum (i // stride) % m. None: not known.
-    stack: list[tuple[Node, int, int | None]] = [
-        (outputs.grad_fn, outputs.output_nr, outputs[0].numel())
-    ]
+    first = outputs[0].numel() if claimed else None
+    stack: list[tuple[Node, int, int | None]] = [(outputs.grad_fn, outputs.output_nr, first)]
     seen: dict[tuple[Node, int], int | None] = {}
     while stack:
         node, output, stride = stack.pop()
@@ -67,10 +64,10 @@ def traced(outputs: Tensor, calls: Collection[Call]) -> set[int]:
             if source is not None:
                 before = None
                 if stride is not None:
-                    of_shape = source._input_metadata[of_source].shape
-                    before = _stride_before(node, i, shape, of_shape, stride, m)
+                    of_input = source._input_metadata[of_source].shape
+                    before = _stride_before(node, i, shape, of_input, stride, m)
                 stack.append((source, of_source, before))
-    return found
+    return found, {node for node, _ in seen}
 
 
 def _stride_before(
@@ -85,7 +82,7 @@ def _stride_before(
     if step is None or dim is None:
         return None
     try:
-        before = step(node, which, shape, dim, of_input)
+        before = step(_Edge(node, which, shape, dim, of_input))
     except AttributeError:  # settings of nodes have other names in other versions of PyTorch
         return None
     if before is None or not 0 <= before < len(of_input) or of_input[before] != shape[dim]:
@@ -174,115 +171,109 @@ def _operation(node: Node) -> str:
     return name.rstrip("0123456789").removesuffix("Backward") if name[-1:].isdigit() else ""
 
 
-def _broadcast(
-    node: Node, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
-) -> int | None:
-    return dim - len(shape) + len(of_input)
+@dataclass(frozen=True)
+class _Edge:
+    """From an operation of the graph to one of its inputs.
+
+    Attributes:
+        node: The operation.
+        which: The number of the input.
+        shape: Shape of the output.
+        dim: Dimension of the data in the output.
+        of_input: Shape of the input.
+    """
+
+    node: Any
+    which: int
+    shape: Sequence[int]
+    dim: int
+    of_input: Sequence[int]
+
+    def signed(self, dim: int, further: int = 0) -> int:
+        """A dimension counted from the front, of the input's or so many ``further`` ones."""
+        dim = dim - 2**64 if dim >= 2**63 else dim  # autograd keeps -1 as 2^64 - 1
+        return dim + len(self.of_input) + further if dim < 0 else dim
 
 
-def _first(
-    node: Node, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
-) -> int | None:
+# Each gives the dimension of the input whose entries map one to one to those of the output's
+# dimension; None where entries may mix.
+_Step = Callable[[_Edge], int | None]
+
+
+def _broadcast(edge: _Edge) -> int | None:
+    return edge.dim - len(edge.shape) + len(edge.of_input)
+
+
+def _first(edge: _Edge) -> int | None:
     """An operation on each entry of dim 0 of its first input; the other inputs are shared."""
-    return 0 if which == dim == 0 else None
+    return 0 if edge.which == edge.dim == 0 else None
 
 
-def _both(
-    node: Node, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
-) -> int | None:
-    return 0 if dim == 0 else None
+def _both(edge: _Edge) -> int | None:
+    return 0 if edge.dim == 0 else None
 
 
-def _product(
-    node: Node, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
-) -> int | None:
+def _product(edge: _Edge) -> int | None:
     """Rows of the left matrix, columns of the right one, and the summand, if any."""
-    side = which - len(node.next_functions) + 2
+    side = edge.which - len(edge.node.next_functions) + 2
     if side < 0:
-        return _broadcast(node, which, shape, dim, of_input)
-    return dim if dim != len(shape) - 1 - side else None
+        return _broadcast(edge)
+    return edge.dim if edge.dim != len(edge.shape) - 1 - side else None
 
 
-def _reduction(
-    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
-) -> int | None:
-    reduced = node._saved_dim if isinstance(node._saved_dim, tuple) else (node._saved_dim,)
-    if node._saved_keepdim:
-        return dim
-    kept = sorted(set(range(len(of_input))) - {_signed(d, of_input) for d in reduced})
-    return kept[dim] if len(kept) == len(shape) else None
+def _reduction(edge: _Edge) -> int | None:
+    dims = edge.node._saved_dim
+    if edge.node._saved_keepdim:
+        return edge.dim
+    reduced = {edge.signed(d) for d in (dims if isinstance(dims, tuple) else (dims,))}
+    kept = sorted(set(range(len(edge.of_input))) - reduced)
+    return kept[edge.dim] if len(kept) == len(edge.shape) else None
 
 
-def _along(
-    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
-) -> int | None:
+def _along(edge: _Edge) -> int | None:
     """An operation along one dimension, which must not be that of the data."""
-    return dim if _signed(node._saved_dim, of_input) != dim else None
+    return edge.dim if edge.signed(edge.node._saved_dim) != edge.dim else None
 
 
-def _flip(
-    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
-) -> int | None:
-    return dim if dim not in [_signed(d, shape) for d in node._saved_dims] else None
+def _flip(edge: _Edge) -> int | None:
+    return edge.dim if edge.dim not in map(edge.signed, edge.node._saved_dims) else None
 
 
-def _without(
-    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
-) -> int | None:
+def _without(edge: _Edge) -> int | None:
     """The output lacks a dimension of the input."""
-    return dim + (dim >= _signed(node._saved_dim, of_input))
+    return edge.dim + (edge.dim >= edge.signed(edge.node._saved_dim))
 
 
-def _stack(
-    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
-) -> int | None:
-    new = _signed(node._saved_dim, shape)
-    return dim - (dim > new) if dim != new else None
+def _stack(edge: _Edge) -> int | None:
+    new = edge.signed(edge.node._saved_dim, 1)
+    return edge.dim - (edge.dim > new) if edge.dim != new else None
 
 
-def _permute(
-    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
-) -> int | None:
-    return _signed(node._saved_dims[dim], shape)
+def _permute(edge: _Edge) -> int | None:
+    return edge.signed(edge.node._saved_dims[edge.dim])
 
 
-def _transpose(
-    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
-) -> int | None:
-    one, other = _signed(node._saved_dim0, shape), _signed(node._saved_dim1, shape)
-    return {one: other, other: one}.get(dim, dim)
+def _transpose(edge: _Edge) -> int | None:
+    one, other = edge.signed(edge.node._saved_dim0), edge.signed(edge.node._saved_dim1)
+    return {one: other, other: one}.get(edge.dim, edge.dim)
 
 
-def _repeat(
-    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
-) -> int | None:
-    return dim - len(shape) + len(of_input) if node._saved_repeats[dim] == 1 else None
+def _repeat(edge: _Edge) -> int | None:
+    return _broadcast(edge) if edge.node._saved_repeats[edge.dim] == 1 else None
 
 
-def _pad(
-    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
-) -> int | None:
-    behind = 2 * (len(shape) - 1 - dim)  # pads come from the last dimension on
-    return None if any(node._saved_pad[behind : behind + 2]) else dim
+def _pad(edge: _Edge) -> int | None:
+    behind = 2 * (len(edge.shape) - 1 - edge.dim)  # pads come from the last dimension on
+    return None if any(edge.node._saved_pad[behind : behind + 2]) else edge.dim
 
 
-def _layer_norm(
-    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
-) -> int | None:
-    kept = len(shape) - len(node._saved_normalized_shape)
-    return dim if which == 0 and dim < kept else None
+def _layer_norm(edge: _Edge) -> int | None:
+    kept = len(edge.shape) - len(edge.node._saved_normalized_shape)
+    return edge.dim if edge.which == 0 and edge.dim < kept else None
 
 
-def _batch_norm(
-    node: Any, which: int, shape: Sequence[int], dim: int, of_input: Sequence[int]
-) -> int | None:
-    return dim if which == 0 and not node._saved_training else None
-
-
-def _signed(dim: int, shape: Sequence[int]) -> int:
-    """A dimension counted from the front; autograd keeps -1 as 2^64 - 1."""
-    dim = dim - 2**64 if dim >= 2**63 else dim
-    return dim + len(shape) if dim < 0 else dim
+def _batch_norm(edge: _Edge) -> int | None:
+    return edge.dim if edge.which == 0 and not edge.node._saved_training else None
 
 
 def _named(names: str, step: _Step) -> dict[str, _Step]:

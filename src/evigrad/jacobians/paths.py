@@ -2,13 +2,39 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from evigrad.errors import ConfigurationError, nearest
+from evigrad.jacobians.layers import Linear
 
 LOOP = "generic: loop"
 
 _SETS = ("vectorised", "kronecker", "demoted", "operations")
+
+
+class Use(NamedTuple):
+    """All that must stay the same from batch to batch in one use of a parameter.
+
+    Attributes:
+        rule: Name of its closed form.
+        slot: The parameter's role in the call.
+        parts: F, how many entries of dim 0 belong to each datum.
+        samples: How many augmentation samples of each datum were announced.
+        input: Shape of the call's input, without dim 0.
+        output: Shape of its output, without dim 0.
+        settings: The call's other settings, in words.
+    """
+
+    rule: str
+    slot: str
+    parts: int
+    samples: int
+    input: tuple[int, ...]
+    output: tuple[int, ...]
+    settings: str
 
 
 @dataclass(frozen=True)
@@ -17,7 +43,7 @@ class JacobianPlan:
 
     Attributes:
         words: Name → the path in words, in the order of the weights.
-        uses: Name → the structure of each use, for the parameters with a closed form.
+        uses: Name → each use, for the parameters with a closed form.
         vectorised: Names whose generic rows may be computed for all data at once.
         kronecker: Names whose every use has Kronecker factors.
         datum_shape: Shape of one input.
@@ -27,7 +53,7 @@ class JacobianPlan:
     """
 
     words: Mapping[str, str]
-    uses: Mapping[str, tuple[tuple[Any, ...], ...]]
+    uses: Mapping[str, tuple[Use, ...]]
     vectorised: frozenset[str]
     kronecker: frozenset[str]
     datum_shape: tuple[int, ...]
@@ -40,7 +66,8 @@ class JacobianPlan:
 
     def as_record(self) -> dict[str, Any]:
         """The plan in plain types, for a checkpoint; other weights may give another plan."""
-        record = vars(self) | {name: dict(getattr(self, name)) for name in ("words", "uses")}
+        uses = {name: tuple(map(tuple, each)) for name, each in self.uses.items()}
+        record = vars(self) | {"words": dict(self.words), "uses": uses}
         for name in _SETS:
             record[name] = sorted(record[name])
         return record
@@ -49,7 +76,8 @@ class JacobianPlan:
     def from_record(cls, record: Mapping[str, Any]) -> "JacobianPlan":
         """The plan of a record by ``as_record``."""
         sets = {name: frozenset(record.get(name, ())) for name in _SETS}
-        return cls(**{**record, **sets})
+        uses = {name: tuple(Use(*use) for use in each) for name, each in record["uses"].items()}
+        return cls(**{**record, **sets, "uses": uses})
 
 
 def demote(plan: JacobianPlan, names: Collection[str]) -> JacobianPlan:
@@ -68,3 +96,32 @@ def demote(plan: JacobianPlan, names: Collection[str]) -> JacobianPlan:
         kronecker=plan.kronecker - gone,
         demoted=plan.demoted | gone,
     )
+
+
+@dataclass(frozen=True)
+class MatrixUse:
+    """Sizes of the only use of a weight as a matrix.
+
+    Attributes:
+        positions: T, how often a datum is multiplied with the matrix, over all its samples.
+        inputs: Columns of the matrix.
+        outputs: Rows of the matrix.
+    """
+
+    positions: int
+    inputs: int
+    outputs: int
+
+
+def matrix_uses(plan: JacobianPlan, weights: Mapping[str, Tensor]) -> dict[str, MatrixUse]:
+    """Sizes of the linear layers and ungrouped convolutions that are used once."""
+    found = {}
+    for name in plan.kronecker:
+        use, shape = plan.uses[name][0], weights[name].shape
+        if len(plan.uses[name]) > 1:
+            continue
+        if use.rule == Linear.name:
+            found[name] = MatrixUse(use.parts * prod(use.input[:-1]), shape[1], shape[0])
+        elif shape[1] == use.input[0]:
+            found[name] = MatrixUse(use.parts * prod(use.output[1:]), prod(shape[1:]), shape[0])
+    return found

@@ -1,7 +1,7 @@
 """Choosing a path for each parameter, and checking the choice before it is used."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,11 +19,16 @@ from evigrad.jacobians.arguments import (
 )
 from evigrad.jacobians.generic import vmap_rows
 from evigrad.jacobians.linearization import Linearization, uses_of
-from evigrad.jacobians.paths import LOOP, JacobianPlan
-from evigrad.jacobians.probes import distinct_probe, moved_copy, refuse_reentrant
+from evigrad.jacobians.modes import model_run, without_autocast
+from evigrad.jacobians.paths import LOOP, JacobianPlan, Use
 from evigrad.jacobians.recorder import Recorder, graph_nodes, reachable
-from evigrad.jacobians.state import model_run, without_autocast
-from evigrad.jacobians.verification import Reference, close
+from evigrad.jacobians.verification import (
+    Reference,
+    close,
+    distinct_probe,
+    moved_copy,
+    refuse_reentrant,
+)
 
 # Two batch sizes distinguish the dimension of the data from all others; the larger is also the
 # number of data on which rows are compared.
@@ -35,16 +40,14 @@ class _Recording:
     """What every forward pass of the probe showed to the recorder.
 
     Attributes:
-        uses: Name → structure of each use, for the parameters whose every use has a closed form.
-        rules: Name → name of the rule of each use.
+        uses: Name → each use, for the parameters whose every use has a closed form.
         kronecker: Those of ``uses`` whose every use has Kronecker factors.
         idle: Parameters that are not used at all.
         without_effect: Parameters that are used, but not for the outputs.
         operations: Names of the nodes of the outputs' graph.
     """
 
-    uses: dict[str, tuple[tuple[Any, ...], ...]] = field(default_factory=dict)
-    rules: dict[str, list[str]] = field(default_factory=dict)
+    uses: dict[str, tuple[Use, ...]] = field(default_factory=dict)
     kronecker: set[str] = field(default_factory=set)
     idle: set[str] = field(default_factory=set)
     without_effect: set[str] = field(default_factory=set)
@@ -114,7 +117,7 @@ def _checked_plan(
         if name in idle or (name in closed and name in recording.without_effect):
             words[name] = "unused"
         elif name in closed:
-            words[name] = _counted(recording.rules[name])
+            words[name] = _counted(recording.uses[name])
         else:
             words[name] = "generic: vmap" if name in vectorised else LOOP
     return JacobianPlan(
@@ -163,7 +166,7 @@ def adapted(
     if found is None:
         return None
     words = {
-        name: _counted(recording.rules[name])
+        name: _counted(recording.uses[name])
         if name in found.uses and found.words[name] != "unused"
         else word
         for name, word in found.words.items()
@@ -179,10 +182,10 @@ def adapted(
 def _alike(plan: JacobianPlan, recording: _Recording) -> bool:
     """Whether a recording shows all that a plan relies on, but for lengths and counts."""
 
-    def kinds(uses: Iterable[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
+    def kinds(uses: Iterable[Use]) -> set[tuple[Any, ...]]:
         return {
-            (rule, slot, samples, len(inputs), len(outputs), settings)
-            for rule, slot, _, samples, inputs, outputs, settings in uses
+            (use.rule, use.slot, use.samples, len(use.input), len(use.output), use.settings)
+            for use in uses
         }
 
     unused = {name for name, word in plan.words.items() if word == "unused"}
@@ -195,9 +198,10 @@ def _alike(plan: JacobianPlan, recording: _Recording) -> bool:
     )
 
 
-def _counted(rules: Sequence[str]) -> str:
+def _counted(uses: Iterable[Use]) -> str:
     """The rules of a parameter's uses in words."""
-    return " + ".join(f"{n} x {r}" if n > 1 else r for r, n in Counter(rules).items())
+    rules = Counter(use.rule for use in uses)
+    return " + ".join(f"{n} x {rule}" if n > 1 else rule for rule, n in rules.items())
 
 
 def _independent_outputs(model: nn.Module, x: Tensor) -> Tensor:
@@ -231,7 +235,6 @@ def _record(
     same = {name for name in large.uses if small.uses.get(name) == large.uses[name]}
     return _Recording(
         {name: large.uses[name] for name in large.uses if name in same},
-        large.rules,
         large.kronecker & same,
         large.idle & small.idle,
         large.without_effect & small.without_effect,
@@ -258,8 +261,7 @@ def _record_once(
         by_datum = all(call.parts > 0 for call, _ in uses)
         if name in elsewhere or not by_datum:
             continue
-        recording.uses[name] = tuple(call.structure(slot) for call, slot in uses)
-        recording.rules[name] = [call.rule.name for call, _ in uses]
+        recording.uses[name] = tuple(call.use(slot) for call, slot in uses)
         if all(slot in call.rule.kronecker for call, slot in uses):
             recording.kronecker.add(name)
         if not any(call.edge.node in nodes for call, _ in uses):

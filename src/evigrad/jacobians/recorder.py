@@ -7,7 +7,7 @@ still shows in the autograd graph of the outputs, where ``reachable`` finds it: 
 silently.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from evigrad.invariances.noise import current_samples
 from evigrad.jacobians.kronecker import KroneckerUse
-from evigrad.jacobians.layers import RULES
-from evigrad.jacobians.rules import Match, Rule
+from evigrad.jacobians.layers import RULES, Match, Rule
+from evigrad.jacobians.paths import Use
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 
@@ -85,10 +85,10 @@ class Call:
         """Whether the input was changed in place after the call."""
         return self.match.input._version != self.version
 
-    def structure(self, slot: str) -> tuple[Any, ...]:
-        """All that must stay the same from batch to batch in one use of a parameter."""
+    def use(self, slot: str) -> Use:
+        """How the call uses the parameter in a slot."""
         settings = {k: v for k, v in self.match.settings.items() if not callable(v)}
-        return (
+        return Use(
             self.rule.name,
             slot,
             self.parts,
@@ -287,10 +287,13 @@ def graph_nodes(outputs: Tensor) -> set[Node]:
     return seen
 
 
-def reachable(outputs: Tensor, weights: Mapping[str, nn.Parameter]) -> set[str]:
-    """Names of the parameters that the outputs' graph leads to, apart from detached uses."""
+def reachable(
+    outputs: Tensor, weights: Mapping[str, nn.Parameter], nodes: Collection[Node] | None = None
+) -> set[str]:
+    """Names of the parameters that the outputs' graph, with these nodes, leads to."""
     names = {id(p): name for name, p in weights.items()}
     # Only the nodes that stand for leaves have a variable.
-    leaves = (id(getattr(node, "variable", None)) for node in graph_nodes(outputs))
+    nodes = graph_nodes(outputs) if nodes is None else nodes
+    leaves = (id(getattr(node, "variable", None)) for node in nodes)
     found = {names[leaf] for leaf in leaves if leaf in names}
     return found | {names[id(outputs)]} if id(outputs) in names else found

@@ -5,7 +5,7 @@ branch that only other inputs take, data that mix only in larger batches) shows 
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -15,9 +15,9 @@ from evigrad.errors import ConfigurationError
 from evigrad.errors.users_code import is_out_of_memory
 from evigrad.jacobians.arguments import DATA_MIX, model_outputs
 from evigrad.jacobians.generic import datum_rows
-from evigrad.jacobians.linearization import Linearization, linearize
-from evigrad.jacobians.paths import LOOP, JacobianPlan
-from evigrad.jacobians.state import model_run, without_autocast
+from evigrad.jacobians.linearization import Linearization
+from evigrad.jacobians.modes import model_run, without_autocast
+from evigrad.jacobians.paths import LOOP
 from evigrad.jacobians.verification import close, close_outputs
 
 # Factor on the part of the largest rows below which all is rounding: trained networks cancel more
@@ -26,13 +26,7 @@ _ROUNDING_FACTOR = 10.0
 
 
 def spot_check(
-    model: nn.Module,
-    weights: Mapping[str, nn.Parameter],
-    x: Tensor,
-    plan: JacobianPlan,
-    linearization: Linearization,
-    vectors: Float[Tensor, "m k C"],
-    index: int,
+    linearization: Linearization, vectors: Float[Tensor, "m k C"], index: int
 ) -> set[str]:
     """Compare one datum of a pass with plain automatic differentiation of that datum alone.
 
@@ -40,11 +34,7 @@ def spot_check(
     nothing at all where every parameter goes through the loop.
 
     Args:
-        model: As given to ``linearize``, and in the same mode.
-        weights: As given to ``linearize``.
-        x: The m inputs of the pass.
-        plan: The plan that the pass was made with.
-        linearization: The pass.
+        linearization: The pass; the model is in the same mode as then.
         vectors: The cotangents of its rows.
         index: Which datum, in 0 ... m - 1.
 
@@ -55,33 +45,27 @@ def spot_check(
     Raises:
         ConfigurationError: If the output for the datum differs from that in the batch.
     """
-    if all(word == LOOP for word in plan.words.values()):
+    x, f = linearization.x, linearization.outputs
+    if all(word == LOOP for word in linearization.plan.words.values()):
         return set()
     if linearization.mixed:
         # Rounding would hide errors, or look like one: repeat the pass in full precision.
         with without_autocast(x.device):
-            exact = linearize(model, weights, x, plan, differentiable=False)
-            return spot_check(model, weights, x, plan, exact, vectors, index)
-    found = _disagreeing(model, weights, x, plan, linearization, vectors, index)
-    if found and linearization.outputs.dtype != torch.float64 and len(x) > 1:
-        neighbour = (index + 1) % len(x)
-        found &= _disagreeing(model, weights, x, plan, linearization, vectors, neighbour)
+            settings = (linearization.model, linearization.weights, x, linearization.plan)
+            return spot_check(Linearization(*settings, differentiable=False), vectors, index)
+    found = _disagreeing(linearization, vectors, index)
+    if found and f.dtype != torch.float64 and len(x) > 1:
+        found &= _disagreeing(linearization, vectors, (index + 1) % len(x))
     return found
 
 
 def _disagreeing(
-    model: nn.Module,
-    weights: Mapping[str, nn.Parameter],
-    x: Tensor,
-    plan: JacobianPlan,
-    linearization: Linearization,
-    vectors: Float[Tensor, "m k C"],
-    index: int,
+    linearization: Linearization, vectors: Float[Tensor, "m k C"], index: int
 ) -> set[str]:
     """The names whose rows of one datum are not those of the loop."""
-    one = slice(index, index + 1)
-    names = [name for name, word in plan.words.items() if word != LOOP]
-    f = linearization.outputs.detach()
+    one, x, f = slice(index, index + 1), linearization.x, linearization.outputs.detach()
+    model, weights = linearization.model, linearization.weights
+    names = [name for name, word in linearization.plan.words.items() if word != LOOP]
     with model_run(model):
         alone, expected = datum_rows(
             model, weights, names, x[one].detach(), vectors[one].detach(), False
