@@ -14,7 +14,7 @@ from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.evidence import Evidence
 from evigrad.training.metrics import Row
 
-CHECKPOINT_FORMAT = 3
+CHECKPOINT_FORMAT = 4
 # Settings that change no result. All others must be the same when a run goes on.
 FREE_SETTINGS = ("checkpoint_every",)
 
