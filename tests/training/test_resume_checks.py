@@ -109,7 +109,7 @@ def change(folder: Path, **entries: Any) -> None:
 
 def test_checkpoints_that_cannot_be_read(blobs, begun):
     change(begun, format=1)
-    with pytest.raises(ConfigurationError, match="has format 1; this version of evigrad reads 3"):
+    with pytest.raises(ConfigurationError, match="has format 1; this version of evigrad reads 4"):
         train("ntk", blobs, begun, resume=True)
     (begun / "checkpoint.pt").write_bytes(b"PK damaged")
     with pytest.raises(ConfigurationError, match="checkpoint.pt cannot be read"):
