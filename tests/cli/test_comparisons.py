@@ -87,6 +87,7 @@ def test_pareto(capsys, tmp_path):
     run("pareto", "--estimators", *names, "--judge", "ntk-N-C", *QUICK, "--results", tmp_path)
     captured = capsys.readouterr()
     assert "On the frontier" in captured.err and all(name in captured.out for name in names)
+    assert "…" not in captured.out and "frontier" in captured.out  # nothing is cut
     (figure,) = (tmp_path / "shown" / "pareto-digits-mlp").glob("*/figure.png")
     # Another choice of estimators does not take its place; one that fails leaves the other.
     run("pareto", "--estimators", "ntk-10-1", "ntk-90-1", *QUICK, "--results", tmp_path, code=1)

@@ -356,11 +356,13 @@ def write_results(
     figure.savefig(folder / "figure.pdf")
     with (folder / "table.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([heads, *rows])
-    table = Table(box=SIMPLE_HEAD)
-    for number, head in enumerate(heads):
-        table.add_column(head, no_wrap=number == 0)
-    for row in rows:
-        table.add_row(*(_shown(cell) for cell in row))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown = [[_shown(cell) for cell in row] for row in rows]
+    for head, *cells in zip(heads, *shown, strict=True):
+        # Heads are broken between words, numbers are not.
+        table.add_column(head, width=max(map(len, [*head.split(), *cells])))
+    for cells in shown:
+        table.add_row(*cells)
     results_console().print(table)
     show("note", f"Figure and table: {folder}")
 
