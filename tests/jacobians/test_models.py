@@ -448,6 +448,7 @@ def pruned(layer: nn.Module) -> nn.Module:
     return layer
 
 
+# Modules without a closed form, or with one for a part of their parameters.
 FURTHER = {
     "transposed1d": (lambda: nn.ConvTranspose1d(2, 2, 3, stride=2), (2, 4)),
     "transposed3d": (lambda: nn.ConvTranspose3d(1, 2, 2), (1, 2, 2, 2)),

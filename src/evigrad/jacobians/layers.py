@@ -2,9 +2,15 @@
 
 A rule turns the input of a call and the gradients of the rows in its output into the rows in each
 parameter of the call. It looks at functions, not at modules: ``F.linear(x, w)`` in a forward method
-is the same to it as ``nn.Linear``. A new layer type is a new ``Rule`` with the two verbs ``match``
-and ``rows``, and an entry in ``RULES``; nothing else changes, as every rule is checked against the
-reference.
+is the same to it as ``nn.Linear``.
+
+A new layer type is a ``Rule`` with ``match`` and ``rows``, and an entry in ``RULES``. The numbers
+need nothing else: every plan compares the rows with plain autograd (``verification.Reference``),
+and a rule that is wrong is not used. Its twin tests are a test in
+``tests/jacobians/test_layers.py``, a body in ``test_folding.py`` and a case in ``tests/zoo.py``.
+For speed there are ``inner``, ``kronecker`` with ``factors``, and, where ``ownership`` does not
+know the function's autograd node, a step there: without one the layers in front of the new one
+cost extra backward passes.
 """
 
 from abc import ABC, abstractmethod
@@ -34,10 +40,13 @@ class Match:
     """A function call that a closed form covers.
 
     Attributes:
-        input: The tensor that the parameters act on; dim 0 must count the data, each in the same
-            number F of consecutive parts.
+        input: The tensor that the parameters act on, or one that is computed from the call's
+            arguments, as a padded input; its dim 0 has F consecutive entries for each datum, m F in
+            all. It alone is checked for changes in place, cast under autocast and cut to a datum.
         slots: The call's parameters by their role, for example "weight" or "bias".
-        settings: The other arguments that the rows depend on.
+        settings: What else the rows depend on. Plain values must be the same in every batch. A
+            callable gives a tensor whose dim 0 is that of ``input``; it is called when rows are
+            formed, and is not compared.
     """
 
     input: Tensor
@@ -54,7 +63,8 @@ class Rule(ABC):
 
     Attributes:
         name: For ``JacobianPlan.describe()``.
-        kronecker: Slots whose rows have Kronecker factors.
+        kronecker: Slots for which ``factors`` is defined. ``kfac`` uses them, and
+            ``paths.matrix_uses``, which knows linear layers and convolutions only.
     """
 
     name: str
@@ -62,7 +72,11 @@ class Rule(ABC):
 
     @abstractmethod
     def match(self, *args: Any, **kwargs: Any) -> Match | None:
-        """Read a call's arguments, in the function's signature; None if no closed form holds."""
+        """Read a call's arguments, in the function's signature; None if no closed form holds.
+
+        A rule that shares the formulas of another function's holds that rule and does not inherit
+        from it, as the signatures differ.
+        """
 
     def call(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -81,7 +95,14 @@ class Rule(ABC):
         gradient: Float[Tensor, "m k F *out"],
         cotangent: Float[Tensor, "m k *parameter"],
     ) -> Float[Tensor, ""]:
-        """Σ cotangent · rows in one parameter; the cotangent gets no gradient."""
+        """Σ cotangent · rows in one parameter; the cotangent gets no gradient.
+
+        This forms the rows: override it for a slot whose rows are much larger than the inputs and
+        the gradients, and leave the other slots to it.
+
+        Returns:
+            The sum.
+        """
         parts, numel = gradient.shape[2], prod(cotangent.shape[2:])
         if parts > 1 and numel <= prod(gradient.shape[3:]):
             # Each part as a datum of its own: the derivative in the gradients, a few numbers for
@@ -394,7 +415,8 @@ _DIV = Elementwise(
     "div", {"input": lambda x, p, alpha: 1 / x, "other": lambda x, p, alpha: -x / p**2}
 )
 
-# Every function that has a closed form. An operator and its method arrive as the same function.
+# Every function that has a closed form, as ``__torch_function__`` reports it: ``F.x`` and
+# ``torch.x`` are mostly one object, an operator and its method always.
 RULES: dict[Callable[..., Any], Rule] = {
     F.linear: Linear(),
     torch.conv1d: Convolution(1),

@@ -1,8 +1,9 @@
 """Which datum each row of a recorded call belongs to; where that is unknown, no closed form holds.
 
-The closed forms take row r of a call's output, of R = m F in all, for a part of datum r // F. That
-is right if the outputs for every other datum have no derivative in it. Where the rows of a call
-are packed tokens or sorted for experts, the number R may be right and the order wrong.
+A call's output has R = m F rows, the entries of dim 0. The closed forms assume that row r belongs
+to datum r // F, which holds if the model's outputs for all other data have no derivative in row r.
+Where the rows of a call are packed tokens or sorted for experts, the number R may be right and the
+order wrong.
 
 ``traced`` follows the data's dimension through the autograd graph of the pass, from the outputs to
 the calls. It knows the operations that never mix rows, whatever numbers they act on, and costs no
@@ -45,7 +46,8 @@ def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node
         (call.edge.node, call.edge.output_nr): (id(call), call.parts * prod(call.output_shape[1:]))
         for call in (calls if m > 1 else ())
     }
-    # In row-major order, entry i of a tensor belongs to datum (i // stride) % m. None: not known.
+    # What is followed is the stride of the data: entry i of a tensor, in row-major order, belongs
+    # to datum (i // stride) % m; None where that is not known.
     first = outputs[0].numel() if claimed else None
     stack: list[tuple[Node, int, int | None]] = [(outputs.grad_fn, outputs.output_nr, first)]
     seen: dict[tuple[Node, int], int | None] = {}
@@ -195,8 +197,8 @@ class _Edge:
         return dim + len(self.of_input) + further if dim < 0 else dim
 
 
-# Each gives the dimension of the input whose entries map one to one to those of the output's
-# dimension; None where entries may mix.
+# Given the dimension of an operation's output that counts the data (``edge.dim``), the dimension of
+# its input number ``edge.which`` that does; None if entries along it may mix.
 _Step = Callable[[_Edge], int | None]
 
 
@@ -280,6 +282,7 @@ def _named(names: str, step: _Step) -> dict[str, _Step]:
     return dict.fromkeys(names.split(), step)
 
 
+# By the names of autograd nodes, without ``Backward0``.
 _STEPS: dict[str, _Step] = {
     **_named(
         "Abs Add Addcdiv Addcmul Alias Asinh Atan Atan2 Celu Clamp ClampMax ClampMin Clone Cos Cosh"
