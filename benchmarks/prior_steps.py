@@ -1,6 +1,6 @@
 """Fifty hyperparameter steps on one kept pass, beside one.
 
-The prior and the noise enter after the network (DESIGN 3.4): once a block is passed over, a step of
+The prior and the noise enter after the network: once a block is passed over, a step of
 Adam on layerwise precisions costs R²L + R³/3 operations for R rows and L parameter tensors (ntk),
 or a few per eigenvalue (kfac). "one step" and "fifty steps" both pass over the block once, keep the
 pass and take their steps on it; "without keeping" is the gradient on the block itself and one step.

@@ -1,4 +1,4 @@
-"""The anchored bound as a property of the library's numbers (DESIGN 3.2)."""
+"""The anchored bound as a property of the library's numbers."""
 
 from dataclasses import replace
 from itertools import combinations

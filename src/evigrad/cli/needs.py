@@ -72,7 +72,7 @@ def _ranges(options: Namespace) -> bool:
 
 
 def _adam(options: Namespace) -> bool:
-    """Whether Adam learns the prior, or a noise; tables alone have a noise."""
+    """Whether Adam has something to learn: the prior, or a noise, which only tables have."""
     by_name = options.likelihood is None and re.search("[/.]", options.data)
     return options.prior_update == "adam" or options.likelihood == "gaussian" or bool(by_name)
 

@@ -1,4 +1,4 @@
-"""Log-determinants given anchors: ℓ(Z) + Σ_b w_b ℓ(B_b|Z), the anchored bound (DESIGN 3.2).
+"""Log-determinants given anchors: ℓ(Z) + Σ_b w_b ℓ(B_b|Z), the anchored bound.
 
 ℓ is an entropy: ℓ(B|Z) = ℓ(Z ∪ B) − ℓ(Z). With Z first, one Cholesky factor of I + S_{Z ∪ B} holds
 both: the logarithms of its diagonal add up to ℓ(Z) over its head and to ℓ(B|Z) over its tail.

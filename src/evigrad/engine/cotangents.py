@@ -77,8 +77,9 @@ def likelihood_changes(problem: Problem, num_outputs: int) -> Literal["rows", "s
     """What the likelihood's learnable parameters change, of which there must be some.
 
     Returns:
-        ``rows`` where they change rows beyond a scale; ``sums`` where a structure sums rows whose
-        scales they change differently; ``scales`` otherwise, which a kept statistic follows.
+        ``rows``: the vectors depend on them, and the data must be passed again. ``sums``: only the
+        scales do, but differently, and the structure has summed the rows. ``scales``: a kept
+        statistic can be rescaled. Judged at f = 0: scales that depend on f are not seen.
     """
     spec, likelihood = problem.settings.spec, problem.likelihood
     if spec.curvature != "ggn":

@@ -1,7 +1,7 @@
 """The estimate of a block, and the ways to differentiate it.
 
 - Two passes: accumulate the statistic without a graph, differentiate its log-determinant, and go
-  through the data once more with a graph, one micro-batch at a time (DESIGN 3.3). Only the
+  through the data once more with a graph, one micro-batch at a time. Only the
   statistic's memory grows with the block.
 - One graph over the whole block, the reference that the others are tested against.
 - One pass without a graph, where only the prior and a mere scale of the rows (a noise) are learned.
@@ -34,7 +34,7 @@ class Estimate:
     """One estimate of the log evidence of the whole data set, in nats.
 
     ``log_evidence = log_likelihood + log_prior - log_det / 2``: the linearised Laplace
-    approximation with all constants in (DESIGN section 1; the paper's Algorithm 1).
+    approximation with all constants in (the paper's Algorithm 1).
 
     Attributes:
         log_evidence: Estimate of log q(D|h).

@@ -3,10 +3,12 @@
 Conventions: f is (m, C), one row of outputs for each datum; log probabilities are normalised (all
 constants included), in nats, per datum, and at temperature 1 (``Evidence`` applies the
 temperature). Λ = −∇²_f log p(y|f) is the Hessian of the negative log likelihood in the outputs
-(Immer et al. 2023, section 2).
+(Immer et al. 2023, section 2), or its mean over y, the Fisher information, where it depends on y.
 
 A new likelihood is one class with ``log_prob`` and, where targets can be invalid, ``validate``; all
-else has a default. Add it to ``LIKELIHOODS`` to give it a name.
+else has a default but ``sample``, for the names with ``mc``. One whose Hessian depends on the
+targets overrides ``hessian``. ``LIKELIHOODS`` gives it a name; its closed forms are then trusted
+and no longer compared on the user's data, so tests/likelihoods must.
 """
 
 from evigrad.errors import ConfigurationError, nearest

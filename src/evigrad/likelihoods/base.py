@@ -100,9 +100,11 @@ class Likelihood(nn.Module, ABC):
             refuse_where(~torch.isfinite(y), y, "is not finite; remove or impute such data")
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
-        """Λ = −∇²_f log p(y|f), which must not depend on y; differentiable.
+        """The curvature Λ(f) that rows are made of, positive semidefinite and differentiable.
 
-        The default differentiates ``log_prob`` at the first of ``reference_targets``.
+        It is −∇²_f log p(y|f) where that is the same for all y; otherwise override this with its
+        mean over y, the Fisher information. The default differentiates ``log_prob`` at the first of
+        ``reference_targets``.
 
         Args:
             f: Outputs.
@@ -126,10 +128,10 @@ class Likelihood(nn.Module, ABC):
     def check_derivatives(self, f: Float[Tensor, "m C"], y: Tensor, curvature: str = "ggn") -> None:
         """Refuse data whose rows would not be those of ``log_prob``.
 
-        Rows are made of Λ(f), whatever the targets. There is no such Λ where the Hessian depends on
-        the target, as where a density leaves masked data out: theirs is zero. Methods that are
-        overridden by the class that defines ``log_prob``, or by its subclasses, are trusted; those
-        inherited from another likelihood are compared with the derivatives of ``log_prob``.
+        A density is refused whose Hessian depends on the target and that does not override
+        ``hessian``; masked data, for example, have a Hessian of zero. A ``hessian``, ``root`` or
+        ``score`` that is defined in the class of ``log_prob``, or below it, is trusted; one from
+        above it was written for another density, and is compared with derivatives of ``log_prob``.
 
         Args:
             f: Outputs.
@@ -201,9 +203,10 @@ class Likelihood(nn.Module, ABC):
         return torch.func.grad(slope)(f)
 
     def reference_targets(self, f: Float[Tensor, "m C"]) -> tuple[Tensor, Tensor]:
-        """Two valid sets of targets that differ, for the default ``hessian``.
+        """Two sets of targets that ``validate`` accepts, for the default ``hessian``.
 
-        Override it where the default is not valid.
+        That differentiates at the first, and is refused where the second has another Hessian.
+        Override this where zeros and ones (m, C) are no targets.
 
         Args:
             f: Outputs.

@@ -1,6 +1,6 @@
 """The exact log evidence between two bounds, for the cost of a few estimates.
 
-With anchors Z, a partition of the other rows into blocks B_m, and all rows I (DESIGN 3.2),
+With anchors Z, a partition of the other rows into blocks B_m, and all rows I,
 
     max_m ℓ(Z ∪ B_m)  ≤  ℓ(I)  ≤  ℓ(Z) + Σ_m ℓ(B_m|Z).
 

@@ -182,7 +182,7 @@ def prepare(
 
 
 def learns_noise(likelihood: str | Likelihood) -> bool:
-    """Whether a likelihood has learned parameters: a Gaussian, unless its noise is fixed."""
+    """Whether a likelihood has parameters that require a gradient, as a Gaussian's noise."""
     return any(p.requires_grad for p in make_likelihood(likelihood).parameters())
 
 

@@ -1,4 +1,4 @@
-"""The anchored bound: rows that every block is conditioned on, and parts of the rest (DESIGN 3.2).
+"""The anchored bound: rows that every block is conditioned on, and parts of the rest.
 
 ``selection`` keeps the network's latest outputs, which tell by the likelihood's root how much each
 row matters, and chooses anchors by them (``choice``) and by how alike rows are in the network's
