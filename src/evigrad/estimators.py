@@ -219,7 +219,10 @@ class EstimatorSpec:
         return "eigen" if self.rows else "subblock"
 
     def is_bound(self, root: str, couples_outputs: bool) -> bool:
-        """Whether the expected log-determinant is at least the exact one, hence the evidence less.
+        """Whether the estimate is, in expectation, a lower bound on the log evidence.
+
+        It is where its log-determinant is at least the exact one, and not where it may be smaller,
+        as that of a part of the weights.
 
         Args:
             root: How the likelihood's Hessian is split over outputs, one of `ROOTS`.

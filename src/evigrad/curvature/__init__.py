@@ -1,8 +1,9 @@
 """The curvature of a block of data: accumulate a statistic of its rows, take its log-determinant.
 
-One file per structure; each computes or approximates ℓ = log|I + P0^{-1/2} H P0^{-1/2}|. A new one
-is a ``Structure`` in a file of its own (``base`` says what it writes), its name among
-``evigrad.estimators.STRUCTURES``, and a line of ``make_structure``.
+One file per structure; each computes or approximates ℓ = log|I + P0^{-1/2} H P0^{-1/2}|. To add
+one: a subclass of ``Structure`` in a new file here (``base`` says what it writes); a branch of
+``make_structure``; in ``evigrad.estimators`` its name among ``STRUCTURES``, and in ``is_bound``
+whether it is a bound; and what it forms in ``engine.passes.check_fits``.
 """
 
 from collections.abc import Hashable, Mapping
@@ -111,7 +112,8 @@ def make_structure(
             if structure == "full"
             else BlockDiagonal(weights, parameter_partition, gram_dtype)
         )
-        # Counted with all rows formed: the choice must not depend on closed forms found later.
+        # Compared as if every row were formed, so that the same settings always give the same form,
+        # even if a closed form is lost in a later pass.
         kernel = BlockKernel(dense, weights, labels, gram_dtype)
         if num_rows is None or not ntk.is_cheaper(kernel, dense, num_rows):
             return dense

@@ -37,7 +37,7 @@ class Statistic(ABC):
 
     @abstractmethod
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Statistic":
-        """The same statistic with others in the place of ``tensors()``, in order and shape."""
+        """A copy of this statistic whose ``tensors()`` are these, in the same order and shapes."""
 
 
 StatisticT = TypeVar("StatisticT", bound=Statistic)
@@ -61,16 +61,18 @@ class Differential(Generic[StatisticT]):
 class Structure(ABC, Generic[StatisticT]):
     """One way to compute or approximate ℓ from rows.
 
-    A new structure names itself and writes ``accumulate``, ``log_det``, ``predicted_bytes`` and
-    ``describe`` (``Diagonal`` is the shortest example); everything else follows from these, and is
-    written anew only where a structure can save work or memory, or has more to offer.
+    A subclass sets ``name`` and ``cheaper`` and implements ``accumulate``, ``log_det``,
+    ``predicted_bytes`` and ``describe`` (``Diagonal`` is the shortest example). The other methods
+    have defaults that are right for any structure: override them only to be faster or smaller, or
+    for anchors or the exact Hessian.
 
     Attributes:
         name: As in an estimator's name.
         cheaper: What to take instead where memory does not suffice.
         keeps_rows: Whether the statistic holds the rows themselves.
         takes_anchors: Whether ``evaluate`` and ``differentiate`` can condition on anchors.
-        contracted: Parameters whose rows are never formed: every pass needs closed forms for them.
+        contracted: Parameters that enter ℓ through closed forms in place of their rows
+            (``contraction``), which every pass needs; not those that a structure leaves out.
     """
 
     name: str
@@ -98,8 +100,8 @@ class Structure(ABC, Generic[StatisticT]):
     def predicted_bytes(self, num_rows: int) -> int:
         """Bytes of the statistic and of the working copies of a differentiated ``log_det``.
 
-        The forward pass and the rows of one micro-batch come on top. Where the rows carry a graph,
-        what autograd keeps of it and the cotangents of the rows come on top too.
+        ``engine.passes.check_fits`` adds the rows of one micro-batch, of all weights, and where
+        they carry a graph what autograd keeps of it and the cotangents of the rows.
 
         Args:
             num_rows: Rows of the whole block, m times k.
@@ -107,7 +109,7 @@ class Structure(ABC, Generic[StatisticT]):
 
     @abstractmethod
     def describe(self) -> dict[str, str]:
-        """What each parameter gets, in words."""
+        """What each weight of the model gets, in their order, in words."""
 
     # ------------------------------------------------------------ what follows
 
@@ -192,7 +194,7 @@ class Structure(ABC, Generic[StatisticT]):
         return statistic
 
     def condenses(self, num_rows: int) -> bool:
-        """Whether ``condense`` leaves the rows' inner products alone, of so many rows."""
+        """Whether ``condense`` keeps nothing of so many rows but their inner products."""
         return False
 
     def summarised_bytes(self, num_rows: int) -> int:

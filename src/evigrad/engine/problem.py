@@ -51,7 +51,8 @@ class InputPlan:
         partition: The partition of all rows into blocks.
         draws_globally: Whether the model drew from the global generators when it was planned.
         outputs: Outputs (probe, C) of the inputs that it was planned on; may be stale.
-        contracts: Whether the structure may do without the rows of large matrices.
+        contracts: Whether closed forms may replace the rows of large matrices; False after a pass
+            that lacked one.
         gram_dtype: Type of the structure's matrices; None for that of the rows.
     """
 

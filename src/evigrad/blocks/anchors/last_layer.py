@@ -82,7 +82,7 @@ def last_layer(
     precisions: Mapping[str, Tensor],
     temperature: float,
 ) -> LastLayer | None:
-    """The last layer, from a watched call; None unless it gives as many numbers as f."""
+    """The layer of a watched call; None unless its output is C wide, once or more for a datum."""
     if not call:
         return None
     layer, inputs, output = call
