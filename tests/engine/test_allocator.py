@@ -16,7 +16,7 @@ from evigrad.engine.allocator import kept_memory
 # What a process has to do with memory depends on all that it did before: a fresh one tells.
 SCRIPT = """
 import json, resource, threading, torch
-from evigrad import fit  # with all that it needs, whose small objects fill holes
+from evigrad import Schedule, fit  # with all that it needs, whose small objects fill holes
 from evigrad.engine.allocator import give_back, kept_memory
 
 def pages():
@@ -38,8 +38,9 @@ def train():
     data = torch.randn(20, 3), torch.randint(2, (20,))
     found = []
     fit(
-        torch.nn.Linear(3, 2), data, likelihood="categorical", estimator="ntk-5-1", epochs=2,
-        burn_in=1, every=1, steps=1, progress=False, callbacks=[lambda _: found.append(pages())],
+        torch.nn.Linear(3, 2), data, likelihood="categorical", estimator="ntk-5-1",
+        schedule=Schedule(epochs=2, burn_in=1, every=1, steps=1),
+        progress=False, callbacks=[lambda _: found.append(pages())],
     )
     return [most for _, most in found]
 

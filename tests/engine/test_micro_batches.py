@@ -203,7 +203,7 @@ def test_sizes_by_hand() -> None:
 
 
 def test_sizes_found_in_what_failed_are_forgotten() -> None:
-    problem = build(micro_batch="auto")[0]._problem
+    problem = build(memory=Memory(micro_batch="auto"))[0]._problem
     problem.sizes.chosen = {"first": 8}
     with pytest.raises(ZeroDivisionError), problem.restored_on_error():
         problem.sizes.halve("first", 8)
