@@ -77,3 +77,12 @@ def test_what_is_not_known_of_a_curve_is_left_out():
     (axes,) = plots.panels([[plots.Panel("", "x", "y", [curve])]], shared=True).axes
     assert np.asarray(axes.lines[0].get_xydata()).tolist() == [[1.0, 1.0], [3.0, 3.0]]
     assert not axes.collections
+
+
+def test_times_have_plain_numbers_that_do_not_overlap():
+    points = [plots.Point("a", "1", 0.014, 0.7), plots.Point("a", "2", 0.34, 0.5)]
+    figure = plots.points(points, "", "seconds", "nats", frontier=True)
+    figure.canvas.draw()
+    axis = figure.axes[0].xaxis
+    labels = [label.get_text() for label in axis.get_ticklabels(which="both") if label.get_text()]
+    assert {"0.03", "0.1", "0.3"} <= set(labels) and not any("10" in text for text in labels)

@@ -13,6 +13,7 @@ from evigrad.plots.style import (
     decorate,
     draw_line,
     new_figure,
+    plain_ticks,
     shades_of,
     words,
 )
@@ -232,6 +233,8 @@ def points(
     if frontier and len(times) == 1:  # some limits of matplotlib's own would be equal
         axes.set_autoscalex_on(False)
         axes.set_xlim(min(times) / 2, min(times) * 2)
+    if frontier:
+        plain_ticks(axes.xaxis)
     if len(groups) > 1 or frontier:
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=SMALL)
     _name_points(figure, axes, named, _UNDER if frontier else _BESIDE)

@@ -217,7 +217,7 @@ def _draw(
     axes.set_xlim(0, 1.02 * last)
     if quantity.is_logarithmic(histories):
         axes.set_yscale("log")
-        plain_ticks(axes)
+        plain_ticks(axes.yaxis)
     elif limits := quantity.limits(histories):
         axes.set_ylim(*limits)
     return runs, kinds
@@ -310,7 +310,7 @@ def value_paths(
     axes.margins(x=0)
     if log:
         axes.set_yscale("log")
-        plain_ticks(axes)
+        plain_ticks(axes.yaxis)
     if floor is not None:
         axes.set_ylim(bottom=floor)
     if in_degrees:

@@ -10,6 +10,7 @@ from evigrad.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
@@ -127,15 +128,15 @@ def draw_line(
     return line
 
 
-def plain_ticks(axes: "Axes") -> None:
-    """Numbers such as 0.02 and 30 on a logarithmic vertical axis, also over less than a decade."""
+def plain_ticks(axis: "Axis") -> None:
+    """Numbers such as 0.02 and 30 on a logarithmic axis, also over less than a decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    low, high = axes.get_ylim()
+    low, high = axis.get_view_interval()
     subs = (1.0,) if high / low > 1e3 else (1.0, 3.0) if high / low > 30 else (1.0, 2.0, 5.0)
-    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axis.set_major_locator(LogLocator(subs=subs, numticks=20))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def burst_limits(values: Sequence[float]) -> tuple[float, float] | None:
