@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.blocks.anchors import AnchoredStream, Anchoring, AnchorSelection
-from evigrad.blocks.streams import BlockStream
+from evigrad.blocks.partitions import BlockStream
 from evigrad.curvature import ParameterPartition, partition_names
 from evigrad.engine.checks import (
     as_generator,

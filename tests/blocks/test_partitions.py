@@ -9,9 +9,8 @@ from every_draw import every_subset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evigrad.blocks.partitions import Partition
+from evigrad.blocks.partitions import BlockStream, Partition
 from evigrad.blocks.sources import as_source
-from evigrad.blocks.streams import BlockStream
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.estimators import EstimatorSpec
 

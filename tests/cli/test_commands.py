@@ -20,8 +20,7 @@ import yaml
 
 from evigrad.cli import main
 from evigrad.cli.commands import COMMANDS, module_of
-from evigrad.cli.needs import NEEDS, check_needs
-from evigrad.cli.parser import argument_descriptions, check_null, with_hyphens
+from evigrad.cli.parser import NEEDS, argument_descriptions, check_needs, check_null, with_hyphens
 from evigrad.cli.setup import Setup, set_up
 from evigrad.data import DataSet
 from evigrad.errors import ConfigurationError, EvigradWarning, nearest

@@ -13,8 +13,7 @@ from evigrad.curvature import (
     inner_product,
     make_structure,
 )
-from evigrad.curvature.contraction import contraction_cotangents, contraction_gram
-from evigrad.curvature.kernel_rows import Storage
+from evigrad.curvature.kernel_rows import Storage, contraction_cotangents, contraction_gram
 from evigrad.curvature.linalg import psd_eigenvalues
 from evigrad.jacobians import MatrixUse
 from evigrad.jacobians.kronecker import inner_gram

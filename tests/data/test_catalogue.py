@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from evigrad.data import available, load
-from evigrad.data.files import require
-from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.errors import ConfigurationError, EvigradError, require
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from evigrad import Evidence, Memory
 from evigrad.engine.memory import HeldBytes, MicroBatches, fits
-from evigrad.errors import ConfigurationError, EvigradWarning, MemoryBudgetError
-from evigrad.errors.users_code import is_out_of_memory
+from evigrad.errors import ConfigurationError, EvigradWarning, MemoryBudgetError, is_out_of_memory
 from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
 

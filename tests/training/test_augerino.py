@@ -13,7 +13,7 @@ from evigrad.errors import ConfigurationError
 from evigrad.invariances import AdditiveNoise, AffineInvariance, Averaged, Transform
 from evigrad.training import fit
 from evigrad.training.augerino import WIDEST
-from evigrad.training.schedules import cosine
+from evigrad.training.optimizers import cosine
 from evigrad.training.settings import grouped
 
 SMALL: dict[str, Any] = {"estimator": "augerino", "epochs": 3, "batch_size": 12, "lr": 0.01}

@@ -12,6 +12,7 @@ from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, Inp
 from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior
 from evigrad.training import evaluate_evidence, fit, read_metrics
+from evigrad.training.run import is_evaluated
 from evigrad.training.settings import grouped
 
 SMALL: dict[str, Any] = {
@@ -393,3 +394,17 @@ def test_on_a_gpu(blobs, make_net):
     assert next(result.model.parameters()).is_cuda
     again = fit(make_net(dropout=0.2).cuda(), blobs[0], test=blobs[1], **grouped(SMALL))
     assert result.test_metrics == pytest.approx(again.test_metrics, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "every", "expected"),
+    [
+        (4, None, [1, 2, 3, 4]),
+        (25, None, [3, 6, 9, 12, 15, 18, 21, 24, 25]),
+        (100, None, [10, 20, 30, 40, 50, 60, 70, 80, 90, 100]),
+        (7, 3, [3, 6, 7]),
+        (7, 0, [7]),
+    ],
+)
+def test_evaluations_are_about_ten_or_as_often_as_was_said(epochs, every, expected):
+    assert [n for n in range(1, epochs + 1) if is_evaluated(n, epochs, every)] == expected

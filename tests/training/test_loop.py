@@ -11,8 +11,7 @@ from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
 from evigrad.training.data import RunData
 from evigrad.training.loop import Loop, training_mode
-from evigrad.training.optimizers import make_hyper_optimizer, make_weight_optimizer
-from evigrad.training.schedules import cosine
+from evigrad.training.optimizers import cosine, make_hyper_optimizer, make_weight_optimizer
 from evigrad.training.settings import PlannedSettings
 
 _DEFAULTS: dict[str, Any] = {

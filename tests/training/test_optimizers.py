@@ -1,5 +1,6 @@
-"""Fixup's scalars learn at a rate of their own."""
+"""Rates fall by a cosine, and Fixup's scalars have one of their own."""
 
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.models import fixup_scalars, make_model
 from evigrad.training import optimizers
-from evigrad.training.schedules import cosine
+from evigrad.training.optimizers import cosine
 
 SMALL: dict[str, Any] = {"estimator": "map", "epochs": 4, "lr": 0.01, "lr_min": 0.0001}
 
@@ -78,3 +79,10 @@ def test_scalars_that_are_frozen_or_hyperparameters_are_nobodys(images):
     held = {id(p) for group in loop.weight_optimizer.param_groups for p in group["params"]}
     assert not held & {id(model.get_parameter(name)) for name in names[:2]}
     assert len(loop.weight_optimizer.param_groups[1]["params"]) == len(names) - 2
+
+
+def test_cosine_starts_ends_and_halves_where_it_should():
+    assert cosine(0.0, 0.1, 0.01) == pytest.approx(0.1)
+    assert cosine(1.0, 0.1, 0.01) == pytest.approx(0.01)
+    assert cosine(0.5, 0.1, 0.01) == pytest.approx(0.055)
+    assert cosine(0.25, 1.0, 0.0) == pytest.approx(0.5 + 0.5 * math.sqrt(0.5))

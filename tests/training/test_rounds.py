@@ -1,4 +1,4 @@
-"""Rounds of hyperparameter steps: what their blocks are, and how the precisions move."""
+"""Rounds of hyperparameter steps: when, what their blocks are, and how the precisions move."""
 
 import copy
 from typing import Any
@@ -15,9 +15,8 @@ from evigrad.priors import GaussianPrior, NormalHyperprior
 from evigrad.training import fit
 from evigrad.training.fixed_point import FixedPoint
 from evigrad.training.loop import FIRST_RATE, LAST_RATE, Loop
-from evigrad.training.optimizers import make_hyper_optimizer
-from evigrad.training.rounds import blocks_of_a_round
-from evigrad.training.schedules import cosine
+from evigrad.training.optimizers import cosine, make_hyper_optimizer
+from evigrad.training.rounds import blocks_of_a_round, count_rounds, is_round
 from evigrad.training.settings import grouped
 
 SETTINGS: dict[str, Any] = {
@@ -404,3 +403,19 @@ def test_a_failing_fixed_point_names_the_epoch(make_net, blobs):
     with pytest.raises(EvigradError, match="after epoch 8"):
         loop.learn(8)
     assert log_precision.grad is None
+
+
+@pytest.mark.parametrize(
+    ("burn_in", "every", "expected"),
+    [
+        (10, 5, [10, 15, 20, 25, 30]),
+        (0, 10, [10, 20, 30]),
+        (3, 9, [3, 12, 21, 30]),
+        (30, 1, [30]),
+        (31, 1, []),
+    ],
+)
+def test_rounds_follow_the_last_epoch_of_the_burn_in_and_every_kth_after(burn_in, every, expected):
+    rounds = [epoch for epoch in range(1, 31) if is_round(epoch, burn_in, every)]
+    assert rounds == expected
+    assert count_rounds(30, burn_in, every) == len(expected)

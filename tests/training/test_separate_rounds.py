@@ -15,7 +15,7 @@ from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.priors import GaussianPrior
 from evigrad.training import fit
 from evigrad.training.loop import Loop
-from evigrad.training.schedules import cosine
+from evigrad.training.optimizers import cosine
 from evigrad.training.settings import grouped
 
 SETTINGS: dict[str, Any] = {

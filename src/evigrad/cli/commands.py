@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
-from evigrad.cli.needs import check_needs
-from evigrad.cli.parser import CommandLineError, check_null, explain, with_hyphens
+from evigrad.cli.parser import CommandLineError, check_needs, check_null, explain, with_hyphens
 from evigrad.cli.resume import resumed_configuration
 from evigrad.engine.allocator import kept_memory
 from evigrad.errors import ConfigurationError, nearest

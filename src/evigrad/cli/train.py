@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from evigrad import plots
-from evigrad.cli.interruption import interruptible
 from evigrad.cli.messages import results_console, show
 from evigrad.cli.parser import Options, Parser, chosen
 from evigrad.cli.resume import (
     CONFIGURATION,
     RESULTS,
+    interruptible,
     is_complete,
     resumed_configuration,
     resumed_folder,

@@ -26,10 +26,9 @@ from evigrad.curvature.block_diagonal import (
     partition_names,
 )
 from evigrad.curvature.conditional import Conditioning, LogDet
-from evigrad.curvature.contraction import contracted
 from evigrad.curvature.diagonal import Diagonal
 from evigrad.curvature.hessian import exact_hessian
-from evigrad.curvature.kernel_rows import Storage
+from evigrad.curvature.kernel_rows import Storage, contracted
 from evigrad.curvature.kfac import DENSE_LIMIT, Kfac, check_sharing
 from evigrad.curvature.linalg import RoundingError, rounding_refused
 from evigrad.curvature.ntk import BlockKernel, Ntk

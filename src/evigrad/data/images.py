@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from evigrad.data.dataset import TEST_FRACTION, DataSet, Split, draw_subset, stratified_split
-from evigrad.data.files import read_parquet, require
+from evigrad.data.tables import read_parquet
 from evigrad.data.variants import BATCH, transformed
-from evigrad.errors import InputError
+from evigrad.errors import InputError, require
 
 # Possible names of the two columns, in order of preference. CIFAR sets have ``img``, and CIFAR-100
 # has ``fine_label`` (its 100 classes) beside ``coarse_label``.

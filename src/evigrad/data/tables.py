@@ -1,6 +1,8 @@
 """Tables of features and a target, in Parquet and CSV files."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,7 @@ from evigrad.data.dataset import (
     shuffled,
     stratified_split,
 )
-from evigrad.data.files import read_parquet, reading, require
-from evigrad.errors import ConfigurationError, EvigradWarning, InputError, nearest
+from evigrad.errors import ConfigurationError, EvigradWarning, InputError, nearest, require
 
 # Endings of files that are tables.
 SUFFIXES = (".parquet", ".csv", ".tsv")
@@ -314,3 +315,20 @@ def _test_rows(
     else:
         is_test[stratified_split(labels.numpy(), TEST_FRACTION, index)[1]] = True
     return is_test
+
+
+@contextmanager
+def reading(file: Path, kind: str = "Parquet") -> Iterator[None]:
+    """Turn errors of reading into an InputError that names the file and its kind."""
+    try:
+        yield
+    # The bases of pyarrow's own errors; a damaged length may ask for any amount of memory.
+    except (OSError, ValueError, NotImplementedError, LookupError, MemoryError) as error:
+        raise InputError(f"{file}: cannot be read as {kind} ({error})") from error
+
+
+def read_parquet(name: str, file: Path) -> Any:
+    """The ``pyarrow.Table`` of a data set's file; InputError if the file is not Parquet."""
+    parquet = require("pyarrow.parquet", f"The data set '{name}'")
+    with reading(file):
+        return parquet.read_table(file, page_checksum_verification=True, partitioning=None)

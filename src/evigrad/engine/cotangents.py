@@ -10,8 +10,7 @@ from torch import Tensor
 
 from evigrad.engine.passes import Chunk
 from evigrad.engine.problem import Problem
-from evigrad.errors import NotPositiveDefiniteError
-from evigrad.errors.users_code import raised_in
+from evigrad.errors import NotPositiveDefiniteError, raised_in
 from evigrad.likelihoods import Likelihood, RootRows
 
 

@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from evigrad.curvature.base import Structure
 from evigrad.engine.allocator import give_back
-from evigrad.errors import MemoryBudgetError
-from evigrad.errors.users_code import is_out_of_memory
+from evigrad.errors import MemoryBudgetError, is_out_of_memory
 
 # Part of the free memory to use; the rest is for fragmentation and for other processes.
 FREE_SHARE = 0.7

@@ -16,8 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from evigrad.errors import ConfigurationError
-from evigrad.errors.users_code import called
+from evigrad.errors import ConfigurationError, called
 
 # Data whose noise is drawn at once: few micro-batches are smaller, and the noise takes little
 # memory beside their activations.

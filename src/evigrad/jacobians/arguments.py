@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
-from evigrad.errors import ConfigurationError, InputError, listed, nearest
-from evigrad.errors.users_code import called
+from evigrad.errors import ConfigurationError, InputError, called, listed, nearest
 
 DATA_MIX = (
     "The model's output for a datum changes from call to call, or with the other data of"

@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from evigrad.errors import ConfigurationError, InputError, nearest
-from evigrad.errors.users_code import called, is_out_of_memory
+from evigrad.errors import ConfigurationError, InputError, called, is_out_of_memory, nearest
 from evigrad.jacobians.arguments import check_call, check_output
 from evigrad.jacobians.generic import loop_rows, vmap_rows
 from evigrad.jacobians.kronecker import KroneckerUse

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evigrad.errors import ConfigurationError, InputError
-from evigrad.errors.users_code import is_out_of_memory
+from evigrad.errors import ConfigurationError, InputError, is_out_of_memory
 from evigrad.jacobians.arguments import (
     DATA_MIX,
     NO_DERIVATIVE,

@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from evigrad.errors import ConfigurationError
-from evigrad.errors.users_code import is_out_of_memory
+from evigrad.errors import ConfigurationError, is_out_of_memory
 from evigrad.jacobians.arguments import DATA_MIX, model_outputs
 from evigrad.jacobians.generic import datum_rows
 from evigrad.jacobians.linearization import Linearization

@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from evigrad.errors import ConfigurationError
-from evigrad.errors.users_code import is_out_of_memory
+from evigrad.errors import ConfigurationError, is_out_of_memory
 from evigrad.jacobians.generic import loop_rows
 from evigrad.jacobians.modes import held_tensors, model_run
 from evigrad.jacobians.recorder import graph_nodes, reachable

@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from evigrad.errors import ConfigurationError, InputError
-from evigrad.errors.users_code import raised_in
+from evigrad.errors import ConfigurationError, InputError, raised_in
 from evigrad.likelihoods.roots import (
     RootRows,
     check_not_negative,

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from evigrad.errors import ConfigurationError, InputError
-from evigrad.errors.users_code import raised_in
+from evigrad.errors import ConfigurationError, InputError, raised_in
 from evigrad.likelihoods.base import Likelihood
 
 

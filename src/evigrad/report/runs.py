@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evigrad.data.files import require
-from evigrad.errors import ConfigurationError, InputError
+from evigrad.errors import ConfigurationError, InputError, require
 from evigrad.plots.runs import History, series
 from evigrad.training.metrics import read_metrics
 from evigrad.training.settings import BASELINES

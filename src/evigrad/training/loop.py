@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.blocks import Block
-from evigrad.blocks.streams import Stream
+from evigrad.blocks.partitions import Stream
 from evigrad.engine.evaluation import Estimate
 from evigrad.engine.kept import KeptPass
 from evigrad.engine.problem import PROBE_SIZE
@@ -22,10 +22,9 @@ from evigrad.training.augerino import Augerino
 from evigrad.training.checkpoint import load_network
 from evigrad.training.data import RunData
 from evigrad.training.fixed_point import FixedPoint
-from evigrad.training.optimizers import make_hyper_optimizer, make_weight_optimizer
+from evigrad.training.optimizers import cosine, make_hyper_optimizer, make_weight_optimizer
 from evigrad.training.randomness import derived_seed, stream
-from evigrad.training.rounds import blocks_of_a_round
-from evigrad.training.schedules import Rounds, cosine, make_rounds
+from evigrad.training.rounds import Rounds, blocks_of_a_round, make_rounds
 from evigrad.training.settings import PlannedSettings
 
 # Damping of the first and of the last fixed-point step: a falling rate averages over blocks.

@@ -1,5 +1,6 @@
-"""The two optimisers of a run: of the weights, and of the hyperparameters."""
+"""The two optimisers of a run, of weights and of hyperparameters, and how their rates fall."""
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -13,6 +14,11 @@ MOMENTUM = 0.9  # of sgd
 # Learning rate of Fixup's scalar biases and multipliers over that of the other weights
 # (Zhang et al., 2019).
 SCALAR_RATE = 0.1
+
+
+def cosine(progress: float, start: float, end: float) -> float:
+    """A cosine from ``start`` at ``progress`` 0 to ``end`` at 1."""
+    return end + 0.5 * (start - end) * (1.0 + math.cos(math.pi * progress))
 
 
 def make_weight_optimizer(

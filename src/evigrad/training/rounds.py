@@ -1,19 +1,84 @@
-"""The blocks of a round of hyperparameter steps."""
+"""Rounds of hyperparameter steps: when they take place, and the blocks that they work on."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import repeat
 
 from torch import Tensor
 
 from evigrad.blocks import Block
 from evigrad.blocks.anchors import AnchoredStream, DrawnParts
-from evigrad.blocks.streams import Stream
+from evigrad.blocks.partitions import Stream
 from evigrad.engine.kept import KeptPass
 from evigrad.engine.memory import fits
 from evigrad.engine.problem import PROBE_SIZE
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.invariances.noise import stochastic_modules
+from evigrad.training.settings import PlannedSettings
+
+
+def is_round(epoch: int, burn_in: int, every: int) -> bool:
+    """Whether hyperparameter steps follow an epoch, counted from 1.
+
+    They follow the last epoch of the burn-in and every ``every``-th epoch from there, as in the
+    paper's schedule: with a burn-in of 10 and every 5 epochs, epochs 10, 15, 20, ...
+
+    Returns:
+        True where steps follow.
+    """
+    return epoch >= burn_in and (epoch - burn_in) % every == 0
+
+
+def count_rounds(epochs: int, burn_in: int, every: int) -> int:
+    """The number of epochs for which ``is_round`` is true."""
+    return sum(is_round(epoch, burn_in, every) for epoch in range(1, epochs + 1))
+
+
+@dataclass
+class Rounds:
+    """The rounds of some hyperparameters, which take their steps together.
+
+    Attributes:
+        names: Names of the hyperparameters.
+        every: Epochs from one round to the next.
+        steps: Steps of a round.
+        burn_in: Epochs before the first round.
+        epochs: Epochs in all.
+        taken: Steps so far.
+    """
+
+    names: list[str]
+    every: int
+    steps: int
+    burn_in: int
+    epochs: int
+    taken: int = 0
+
+    def is_due(self, epoch: int) -> bool:
+        """Whether a round follows an epoch."""
+        return is_round(epoch, self.burn_in, self.every)
+
+    @property
+    def progress(self) -> float:
+        """The share of all steps that are taken, from 0 to 1."""
+        return self.taken / (count_rounds(self.epochs, self.burn_in, self.every) * self.steps)
+
+
+def make_rounds(settings: PlannedSettings, names: Iterable[str]) -> list[Rounds]:
+    """The rounds: prior and noise, then the model's own, or one for all; [] for baselines."""
+    if settings.baseline is not None:
+        return []
+    s, known = settings.schedule, list(names)
+    own = [name for name in known if name.startswith("model.")]
+    rest = [name for name in known if name not in own]
+    parts = [(known, s.every, s.steps)]
+    if s.hyper_every is not None or s.hyper_steps is not None:
+        parts = [
+            (rest, s.every, s.steps),
+            (own, s.hyper_every or s.every, s.hyper_steps or s.steps),
+        ]
+    return [Rounds(part, every, steps, s.burn_in, s.epochs) for part, every, steps in parts if part]
 
 
 def blocks_of_a_round(

@@ -36,12 +36,13 @@ from evigrad.training.metrics import Row, evaluate, hyperparameter_values, probe
 from evigrad.training.progress import make_progress
 from evigrad.training.randomness import derived_seed, stream
 from evigrad.training.run_directory import RunDirectory, RunRecord
-from evigrad.training.schedules import is_evaluated
 
 Callback = Callable[[Row], None]
 
 BRACKET_ROWS = 400
 BRACKET_COLUMNS = ("bracket_lower", "bracket_lower_sem", "bracket_upper")
+# Enough for curves, for a small part of the time of training.
+_EVALUATIONS = 10
 
 
 @dataclass(frozen=True)
@@ -351,3 +352,13 @@ def evidence_columns(learned: Round | None) -> Row:
         "log_det_term": mean(-0.5 * e.log_det / e.num_data for e in estimates),
         "log_evidence_sem": standard_error(values) if many else None,
     }
+
+
+def is_evaluated(epoch: int, epochs: int, every: int | None) -> bool:
+    """Return whether an evaluation follows an epoch, counted from 1: always the last one.
+
+    ``every`` is 0 for the last epoch alone, None for ten evaluations at most.
+    """
+    if every is None:
+        every = -(-epochs // _EVALUATIONS)
+    return epoch == epochs or (every > 0 and epoch % every == 0)

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from evigrad.blocks.anchors.partition import AnchoredPartition
 from evigrad.blocks.block import Block, Draw
-from evigrad.blocks.partitions import choose_distinct
+from evigrad.blocks.partitions import Stream, choose_distinct
 from evigrad.blocks.sources import Source
-from evigrad.blocks.streams import Stream
 
 # Parts are drawn uniformly in this share of all cases: no weight exceeds M / FLOOR.
 FLOOR = 0.03
