@@ -100,15 +100,13 @@ class Block:
     origin: Int[Tensor, " m"] | None = None
 
     def expanded(self) -> "Block":
-        """Take a datum of k rows as k data of one row each, where most have no more than one.
+        """Return a block that takes a datum of k rows as k data of one row each, in the same order.
 
         Data with equally many rows go through the network together, and seeing a few data twice
         costs less than another pass. Use it only where the rows of a datum do not depend on which
-        of them a block has, and where data are not counted.
-
-        Returns:
-            A block that has the same rows in the same order, and ``origin``; this block where it
-            has no padding, or where too many data have several rows for this to pay.
+        of them a block has, and where data are not counted. The result has an ``origin``; it is
+        this block where that has no padding, or where too many data have several rows for this to
+        pay.
         """
         if self.columns is None or self.origin is not None or self._counts is None:
             return self
@@ -157,11 +155,9 @@ class Block:
         return 1 if self.anchored is None else len(self.anchored.draws)
 
     def of_draw(self, number: int) -> "Block":
-        """The same data and anchors with a single draw, by its position among the draws.
+        """Return the same data and anchors with a single draw, by its position among the draws.
 
-        Returns:
-            A block in which the rows of other parts, and the likelihood data of other draws, do not
-            count.
+        Rows of other parts, and likelihood data of other draws, do not count in it.
         """
         anchored = self.anchored
         if anchored is None or len(anchored.draws) < 2:
@@ -199,19 +195,17 @@ class Block:
         return not bool((self.columns[data.stop :] >= 0).any())
 
     def cuts(self) -> list[int]:
-        """Ascending positions at which the number of a datum's columns falls, if it never rises.
+        """Return ascending positions where a datum's number of columns falls, if it never rises.
 
-        Returns:
-            Between two of them data go through the network together, without any padding.
+        Between two of them data go through the network together, without any padding.
         """
         counts = self._counts or []
         return [i for i in range(1, len(counts)) if counts[i] != counts[i - 1]]
 
     def columns_of(self, data: slice, padded: bool = False) -> Int[Tensor, "m k"] | None:
-        """The columns of the data between two cuts, without needless padding unless ``padded``.
+        """Return the columns of the data between two cuts, or None for all C.
 
-        Returns:
-            One list for each datum, which may be empty; or None for all C.
+        There is no needless padding unless ``padded``; a datum's list may be empty.
         """
         if self.columns is None or self._counts is None or padded:
             return None if self.columns is None else self.columns[data]

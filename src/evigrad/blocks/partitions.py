@@ -84,18 +84,11 @@ class Partition:
         return self._size * (self.spec.outputs or self.num_outputs)
 
     def blocks(self, generator: torch.Generator, labels: Tensor | None = None) -> Sequence[Block]:
-        """One random partition of the index set, each pair (datum, output) in exactly one block.
+        """Return one random partition of the index set, in random order: each (datum, output) once.
 
         With N data in groups of m and C outputs in groups of k there are M = ceil(N/m) ceil(C/k)
-        blocks, each with scale M. The generator advances here, not when the blocks are read, which
-        are built only then.
-
-        Args:
-            generator: A CPU generator.
-            labels: Class labels (N,); needed by ``grouped``, otherwise ignored.
-
-        Returns:
-            The M blocks in random order.
+        blocks, each with scale M. The generator (of the CPU) advances here, not when the blocks are
+        read, which are built only then. ``grouped`` needs the class ``labels`` (N,).
         """
         if self.spec.rows:
             build = self._row_blocks(generator)
@@ -165,14 +158,11 @@ class Partition:
         return torch.arange(self.spec.outputs or 1).repeat(m, 1)
 
     def subset(self, m: int, generator: torch.Generator) -> Block:
-        """A uniformly random subset of m data, with outputs drawn for it.
+        """Return a uniformly random subset of m data, with outputs drawn for it.
 
         The size m need not be the SUBSET of the name. For `rows`, SUBSET rows are drawn among the
-        m*C of the subset; data without a row keep columns that are all -1.
-
-        Returns:
-            The block, with scale |I|/|B| and likelihood weights N/m. Its indices are in random
-            order, but 0..N-1 for m = N.
+        m*C of the subset; data without a row keep columns that are all -1. The block has scale
+        |I|/|B| and likelihood weights N/m; its indices are in random order, but 0..N-1 for m = N.
         """
         self._check_subset(m)
         indices = (
@@ -268,13 +258,7 @@ class Stream(Iterable[Block]):
     period: int = 1
 
     def take(self, n: int) -> Iterator[Block]:
-        """The first n blocks of a new iteration.
-
-        Args:
-            n: How many, possibly more than a partition has.
-
-        Returns:
-            Blocks with their inputs and targets.
+        """Return the first n blocks of a new iteration, with data, maybe of several partitions.
 
         Raises:
             ConfigurationError: If n is negative.
@@ -284,43 +268,24 @@ class Stream(Iterable[Block]):
         return islice(iter(self), n)
 
     def round(self, n: int) -> Iterator[Block]:
-        """At most n blocks of one partition, whose mean several steps share.
-
-        Args:
-            n: How many, at most.
-
-        Returns:
-            Blocks with their inputs and targets.
-        """
+        """At most n blocks of one partition, whose mean several steps share, with their data."""
         return islice(self.epoch(), n)
 
     @abstractmethod
     def epoch(self) -> Iterator[Block]:
-        """The blocks of exactly one partition.
-
-        Returns:
-            Blocks with their inputs and targets.
-
-        Raises:
-            InputError: If items of the data set cannot be stacked.
-        """
+        """The blocks of exactly one partition, with their data."""
 
 
 class BlockStream(Stream):
     """An endless stream of an estimator's blocks, with their data.
 
     It goes through the blocks of one random partition in random order, then through those of the
-    next. Each iteration (`for`, `take`, `epoch`) starts a new partition: only the generator has to
-    be stored to resume.
-
-    Args:
-        partition: Which blocks to draw.
-        source: The data, as many as the partition's N.
-        generator: A CPU generator, which advances with every partition.
+    next. Each iteration (`for`, `take`, `epoch`) starts a new partition: only the generator, of the
+    CPU, which advances with every partition, has to be stored to resume.
 
     Raises:
-        InputError: If the number of data is another, or the estimator is ``grouped`` and the
-            targets are no class labels.
+        InputError: If the number of data is not the partition's N, or the estimator is ``grouped``
+            and the targets are no class labels.
     """
 
     def __init__(self, partition: Partition, source: Source, generator: torch.Generator) -> None:

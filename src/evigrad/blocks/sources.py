@@ -138,7 +138,7 @@ def _stack(values: Any, name: str) -> Tensor:
 
 
 def as_source(data: Any) -> Source:
-    """Make data readable by position.
+    """Return data that can be read by position.
 
     Args:
         data: A tuple or list (x, y) of two tensors whose first dimension counts the data, a
@@ -147,9 +147,6 @@ def as_source(data: Any) -> Source:
             any dtype (token ids too); the items' y may be numbers. Items are read each time that
             they are needed, so that random transforms draw anew; a data set with
             ``__getitems__`` is asked for a batch at once.
-
-    Returns:
-        The source.
 
     Raises:
         InputError: If the data is something else, empty, or the lengths differ.

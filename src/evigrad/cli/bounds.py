@@ -48,11 +48,7 @@ _TYPES: dict[str, Any] = {"along": Literal[(PRECISION, *GENERATORS)]}  # type: i
 
 
 def make_parser() -> Parser:
-    """The options of ``evigrad bounds``.
-
-    Returns:
-        The parser.
-    """
+    """The options of ``evigrad bounds``."""
     parser = Parser(description=_DESCRIPTION, usage="evigrad bounds [options]")
     group = parser.add_argument_group("what to draw")
     add_list(group, "--curves", str, CURVES, "Estimators, a curve for each.")
@@ -71,7 +67,7 @@ def grid_along(
     points: int = 33,
     log_grid: bool | None = None,
 ) -> list[float]:
-    """The values that curves are drawn over.
+    """Return the values that curves are drawn over, with six digits.
 
     Args:
         along: The hyperparameter: precision, one prior precision for all weights, or the range of
@@ -80,9 +76,6 @@ def grid_along(
         stop: Its last value. Default: 1e4 of the precision, π of a rotation, 1 of other ranges.
         points: How many values.
         log_grid: Whether they are evenly spaced on a logarithmic scale. Default: of the precision.
-
-    Returns:
-        The values, with six digits.
 
     Raises:
         ConfigurationError: If they are no grid.
@@ -100,18 +93,7 @@ def grid_along(
 def curves(
     config: dict[str, Any], place: Place, *, names: list[str], along: str, grid: list[float]
 ) -> dict[str, Any]:
-    """Train once, and evaluate each bound along the hyperparameter.
-
-    Args:
-        config: Of the training.
-        place: Where.
-        names: Estimators.
-        along: The hyperparameter.
-        grid: Its values.
-
-    Returns:
-        Estimator to its curve, as of ``evidence_along``.
-    """
+    """Train once, and evaluate each bound along the hyperparameter; see ``evidence_along``."""
     folder = run_folder(config, place)
     setup, result = trained(config, folder, place)
     found = {}
@@ -133,18 +115,7 @@ def curves(
 
 
 def run(parser: Parser, options: Namespace) -> int:
-    """Draw as the options say.
-
-    Args:
-        parser: The parser of the options.
-        options: The options.
-
-    Returns:
-        The exit code: 1 where a curve is missing.
-
-    Raises:
-        ConfigurationError: If there is no curve to draw.
-    """
+    """Draw the bounds; the exit code is 1 where a curve is missing."""
     place, along = place_from(options), options.along
     grid = grid_along(**chosen(grid_along, options))
     wanted = {spec.name: spec for spec in map(EstimatorSpec.parse, options.curves)}

@@ -39,14 +39,7 @@ def module_of(name: str) -> ModuleType:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse arguments and run the subcommand.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigurationError: If the arguments are wrong, with the nearest right ones.
-    """
+    """Parse arguments, run the subcommand and return its exit code."""
     arguments = with_hyphens(arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_overview())

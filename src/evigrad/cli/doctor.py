@@ -63,14 +63,7 @@ def make_parser() -> Parser:
 
 
 def run(parser: Parser, options: Namespace) -> int:
-    """Examine a network as the options say.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigurationError: If a setting does not exist or does not fit.
-    """
+    """Examine a network as the options say; return the exit code."""
     if options.estimator in (None, *BASELINES):
         raise ConfigurationError("The doctor examines an estimator: name one, as ntk-100-1.")
     if options.batch_size < 1:

@@ -54,11 +54,7 @@ _BLOCKS = 30
 
 
 def make_parser() -> Parser:
-    """The options of ``evigrad pareto``.
-
-    Returns:
-        The parser.
-    """
+    """The options of ``evigrad pareto``."""
     parser = Parser(description=_DESCRIPTION, usage="evigrad pareto [options]")
     group = parser.add_argument_group("what to compare")
     add_list(group, "--estimators", str, ESTIMATORS, "Estimators.")
@@ -102,15 +98,7 @@ def evaluated(config: dict[str, Any], place: Place, *, judge: str | None = None)
 
 
 def timed(config: dict[str, Any], place: Place) -> dict[str, Any]:
-    """Time an estimate by a training's own estimator; nothing may run beside it.
-
-    Args:
-        config: Of the training, which is done.
-        place: Where.
-
-    Returns:
-        The fields of ``evigrad.training.evaluation.StepTimes``.
-    """
+    """Time an estimate by the estimator of a finished training; nothing may run beside it."""
     folder = run_folder(config, place)
 
     def compute() -> dict[str, Any]:
@@ -123,18 +111,7 @@ def timed(config: dict[str, Any], place: Place) -> dict[str, Any]:
 
 
 def run(parser: Parser, options: Namespace) -> int:
-    """Compare as the options say.
-
-    Args:
-        parser: The parser of the options.
-        options: The options.
-
-    Returns:
-        The exit code: 1 where an estimator is missing.
-
-    Raises:
-        ConfigurationError: If there is nothing to compare, or no estimator of a name.
-    """
+    """Compare the estimators; the exit code is 1 where one is missing."""
     place = place_from(options)
     specs = {spec.name: spec for spec in map(EstimatorSpec.parse, options.estimators)}
     if len(specs) < 2 or not options.seeds:

@@ -101,13 +101,8 @@ class Options:
     ) -> None:
         """Add keywords of a function, or fields of a dataclass, as options, to a group of the help.
 
-        Args:
-            title: Title of the group.
-            source: Has the keywords, with types, defaults and a Google docstring.
-            names: The keywords that become options. Default: all.
-            types: Types that differ from the annotations.
-            defaults: Defaults that differ from the source's.
-            words: Descriptions that differ from the source's.
+        ``source`` has the keywords, with types, defaults and a Google docstring; ``types``,
+        ``defaults`` and ``words`` are what differs from it, by name.
         """
         known = {group.title: group for group in self.parser._action_groups}
         group = known.get(title) or self.parser.add_argument_group(title)
@@ -191,16 +186,7 @@ def with_hyphens(arguments: Sequence[str]) -> list[str]:
 
 
 def explain(message: str, parser: ArgumentParser | None, command: str) -> ConfigurationError:
-    """Reword the parser's message for users.
-
-    Args:
-        message: The parser's message.
-        parser: The subcommand's parser, if the mistake is in its options.
-        command: The words that were typed before the options, as ``evigrad train``.
-
-    Returns:
-        The error.
-    """
+    """The parser's message in words for users of ``command``, as ``evigrad train``."""
     text = " ".join(message.split())
     help_hint = f" See {command} --help."
     options = [] if parser is None else _option_names(parser)
@@ -282,14 +268,9 @@ def _metavar(name: str, kind: Any) -> str:
 
 
 def check_needs(parser: ArgumentParser, options: Namespace, typed: Iterable[str]) -> None:
-    """Refuse options that were typed and would be ignored, and name those of a file.
+    """Refuse options that were ``typed`` and would be ignored, and name those of a file.
 
     Those of a file are only named, as a file may serve several runs that use different options.
-
-    Args:
-        parser: The options' parser.
-        options: The parsed options.
-        typed: The arguments as they were typed.
 
     Raises:
         ConfigurationError: If one was typed; the text says what it works with.

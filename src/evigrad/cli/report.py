@@ -29,14 +29,7 @@ def make_parser() -> Parser:
 
 
 def run(parser: Parser, options: Namespace) -> int:
-    """Write the page.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigurationError: If no run is named, or one cannot be read.
-    """
+    """Write the page; return the exit code."""
     if not options.runs:
         raise ConfigurationError("Name the folder of a run: evigrad report RUN.")
     page = write_report(*options.runs, data_dir=options.data_dir, examples=options.examples)

@@ -27,14 +27,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def resumed_configuration(resume: str | None = None) -> Path | None:
-    """The options of the run to go on with.
+    """Return the file with the options of the run to go on with, or None for a new run.
 
     Args:
         resume: Folder of a run that was interrupted: go on with it from its last checkpoint, with
             its own options, to the same results as without the interruption.
-
-    Returns:
-        The file that holds them, or None for a run of its own.
 
     Raises:
         ConfigurationError: If the folder holds no run of ``evigrad train``.
@@ -59,15 +56,9 @@ def resumed_configuration(resume: str | None = None) -> Path | None:
 
 
 def resumed_folder(parser: Parser, options: Namespace, file: Path) -> Path:
-    """The folder of the run to resume.
+    """Return the folder of the run to resume, whose options are in ``file``.
 
-    Args:
-        parser: The parser of the options.
-        options: The options of ``file``, and those that were typed after it.
-        file: The result of ``resumed_configuration``.
-
-    Returns:
-        The folder.
+    ``options`` are those of the file and those that were typed after it.
 
     Raises:
         ConfigurationError: If an option was typed that contradicts the run; the text names it.
@@ -110,10 +101,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interruption:
-    """SIGINT and SIGTERM end a command at once, and a training after its epoch.
-
-    A context manager, which handles the signals while it is open.
-    """
+    """SIGINT and SIGTERM end a command at once, and a training after its epoch."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -160,17 +148,7 @@ class Interruption:
 
 @contextmanager
 def interruptible(folder: Path) -> Iterator[Interruption]:
-    """Handle the signals for a run, and say how to resume it.
-
-    Args:
-        folder: The run's folder.
-
-    Yields:
-        The handler.
-
-    Raises:
-        Interrupted: If a signal ended what was inside.
-    """
+    """Handle the signals for a run in a folder, and say in an ``Interrupted`` how to resume it."""
     with Interruption() as interruption:
         try:
             yield interruption

@@ -68,18 +68,10 @@ class Invariance:
 def read_invariance(
     text: str | None, initial: float, learn: bool, flip: bool, samples: int, average: str
 ) -> Invariance | None:
-    """The invariance that options ask for.
+    """Return the invariance that options ask for, or None.
 
-    Args:
-        text: ``affine``, or names of generators, each maybe with ``=`` and its range.
-        initial: Range of generators without one.
-        learn: Whether the ranges are learned.
-        flip: Whether images are mirrored at random.
-        samples: Transforms of each input.
-        average: ``logits`` or ``probabilities``.
-
-    Returns:
-        The invariance, or None where none is asked for.
+    ``text`` is ``affine``, or names of generators, each maybe with ``=`` and its range; ``initial``
+    is the range of those without one. The others are the fields of ``Invariance``.
 
     Raises:
         ConfigurationError: If a name or a range does not exist.

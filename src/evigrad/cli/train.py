@@ -116,15 +116,7 @@ def add_details(options: Options) -> None:
 
 
 def run(parser: Parser, options: Namespace) -> int:
-    """Train as the options say.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigurationError: If a setting does not exist or does not fit, before anything is
-            computed or written.
-    """
+    """Train as the options say; one that does not fit is refused before anything is written."""
     directory = None
     if file := resumed_configuration(options.resume):
         directory = RunDirectory(resumed_folder(parser, options, file), resume=True)
@@ -227,14 +219,7 @@ def _draw(results: dict[str, FitResult], directory: RunDirectory) -> None:
 
 
 def prepare_runs(setup: Setup, options: Namespace) -> list[Run]:
-    """The runs that options ask for, checked; a MAP baseline, for ``compare_map``, comes first.
-
-    Returns:
-        The runs.
-
-    Raises:
-        ConfigurationError: If a setting does not exist or does not fit.
-    """
+    """The checked runs that options ask for; a MAP baseline, for ``compare_map``, comes first."""
     named = {name: options[name] for name in SETTINGS}
     named["likelihood"] = named["likelihood"] or setup.data.likelihood
     settings = Settings(**grouped(named), hyperparameters=setup.hyperparameters, seed=setup.seed)

@@ -78,7 +78,7 @@ def place_of(
     device: str = "auto",
     threads: int | None = None,
 ) -> Place:
-    """Where many trainings run.
+    """Return where many trainings run.
 
     Args:
         results: Folder of all results, by what they are results of: nothing is run twice, what was
@@ -89,9 +89,6 @@ def place_of(
             variable EVIGRAD_DATA.
         device: Where to compute: cpu, cuda, or auto (cuda if there is one).
         threads: CPU threads of each run. Default: the cores, divided by the runs side by side.
-
-    Returns:
-        The place.
 
     Raises:
         ConfigurationError: If a number makes no sense.
@@ -106,38 +103,20 @@ def place_of(
 
 
 def place_from(options: Namespace) -> Place:
-    """The place that options name.
-
-    Args:
-        options: With those of ``place_of``.
-
-    Returns:
-        The place.
-    """
+    """The place that a command's options name, by those of ``place_of``."""
     return place_of(**chosen(place_of, options))
 
 
 def training_options(options: Namespace) -> dict[str, Any]:
-    """Those of a training among the options of a command.
-
-    Args:
-        options: Of a command with ``evigrad.cli.train.add_training``.
-
-    Returns:
-        Name to value.
-    """
+    """The options of a training among those of a command with ``cli.train.add_training``."""
     known = {*NETWORK, *INVARIANCE, *SETTINGS} - {"data_dir"}
     return {name: options[name] for name in known if name in options}
 
 
 def resolved(options: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of a training with their values, typed and checked.
+    """Return all options that a training's result may depend on, typed, names with underscores.
 
-    Args:
-        options: Some of those of ``evigrad train``, with hyphens or underscores.
-
-    Returns:
-        Each option that a result may depend on, by its name with underscores.
+    ``options`` are some of those of ``evigrad train``, with hyphens or underscores.
 
     Raises:
         ConfigurationError: If there is no such option, or a value is of a wrong type.
@@ -160,15 +139,10 @@ def _parser() -> tuple[Parser, Mapping[str, Any]]:
 
 
 def trained(config: Mapping[str, Any], folder: Path, place: Place) -> tuple[Setup, FitResult]:
-    """Train, or go on with a training, or take up one that is done.
+    """Return data, network and result of a training from ``resolved``: new, gone on with, or done.
 
-    Args:
-        config: From ``resolved``.
-        folder: Of the run, as that of ``evigrad train``.
-        place: Where data are, and on what to compute.
-
-    Returns:
-        Data and network, and the result with the trained model in it.
+    ``folder`` is the run's, as that of ``evigrad train``; ``place`` says where data are, and on
+    what to compute.
 
     Raises:
         EvigradError: If the options do not fit each other or the data.
@@ -184,44 +158,18 @@ def trained(config: Mapping[str, Any], folder: Path, place: Place) -> tuple[Setu
 
 
 def run_folder(config: Mapping[str, Any], place: Place) -> Path:
-    """The folder of a training and of all that is computed of it.
-
-    Args:
-        config: From ``resolved``.
-        place: Names the folder of results.
-
-    Returns:
-        The folder, the same for the same options.
-    """
+    """The folder of a training, from ``resolved``, and of all that is computed of it."""
     return place.results / "train" / digest(config)
 
 
 def digest(content: Any) -> str:
-    """A name for what some plain values say.
-
-    Args:
-        content: Numbers, texts, lists and dictionaries of them.
-
-    Returns:
-        A few letters, the same for the same values in any order of the keys.
-    """
+    """A name of a few letters for plain values, the same for any order of the keys."""
     text = json.dumps(content, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:_DIGITS]
 
 
 def kept(path: Path, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a file holds, or what it is to hold from now on.
-
-    Args:
-        path: A JSON file.
-        compute: Called where there is none.
-
-    Returns:
-        Plain values.
-
-    Raises:
-        ConfigurationError: If the file cannot be read.
-    """
+    """What a JSON file holds; where there is none, what ``compute`` gives, and the file keeps."""
     if path.exists():
         return stored(path)
     found = compute()
@@ -246,18 +194,10 @@ Work = Callable[..., dict[str, Any]]
 def each_done(
     work: Work, configs: Sequence[dict[str, Any]], place: Place, **options: Any
 ) -> list[dict[str, Any] | None]:
-    """Do the same work for each of some trainings, side by side if the place says so.
+    """Return what a function ``work(config, place, **options)`` returns for each of some trainings.
 
-    A failure is told as a warning, and the others go on.
-
-    Args:
-        work: A function of a module, called with a configuration, the place and the options.
-        configs: From ``resolved``.
-        place: Where, and how many at once.
-        **options: Passed on.
-
-    Returns:
-        In the order of the configurations, what the work returned; None where it failed.
+    It is done side by side if the place says so; the function is that of a module. A failure is
+    told as a warning, gives None, and the others go on.
     """
     found: list[dict[str, Any] | None] = [None] * len(configs)
     attempt = partial(_attempt, work, place, options)
@@ -313,15 +253,7 @@ def _attempt(work: Work, place: Place, options: Mapping[str, Any], numbered: Num
 
 
 def named_setup(training: Mapping[str, Any], place: Place) -> tuple[Setup, dict[str, Any]]:
-    """Data and network of options, and the options with the network's name, known by the data.
-
-    Args:
-        training: Options of a training.
-        place: Where data are.
-
-    Returns:
-        Data and network; the options.
-    """
+    """Data and network of a training's options, and these with the network's name."""
     known = signature(set_up).parameters
     setup = _set_up_at(place, {name: each for name, each in training.items() if name in known})
     return setup, {**training, "model": setup.model_name}
@@ -342,13 +274,7 @@ def write_results(
 ) -> None:
     """Write a figure and a table, and print the table.
 
-    Args:
-        place: Names the folder of results.
-        name: Of the command and what it was about.
-        content: All that the results depend on: others of the same name stay beside them.
-        figure: What is drawn.
-        heads: Of the table.
-        rows: Of the table.
+    ``content`` is all that the results depend on: others of the same ``name`` stay beside them.
     """
     folder = place.results / "shown" / name / digest(content)[:6]
     folder.mkdir(parents=True, exist_ok=True)

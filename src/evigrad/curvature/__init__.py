@@ -75,7 +75,7 @@ def make_structure(
     storage: Storage | None = None,
     num_rows: int | None = None,
 ) -> Structure[Any]:
-    """Make a structure by its name, one of ``STRUCTURES``.
+    """Return the structure of a name, one of ``STRUCTURES``.
 
     Args:
         structure: Its name.
@@ -92,9 +92,6 @@ def make_structure(
         num_rows: Rows of a whole block: full and blockdiag choose by it between H and the Grams of
             the rows (``BlockKernel``), which give the same ℓ to rounding. None: H.
         dense_limit: Largest parameter without Kronecker factors to get a dense block (kfac).
-
-    Returns:
-        The structure.
 
     Raises:
         ConfigurationError: A setting is unknown or does not fit, even if this structure ignores it.

@@ -72,7 +72,7 @@ class Structure(ABC, Generic[StatisticT]):
         keeps_rows: Whether the statistic holds the rows themselves.
         takes_anchors: Whether ``evaluate`` and ``differentiate`` can condition on anchors.
         contracted: Parameters that enter ℓ through closed forms in place of their rows
-            (``contraction``), which every pass needs; not those that a structure leaves out.
+            (``kernel_rows``), which every pass needs; not those that a structure leaves out.
     """
 
     name: str

@@ -152,12 +152,7 @@ class BlockDiagonal(Structure[BlockStatistic]):
 
 
 class Full(BlockDiagonal):
-    """The exact ℓ of a block from H, for networks of a few thousand weights.
-
-    Args:
-        weights: The parameters.
-        gram_dtype: Dtype of H and its factor; None takes that of the rows.
-    """
+    """The exact ℓ of a block from H, for networks of a few thousand weights."""
 
     name = "full"
     cheaper = "'blockdiag', 'kfac', or 'ntk', whose matrix is as large as the subset and not as P"

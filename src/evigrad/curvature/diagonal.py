@@ -19,12 +19,7 @@ DIAGONAL_COPIES = 5
 
 
 class Diagonal(Structure[BlockStatistic]):
-    """Each weight its own block: ℓ ≤ Σ log(1 + h_i / δ_i).
-
-    Args:
-        weights: The parameters.
-        gram_dtype: Dtype of the diagonal; None takes that of the rows.
-    """
+    """Each weight its own block: ℓ ≤ Σ log(1 + h_i / δ_i)."""
 
     name = "diag"
     cheaper = "a smaller micro_batch, or a smaller network"

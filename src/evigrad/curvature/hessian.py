@@ -17,12 +17,8 @@ from evigrad.jacobians import model_outputs, model_run
 class ExactHessian:
     """The Hessian of a scalar in the weights, one row per backward pass.
 
-    It leaves the weights' ``.grad`` alone.
-
-    Args:
-        value: The scalar, with a graph into the weights.
-        weights: The weights, by name.
-        differentiable: Whether to keep a graph into what else the scalar depends on.
+    It leaves the weights' ``.grad`` alone. The scalar ``value`` has a graph into the weights; with
+    ``differentiable`` that into what else it depends on is kept.
     """
 
     def __init__(
@@ -78,16 +74,12 @@ def exact_hessian(
     negative_log_likelihood: Callable[[Tensor], Tensor],
     differentiable: bool = False,
 ) -> Iterator[ExactHessian]:
-    """The Hessian −∇²_w (1/T) log p(y|f(x)) of a micro-batch, for ``Structure.accumulate_hessian``.
+    """Yield the Hessian −∇²_w (1/T) log p(y|f(x)) of inputs x (m, ...), for ``accumulate_hessian``.
 
-    It takes as many backward passes as there are weights, inside the context.
-
-    Args:
-        model: In evaluation mode.
-        weights: Its weights, by name.
-        x: Inputs, (m, ...).
-        negative_log_likelihood: From the outputs (m, C) to −(1/T) Σ_n log p(y_n|f_n), in nats.
-        differentiable: Whether to keep a graph into hyperparameters of the model or likelihood.
+    It takes as many backward passes as there are weights, inside the context. The model is in
+    evaluation mode; ``negative_log_likelihood`` maps its outputs (m, C) to −(1/T) Σ_n log
+    p(y_n|f_n), in nats; ``differentiable`` keeps a graph into hyperparameters of model or
+    likelihood.
 
     Yields:
         The Hessian.

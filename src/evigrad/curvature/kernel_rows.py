@@ -127,10 +127,8 @@ class NtkStatistic(Statistic):
     def gram(self, name: str, like: Tensor, precision: Tensor | None = None) -> Tensor:
         """Return A Aᵀ of one parameter's rows, or A P0^{-1} Aᵀ, (R, R), without a graph.
 
-        Args:
-            name: The parameter.
-            like: A tensor of the device and dtype to compute in.
-            precision: The diagonal of P0, one number or one for each element; None for 1.
+        It is computed on the device and in the dtype of ``like``; ``precision`` is the diagonal of
+        P0, one number or one for each element.
         """
         if name in self.factors:
             gram = contraction_gram(*self._whole_factors(self.factors[name], like))
@@ -151,10 +149,7 @@ class NtkStatistic(Statistic):
     ) -> Float[Tensor, "R R"]:
         """Return the sum of several parameters' Grams, computed once and cached.
 
-        Args:
-            names: The parameters.
-            like: A tensor of the device and dtype to compute in.
-            part: Makes the same rows of one parameter alone; None: all are here.
+        ``part`` makes the same rows of one parameter alone; None: all are here.
         """
         # Another structure may read the same statistic with other groups or another dtype.
         key = (*names, like.dtype)
@@ -169,15 +164,10 @@ class NtkStatistic(Statistic):
     def write_cotangent(
         self, name: str, cotangent: Float[Tensor, "R R"], precision: Tensor
     ) -> Tensor:
-        """Overwrite a parameter's rows with a function's derivative in them; return that in P0.
+        """Return a function's derivative in P0, and overwrite a parameter's rows with that in them.
 
-        Args:
-            name: The parameter.
-            cotangent: The function's derivative in A P0^{-1} Aᵀ, symmetric.
-            precision: The diagonal of P0, one number or one for each element.
-
-        Returns:
-            The derivative in the precision, of its shape.
+        ``cotangent`` is the derivative in A P0^{-1} Aᵀ, symmetric; ``precision`` is the diagonal of
+        P0, one number or one for each element, and the result has its shape.
         """
         inverse = precision.detach().reshape(-1).to(cotangent).reciprocal()
         of_precision = torch.zeros_like(inverse)

@@ -343,11 +343,7 @@ class Kfac(Structure[KfacStatistic]):
 
 
 def check_sharing(sharing: str) -> None:
-    """Refuse a kind of weight sharing that is not one of ``SHARINGS``.
-
-    Raises:
-        ConfigurationError: It is unknown.
-    """
+    """Refuse a kind of weight sharing that is not one of ``SHARINGS``."""
     if sharing not in SHARINGS:
         raise ConfigurationError(
             f"sharing={sharing!r} is unknown: take 'expand' or 'reduce'."

@@ -54,12 +54,9 @@ def rounding_refused() -> Iterator[None]:
 
 
 def check_rounding(error: Tensor, value: Tensor, dtype: torch.dtype) -> None:
-    """Warn, or raise within ``rounding_refused``, where rounding matters.
+    """Warn, or raise within ``rounding_refused``, where rounding of a matrix of ``dtype`` matters.
 
-    Args:
-        error: An estimate of what rounding may have changed, in nats.
-        value: The log-determinant.
-        dtype: The matrix's.
+    ``error`` is an estimate of what it may have changed in the log-determinant ``value``, in nats.
     """
     nats, size = torch.stack([error.double(), value.double()]).tolist()
     if not is_tolerated(nats, size):

@@ -60,7 +60,7 @@ class Ntk(Structure[NtkStatistic]):
             prior group; those of one label share one precision and one Gram. A missing parameter
             has a precision that varies inside it.
         gram_dtype: Dtype of S and its factor; None takes that of the rows.
-        contracted: Parameters whose rows are not formed (see ``contraction``); ignored where the
+        contracted: Parameters whose rows are not formed (see ``contracted``); ignored where the
             precision varies.
         storage: Device and dtype of the kept rows.
         blocks: A partition of the parameters, each precision group within one block; ℓ is the sum
@@ -422,13 +422,8 @@ class BlockKernel(Ntk):
     and many weights it is far cheaper: ten data with ten outputs against a tensor of 12,800 weights
     need matrices of 100 x 100 instead of 12,800 x 12,800.
 
-    Args:
-        dense: The structure that it replaces, and whose name it takes.
-        weights: The parameters.
-        precision_groups: As for ``Ntk``; a group may span several blocks.
-        gram_dtype: As for ``Ntk``.
-        contracted: As for ``Ntk``.
-        storage: As for ``Ntk``.
+    ``dense`` is the structure that it replaces, and whose name it takes; the other arguments are
+    those of ``Ntk``, but a precision group may span several blocks.
     """
 
     def __init__(

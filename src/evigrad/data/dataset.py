@@ -85,14 +85,7 @@ class DataSet:
         return (x[rest], y[rest]), (x[held_out], y[held_out])
 
     def with_test_subset(self, count: int, seed: int = 0) -> "DataSet":
-        """The same train set with some of the test data, for cheaper evaluations.
-
-        Args:
-            count: Number of test data, drawn at random.
-            seed: Seed of the draw.
-
-        Returns:
-            The smaller data set.
+        """Return the same train set with ``count`` of the test data, for cheaper evaluations.
 
         Raises:
             ConfigurationError: If there are not as many.
@@ -109,14 +102,9 @@ class DataSet:
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "DataSet":
-        """A copy on another device, or in another floating-point type; labels stay int64.
+        """Return a copy on another device, or with inputs, real targets and scales of another type.
 
-        Args:
-            device: Where to put the tensors; None leaves them.
-            dtype: Type of inputs, regression targets and statistics; None leaves it.
-
-        Returns:
-            The copy.
+        None leaves them; labels stay int64.
         """
 
         def move(tensor: Tensor) -> Tensor:
@@ -133,11 +121,7 @@ class DataSet:
         )
 
     def describe(self) -> str:
-        """One line for a log: sizes, shapes and the kind of targets.
-
-        Returns:
-            For example ``digits: 1,438 train and 359 test data of shape 1x8x8, 10 classes``.
-        """
+        """In a line, as ``digits: 1,438 train and 359 test data of shape 1x8x8, 10 classes``."""
         shape = "x".join(map(str, self.input_shape))
         if self.is_classification:
             targets = f"{self.num_outputs} classes"
@@ -185,13 +169,10 @@ class Scaling:
 
 
 def shuffled(count: int, seed: int) -> np.ndarray:
-    """The numbers 0 to ``count - 1`` in a random order, int64; the seed is 0 to 2^32 - 1.
-
-    Returns:
-        Shape (count,).
+    """Return the numbers 0 to ``count - 1`` in a random order, (count,) int64.
 
     Raises:
-        ConfigurationError: If the seed is out of range.
+        ConfigurationError: If the seed is not from 0 to 2^32 - 1.
     """
     if not 0 <= seed < 2**32:
         raise ConfigurationError(f"seed={seed}: it must lie between 0 and 2^32 - 1")
@@ -200,15 +181,9 @@ def shuffled(count: int, seed: int) -> np.ndarray:
 
 
 def draw_subset(count: int, subset: int | None, seed: int) -> np.ndarray:
-    """Positions of a uniformly random subset; a smaller subset of a seed is part of a larger one.
+    """Return ``subset`` of ``count`` positions, uniformly at random, int64; None: all, in order.
 
-    Args:
-        count: Number of data to draw from.
-        subset: Number of data to draw; None takes all, in their own order.
-        seed: Seed of the draw.
-
-    Returns:
-        Shape (subset,), int64, distinct.
+    A smaller subset of a seed is part of a larger one.
 
     Raises:
         ConfigurationError: If ``subset`` is below 1 or above ``count``.
@@ -224,18 +199,15 @@ def draw_subset(count: int, subset: int | None, seed: int) -> np.ndarray:
 
 
 def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, ...]:
-    """Split positions in two so that every class is represented in proportion.
+    """Return the positions of two parts in which every class is represented in proportion.
 
     The second part has ``round(fraction * n)`` members; where the classes do not divide evenly,
-    those with the largest remainders get one more.
+    those with the largest remainders get one more. Each part is in increasing order.
 
     Args:
         labels: Class of each datum, shape (n,).
         fraction: Share of the second part, strictly between 0 and 1.
         seed: Seed of the draw.
-
-    Returns:
-        Positions of the first and of the second part, each in increasing order.
     """
     classes, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     shares = fraction * counts

@@ -43,14 +43,9 @@ def hub_is_installed() -> bool:
 
 
 def hub_images(name: str, elsewhere: str) -> tuple[Images, Images]:
-    """Load a data set of `HUB`; the library keeps it in its own cache after the first download.
+    """Return train and test part of a data set of `HUB`, which the library keeps in its own cache.
 
-    Args:
-        name: The name.
-        elsewhere: For the error: how else to get the data set.
-
-    Returns:
-        Its train and its test part.
+    ``elsewhere`` says, for the error, how else to get the data set.
 
     Raises:
         ConfigurationError: If the library is not installed, there is no network and nothing in the

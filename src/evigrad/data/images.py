@@ -62,7 +62,7 @@ def image_data_set(
     seed: int,
     variant: str | None = None,
 ) -> DataSet:
-    """Make a data set of a train and a test part.
+    """Return the data set, float32, of a train and a test part.
 
     Only the drawn train images are read. If one image is RGB, grey ones are converted to RGB.
     Pixels are scaled to [0, 1] and standardised per channel with the mean and deviation of the
@@ -76,9 +76,6 @@ def image_data_set(
         seed: Seed of that draw.
         variant: One of `evigrad.data.variants.VARIANTS`, made before anything else; None leaves
             the images as they are.
-
-    Returns:
-        The data set, float32.
 
     Raises:
         InputError: If an image cannot be decoded or has another size than the rest, or a label is
@@ -175,13 +172,7 @@ def _channel_statistics(images: Tensor, largest: int) -> tuple[Tensor, Tensor]:
 
 
 def parquet_images(name: str, file: Path) -> Images:
-    """Read a table with a column of encoded images and one of labels, see `table_images`.
-
-    Class names come from the file's metadata where it has them.
-
-    Returns:
-        The images.
-    """
+    """The images of a Parquet file, see `table_images`; its metadata may name the classes."""
     table = read_parquet(name, file)
     metadata = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
     features = metadata.get("info", {}).get("features", {})
@@ -190,16 +181,13 @@ def parquet_images(name: str, file: Path) -> Images:
 
 
 def table_images(where: str, table: Any, class_names: dict[str, Any]) -> Images:
-    """The images of a table, decoded on demand.
+    """Return the images of a table, decoded on demand.
 
     Args:
         where: Its name in errors.
         table: A ``pyarrow.Table`` with columns ``image`` (struct of bytes and path) and ``label``
             (integers), or ``img`` and ``fine_label``, the names in the hub's CIFAR sets.
         class_names: From the label's column to words for the classes, where there are any.
-
-    Returns:
-        The images.
 
     Raises:
         InputError: If a column is missing, or labels are missing or no integers.

@@ -39,7 +39,7 @@ def load_table(
     target: str | None = None,
     likelihood: str | None = None,
 ) -> DataSet:
-    """Read a Parquet, CSV or TSV file; the other arguments are those of `evigrad.data.load`.
+    """Return the data set of a Parquet, CSV or TSV file; arguments as of `evigrad.data.load`.
 
     The schema metadata of a Parquet file may name the columns: ``features`` (comma-separated) and
     ``target``. Else ``target`` names that column, and all others are features: numbers as they
@@ -48,10 +48,7 @@ def load_table(
     rows are that split's test set. Without any, a fifth of the rows drawn by the split's number,
     stratified by class, is the test set. Features and real targets are standardised with the mean
     and deviation of the split's (drawn) train rows. Whole numbers are classes only where metadata
-    do not name the target.
-
-    Returns:
-        The data set, float32, inputs (F,), and one target or labels.
+    do not name the target. Inputs are (F,), float32; the target is one number or a label.
 
     Raises:
         ConfigurationError: If there is no such column or split, or none is named as the target.

@@ -61,10 +61,7 @@ VARIANTS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 
 
 def split_name(name: str) -> tuple[str, str | None]:
-    """Split NAME:VARIANT, or NAME, whose variant is None.
-
-    Returns:
-        The name, and the variant's or None.
+    """Return name and variant of NAME:VARIANT; the variant of a NAME alone is None.
 
     Raises:
         ConfigurationError: If there is no such variant.
@@ -81,15 +78,7 @@ def split_name(name: str) -> tuple[str, str | None]:
 
 
 def uniform_draws(part: str, rows: np.ndarray) -> Float[Tensor, "n 2"]:
-    """Draws on [-1, 1), float64, that depend on an image's part and position alone.
-
-    Args:
-        part: ``train`` or ``test``.
-        rows: Positions of the images in the whole part, (n,).
-
-    Returns:
-        The draws.
-    """
+    """Draws on [-1, 1), float64, by ``train`` or ``test`` and the images' positions (n,) in it."""
     # The stream of RandomState is frozen by contract. It fills row by row, so that an image's
     # numbers do not depend on how many are drawn after them.
     count = int(rows.max()) + 1
@@ -100,16 +89,13 @@ def uniform_draws(part: str, rows: np.ndarray) -> Float[Tensor, "n 2"]:
 def transformed(
     pixels: np.ndarray, variant: str, part: str, rows: np.ndarray
 ) -> Float[Tensor, "n channels height width"]:
-    """Transform each image once, by bilinear interpolation, with black beyond the borders.
+    """Return images (float32), each transformed once, bilinearly, with black beyond the borders.
 
     Args:
         pixels: Images (n, channels, height, width), uint8.
         variant: One of `VARIANTS`.
         part: ``train`` or ``test``, which have different draws.
         rows: Positions of the images in the whole part, (n,).
-
-    Returns:
-        Images of the same shape and scale, float32.
     """
     height, width = pixels.shape[-2:]
     maps = VARIANTS[variant](uniform_draws(part, rows), height, width)

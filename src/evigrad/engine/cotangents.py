@@ -73,12 +73,11 @@ def needs_two_passes(problem: Problem, learnable: Iterable[str], num_outputs: in
 
 
 def likelihood_changes(problem: Problem, num_outputs: int) -> Literal["rows", "sums", "scales"]:
-    """What the likelihood's learnable parameters change, of which there must be some.
+    """Return what the likelihood's learnable parameters change, of which there must be some.
 
-    Returns:
-        ``rows``: the vectors depend on them, and the data must be passed again. ``sums``: scales of
-        rows change by different factors, and the structure has added these rows up. ``scales``: a
-        kept statistic can be rescaled. Judged at f = 0: scales that depend on f are not seen.
+    ``rows``: the vectors depend on them, and the data must be passed again. ``sums``: scales of
+    rows change by different factors, and the structure has added these rows up. ``scales``: a
+    kept statistic can be rescaled. Judged at f = 0: scales that depend on f are not seen.
     """
     spec, likelihood = problem.settings.spec, problem.likelihood
     if spec.curvature != "ggn":

@@ -127,12 +127,9 @@ def precisely(
     """Return what ``work`` returns; where float32 rounds too much, run it again in float64.
 
     Every evaluation starts in float32, so that none depends on earlier ones. Where the user chose
-    ``gram_dtype`` or memory does not suffice, a warning tells of the rounding instead.
-
-    Args:
-        block_pass: The block.
-        work: Evaluates it, and leaves nothing behind where it raises.
-        trial: Called on the result to provoke rounding errors that later steps would meet.
+    ``gram_dtype`` or memory does not suffice, a warning tells of the rounding instead. ``work``
+    leaves nothing behind where it raises; ``trial`` is called on the result to provoke rounding
+    errors that later steps would meet.
     """
     problem = block_pass.problem
     narrow = any(weight.dtype != torch.float64 for weight in problem.weights.values())

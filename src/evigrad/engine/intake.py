@@ -30,14 +30,7 @@ class Batches:
     """Checked batches of all the data, which must be the same in every iteration.
 
     An iterable that can be iterated again is not copied; later iterations are compared with the
-    first.
-
-    Args:
-        problem: The problem of the evidence.
-        batches: The user's.
-
-    Attributes:
-        given: The user's, or a copy of those that can be iterated only once.
+    first. ``given`` is the user's, or a copy of what can be iterated only once.
     """
 
     def __init__(self, problem: Problem, batches: Iterable[Batch]) -> None:
@@ -47,10 +40,7 @@ class Batches:
         self._seen: list[tuple[int, float]] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        """Iterate over pairs of inputs and targets.
-
-        Yields:
-            Inputs and targets.
+        """Yield the checked inputs and targets of each batch.
 
         Raises:
             InputError: If a batch does not fit, or differs from the first iteration's.
@@ -72,17 +62,11 @@ class Batches:
 
 
 class CheckedSource(Source):
-    """All N data of a user, each checked against model and likelihood as it is read.
+    """All N data of a user, as for ``as_source``, each checked for model and likelihood when read.
 
     The constructor checks what needs no reading: their number, the first few data, all targets
-    that are in memory, and whether the likelihood can make rows at these.
-
-    Args:
-        problem: The problem of the evidence.
-        data: The user's, as for ``as_source``.
-
-    Attributes:
-        plan: The plan for their inputs.
+    that are in memory, and whether the likelihood can make rows at these. ``plan`` is the plan for
+    their inputs.
 
     Raises:
         ConfigurationError: If the likelihood cannot make rows.

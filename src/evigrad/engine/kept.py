@@ -91,9 +91,8 @@ class KeptPass:
     ) -> "KeptPass":
         """Return this pass with fingerprints of what it depends on, for ``as_kept`` to compare.
 
-        Args:
-            hyperparameters: All learnable ones, by name.
-            names: Those that may change besides the prior's, which always may.
+        ``names`` of all learnable ``hyperparameters`` may change besides the prior's, which always
+        may.
         """
         free = frozenset([*names, *(n for n in hyperparameters if n.startswith("prior."))])
         versions = _versions(self.problem, hyperparameters, free)

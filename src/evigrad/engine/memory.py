@@ -48,12 +48,8 @@ def check_memory(
 ) -> None:
     """Refuse a structure that is predicted to need more memory than is free.
 
-    Args:
-        structure: The structure.
-        num_rows: Rows of the block.
-        device: Where the weights are.
-        pass_bytes: The rows of one pass, where the structure does not keep them.
-        summarised: Whether the block is a single, condensed pass (``Structure.summarise``).
+    ``pass_bytes`` are those of the rows of one pass, where the structure does not keep them;
+    ``summarised``: the block is a single, condensed pass (``Structure.summarise``).
 
     Raises:
         MemoryBudgetError: It names the need, what is free, and the cheaper choice.

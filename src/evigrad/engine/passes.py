@@ -115,12 +115,9 @@ def over_chunks(
 ) -> State:
     """Return the state after ``step`` was applied to each micro-batch of a block.
 
-    Args:
-        block_pass: The block.
-        kind: Names the pass; passes of one kind take the same memory.
-        step: Makes the next state of a state and a micro-batch and changes neither: where memory
-            does not suffice it is called again with half of the data.
-        state: The state at the start.
+    ``kind`` names the pass; passes of one kind take the same memory. ``step`` makes the next state
+    of a state and a micro-batch and changes neither: where memory does not suffice it is called
+    again with half of the data.
 
     Raises:
         InputError: If the batches do not hold the block's data.

@@ -78,14 +78,7 @@ class InputPlan:
 
 
 class Plans:
-    """The plans for the latest shapes of inputs.
-
-    Args:
-        model: The user's.
-        weights: Its weights by name.
-        prior: Bound to them.
-        settings: How the evidence is computed.
-    """
+    """The plans for the latest shapes of inputs."""
 
     def __init__(
         self,

@@ -55,10 +55,7 @@ class Memory:
     autocast: torch.dtype | Literal["bfloat16"] | None = None
 
     def resolved(self) -> dict[str, Any]:
-        """The fields for ``Settings``: names as types and devices, amounts of memory as bytes.
-
-        Returns:
-            Name to value.
+        """Return the fields for ``Settings``: types and devices for names, amounts in bytes.
 
         Raises:
             ConfigurationError: If a name or an amount does not exist.

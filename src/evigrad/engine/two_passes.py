@@ -183,11 +183,8 @@ def second_pass(
 ) -> list[Tensor]:
     """Return the gradient of log likelihood − ½ scale · ℓ in each of the ``arguments``.
 
-    Args:
-        block_pass: The block of the first pass.
-        cotangent: The derivative of ℓ in the statistic of that pass.
-        scale: Factor of ℓ.
-        arguments: Hyperparameters of the model and of the likelihood.
+    ``cotangent`` is the derivative of ℓ in the statistic of the first pass over the block; the
+    arguments are hyperparameters of the model and of the likelihood.
     """
     problem = block_pass.problem
 

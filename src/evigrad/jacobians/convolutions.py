@@ -99,15 +99,10 @@ class Geometry:
 def convolution_patches(
     x: Float[Tensor, "mF c *space"], parts: int, g: Geometry
 ) -> Float[Tensor, "m G i FT"]:
-    """The input that the kernel is multiplied with at each of the output's T positions.
+    """Return the input that the kernel is multiplied with at each of the output's T positions.
 
-    Args:
-        x: Input of the convolution.
-        parts: F, how many entries of dim 0 belong to each datum.
-        g: Settings of the convolution.
-
-    Returns:
-        The patches; i counts a group's channels times the kernel's entries, in the weight's order.
+    ``parts`` is F, how many entries of dim 0 belong to each datum; i counts a group's channels
+    times the kernel's entries, in the weight's order.
     """
     windows, dims = x, len(g.kernel)
     if any(g.padding):

@@ -24,18 +24,10 @@ def loop_rows(
     vectors: Float[Tensor, "m k C"],
     differentiable: bool,
 ) -> dict[str, Tensor]:
-    """Rows by plain automatic differentiation, datum by datum and row by row.
+    """Return rows by plain automatic differentiation, datum by datum and row by row.
 
-    Args:
-        model: Maps m data to (m, C).
-        weights: Name → parameter of the model.
-        names: The parameters whose rows are wanted.
-        x: The m data.
-        vectors: k cotangents for each datum.
-        differentiable: Whether the rows get a graph into everything else.
-
-    Returns:
-        Name → ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter``, (m, k, *parameter shape).
+    They are ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter`` (m, k, *parameter shape) by the names of the
+    parameters; ``differentiable`` gives them a graph into everything else.
     """
     m, k, _ = vectors.shape
     rows: dict[str, list[Tensor]] = {name: [] for name in names}

@@ -95,13 +95,10 @@ class Rule(ABC):
         gradient: Float[Tensor, "m k F *out"],
         cotangent: Float[Tensor, "m k *parameter"],
     ) -> Float[Tensor, ""]:
-        """Σ cotangent · rows in one parameter; the cotangent gets no gradient.
+        """Return Σ cotangent · rows in one parameter; the cotangent gets no gradient.
 
         This forms the rows: override it for a slot whose rows are much larger than the inputs and
         the gradients, and leave the other slots to it.
-
-        Returns:
-            The sum.
         """
         parts, numel = gradient.shape[2], prod(cotangent.shape[2:])
         if parts > 1 and numel <= prod(gradient.shape[3:]):

@@ -122,11 +122,10 @@ class Linearization:
     def fast_rows_of_datum(
         self, vectors: Float[Tensor, "m k C"], index: int
     ) -> dict[str, Tensor | None]:
-        """One datum's part of ``rows``, by the same fast paths, for a check.
+        """Return one datum's part of ``rows``, by the same fast paths, for a check.
 
-        Returns:
-            Name → rows (1, k, *parameter shape), detached, or None where the path fails; for all
-            names that do not take the loop in this pass.
+        Rows are (1, k, *parameter shape), detached, or None where the path fails, for all names
+        that do not take the loop in this pass.
         """
         vectors, one = vectors.detach(), slice(index, index + 1)
         closed, generic = self._paths(list(self.weights))
@@ -152,16 +151,10 @@ class Linearization:
     def factors(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str], average: bool = True
     ) -> dict[str, list[KroneckerUse]]:
-        """Kronecker factors.
+        """Return the Kronecker factors of each use of the named parameters.
 
-        Args:
-            vectors: Cotangents of the outputs.
-            names: The parameters wanted.
-            average: Whether augmentation samples of a datum are averaged; else they count as
-                positions, so that rows are sums of products.
-
-        Returns:
-            Name → the factors of each use.
+        ``average`` takes the mean over a datum's augmentation samples; else they count as
+        positions, so that rows are sums of products.
 
         Raises:
             ConfigurationError: If a parameter has none.

@@ -74,11 +74,7 @@ def evaluation_mode(
 def seeded(seed: int, device: torch.device) -> Iterator[Callable[[], bool]]:
     """Seed the global generators of PyTorch, Python and NumPy, and restore them on the way out.
 
-    Other threads that do so wait.
-
-    Args:
-        seed: For all of them.
-        device: Whose PyTorch generator is seeded beside that of the CPU.
+    PyTorch's are those of the CPU and of ``device``. Other threads that do so wait.
 
     Yields:
         A function that says whether PyTorch's or NumPy's generators were used so far.

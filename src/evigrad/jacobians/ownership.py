@@ -32,11 +32,10 @@ _ROUNDING_FACTOR = 10.0
 
 
 def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node]]:
-    """Follow the data's dimension through the graph, once.
+    """Return the ids of the calls whose rows belong to their data, and all nodes of the graph.
 
-    Returns:
-        ``id(call)`` of each call whose rows belong to the data assumed for them, by the graph alone
-        (also where the outputs do not use a call at all), and all nodes of the graph.
+    The data's dimension is followed through the graph, once. Calls count by the graph alone, also
+    where the outputs do not use them at all.
     """
     m, found = len(outputs), {id(call) for call in calls}
     if outputs.grad_fn is None:
@@ -105,16 +104,13 @@ def _dimension(shape: Sequence[int], stride: int, m: int) -> int | None:
 
 
 def probed(outputs: Tensor, calls: Sequence[Call], differentiable: bool) -> set[int]:
-    """The calls whose rows belong to the data assumed for them, by their gradients.
+    """Return the ids of the calls whose rows belong to their data, by their gradients.
 
     With cotangents u of the outputs the gradient in row r is g_r = Σ_n J_nrᵀ u_n; with c_n u_n in
     their place it is c_n g_r for all rows of datum n alone, and for no others. The numbers c are
     so far apart that every wrong owner shows, in one pass or, for many data and few digits, in
     several. With ``differentiable``, gradients that vanish do not count as agreeing: they say
     nothing about derivatives of the rows.
-
-    Returns:
-        ``id(call)`` of each.
     """
     m, own = len(outputs), torch.Generator().manual_seed(0)
     u = torch.randn(outputs.shape, generator=own, dtype=torch.float64).to(outputs)

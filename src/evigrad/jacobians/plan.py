@@ -135,16 +135,13 @@ def adapted(
     weights: Mapping[str, nn.Parameter],
     x_probe: Tensor,
 ) -> JacobianPlan | None:
-    """A checked plan adapted to inputs of another length, at the cost of two passes.
+    """Return the first of the known plans that fits inputs of another length, or None.
 
-    A check shows that the closed forms, and vectorised derivatives, of certain operations with
-    certain settings are right, first and second derivatives. That does not depend on the length:
-    where the same functions with the same settings use a weight, and the graph holds the same kinds
-    of operations, the check still holds. What may depend on the length (the datum of each row,
-    other uses of a weight, changes in place) is checked in every pass.
-
-    Returns:
-        The first of the known plans that matches, or None where ``plan`` must make a new one.
+    It costs two passes. A check shows that the closed forms, and vectorised derivatives, of certain
+    operations with certain settings are right, first and second derivatives. That does not depend
+    on the length: where the same functions with the same settings use a weight, and the graph holds
+    the same kinds of operations, the check still holds. What may depend on the length (the datum of
+    each row, other uses of a weight, changes in place) is checked in every pass.
     """
     known = [plan for plan in known if plan.operations]
     if not known:

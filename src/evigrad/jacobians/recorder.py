@@ -129,15 +129,10 @@ class Call:
         return replace(self, match=match, output_shape=shape, num_data=1)
 
     def factors(self, gradient: Float[Tensor, "m k F *out"], average: bool) -> KroneckerUse:
-        """The Kronecker factors of this call's part of the rows in the weight.
+        """Return the Kronecker factors of this call's part of the rows, for their output gradients.
 
-        Args:
-            gradient: Gradients of the rows in the output.
-            average: Whether to take the mean input and the summed gradient over the samples of each
-                datum; else samples count as positions, as other parts always do.
-
-        Returns:
-            The factors.
+        ``average`` takes the mean input and the summed gradient over the samples of each datum;
+        else samples count as positions, as other parts always do.
         """
         match = self._match_in(gradient)
         if average and self.samples > 1 and self.parts % self.samples == 0:

@@ -27,19 +27,13 @@ _ROUNDING_FACTOR = 10.0
 def spot_check(
     linearization: Linearization, vectors: Float[Tensor, "m k C"], index: int
 ) -> set[str]:
-    """Compare one datum of a pass with plain automatic differentiation of that datum alone.
+    """Return the names whose rows of one datum disagree with differentiating that datum alone.
 
-    Takes a forward pass of the datum and k backward passes, and k backward passes of the batch;
-    nothing at all where every parameter goes through the loop.
-
-    Args:
-        linearization: The pass; the model is in the same mode as then.
-        vectors: The cotangents of its rows.
-        index: Which datum, in 0 ... m - 1.
-
-    Returns:
-        The names whose rows disagree, for ``demote``. Below double precision they must disagree for
-        the next datum too: a rounding error can carry a unit across the kink of its activation.
+    Takes a forward pass of the datum alone and k backward passes, and k backward passes of the
+    batch; nothing at all where every parameter goes through the loop. The model is in the same mode
+    as in the pass; ``vectors`` are the cotangents of its rows. Below double precision they must
+    disagree for the next datum too: a rounding error can carry a unit across the kink of its
+    activation.
 
     Raises:
         ConfigurationError: If the output for the datum differs from that in the batch.
@@ -91,13 +85,8 @@ def check_separate(
     """Raise if an output depends on other data of its batch.
 
     The data go through the model again in random parts of 1, 2, 4, …: they may mix because of any
-    single datum, of many, or of their number. Takes one forward pass without a graph in all.
-
-    Args:
-        model: In the same mode as for ``outputs``.
-        x: The m inputs.
-        outputs: f(x) as it was computed, in the type of the weights.
-        generator: For the parts, on the CPU.
+    single datum, of many, or of their number. Takes one forward pass without a graph in all, in the
+    same mode as for the ``outputs`` f(x), in the type of the weights.
     """
     order, parts = torch.randperm(len(x), generator=generator), list[Tensor]()
     while len(order):

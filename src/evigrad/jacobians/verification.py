@@ -88,15 +88,10 @@ class Reference:
         }
 
     def agreeing(self, names: Sequence[str], compute: Rows) -> set[str]:
-        """Compare a way to compute rows with the reference.
+        """Return the names for which ``compute`` gives the same numbers and derivatives.
 
-        Args:
-            names: The parameters in question.
-            compute: The way; may raise any exception, which counts as disagreement.
-
-        Returns:
-            The names for which it gives the same numbers and, where the reference has them, the
-            same derivatives.
+        It may raise any exception, which counts as disagreement. Derivatives count where the
+        reference has them.
         """
         found = list(names)
         try:

@@ -15,7 +15,8 @@ from evigrad.models.feedforward import cnn, digitsnet, lenet, mininet, mlp
 from evigrad.models.residual import resnet18, resnet50, wide_resnet, wrn16_4
 from evigrad.models.sequences import Recurrent, Transformer
 
-# Each takes (input_shape, num_outputs) and settings of its own.
+# Each takes (input_shape, num_outputs = C) and settings of its own, and maps inputs
+# (m, *input_shape) to outputs (m, C).
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,
     "digitsnet": digitsnet,
@@ -78,15 +79,10 @@ def make_model(
 
 
 def make_network(record: Mapping[str, Any], seed: int = 0) -> nn.Module:
-    """A network from its record in a run's configuration.
+    """Return the network of a run, on the CPU, by its record in the run's configuration.
 
-    Args:
-        record: ``model``, the arguments of ``make_model``; and ``invariance``, None or
-            ``transform``, those of ``AffineInvariance``, ``num_samples`` and ``average``.
-        seed: Seed of the initial weights.
-
-    Returns:
-        The network, averaged over the transform where there is one, on the CPU.
+    The record has ``model``, the arguments of ``make_model``; and ``invariance``, None or
+    ``transform``, those of ``AffineInvariance``, ``num_samples`` and ``average``.
     """
     model = make_model(**record["model"], seed=seed)
     averaged = record["invariance"]

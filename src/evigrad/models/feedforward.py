@@ -28,16 +28,13 @@ def mlp(
     hidden: Sequence[int] = (64, 64),
     activation: str = "relu",
 ) -> nn.Sequential:
-    """A fully connected network; an input of several dimensions is flattened first.
+    """Return a fully connected network; an input of several dimensions is flattened first.
 
     Args:
         input_shape: Shape of one input.
         num_outputs: Number of outputs C.
         hidden: Widths of the hidden layers; empty gives a linear model.
         activation: Name of the non-linearity after each hidden layer, a key of `ACTIVATIONS`.
-
-    Returns:
-        A module (m, *input_shape) -> (m, C).
 
     Raises:
         ConfigurationError: If the activation is unknown or a width is below 1.
@@ -71,12 +68,9 @@ def image_shape(model: str, input_shape: Sequence[int], smallest: int) -> tuple[
 
 
 def digitsnet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
-    """A network made for 8x8 digits: two 3x3 convolutions, each with ReLU and pooling.
+    """Return a network made for 8x8 digits: two 3x3 convolutions, each with ReLU and pooling.
 
     6,090 parameters on (1, 8, 8) and 10 classes. Images must have 4x4 pixels at least.
-
-    Returns:
-        A module (m, *input_shape) -> (m, C).
     """
     channels, height, width = image_shape("digitsnet", input_shape, smallest=4)
     return nn.Sequential(
@@ -94,14 +88,11 @@ def digitsnet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
 
 
 def mininet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
-    """The paper's network for its illustrations on MNIST (Appendix B.1).
+    """Return the paper's network for its illustrations on MNIST (Appendix B.1).
 
     14,538 parameters on (1, 28, 28) and 10 classes: no convolution is padded, so that 28 pixels
     shrink to 24, 12, 10, 5 and 1, and the last layer sees 32 features. Images must have 28x28
     pixels at least.
-
-    Returns:
-        A module (m, *input_shape) -> (m, C).
     """
     shape = image_shape("mininet", input_shape, smallest=28)
     layers, features = _three_convolutions(shape, (8, 16, 32), kernel=3)
@@ -109,15 +100,12 @@ def mininet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
 
 
 def lenet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
-    """LeNet-5 (LeCun et al., 1998) with ReLU and max-pooling, no convolution padded.
+    """Return LeNet-5 (LeCun et al., 1998) with ReLU and max-pooling, no convolution padded.
 
     The second convolution is 5x5 as in the original on 32 pixels and more, and 3x3 below, as the
     paper's authors have it for MNIST: 28 as well as 32 pixels shrink to 1 before the last layers.
     60,170 parameters on (1, 28, 28) and 62,006 on (3, 32, 32), with 10 classes. Images must have
     28x28 pixels at least.
-
-    Returns:
-        A module (m, *input_shape) -> (m, C).
     """
     shape = image_shape("lenet", input_shape, smallest=28)
     layers, features = _three_convolutions(shape, (6, 16, 120), 5 if min(shape[1:]) >= 32 else 3)
@@ -152,7 +140,7 @@ def _three_convolutions(
 def cnn(
     input_shape: Sequence[int], num_outputs: int, depth: int = 3, width: int = 16
 ) -> nn.Sequential:
-    """A plain network of any depth and width: 3x3 convolutions with ReLU, the mean, a linear layer.
+    """Return a network of 3x3 convolutions with ReLU, the mean over the image, and a linear layer.
 
     A pooling follows each of the first two convolutions, as long as the image has 4 pixels or
     more. The mean over the image follows the last one, so that the size of the last layer depends
@@ -163,9 +151,6 @@ def cnn(
         num_outputs: Number of outputs C.
         depth: Number of convolutions, at least 1.
         width: Channels of each convolution, at least 1.
-
-    Returns:
-        A module (m, *input_shape) -> (m, C).
 
     Raises:
         ConfigurationError: If the input is no image, or depth or width is below 1.

@@ -43,14 +43,7 @@ class Scale(nn.Module):
 
 
 def fixup_scalars(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The scalar biases and multipliers of Fixup, which learn at a tenth of the others' rate.
-
-    Args:
-        model: Any module; networks with Fixup may be anywhere in it.
-
-    Returns:
-        The parameters by their names in the model, each shared one once; empty without Fixup.
-    """
+    """Fixup's biases and multipliers in a module, each once, which learn at a tenth of the rate."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -110,8 +103,7 @@ class Block(nn.Module):
     def initialise(self, num_branches: int) -> None:
         """Start the branch of m convolutions at zero; scale those before the last by L^(-1/(2m-2)).
 
-        Args:
-            num_branches: L, the residual branches of the network.
+        ``num_branches`` is L, the residual branches of the network.
         """
         *others, last = (layer for layer in self.branch if isinstance(layer, nn.Conv2d))
         for layer in others:
@@ -207,30 +199,20 @@ class ResNet(nn.Module):
 
 
 def resnet18(input_shape: Sequence[int], num_outputs: int, width: int = 16) -> ResNet:
-    """The Fixup ResNet-18 of the paper's CIFAR-10 subsets (Figure 7), 8 blocks of 2 convolutions.
+    """Return the Fixup ResNet-18 of the paper's CIFAR-10 subsets (Figure 7): 8 blocks of 2 layers.
 
-    With 16 initial channels 688,356 parameters on (3, 32, 32) and 10 classes.
-
-    Args:
-        input_shape: (channels, height, width), height and width at least 8.
-        num_outputs: Number of outputs C.
-        width: Channels of the first layer.
-
-    Returns:
-        A module (m, *input_shape) -> (m, C).
+    With 16 initial channels 688,356 parameters on (3, 32, 32) and 10 classes. Height and width
+    are at least 8; ``width`` is the number of channels of the first layer.
     """
     channels, _, _ = image_shape("resnet18", input_shape, smallest=8)
     return ResNet(Block, (2, 2, 2, 2), channels, num_outputs, width, width)
 
 
 def resnet50(input_shape: Sequence[int], num_outputs: int, width: int = 16) -> ResNet:
-    """The Fixup ResNet-50 of the paper's TinyImageNet (Table 2), 16 bottlenecks.
+    """Return the Fixup ResNet-50 of the paper's TinyImageNet (Table 2), 16 bottlenecks.
 
     On 200 classes 1,568,490 parameters with 16 initial channels and 23,857,146 with 64, whatever
-    the size of the images. Arguments and result are those of `resnet18`.
-
-    Returns:
-        A module (m, *input_shape) -> (m, C).
+    the size of the images. Arguments are those of `resnet18`.
     """
     channels, _, _ = image_shape("resnet50", input_shape, smallest=8)
     return ResNet(Bottleneck, (3, 4, 6, 3), channels, num_outputs, width, width)
@@ -239,7 +221,7 @@ def resnet50(input_shape: Sequence[int], num_outputs: int, width: int = 16) -> R
 def wide_resnet(
     input_shape: Sequence[int], num_outputs: int, depth: int = 16, widen_factor: int = 4
 ) -> ResNet:
-    """The Fixup Wide ResNet of the paper's CIFAR experiments (Table 1), there 16-4.
+    """Return the Fixup Wide ResNet of the paper's CIFAR experiments (Table 1), there 16-4.
 
     It has three stages (Zagoruyko and Komodakis, 2016). At 16-4 it has 2,745,306 parameters on
     (3, 32, 32) and 10 classes.
@@ -249,9 +231,6 @@ def wide_resnet(
         num_outputs: Number of outputs C.
         depth: Layers with weights, 6 n + 4 with n blocks in a stage: 10, 16, 22, 28, ...
         widen_factor: Factor on the stages' 16, 32 and 64 channels.
-
-    Returns:
-        A module (m, *input_shape) -> (m, C).
 
     Raises:
         ConfigurationError: If the input is no image or too small, or there is no such depth.

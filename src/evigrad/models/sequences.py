@@ -49,13 +49,7 @@ class Attention(nn.Module):
     def forward(
         self, h: Float[Tensor, "m T d"], bias: Float[Tensor, "#m #heads #T T"] | None
     ) -> Float[Tensor, "m T d"]:
-        """What each position gathers from the others, to be added to the representations ``h``.
-
-        ``bias`` is added to the scores before the softmax.
-
-        Returns:
-            Of the shape of ``h``.
-        """
+        """What each position gathers from the others; ``bias`` is added to the scores."""
         query, key, value = (
             layer(h).unflatten(2, (self.heads, -1)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)

@@ -95,15 +95,12 @@ class Point:
 def legend_order(
     labels: Iterable[str], reference: Sequence[str] = (), ordered: bool = False
 ) -> list[str]:
-    """Labels, each once, in the order of a legend.
+    """Return labels, each once, in the order of a legend.
 
     Args:
         labels: Labels as they come, maybe repeated.
         reference: Labels that the others are compared with, which come last.
         ordered: Whether to sort the others by the numbers in them; one without comes last.
-
-    Returns:
-        The labels.
     """
     found = list(dict.fromkeys(labels))
     others = [label for label in found if label not in reference]
@@ -122,7 +119,7 @@ def panels(
     markers: bool = False,
     mark_tops: bool = False,
 ) -> "Figure":
-    """A grid of panels with one legend.
+    """Return a grid of panels with one legend.
 
     Args:
         rows: The panels of each row, from the top.
@@ -133,12 +130,6 @@ def panels(
         shared: Whether all panels have one horizontal scale, and those of a row one vertical.
         markers: Whether the values have markers.
         mark_tops: Whether the highest value of each curve has a dot.
-
-    Returns:
-        The figure.
-
-    Raises:
-        ConfigurationError: If matplotlib is not installed.
     """
     columns = max(map(len, rows))
     figure = new_figure(size[0] * columns + 1.4, size[1] * len(rows))
@@ -184,7 +175,7 @@ def points(
     reference: Sequence[str] = (),
     frontier: bool = False,
 ) -> "Figure":
-    """Points of two quantities with errors both ways.
+    """Return a figure of points of two quantities with errors both ways.
 
     Args:
         found: The points; a line joins those of a group in their order.
@@ -195,12 +186,6 @@ def points(
         frontier: Whether small is good both ways, as of times and gaps. Then the horizontal axis
             is logarithmic, points of a group are joined, and the frontier is drawn, whose points
             alone are named.
-
-    Returns:
-        The figure.
-
-    Raises:
-        ConfigurationError: If matplotlib is not installed.
     """
     figure = new_figure(7.2, 4.4)
     axes = figure.add_subplot()

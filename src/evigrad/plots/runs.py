@@ -163,16 +163,12 @@ def learning_curves(histories: Mapping[str, History]) -> "Figure":
 def quantity_curves(
     histories: Mapping[str, History], quantity: Quantity, palette: Palette = LIGHT
 ) -> "Figure":
-    """A quantity over the epochs, with standard errors shaded where the metrics have them.
+    """Return a quantity over the epochs, with standard errors shaded where the metrics have them.
 
     Each run has a colour; where there is one run, each kind of line.
 
-    Returns:
-        The figure.
-
     Raises:
         InputError: If no run has a value of it.
-        ConfigurationError: If matplotlib is not installed.
     """
     if not quantity.values(histories):
         raise InputError(f"No run has a value of the {quantity.title}.")
@@ -226,20 +222,7 @@ def _draw(
 def precision_paths(
     history: History, title: str = "prior precision of each layer", width: float = 7.2
 ) -> "Figure":
-    """Learned prior precisions over the epochs, as `value_paths` on a logarithmic axis.
-
-    Args:
-        history: History of a run with a learned prior.
-        title: Title of the figure.
-        width: Inches.
-
-    Returns:
-        The figure.
-
-    Raises:
-        InputError: If the history is empty or has no precisions.
-        ConfigurationError: If matplotlib is not installed.
-    """
+    """Learned prior precisions over the epochs, as `value_paths` on a logarithmic axis."""
     _check({"": history})
     columns = {
         name.removeprefix(PRECISION): name for name in history[0] if name.startswith(PRECISION)
@@ -262,10 +245,10 @@ def value_paths(
     size: tuple[float, float] = (WIDTH, HEIGHT),
     palette: Palette = LIGHT,
 ) -> "Figure":
-    """Hyperparameters over the epochs; the legend begins with the highest one at the end.
+    """Return hyperparameters over the epochs; the legend begins with the highest one at the end.
 
     More lines than can be told apart have shades in their order, of which the first and the last
-    are named.
+    are named. Those without a value are left out.
 
     Args:
         history: History of one run.
@@ -279,12 +262,8 @@ def value_paths(
         size: Width and height in inches; a legend below the axes adds to the height.
         palette: Colours.
 
-    Returns:
-        The figure, without lines that have no value.
-
     Raises:
         InputError: If there is no value.
-        ConfigurationError: If matplotlib is not installed.
     """
     figure = new_figure(*size, palette)
     axes = figure.add_subplot()
@@ -331,16 +310,7 @@ def value_paths(
 def save_all(
     histories: Mapping[str, History], folder: str | Path, learned: str | None = None
 ) -> list[Path]:
-    """Write the figures of a command into an existing folder.
-
-    Args:
-        histories: Name of a run to its history.
-        folder: The folder.
-        learned: Name of the run whose precisions are shown; None shows none.
-
-    Returns:
-        The files.
-    """
+    """Write the figures of a command; ``learned`` names the run whose precisions are shown."""
     folder = Path(folder)
     files = [save(learning_curves(histories), folder / "learning_curves.png")]
     if learned is not None:

@@ -140,14 +140,7 @@ def plain_ticks(axis: "Axis") -> None:
 
 
 def burst_limits(values: Sequence[float]) -> tuple[float, float] | None:
-    """Limits of an axis that leave out the first few values of a run, far below all others.
-
-    Args:
-        values: All values of the figure, in any order.
-
-    Returns:
-        The limits; None where all values fit.
-    """
+    """Limits of an axis without a run's first few values, far below the rest; None: all fit."""
     if len(values) < 8:
         return None
     ordered = sorted(values)
@@ -164,15 +157,10 @@ def add_legend(
     palette: Palette = LIGHT,
     beside: bool = False,
 ) -> None:
-    """Name the lines of a figure below its axes, and make the figure as much higher.
+    """Name the lines (name, colour, style) below the axes, and make the figure as much higher.
 
-    Names are in as many columns as fit; one wider than the figure has several rows.
-
-    Args:
-        figure: A figure with its axes.
-        lines: Name, colour and style of each line.
-        palette: Colours of the figure.
-        beside: Whether to put the names at the right, one below the other, if there is room.
+    Names are in as many columns as fit; one wider than the figure has several rows. ``beside``
+    puts them at the right, one below the other, if there is room.
     """
     from matplotlib.lines import Line2D
 

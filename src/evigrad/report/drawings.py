@@ -46,15 +46,9 @@ class Drawing:
 
 
 def show(value: object, factor: float = 1.0, digits: int = 0) -> str:
-    """Any value as a short text.
+    """Return any value as a short text; None and non-finite numbers give a dash.
 
-    Args:
-        value: A number, text, or a list of them; None and non-finite numbers give a dash.
-        factor: Multiplies a number.
-        digits: Decimals; 0 shows three significant digits.
-
-    Returns:
-        The text.
+    ``factor`` multiplies a number; ``digits`` are its decimals, 0 for three significant digits.
     """
     if value is None or value == "":
         return NOTHING
@@ -183,13 +177,10 @@ _KINDS = {
 
 
 def hyperparameters(run: Run) -> list[Group]:
-    """The prior precisions, noise, ranges of transforms and the network's others, in this order.
+    """Return prior precisions, noise, ranges of transforms and the network's others, in this order.
 
     Ranges that are zero in all epochs, of transforms that are not used, are left out. Those that
-    are learned and those that are not are in groups of their own.
-
-    Returns:
-        The groups, each with one hyperparameter at least.
+    are learned and those that are not are in groups of their own. No group is empty.
     """
     prior = {"log": True, "size": (WIDTH, 4.0)}
     noise = {

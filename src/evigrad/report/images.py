@@ -31,7 +31,7 @@ _LONGEST = 16  # letters of a row's name
 def augmented_images(
     images: Tensor, transformed: Tensor, names: Sequence[str] = (), palette: Palette = LIGHT
 ) -> "Figure":
-    """Images beside random transforms of them, a row for each image.
+    """Return a figure of n · (1 + draws) images beside random transforms of them, a row for each.
 
     Args:
         images: (n, channels, height, width), from 0 (black) to 1, clipped there. Three channels are
@@ -40,12 +40,8 @@ def augmented_images(
         names: Names of the n rows, or none.
         palette: Colours.
 
-    Returns:
-        The figure: n · (1 + draws) images on one pair of axes.
-
     Raises:
         InputError: If these are not images, or do not belong together.
-        ConfigurationError: If matplotlib is not installed.
     """
     if images.dim() != 4 or transformed.dim() != 5 or len(images) == 0:
         raise InputError(
@@ -104,14 +100,9 @@ def draw_transforms(images: Tensor, transform: nn.Module, draws: int = DRAWS) ->
 
 
 def rebuild(run: Run, data_dir: str | Path | None = None) -> tuple[DataSet, nn.Module]:
-    """Data and network of a run of the command line, as at its last checkpoint, on the CPU.
+    """Return data and network of a run of the command line at its last checkpoint, on the CPU.
 
-    Args:
-        run: The run.
-        data_dir: Folder of data sets, where the run's own folder is not here any more.
-
-    Returns:
-        The data and the network.
+    ``data_dir`` is the folder of data sets where the run's own folder is not here any more.
 
     Raises:
         ConfigurationError: If the run was started from Python, has no checkpoint yet, or its data

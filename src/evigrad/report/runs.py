@@ -79,14 +79,9 @@ class Run:
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """Read runs, and the MAP runs inside of them.
+    """Return the runs in some folders, each MAP run directly before the run that holds it.
 
-    Args:
-        paths: Their folders.
-
-    Returns:
-        Each MAP run directly before the run that it is compared with. Of a run that has no epoch
-        yet there is only its MAP run.
+    Of a run that has no epoch yet there is only its MAP run.
 
     Raises:
         ConfigurationError: If one is no folder of a run, has no finished epoch, or its files

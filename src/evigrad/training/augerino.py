@@ -32,9 +32,8 @@ WIDEST = 10.0
 class Augerino:
     """The ranges that the training loss learns, and their reward.
 
-    Args:
-        evidence: Its model has transforms whose ranges are among the hyperparameters.
-        weight: λ, of the reward, in nats per datum and unit of width.
+    ``evidence`` has a model with transforms whose ranges are among the hyperparameters; ``weight``
+    is λ, in nats per datum and unit of width.
     """
 
     def __init__(self, evidence: Evidence, weight: float) -> None:

@@ -144,12 +144,8 @@ def check_outputs(
 ) -> None:
     """Refuse a network that computes something else; warn where the machine may round otherwise.
 
-    Args:
-        saved: Outputs of the network for a few data when it was saved.
-        own: Its outputs for the same data with the loaded parameters.
-        here: This machine.
-        there: The machine that wrote the checkpoint.
-        where: The run's folder, for the error.
+    ``saved`` and ``own`` are outputs for a few data, when it was saved and with the loaded
+    parameters; ``here`` and ``there`` describe the two machines.
 
     Raises:
         ConfigurationError: If the outputs differ by more than rounding.

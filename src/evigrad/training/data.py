@@ -18,20 +18,13 @@ _COMPARED = 64
 
 
 class RunData(Source):
-    """Data on the model's device.
+    """Data (see ``evigrad.blocks.sources.as_source``) on the model's device.
 
     Tensors are held there. Items of a data set are read when they are needed, and what they draw
-    from the global generators of PyTorch, NumPy and Python is seeded by the run's seed, the epoch
-    and the positions that are read together. So a block is the same at every reading in an epoch,
-    another one in the next, and an interrupted run goes on with the same draws.
-
-    Args:
-        data: As for ``evigrad.blocks.sources.as_source``.
-        device: Where the model is.
-        seed: The run's seed.
-
-    Attributes:
-        epoch: The present epoch; 0 before the first.
+    from the global generators of PyTorch, NumPy and Python is seeded by the run's seed, the
+    present ``epoch`` (0 before the first) and the positions that are read together. So a block is
+    the same at every reading in an epoch, another one in the next, and an interrupted run goes on
+    with the same draws.
     """
 
     def __init__(self, data: Any, device: torch.device, seed: int = 0) -> None:
@@ -67,13 +60,7 @@ class RunData(Source):
         return self.fetch(torch.arange(len(self)))[1]
 
     def fingerprint(self) -> str:
-        """Digest of all held data, or of some items of a data set, spread over it.
-
-        Values that differ at a second reading are left out.
-
-        Returns:
-            Hexadecimal digits.
-        """
+        """Digest of all held data, or of some items of a data set, if equal at a second reading."""
         count = len(self)
         if self._source.is_held:
             return digest(self.fetch(torch.arange(count)))

@@ -77,21 +77,12 @@ class EvidenceValue:
 def tight_estimator(
     num_weights: int, num_data: int, num_outputs: int, seconds: float = math.inf
 ) -> str:
-    """Name of the tightest estimator that evaluates all the data within a given time.
+    """Return the name of the tightest estimator that evaluates all the data within a given time.
 
-    ``full-N-C`` and ``ntk-N-C`` both compute the exact log-determinant; the sizes decide which is
-    cheaper. Where neither is affordable, it is the estimator with all outputs on the largest
-    subsets of which a whole partition is affordable.
-
-    Args:
-        num_weights: P.
-        num_data: N.
-        num_outputs: C.
-        seconds: Time of the evaluation on one core, by a rough count of its operations. Default,
-            and most: a minute or two.
-
-    Returns:
-        The name.
+    ``full-N-C`` and ``ntk-N-C`` both compute the exact log-determinant; the sizes P, N and C decide
+    which is cheaper. Where neither is affordable, it is the estimator with all outputs on the
+    largest subsets of which a whole partition is affordable. ``seconds`` are those of one core, by
+    a rough count of operations; default, and most: a minute or two.
     """
     most, most_of_subsets = (
         min(_MAX_OPERATIONS, rate * seconds) for rate in (_EXACT_RATE, _SUBSET_RATE)
@@ -263,16 +254,7 @@ def evidence_along(
 
 
 def make_grid(start: float, stop: float, count: int, log: bool = False) -> list[float]:
-    """Values that a curve is drawn over.
-
-    Args:
-        start: The first one.
-        stop: The last one.
-        count: How many.
-        log: Whether they are evenly spaced on a logarithmic scale.
-
-    Returns:
-        The values, with six digits.
+    """Return ``count`` values, with six digits, that a curve is drawn over.
 
     Raises:
         ConfigurationError: If they make no sense.
@@ -288,12 +270,7 @@ def make_grid(start: float, stop: float, count: int, log: bool = False) -> list[
 
 
 def set_hyperparameter(evidence: Evidence, name: str, value: float) -> None:
-    """Set what a curve is drawn along.
-
-    Args:
-        evidence: With a scalar prior, or a model with ranges.
-        name: ``precision``, or the name of a range.
-        value: Its value.
+    """Set ``precision``, of a scalar prior, or a range of the model's transforms by its name.
 
     Raises:
         ConfigurationError: If there is no such hyperparameter.
@@ -344,16 +321,13 @@ class StepTimes:
 def time_steps(
     evidence: Evidence, data: tuple[Tensor, Tensor], batch_size: int, steps: int
 ) -> StepTimes:
-    """Time what a training with an estimator repeats.
+    """Return the times of what a training repeats; the gradients of ``evidence`` change.
 
     Args:
-        evidence: The model's evidence; its gradients change.
+        evidence: The model's evidence.
         data: Training data on the model's device.
         batch_size: Data in a step of the weights.
         steps: Estimates in a round, which share a draw.
-
-    Returns:
-        The times.
     """
     x, y = data
     stream = evidence.blocks(data)

@@ -31,15 +31,13 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file so that the old or the new one is there, whole, at every moment.
+    """Open a file for writing and reading, so that the old or the new one is whole at every moment.
 
-    The new file is synchronised to the disk before it is renamed: it survives a power cut too.
-
-    Args:
-        path: The file; replaced on the way out, left as it is after an exception.
+    It is replaced on the way out, left as it is after an exception. The new file is synchronised to
+    the disk before it is renamed: it survives a power cut too.
 
     Yields:
-        A file open for writing and reading.
+        The open file.
     """
     partial = path.with_name(path.name + PARTIAL)
     with writing(path):
@@ -98,16 +96,10 @@ def _sync_names(folder: Path) -> None:
 
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
-    """Keep other processes, and other runs of this one, from writing into a folder.
+    """Keep other processes, and other runs of this one, from writing into an existing folder.
 
     The operating system's lock on the folder itself leaves no file, and ends with the process.
-    Where the file system has no locks, nothing is locked.
-
-    Args:
-        folder: An existing folder.
-
-    Raises:
-        ConfigurationError: If it is locked.
+    Where the file system has no locks, nothing is locked; a locked folder is a ConfigurationError.
     """
     descriptor = _locked(folder)
     try:

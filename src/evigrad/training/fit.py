@@ -140,13 +140,10 @@ def prepare(
     test: Any = None,
     network: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Check all that can be checked; compute and write nothing.
+    """Return a checked run, to be started by its ``train``; compute and write nothing.
 
     The arguments are those of ``fit``. ``network`` records how ``evigrad.models.make_network``
     made the model, where it did.
-
-    Returns:
-        The run, to be started by its ``train``.
 
     Raises:
         ConfigurationError: If a setting does not exist or does not fit.

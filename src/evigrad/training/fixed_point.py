@@ -67,11 +67,9 @@ class FixedPoint:
         self._log_precision()
 
     def effective_parameters(self) -> Float[Tensor, " G"]:
-        """γ of each learned prior group, from the gradient of the last ``backward``.
+        """Return γ (G,) of each learned prior group, float64, by the last ``backward``'s gradient.
 
-        Returns:
-            (G,) float64, one for each entry of ``prior.log_precision``, between 0 and the number
-            of weights that share it.
+        It lies between 0 and the number of weights that share an entry of ``prior.log_precision``.
 
         Raises:
             ConfigurationError: If there is no gradient.

@@ -100,16 +100,11 @@ class Loop:
         return sum(rounds.taken for rounds in self.rounds)
 
     def train_epoch(self, epoch: int) -> float:
-        """Train the weights on all data once.
+        """Return the mean loss, in nats per datum, of an epoch that trains the weights on all data.
 
-        The order is drawn from (seed, epoch). What the model draws itself (dropout) comes from a
-        second stream of (seed, epoch), and what the items of a data set draw from others.
-
-        Args:
-            epoch: From 1; sets the learning rate.
-
-        Returns:
-            Mean loss over the epoch, nats per datum, with Augerino's regulariser.
+        The order is drawn from (seed, epoch), with epochs from 1. What the model draws itself
+        (dropout) comes from a second stream of (seed, epoch), and what the items of a data set draw
+        from others. The loss includes Augerino's regulariser.
 
         Raises:
             EvigradError: If the loss or a weight is not finite.
@@ -152,13 +147,7 @@ class Loop:
         return any(rounds.is_due(epoch) for rounds in self.rounds)
 
     def learn(self, epoch: int) -> Round:
-        """The due rounds of hyperparameter steps, each on blocks of a fresh partition.
-
-        Args:
-            epoch: The epoch that they follow.
-
-        Returns:
-            The estimates.
+        """Return the estimates of the hyperparameter steps after an epoch, on a fresh partition.
 
         Raises:
             EvigradError: If an estimate fails; the text names the epoch.
@@ -202,13 +191,10 @@ class Loop:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on, besides data, settings and the number of the epoch.
+        """Return all that is needed to go on, besides data, settings and the number of the epoch.
 
         All else follows from these: the order of the data and what the model draws from (seed,
         epoch), learning rates from the epoch and ``hyper_steps``.
-
-        Returns:
-            Tensors, numbers, strings, and lists, tuples and dictionaries of them.
         """
         model = self.evidence.model
         state = model.state_dict()

@@ -26,16 +26,10 @@ def make_weight_optimizer(
     settings: PlannedOptimization,
     scalars: Collection[nn.Parameter] = (),
 ) -> Optimizer:
-    """The optimiser of the weights, without weight decay.
+    """Return the optimiser of the weights, without weight decay.
 
-    Args:
-        weights: The named weights.
-        settings: Names the optimiser, or holds a function that makes it.
-        scalars: The weights that learn at ``SCALAR_RATE`` times the others' rate; a user's own
-            optimiser has its own rates.
-
-    Returns:
-        The optimiser.
+    ``settings`` name the optimiser, or hold a function that makes it. ``scalars`` are the weights
+    that learn at ``SCALAR_RATE`` times the others' rate; a user's own optimiser has its own rates.
 
     Raises:
         ConfigurationError: If a user's own one has weight decay, or does not hold exactly the
@@ -71,13 +65,10 @@ def make_weight_optimizer(
 def make_hyper_optimizer(
     hyperparameters: Mapping[str, nn.Parameter], settings: PlannedSettings
 ) -> Optimizer:
-    """Adam on the hyperparameters: one rate for prior and noise, one for the model's own.
+    """Return Adam on the hyperparameters: one rate for prior and noise, one for the model's own.
 
     The prior is left out where it has its fixed-point update. Noise that the training loss learns
     has the weights' rate. There is no weight decay, and there may be no hyperparameters.
-
-    Returns:
-        The optimiser.
     """
     own = [p for name, p in hyperparameters.items() if name.startswith("model.")]
     s = settings.optimization

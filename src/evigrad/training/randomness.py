@@ -24,7 +24,7 @@ _USES: dict[Use, int] = {
 
 
 def derived_seed(seed: int, use: Use, epoch: int = 0) -> int:
-    """The seed, below 2^63, of one stream of a run.
+    """Return the seed, below 2^63, of one stream of a run.
 
     Args:
         seed: The run's seed.
@@ -33,9 +33,6 @@ def derived_seed(seed: int, use: Use, epoch: int = 0) -> int:
             evidence (``evidence``), what the model draws on test data (``evaluation``), the
             bounds on the evidence (``bracket``), or what the items of a data set draw (``data``).
         epoch: The epoch, where the stream starts anew in each.
-
-    Returns:
-        The seed.
     """
     sequence = np.random.SeedSequence([seed, _USES[use], epoch])
     return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))

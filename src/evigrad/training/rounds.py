@@ -19,13 +19,10 @@ from evigrad.training.settings import PlannedSettings
 
 
 def is_round(epoch: int, burn_in: int, every: int) -> bool:
-    """Whether hyperparameter steps follow an epoch, counted from 1.
+    """Return whether hyperparameter steps follow an epoch, counted from 1.
 
     They follow the last epoch of the burn-in and every ``every``-th epoch from there, as in the
     paper's schedule: with a burn-in of 10 and every 5 epochs, epochs 10, 15, 20, ...
-
-    Returns:
-        True where steps follow.
     """
     return epoch >= burn_in and (epoch - burn_in) % every == 0
 
@@ -37,16 +34,7 @@ def count_rounds(epochs: int, burn_in: int, every: int) -> int:
 
 @dataclass
 class Rounds:
-    """The rounds of some hyperparameters, which take their steps together.
-
-    Attributes:
-        names: Names of the hyperparameters.
-        every: Epochs from one round to the next.
-        steps: Steps of a round.
-        burn_in: Epochs before the first round.
-        epochs: Epochs in all.
-        taken: Steps so far.
-    """
+    """The rounds of some hyperparameters, which take ``steps`` steps together, ``taken`` so far."""
 
     names: list[str]
     every: int
@@ -89,7 +77,7 @@ def blocks_of_a_round(
     steps: int,
     prior_blocks: int | None,
 ) -> tuple[Iterable[Block | list[KeptPass]], bool]:
-    """What each step of a round works on, and whether that is the same for all steps.
+    """Return a block or kept passes for each step of a round, and whether all have the same one.
 
     Steps on prior and noise alone share passes: the only pass there is, where one block holds all
     data, and the pass over the anchors, where these are chosen for a round.
@@ -101,9 +89,6 @@ def blocks_of_a_round(
         names: Names of the learned hyperparameters.
         steps: Steps of the round.
         prior_blocks: Blocks whose passes the steps share; None for a block for each step.
-
-    Returns:
-        A block or a list of kept passes for each step; and whether all steps have the same one.
     """
     anchored = isinstance(blocks, AnchoredStream)
     keepable = (anchored or blocks.is_constant) and is_keepable(evidence, x, names)
@@ -128,12 +113,6 @@ def passes_over(
     """Kept passes over draws, in their order, each over as many draws as fit into memory.
 
     The memory changes neither these draws nor those of later rounds.
-
-    Args:
-        evidence: Its model is the one that is trained.
-        drawn: The draws.
-        x: Some inputs.
-        names: Names of the learned hyperparameters.
 
     Yields:
         Passes, each computed when it is asked for.

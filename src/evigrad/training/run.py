@@ -118,14 +118,11 @@ class Run:
         callbacks: Sequence[Callback] = (),
         stop: Callable[[], bool] | None = None,
     ) -> FitResult:
-        """Train for all epochs, or those that are left.
+        """Return the result of training for all epochs, or those that are left.
 
         ``run_dir``, ``resume``, ``progress`` and ``callbacks`` are those of ``fit``. ``stop`` is
         asked after every epoch: where it returns True before the last one, a checkpoint is written
         and a ``KeyboardInterrupt`` is raised.
-
-        Returns:
-            The result.
 
         Raises:
             ConfigurationError: If it ran already; if the folder holds the run of other settings,

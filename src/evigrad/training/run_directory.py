@@ -99,11 +99,7 @@ class RunDirectory:
             file.write(text.encode("utf-8"))
 
     def write_checkpoint(self, state: Mapping[str, Any]) -> None:
-        """Replace the checkpoint; a whole one is on the disk at every moment.
-
-        Args:
-            state: Tensors, numbers, strings, and lists, tuples and dictionaries of them.
-        """
+        """Replace the checkpoint by tensors and plain values; a whole one is there all the time."""
         with replacing(self.checkpoint) as file:
             try:
                 torch.save(dict(state), file)
@@ -113,10 +109,7 @@ class RunDirectory:
             seal(file)
 
     def read_checkpoint(self) -> dict[str, Any] | None:
-        """The state of the last checkpoint, its tensors in the host's memory.
-
-        Returns:
-            The state, or None before the first checkpoint.
+        """Return the state of the last checkpoint, its tensors in the host's memory, or None.
 
         Raises:
             ConfigurationError: If it cannot be read.
@@ -143,10 +136,7 @@ class RunDirectory:
 
 
 class RunRecord:
-    """The files that grow while a run trains: ``metrics.csv`` and the checkpoint.
-
-    A context manager, which closes the metrics on the way out.
-    """
+    """The files that grow while a run trains; a context manager, which closes the metrics."""
 
     def __init__(self, directory: RunDirectory, history: Sequence[Row]) -> None:
         """Write the finished epochs: rows of epochs that will run again are dropped."""
@@ -165,15 +155,10 @@ class RunRecord:
         self._metrics.write(row)
 
     def is_due(self, epoch: int, every: int | None) -> bool:
-        """Whether it is time for a checkpoint.
+        """Return whether it is time for a checkpoint after an epoch: at multiples of ``every``.
 
-        Args:
-            epoch: The finished epoch.
-            every: Epochs between checkpoints; None for one wherever they cost little.
-
-        Returns:
-            True at multiples of ``every``. With None, where writing one takes a small part of the
-            time since the last one, by how long that took.
+        With None, where writing one takes a small part of the time since the last one, by how long
+        that took.
         """
         if every is not None:
             return epoch % every == 0

@@ -249,11 +249,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what does not fit; ``Evidence`` checks what concerns the evidence alone.
-
-        Raises:
-            ConfigurationError: If the seed is out of range, or training ends before the burn-in.
-        """
+        """Refuse what does not fit; ``Evidence`` checks what concerns the evidence alone."""
         if self.estimator == "map":  # one spelling from here on
             object.__setattr__(self, "estimator", None)
         check_integer("seed", self.seed, 0, most=None)
@@ -266,17 +262,7 @@ class Settings:
             )
 
     def for_data(self, num_data: int) -> "PlannedSettings":
-        """The settings with numbers in place of those that follow from likelihood and data.
-
-        Args:
-            num_data: N.
-
-        Returns:
-            Settings that keep what was given.
-
-        Raises:
-            ConfigurationError: If the given burn-in is longer than the training.
-        """
+        """The settings for N data with numbers where they follow from likelihood and data."""
         classifies = make_likelihood(self.likelihood).is_classification
         precision = self.precision
         if precision is None and not isinstance(self.prior, GaussianPrior):

@@ -78,14 +78,9 @@ def choose(
 ) -> Int[Tensor, " Z"]:
     """Return the anchors among all rows, as n D + d in ascending order.
 
-    Args:
-        anchoring: How to choose.
-        scores: |R_n[:, d]|² of every row (n, d).
-        count: How many.
-        generator: For random rows and candidates.
-        centres: From a count to data spread over all inputs, or to None where inputs have no
-            distances; rows are then random.
-        kernel: Where it is unknown, greedy is by score.
+    ``scores`` are |R_n[:, d]|² of every row (n, d). ``centres`` gives data spread over all inputs,
+    or None where inputs have no distances; rows are then random. Without a ``kernel`` greedy is by
+    score.
     """
     num_data, num_columns = scores.shape
     choice = anchoring.choice
@@ -112,14 +107,11 @@ def choose(
 
 
 def pivots(kernel: Float[Tensor, "m m"], count: int) -> Int[Tensor, " k"]:
-    """The first ``count`` pivots of a Cholesky factorisation of I + S, for positive semidefinite S.
+    """Return the first ``count`` pivots, in order, of a Cholesky factorisation of I + S, for S ≥ 0.
 
     Given those before, each has the largest variance S_rr|Z, and so the largest entropy
     ½ log(1 + S_rr|Z); with the greedy choice ℓ(Z) is at least 1 − 1/e of the largest of so many
     rows, since it is submodular (Nemhauser et al., 1978).
-
-    Returns:
-        Their numbers, in the order of the choice.
     """
     left = kernel.diagonal().clone()
     factor = kernel.new_zeros(count, len(kernel))

@@ -100,13 +100,10 @@ def form_groups(
     kernel: Kernel,
     generator: torch.Generator,
 ) -> Groups:
-    """Parts of the rows (n, d) with the largest scores |R_n[:, d]|² but for the anchors.
+    """Return parts of the rows (n, d) with the largest scores |R_n[:, d]|² but for the anchors.
 
-    ``num_rows`` counts the rows of a block, its anchors included.
-
-    Returns:
-        The parts; none where the kernel is unknown, or where so many rows are left that these
-        would make no difference.
+    ``num_rows`` counts the rows of a block, its anchors included. There are no parts where the
+    kernel is unknown, or where so many rows are left that these would make no difference.
     """
     size = num_rows - len(anchors)
     flat = scores.flatten()
@@ -145,14 +142,11 @@ def conditional(kernel: Float[Tensor, "m m"], given: int) -> Float[Tensor, "r r"
 def grouped(
     kernel: Float[Tensor, "r r"], size: int
 ) -> tuple[list[Int[Tensor, " _"]], Float[Tensor, " G"]]:
-    """Repeatedly the row of largest variance, with those most correlated with it.
+    """Return groups of row numbers, and the entropy log det(1 + S_gg) of each, float64.
 
-    Args:
-        kernel: Of the rows, symmetric positive semidefinite; observed with noise of variance one.
-        size: Rows in a group; the last one may have fewer.
-
-    Returns:
-        Groups of row numbers, and the entropy log det(1 + S_gg) of each, float64.
+    Each is repeatedly the row of largest variance, with those most correlated with it. The kernel
+    is symmetric positive semidefinite, observed with noise of variance one. Groups have ``size``
+    rows; the last one may have fewer.
     """
     variance = kernel.diagonal().clamp(min=0.0)
     shrunk = (1.0 + variance).rsqrt()
@@ -293,14 +287,10 @@ class AnchoredPartition:
         return len(self.parts) + (0 if self.tail is None else self.tail.count)
 
     def block(self, draws: Sequence[Draw], of_likelihood: Int[Tensor, "d u"]) -> Block:
-        """A block of the anchors and the drawn parts, without inputs, by falling number of rows.
+        """Return a block of the anchors and drawn parts, without inputs, by falling number of rows.
 
-        Args:
-            draws: The draws; none for the anchors alone.
-            of_likelihood: Uniformly drawn data for each draw's log likelihood, or for the anchors'.
-
-        Returns:
-            The block.
+        ``draws`` are none for the anchors alone; ``of_likelihood`` are uniformly drawn data for
+        each draw's log likelihood, or for the anchors'.
         """
         numbers = list(dict.fromkeys(draw.part for draw in draws))
         rows = [(self.anchors // self.num_columns, self.anchors % self.num_columns)]

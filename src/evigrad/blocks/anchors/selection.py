@@ -72,14 +72,9 @@ class OutputMemory:
 class AnchorSelection:
     """Chooses anchors, and chooses them anew on a schedule.
 
-    Args:
-        anchoring: How to choose.
-        num_data: N.
-        num_rows: Rows of a block.
-        root: The kind of the likelihood's root.
-        likelihood: Gives the norms of rows.
-        network: Gives outputs, and the last layer.
-        generator: The evidence's generator.
+    ``num_rows`` counts a block's; ``root`` is the kind of the likelihood's root. The likelihood
+    gives the norms of rows, the network outputs and the last layer; the generator is the
+    evidence's.
     """
 
     def __init__(

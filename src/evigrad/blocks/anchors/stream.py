@@ -174,14 +174,9 @@ class AnchoredStream(Stream):
             yield self._with_data(made, [])
 
     def drawn(self, n: int, whole: bool = False) -> DrawnParts:
-        """Fixed draws of one partition.
+        """Return n fixed draws of one partition; none where all rows are anchors.
 
-        Args:
-            n: How many.
-            whole: Whether to take each part once instead, where the partition has no more than n.
-
-        Returns:
-            The draws; none where all rows are anchors.
+        ``whole`` takes each part once instead, where the partition has no more than n.
         """
         made = self._prepare()()
         if whole and made.num_parts <= n:
