@@ -34,13 +34,9 @@ example:
 class Cost:
     """Median times in seconds, over as many repetitions as fit a short while.
 
-    Attributes:
-        batch_step: A forward and backward pass of the training loss over a batch.
-        block_step: The same over a block of the estimator, for comparison.
-        estimate: One estimate.
-        backward: One estimate and its gradient.
-        first: The estimate itself.
-        block_size: Data in a block.
+    ``batch_step`` and ``block_step`` are a forward and backward pass of the training loss over a
+    batch, and over a block of ``block_size`` data; ``estimate`` and ``backward`` an estimate
+    without and with its gradient; ``first`` is the estimate itself.
     """
 
     batch_step: float

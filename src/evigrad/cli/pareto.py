@@ -67,17 +67,16 @@ def make_parser() -> Parser:
 
 
 def evaluated(config: dict[str, Any], place: Place, *, judge: str | None = None) -> dict[str, Any]:
-    """Train, and estimate the log evidence at the end.
+    """Return values of a trained network at the end, in nats per datum.
+
+    They are ``value``, the log evidence by the training's own estimator, ``log_likelihood`` of the
+    test data, and the log evidence by the ``judge``.
 
     Args:
-        config: Of the training.
-        place: Where.
+        config: The options of the training.
+        place: Where it runs.
         judge: Estimator by which the log evidence of all trained networks is evaluated too, for
             the table. Default: none.
-
-    Returns:
-        ``value`` by the training's own estimator, ``log_likelihood`` of the test data, and
-        ``judge``, in nats per datum.
     """
     folder = run_folder(config, place)
     setup, result = trained(config, folder, place)

@@ -253,7 +253,6 @@ def _option_names(parser: ArgumentParser) -> list[str]:
 
 
 def _metavar(name: str, kind: Any) -> str:
-    """The placeholder of a value in the help."""
     text = str(kind)
     if name.endswith("_dir") or name == "results":
         return "DIR"

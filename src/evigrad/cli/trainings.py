@@ -54,15 +54,7 @@ _DIGITS = 16  # of a name that is a hash
 
 @dataclass(frozen=True)
 class Place:
-    """Where runs find what they need, and where they run; no result depends on it.
-
-    Attributes:
-        results: Folder of all results.
-        data_dir: Folder of data sets.
-        device: As cpu or cuda.
-        threads: CPU threads of each run.
-        jobs: Runs side by side, each in a process of its own if there are several.
-    """
+    """Where runs find what they need and where they run (``place_of``); no result depends on it."""
 
     results: Path
     data_dir: str | None = None

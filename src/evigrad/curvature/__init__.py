@@ -13,12 +13,7 @@ import torch
 from torch import Tensor
 
 from evigrad.curvature import ntk
-from evigrad.curvature.base import (
-    Differential,
-    Statistic,
-    Structure,
-    inner_product,
-)
+from evigrad.curvature.base import Differential, Statistic, Structure, inner_product
 from evigrad.curvature.block_diagonal import (
     BlockDiagonal,
     Full,

@@ -171,11 +171,7 @@ def add_outer_products(
 
 
 def partition_names(names: Sequence[str], partition: ParameterPartition) -> dict[str, list[str]]:
-    """Return the names of the parameters in each block, both in the order of the parameters.
-
-    Raises:
-        ConfigurationError: The partition is unknown, or does not hold every parameter exactly once.
-    """
+    """The names in each block, in the parameters' order; refuses one that is missing or double."""
     if isinstance(partition, str):
         if partition == "tensor":
             return {name: [name] for name in names}

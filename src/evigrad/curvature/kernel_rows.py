@@ -28,8 +28,8 @@ class Storage:
     """How rows are kept.
 
     Attributes:
-        dtype: Of the kept rows; None leaves it. Products are in ``working_dtype``.
-        device: Of the kept rows; None leaves them there. The CPU of a machine with a GPU keeps them
+        dtype: Type of the kept rows; None leaves it. Products are in ``working_dtype``.
+        device: Where they are; None leaves them there. The CPU of a machine with a GPU keeps them
             in pinned memory, which copies at full speed.
     """
 
@@ -233,11 +233,7 @@ class NtkStatistic(Statistic):
 
 
 def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of columns, and all micro-batches' rows in them like ``like``.
-
-    Yields:
-        The slice, and the matrix (R, columns).
-    """
+    """Yield slices of columns, and all micro-batches' rows in them, (R, columns), like ``like``."""
     num_rows, width = sum(len(chunk) for chunk in chunks), chunks[0].shape[1]
     step = max(1, SLAB_BYTES // max(1, num_rows * like.element_size()))
     for start in range(0, width, step):

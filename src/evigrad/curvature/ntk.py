@@ -18,21 +18,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evigrad.curvature.base import (
-    Differential,
-    Structure,
-    flatten_rows,
-    working_dtype,
-)
+from evigrad.curvature.base import Differential, Structure, flatten_rows, working_dtype
 from evigrad.curvature.block_diagonal import BlockDiagonal
 from evigrad.curvature.conditional import Conditioning, LogDet, log_det_conditional
-from evigrad.curvature.kernel_rows import (
-    SLAB_BYTES,
-    MixedGrams,
-    NtkStatistic,
-    RowsGram,
-    Storage,
-)
+from evigrad.curvature.kernel_rows import SLAB_BYTES, MixedGrams, NtkStatistic, RowsGram, Storage
 from evigrad.curvature.linalg import log_det_identity_plus
 from evigrad.errors import ConfigurationError
 from evigrad.jacobians import Linearization, MatrixUse
@@ -325,7 +314,6 @@ class Ntk(Structure[NtkStatistic]):
         return replace(log_det, value=log_det.value.detach()), of_scale, of_precisions
 
     def _like(self) -> Tensor:
-        """An empty tensor of the Grams' device and dtype."""
         dtype = working_dtype(self._dtype, self._gram_dtype)
         return torch.empty(0, dtype=dtype, device=self._device)
 

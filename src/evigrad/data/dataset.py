@@ -85,11 +85,7 @@ class DataSet:
         return (x[rest], y[rest]), (x[held_out], y[held_out])
 
     def with_test_subset(self, count: int, seed: int = 0) -> "DataSet":
-        """Return the same train set with ``count`` of the test data, for cheaper evaluations.
-
-        Raises:
-            ConfigurationError: If there are not as many.
-        """
+        """The same train set with ``count`` test data, drawn at random, for cheaper evaluations."""
         x, y = self.test
         if not 1 <= count <= len(x):
             raise ConfigurationError(
@@ -169,11 +165,7 @@ class Scaling:
 
 
 def shuffled(count: int, seed: int) -> np.ndarray:
-    """Return the numbers 0 to ``count - 1`` in a random order, (count,) int64.
-
-    Raises:
-        ConfigurationError: If the seed is not from 0 to 2^32 - 1.
-    """
+    """The numbers 0 to ``count - 1`` in a random order, (count,) int64; seeds are below 2^32."""
     if not 0 <= seed < 2**32:
         raise ConfigurationError(f"seed={seed}: it must lie between 0 and 2^32 - 1")
     # RandomState, not default_rng: its stream is frozen by contract, so a split never changes.

@@ -103,7 +103,6 @@ def _network_may_exist(endpoint: str) -> bool:
 
 @contextmanager
 def _offline(library: Any) -> Iterator[None]:
-    """Have the library read nothing but its cache."""
     library.config.HF_HUB_OFFLINE = True
     try:
         yield

@@ -100,7 +100,6 @@ def load_table(
 
 
 def _read(name: str, file: Path) -> Any:
-    """The whole table, a ``pyarrow.Table``."""
     if file.suffix == ".parquet":
         return read_parquet(name, file)
     csv = require("pyarrow.csv", f"The data set '{name}'")

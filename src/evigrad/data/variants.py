@@ -61,11 +61,7 @@ VARIANTS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 
 
 def split_name(name: str) -> tuple[str, str | None]:
-    """Return name and variant of NAME:VARIANT; the variant of a NAME alone is None.
-
-    Raises:
-        ConfigurationError: If there is no such variant.
-    """
+    """Name and variant of NAME:VARIANT, which must exist; the variant of a NAME alone is None."""
     base, colon, variant = name.partition(":")
     if not colon:
         return name, None

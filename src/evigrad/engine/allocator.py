@@ -72,7 +72,6 @@ def give_back() -> None:
 
 
 def _is_set_up() -> bool:
-    """Whether the environment configures the allocator."""
     given = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     return any(name != "GLIBC_TUNABLES" or "malloc" in value for name, value in given.items())
 

@@ -48,11 +48,7 @@ def _sampled(likelihood: Likelihood, f: Tensor, labels: Sequence[Tensor]) -> Roo
 
 
 def rehearse(problem: Problem, f: Tensor, y: Tensor) -> None:
-    """Ask the likelihood at some outputs and targets for all that a pass needs.
-
-    Raises:
-        EvigradError: If it lacks something, or contradicts itself.
-    """
+    """Ask the likelihood, at some outputs, for all that a pass needs; it may raise EvigradError."""
     own = torch.Generator().manual_seed(0)
     sampled = problem.settings.spec.curvature == "mc"
     labels = [problem.likelihood.sample(f, own)] if sampled else []

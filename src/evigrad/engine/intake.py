@@ -29,8 +29,9 @@ _GOLDEN_RATIO = 0.6180339887498949
 class Batches:
     """Checked batches of all the data, which must be the same in every iteration.
 
-    An iterable that can be iterated again is not copied; later iterations are compared with the
-    first. ``given`` is the user's, or a copy of what can be iterated only once.
+    An iterable that can be iterated again is not copied. A batch that does not fit, or later
+    differs from that of the first iteration, is an InputError. ``given`` is the user's, or a copy
+    of what can be iterated only once.
     """
 
     def __init__(self, problem: Problem, batches: Iterable[Batch]) -> None:
@@ -40,11 +41,6 @@ class Batches:
         self._seen: list[tuple[int, float]] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the checked inputs and targets of each batch.
-
-        Raises:
-            InputError: If a batch does not fit, or differs from the first iteration's.
-        """
         signatures: list[tuple[int, float]] = []
         for index, batch in enumerate(self.given):
             x, y = as_pair(batch)

@@ -65,11 +65,7 @@ class KeptPass:
         return settings.spec.is_bound(settings.root, coupled)
 
     def draws(self) -> Iterator["KeptPass"]:
-        """Split an anchored block into its draws, ℓ(Z) + w ℓ(B|Z) each, which share all memory.
-
-        Yields:
-            Passes whose mean estimate is that of this one.
-        """
+        """The draws of an anchored block, ℓ(Z) + w ℓ(B|Z) each, of this mean; they share all memory."""
         if self.block.num_draws < 2:
             yield self
             return
@@ -145,11 +141,7 @@ def as_kept(
 
 
 def check_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> None:
-    """Refuse to keep a pass that steps on the ``learned`` hyperparameters would make wrong.
-
-    Raises:
-        ConfigurationError: If one is neither the prior's nor a noise that can be followed.
-    """
+    """Refuse a pass for ``learned`` others than the prior's and a noise that can be followed."""
     beside = [name for name in learned if not name.startswith("prior.")]
     changing = [name for name in beside if name.startswith("model.")]
     num_outputs = plan.partition.num_outputs

@@ -172,11 +172,7 @@ class MicroBatches:
         return min(total, self.chosen.get(kind, total))
 
     def halve(self, kind: str, failed: int) -> None:
-        """From here on take half of the number that did not fit.
-
-        Raises:
-            MemoryBudgetError: If it was a single datum.
-        """
+        """From here on take half of the number that did not fit; one datum: MemoryBudgetError."""
         if failed == 1:
             raise MemoryBudgetError(
                 "A pass over a single datum does not fit into memory. Take a smaller network,"

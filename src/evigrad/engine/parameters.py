@@ -77,11 +77,7 @@ def select(model: nn.Module, prefixes: Sequence[str]) -> dict[str, nn.Parameter]
 def check_unchanged(
     model: nn.Module, weights: Mapping[str, nn.Parameter], others: Mapping[str, nn.Parameter]
 ) -> None:
-    """Refuse a model whose trainable parameters are not the evidence's weights and ``others``.
-
-    Raises:
-        ConfigurationError: If a parameter was unfrozen, frozen, added or replaced since.
-    """
+    """Refuse a model in which a parameter was unfrozen, frozen, added or replaced since."""
     known = {id(p) for p in (*weights.values(), *others.values())}
     now = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     new = [name for key, name in now.items() if key not in known]

@@ -225,13 +225,7 @@ def most_at_once(problem: Problem, plan: InputPlan, block: Block, position: int 
 
 
 def check_fits(problem: Problem, plan: InputPlan, block: Block, condensed: bool) -> None:
-    """Refuse a block whose rows and statistic would not fit.
-
-    ``condensed`` says whether only what log-determinants need will be kept.
-
-    Raises:
-        MemoryBudgetError: If they would not fit the free memory.
-    """
+    """Refuse a block that would not fit; ``condensed`` keeps only what log-determinants need."""
     structure, size, weights = plan.structure, len(block.indices), problem.weights
     width = plan.partition.num_outputs if block.columns is None else block.columns.shape[1]
     most = most_at_once(problem, plan, block)

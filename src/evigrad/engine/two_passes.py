@@ -88,7 +88,6 @@ def first_pass(block_pass: BlockPass, use: FirstPass) -> KeptPass:
 
 
 def _add(block_pass: BlockPass, use: FirstPass, sums: _Sums, chunk: Chunk) -> _Sums:
-    """The sums with another micro-batch."""
     if not sums.is_closed:
         return sums
     if sums.to_check:

@@ -30,13 +30,10 @@ def uses_of(calls: Sequence[Call]) -> dict[str, list[tuple[Call, str]]]:
 class Linearization:
     """One forward pass of a model over m data, and the rows of its Jacobian.
 
-    Made by ``linearize``. It holds the autograd graph of the pass for as long as it lives.
+    Made by ``linearize``, with its arguments as attributes. It holds the autograd graph of the pass
+    for as long as it lives.
 
     Attributes:
-        model: As given.
-        weights: As given.
-        x: As given.
-        plan: As given.
         outputs: f(x), in the weights' type; has a graph only if ``differentiable``.
         mixed: Whether the pass ran under autocast. Closed forms then have its precision and the
             weights' type; the other rows are computed without autocast.

@@ -171,11 +171,9 @@ def _operation(node: Node) -> str:
 
 @dataclass(frozen=True)
 class _Edge:
-    """From an operation of the graph to one of its inputs.
+    """From an operation (``node``) of the graph to its input of number ``which``.
 
     Attributes:
-        node: The operation.
-        which: The number of the input.
         shape: Shape of the output.
         dim: Dimension of the data in the output.
         of_input: Shape of the input.

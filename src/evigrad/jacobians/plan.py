@@ -266,7 +266,6 @@ def _record_once(
 
 
 def _verified_closed(reference: Reference, recording: _Recording) -> set[str]:
-    """The parameters whose closed-form rows are right on the probe."""
     if not recording.uses:
         return set()
     model, weights = reference.model, reference.weights
@@ -284,7 +283,6 @@ def _verified_closed(reference: Reference, recording: _Recording) -> set[str]:
 
 
 def _verified_vectorised(reference: Reference, names: list[str]) -> set[str]:
-    """The parameters whose vectorised generic rows are right on the probe."""
     if not names:
         return set()
 

@@ -66,10 +66,7 @@ class Subsample(nn.Module):
 class Block(nn.Module):
     """relu(shortcut + branch), with activations between the convolutions of the branch.
 
-    Args:
-        inputs: Channels of the input.
-        width: Channels inside.
-        stride: Stride of the first 3x3 convolution and of the shortcut.
+    ``width`` channels are inside; the first 3x3 convolution and the shortcut have the ``stride``.
     """
 
     expansion = 1  # output channels / width

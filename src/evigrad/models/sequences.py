@@ -170,13 +170,8 @@ class GRU(nn.GRU):
 
     In training mode it is ``nn.GRU`` with its fast kernels. In evaluation mode, in which evidences
     are computed, it does the same arithmetic step by step, one ``F.linear`` for the inputs of all
-    steps and one for the state of each. Parameters, their initial values and state dictionaries
-    are those of ``nn.GRU``.
-
-    Args:
-        input_size: Features of the input.
-        hidden_size: Units.
-        num_layers: Layers, one on top of the other.
+    steps and one for the state of each. Arguments, parameters, their initial values and state
+    dictionaries are those of ``nn.GRU``.
     """
 
     def __init__(self, input_size: int, hidden_size: int, num_layers: int = 1) -> None:
@@ -200,7 +195,6 @@ class GRU(nn.GRU):
     def _unrolled(
         self, x: Float[Tensor, "m T i"], h: Float[Tensor, "m d"], layer: int
     ) -> Float[Tensor, "m T d"]:
-        """The states of one layer at all steps."""
         # By name, as functional calls do not replace the list of weights that nn.GRU keeps.
         weight_ih, weight_hh, bias_ih, bias_hh = (
             getattr(self, f"{kind}_l{layer}")

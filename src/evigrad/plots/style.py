@@ -200,7 +200,6 @@ def fitted(text: str, inches: float, size: float) -> str:
 
 
 def _inches(text: str, size: float) -> float:
-    """The width of a line of text."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 

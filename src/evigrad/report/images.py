@@ -158,7 +158,6 @@ def _short(name: str) -> str:
 
 
 def _pixels(image: Tensor) -> Any:
-    """An image as matplotlib takes it."""
     image = image.detach().cpu().float().clamp(0, 1)
     if image.shape[0] == 3:
         return image.permute(1, 2, 0).numpy()

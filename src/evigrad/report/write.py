@@ -153,7 +153,6 @@ def _png(make: "Callable[[Palette], Figure]", palette: Palette) -> bytes:
 
 
 def _inlined(png: bytes) -> str:
-    """The address of an image that lies in the page itself."""
     return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
 
 

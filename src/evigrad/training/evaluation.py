@@ -6,14 +6,13 @@ After training, one estimator near the exact value serves for all of them.
 
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from statistics import mean
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -149,11 +148,11 @@ def evaluate_evidence(
     estimates = [other.estimate(block) for block in drawn]
     values = [e.per_datum for e in estimates]
     return EvidenceValue(
-        per_datum=mean(values),
+        per_datum=fmean(values),
         sem=standard_error(values),
-        log_likelihood=mean(e.log_likelihood / e.num_data for e in estimates),
-        log_prior=mean(e.log_prior / e.num_data for e in estimates),
-        log_det_term=mean(-0.5 * e.log_det / e.num_data for e in estimates),
+        log_likelihood=fmean(e.log_likelihood / e.num_data for e in estimates),
+        log_prior=fmean(e.log_prior / e.num_data for e in estimates),
+        log_det_term=fmean(-0.5 * e.log_det / e.num_data for e in estimates),
         estimator=other.spec.name,
         blocks=len(estimates),
         is_bound=estimates[0].is_bound,
@@ -195,13 +194,13 @@ def evidence_along(
     The partition, and the random transforms of each of its blocks, are the same at all points.
 
     Args:
-        evidence: Of a trained model; left as it is.
+        evidence: The evidence of a trained model; left as it is.
         data: All training data, on the model's device.
         estimator: Name of the bound.
         hyperparameter: ``precision``, one for all weights, or the name of a range of the model's
             invariance.
         grid: Its values.
-        seed: Of the partition.
+        seed: Seed of the partition.
         blocks: How many of its blocks are looked at, at most. Default: all.
         partial: File that keeps the blocks that are done, so that an interrupted call goes on to
             the same numbers. Default: none.
@@ -247,18 +246,14 @@ def evidence_along(
         partial.unlink(missing_ok=True)
     return {
         "grid": list(grid),
-        "mean": [statistics.fmean(column) for column in columns],
+        "mean": [fmean(column) for column in columns],
         "sem": [standard_error(column) for column in columns],
         "blocks": len(drawn),
     }
 
 
 def make_grid(start: float, stop: float, count: int, log: bool = False) -> list[float]:
-    """Return ``count`` values, with six digits, that a curve is drawn over.
-
-    Raises:
-        ConfigurationError: If they make no sense.
-    """
+    """``count`` values, with six digits, that a curve is drawn over; refuses what is no grid."""
     if count < 2:
         raise ConfigurationError(f"A grid has 2 points or more, not {count}.")
     if not math.isfinite(start) or not math.isfinite(stop) or not start < stop:
@@ -270,11 +265,7 @@ def make_grid(start: float, stop: float, count: int, log: bool = False) -> list[
 
 
 def set_hyperparameter(evidence: Evidence, name: str, value: float) -> None:
-    """Set ``precision``, of a scalar prior, or a range of the model's transforms by its name.
-
-    Raises:
-        ConfigurationError: If there is no such hyperparameter.
-    """
+    """Set ``precision``, of a scalar prior, or a range of the model's transforms by its name."""
     with torch.no_grad():
         if name == PRECISION:
             assert evidence.prior.log_precision is not None
@@ -359,7 +350,7 @@ def median_seconds(action: Callable[[], Any], device: torch.device) -> float:
         times.append(time.perf_counter() - start)
         if times[0] > SECONDS:
             break
-    return statistics.median(times)
+    return median(times)
 
 
 def _wait(device: torch.device) -> None:

@@ -154,7 +154,6 @@ class FixedPoint:
         return counts.index_add(0, self._index(), sizes)[prior.learned_groups()]
 
     def _index(self) -> Tensor:
-        """The group of each weight tensor."""
         group_of = self.evidence.prior.group_of
         return torch.tensor([group_of[name] for name in self.evidence.weights()])
 

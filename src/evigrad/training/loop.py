@@ -147,11 +147,7 @@ class Loop:
         return any(rounds.is_due(epoch) for rounds in self.rounds)
 
     def learn(self, epoch: int) -> Round:
-        """Return the estimates of the hyperparameter steps after an epoch, on a fresh partition.
-
-        Raises:
-            EvigradError: If an estimate fails; the text names the epoch.
-        """
+        """The estimates of the hyperparameter steps after an epoch, on a fresh partition."""
         estimates: list[Estimate] = []
         any_shared = False
         try:

@@ -110,12 +110,9 @@ def blocks_of_a_round(
 def passes_over(
     evidence: Evidence, drawn: DrawnParts, x: Tensor, names: list[str]
 ) -> Iterator[KeptPass]:
-    """Kept passes over draws, in their order, each over as many draws as fit into memory.
+    """Yield kept passes over draws, in their order, each over as many draws as fit into memory.
 
-    The memory changes neither these draws nor those of later rounds.
-
-    Yields:
-        Passes, each computed when it is asked for.
+    Each is computed when it is asked for. The memory changes neither these draws nor later ones.
     """
 
     def collect(block: Block) -> KeptPass:

@@ -83,10 +83,7 @@ class FitResult:
 class Run:
     """A checked run that has not started yet; ``prepare`` makes one, ``train`` runs it once.
 
-    Args:
-        loop: Model, training data, settings and optimisers.
-        test: Test data on the model's device.
-        network: How the model was built, for ``evigrad.load``.
+    ``network`` records how the model was built, for ``evigrad.load``.
     """
 
     def __init__(
@@ -271,7 +268,6 @@ class Run:
                 )
 
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
         return {
             "format": CHECKPOINT_FORMAT,
             "epoch": len(self.history),
@@ -303,7 +299,6 @@ class Run:
         }
 
     def _restore(self, state: Mapping[str, Any], where: Path) -> None:
-        """Load the state of a checkpoint, to go on after its epoch."""
         own, here = self._identity, machine(self.loop.device)
         check_settings(state["settings"], own["settings"], where)
         check_data(state["data"], own["data"], where)

@@ -109,11 +109,7 @@ class RunDirectory:
             seal(file)
 
     def read_checkpoint(self) -> dict[str, Any] | None:
-        """Return the state of the last checkpoint, its tensors in the host's memory, or None.
-
-        Raises:
-            ConfigurationError: If it cannot be read.
-        """
+        """The state of the last checkpoint, its tensors in the host's memory, or None."""
         if not self.checkpoint.exists():
             return None
         try:

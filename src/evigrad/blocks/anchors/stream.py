@@ -187,7 +187,6 @@ class AnchoredStream(Stream):
         return DrawnParts(self._source, made, draws, of_likelihood)
 
     def _each(self, made: AnchoredPartition) -> Iterator[Draw]:
-        """Each part once, in random order."""
         count = made.num_parts
         expected = self._predictor.expected(made.keys, made.guesses)
         for number in torch.randperm(count, generator=self._generator).tolist():
@@ -195,7 +194,6 @@ class AnchoredStream(Stream):
             yield self._of_part(made, number, float(count), expected)
 
     def _draw(self, made: AnchoredPartition) -> Draw:
-        """A part drawn with its probability."""
         expected = self._predictor.expected(made.keys, made.guesses)
         chances = probabilities(expected, made.counts)
         number = int(torch.multinomial(chances, 1, generator=self._generator))
