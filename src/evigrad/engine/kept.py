@@ -65,7 +65,7 @@ class KeptPass:
         return settings.spec.is_bound(settings.root, coupled)
 
     def draws(self) -> Iterator["KeptPass"]:
-        """The draws of an anchored block, ℓ(Z) + w ℓ(B|Z) each, of this mean; they share all memory."""
+        """An anchored block's draws, ℓ(Z) + w ℓ(B|Z) each, of this mean; all share its memory."""
         if self.block.num_draws < 2:
             yield self
             return
