@@ -12,12 +12,17 @@ from jacobians.dense import random, weights_of
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
-from evigrad.jacobians import KroneckerUse, kronecker, linearize, plan
+from evigrad.jacobians import KroneckerUse, linearize, patch_grams, plan
 from evigrad.jacobians.convolutions import Geometry
 from evigrad.jacobians.kronecker import ConvolutionUse
 
-# Patches of all data at once and Grams whole, or of one datum at a time and Grams in strips.
-WAYS = {"whole": {}, "pieces": {"_PATCH_NUMBERS": 1, "_STRIP": 1}}
+# Patches of all data at once and Grams whole, of one datum at a time and Grams in strips, and, where
+# they are defined, products by distance without patches.
+WAYS = {
+    "whole": {"_SHORTEST_SIDE": 1000},
+    "pieces": {"_SHORTEST_SIDE": 1000, "_PATCH_NUMBERS": 1, "_STRIP": 1},
+    "distances": {"_SHORTEST_SIDE": 1},
+}
 
 
 def check(use: KroneckerUse, inputs: Tensor, source: Tensor) -> None:
@@ -103,7 +108,7 @@ def plain_geometries(draw: st.DrawFn) -> tuple[tuple[Any, ...], tuple[int, ...]]
 def test_plain_convolutions(
     way: str, case: tuple[tuple[Any, ...], tuple[int, ...]], parts: int
 ) -> None:
-    with mock.patch.dict(vars(kronecker), WAYS[way]):
+    with mock.patch.dict(vars(patch_grams), WAYS[way]):
         convolution(Geometry(*case[0]), case[1], parts)
 
 
@@ -111,7 +116,7 @@ def test_plain_convolutions(
 @pytest.mark.parametrize("padding", [0, 1, 2, 3])
 @pytest.mark.parametrize("size", [3, 5])
 def test_square_convolutions(way: str, padding: int, size: int) -> None:
-    with mock.patch.dict(vars(kronecker), WAYS[way]):
+    with mock.patch.dict(vars(patch_grams), WAYS[way]):
         convolution(Geometry((size, size), (1, 1), (padding,) * 2, (1, 1), 1), (6, 5), 1)
 
 
@@ -128,8 +133,17 @@ def test_square_convolutions(way: str, padding: int, size: int) -> None:
     ],
 )
 def test_other_convolutions(way: str, geometry: Any, space: tuple[int, ...]) -> None:
-    with mock.patch.dict(vars(kronecker), WAYS[way]):
+    with mock.patch.dict(vars(patch_grams), WAYS[way]):
         convolution(Geometry(*geometry), space, 2)
+
+
+def test_the_usual_convolution_forms_no_patches() -> None:
+    geometry = Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1)
+    use = ConvolutionUse(random(2, 4, 8, 8), random(2, 1, 1, 64, 3), geometry)
+    with mock.patch.object(patch_grams, "_chunks", side_effect=AssertionError):
+        gram = use.input_gram(torch.float64)
+        inner = use.inner_input_gram(gram)
+    torch.testing.assert_close(inner, gram.square().sum())
 
 
 def test_explicit_inputs() -> None:
@@ -170,7 +184,7 @@ def test_of_a_linearization(way: str) -> None:
     made = plan(model, weights, x)
     linearization = linearize(model, weights, x, made, differentiable=True)
     name, slopes, values = "1.2.weight", [], []
-    with mock.patch.dict(vars(kronecker), WAYS[way]):
+    with mock.patch.dict(vars(patch_grams), WAYS[way]):
         (use,) = linearization.factors(vectors, [name])[name]
         cotangent = random(1, 27, 27)
         for value in (

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from evigrad.curvature.base import Statistic
 from evigrad.curvature.linalg import first_order_only
 from evigrad.jacobians import MatrixUse
-from evigrad.jacobians.kronecker import add_gram, mirrored
+from evigrad.jacobians.patch_grams import add_gram, mirrored
 
 # Bytes of a slab of columns: enough for matrix products at full speed, little beside the rows.
 SLAB_BYTES = 2**25

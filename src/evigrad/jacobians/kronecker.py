@@ -1,8 +1,7 @@
 """Kronecker factors of one use of a weight: its inputs, its gradients and their sums."""
 
 import copy
-from collections.abc import Callable, Iterator
-from math import prod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,12 +10,7 @@ from torch import Tensor
 
 from evigrad.errors import ConfigurationError
 from evigrad.jacobians.convolutions import Geometry, convolution_patches, inner_product
-
-# Most numbers in the patches that exist at once (64 MiB in float32).
-_PATCH_NUMBERS = 2**24
-# A Gram matrix is symmetric: four strips need five eighths of the products. Strips of fewer than 64
-# rows would multiply below full speed.
-_STRIPS, _STRIP = 4, 64
+from evigrad.jacobians.patch_grams import patch_gram, patch_gram_pull, patch_sum
 
 
 class KroneckerUse:
@@ -106,8 +100,8 @@ class ConvolutionUse(KroneckerUse):
         geometry = self._geometry
         return _Gram.apply(
             self._x.to(dtype),
-            lambda x: _patch_gram(x, geometry),
-            lambda x, c: _patch_gram_pull(x, c, geometry),
+            lambda x: patch_gram(x, geometry),
+            lambda x, c: patch_gram_pull(x, c, geometry),
         )
 
     def inner_input_gram(self, cotangent: Float[Tensor, "G i i"]) -> Float[Tensor, ""]:
@@ -116,38 +110,18 @@ class ConvolutionUse(KroneckerUse):
         return _Form.apply(
             self._x.to(cotangent.dtype),
             _symmetric(cotangent),
-            lambda x, c: _patch_gram_pull(x, c, geometry),
+            lambda x, c: patch_gram_pull(x, c, geometry),
         )
 
     def input_sum(self) -> Float[Tensor, "m G i"]:
         """See ``KroneckerUse.input_sum``."""
-        sums = _patch_sum(self._x.to(self.gradients.dtype), self._geometry)
+        sums = patch_sum(self._x.to(self.gradients.dtype), self._geometry)
         sums = sums.unflatten(0, (self.num_data, -1)).sum(1)
         return sums.reshape(self.num_data, self._geometry.groups, -1)
 
     def detach(self) -> "ConvolutionUse":
         """See ``KroneckerUse.detach``."""
         return ConvolutionUse(self._x.detach(), self.gradients.detach(), self._geometry)
-
-
-def add_gram(gram: Float[Tensor, "G n n"], rows: Float[Tensor, "G n R"]) -> None:
-    """Add rows rowsᵀ above the diagonal; ``mirrored`` completes the sum of several."""
-    for strip in _strips(gram.shape[1]):
-        rest = slice(strip.start, None)
-        gram[:, strip, rest].baddbmm_(rows[:, strip], rows[:, rest].mT)
-
-
-def mirrored(gram: Float[Tensor, "G n n"]) -> Float[Tensor, "G n n"]:
-    """The sum of ``add_gram`` with what is above the diagonal copied below it, in place."""
-    for strip in _strips(gram.shape[1]):
-        gram[:, strip.stop :, strip] = gram[:, strip, strip.stop :].mT
-    return gram
-
-
-def _strips(size: int) -> Iterator[slice]:
-    step = max(_STRIP, -(-size // _STRIPS))
-    for start in range(0, size, step):
-        yield slice(start, min(start + step, size))
 
 
 def inner_gram(rows: Float[Tensor, "G R i"], cotangent: Float[Tensor, "G i i"]) -> Tensor:
@@ -161,47 +135,6 @@ def _symmetric(matrix: Float[Tensor, "G i i"]) -> Float[Tensor, "G i i"]:
 
 def _gram(a: Float[Tensor, "G R i"]) -> Float[Tensor, "G i i"]:
     return a.mT @ a
-
-
-def _patch_gram(x: Float[Tensor, "M c *space"], g: Geometry) -> Float[Tensor, "G i i"]:
-    """Σ a aᵀ over the patches a of all inputs and positions, without a graph."""
-    size = x.shape[1] // g.groups * prod(g.kernel)
-    gram = x.new_zeros(g.groups, size, size)
-    for chunk in _chunks(x.detach(), g):
-        add_gram(gram, convolution_patches(chunk, len(chunk), g)[0])
-    return mirrored(gram)
-
-
-def _patch_gram_pull(
-    x: Float[Tensor, "M c *space"], matrix: Float[Tensor, "G i i"], g: Geometry
-) -> Float[Tensor, "M c *space"]:
-    """Half of the gradient in x of ⟨matrix, ``_patch_gram``⟩, for a symmetric matrix; no graph."""
-    pulled = []
-    for chunk in _chunks(x.detach(), g):
-        with torch.enable_grad():
-            leaf = chunk.detach().requires_grad_()
-            patches = convolution_patches(leaf, len(leaf), g)[0]
-        product = matrix.detach() @ patches.detach()
-        pulled += torch.autograd.grad(patches, leaf, product)
-    return torch.cat(pulled)
-
-
-def _patch_sum(x: Float[Tensor, "M c *space"], g: Geometry) -> Float[Tensor, "M c *kernel"]:
-    """The patches summed over all positions, differentiable."""
-    # Each entry of the kernel sums a box of x, the product of one interval for each dimension.
-    for dim, positions in enumerate(g.positions(x.shape[2:])):
-        length, entries = x.shape[2 + dim], torch.arange(g.kernel[dim], device=x.device)
-        first = g.dilation[dim] * entries[:, None] - g.padding[dim]
-        seen = first + g.stride[dim] * torch.arange(positions, device=x.device)
-        counts = (seen[..., None] == torch.arange(length, device=x.device)).any(1)
-        x = (x.movedim(2 + dim, -1) @ counts.to(x.dtype).mT).movedim(-1, 2 + dim)
-    return x
-
-
-def _chunks(x: Tensor, g: Geometry) -> Iterator[Tensor]:
-    """Inputs of a few data each, whose patches fit ``_PATCH_NUMBERS``."""
-    each = prod(g.positions(x.shape[2:])) * x.shape[1] * prod(g.kernel)
-    yield from x.split(max(1, _PATCH_NUMBERS // max(1, each)))
 
 
 def _gram_pull(a: Float[Tensor, "G R i"], matrix: Float[Tensor, "G i i"]) -> Tensor:
