@@ -16,8 +16,8 @@ from evigrad.jacobians import KroneckerUse, linearize, patch_grams, plan
 from evigrad.jacobians.convolutions import Geometry
 from evigrad.jacobians.kronecker import ConvolutionUse
 
-# Patches of all data at once and Grams whole, of one datum at a time and Grams in strips, and, where
-# they are defined, products by distance without patches.
+# Patches of all data at once and Grams whole, of one datum at a time and Grams in strips, and no
+# patches but products by distance, where these are defined.
 WAYS = {
     "whole": {"_SHORTEST_SIDE": 1000},
     "pieces": {"_SHORTEST_SIDE": 1000, "_PATCH_NUMBERS": 1, "_STRIP": 1},

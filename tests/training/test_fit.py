@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from evigrad import Memory
 from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, InputError
 from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior
@@ -243,9 +242,7 @@ def test_how_an_estimate_computes_changes_no_result_and_is_recorded(blobs, make_
 
 @pytest.mark.parametrize("name", ["rows_dtype", "autocast"])
 def test_types_by_name_and_as_types(blobs, make_net, tmp_path, name):
-    settings: dict[str, Any] = small(
-        memory=Memory(micro_batch=7)
-    )  # of one micro-batch no rows are kept
+    settings: dict[str, Any] = small(micro_batch=7)  # of one micro-batch no rows are kept
     kinds: list[Any] = ["bfloat16", torch.bfloat16]
     runs = [
         fit(make_net(), blobs[0], run_dir=tmp_path / "run", **grouped({**settings, name: dtype}))

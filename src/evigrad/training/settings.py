@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from torch import nn
@@ -311,7 +311,7 @@ def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, kind in GROUPS.items():
         own = {each.name: found.pop(each.name) for each in fields(kind) if each.name in found}
         if own:
-            found[name] = replace(found[name], **own) if name in found else kind(**own)
+            found[name] = kind(**own)
     return found
 
 
