@@ -67,7 +67,7 @@ def make_parser() -> Parser:
 
 
 def evaluated(config: dict[str, Any], place: Place, *, judge: str | None = None) -> dict[str, Any]:
-    """Return values of a trained network at the end, in nats per datum.
+    """Return values at the end of a training, in nats per datum.
 
     They are ``value``, the log evidence by the training's own estimator, ``log_likelihood`` of the
     test data, and the log evidence by the ``judge``.

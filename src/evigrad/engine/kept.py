@@ -65,7 +65,7 @@ class KeptPass:
         return settings.spec.is_bound(settings.root, coupled)
 
     def draws(self) -> Iterator["KeptPass"]:
-        """An anchored block's draws, ℓ(Z) + w ℓ(B|Z) each, of this mean; all share its memory."""
+        """A pass for each draw of an anchored block; their mean is this one. They share memory."""
         if self.block.num_draws < 2:
             yield self
             return
@@ -141,7 +141,7 @@ def as_kept(
 
 
 def check_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> None:
-    """Refuse a pass for ``learned`` others than the prior's and a noise that can be followed."""
+    """Refuse to keep a pass for steps on more than the prior and a noise that it can follow."""
     beside = [name for name in learned if not name.startswith("prior.")]
     changing = [name for name in beside if name.startswith("model.")]
     num_outputs = plan.partition.num_outputs

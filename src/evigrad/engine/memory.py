@@ -172,7 +172,7 @@ class MicroBatches:
         return min(total, self.chosen.get(kind, total))
 
     def halve(self, kind: str, failed: int) -> None:
-        """From here on take half of the number that did not fit; one datum: MemoryBudgetError."""
+        """From here on take half of the number that did not fit; refuse where it was one datum."""
         if failed == 1:
             raise MemoryBudgetError(
                 "A pass over a single datum does not fit into memory. Take a smaller network,"

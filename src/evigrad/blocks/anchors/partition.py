@@ -144,9 +144,9 @@ def grouped(
 ) -> tuple[list[Int[Tensor, " _"]], Float[Tensor, " G"]]:
     """Return groups of row numbers, and the entropy log det(1 + S_gg) of each, float64.
 
-    Each is repeatedly the row of largest variance, with those most correlated with it. The kernel
-    is symmetric positive semidefinite, observed with noise of variance one. Groups have ``size``
-    rows; the last one may have fewer.
+    A group is the row of largest variance among those left, with those most correlated with it, in
+    all ``size`` rows, or fewer in the last one. The kernel is symmetric positive semidefinite,
+    observed with noise of variance one.
     """
     variance = kernel.diagonal().clamp(min=0.0)
     shrunk = (1.0 + variance).rsqrt()
