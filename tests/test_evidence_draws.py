@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from evigrad import Evidence
 from evigrad.blocks import Block
 from evigrad.blocks.partitions import Partition
-from evigrad.estimators import EstimatorSpec
+from evigrad.estimators import STRUCTURES, EstimatorSpec
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
 
@@ -21,10 +21,10 @@ N, M, C = 7, 3, 3
 
 SPLITS = ["1", "2", "C", "1-iid", "2-iid"]
 NAMES = [
-    *(f"{s}-3-{o}" for s in ("ntk", "full", "blockdiag", "diag", "kfac") for o in SPLITS),
+    *(f"{s}-3-{o}" for s in STRUCTURES for o in SPLITS),
     *(f"{s}-N-{o}" for s in ("ntk", "full", "kfac") for o in ("1", "2", "C")),
     *(f"{s}-2-rows" for s in ("ntk", "full", "diag", "kfac")),
-    *(f"{s}-3-1-ef" for s in ("ntk", "full", "blockdiag", "diag", "kfac")),
+    *(f"{s}-3-1-ef" for s in STRUCTURES),
     *(f"{s}-3-1-grouped" for s in ("ntk", "full", "kfac")),
     "ntk-3-C-grouped",
     "ntk-4-rows",

@@ -13,6 +13,7 @@ from zoo import CASES, HYPERPARAMETERS
 
 from evigrad import Evidence, Memory
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError
+from evigrad.estimators import STRUCTURES
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior, NormalHyperprior
 
@@ -27,7 +28,6 @@ STATEFUL = [
     "tied",
     "conv2d",
 ]
-STRUCTURES = ["ntk", "full", "diag", "kfac"]
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The model has normalisation:evigrad.errors.EvigradWarning"
 )

@@ -2,18 +2,68 @@
 
 A name says which *structure* of the curvature is taken (the whole Gram matrix, the whole Hessian,
 its blocks, ...) and into which blocks the data and the outputs are *partitioned*. This module only
-knows the spelling, which combinations make sense, and whether the result is a bound; the blocks
-themselves are drawn in `evigrad.blocks.partitions`.
+knows the spelling, which combinations make sense, and what the other rooms ask about a structure
+(`STRUCTURES`); the blocks themselves are drawn in `evigrad.blocks.partitions`.
 """
 
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
-from evigrad.errors import ConfigurationError, nearest
+from evigrad.errors import ConfigurationError, listed, nearest
 
-STRUCTURES = ("ntk", "full", "blockdiag", "kfac", "diag")
+
+@dataclass(frozen=True, kw_only=True)
+class StructureFacts:
+    """What holds for a structure; nothing has a default, so that a new one says all of it.
+
+    Attributes:
+        log_det: Its log-determinant for the rows that it was given: the exact one, one that is at
+            least as large (Theorem 1), or neither.
+        keeps_rows: Whether its statistic can hold the rows one by one, so that they can be anchors
+            and each can be rescaled.
+        takes_hessian: Whether it has a form for the exact Hessian, which has no rows.
+        counts_data: Whether data without rows count too, so that padding must keep its place.
+        settings: The settings that are of use to this structure only.
+    """
+
+    log_det: Literal["exact", "bound", "approximate"]
+    keeps_rows: bool
+    takes_hessian: bool
+    counts_data: bool
+    settings: tuple[str, ...]
+
+
+STRUCTURES = {
+    "ntk": StructureFacts(
+        log_det="exact",
+        keeps_rows=True,
+        takes_hessian=False,
+        counts_data=False,
+        settings=("rows_dtype", "rows_device"),
+    ),
+    "full": StructureFacts(
+        log_det="exact", keeps_rows=False, takes_hessian=True, counts_data=False, settings=()
+    ),
+    "blockdiag": StructureFacts(
+        log_det="bound",
+        keeps_rows=False,
+        takes_hessian=True,
+        counts_data=False,
+        settings=("parameter_partition",),
+    ),
+    "kfac": StructureFacts(
+        log_det="approximate",
+        keeps_rows=False,
+        takes_hessian=False,
+        counts_data=True,
+        settings=("sharing",),
+    ),
+    "diag": StructureFacts(
+        log_det="bound", keeps_rows=False, takes_hessian=True, counts_data=False, settings=()
+    ),
+}
 MODIFIERS = ("iid", "grouped", "anchored", "ef", "mc", "hessian")
 CURVATURES = ("ggn", "ef", "mc", "hessian")
 ROOTS = ("subblock", "fisher", "eigen")
@@ -77,7 +127,7 @@ class EstimatorSpec:
                 raise ConfigurationError(f"{part} must be at least 1, not {size}.")
         if self.rows:
             self._check_rows()
-        if self.anchored and not (self.rows and self.structure == "ntk"):
+        if self.anchored and not (self.rows and self.facts.keeps_rows):
             raise ConfigurationError(
                 "'anchored' conditions single rows on others, so the structure must be 'ntk' and"
                 f" OUTPUTS 'rows', as in 'ntk-{self.subset or 400}-rows-anchored'."
@@ -98,10 +148,11 @@ class EstimatorSpec:
                 f"as in '{self.structure}-{self.subset or 'N'}-1-mc'."
             )
         if self.curvature == "hessian":
-            if self.structure not in ("full", "blockdiag", "diag"):
+            if not self.facts.takes_hessian:
+                able = listed([name for name, each in STRUCTURES.items() if each.takes_hessian])
                 raise ConfigurationError(
-                    "'hessian' needs the structure 'full', 'blockdiag' or 'diag': the exact "
-                    f"Hessian has no rows that '{self.structure}' could use."
+                    f"'hessian' needs one of the structures {able}: the exact Hessian has no rows "
+                    f"that '{self.structure}' could use."
                 )
             if self.outputs is not None:
                 raise ConfigurationError(
@@ -192,6 +243,11 @@ class EstimatorSpec:
         return self.name
 
     @property
+    def facts(self) -> StructureFacts:
+        """What holds for its structure."""
+        return STRUCTURES[self.structure]
+
+    @property
     def is_full_batch(self) -> bool:
         """Whether nothing is drawn: all data and all outputs are one block."""
         return self.subset is None and self.outputs is None
@@ -239,7 +295,7 @@ class EstimatorSpec:
             raise ConfigurationError(
                 f"Unknown root {root!r}; known are {', '.join(ROOTS)}.{nearest(root, ROOTS)}"
             )
-        if self.structure == "kfac" or self.curvature == "mc":
+        if self.facts.log_det == "approximate" or self.curvature == "mc":
             return False
         if self.curvature == "hessian":
             # The Hessians of blocks need not be positive definite: Theorem 2 does not apply.

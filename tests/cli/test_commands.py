@@ -377,7 +377,7 @@ def test_a_file_may_say_more_than_a_run_has_use_for(capsys, tmp_path):
     run("train", "--config", file, code=2)
     note, error = capsys.readouterr().err.splitlines()
     assert note.startswith("Of the configuration file, burn_in is of use only with an --estimator")
-    assert "; sharing is of use only with a kfac estimator." in note and "digitsnet" in error
+    assert "; sharing is of use only with kfac estimators." in note and "digitsnet" in error
     assert "--steps would" in error_of(capsys, "train", "--config", file, "--steps=6")
 
 

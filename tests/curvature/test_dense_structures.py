@@ -18,7 +18,16 @@ from curvature.fakes import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evigrad.curvature import BlockDiagonal, BlockKernel, Diagonal, Full, Ntk, make_structure
+from evigrad.curvature import (
+    STRUCTURES,
+    BlockDiagonal,
+    BlockKernel,
+    Diagonal,
+    Full,
+    Ntk,
+    Structure,
+    make_structure,
+)
 from evigrad.errors import ConfigurationError
 
 M, C, K = 4, 3, 2
@@ -411,3 +420,11 @@ def test_each_name_has_its_class():
         assert type(structure) is kind and structure.name == name
         if name != "diag":
             assert build(f"kernel:{name}", weights).name == name
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_structure_is_what_the_table_says(name: str) -> None:
+    made, facts = make_structure(name, weights_of(make_fake(M, C)), Plan()), STRUCTURES[name]
+    assert made.keeps_rows == made.takes_anchors == facts.keeps_rows
+    own = type(made).accumulate_hessian is not Structure.accumulate_hessian
+    assert own == facts.takes_hessian

@@ -15,6 +15,7 @@ from evigrad.curvature import (
 )
 from evigrad.curvature.kernel_rows import Storage, contraction_cotangents, contraction_gram
 from evigrad.curvature.linalg import psd_eigenvalues
+from evigrad.estimators import STRUCTURES
 from evigrad.jacobians import MatrixUse
 from evigrad.jacobians.kronecker import inner_gram
 
@@ -36,10 +37,7 @@ def structures(fake: Fake) -> dict[str, Structure]:
     groups = {"a.weight": 0, "a.bias": 0, "b.weight": 1}
     use = {"a.weight": MatrixUse(2, 3, 2)}
     plan = Plan(frozenset({"a.weight"}))
-    made: dict[str, Structure] = {
-        name: make_structure(name, weights, plan) for name in ("ntk", "full", "blockdiag", "diag")
-    }
-    made["kfac"] = make_structure("kfac", weights, plan)
+    made: dict[str, Structure] = {name: make_structure(name, weights, plan) for name in STRUCTURES}
     made["kfac-reduce"] = make_structure("kfac", weights, plan, sharing="reduce")
     made["ntk-groups"] = Ntk(weights, groups)
     made["ntk-varying"] = Ntk(weights, {"b.weight": 0})

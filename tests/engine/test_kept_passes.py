@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from evigrad import Evidence, Memory
 from evigrad.errors import ConfigurationError, InputError
+from evigrad.estimators import STRUCTURES
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
 
@@ -74,7 +75,6 @@ def assert_follows(estimator: str, likelihood: Likelihood, **settings: Any) -> N
         optimizer.zero_grad()
 
 
-STRUCTURES = ["ntk", "full", "blockdiag", "kfac", "diag"]
 CHOICES = ["N-C", "N-1", "4-1", "4-2", "4-C", "4-1-iid", "7-rows"]
 
 

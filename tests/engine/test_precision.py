@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad import Estimate, Evidence, Memory
+from evigrad.estimators import STRUCTURES
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
@@ -74,7 +75,7 @@ def distance(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
     )
 
 
-ESTIMATORS = [f"{structure}-{M}-1" for structure in ("ntk", "kfac", "blockdiag", "diag", "full")]
+ESTIMATORS = [f"{structure}-{M}-1" for structure in STRUCTURES]
 # Unit roundoff of bfloat16 is 2^-8; a few of them on passes of a dozen operations.
 BFLOAT16 = 0.1
 

@@ -11,6 +11,7 @@ from zoo import CASES, HYPERPARAMETERS, OUTPUTS
 
 from evigrad import Evidence, Memory
 from evigrad.errors import EvigradWarning, InputError
+from evigrad.estimators import STRUCTURES
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
@@ -89,9 +90,6 @@ def assert_twins(
         for name, gradient in expected.items():
             error = float((got[name] - gradient).norm() / gradient.norm().clamp(min=floor))
             assert error < tolerance, f"{name}, micro-batches of {micro_batch}: {error:.1e}"
-
-
-STRUCTURES = ["ntk", "full", "blockdiag", "diag", "kfac"]
 
 
 @pytest.mark.long  # test_pairs has each of these pairs too, with other settings

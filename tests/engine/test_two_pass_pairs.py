@@ -15,6 +15,7 @@ from engine.test_two_pass import M, assert_twins, convolutional
 from torch import Tensor, nn
 from zoo import CASES, OUTPUTS
 
+from evigrad.estimators import STRUCTURES
 from evigrad.invariances import AdditiveNoise, AffineInvariance, Averaged, InputScale
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from evigrad.models import make_model
@@ -85,7 +86,7 @@ NETWORKS: dict[str, Build] = {
     "our wide resnet": catalogued("wide_resnet", 1, 8, 8, depth=10, widen_factor=1),
 }
 FACTORS: dict[str, Sequence[Any]] = {
-    "structure": ["ntk", "full", "blockdiag", "diag", "kfac"],
+    "structure": list(STRUCTURES),
     "rows": ["7-1", "7-C", "7-2-iid", "7-1-ef", "7-2-mc"],
     "root": ["subblock", "fisher", "eigen"],
     "likelihood": [Categorical(), Gaussian(0.6), Gaussian([0.5, 1.0, 2.0]), Bernoulli()],

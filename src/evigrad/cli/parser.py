@@ -13,7 +13,7 @@ from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 
 from evigrad.cli.messages import show
 from evigrad.errors import ConfigurationError, nearest
-from evigrad.estimators import DEFAULT_ESTIMATOR
+from evigrad.estimators import DEFAULT_ESTIMATOR, STRUCTURES
 
 _HELP_WIDTH = 96
 _HELP_COLUMN = 30
@@ -358,7 +358,8 @@ NEEDS: tuple[_Need, ...] = (
         _adam,
     ),
     (("augerino_weight",), "with --estimator augerino", lambda o: o.get("estimator") == "augerino"),
-    (("sharing",), "with a kfac estimator", _uses("kfac")),
-    (("parameter_partition",), "with a blockdiag estimator", _uses("blockdiag")),
-    (("rows_dtype", "rows_device"), "with an ntk estimator", _uses("ntk")),
+    *(
+        (facts.settings, f"with {name} estimators", _uses(name))
+        for name, facts in STRUCTURES.items()
+    ),
 )

@@ -2,8 +2,8 @@
 
 One file per structure; each computes or approximates ℓ = log|I + P0^{-1/2} H P0^{-1/2}|. To add
 one: a subclass of ``Structure`` in a new file here (``base`` says what it writes); a branch of
-``make_structure``; in ``evigrad.estimators`` its name among ``STRUCTURES``, and in ``is_bound``
-whether it is a bound; and what it forms in ``engine.passes.check_fits``.
+``make_structure``; and in ``evigrad.estimators`` an entry of ``STRUCTURES``, which says what the
+other rooms ask about it.
 """
 
 from collections.abc import Hashable, Mapping

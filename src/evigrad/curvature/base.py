@@ -61,7 +61,7 @@ class Differential(Generic[StatisticT]):
 class Structure(ABC, Generic[StatisticT]):
     """One way to compute or approximate ℓ from rows.
 
-    A subclass sets ``name`` and ``cheaper`` and implements ``accumulate``, ``log_det``,
+    A subclass sets ``name``, ``cheaper`` and ``formed`` and implements ``accumulate``, ``log_det``,
     ``predicted_bytes`` and ``describe`` (``Diagonal`` is the shortest example). The other methods
     have defaults that are right for any structure: override them only to be faster or smaller, or
     for anchors or the exact Hessian.
@@ -71,6 +71,7 @@ class Structure(ABC, Generic[StatisticT]):
         cheaper: What to take instead where memory does not suffice.
         keeps_rows: Whether the statistic holds the rows themselves.
         takes_anchors: Whether ``evaluate`` and ``differentiate`` can condition on anchors.
+        formed: The weights whose rows ``accumulate`` forms, for ``engine.passes.check_fits``.
         contracted: Parameters that enter ℓ through closed forms in place of their rows
             (``kernel_rows``), which every pass needs; not those that a structure leaves out.
     """
@@ -79,6 +80,7 @@ class Structure(ABC, Generic[StatisticT]):
     cheaper: ClassVar[str]
     keeps_rows: ClassVar[bool] = False
     takes_anchors: bool = False
+    formed: Sequence[str]
     contracted: Collection[str] = ()
 
     # ------------------------------------------------------------ what a structure writes
@@ -100,8 +102,8 @@ class Structure(ABC, Generic[StatisticT]):
     def predicted_bytes(self, num_rows: int) -> int:
         """Bytes of the statistic and of the working copies of a differentiated ``log_det``.
 
-        ``engine.passes.check_fits`` adds the rows of one micro-batch, of all weights, and where
-        they carry a graph what autograd keeps of it and the cotangents of the rows.
+        ``engine.passes.check_fits`` adds the ``formed`` rows of one micro-batch, and where they
+        carry a graph what autograd keeps of it and the cotangents of the rows.
 
         Args:
             num_rows: Rows of the whole block, m times k.

@@ -74,6 +74,7 @@ class BlockDiagonal(Structure[BlockStatistic]):
     ) -> None:
         self._blocks = partition_names(list(weights), parameter_partition)
         self._numel = {name: weight.numel() for name, weight in weights.items()}
+        self.formed = list(weights)
         dtypes = {working_dtype(weight.dtype, gram_dtype) for weight in weights.values()}
         self._itemsize = max((dtype.itemsize for dtype in dtypes), default=4)
         self._gram_dtype = gram_dtype

@@ -28,6 +28,7 @@ class Diagonal(Structure[BlockStatistic]):
         self, weights: Mapping[str, Tensor], gram_dtype: torch.dtype | None = None
     ) -> None:
         self._numel = {name: weight.numel() for name, weight in weights.items()}
+        self.formed = list(weights)
         self._itemsize = max((weight.dtype.itemsize for weight in weights.values()), default=4)
         self._gram_dtype = gram_dtype
 

@@ -166,9 +166,8 @@ class Kfac(Structure[KfacStatistic]):
         self._sharing = sharing
         self._gram_dtype = gram_dtype
         self._kronecker = [name for name in weights if name in plan.kronecker]
-        others = [name for name in weights if name not in plan.kronecker]
-        self._others = others
-        self._dense = {name for name in others if weights[name].numel() <= dense_limit}
+        self.formed = [name for name in weights if name not in plan.kronecker]
+        self._dense = {name for name in self.formed if weights[name].numel() <= dense_limit}
         self._check_constant(name for name in self._kronecker if not precision_constant[name])
 
     def accumulate(
@@ -207,9 +206,9 @@ class Kfac(Structure[KfacStatistic]):
         self, blocks: Mapping[str, Tensor], linearization: Linearization, root: RootRows
     ) -> dict[str, Tensor]:
         """The blocks, with the exact blocks and diagonals of parameters without factors added."""
-        rows = linearization.rows(root.vectors, self._others) if self._others else {}
+        rows = linearization.rows(root.vectors, self.formed) if self.formed else {}
         added = dict(blocks)
-        for name in self._others:
+        for name in self.formed:
             flat = scaled_rows(
                 rows[name], root.scale, working_dtype(rows[name].dtype, self._gram_dtype)
             )

@@ -87,7 +87,7 @@ class Ntk(Structure[NtkStatistic]):
         given = contracted or {}
         self._contracted = {n: u for n, u in given.items() if n in precision_groups}
         self.contracted = list(self._contracted)
-        self._formed = [name for name in weights if name not in self._contracted]
+        self.formed = [name for name in weights if name not in self._contracted]
         self._blocks = [list(weights)] if blocks is None else [list(names) for names in blocks]
         self.takes_anchors = len(self._blocks) == 1
         self._copies = GRAM_WORKING_COPIES + GRAM_BLOCK_COPIES * (len(self._blocks) - 1)
@@ -97,9 +97,9 @@ class Ntk(Structure[NtkStatistic]):
     ) -> NtkStatistic:
         """See ``Structure.accumulate``; the rows themselves are kept."""
         part, keep = _without_rows(root), self._storage.keep
-        found = linearization.rows(root.vectors, self._formed)
+        found = linearization.rows(root.vectors, self.formed)
         # Contiguous, because expanded rows cannot be overwritten.
-        rows = {n: (keep(_present_rows(found[n], part).contiguous()),) for n in self._formed}
+        rows = {n: (keep(_present_rows(found[n], part).contiguous()),) for n in self.formed}
         factors = {
             name: ((keep(_own(inputs)), keep(_own(gradients))),)
             for name, (inputs, gradients) in self._factors(linearization, root).items()
@@ -197,14 +197,14 @@ class Ntk(Structure[NtkStatistic]):
         """Bytes of the rows, and of the factors in their place, on the weights' device."""
         if self._storage.device not in (None, self._device):
             return 0
-        numbers = sum(self._numel[name] for name in self._formed)
+        numbers = sum(self._numel[name] for name in self.formed)
         numbers += sum(u.positions * (u.inputs + u.outputs) for u in self._contracted.values())
         return (self._storage.dtype or self._dtype).itemsize * num_rows * numbers
 
     def predicted_bytes(self, num_rows: int) -> int:
         """See ``Structure.predicted_bytes``: the rows, the Grams that are kept, and S."""
         item = self._like().element_size()
-        widest = max((self._numel[name] for name in self._formed), default=0)
+        widest = max((self._numel[name] for name in self.formed), default=0)
         slab = min(SLAB_BYTES, item * num_rows * widest) * SLAB_COPIES
         grams = self._gram_bytes(num_rows) if self._keeps_grams(num_rows) else 0
         return self._row_bytes(num_rows) + slab + grams + self._copies * item * num_rows**2
@@ -213,7 +213,7 @@ class Ntk(Structure[NtkStatistic]):
         """See ``Structure.summarised_bytes``: the Grams, and the rows of one parameter."""
         if not self.condenses(num_rows):
             return self.predicted_bytes(num_rows)
-        widest = max((self._numel[name] for name in self._formed), default=0)
+        widest = max((self._numel[name] for name in self.formed), default=0)
         rows = self._dtype.itemsize * num_rows * widest
         square = self._like().element_size() * num_rows**2
         return rows + self._gram_bytes(num_rows) + self._copies * square
@@ -236,7 +236,7 @@ class Ntk(Structure[NtkStatistic]):
         with torch.no_grad():
             factors = self._factors(linearization, root)
             # All that have no closed form in one call, as each call repeats the backward passes.
-            others = [name for name in self._formed if not linearization.is_closed(name)]
+            others = [name for name in self.formed if not linearization.is_closed(name)]
             found = linearization.rows(root.vectors, others) if others else {}
 
             def part(name: str) -> NtkStatistic:

@@ -84,7 +84,7 @@ def likelihood_changes(problem: Problem, num_outputs: int) -> Literal["rows", "s
         if root.vectors.requires_grad:
             return "rows"
         one_output = spec.outputs == 1 and not spec.iid and not spec.rows
-        if root.scale is None or spec.structure == "ntk" or one_output or num_outputs == 1:
+        if root.scale is None or spec.facts.keeps_rows or one_output or num_outputs == 1:
             return "scales"
         is_one = is_one_number(root.scale.flatten(), list(likelihood.parameters()))
         return "scales" if is_one else "sums"

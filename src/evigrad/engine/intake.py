@@ -137,8 +137,8 @@ def _given_block(problem: Problem, block: Block) -> BlockPass:
         raise InputError("The block holds no data: use one of evidence.blocks(data).")
     plan = checked(problem, block.inputs, block.targets)
     check_block(block, plan.partition)
-    # A sub-block root needs a datum's columns together, and KFAC counts data.
-    if problem.settings.root != "subblock" and problem.settings.spec.structure != "kfac":
+    # A sub-block root needs a datum's columns together.
+    if problem.settings.root != "subblock" and not problem.settings.spec.facts.counts_data:
         block = block.expanded()
     return new_pass(problem, plan, [cast(Batch, (block.inputs, block.targets))], block)
 

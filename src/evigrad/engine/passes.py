@@ -124,8 +124,7 @@ def over_chunks(
     """
     problem, plan, block = block_pass.problem, block_pass.plan, block_pass.block
     expected, first = len(block.indices), 0
-    # KFAC counts data without rows too: then padding keeps its place.
-    padded = problem.settings.spec.structure == "kfac"
+    padded = problem.settings.spec.facts.counts_data
     cuts = [] if padded else block.cuts()
     with evaluating(block_pass):
         for x, y in block_pass.batches:
@@ -230,14 +229,12 @@ def check_fits(problem: Problem, plan: InputPlan, block: Block, condensed: bool)
     width = plan.partition.num_outputs if block.columns is None else block.columns.shape[1]
     most = most_at_once(problem, plan, block)
     at_once = min(most or 1, size) * width
-    spec, formed = problem.settings.spec, list[Tensor]()
     if block.num_draws > 1:
         # Several micro-batches: the formed rows of one, beside all that are kept.
         at_once = min(at_once, plan.partition.block_rows)
-        formed = [w for n, w in weights.items() if n not in structure.contracted]
-    elif not structure.keeps_rows and spec.curvature != "hessian":
-        factored = plan.jacobian.kronecker if spec.structure == "kfac" else ()
-        formed = [w for n, w in weights.items() if n not in factored]
+    elif structure.keeps_rows or problem.settings.spec.curvature == "hessian":
+        at_once = 0
+    formed = [weights[name] for name in structure.formed]
     pass_bytes = at_once * sum(w.numel() * w.element_size() for w in formed)
     summarised = condensed and most is not None and most >= size
     rows = size * width if block.num_rows is None else block.num_rows

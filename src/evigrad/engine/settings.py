@@ -176,7 +176,7 @@ def _check_passes(
 
 def _check_rows(spec: EstimatorSpec, dtype: torch.dtype | None, device: object) -> None:
     """Refuse settings of kept rows for a structure that keeps none."""
-    if spec.structure != "ntk" and (dtype is not None or device is not None):
+    if not spec.facts.keeps_rows and (dtype is not None or device is not None):
         raise ConfigurationError(
             f"{spec.name} keeps no rows: rows_dtype and rows_device are for ntk estimators."
         )

@@ -165,7 +165,7 @@ def describe_estimator(estimator: str, blocks: int) -> str:
     spec = EstimatorSpec.parse(estimator)
     if blocks > 1:
         return f"{spec.name}, mean over the {blocks} blocks of a partition"
-    exact = spec.structure in ("ntk", "full") and spec.curvature in ("ggn", "hessian")
+    exact = spec.facts.log_det == "exact" and spec.curvature in ("ggn", "hessian")
     whole = spec.subset is None and spec.outputs is None
     return f"{spec.name}, exact" if exact and whole else spec.name
 
