@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from evigrad.jacobians.modes import seeded
-from evigrad.training.randomness import derived_seed, stream
+from evigrad.training.data import derived_seed, stream
 
 
 def test_streams_of_other_seeds_uses_and_epochs_differ():

@@ -27,9 +27,9 @@ from evigrad.estimators import EstimatorSpec
 from evigrad.evidence import Evidence
 from evigrad.invariances import Averaged
 from evigrad.priors import GaussianPrior
+from evigrad.training.data import derived_seed
 from evigrad.training.files import replacing
 from evigrad.training.metrics import probe_outputs
-from evigrad.training.randomness import derived_seed
 
 # Operations per second of one core, for the exact value and for kernels of subsets; and the most
 # operations, and numbers in memory at once.

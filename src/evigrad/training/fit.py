@@ -21,10 +21,9 @@ from evigrad.likelihoods.calls import check_targets, log_probabilities
 from evigrad.priors import GaussianPrior, matches
 from evigrad.training.augerino import range_parameters
 from evigrad.training.bracket import check_bracket
-from evigrad.training.data import RunData
+from evigrad.training.data import RunData, stream
 from evigrad.training.loop import Loop
 from evigrad.training.metrics import probe_outputs
-from evigrad.training.randomness import stream
 from evigrad.training.run import Callback, FitResult, Run
 from evigrad.training.run_directory import RunDirectory
 from evigrad.training.settings import Laplace, Optimization, Schedule, Settings

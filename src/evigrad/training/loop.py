@@ -20,10 +20,9 @@ from evigrad.jacobians.modes import seeded
 from evigrad.models import fixup_scalars
 from evigrad.training.augerino import Augerino
 from evigrad.training.checkpoint import load_network
-from evigrad.training.data import RunData
+from evigrad.training.data import RunData, derived_seed, stream
 from evigrad.training.fixed_point import FixedPoint
 from evigrad.training.optimizers import cosine, make_hyper_optimizer, make_weight_optimizer
-from evigrad.training.randomness import derived_seed, stream
 from evigrad.training.rounds import Rounds, blocks_of_a_round, make_rounds
 from evigrad.training.settings import PlannedSettings
 

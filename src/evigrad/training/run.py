@@ -30,11 +30,10 @@ from evigrad.training.checkpoint import (
     unpacked_history,
     with_threads,
 )
-from evigrad.training.data import RunData
+from evigrad.training.data import RunData, derived_seed, stream
 from evigrad.training.loop import Loop, Round
 from evigrad.training.metrics import Row, evaluate, hyperparameter_values, probe_outputs
 from evigrad.training.progress import make_progress
-from evigrad.training.randomness import derived_seed, stream
 from evigrad.training.run_directory import RunDirectory, RunRecord
 
 Callback = Callable[[Row], None]
