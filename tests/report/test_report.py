@@ -171,6 +171,18 @@ def test_noise_of_several_outputs(tmp_path):
 
 
 @pytest.mark.usefixtures("sketched")
+def test_parameters_of_a_likelihood_of_ones_own(tmp_path):
+    rows = make_rows()
+    for row in rows:
+        row["likelihood/log_ratio"] = 1.0 + row["epoch"]
+    run = write_run(tmp_path / "run", rows)
+    page = report(run)
+    assert "likelihood" in figures(run)
+    assert page.cell("log_ratio", 1) == "2"
+    assert "It went: log_ratio from 2 to" in page.text
+
+
+@pytest.mark.usefixtures("sketched")
 def test_ranges_have_units_that_a_reader_knows(tmp_path):
     run = write_run(tmp_path / "run", make_rows(ranges=RANGES))
     page = report(run)

@@ -37,10 +37,11 @@ from evigrad.training import (
     describe_estimator,
     evaluate_evidence,
     fit,
-    learns_noise,
+    learns_likelihood,
     prepare,
     tight_estimator,
 )
+from evigrad.training.metrics import HYPERPARAMETERS
 from evigrad.training.settings import GROUPS, Laplace, Optimization, Schedule, Settings, grouped
 
 _DESCRIPTION = """\
@@ -227,7 +228,7 @@ def prepare_runs(setup: Setup, options: Namespace) -> list[Run]:
     if options.compare_map:
         if settings.estimator in (None, "map-noise"):
             raise ConfigurationError("compare_map needs an estimator to compare MAP with.")
-        fair = "map-noise" if learns_noise(settings.likelihood) else None
+        fair = "map-noise" if learns_likelihood(settings.likelihood) else None
         wanted.insert(0, replace(settings, estimator=fair))
     data = setup.data
     return [
@@ -360,7 +361,7 @@ def _record(
             "hyperparameters": {
                 name: value
                 for name, value in result.history[-1].items()
-                if name.partition("/")[0] in ("precision", "noise", "range", "model")
+                if name.partition("/")[0] in HYPERPARAMETERS
             },
         }
         for key, result in results.items()

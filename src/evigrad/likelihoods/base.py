@@ -346,6 +346,23 @@ class Likelihood(nn.Module, ABC):
             sums["correct"] = total(f.argmax(dim=1) == y)
         return sums
 
+    def reported(self) -> dict[str, float]:
+        """The parameters as numbers that a reader knows, for histories and reports.
+
+        Returns:
+            By default each parameter under its name, or each entry under NAME/INDEX. ``noise`` is
+            a standard deviation in the units of y.
+        """
+        named = [by_entry(name, parameter) for name, parameter in self.named_parameters()]
+        return {name: value for each in named for name, value in each.items()}
+
+
+def by_entry(name: str, values: Tensor) -> dict[str, float]:
+    """A number under its name, or the entries of a tensor, each under NAME/INDEX."""
+    if values.ndim == 0:
+        return {name: values.item()}
+    return {f"{name}/{i}": value for i, value in enumerate(values.flatten().tolist())}
+
 
 def check_one_per_output(f_shape: Sequence[int], y: Tensor) -> None:
     """Refuse targets that are not (m, C): a missing axis would silently broadcast to m × m."""

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, InputError
-from evigrad.likelihoods.base import Likelihood, check_one_per_output, total
+from evigrad.likelihoods.base import Likelihood, by_entry, check_one_per_output, total
 from evigrad.likelihoods.roots import RootRows, check_root, one_hot
 
 LOG_TWO_PI = math.log(2.0 * math.pi)
@@ -107,3 +107,7 @@ class Gaussian(Likelihood):
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
         """``log_likelihood`` (nats) and ``squared_error`` (units of y, squared), sums."""
         return super().metrics(f, y) | {"squared_error": total((y.to(f) - f).square())}
+
+    def reported(self) -> dict[str, float]:
+        """``noise``, or ``noise/OUTPUT``: σ, in the units of y."""
+        return by_entry("noise", self.log_noise.detach().exp())

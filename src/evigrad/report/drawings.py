@@ -177,7 +177,7 @@ _KINDS = {
 
 
 def hyperparameters(run: Run) -> list[Group]:
-    """Return prior precisions, noise, ranges of transforms and the network's others, in this order.
+    """Return those of prior and likelihood, ranges of transforms and the network's others.
 
     Ranges that are zero in all epochs, of transforms that are not used, are left out. Those that
     are learned and those that are not are in groups of their own. No group is empty.
@@ -194,9 +194,11 @@ def hyperparameters(run: Run) -> list[Group]:
             kind = _KINDS.get(name.rpartition(".")[2], "range-other")
             ranges.setdefault((kind, len(values) > 1), {})[name] = column
     precisions, others = run.columns(PRECISION), run.columns("model/")
+    likelihood = run.columns("likelihood/")
     groups = [
         Group(run, "prior_precision", precisions, "prior precision", PRECISION_UNIT, options=prior),
         Group(run, "noise", noise, "observation noise", "standard deviation"),
+        Group(run, "likelihood", likelihood, "parameters of the likelihood", "value"),
         *[Group(run, kind, columns, **_RANGES[kind]) for (kind, _), columns in ranges.items()],
         Group(run, "model", others, "hyperparameters of the network", "value or norm"),
     ]

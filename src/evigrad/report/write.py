@@ -197,7 +197,7 @@ def metrics(runs: Sequence[Run]) -> Rows:
 
 
 def ends(run: Run) -> Rows:
-    """The hyperparameters of a run at its start and its end: prior, noise, ranges, others."""
+    """The hyperparameters of a run at its start and its end, as ``hyperparameters`` has them."""
     rows = []
     for group in hyperparameters(run):
         of = "prior precision, " if group.kind == "prior_precision" else ""

@@ -11,7 +11,7 @@ from evigrad.training.evaluation import (
     tight_estimator,
     time_steps,
 )
-from evigrad.training.fit import fit, learns_noise, prepare
+from evigrad.training.fit import fit, learns_likelihood, prepare
 from evigrad.training.load import LoadedRun, load
 from evigrad.training.metrics import evaluate, read_metrics
 from evigrad.training.run import FitResult, Run
@@ -34,7 +34,7 @@ __all__ = [
     "evaluate_evidence",
     "evidence_along",
     "fit",
-    "learns_noise",
+    "learns_likelihood",
     "load",
     "make_grid",
     "prepare",

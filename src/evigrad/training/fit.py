@@ -156,10 +156,10 @@ def prepare(
         ranges = [n for n in range_parameters(model) if not _names(settings.hyperparameters, n)]
         settings = replace(settings, hyperparameters=[*settings.hyperparameters, *ranges])
     evidence = make_evidence(model, len(data), settings)
-    if settings.estimator == "map-noise" and not learns_noise(evidence.likelihood):
+    if settings.estimator == "map-noise" and not learns_likelihood(evidence.likelihood):
         raise ConfigurationError(
-            f"map-noise learns the noise of a likelihood, and {evidence.likelihood.name} has none"
-            " to learn: say map."
+            "map-noise learns the parameters of a likelihood, as a Gaussian's noise, and"
+            f" {evidence.likelihood.name} has none to learn: say map."
         )
     # Reading all items of a data set takes as long as an epoch: they are checked as they are read.
     outputs = _check_data(evidence, data, place, len(data) if data.is_held else PROBE_SIZE)
@@ -177,7 +177,7 @@ def prepare(
     return Run(Loop(evidence, data, settings), held_out, network)
 
 
-def learns_noise(likelihood: str | Likelihood) -> bool:
+def learns_likelihood(likelihood: str | Likelihood) -> bool:
     """Whether a likelihood has parameters that require a gradient, as a Gaussian's noise."""
     return any(p.requires_grad for p in make_likelihood(likelihood).parameters())
 

@@ -21,6 +21,8 @@ from evigrad.training.files import replacing, writing
 
 # A value that was not computed in an epoch is None, and an empty cell in the file.
 Row = dict[str, int | float | None]
+# What the columns of hyperparameters begin with, before a slash.
+HYPERPARAMETERS = ("precision", "noise", "likelihood", "range", "model")
 
 
 def evaluate(
@@ -142,20 +144,18 @@ def hyperparameter_values(evidence: Evidence) -> Row:
 
     Returns:
         ``precision/GROUP`` for each group of the prior (with a diagonal prior the geometric mean
-        over each parameter tensor), ``noise`` or ``noise/OUTPUT`` for a Gaussian likelihood's
-        standard deviation, ``range/NAME`` for the ranges of transforms, learned or fixed, and
-        ``model/NAME`` for each other hyperparameter of the model: its value, or its Euclidean norm
-        where it has several entries.
+        over each parameter tensor), ``likelihood/NAME`` for what the likelihood reports (but
+        ``noise`` or ``noise/OUTPUT`` for the standard deviation of a Gaussian), ``range/NAME`` for
+        the ranges of transforms, learned or fixed, and ``model/NAME`` for each other
+        hyperparameter of the model: its value, or its Euclidean norm where it has several entries.
     """
     row: Row = {}
     for name, precision in evidence.prior.precisions().items():
         # All tensors of a group have one value; within a diagonal prior each is its own group.
         group = evidence.prior.group_name(name)
         row.setdefault(f"precision/{group}", float(precision.detach().double().log().mean().exp()))
-    log_noise = getattr(evidence.likelihood, "log_noise", None)
-    if isinstance(log_noise, Tensor):
-        noise = log_noise.detach().exp()
-        row |= _named("noise", noise)
+    for name, value in evidence.likelihood.reported().items():
+        row[name if name.partition("/")[0] == "noise" else f"likelihood/{name}"] = float(value)
     row |= {f"range/{name}": value for name, value in range_values(evidence.model).items()}
     transforms = ranged_modules(evidence.model).values()
     in_ranges = {id(p) for module in transforms for p in module.parameters()}
@@ -166,9 +166,3 @@ def hyperparameter_values(evidence: Evidence) -> Row:
             single = value.numel() == 1
             row[f"model/{rest}"] = float(value if single else torch.linalg.vector_norm(value))
     return row
-
-
-def _named(name: str, values: Tensor) -> Row:
-    if values.ndim == 0:
-        return {name: float(values)}
-    return {f"{name}/{i}": float(value) for i, value in enumerate(values)}
