@@ -4,8 +4,10 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import oracle
 import pytest
 import torch
+from likelihood_zoo import RelativeNoise, targets
 from torch import Tensor, nn
 
 import evigrad
@@ -99,10 +101,10 @@ class Careless(Likelihood):
         return f.log_softmax(1).gather(1, y[:, None])[:, 0]
 
 
-def network() -> nn.Module:
+def network(num_outputs: int = C) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, C))
+        return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, num_outputs))
 
 
 def build(likelihood: Likelihood, estimator: str, num_data: int = N) -> Evidence:
@@ -187,6 +189,56 @@ def test_what_has_rows_of_its_own_is_taken(
 ) -> None:
     evidence = build(likelihood, estimator)
     evidence.backward(next(iter(evidence.blocks((X, y)))))
+
+
+@pytest.mark.parametrize("num_outputs", [1, 3])
+@pytest.mark.parametrize("choice", ["N-C", "8-1"])
+@pytest.mark.parametrize("structure", ["ntk", "full", "blockdiag", "diag", "kfac"])
+def test_scales_that_depend_on_outputs_and_a_learned_parameter(
+    structure: str, choice: str, num_outputs: int
+) -> None:
+    """Rows that are added up cannot be rescaled then; the kernel can."""
+    likelihood, x = RelativeNoise(), X[:8].double()
+    model, y = network(num_outputs).double(), targets(likelihood, 8, num_outputs)
+    evidence = Evidence(
+        model, likelihood, GaussianPrior(), estimator=f"{structure}-{choice}", num_data=8
+    )
+    block = next(iter(evidence.blocks((x, y))))
+    value = evidence.backward(block).log_evidence
+    if choice == "N-C" and structure != "kfac":
+        weights, f = evidence.weights(), model(x)
+        jacobian = torch.cat(list(oracle.jacobian(model, weights, x).values()), dim=-1)
+        h = oracle.block_matrix(jacobian, likelihood.hessian(f), None, "subblock", f)
+        parts = oracle.parts_of(structure, {name: w.numel() for name, w in weights.items()})
+        flat = torch.cat([w.flatten() for w in weights.values()])
+        expected = likelihood.log_prob(f, y).sum() - 0.5 * flat.square().sum()
+        expected -= 0.5 * oracle.log_det(h, torch.ones_like(flat), parts)
+        assert value == pytest.approx(expected.item(), rel=1e-10)
+    for name, parameter in evidence.hyperparameters().items():
+        ends = []
+        for step in (1e-4, -2e-4, 1e-4):
+            with torch.no_grad():
+                parameter += step
+            ends.append(evidence.estimate(block).log_evidence)
+        assert parameter.grad is not None
+        slope = (ends[0] - ends[1]) / 2e-4
+        assert -8 * parameter.grad.sum().item() == pytest.approx(slope, rel=1e-4), name
+    if structure != "ntk":
+        with pytest.raises(ConfigurationError, match="sums rows of different scales"):
+            evidence.check_collect(x)
+
+
+@pytest.mark.parametrize("estimator", ["kfac-N-C", "kfac-4-1", "ntk-N-C"])
+def test_such_a_likelihood_is_learned(estimator: str) -> None:
+    result = fit(
+        network(),
+        (X, NUMBERS),
+        likelihood=RelativeNoise(),
+        estimator=estimator,
+        schedule=Schedule(epochs=2, burn_in=0, steps=3),
+        progress=False,
+    )
+    assert result.history[-1]["likelihood/log_ratio"] != result.history[0]["likelihood/log_ratio"]
 
 
 def test_training_without_an_evidence_needs_no_rows() -> None:

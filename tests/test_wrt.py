@@ -183,7 +183,7 @@ def test_a_pass_kept_for_the_prior_alone_has_the_noise_in_it() -> None:
     """Also where steps on the noise could not be followed."""
     evidence = make("kfac-4-2", Gaussian([0.5, 1.0, 2.0]))
     block = next(iter(evidence.blocks(data())))
-    with pytest.raises(ConfigurationError, match="sums rows of different noise"):
+    with pytest.raises(ConfigurationError, match="sums rows of different scales"):
         evidence.collect(block, wrt=["prior", "likelihood"])
     state = evidence.generator.get_state()
     kept = evidence.collect(block, wrt="prior")

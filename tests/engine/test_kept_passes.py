@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from likelihood_zoo import RelativeNoise
 from torch import Tensor, nn
 
 from evigrad import Evidence, Memory
@@ -87,6 +88,11 @@ def test_steps_on_precisions_and_one_noise(structure: str, choice: str) -> None:
 @pytest.mark.parametrize("choice", CHOICES)
 def test_the_kernel_follows_a_noise_of_each_output(choice: str) -> None:
     assert_follows(f"ntk-{choice}", Gaussian([0.5, 0.5, 1.5]))
+
+
+@pytest.mark.parametrize("choice", ["N-C", "4-1-iid"])
+def test_the_kernel_follows_scales_that_depend_on_the_outputs(choice: str) -> None:
+    assert_follows(f"ntk-{choice}", RelativeNoise())
 
 
 @pytest.mark.parametrize("structure", ["full", "kfac", "diag"])
@@ -176,7 +182,7 @@ def test_sums_over_outputs_cannot_follow_a_noise_of_each(
     estimator: str, noise: list[float]
 ) -> None:
     """Also where the noises are equal as yet."""
-    assert_refused(make(estimator, Gaussian(noise)), "sums rows of different noise")
+    assert_refused(make(estimator, Gaussian(noise)), "sums rows of different scales")
 
 
 def test_a_block_of_ones_own_with_several_outputs() -> None:
@@ -184,7 +190,7 @@ def test_a_block_of_ones_own_with_several_outputs() -> None:
     block = next(iter(evidence.blocks(data())))
     columns = torch.arange(4)[:, None] % OUTPUTS
     passes = evidence.collect(replace(block, columns=columns))
-    with pytest.raises(ConfigurationError, match="sums rows of different noise"):
+    with pytest.raises(ConfigurationError, match="sums rows of different scales"):
         evidence.backward(passes)
 
 

@@ -313,7 +313,7 @@ class Gated(nn.Module):
                 "estimator": "kfac-20-C",
                 "prior_blocks": 2,
             },
-            "sums rows of different noise",
+            "sums rows of different scales",
         ),
         (
             {"prior": GaussianPrior(hyperprior=NormalHyperprior()), "prior_update": "fixed_point"},

@@ -73,21 +73,26 @@ def likelihood_changes(problem: Problem, num_outputs: int) -> Literal["rows", "s
 
     ``rows``: the vectors depend on them, and the data must be passed again. ``sums``: scales of
     rows change by different factors, and the structure has added these rows up. ``scales``: a
-    kept statistic can be rescaled. Judged at f = 0: scales that depend on f are not seen.
+    kept statistic can be rescaled.
     """
     spec, likelihood = problem.settings.spec, problem.likelihood
     if spec.curvature != "ggn":
         return "rows"
-    f = torch.zeros(1, num_outputs, dtype=problem.dtype, device=problem.device)
-    with torch.enable_grad():
-        root = likelihood.root(f, None, problem.settings.root)
+    # Two data of different outputs: scales that depend on f differ between them.
+    f = torch.arange(2 * num_outputs).sin().view(2, num_outputs)
+    with torch.enable_grad(), raised_in(f"root of {type(likelihood).__name__}"):
+        try:
+            root = likelihood.root(f.to(problem.device, problem.dtype), None, problem.settings.root)
+        except NotPositiveDefiniteError:  # other outputs may do better, and two passes always do
+            return "rows"
         if root.vectors.requires_grad:
             return "rows"
-        one_output = spec.outputs == 1 and not spec.iid and not spec.rows
-        if root.scale is None or spec.facts.keeps_rows or one_output or num_outputs == 1:
+        if root.scale is None or spec.facts.keeps_rows:
             return "scales"
-        is_one = is_one_number(root.scale.flatten(), list(likelihood.parameters()))
-        return "scales" if is_one else "sums"
+        one_output = spec.outputs == 1 and not spec.iid and not spec.rows
+        added_up = root.scale.unbind(1) if one_output else [root.scale.flatten()]
+        parameters = list(likelihood.parameters())
+        return "scales" if all(is_one_number(r, parameters) for r in added_up) else "sums"
 
 
 def is_one_number(scale: Tensor, parameters: Sequence[Tensor]) -> bool:

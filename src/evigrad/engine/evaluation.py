@@ -4,7 +4,7 @@
   through the data once more with a graph, one micro-batch at a time. Only the
   statistic's memory grows with the block.
 - One graph over the whole block, the reference that the others are tested against.
-- One pass without a graph, where only the prior and a mere scale of the rows (a noise) are learned.
+- One pass without a graph, where only the prior and a mere scale of the rows are learned.
 
 All give the gradient of −(log evidence + log hyperprior) / N.
 """
@@ -108,8 +108,8 @@ def gradients_of(
         estimate, found = precisely(given, lambda given: _two_passes(given, learnable))
         return [estimate], found
     else:
-        with_noise = any(not name.startswith("prior.") for name in learnable)
-        use = FirstPass(keeps_outputs=with_noise, condensed=True)
+        beside = any(not name.startswith("prior.") for name in learnable)
+        use = FirstPass(keeps_outputs=beside, condensed=True)
 
     def one_pass(block_pass: BlockPass) -> tuple[Estimate, Gradients]:
         estimate, value = objective(first_pass(block_pass, use))
@@ -150,7 +150,7 @@ def precisely(
 
 
 def objective(kept: KeptPass) -> tuple[Estimate, Tensor]:
-    """The estimate under the present prior and noise, and −(log evidence + log hyperprior) / N."""
+    """The estimate under present hyperparameters, and −(log evidence + log hyperprior) / N."""
     problem, structure = kept.problem, kept.plan.structure
     precisions, log_likelihood = problem.prior.precisions(), kept.log_likelihood
     statistic: Any = kept.statistic
@@ -210,8 +210,9 @@ def _rescaled(kept: KeptPass, precisions: Mapping[str, Tensor]) -> tuple[Any, Ma
     first = scale[0]
     if not is_one_number(scale, list(problem.likelihood.parameters())):
         raise ConfigurationError(
-            f"{problem.settings.spec.name} sums rows of different noise, so that a kept pass"
-            " cannot follow the noise. Take one noise for all outputs, or an 'ntk' estimator."
+            f"{problem.settings.spec.name} sums rows of different scales, so that a kept pass"
+            " cannot follow the likelihood's parameters. Take an 'ntk' estimator, or one noise for"
+            " all outputs."
         )
     return kept.statistic, {n: p / first.square().to(p) for n, p in precisions.items()}
 

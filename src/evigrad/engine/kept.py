@@ -1,4 +1,4 @@
-"""A pass over a block, kept for many steps on the prior and the noise."""
+"""A pass over a block, kept for many steps on the prior and the likelihood."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -141,7 +141,7 @@ def as_kept(
 
 
 def check_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> None:
-    """Refuse to keep a pass for steps on more than the prior and a noise that it can follow."""
+    """Refuse to keep a pass for steps on more than the prior and scales that it can follow."""
     beside = [name for name in learned if not name.startswith("prior.")]
     changing = [name for name in beside if name.startswith("model.")]
     num_outputs = plan.partition.num_outputs
@@ -156,9 +156,9 @@ def check_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) ->
         )
     if changed == "sums":
         raise ConfigurationError(
-            f"{problem.settings.spec.name} sums rows of different noise, so that a kept pass"
-            f" cannot follow {', '.join(beside)}. Take one noise for all outputs, an 'ntk'"
-            " estimator, or estimate and backward on the data."
+            f"{problem.settings.spec.name} sums rows of different scales, so that a kept pass"
+            f" cannot follow {', '.join(beside)}. Take an 'ntk' estimator, one noise for all"
+            " outputs, or estimate and backward on the data."
         )
 
 

@@ -45,8 +45,8 @@ class RootRows:
     Attributes:
         vectors: Column j of the root of datum n, zero where the datum has no such column.
         scale: Factor of each row, or None for 1. A likelihood's parameters may be here and not in
-            ``vectors`` where they multiply rows by a number that does not depend on f, as 1/σ of a
-            Gaussian: rows then need no graph for them.
+            ``vectors`` where they multiply rows by a number, as 1/σ of a Gaussian: rows then need
+            no graph for them.
         present: Which (datum, column) there are, or None for all. The others are padding: their
             vectors are zero, and a structure may leave them out.
     """
