@@ -4,7 +4,7 @@ The blocks' log-determinants add up to ℓ or more; the finer the partition, the
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
@@ -19,6 +19,7 @@ from evigrad.curvature.base import (
 )
 from evigrad.curvature.hessian import ExactHessian
 from evigrad.curvature.linalg import log_det_dense
+from evigrad.curvature.spectra import Spectra, Spectrum, check_spectra
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.jacobians import Linearization
 from evigrad.likelihoods import RootRows
@@ -38,10 +39,12 @@ class BlockStatistic(Statistic):
     Attributes:
         blocks: The part of H that belongs to each block.
         positive: Whether H is a sum of outer products, and not an exact Hessian.
+        spectra: A cache of their eigenvalues.
     """
 
     blocks: dict[str, Tensor]
     positive: bool = True
+    spectra: Spectra = field(default_factory=Spectra, repr=False, compare=False)
 
     def tensors(self) -> list[Tensor]:
         """The blocks."""
@@ -49,7 +52,7 @@ class BlockStatistic(Statistic):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "BlockStatistic":
         """The same statistic with other blocks."""
-        return replace(self, blocks=dict(zip(self.blocks, tensors, strict=True)))
+        return BlockStatistic(dict(zip(self.blocks, tensors, strict=True)), self.positive)
 
 
 class BlockDiagonal(Structure[BlockStatistic]):
@@ -119,15 +122,21 @@ class BlockDiagonal(Structure[BlockStatistic]):
         self, statistic: BlockStatistic, precisions: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
         """See ``Structure.log_det``."""
-        terms = [
-            log_det_dense(
-                statistic.blocks[block],
-                self._precision(names, precisions),
-                positive=statistic.positive,
-            )
-            for block, names in self._blocks.items()
-        ]
-        return torch.stack(terms).sum()
+        terms: list[Tensor] = []
+        used: list[tuple[Spectrum, Tensor]] = []
+        for name, names in self._blocks.items():
+            block, precision = statistic.blocks[name], self._precision(names, precisions)
+            found = None
+            if precision.ndim == 0 and statistic.positive and not block.requires_grad:
+                found = statistic.spectra.at_second_use(name, lambda block=block: block)
+            if found is None:
+                terms.append(log_det_dense(block, precision, positive=statistic.positive))
+            else:
+                terms.append(found.log_det(precision))
+                used.append((found, precision))
+        value = torch.stack(terms).sum()
+        check_spectra(used, value)
+        return value
 
     def predicted_bytes(self, num_rows: int) -> int:
         """See ``Structure.predicted_bytes``: the blocks, their scaled copies, and their factors."""

@@ -16,6 +16,7 @@ from torch.autograd import Function
 
 from evigrad.curvature.base import Statistic
 from evigrad.curvature.linalg import first_order_only
+from evigrad.curvature.spectra import Spectra, Spectrum
 from evigrad.jacobians import MatrixUse
 from evigrad.jacobians.patch_grams import add_gram, mirrored
 
@@ -67,6 +68,7 @@ class NtkStatistic(Statistic):
         present: Which of the rows (m_i, k) are no padding, per micro-batch; ``rows`` and ``scale``
             hold these alone, ``factors`` hold all.
         grams: A cache of Gram matrices, filled by ``kept_gram``.
+        spectra: A cache of their eigenvalues.
     """
 
     rows: dict[str, tuple[Tensor, ...]]
@@ -74,6 +76,7 @@ class NtkStatistic(Statistic):
     scale: Float[Tensor, " R"] | None
     present: tuple[Bool[Tensor, "_ _"], ...]
     grams: dict[Hashable, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    spectra: Spectra = field(default_factory=Spectra, repr=False, compare=False)
 
     @property
     def num_rows(self) -> int:
@@ -160,6 +163,11 @@ class NtkStatistic(Statistic):
                     gram += (self if part is None else part(name)).gram(name, like)
             self.grams[key] = gram
         return self.grams[key]
+
+    def spectrum(self, names: Sequence[str], like: Tensor) -> Spectrum | None:
+        """The eigenvalues of ``kept_gram``; None at the first call (``Spectra.at_second_use``)."""
+        key = (*names, like.dtype)
+        return self.spectra.at_second_use(key, lambda: self.kept_gram(names, like))
 
     def write_cotangent(
         self, name: str, cotangent: Float[Tensor, "R R"], precision: Tensor

@@ -33,15 +33,11 @@ from evigrad.curvature.base import (
 )
 from evigrad.curvature.block_diagonal import add_outer_products
 from evigrad.curvature.linalg import (
-    check_rounding,
-    is_tolerated,
-    kronecker_rounding,
-    kronecker_rounding_rate,
     log_det_dense,
     log_det_diagonal,
-    log_det_kronecker,
     psd_eigenvalues,
 )
+from evigrad.curvature.spectra import Spectra, Spectrum, check_spectra
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.jacobians import JacobianPlan, KroneckerUse, Linearization
 from evigrad.jacobians.kronecker import inner_gram
@@ -53,10 +49,6 @@ SHARINGS = ("expand", "reduce")
 # block up to this size: the widest layers of the paper's ResNets have 512 channels, and a block of
 # 512 costs 2 MiB and 45 MFLOP in float64, less than the factors of the layer beside it.
 DENSE_LIMIT = 512
-
-# Up to this size such a block is diagonalised once, in no more time than one step on the precisions
-# takes; further steps then need no factorisation.
-SPECTRUM_LIMIT = 64
 
 
 @dataclass(frozen=True)
@@ -86,23 +78,6 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class Spectrum:
-    """Eigenvalues that a log-determinant needs, of A ⊗ B / count or of a dense block.
-
-    Attributes:
-        left: Those of A, or of the block.
-        right: Those of B, or 1.
-        count: The number of examples, or 1.
-        rounding: Their ``kronecker_rounding_rate``.
-    """
-
-    left: Tensor
-    right: Tensor
-    count: int
-    rounding: float
-
-
-@dataclass(frozen=True)
 class KfacStatistic(Statistic):
     """Sums of outer products, by the names of the parameters.
 
@@ -114,7 +89,7 @@ class KfacStatistic(Statistic):
 
     factors: dict[str, Factors] = field(default_factory=dict)
     blocks: dict[str, Tensor] = field(default_factory=dict)
-    spectra: dict[str, Spectrum] = field(default_factory=dict, repr=False, compare=False)
+    spectra: Spectra = field(default_factory=Spectra, repr=False, compare=False)
 
     def tensors(self) -> list[Tensor]:
         """A and B of every weight, then the other blocks."""
@@ -198,8 +173,7 @@ class Kfac(Structure[KfacStatistic]):
             else:
                 left = psd_eigenvalues(part.input_gram(part.gradients.dtype))
             right = _eigenvalues_of_gram(_gradient_rows(part))
-            rate = kronecker_rounding_rate(left, right)
-            statistic.spectra[name] = Spectrum(left, right, count, rate)
+            statistic.spectra[name] = Spectrum(left, right, count)
         return replace(statistic, blocks=self._add_others({}, linearization, root))
 
     def _add_others(
@@ -226,44 +200,33 @@ class Kfac(Structure[KfacStatistic]):
         known = statistic.factors.keys() | statistic.spectra.keys()
         used_as_matrix = [name for name in self._kronecker if name in known]
         self._check_constant(name for name in used_as_matrix if precisions[name].ndim > 0)
+        used = [(self._spectrum(statistic, name), precisions[name]) for name in used_as_matrix]
         terms: list[Tensor] = []
-        used: list[tuple[Spectrum, Tensor]] = []
-        for name in used_as_matrix:
-            found = self._spectrum(statistic, name)
-            factor = (precisions[name].to(found.left.dtype) * found.count).reciprocal()
-            terms.append(log_det_kronecker(found.left, found.right, factor))
-            used.append((found, factor))
         for name, block in statistic.blocks.items():
-            precision = precisions[name]
-            if name not in self._dense:
-                terms.append(log_det_diagonal(block, precision))
-            elif precision.ndim == 0 and len(block) <= SPECTRUM_LIMIT and not block.requires_grad:
-                found = self._spectrum(statistic, name)
-                terms.append(log_det_diagonal(found.left, precision))
-                used.append((found, precision.to(found.left.dtype).reciprocal()))
-            else:
+            precision, found = precisions[name], None
+            if name in self._dense and precision.ndim == 0 and not block.requires_grad:
+                found = statistic.spectra.at_second_use(name, lambda block=block: block)
+            if found is not None:
+                used.append((found, precision))
+            elif name in self._dense:
                 terms.append(log_det_dense(block, precision))
+            else:
+                terms.append(log_det_diagonal(block, precision))
+        terms += [found.log_det(precision) for found, precision in used]
         value = torch.stack(terms).sum()
-        if used:
-            _check_rounding(used, value.detach())
+        check_spectra(used, value)
         return value
 
     @staticmethod
     def _spectrum(statistic: KfacStatistic, name: str) -> Spectrum:
-        """The eigenvalues of a parameter, computed once where they have no graph."""
-        if name in statistic.spectra:
-            return statistic.spectra[name]
-        if name in statistic.blocks:
-            block = statistic.blocks[name]
-            sums, count = (block,), 1
-            left, right = psd_eigenvalues(block), block.new_ones(1)
-        else:
-            factors = statistic.factors[name]
-            sums, count = (factors.inputs, factors.gradients), factors.count
-            left = psd_eigenvalues(factors.inputs, count)
-            right = psd_eigenvalues(factors.gradients, factors.num_rows)
-        found = Spectrum(left, right, count, kronecker_rounding_rate(left, right))
-        if not any(each.requires_grad for each in sums):
+        """The eigenvalues of a Kronecker weight, computed once where they have no graph."""
+        if (known := statistic.spectra.get(name)) is not None:
+            return known
+        factors = statistic.factors[name]
+        left = psd_eigenvalues(factors.inputs, factors.count)
+        right = psd_eigenvalues(factors.gradients, factors.num_rows)
+        found = Spectrum(left, right, factors.count)
+        if not (factors.inputs.requires_grad or factors.gradients.requires_grad):
             statistic.spectra[name] = found
         return found
 
@@ -348,15 +311,6 @@ def check_sharing(sharing: str) -> None:
             f"sharing={sharing!r} is unknown: take 'expand' or 'reduce'."
             f"{nearest(sharing, SHARINGS)}"
         )
-
-
-def _check_rounding(used: Sequence[tuple[Spectrum, Tensor]], value: Tensor) -> None:
-    """See ``check_rounding``; a cheap bound spares most steps the estimate."""
-    factors = torch.stack([factor.detach() for _, factor in used]).tolist()
-    bound = sum(found.rounding * factor for (found, _), factor in zip(used, factors, strict=True))
-    if not is_tolerated(bound, float(value)):
-        errors = [kronecker_rounding(found.left, found.right, factor) for found, factor in used]
-        check_rounding(torch.stack(errors).sum(), value, errors[0].dtype)
 
 
 def _sum(old: Tensor | None, new: Tensor) -> Tensor:
