@@ -32,13 +32,20 @@ def made(estimator: str, structure: str, m: int, dtype: torch.dtype = torch.floa
     return evidence, x, y
 
 
+def log_precision(evidence: evigrad.Evidence) -> nn.Parameter:
+    found = evidence.prior.log_precision
+    assert found is not None
+    return found
+
+
 def steps(evidence: evigrad.Evidence, given: list) -> Iterator[tuple[float, torch.Tensor]]:
     for precision in PRECISIONS:
-        evidence.prior.log_precision.data.fill_(precision).log_()
+        log_precision(evidence).data.fill_(precision).log_()
         evidence.prior.zero_grad()
         estimate = evidence.backward(*given)
-        assert evidence.prior.log_precision.grad is not None
-        yield estimate.log_evidence, evidence.prior.log_precision.grad.clone()
+        slope = log_precision(evidence).grad
+        assert slope is not None
+        yield estimate.log_evidence, slope.clone()
 
 
 @pytest.mark.parametrize("estimator, structure, m", CASES)
@@ -80,6 +87,6 @@ def test_rounding_is_said() -> None:
     evidence, x, y = made("ntk-8-C", "scalar", 8, torch.float32)
     kept = evidence.collect(x, y)
     evidence.estimate(kept)
-    evidence.prior.log_precision.data.fill_(1e-9).log_()
+    log_precision(evidence).data.fill_(1e-9).log_()
     with pytest.warns(EvigradWarning, match="rounding in float32"):
         evidence.estimate(kept)
