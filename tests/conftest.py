@@ -25,8 +25,9 @@ def _checked_in_part(*, typechecker: Any) -> Callable[[Any], Any]:
     """As ``jaxtyping.jaxtyped``, for some of the calls of each function."""
 
     def decorate(function: Any) -> Any:
-        if getattr(function, "__module__", "").endswith(".settings"):
-            return function  # settings have checks of their own, with words for users
+        annotated = getattr(function, "fget", getattr(function, "__func__", function))
+        if "jaxtyping." not in str(getattr(annotated, "__annotations__", "")):
+            return function  # no shapes; basedpyright checks all other types
         check = functools.cache(_jaxtyped(typechecker=typechecker))  # takes long: when called
         if not inspect.isfunction(function):  # a class, or a property
             return check(function)

@@ -9,6 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from evigrad.blocks.anchors import Anchoring
+
 pytest.importorskip("sklearn")
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -131,6 +133,7 @@ def test_tightness(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(script, "MODEL", "digitsnet")
     monkeypatch.setattr(script, "TIMED", 1)
     monkeypatch.setattr(script, "ROUND", 2)
+    monkeypatch.setattr(script, "Anchoring", lambda: Anchoring(refresh=1))
     schedule = script.SCHEDULE | {"estimator": "ntk-10-rows-anchored", "burn_in": 1, "every": 1}
     monkeypatch.setattr(script, "SCHEDULE", schedule | {"steps": 1})
     page = tmp_path / "page.md"

@@ -25,6 +25,14 @@ def run_blocks(page: str, changes: Mapping[str, str] | None = None) -> dict[str,
     return names
 
 
+def test_the_ten_lines_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> None:
+    short = "schedule=evigrad.Schedule(epochs=2, burn_in=1, every=1, steps=1)"
+    changes = {'load("digits")': 'load("digits", subset=200)', "test=": f"{short}, test="}
+    assert run_blocks("README.md", changes)["result"].history[-1]["log_evidence"] < 0
+    assert "precision" in capsys.readouterr().out
+
+
+@pytest.mark.long
 def test_the_ten_lines_of_the_readme_converge(capsys: pytest.CaptureFixture[str]) -> None:
     test = run_blocks("README.md")["result"].test_metrics
     assert test["accuracy"] >= 0.97

@@ -23,7 +23,7 @@ def load_script(name: str) -> ModuleType:
 
 def test_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     script = load_script("sequences")
-    short = "--subset 40 --epochs 3 --estimator ntk-20-1 --judge ntk-20-1".split()
+    short = "--subset 20 --epochs 3 --estimator ntk-10-1 --judge ntk-10-1".split()
     learned = script.main(short)
     printed = capsys.readouterr().out
     assert set(learned) == {"transformer", "gru"}

@@ -213,13 +213,14 @@ def test_a_signal_in_the_last_epoch_keeps_the_run_that_it_ended(monkeypatch, tmp
     assert_same_folders(tmp_path / "run", whole)
 
 
-def test_kill_9(tmp_path, whole):
-    """Two processes killed at random moments, a third one that goes on."""
+@pytest.mark.parametrize("deaths", [1, pytest.param(3, marks=pytest.mark.long)])
+def test_kill_9(deaths, tmp_path, whole):
+    """Processes killed at random moments, and one more that goes on."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "random"}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     folder, generator = tmp_path / "run", random.Random(0)
     arguments = [*QUICK, "--no-figures", "--run-dir", str(folder), "--threads", "1"]
-    for _ in range(2):
+    for _ in range(deaths):
         log = (tmp_path / "log").open("wb")
         process = subprocess.Popen(
             [*COMMAND, "train", *arguments], env=environment, stdout=log, stderr=log

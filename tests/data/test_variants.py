@@ -204,7 +204,7 @@ def test_shipped_sets_are_transformed_before_anything_else(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [("mnist", "rotated180"), ("cifar10", "translated8")],
+    [("mnist", "rotated180"), pytest.param("cifar10", "translated8", marks=pytest.mark.long)],
 )
 def test_real_sets(data_dir: Path, name: str, variant: str) -> None:
     if not (data_dir / f"{name}_train.parquet").is_file():

@@ -79,8 +79,15 @@ def assert_follows(estimator: str, likelihood: Likelihood, **settings: Any) -> N
 CHOICES = ["N-C", "N-1", "4-1", "4-2", "4-C", "4-1-iid", "7-rows"]
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(
+    ("structure", "choice"),  # three structures of each
+    [
+        (structure, choice)
+        for i, structure in enumerate(STRUCTURES)
+        for j, choice in enumerate(CHOICES)
+        if (i + j) % 5 in (0, 1, 3)
+    ],
+)
 def test_steps_on_precisions_and_one_noise(structure: str, choice: str) -> None:
     assert_follows(f"{structure}-{choice}", Gaussian(0.6), temperature=1.3)
 

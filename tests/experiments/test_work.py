@@ -161,10 +161,12 @@ def test_side_by_side_is_the_same_as_one_after_the_other(done, tmp_path):
     assert result_of(together, jobs[0].needs)["test"] == result_of(*done)["test"]
 
 
-def test_a_cluster_does_the_same(done, tmp_path):
-    """As submitit's own imitation of one, which starts a process for each job."""
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # its open logs
+@pytest.mark.parametrize("cluster", ["debug", pytest.param("local", marks=pytest.mark.long)])
+def test_a_cluster_does_the_same(done, tmp_path, cluster):
+    """As submitit's own imitations of one, in this process or with a process for each job."""
     file, place = tmp_path / "cluster.yaml", place_in(tmp_path / "results")
-    file.write_text(yaml.safe_dump({"cluster": "local", "timeout_min": 5}))
+    file.write_text(yaml.safe_dump({"cluster": cluster, "timeout_min": 5}))
     assert run([done[1]], place, cluster=file) == []
     assert result_of(place, done[1])["test"] == result_of(*done)["test"]
     assert list((place.results / "cluster").glob("*.out"))

@@ -101,6 +101,7 @@ def with_data(block: Block, data: Any) -> Block:
     precision=st.floats(1e-3, 1e3),
     data=st.data(),
 )
+@settings(max_examples=12)  # each builds networks and plans their passes
 def test_a_bound_whatever_the_anchors_and_the_partition(
     seed: int,
     num_data: int,
@@ -154,7 +155,7 @@ def test_a_bound_whatever_the_anchors_and_the_partition(
     num_rows=st.integers(1, 36),
     grouped=st.booleans(),
 )
-@settings(max_examples=15)
+@settings(max_examples=12)
 @pytest.mark.usefixtures("by_h")
 def test_a_bound_of_many_classes_whose_unlikely_ones_are_drawn(
     num_data: int, classes: int, seed: int, gain: float, num_rows: int, grouped: bool
@@ -456,7 +457,7 @@ def gradients_of(evidence: Evidence) -> list[Tensor]:
     rows=st.integers(2, 9),
     data=st.data(),
 )
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_draws_that_share_a_pass_are_those_of_passes_of_their_own(
     seed: int,
     num_data: int,

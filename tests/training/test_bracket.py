@@ -58,7 +58,7 @@ def evidence_of(
     gain=st.floats(0.2, 5.0),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=15)
+@settings(max_examples=12)
 @pytest.mark.usefixtures("by_h")
 def test_the_exact_number_is_between(
     name: str, num_data: int, rows: int, root: str, gain: float, seed: int
@@ -93,7 +93,7 @@ def test_some_blocks_estimate_the_bound_of_all_with_the_error_that_is_told() -> 
     """Over many seeds, as each has a partition of its own; all of them have nearly one bound."""
     evidence, pair = evidence_of(Categorical()), data(Categorical())
     differences = []
-    for seed in range(16):
+    for seed in range(10):
         whole = evigrad.bracket(evidence, pair, rows=12, blocks=None, seed=seed)
         some = evigrad.bracket(evidence, pair, rows=12, blocks=6, seed=seed)
         assert some.blocks == 6
