@@ -1,142 +1,35 @@
 """Layers that see several parts of each datum in dim 0."""
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from jacobians.calls import Folded, M, called, check_folded
 from jacobians.dense import assert_rows, jacobian, random, rows, weights_of
 from torch import Tensor, nn
 
-from evigrad.invariances.noise import sampled
-from evigrad.jacobians import convolutions, linearize, plan, spot_check
-
-M = 4
+from evigrad.jacobians import convolutions, linearize, plan
 
 
-class Folded(nn.Module):
-    """body applied to every part of a datum, (m, F, ...), and a mean over the parts of a head."""
-
-    def __init__(
-        self, body: nn.Module, parts: int, samples: int = 1, major: str = "data", tokens: int = 0
-    ) -> None:
-        super().__init__()
-        self.body = body
-        self.parts, self.samples, self.major = parts, samples, major
-        self.gate = nn.Parameter(torch.tensor(0.7))
-        self.tokens = tokens
-
-    def forward(self, x: Tensor) -> Tensor:
-        # Every part is another one, as augmentation samples of a datum are.
-        if self.tokens:
-            shifts = torch.arange(self.parts, device=x.device)
-            x = (x[:, None] + shifts.reshape(-1, *[1] * (x.dim() - 1))) % self.tokens
-        else:
-            shifts = torch.linspace(0.5, 1.5, self.parts).to(x)
-            x = torch.sin(
-                self.gate * x[:, None] * shifts.reshape(-1, *[1] * (x.dim() - 1)) + shifts[0]
-            )
-        m = len(x)
-        x = x if self.major == "data" else x.transpose(0, 1)
-        with sampled(self.samples):
-            f = torch.tanh(self.body(x.flatten(0, 1)).flatten(1))
-        f = f.unflatten(0, (m, -1) if self.major == "data" else (-1, m))
-        f = f.mean(1 if self.major == "data" else 0)
-        return f.unflatten(1, (2, -1)).sum(2)
-
-
-class Loose(nn.Module):
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...]):
-        super().__init__()
-        self.function = function
-        self.p = nn.Parameter(random(*shape) + 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, self.p)
-
-
-def batch_norm(size: int) -> nn.Module:
-    layer = nn.BatchNorm2d(size)
-    assert layer.running_mean is not None
-    layer.running_mean.copy_(random(size))
-    return layer
-
-
-BODIES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "linear": (lambda: nn.Linear(3, 4), (3,)),
-    "linear-leading": (lambda: nn.Linear(3, 2), (2, 3)),
-    "conv1d": (lambda: nn.Conv1d(2, 2, 3, padding=1), (2, 4)),
-    "conv2d": (lambda: nn.Conv2d(2, 4, (3, 2), stride=2, padding=1, groups=2), (2, 4, 5)),
-    "conv2d-reflect": (lambda: nn.Conv2d(1, 2, 3, padding=1, padding_mode="reflect"), (1, 3, 4)),
-    "conv3d": (lambda: nn.Conv3d(1, 2, 2), (1, 2, 3, 2)),
-    "layer_norm": (lambda: nn.LayerNorm([2, 3]), (2, 2, 3)),
-    "rms_norm": (lambda: nn.RMSNorm(4), (4,)),
-    "group_norm": (lambda: nn.GroupNorm(2, 4), (4, 3)),
-    "instance_norm": (lambda: nn.InstanceNorm1d(2, affine=True), (2, 4)),
-    "batch_norm": (lambda: batch_norm(2), (2, 2, 3)),
-    "prelu": (lambda: nn.PReLU(2), (2, 3)),
-    "prelu-one": (lambda: nn.PReLU(), (2, 3)),
-    "add": (lambda: Loose(lambda x, p: torch.add(x, p, alpha=2), (4,)), (2, 4)),
-    "mul": (lambda: Loose(lambda x, p: x * p, (3, 4)), (3, 4)),
-    "mul-of-a-column": (lambda: Loose(lambda x, p: x * p, (3, 1)), (3, 4)),
-    "mul-with-batch-dimension": (lambda: Loose(lambda x, p: p * x, (1, 3, 4)), (3, 4)),
-    "mul-one": (lambda: Loose(lambda x, p: x * p, ()), (4,)),
-    "div": (lambda: Loose(lambda x, p: x / p, (1, 4)), (2, 4)),
-    "div-under": (lambda: Loose(lambda x, p: p / (x + 3), (4,)), (2, 4)),
-}
-
-
-def check(model: Any, x: Tensor, word: str | None) -> Any:
-    """Right rows, inner products and spot checks, by this closed form."""
-    model = model.double().eval()
-    for i, p in enumerate(model.body.parameters()):
-        p.data = p + random(*p.shape, seed=i)
-    weights = weights_of(model, ["gate"])
-    made = plan(model, weights, x[:3])
-    words = set(made.describe().values())
-    if word is not None:
-        assert words == {word}
-    jac = jacobian(model, weights, x)
-    for m, k in ((len(x), 1), (2, 3), (1, 1)):
-        vectors = random(m, k, 2, seed=k)
-        linearization = linearize(model, weights, x[:m], made, differentiable=False)
-        assert all(linearization.is_closed(name) for name in made.uses)
-        expected = rows({name: j[:m] for name, j in jac.items()}, vectors)
-        assert any(e.norm() > 1e-3 for e in expected.values())
-        assert_rows(linearization.rows(vectors), expected)
-        cotangents = {name: random(*e.shape, seed=9) for name, e in expected.items()}
-        value = sum((e * cotangents[name]).sum() for name, e in expected.items())
-        torch.testing.assert_close(linearization.inner(vectors, cotangents), value)
-        assert not spot_check(linearization, vectors, m - 1)
-    return made
-
-
-@pytest.mark.parametrize(
-    "body, each", [(b, False) for b in BODIES] + [(b, True) for b in BODIES if b.startswith("conv")]
-)
-def test_closed_forms(body: str, each: bool) -> None:
-    build, shape = BODIES[body]
-    with mock.patch.object(convolutions, "_WORTH_A_CALL", 0 if each else 2**62):
-        check(Folded(build(), 3), random(M, *shape), body.partition("-")[0])
-
-
-def test_embedding() -> None:
-    x = torch.randint(0, 5, (M, 3), generator=torch.Generator().manual_seed(0))
-    check(Folded(nn.Embedding(5, 2, padding_idx=1), 3, tokens=5), x, "embedding")
+@pytest.mark.parametrize("name", ["conv1d", "conv2d", "conv3d"])
+def test_convolutions_of_one_datum_at_a_time(name: str) -> None:
+    layer, shape = called(name)
+    with mock.patch.object(convolutions, "_WORTH_A_CALL", 0):
+        check_folded(Folded(layer, 3), random(M, *shape), name)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 6])
 def test_any_number_of_parts(parts: int) -> None:
     """Also where their number is that of the data."""
-    check(Folded(nn.Linear(3, 2), parts), random(M, 3), "linear")
+    check_folded(Folded(nn.Linear(3, 2), parts), random(M, 3), "linear")
 
 
 @pytest.mark.parametrize("body", ["linear", "conv2d", "mul", "group_norm"])
 def test_parts_of_all_data_side_by_side_are_found_out(body: str) -> None:
-    build, shape = BODIES[body]
-    made = check(Folded(build(), 3, major="samples"), random(M, *shape), None)
+    layer, shape = called(body)
+    made = check_folded(Folded(layer, 3, major="samples"), random(M, *shape), None)
     assert all(word.startswith("generic") for word in made.describe().values())
 
 
@@ -195,12 +88,12 @@ def test_derivatives() -> None:
             torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("body", ["linear", "linear-leading", "conv2d"])
+@pytest.mark.parametrize("body, index", [("linear", 0), ("linear", 1), ("conv2d", 0)])
 @pytest.mark.parametrize("parts, samples", [(3, 3), (6, 3), (6, 1), (3, 2)])
-def test_factors_over_samples(body: str, parts: int, samples: int) -> None:
+def test_factors_over_samples(body: str, index: int, parts: int, samples: int) -> None:
     """Means of inputs and sums of gradients over the samples; other parts are positions."""
-    build, shape = BODIES[body]
-    model: Any = Folded(build(), parts, samples).double()
+    layer, shape = called(body, index)
+    model: Any = Folded(layer, parts, samples).double()
     x, vectors, weights = random(M, *shape), random(M, 2, 2), weights_of(model, ["gate"])
     made = plan(model, weights, x)
     assert "body.weight" in made.kronecker
@@ -243,4 +136,4 @@ def test_functional_call_inside() -> None:
             f = torch.tanh(F.conv2d(patches.flatten(0, 2), self.weight))
             return f.reshape(len(x), -1, 2).sum(1)
 
-    check(Patches(), random(M, 1, 4, 4), "conv2d")
+    check_folded(Patches(), random(M, 1, 4, 4), "conv2d")

@@ -6,7 +6,7 @@ from loops import settings_of
 from torch import nn
 
 from evigrad import Evidence
-from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
 from evigrad.training.data import RunData
@@ -255,3 +255,38 @@ def test_settings_out_of_range(changes, words):
 
 def test_map_has_one_spelling():
     assert make_settings(estimator="map").estimator is None
+
+
+class Idle(nn.Module):
+    """No output depends on the scale, or on one of the two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = nn.Linear(4, 3), nn.Linear(4, 3, bias=False)
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize("update", ["adam", "fixed_point"])
+def test_precisions_that_nothing_determines_are_named_once(blobs, update):
+    loop = make_loop(Idle(), blobs[0], prior_update=update)
+    names = loop.evidence.prior.group_names
+    before = log_precision_of(loop).detach().clone()
+    with pytest.warns(EvigradWarning, match="'scale', 'idle.weight': nothing determines"):
+        loop.learn(2)
+    loop.learn(4)
+    moved = dict(zip(names, (log_precision_of(loop).detach() - before).tolist(), strict=True))
+    assert moved["idle.weight"] < 0 and moved["scale"] < 0
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [
+        GaussianPrior("scalar"),
+        GaussianPrior({"all": ["used", "idle"], "scale": ["scale"]}, learnable={"scale": False}),
+    ],
+)
+def test_precisions_that_others_determine_or_that_are_fixed_are_not(blobs, prior):
+    make_loop(Idle(), blobs[0], prior=prior).learn(2)

@@ -2,9 +2,10 @@
 
 from evigrad.jacobians.arguments import NO_DERIVATIVE, check_hooks, model_outputs
 from evigrad.jacobians.kronecker import KroneckerUse
+from evigrad.jacobians.layers import matrix_uses
 from evigrad.jacobians.linearization import Linearization, linearize
 from evigrad.jacobians.modes import model_run
-from evigrad.jacobians.paths import JacobianPlan, MatrixUse, demote, matrix_uses
+from evigrad.jacobians.paths import JacobianPlan, MatrixUse, demote
 from evigrad.jacobians.plan import adapted, plan
 from evigrad.jacobians.recorder import Recorder
 from evigrad.jacobians.spot_checks import check_separate, spot_check

@@ -6,16 +6,15 @@ is the same to it as ``nn.Linear``.
 
 A new layer type is a ``Rule`` with ``match`` and ``rows``, and an entry in ``RULES``. The numbers
 need nothing else: every plan compares the rows with plain autograd (``verification.Reference``),
-and a rule that is wrong is not used. Its twin tests are a test in
-``tests/jacobians/test_layers.py``, a body in ``test_folding.py`` and a case in ``tests/zoo.py``.
-For speed there are ``inner``, ``kronecker`` with ``factors``, and, where ``ownership`` does not
-know the function's autograd node, a step there: without one the layers in front of the new one
-cost extra backward passes.
+and a rule that is wrong is not used. The tests loop over ``RULES`` and ask for arguments to call
+the function with (``tests/jacobians/calls.py``). For speed there are ``inner``, ``kronecker`` with
+``factors`` and ``matrix``, and, where the tests say that ``ownership`` does not know the function's
+autograd node, a step there: without one the layers in front cost extra backward passes.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from math import prod
 from typing import Any
@@ -33,6 +32,7 @@ from evigrad.jacobians.convolutions import (
     inner_product,
 )
 from evigrad.jacobians.kronecker import ConvolutionUse, KroneckerUse
+from evigrad.jacobians.paths import JacobianPlan, MatrixUse, Use
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Match:
             arguments, as a padded input; its dim 0 has F consecutive entries for each datum, m F in
             all. It alone is checked for changes in place, cast under autocast and cut to a datum.
         slots: The call's parameters by their role, for example "weight" or "bias".
-        settings: What else the rows depend on. Plain values must be the same in every batch. A
-            callable gives a tensor whose dim 0 is that of ``input``; it is called when rows are
-            formed, and is not compared.
+        settings: What else the rows depend on, which must be the same in every batch.
+        computed: Gives a tensor whose dim 0 is that of ``input``, when rows are formed; or None.
     """
 
     input: Tensor
     slots: dict[str, Tensor]
-    settings: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+    computed: Callable[[], Tensor] | None = None
 
 
 class Rule(ABC):
@@ -63,8 +63,7 @@ class Rule(ABC):
 
     Attributes:
         name: For ``JacobianPlan.describe()``.
-        kronecker: Slots for which ``factors`` is defined. ``kfac`` uses them, and
-            ``paths.matrix_uses``, which knows linear layers and convolutions only.
+        kronecker: Slots for which ``factors`` and ``matrix`` are defined.
     """
 
     name: str
@@ -112,6 +111,10 @@ class Rule(ABC):
         """The Kronecker factors of the rows in the weight."""
         raise NotImplementedError(f"{self.name} has no Kronecker factors")
 
+    def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
+        """Sizes of a use of the weight, of this shape, as one matrix; None if it is several."""
+        raise NotImplementedError(f"{self.name} has no Kronecker factors")
+
 
 def aligned(values: Tensor, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
     """Values of the data and their parts, (m F, ...), as (m, 1, F, ...) like the gradients."""
@@ -151,7 +154,7 @@ class Linear(Rule):
         """See ``Rule.match``."""
         if input.dim() < 2 or weight.dim() != 2:
             return None
-        return Match(input, given(weight=weight, bias=bias), {})
+        return Match(input, given(weight=weight, bias=bias))
 
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         """See ``Rule.rows``."""
@@ -182,6 +185,10 @@ class Linear(Rule):
         """See ``Rule.factors``."""
         a, g = self._positions(match, gradient)
         return KroneckerUse(a[:, None], g[:, :, None])
+
+    def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
+        """See ``Rule.matrix``."""
+        return MatrixUse(use.parts * prod(use.input[:-1]), shape[1], shape[0])
 
     @staticmethod
     def _positions(
@@ -262,6 +269,12 @@ class Convolution(Rule):
         g = g.permute(0, 1, 3, 2, 5, 4).flatten(3, 4)
         return ConvolutionUse(match.input, g, geometry)
 
+    def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
+        """See ``Rule.matrix``; channel groups have a matrix each."""
+        if shape[1] != use.input[0]:
+            return None
+        return MatrixUse(use.parts * prod(use.output[1:]), prod(shape[1:]), shape[0])
+
     def _each(self, setting: int | Sequence[int]) -> tuple[int, ...]:
         values = (setting,) if isinstance(setting, int) else tuple(setting)
         return values * self.dimensions if len(values) == 1 else values
@@ -335,13 +348,13 @@ class Normalisation(Rule):
         trailing = 1 if self._channels else max(p.dim() for p in slots.values())
         if found["input"].dim() <= trailing:
             return None
-        settings = {"standardise": lambda: self._function(**found)}
-        return Match(found["input"], slots, settings)
+        return Match(found["input"], slots, computed=lambda: self._function(**found))
 
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         """See ``Rule.rows``."""
         if slot == "weight":
-            gradient = gradient * aligned(match.settings["standardise"](), gradient)
+            assert match.computed is not None
+            gradient = gradient * aligned(match.computed(), gradient)
         if self._channels:
             return sum_to_channels(gradient)
         return sum_to(gradient, match.slots[slot].shape)
@@ -356,7 +369,7 @@ class PReLU(Rule):
         """See ``Rule.match``."""
         if input.dim() < (1 if weight.numel() == 1 else 2):
             return None
-        return Match(input, {"weight": weight}, {})
+        return Match(input, {"weight": weight})
 
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         """See ``Rule.rows``."""
@@ -431,3 +444,11 @@ RULES: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _MUL),
     **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__), _DIV),
 }
+
+
+def matrix_uses(plan: JacobianPlan, weights: Mapping[str, Tensor]) -> dict[str, MatrixUse]:
+    """Sizes of the weights that are used once, as one matrix."""
+    rules = {rule.name: rule for rule in RULES.values()}
+    once = {name: plan.uses[name][0] for name in plan.kronecker if len(plan.uses[name]) == 1}
+    found = {n: rules[use.rule].matrix(use, weights[n].shape) for n, use in once.items()}
+    return {name: use for name, use in found.items() if use is not None}

@@ -269,7 +269,10 @@ def _layer_norm(edge: _Edge) -> int | None:
 
 
 def _batch_norm(edge: _Edge) -> int | None:
-    return edge.dim if edge.which == 0 and not edge.node._saved_training else None
+    """Its own statistics are sums over all but dim 1, which instance norm folds the data into."""
+    if edge.which != 0 or (edge.node._saved_training and edge.dim != 1):
+        return None
+    return edge.dim
 
 
 def _named(names: str, step: _Step) -> dict[str, _Step]:

@@ -2,13 +2,9 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from evigrad.errors import ConfigurationError, nearest
-from evigrad.jacobians.layers import Linear
 
 LOOP = "generic: loop"
 
@@ -111,17 +107,3 @@ class MatrixUse:
     positions: int
     inputs: int
     outputs: int
-
-
-def matrix_uses(plan: JacobianPlan, weights: Mapping[str, Tensor]) -> dict[str, MatrixUse]:
-    """Sizes of the linear layers and ungrouped convolutions that are used once."""
-    found = {}
-    for name in plan.kronecker:
-        use, shape = plan.uses[name][0], weights[name].shape
-        if len(plan.uses[name]) > 1:
-            continue
-        if use.rule == Linear.name:
-            found[name] = MatrixUse(use.parts * prod(use.input[:-1]), shape[1], shape[0])
-        elif shape[1] == use.input[0]:
-            found[name] = MatrixUse(use.parts * prod(use.output[1:]), prod(shape[1:]), shape[0])
-    return found

@@ -87,7 +87,6 @@ class Call:
 
     def use(self, slot: str) -> Use:
         """How the call uses the parameter in a slot."""
-        settings = {k: v for k, v in self.match.settings.items() if not callable(v)}
         return Use(
             self.rule.name,
             slot,
@@ -95,7 +94,7 @@ class Call:
             self.samples,
             tuple(self.match.input.shape[1:]),
             tuple(self.output_shape[1:]),
-            repr(settings),
+            repr(self.match.settings),
         )
 
     def rows(self, slot: str, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
@@ -120,11 +119,9 @@ class Call:
     def datum(self, index: int) -> "Call":
         """The same call restricted to one datum, for the rows of that datum."""
         one, match = slice(index * self.parts, (index + 1) * self.parts), self.match
-        settings = {
-            key: (lambda whole=value: whole()[one]) if callable(value) else value
-            for key, value in match.settings.items()
-        }
-        match = replace(match, input=match.input[one], settings=settings)
+        whole = match.computed
+        computed = None if whole is None else lambda: whole()[one]
+        match = replace(match, input=match.input[one], computed=computed)
         shape = torch.Size((self.parts, *self.output_shape[1:]))
         return replace(self, match=match, output_shape=shape, num_data=1)
 

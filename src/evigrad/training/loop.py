@@ -1,6 +1,7 @@
 """The interleaved scheme: epochs of the weights, and steps of the hyperparameters between them."""
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from evigrad.blocks.partitions import Stream
 from evigrad.engine.evaluation import Estimate
 from evigrad.engine.kept import KeptPass
 from evigrad.engine.problem import PROBE_SIZE
-from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, listed
 from evigrad.evidence import Evidence
 from evigrad.jacobians.modes import seeded
 from evigrad.models import fixup_scalars
@@ -70,6 +71,7 @@ class Loop:
         self.device = next(iter(weights.values())).device
         self.rounds = make_rounds(settings, hyperparameters)
         self._blocks: Stream | None = None  # of the data, which are checked once
+        self._warned = False  # of precisions that nothing determines
         self.augerino: Augerino | None = None
         # Hyperparameters that a baseline learns on the training loss, by a step in every batch.
         self.in_loss: list[str] = []
@@ -165,6 +167,9 @@ class Loop:
                     )
                     any_shared = any_shared or is_shared
                     estimates += [self._step(rounds, block) for block in blocks]
+                    if "prior.log_precision" in rounds.names and not self._warned:
+                        self._warned = True
+                        warn_of_unused(self.evidence)
         except EvigradError as error:
             raise type(error)(f"Hyperparameter step after epoch {epoch}: {error}") from error
         finally:
@@ -240,6 +245,27 @@ class Loop:
             f" {value}. Lower lr (it was {rate:.3g} in this epoch)"
             + ("" if self.hyper_steps == 0 else ", or prior_lr and hyper_lr")
             + "; check the scale of the inputs."
+        )
+
+
+def warn_of_unused(evidence: Evidence) -> None:
+    """Warn of precisions that are learned although no output depends on their weights.
+
+    The rows of P such weights with precision δ are zero. Then (P/2) log δ of the prior cancels with
+    −½ log|P0 + H|, and the log evidence depends on δ by −½ δ ‖w − μ‖² alone: as long as training
+    has not taken w to its mean μ, every step lowers δ, and no prediction changes with it.
+    """
+    prior, reports = evidence.prior, evidence.describe()
+    used = {report.group for report in reports if report.rows != "unused"}
+    fixed = set(prior.group_names) - {prior.group_names[i] for i in prior.learned_groups()}
+    names = [report.name for report in reports if report.group not in used | fixed]
+    if names:
+        warnings.warn(
+            f"No output depends on {listed(names)}: nothing determines their prior precisions,"
+            " which will fall until training ends. Freeze these parameters (requires_grad_(False)),"
+            " or take them out of the model.",
+            EvigradWarning,
+            stacklevel=2,
         )
 
 
