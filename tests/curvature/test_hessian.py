@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from evigrad.curvature import exact_hessian, make_structure
-from evigrad.errors import ConfigurationError, NotPositiveDefiniteError
+from evigrad.errors import NotPositiveDefiniteError
 from evigrad.estimators import STRUCTURES
 
 ONE = torch.ones((), dtype=torch.float64)
@@ -113,14 +113,6 @@ def test_what_is_not_positive_definite_is_refused_with_what_to_do(name):
     p0 = {n: torch.tensor(1e-4, dtype=torch.float64) for n in weights}
     with pytest.raises(NotPositiveDefiniteError, match="Raise the prior precision, train longer"):
         structure.log_det(statistic, p0)
-
-
-@pytest.mark.parametrize("name", [name for name in STRUCTURES if name not in TAKES_HESSIAN])
-def test_structures_of_rows_have_no_hessian(name):
-    model, weights, x = case()
-    structure = make_structure(name, weights, Plan())
-    with pytest.raises(ConfigurationError, match="'full', 'blockdiag' or 'diag'"):
-        hessian_statistic(structure, None, model, weights, x, negative_log_likelihood(LABELS))
 
 
 def test_a_loss_linear_in_the_weights_has_a_hessian_of_zero():

@@ -204,15 +204,8 @@ class Structure(ABC, Generic[StatisticT]):
         return self.predicted_bytes(num_rows)
 
     def accumulate_hessian(self, statistic: StatisticT | None, hessian: ExactHessian) -> StatisticT:
-        """Return a new statistic with a micro-batch's exact Hessian added, instead of its rows.
-
-        Raises:
-            ConfigurationError: This structure is made of rows, which a Hessian does not have.
-        """
-        raise ConfigurationError(
-            f"the exact Hessian has no {self.name!r} form: it is not a sum over rows. Take"
-            " 'full', 'blockdiag' or 'diag', or the GGN."
-        )
+        """Return a new statistic with a micro-batch's exact Hessian added, instead of its rows."""
+        raise NotImplementedError(f"{self.name} has no form for the exact Hessian")
 
 
 def inner_product(cotangent: Statistic, statistic: Statistic) -> Float[Tensor, ""]:
