@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, RootRows
+from evigrad.likelihoods.roots import check_root
 
 
 class RelativeNoise(Likelihood):
@@ -33,7 +34,7 @@ class RelativeNoise(Likelihood):
         return (self._std(f) ** -2 + 2 * (f / (1 + f.square())).square()).diag_embed()
 
     def root(self, f: Tensor, columns: Tensor | None = None, kind: str = "subblock") -> RootRows:
-        del kind  # the same for all of them
+        check_root(kind)
         scale, unit = self.hessian(f).diagonal(dim1=1, dim2=2).sqrt(), torch.eye(f.shape[1]).to(f)
         if columns is None:
             return RootRows(unit.expand(len(f), -1, -1), scale)

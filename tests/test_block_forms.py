@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 from engine.test_kept_passes import assert_follows
-from engine.test_two_pass import M, assert_twins, convolutional, evidence_of, result, targets
+from engine.test_two_pass import M, assert_twins, convolutional, evidence_of, result
+from likelihood_zoo import LIKELIHOODS, targets
 from torch import nn
 from zoo import CASES, OUTPUTS
 
 from evigrad import Evidence, Memory
 from evigrad.curvature import BlockDiagonal, BlockKernel, ntk
 from evigrad.invariances import AffineInvariance, Averaged
-from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
 
 GROUPS = {"front": ["0", "2"], "back": ["5"]}
@@ -52,16 +53,17 @@ def convolved() -> tuple[nn.Module, torch.Tensor]:
 
 @pytest.mark.usefixtures("form")
 @pytest.mark.parametrize(
-    ("structure", "prior", "likelihood"),  # each pair of them
+    ("structure", "prior", "likelihood"),  # each structure with each of the others
     [
-        (("full", "blockdiag")[(i + j) % 2], prior, likelihood)
-        for i, prior in enumerate(("scalar", "layerwise", "diagonal"))
-        for j, likelihood in enumerate((Categorical(), Gaussian([0.5, 1.0, 2.0]), Bernoulli()))
+        (structure, ("scalar", "layerwise", "diagonal")[(i + j) % 3], likelihood)
+        for i, structure in enumerate(("full", "blockdiag"))
+        for j, likelihood in enumerate(LIKELIHOODS)
     ],
 )
-def test_every_likelihood_and_prior(structure: str, prior: str, likelihood: Likelihood) -> None:
+def test_every_likelihood_and_prior(structure: str, prior: str, likelihood: str) -> None:
     model, x = CASES["linear"].build(M)
-    assert_twins(model, likelihood, x, f"{structure}-{M}-2", prior=prior, temperature=0.8)
+    made = LIKELIHOODS[likelihood](OUTPUTS)
+    assert_twins(model, made, x, f"{structure}-{M}-2", prior=prior, temperature=0.8)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from engine.test_two_pass import M, assert_twins, convolutional
+from likelihood_zoo import LIKELIHOODS
 from torch import Tensor, nn
 from zoo import CASES, OUTPUTS
 
 from evigrad.estimators import STRUCTURES
 from evigrad.invariances import AdditiveNoise, AffineInvariance, Averaged, InputScale
-from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from evigrad.likelihoods import Likelihood
 from evigrad.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model has normalisation layers")
@@ -89,7 +90,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "structure": list(STRUCTURES),
     "rows": ["7-1", "7-C", "7-2-iid", "7-1-ef", "7-2-mc"],
     "root": ["subblock", "fisher", "eigen"],
-    "likelihood": [Categorical(), Gaussian(0.6), Gaussian([0.5, 1.0, 2.0]), Bernoulli()],
+    "likelihood": [make(OUTPUTS) for make in LIKELIHOODS.values()],
     "prior": ["scalar", "layerwise", "diagonal"],
     "network": list(NETWORKS),
     "micro_batch": [1, 3, None],

@@ -7,9 +7,10 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from engine.test_two_pass import evidence_of, targets
+from engine.test_two_pass import evidence_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from likelihood_zoo import LIKELIHOODS, targets
 from torch import Tensor, nn
 from zoo import OUTPUTS
 
@@ -25,21 +26,9 @@ from evigrad.blocks.anchors.partition import (
 )
 from evigrad.blocks.anchors.stream import control_variate
 from evigrad.blocks.block import Block, Draw
-from evigrad.likelihoods import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    Likelihood,
-    categorical,
-    roots,
-)
+from evigrad.likelihoods import Categorical, categorical, roots
 from evigrad.priors import GaussianPrior
 
-LIKELIHOODS: dict[str, type[Likelihood]] = {
-    "categorical": Categorical,
-    "gaussian": Gaussian,
-    "bernoulli": Bernoulli,
-}
 SLACK = 1e-8
 
 
@@ -51,7 +40,7 @@ def problem(seed: int, num_data: int, likelihood: str, gain: float) -> tuple[nn.
             for w in model.parameters():
                 w.mul_(gain)
         x = torch.randn(num_data, 2, dtype=torch.float64)
-    return model, (x, targets(LIKELIHOODS[likelihood](), num_data))
+    return model, (x, targets(LIKELIHOODS[likelihood](OUTPUTS), num_data))
 
 
 def anchored(
@@ -65,7 +54,7 @@ def anchored(
 ) -> Evidence:
     return Evidence(
         model,
-        LIKELIHOODS[likelihood](),
+        LIKELIHOODS[likelihood](OUTPUTS),
         GaussianPrior(precision=precision),
         estimator=f"ntk-{rows}-rows-anchored",
         num_data=num_data,
@@ -121,7 +110,7 @@ def test_a_bound_whatever_the_anchors_and_the_partition(
     blocks = AnchoredPartition(anchors, parts, num_data, OUTPUTS)
     exact = Evidence(
         model,
-        LIKELIHOODS[likelihood](),
+        LIKELIHOODS[likelihood](OUTPUTS),
         GaussianPrior(precision=precision),
         estimator="ntk-N-C",
         num_data=num_data,
@@ -391,8 +380,9 @@ def test_every_row_is_an_anchor_or_in_one_block(
             assert columns.shape == (stop - start, int(counts[start]))
 
 
-@pytest.mark.parametrize("likelihood", [Gaussian(0.7), Categorical(), Bernoulli()])
-def test_two_passes_are_one_graph(likelihood: Likelihood) -> None:
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_two_passes_are_one_graph(name: str) -> None:
+    likelihood = LIKELIHOODS[name](OUTPUTS)
     y = targets(likelihood, 9)
     x = torch.randn(9, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found = []
@@ -481,7 +471,7 @@ def test_draws_that_share_a_pass_are_those_of_passes_of_their_own(
     ]
     evidence = Evidence(
         model,
-        Gaussian(0.7) if likelihood == "gaussian" else LIKELIHOODS[likelihood](),
+        LIKELIHOODS[likelihood](OUTPUTS),
         GaussianPrior("layerwise", precision=0.7),
         estimator=f"ntk-{min(rows, total)}-rows-anchored",
         num_data=num_data,

@@ -8,18 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from likelihood_zoo import LIKELIHOODS, targets
 from torch import Tensor, nn
 
 from evigrad import Evidence
 from evigrad.blocks import Block
-from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
 
-LIKELIHOODS: dict[str, type[Likelihood]] = {
-    "categorical": Categorical,
-    "gaussian": Gaussian,
-    "bernoulli": Bernoulli,
-}
 # An example builds networks and plans their passes: half as many as elsewhere.
 few = settings(max_examples=12)
 # Rounding of a float64 log-determinant of a few dozen rows.
@@ -46,14 +42,11 @@ class Problem:
                 for w in model.parameters():
                     w.mul_(self.gain)
             x = torch.randn(self.num_data, 2, dtype=torch.float64)
-            y = torch.randn(self.num_data, self.num_outputs, dtype=torch.float64)
-        if self.likelihood == "categorical":
-            y = y.argmax(1)
-        elif self.likelihood == "bernoulli":
-            y = (y > 0).double()
+        likelihood = LIKELIHOODS[self.likelihood](self.num_outputs)
+        y = targets(likelihood, self.num_data, self.num_outputs, self.seed)
         evidence = Evidence(
             model,
-            LIKELIHOODS[self.likelihood](),
+            likelihood,
             GaussianPrior(precision=self.precision),
             estimator=estimator,
             num_data=self.num_data,

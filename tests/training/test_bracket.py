@@ -4,30 +4,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from likelihood_zoo import LIKELIHOODS, targets
 from torch import Tensor, nn
 
 import evigrad
 from evigrad import Evidence, Memory
 from evigrad.errors import ConfigurationError
-from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from evigrad.likelihoods import Categorical, Likelihood
 from evigrad.priors import GaussianPrior
 from evigrad.training import evaluate_evidence
 
-LIKELIHOODS: dict[str, Likelihood] = {
-    "categorical": Categorical(),
-    "gaussian": Gaussian(0.5),
-    "bernoulli": Bernoulli(),
-}
 N, C = 30, 3
 
 
 def data(likelihood: Likelihood, num_data: int = N) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = 2 * torch.randn(num_data, 4, generator=generator, dtype=torch.float64)
-    y = torch.randn(num_data, C, generator=generator, dtype=torch.float64)
-    if isinstance(likelihood, Categorical):
-        return x, y.argmax(1)
-    return x, (y > 0).double() if isinstance(likelihood, Bernoulli) else y
+    return x, targets(likelihood, num_data, C)
 
 
 def evidence_of(
@@ -63,7 +56,7 @@ def evidence_of(
 def test_the_exact_number_is_between(
     name: str, num_data: int, rows: int, root: str, gain: float, seed: int
 ) -> None:
-    likelihood = LIKELIHOODS[name]
+    likelihood = LIKELIHOODS[name](C)
     evidence = evidence_of(likelihood, gain=gain, num_data=num_data)
     pair = data(likelihood, num_data)
     exact = evidence.estimate(*pair).log_evidence
@@ -78,7 +71,7 @@ def test_the_exact_number_is_between(
 @pytest.mark.parametrize("name", sorted(LIKELIHOODS))
 @pytest.mark.usefixtures("by_h")
 def test_all_rows_are_the_exact_number(name: str) -> None:
-    likelihood = LIKELIHOODS[name]
+    likelihood = LIKELIHOODS[name](C)
     evidence, pair = evidence_of(likelihood), data(likelihood)
     exact = evidence.estimate(*pair).log_evidence
     found = evigrad.bracket(evidence, pair, rows=10**6)
