@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from jaxtyping import Float
+from likelihood_zoo import RelativeNoise
 from torch import Tensor
 from torch.autograd import gradcheck
 from torch.distributions import Bernoulli as BernoulliOracle
@@ -181,6 +182,14 @@ def test_targets_of_another_precision() -> None:
     f, y = outputs().float(), targets(Gaussian())
     assert Gaussian().double().log_prob(f, y).dtype == torch.float32
     torch.testing.assert_close(Gaussian().log_prob(f, y), Gaussian().log_prob(f, y.float()))
+
+
+def test_parameters_are_reported_in_units_that_are_known() -> None:
+    assert Categorical().reported() == {}
+    assert Gaussian(0.5).reported() == {"noise": pytest.approx(0.5)}
+    each = Gaussian([0.5, 2.0], learnable=False).reported()
+    assert each == {"noise/0": pytest.approx(0.5), "noise/1": pytest.approx(2.0)}
+    assert RelativeNoise().reported() == {"log_ratio": pytest.approx(-0.4)}
 
 
 # ---------------------------------------------------------------- samples
