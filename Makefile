@@ -47,7 +47,7 @@ test: $(VENV)/.test ## Install, then run all checks: ruff, import-linter, basedp
 	$(call say,basedpyright: types)
 	@$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(call say,pytest: $(JOBS) processes with one thread each$(comma) warnings are errors)
-	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) --dist loadscope $(PYTEST_ARGS)
 
 check-long: $(VENV)/.test ## Install, then run the checks that take too long for `make test`
 	$(call say,pytest: tests that are marked long)

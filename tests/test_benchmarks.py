@@ -63,7 +63,7 @@ def test_invariance_learning(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(script, "ROWS", rows)
     for name in ("SAMPLES", "TEST_SAMPLES"):
         monkeypatch.setattr(script, name, 2)
-    schedule = script.SCHEDULE | {"epochs": 3, "burn_in": 1, "batch_size": 10}
+    schedule = script.SCHEDULE | {"epochs": 2, "burn_in": 1, "batch_size": 10}
     monkeypatch.setattr(script, "SCHEDULE", schedule)
     page = tmp_path / "page.md"
     marker = "invariance_learning digits"
@@ -127,6 +127,7 @@ def test_prior_learning(monkeypatch, tmp_path, capsys):
     assert "| map-none |" in table and "| – |" in table
 
 
+@pytest.mark.long
 def test_tightness(monkeypatch, tmp_path, capsys):
     script = load_script("tightness", monkeypatch)
     monkeypatch.setattr(script, "DATA", "digits")

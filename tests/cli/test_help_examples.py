@@ -38,7 +38,8 @@ SHORTER = {
     "bounds --curves": f"{MANY} --estimator ntk-20-1 --points 2",
     "bounds --data mnist": f"{MANY} --estimator ntk-9-1 --points 2 --curves ntk-9-C --samples 2",
     "pareto": f"{MANY} --estimators ntk-20-1 kfac-N-C",
-    "pareto --estimators": f"{TRAINING} --subset 105 --model mlp --jobs 1 --judge ntk-20-C",
+    "pareto --estimators": f"{MANY} --model mlp --estimators ntk-9-1 ntk-9-rows-anchored"
+    " --judge ntk-9-C",
     "pareto --data mnist": f"{MANY} --estimators ntk-9-1 kfac-9-1 --samples 2",
     "report": "",
     "doctor": "--subset 100 --device cpu --threads 1",

@@ -17,8 +17,8 @@ from evigrad.report.images import examples_of, find_transform, rebuild
 from evigrad.report.runs import read_runs
 
 OPTIONS = (
-    "--data digits:rotated90 --subset 60 --model digitsnet --estimator ntk-20-1 --epochs 4"
-    " --burn-in 2 --every 2 --steps 2 --invariance rotation=0.5,scale_x --samples 2 --seed 3"
+    "--data digits:rotated90 --subset 60 --model digitsnet --estimator ntk-20-1 --epochs 2"
+    " --burn-in 1 --every 1 --steps 2 --invariance rotation=0.5,scale_x --samples 2 --seed 3"
     " --evaluate-with ntk-20-1 --no-progress --device cpu --no-figures --compare-map"
 ).split()
 
