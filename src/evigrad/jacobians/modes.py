@@ -8,6 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -219,15 +220,14 @@ def held_tensors(model: nn.Module) -> list[Tensor]:
 
 def _contents(container: Any) -> list[Any]:
     """The entries, to be compared by identity."""
-    if isinstance(container, dict):
-        return [entry for item in container.items() for entry in item]
-    return list(container)
+    return [*container, *container.values()] if isinstance(container, dict) else [*container]
 
 
 def _put_back(container: Any, contents: list[Any]) -> None:
     container.clear()
     if isinstance(container, dict):
-        container.update(zip(contents[::2], contents[1::2], strict=True))
+        half = len(contents) // 2
+        container.update(zip(contents[:half], contents[half:], strict=True))
     elif isinstance(container, set):
         container.update(contents)
     else:
@@ -243,7 +243,7 @@ def _unchanged_attributes(model: nn.Module) -> Iterator[None]:
     finally:
         for holder, then in before:
             now = _contents(holder)
-            if len(now) != len(then) or any(a is not b for a, b in zip(now, then, strict=True)):
+            if len(now) != len(then) or not all(map(is_, now, then)):
                 _put_back(holder, then)
 
 
