@@ -49,6 +49,7 @@ def test_the_blocks_on_python_run(capsys: pytest.CaptureFixture[str]) -> None:
             "epoch >= 40": "epoch >= 2",
             "epochs=300": "epochs=2",
             "epochs=60, burn_in=10": "epochs=2, burn_in=1",
+            "epochs=60, batch_size=30": "epochs=2, batch_size=30, burn_in=0, every=1, steps=1",
         },
     )
     assert names["estimate"].is_bound
@@ -64,6 +65,7 @@ def test_the_blocks_on_python_converge(capsys: pytest.CaptureFixture[str]) -> No
     assert names["slope"].flatten().tolist() == pytest.approx([1.0, -0.5, 0.0], abs=0.2)
     # Digits rotated by up to 90 degrees, ±1.57 radians: half of that is plainly learned.
     assert 0.8 <= names["angle"] <= 2.4
+    assert names["majority"].train_metrics["accuracy"] >= 0.9
     assert names["turned"].test_metrics["accuracy"] >= 0.85
     assert capsys.readouterr().out
 

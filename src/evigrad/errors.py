@@ -1,6 +1,6 @@
 """The exceptions and the warning of evigrad, and what makes them of others' exceptions."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import SequenceMatcher
 from importlib import import_module
@@ -98,16 +98,6 @@ def raised_in(whose: str) -> Iterator[None]:
         if isinstance(error, EvigradError) or is_out_of_memory(error):
             raise
         raise InputError(f"{whose} raised {type(error).__name__}: {error}") from error
-
-
-def called(model: Callable[[Any], object], x: Any) -> object:
-    """Return what the model returns for a copy of some inputs, which it may change in place.
-
-    Raises:
-        InputError: If the model raises an exception.
-    """
-    with raised_in(f"The model, given inputs of shape {tuple(x.shape)} and type {x.dtype},"):
-        return model(x.clone())
 
 
 def require(module: str, purpose: str, extra: str = "data") -> Any:

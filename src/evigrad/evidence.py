@@ -169,7 +169,7 @@ class Evidence:
 
     def map_loss(
         self,
-        x: Tensor,
+        x: Any,
         y: Tensor,
         *,
         wrt: str | Sequence[str] = (),
@@ -181,7 +181,9 @@ class Evidence:
         present mode. No gradient reaches a hyperparameter outside of ``wrt``.
 
         Args:
-            x: Inputs (m, ...).
+            x: Inputs (m, ...): a tensor, or dictionaries, tuples or lists of tensors. A dictionary
+                goes in as keyword arguments where ``forward`` takes all of its keys, a tuple as
+                positional ones where ``forward`` asks for as many.
             y: Targets in the likelihood's form.
             wrt: Hyperparameters to learn on the training loss, by names or prefixes as for
                 ``backward``. The evidence needs none; Augerino learns its invariances so.
@@ -195,7 +197,7 @@ class Evidence:
             InputError: If inputs, outputs and targets do not fit, or the outputs have no derivative
                 in any weight.
         """
-        check_inputs(x, self._problem.device)
+        x = check_inputs(x, self._problem.device)
         with held_constant(divided(self.hyperparameters(), wrt)[1]):
             f = model_outputs(self.model, x)
             if torch.is_grad_enabled() and not f.requires_grad:
@@ -218,7 +220,7 @@ class Evidence:
             x: Inputs (m, ...) of a uniformly random subset of the data; or a ``Block`` of
                 ``blocks``; or, for names with ``N``, an iterable of batches of all the data; or
                 what ``collect`` returned.
-            y: Targets, where ``x`` is a tensor.
+            y: Targets, where ``x`` are inputs.
 
         Returns:
             The estimate in nats, without a graph.
@@ -281,7 +283,8 @@ class Evidence:
         missing outputs are computed.
 
         Args:
-            data: A pair of tensors, or a map-style data set of (x, y) items, of all N data.
+            data: All N data: a pair (x, y), a map-style data set of (x, y) items, or a
+                ``DataLoader`` of one.
 
         Returns:
             An endless stream of blocks; ``.take(n)`` ends it, ``.epoch()`` is one partition.
@@ -332,7 +335,7 @@ class Evidence:
                 kept = precisely(given, lambda given: first_pass(given, use), trial=objective)
         return kept.following(self.hyperparameters(), changing)
 
-    def check_collect(self, x: Tensor, *, wrt: str | Sequence[str] | None = None) -> None:
+    def check_collect(self, x: Any, *, wrt: str | Sequence[str] | None = None) -> None:
         """Raise now what ``collect`` would refuse, without a pass over a block.
 
         Args:
@@ -348,7 +351,7 @@ class Evidence:
         with held_constant(others):
             check_keepable(self._problem, plan, list(changing))
 
-    def shares_anchors(self, x: Tensor, draws: int) -> bool:
+    def shares_anchors(self, x: Any, draws: int) -> bool:
         """Whether several draws with the same anchors are cheaper in one kept pass.
 
         If so, ``collect`` a block of ``blocks(data).drawn(n).blocks(draws)``; ``draws()`` of the
@@ -430,7 +433,7 @@ class Evidence:
                 **given,
             )
 
-    def num_outputs(self, x: Tensor) -> int:
+    def num_outputs(self, x: Any) -> int:
         """C, the number of the model's outputs.
 
         Args:
@@ -460,7 +463,7 @@ class Evidence:
 
     # ------------------------------------------------------------ telling and keeping
 
-    def describe(self, x: Tensor | None = None) -> list[ParameterReport]:
+    def describe(self, x: Any = None) -> list[ParameterReport]:
         """What each weight tensor gets: path of its derivatives, curvature, precision.
 
         Args:
@@ -474,7 +477,7 @@ class Evidence:
         """
         return parameter_reports(self._problem, x)
 
-    def predicted_bytes(self, x: Tensor) -> int:
+    def predicted_bytes(self, x: Any) -> int:
         """Memory that a block's statistic and its log-determinant take, besides the passes.
 
         Args:

@@ -93,7 +93,7 @@ class Endless(IterableDataset):
         (None, "not a NoneType"),
         (iter([]), "not a list_iterator"),
         (Endless(), "not a Endless"),
-        (DataLoader(TensorDataset(*tensors())), "loader.dataset"),
+        (DataLoader(Endless()), "a map-style data set"),
         ([], "empty"),
         (Squares(0), "empty"),
         ([1, 2, 3], "Item 0 of the data set is not a pair (x, y) but a int"),

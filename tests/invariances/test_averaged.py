@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.invariances import AdditiveNoise, AffineInvariance, Averaged
-from evigrad.invariances.noise import ModelWithNoise, Stochastic, current_samples, sampled
+from evigrad.invariances.noise import PackedModel, Stochastic, current_samples, sampled
 from evigrad.models import make_model
 
 RANGES = {"rotation": 1.0, "translation_x": 0.2, "scale_y": 0.3}
@@ -168,7 +168,7 @@ def test_a_datum_does_not_depend_on_its_batch() -> None:
             with model.held(noise[start : start + size]):
                 parts.append(model(x[start : start + size]))
         torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-12, atol=1e-12)
-    drawn = ModelWithNoise(model, x, [noise])
+    drawn = PackedModel(model, x, [noise])
     packed = drawn.pack(x, [noise])
     torch.testing.assert_close(drawn(packed), whole)
     order = torch.tensor([3, 1, 5])
@@ -259,7 +259,7 @@ def test_derivative_of_jacobians_in_the_ranges(average: str) -> None:
 def test_works_datum_by_datum_under_vmap() -> None:
     model, x = averaged(3), images(3)
     noise = model.draw(3, generator())
-    drawn = ModelWithNoise(model, x, [noise])
+    drawn = PackedModel(model, x, [noise])
     weights = {name: p.detach() for name, p in drawn.named_parameters()}
 
     def outputs(weights: dict[str, Tensor], datum: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -94,7 +95,7 @@ class Block:
     columns: Int[Tensor, "m k"] | None
     scale: float
     likelihood_weights: Float[Tensor, " m"]
-    inputs: Tensor | None = None
+    inputs: Any = None
     targets: Tensor | None = None
     anchored: Anchored | None = None
     origin: Int[Tensor, " m"] | None = None
@@ -125,9 +126,6 @@ class Block:
             found[has_row, 0] = table[present]
             return found
 
-        def chosen(data: Tensor | None) -> Tensor | None:
-            return None if data is None else data[origin.to(data.device)]
-
         anchored = self.anchored
         if anchored is not None:
             weights = anchored.likelihood_weights[:, origin] * first
@@ -138,8 +136,8 @@ class Block:
             indices=self.indices[origin],
             columns=spread(self.columns),
             likelihood_weights=self.likelihood_weights[origin] * first,
-            inputs=chosen(self.inputs),
-            targets=chosen(self.targets),
+            inputs=None if self.inputs is None else self.inputs[origin.to(self.inputs.device)],
+            targets=None if self.targets is None else self.targets[origin.to(self.targets.device)],
             anchored=anchored,
             origin=origin,
         )

@@ -1,5 +1,6 @@
 """One way to read data by position, however the user stores them."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -8,17 +9,27 @@ import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
-from evigrad.errors import InputError
+from evigrad.errors import EvigradWarning, InputError
+from evigrad.inputs import Inputs, Tree, as_inputs, mapped, stacked, tensors_of
 
 _ACCEPTED = (
-    "a pair (x, y) of tensors, a TensorDataset of two tensors, or a map-style dataset of (x, y)"
+    "a pair (x, y) of tensors, a TensorDataset of two tensors, a map-style dataset of (x, y), or a"
+    " DataLoader of one; x may also be a dictionary or a tuple of tensors"
 )
 
 
 # Data that are read at once where only their targets are kept.
 _AT_ONCE = 1000
+# Fewer items for each worker of a DataLoader are read sooner without starting the workers.
+_FOR_EACH_WORKER = 16
 
 
 class Source(ABC):
@@ -35,10 +46,10 @@ class Source(ABC):
         """The number of data, N."""
 
     @abstractmethod
-    def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
         """Inputs (m, ...) and targets (m, ...) at positions in 0..N-1, in their order."""
 
-    def first(self, count: int) -> tuple[Tensor, Tensor]:
+    def first(self, count: int) -> tuple[Any, Tensor]:
         """The first data, ``count`` at most; see ``fetch``."""
         return self.fetch(torch.arange(min(count, len(self))))
 
@@ -69,13 +80,13 @@ def class_labels(targets: Tensor, num_data: int) -> Int[Tensor, " N"]:
 class _TensorSource(Source):
     is_held = True
 
-    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+    def __init__(self, inputs: Inputs, targets: Tensor) -> None:
         self._inputs, self._all_targets = inputs, targets
 
     def __len__(self) -> int:
         return len(self._inputs)
 
-    def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
         return self._inputs[indices], self._all_targets[indices]
 
     def _targets(self) -> Tensor:
@@ -91,21 +102,15 @@ class _DatasetSource(Source):
     def __len__(self) -> int:
         return self._length
 
-    def _pair(self, item: Any, index: int) -> tuple[Tensor, Tensor]:
-        if not isinstance(item, tuple | list) or len(item) != 2:
-            raise InputError(
-                f"Item {index} of the data set is not a pair (x, y) but a {type(item).__name__}; "
-                f"the data must be {_ACCEPTED}."
-            )
-        return _as_tensor(item[0], "x", index), _as_tensor(item[1], "y", index)
-
-    def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
         positions = indices.tolist()
-        together = getattr(self._dataset, "__getitems__", None)  # as DataLoader asks for a batch
-        items = together(positions) if together else [self._dataset[n] for n in positions]
-        pairs = [self._pair(item, n) for item, n in zip(items, positions, strict=True)]
+        pairs = [_pair(each, n) for each, n in zip(self._items(positions), positions, strict=True)]
         inputs, targets = zip(*pairs, strict=True)
-        return _stack(inputs, "x"), _stack(targets, "y")
+        return as_inputs(stacked(list(inputs), "x")), stacked(list(targets), "y")
+
+    def _items(self, positions: list[int]) -> list[Any]:
+        together = getattr(self._dataset, "__getitems__", None)  # as DataLoader asks for a batch
+        return together(positions) if together else [self._dataset[n] for n in positions]
 
     def _targets(self) -> Tensor:
         return torch.cat([self.fetch(n)[1] for n in torch.arange(len(self)).split(_AT_ONCE)])
@@ -114,6 +119,57 @@ class _DatasetSource(Source):
         if self._labels is None:  # a whole pass over the data set: once is enough
             self._labels = super().labels()
         return self._labels
+
+
+class _LoaderSource(_DatasetSource):
+    """The data set of a DataLoader, in batches as its ``collate_fn`` makes them."""
+
+    def __init__(self, loader: DataLoader[Any], length: int) -> None:
+        self._loader = loader
+        # Seeds of the workers, which would otherwise be drawn from the global generator.
+        self._generator = torch.Generator().manual_seed(0)
+        super().__init__(loader.dataset, length)
+
+    def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
+        batch = self._loader.collate_fn(self._items(indices.tolist()))
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise InputError(
+                f"The collate_fn of the DataLoader makes a {type(batch).__name__}, not a pair"
+                " (x, y); let it return the inputs and the targets."
+            )
+        x, y = as_inputs(batch[0]), batch[1]
+        if not isinstance(y, Tensor) or y.dim() == 0 or not len(x) == len(y) == len(indices):
+            raise InputError(
+                f"For {len(indices)} items the collate_fn of the DataLoader must make as many"
+                " inputs, and a tensor of as many targets."
+            )
+        return x, y
+
+    def _items(self, positions: list[int]) -> list[Any]:
+        loader, workers = self._loader, self._loader.num_workers
+        if len(positions) < _FOR_EACH_WORKER * workers or not workers:
+            return super()._items(positions)
+        reader = DataLoader(
+            self._dataset,
+            batch_size=-(-len(positions) // workers),
+            sampler=positions,
+            num_workers=workers,
+            collate_fn=list,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=self._generator,
+        )
+        return [item for part in reader for item in part]
+
+
+def _pair(item: Any, index: int) -> tuple[Any, Tensor]:
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        raise InputError(
+            f"Item {index} of the data set is not a pair (x, y) but a {type(item).__name__}; "
+            f"the data must be {_ACCEPTED}."
+        )
+    x = mapped(lambda part: _as_tensor(part, "x", index), item[0])
+    return x, _as_tensor(item[1], "y", index)
 
 
 def _as_tensor(value: Any, name: str, index: int) -> Tensor:
@@ -127,26 +183,18 @@ def _as_tensor(value: Any, name: str, index: int) -> Tensor:
     )
 
 
-def _stack(values: Any, name: str) -> Tensor:
-    shapes = {tuple(value.shape) for value in values}
-    if len(shapes) > 1:
-        raise InputError(
-            f"The {name} of different items have different shapes, {sorted(shapes)[:3]}: they "
-            "cannot be stacked."
-        )
-    return torch.stack(list(values))
-
-
 def as_source(data: Any) -> Source:
     """Return data that can be read by position.
 
     Args:
         data: A tuple or list (x, y) of two tensors whose first dimension counts the data, a
             `TensorDataset` of two tensors, a map-style data set (anything with a length and
-            positions) of pairs (x, y), or a `Source`, which is returned as it is. Inputs may have
+            positions) of pairs (x, y), a `DataLoader` of one, or a `Source`, which is returned as
+            it is. In the place of one tensor x may be dictionaries, tuples or lists of tensors, of
             any dtype (token ids too); the items' y may be numbers. Items are read each time that
             they are needed, so that random transforms draw anew; a data set with
-            ``__getitems__`` is asked for a batch at once.
+            ``__getitems__`` is asked for a batch at once. Of a loader the data set, its
+            ``collate_fn`` and its workers are used, and not what it says of order and batches.
 
     Raises:
         InputError: If the data is something else, empty, or the lengths differ.
@@ -160,10 +208,7 @@ def as_source(data: Any) -> Source:
     ):
         return _tensor_source(data)
     if isinstance(data, DataLoader):
-        raise InputError(
-            "A DataLoader draws its own batches, but the blocks of an estimator need the data by "
-            "position: pass loader.dataset."
-        )
+        return _loader_source(data)
     no_positions = not hasattr(data, "__getitem__") or not hasattr(data, "__len__")
     if isinstance(data, Tensor | Mapping | IterableDataset) or no_positions:
         raise InputError(f"Data must be {_ACCEPTED}, not a {type(data).__name__}.")
@@ -173,14 +218,34 @@ def as_source(data: Any) -> Source:
     return _DatasetSource(data, length)
 
 
+def _loader_source(loader: DataLoader[Any]) -> Source:
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise InputError(
+            "The blocks of an estimator need the data by position: give a DataLoader of a map-style"
+            " data set, with a length."
+        )
+    if len(dataset) == 0:
+        raise InputError("The data set is empty.")
+    if not isinstance(loader.sampler, SequentialSampler | RandomSampler):
+        warnings.warn(
+            f"The {type(loader.sampler).__name__} of the DataLoader is ignored: every datum counts"
+            " once in the evidence.",
+            EvigradWarning,
+            stacklevel=3,
+        )
+    return _LoaderSource(loader, len(dataset))
+
+
 def _tensor_source(pair: Any) -> Source:
-    if len(pair) != 2 or not all(isinstance(each, Tensor) for each in pair):
+    accepted = len(pair) == 2 and isinstance(pair[1], Tensor)
+    if not accepted or not isinstance(pair[0], Tensor | Tree | Mapping | tuple | list):
         kinds = ", ".join(type(each).__name__ for each in pair)
         raise InputError(
             f"Data must be {_ACCEPTED}, not ({kinds}); torch.as_tensor makes a tensor of an array."
         )
-    inputs, targets = pair
-    if inputs.dim() == 0 or targets.dim() == 0:
+    inputs, targets = as_inputs(pair[0]), pair[1]
+    if any(part.dim() == 0 for part in (*tensors_of(inputs), targets)):
         raise InputError("The first dimension of x and of y counts the data; a scalar has none.")
     if len(inputs) != len(targets):
         raise InputError(f"x holds {len(inputs)} data and y {len(targets)}: they must be as many.")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd import Function
@@ -237,7 +238,12 @@ class NtkStatistic(Statistic):
                 (inputs[present.nonzero()[:, 0]], gradients[present][:, None])
                 for (inputs, gradients), present in zip(pairs, self.present, strict=True)
             ]
-        return torch.cat([a for a, _ in pairs]), torch.cat([g for _, g in pairs])
+        # Data of fewer positions have zeros in the others, which add nothing.
+        most = max(inputs.shape[1] for inputs, _ in pairs)
+        return (
+            torch.cat([F.pad(a, (0, 0, 0, most - a.shape[1])) for a, _ in pairs]),
+            torch.cat([F.pad(g, (0, 0, 0, most - g.shape[2])) for _, g in pairs]),
+        )
 
 
 def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -11,25 +11,31 @@ from torch import Tensor, nn
 from evigrad.blocks import Block
 from evigrad.blocks.partitions import Partition
 from evigrad.errors import ConfigurationError, EvigradError, InputError, nearest
+from evigrad.inputs import Inputs, Tree, as_inputs, check_integers, tensors_of
 
 
-def check_inputs(x: object, device: torch.device) -> None:
-    """Refuse inputs that are empty, not finite, or on another device than the weights."""
-    if not isinstance(x, Tensor):
+def check_inputs(x: object, device: torch.device) -> Inputs:
+    """The inputs; those that are empty, not finite, or elsewhere than the weights are refused."""
+    if not isinstance(x, Tensor | Tree | Mapping | tuple | list):
         raise not_data(x)
-    if x.ndim == 0 or len(x) == 0:
-        raise InputError("The set of inputs is empty: give at least one datum, (m, ...).")
-    if x.device != device:
-        raise InputError(f"Inputs are on {x.device}, weights on {device}: move one of them.")
-    if x.is_floating_point() and not torch.isfinite(x).all():
-        raise InputError("Inputs hold NaN or infinite values: clean or impute them.")
+    inputs = as_inputs(x)
+    for part in tensors_of(inputs):
+        if part.ndim == 0 or len(part) == 0:
+            raise InputError("The set of inputs is empty: give at least one datum, (m, ...).")
+        if part.device != device:
+            raise InputError(f"Inputs are on {part.device}, weights on {device}: move one of them.")
+        if part.is_floating_point() and not torch.isfinite(part).all():
+            raise InputError("Inputs hold NaN or infinite values: clean or impute them.")
+    check_integers(inputs)
+    return inputs
 
 
 def not_data(x: object) -> InputError:
     """The error for anything that is no data."""
     return InputError(
-        f"Inputs must be a tensor, not {type(x).__name__}: give estimate(x, y), a block of"
-        " blocks(data), or (for names with N) an iterable of batches (x, y)."
+        f"Inputs must be a tensor or a dictionary or tuple of tensors, not {type(x).__name__}:"
+        " give estimate(x, y), a block of blocks(data), or (for names with N) an iterable of"
+        " batches (x, y)."
     )
 
 
@@ -94,12 +100,12 @@ def as_generator(generator: torch.Generator | int | None) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def as_pair(batch: object) -> tuple[Tensor, Tensor]:
+def as_pair(batch: object) -> tuple[Inputs, Tensor]:
     """The batch as a pair of inputs and targets."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise InputError(f"A batch is a pair (inputs, targets), not {type(batch).__name__}.")
     x, y = batch
-    return x, y
+    return as_inputs(x), y
 
 
 def check_block(block: Block, partition: Partition) -> None:

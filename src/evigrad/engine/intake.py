@@ -1,7 +1,7 @@
 """The data that a user gives an evidence, checked before anything is drawn or computed."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Int
@@ -9,16 +9,18 @@ from torch import Tensor
 
 from evigrad.blocks import Block
 from evigrad.blocks.sources import Source, as_source
-from evigrad.engine.checks import as_pair, check_block, not_data
+from evigrad.engine.checks import as_pair, check_block, check_inputs, not_data
 from evigrad.engine.cotangents import rehearse
 from evigrad.engine.kept import KeptPass
 from evigrad.engine.passes import Batch, BlockPass, new_pass
 from evigrad.engine.problem import PROBE_SIZE, InputPlan, Problem
 from evigrad.errors import InputError
+from evigrad.inputs import Inputs, Tree, tensors_of
 from evigrad.likelihoods import LIKELIHOODS
 from evigrad.likelihoods.calls import check_targets, log_probabilities
 
-Data = Tensor | Block | Iterable[Batch] | KeptPass | Iterable[KeptPass]
+# Inputs may be any that ``as_inputs`` takes.
+Data = Any
 
 # Outputs at which a user's own density is tried in one call.
 _NUMBERS_AT_ONCE = 2**22
@@ -100,7 +102,7 @@ class CheckedSource(Source):
     def __len__(self) -> int:
         return len(self._source)
 
-    def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
         """See ``Source.fetch``; the data are checked."""
         x, y = self._source.fetch(indices)
         checked(self._problem, x, y)
@@ -124,10 +126,9 @@ def resolve(problem: Problem, x: Data, y: Tensor | None) -> BlockPass:
     """  # noqa: DOC501 - not_data is an InputError
     if isinstance(x, Block):
         return _given_block(problem, x)
-    if isinstance(x, Tensor):
-        return _given_subset(problem, x, y)
-    is_kept = isinstance(x, KeptPass | str | Mapping)
-    if y is not None or is_kept or not isinstance(x, Iterable):
+    if isinstance(x, Tensor | Tree | Mapping) or (y is not None and isinstance(x, tuple | list)):
+        return _given_subset(problem, check_inputs(x, problem.device), y)
+    if y is not None or isinstance(x, KeptPass | str) or not isinstance(x, Iterable):
         raise not_data(x)
     return _given_batches(problem, cast(Iterable[Batch], x))
 
@@ -143,7 +144,7 @@ def _given_block(problem: Problem, block: Block) -> BlockPass:
     return new_pass(problem, plan, [cast(Batch, (block.inputs, block.targets))], block)
 
 
-def _given_subset(problem: Problem, x: Tensor, y: Tensor | None) -> BlockPass:
+def _given_subset(problem: Problem, x: Inputs, y: Tensor | None) -> BlockPass:
     if y is None:
         raise InputError("Inputs need their targets: estimate(x, y).")
     if problem.settings.spec.anchored:
@@ -171,7 +172,7 @@ def _given_batches(problem: Problem, given: Iterable[Batch]) -> BlockPass:
     return new_pass(problem, plan, batches, block)
 
 
-def checked(problem: Problem, x: Tensor, y: Tensor) -> InputPlan:
+def checked(problem: Problem, x: Inputs, y: Tensor) -> InputPlan:
     """Check inputs (m, ...) and targets; return the plan for inputs of this shape."""
     plan = problem.plan_of(x)
     shape = torch.Size((len(x), plan.partition.num_outputs))
@@ -179,10 +180,10 @@ def checked(problem: Problem, x: Tensor, y: Tensor) -> InputPlan:
     return plan
 
 
-def _signature(x: Tensor, y: Tensor) -> tuple[int, float]:
+def _signature(x: Inputs, y: Tensor) -> tuple[int, float]:
     """The length, and a number that other data, another order or flipped images would change."""
     total = 0.0
-    for tensor in (x, y):
+    for tensor in (*tensors_of(x), y):
         values = tensor.reshape(-1).double()
         # Irregular weights, so that exchanging entries changes the sum.
         position = torch.arange(len(values), dtype=torch.float64, device=x.device)

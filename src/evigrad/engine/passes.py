@@ -17,6 +17,7 @@ from evigrad.blocks import Block
 from evigrad.engine.memory import HeldBytes, available_bytes, check_memory, fits
 from evigrad.engine.problem import InputPlan, Problem
 from evigrad.errors import InputError
+from evigrad.inputs import Inputs
 from evigrad.invariances.noise import Noise
 from evigrad.jacobians import (
     Linearization,
@@ -29,7 +30,7 @@ from evigrad.jacobians import (
 from evigrad.jacobians.modes import evaluation_mode
 from evigrad.likelihoods.calls import check_finite
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Inputs, Tensor]
 State = TypeVar("State")
 
 # The memory of a pass is measured on one datum and on two; the difference is what each adds.
@@ -72,6 +73,7 @@ class Chunk:
         columns: Columns of the root, or None for all.
         likelihood_weights: Weights of the data's log likelihoods.
         labels: Sampled labels.
+        plan: The plan for its inputs, where a batch has another shape than the block's first one.
     """
 
     x: Tensor
@@ -80,6 +82,7 @@ class Chunk:
     columns: Tensor | None
     likelihood_weights: Tensor
     labels: Sequence[Tensor]
+    plan: InputPlan | None = None
 
     @property
     def has_rows(self) -> bool:
@@ -130,6 +133,7 @@ def over_chunks(
         for x, y in block_pass.batches:
             if first + len(x) > expected:
                 raise InputError(f"The batches hold more than the {expected} data expected.")
+            other = None if plan.fits(x) else problem.plan_of(x)
             start = 0
             while start < len(x):
                 stop = start + _chunk_size(block_pass, kind, x, len(x) - start, first + start)
@@ -137,12 +141,13 @@ def over_chunks(
                 stop = min(stop, cut - first)
                 data = slice(first + start, first + stop)
                 chunk = Chunk(
-                    x=plan.pack(x[start:stop], block_pass.noise, data),
+                    x=(other or plan).pack(x[start:stop], block_pass.noise, data),
                     y=y[start:stop],
                     data=data,
                     columns=block.columns_of(data, padded),
                     likelihood_weights=block.likelihood_weights[data],
                     labels=[labels[data] for labels in block_pass.labels],
+                    plan=other,
                 )
                 if problem.sizes.asked != "auto":
                     state = step(state, chunk)
@@ -174,7 +179,7 @@ def evaluating(block_pass: BlockPass) -> Iterator[None]:
 
 def linearized(block_pass: BlockPass, chunk: Chunk, differentiable: bool) -> Linearization:
     """The forward pass of a micro-batch; its rows have a graph if ``differentiable``."""
-    plan = block_pass.plan
+    plan = chunk.plan or block_pass.plan
     with _autocast(block_pass.problem):
         linearization = linearize(
             plan.model, block_pass.problem.weights, chunk.x, plan.jacobian, differentiable
@@ -187,7 +192,7 @@ def linearized(block_pass: BlockPass, chunk: Chunk, differentiable: bool) -> Lin
 
 def outputs(block_pass: BlockPass, chunk: Chunk) -> Tensor:
     """The outputs (m, C) of a micro-batch, finite, with a graph where gradients are on."""
-    model = block_pass.plan.model
+    model = (chunk.plan or block_pass.plan).model
     with _autocast(block_pass.problem), Recorder({}, len(chunk.x)) as recorder:
         f = model_outputs(model, chunk.x)
     check_finite("The model's outputs", f)
@@ -199,7 +204,8 @@ def outputs(block_pass: BlockPass, chunk: Chunk) -> Tensor:
 def _check_separate(block_pass: BlockPass, chunk: Chunk, f: Tensor) -> None:
     if len(chunk.x) == 1:
         return
-    model, generator = block_pass.plan.model, torch.Generator().manual_seed(block_pass.seed)
+    model = (chunk.plan or block_pass.plan).model
+    generator = torch.Generator().manual_seed(block_pass.seed)
     if block_pass.problem.settings.autocast is not None:  # its rounding would look like mixed data
         with torch.no_grad():
             f = model_outputs(model, chunk.x)
@@ -241,7 +247,7 @@ def check_fits(problem: Problem, plan: InputPlan, block: Block, condensed: bool)
     check_memory(structure, rows, problem.device, pass_bytes, summarised)
 
 
-def _chunk_size(block_pass: BlockPass, kind: str, x: Tensor, rest: int, position: int) -> int:
+def _chunk_size(block_pass: BlockPass, kind: str, x: Inputs, rest: int, position: int) -> int:
     problem, sizes = block_pass.problem, block_pass.problem.sizes
     if (at_once := most_at_once(problem, block_pass.plan, block_pass.block, position)) is not None:
         return min(rest, at_once)
@@ -255,7 +261,7 @@ def _chunk_size(block_pass: BlockPass, kind: str, x: Tensor, rest: int, position
     return sizes.size(key, rest, lambda: bytes_per_datum(block_pass, kind, x), free)
 
 
-def _memory_key(block_pass: BlockPass, kind: str, x: Tensor) -> str:
+def _memory_key(block_pass: BlockPass, kind: str, x: Inputs) -> str:
     """In words, what the memory of a pass depends on besides the number of data."""
     numbers, rows = block_pass.plan.numbers(x), _width(block_pass)
     return f"{kind} pass of {numbers:,} numbers and {rows} rows for each"
@@ -266,7 +272,7 @@ def _width(block_pass: BlockPass) -> int:
     return block_pass.plan.partition.num_outputs if columns is None else columns.shape[1]
 
 
-def bytes_per_datum(block_pass: BlockPass, kind: str, x: Tensor) -> float:
+def bytes_per_datum(block_pass: BlockPass, kind: str, x: Inputs) -> float:
     """Bytes that each further datum of a pass holds, measured on the first of ``x``."""
     totals: list[int] = []
     if not fits(lambda: totals.append(_pass_bytes(block_pass, kind, x[:1]))):
@@ -278,7 +284,7 @@ def bytes_per_datum(block_pass: BlockPass, kind: str, x: Tensor) -> float:
     return float(max(totals[1] - totals[0], 1))
 
 
-def _pass_bytes(block_pass: BlockPass, kind: str, x: Tensor) -> int:
+def _pass_bytes(block_pass: BlockPass, kind: str, x: Inputs) -> int:
     plan, weights = block_pass.plan, block_pass.problem.weights
     packed = plan.pack(x, block_pass.noise, slice(0, len(x)))
     width = _width(block_pass)

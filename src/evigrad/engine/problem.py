@@ -17,7 +17,8 @@ from evigrad.engine.checks import check_inputs
 from evigrad.engine.memory import MicroBatches
 from evigrad.engine.settings import Settings
 from evigrad.errors import ConfigurationError, EvigradWarning, listed
-from evigrad.invariances.noise import ModelWithNoise, Noise, stochastic_modules
+from evigrad.inputs import Inputs, Tree, layout
+from evigrad.invariances.noise import Noise, PackedModel, stochastic_modules
 from evigrad.jacobians import (
     JacobianPlan,
     Linearization,
@@ -65,16 +66,25 @@ class InputPlan:
     contracts: bool
     gram_dtype: torch.dtype | None
 
-    def pack(self, x: Tensor, noise: Noise | None, data: slice) -> Tensor:
-        """The inputs as the model takes them, followed by their noise where the model draws."""
-        if noise is None or not isinstance(self.model, ModelWithNoise):
-            return x
-        return self.model.pack(x, noise.slice(data.start, data.stop))
+    def pack(self, x: Inputs, noise: Noise | None, data: slice) -> Tensor:
+        """The inputs as ``model`` takes them: several parts and their noise as one tensor."""
+        if isinstance(self.model, PackedModel):
+            drawn = [] if noise is None else noise.slice(data.start, data.stop)
+            return self.model.pack(x, drawn)
+        assert isinstance(x, Tensor)
+        return x
 
-    def numbers(self, x: Tensor) -> int:
+    def fits(self, x: Inputs) -> bool:
+        """Whether this is a plan for inputs of their shape."""
+        if isinstance(self.model, PackedModel):
+            return self.model.fits(x)
+        return isinstance(x, Tensor) and tuple(x.shape[1:]) == self.jacobian.datum_shape
+
+    def numbers(self, x: Inputs) -> int:
         """How many numbers a datum has, its noise included."""
-        drawn = self.model.noise_numbers if isinstance(self.model, ModelWithNoise) else 0
-        return prod(x.shape[1:]) + drawn
+        if isinstance(self.model, PackedModel):
+            return self.model.numbers
+        return sum(prod(shape) for _, shape, _ in layout(x))
 
 
 class Plans:
@@ -97,21 +107,24 @@ class Plans:
         self._loaded: dict[str, tuple[JacobianPlan, bool]] = {}
         self._passes = 0
 
-    def of(self, x: Tensor) -> InputPlan:
+    def of(self, x: Inputs) -> InputPlan:
         """The plan for inputs of this shape, made once."""
         check_hooks(self.model)
         # A module's number of samples may change at any time.
         one = torch.Generator().manual_seed(0)
         drawn = [module.draw(1, one).shape for module in self._drawing]
-        shapes = [tuple(shape) for shape in (x.shape[1:], *drawn)]
-        key = f"{shapes} {x.dtype} {x.device}"
+        if isinstance(x, Tensor):
+            shapes = [tuple(shape) for shape in (x.shape[1:], *drawn)]
+            key = f"{shapes} {x.dtype} {x.device}"
+        else:
+            key = f"{layout(x)} {[tuple(shape) for shape in drawn]} {x.device}"
         if key in self._plans:
             self._plans[key] = self._plans.pop(key)  # the latest is the last
             return self._plans[key]
         probe, model = x[:PROBE_SIZE].detach(), self.model
-        if self.draws:
-            noise = self.noise(seed=0).slice(0, len(probe))
-            model = ModelWithNoise(model, probe, noise)
+        if self.draws or isinstance(probe, Tree):
+            noise = self.noise(seed=0).slice(0, len(probe)) if self.draws else []
+            model = PackedModel(model, probe, noise)
             probe = model.pack(probe, noise)
         made, contracts = self._loaded.get(key, (None, True))
         # A separate generator: planning must not advance the evidence's.
@@ -162,7 +175,7 @@ class Plans:
             made, contracts = self._loaded.pop(key, (each.jacobian, key not in state["formed"]))
             self._plans[key] = self._replanned(each, jacobian=made, contracts=contracts)
 
-    def last_layer(self, x: Tensor) -> tuple[Tensor, LastLayer | None]:
+    def last_layer(self, x: Inputs) -> tuple[Tensor, LastLayer | None]:
         """Outputs (m, C) without a graph, and their last layer, or None where none is linear."""
         own, model = torch.Generator().manual_seed(0), self.model  # not the evidence's generator
         with (
@@ -297,10 +310,9 @@ class Problem:
     plans: Plans
     sizes: MicroBatches
 
-    def plan_of(self, x: Tensor) -> InputPlan:
+    def plan_of(self, x: Any) -> InputPlan:
         """The plan for these inputs, which are checked."""
-        check_inputs(x, self.device)
-        return self.plans.of(x)
+        return self.plans.of(check_inputs(x, self.device))
 
     @contextmanager
     def restored_on_error(self) -> Iterator[None]:
@@ -345,7 +357,7 @@ class ParameterReport:
     precision: float
 
 
-def parameter_reports(problem: Problem, x: Tensor | None) -> list[ParameterReport]:
+def parameter_reports(problem: Problem, x: Any | None) -> list[ParameterReport]:
     """Return a report for each weight tensor, in the model's order.
 
     ``x`` are some inputs, or None for the plan that was used last.

@@ -160,7 +160,9 @@ def _add_hessian(
     learnable = any(p.requires_grad for p in likelihood.parameters())
     graph = torch.is_grad_enabled() and (differentiable or learnable)
     plan, weights = block_pass.plan, block_pass.problem.weights
-    with exact_hessian(plan.model, weights, chunk.x, negative_log_likelihood, graph) as hessian:
+    with exact_hessian(
+        (chunk.plan or plan).model, weights, chunk.x, negative_log_likelihood, graph
+    ) as hessian:
         return plan.structure.accumulate_hessian(statistic, hessian), f
 
 

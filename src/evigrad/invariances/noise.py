@@ -2,21 +2,24 @@
 
 A module that draws (``Stochastic``) draws through the evidence's generator. The noise of a block
 is drawn in pages of a fixed number of data, each with its own seed: it is the same for every size
-of micro-batch and in every pass, and is held only for the data at work. ``ModelWithNoise`` makes of
-a model and its noise a deterministic function of one tensor, with each datum's noise behind its
-input: whatever splits, vectorises or repeats data takes the noise along.
+of micro-batch and in every pass, and is held only for the data at work. ``PackedModel`` makes of a
+model, its inputs and its noise a deterministic function of one tensor, with the parts of each
+datum's inputs and its noise side by side: whatever splits, vectorises or repeats data takes all of
+them along.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import reduce
 from math import prod
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from evigrad.errors import ConfigurationError, called
+from evigrad.errors import ConfigurationError
+from evigrad.inputs import Inputs, Tree, called, layout, tensors_of
 
 # Data whose noise is drawn at once: few micro-batches are smaller, and the noise takes little
 # memory beside their activations.
@@ -109,57 +112,68 @@ class Noise:
         return drawn
 
 
-class ModelWithNoise(nn.Module):
-    """A model with given noise, as a function of inputs that carry their noise with them.
+class PackedModel(nn.Module):
+    """A model as a function of one tensor, which holds all parts of its inputs and their noise.
 
     Its parameters, buffers and submodules are the model's own, under the model's names.
 
     Args:
-        model: A model with modules that draw.
-        x: Some inputs, for shape and type.
+        model: Any, maybe with modules that draw.
+        x: Some inputs, for shapes and types.
         noise: Some noise, one tensor for each module that draws.
     """
 
-    def __init__(self, model: nn.Module, x: Tensor, noise: Sequence[Tensor]) -> None:
+    def __init__(self, model: nn.Module, x: Inputs, noise: Sequence[Tensor]) -> None:
         super().__init__()
         # The model's own tables: replacing a parameter here replaces it there.
         self._parameters, self._buffers = model._parameters, model._buffers
         self._modules = model._modules
         self.__dict__["_model"] = model  # not registered, or every name would get a prefix
-        self.training = model.training
         self._drawing = stochastic_modules(model)
-        self._shape, self._dtype = x.shape[1:], x.dtype
-        self._layouts = [(part.shape[1:], part.dtype) for part in noise]
-        carrier = x.dtype if x.is_floating_point() else torch.float64
-        for part in noise:
-            carrier = torch.promote_types(carrier, part.dtype)
-        self._carrier = carrier
+        self._example = x if isinstance(x, Tree) else None
+        self._inputs = layout(x)
+        parts = [*tensors_of(x), *noise]
+        self._layouts = [(part.shape[1:], part.dtype) for part in parts]
+        types = [p.dtype if p.is_floating_point() else torch.float64 for p in parts]
+        self._carrier = reduce(torch.promote_types, types)
 
     @property
-    def noise_numbers(self) -> int:
-        """How many numbers are drawn for each datum."""
+    def training(self) -> bool:
+        """The model's own mode."""
+        return self.__dict__["_model"].training
+
+    @training.setter
+    def training(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, mode: bool
+    ) -> None:
+        if "_model" in self.__dict__:  # not yet while this module is initialised
+            self.__dict__["_model"].training = mode
+
+    def fits(self, x: Inputs) -> bool:
+        """Whether inputs have the parts, shapes and types that this was made for."""
+        return layout(x) == self._inputs
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers a datum and its noise have."""
         return sum(prod(shape) for shape, _ in self._layouts)
 
-    def pack(self, x: Tensor, noise: Sequence[Tensor]) -> Tensor:
+    def pack(self, x: Inputs, noise: Sequence[Tensor]) -> Tensor:
         """Inputs (m, ...) and noise (m, ...) of each module as one tensor (m, D) on x's device."""
         # A datum that is a single number has no dimension of its own.
-        parts = [x.unsqueeze(-1), *(part.to(x.device).unsqueeze(-1) for part in noise)]
+        parts = [part.to(x.device).unsqueeze(-1) for part in (*tensors_of(x), *noise)]
         return torch.cat([part.flatten(1).to(self._carrier) for part in parts], dim=1)
 
     def forward(self, packed: Tensor) -> Any:
         """The model's outputs for packed inputs."""
-        layouts = [(self._shape, self._dtype), *self._layouts]
-        parts = packed.split([prod(shape) for shape, _ in layouts], dim=1)
-        x, *noise = (
+        parts = packed.split([prod(shape) for shape, _ in self._layouts], dim=1)
+        found = [
             part.reshape(-1, *shape).to(dtype)
-            for part, (shape, dtype) in zip(parts, layouts, strict=True)
-        )
-        model = self.__dict__["_model"]
-        mode, model.training = model.training, self.training
-        try:
-            with ExitStack() as stack:
-                for module, part in zip(self._drawing, noise, strict=True):
-                    stack.enter_context(module.held(part))
-                return called(model, x)
-        finally:
-            model.training = mode
+            for part, (shape, dtype) in zip(parts, self._layouts, strict=True)
+        ]
+        leaves, noise = found[: len(self._inputs)], found[len(self._inputs) :]
+        x = leaves[0] if self._example is None else self._example.with_leaves(leaves)
+        with ExitStack() as stack:
+            for module, part in zip(self._drawing, noise, strict=True):
+                stack.enter_context(module.held(part))
+            return called(self.__dict__["_model"], x)

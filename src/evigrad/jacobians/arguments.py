@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
-from evigrad.errors import ConfigurationError, InputError, called, listed, nearest
+from evigrad.errors import ConfigurationError, InputError, listed, nearest
+from evigrad.inputs import Inputs, called
 
 DATA_MIX = (
     "The model's output for a datum changes from call to call, or with the other data of"
@@ -99,7 +100,7 @@ def _addresses(p: Tensor) -> np.ndarray:
     return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
-def model_outputs(model: nn.Module, x: Tensor) -> Tensor:
+def model_outputs(model: nn.Module, x: Inputs) -> Tensor:
     """f(x), checked by ``check_output``."""
     return check_output(called(model, x), len(x))
 

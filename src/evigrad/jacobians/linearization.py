@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from evigrad.errors import ConfigurationError, InputError, called, is_out_of_memory, nearest
+from evigrad.errors import ConfigurationError, InputError, is_out_of_memory, nearest
+from evigrad.inputs import called
 from evigrad.jacobians.arguments import check_call, check_output
 from evigrad.jacobians.generic import loop_rows, vmap_rows
 from evigrad.jacobians.kronecker import KroneckerUse

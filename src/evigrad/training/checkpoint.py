@@ -3,7 +3,7 @@
 import hashlib
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,8 +28,8 @@ _SAME_OUTPUTS = 1e-2
 _NAMED = 4
 
 
-def digest(data: tuple[Tensor, Tensor]) -> str:
-    """Hexadecimal digest of (inputs, targets): their values, types, shapes and order."""
+def digest(data: Iterable[Tensor]) -> str:
+    """Hexadecimal digest of inputs and targets: their values, types, shapes and order."""
     found = hashlib.blake2b(digest_size=16)
     for tensor in data:
         found.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from evigrad.blocks.sources import Source, as_source
 from evigrad.errors import InputError
+from evigrad.inputs import tensors_of
 from evigrad.jacobians.modes import seeded
 from evigrad.training.checkpoint import digest
 
@@ -75,7 +76,7 @@ class RunData(Source):
     def __len__(self) -> int:
         return len(self._source)
 
-    def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
         """See ``Source.fetch``."""
         if self._source.is_held:
             x, y = self._source.fetch(indices)
@@ -83,8 +84,8 @@ class RunData(Source):
             key = zlib.crc32(indices.numpy().tobytes())
             with seeded(derived_seed(self._seed, "data", self.epoch) ^ key, self._device):
                 x, y = self._source.fetch(indices)
-        for what, tensor in (("Inputs", x), ("Targets", y)):
-            if tensor.is_meta:
+        for what, tensors in (("Inputs", tensors_of(x)), ("Targets", [y])):
+            if any(tensor.is_meta for tensor in tensors):
                 raise InputError(f"{what} are on meta, which holds no numbers: give real ones.")
         return x.to(self._device), y.to(self._device)
 
@@ -100,10 +101,11 @@ class RunData(Source):
         """Digest of all held data, or of some items of a data set, if equal at a second reading."""
         count = len(self)
         if self._source.is_held:
-            return digest(self.fetch(torch.arange(count)))
+            x, y = self.fetch(torch.arange(count))
+            return digest([*tensors_of(x), y])
         positions = torch.linspace(0, count - 1, min(count, _COMPARED)).long()
         epoch, self.epoch = self.epoch, 0
-        pairs = zip(self.fetch(positions), self.fetch(positions), strict=True)
+        once, again = ([*tensors_of(x), y] for x, y in (self.fetch(positions) for _ in range(2)))
         self.epoch = epoch
-        x, y = (a if torch.equal(a, b) else torch.empty_like(a[:0]) for a, b in pairs)
-        return f"{count} items {digest((x, y))}"
+        pairs = zip(once, again, strict=True)
+        return f"{count} items {digest([a if torch.equal(a, b) else a[:0] for a, b in pairs])}"

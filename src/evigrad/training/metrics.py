@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from evigrad.blocks.sources import as_source
 from evigrad.errors import InputError
 from evigrad.evidence import Evidence
+from evigrad.inputs import Inputs
 from evigrad.invariances.transform import range_values, ranged_modules
 from evigrad.jacobians import model_outputs, model_run
 from evigrad.jacobians.modes import evaluation_mode
@@ -65,7 +66,7 @@ def evaluate(
     return means
 
 
-def probe_outputs(model: nn.Module, x: Tensor) -> Tensor:
+def probe_outputs(model: nn.Module, x: Inputs) -> Tensor:
     """Outputs (m, C) in evaluation mode, without a graph, and with the same draws every time."""
     generator = torch.Generator().manual_seed(0)
     with evaluation_mode(model, generator), model_run(model), torch.no_grad():

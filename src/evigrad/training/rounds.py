@@ -4,8 +4,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
 
-from torch import Tensor
-
 from evigrad.blocks import Block
 from evigrad.blocks.anchors import AnchoredStream, DrawnParts
 from evigrad.blocks.partitions import Stream
@@ -14,6 +12,7 @@ from evigrad.engine.memory import fits
 from evigrad.engine.problem import PROBE_SIZE
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
+from evigrad.inputs import Inputs
 from evigrad.invariances.noise import stochastic_modules
 from evigrad.training.settings import PlannedSettings
 
@@ -72,7 +71,7 @@ def make_rounds(settings: PlannedSettings, names: Iterable[str]) -> list[Rounds]
 def blocks_of_a_round(
     evidence: Evidence,
     blocks: Stream,
-    x: Tensor,
+    x: Inputs,
     names: list[str],
     steps: int,
     prior_blocks: int | None,
@@ -108,7 +107,7 @@ def blocks_of_a_round(
 
 
 def passes_over(
-    evidence: Evidence, drawn: DrawnParts, x: Tensor, names: list[str]
+    evidence: Evidence, drawn: DrawnParts, x: Inputs, names: list[str]
 ) -> Iterator[KeptPass]:
     """Yield kept passes over draws, in their order, each over as many draws as fit into memory.
 
@@ -136,14 +135,14 @@ def passes_over(
         yield found.pop()
 
 
-def draws_at_once(evidence: Evidence, x: Tensor, count: int) -> int:
+def draws_at_once(evidence: Evidence, x: Inputs, count: int) -> int:
     """How many of ``count`` draws of an anchored estimator share a pass; 1 if none do."""
     while count > 1 and not evidence.shares_anchors(x[:PROBE_SIZE], count):
         count = -(-count // 2)
     return count
 
 
-def is_keepable(evidence: Evidence, x: Tensor, names: list[str]) -> bool:
+def is_keepable(evidence: Evidence, x: Inputs, names: list[str]) -> bool:
     """Whether steps can share passes: a model without draws; only prior and noise are learned."""
     # A random model, as an average over transforms, draws again in each pass.
     if stochastic_modules(evidence.model):

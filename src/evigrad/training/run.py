@@ -16,6 +16,7 @@ from evigrad.engine.allocator import kept_memory
 from evigrad.engine.evaluation import standard_error
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.evidence import Evidence
+from evigrad.inputs import tensors_of, with_tensors
 from evigrad.training.bracket import bracket
 from evigrad.training.checkpoint import (
     CHECKPOINT_FORMAT,
@@ -276,7 +277,7 @@ class Run:
             **self._identity,
             "machine": machine(self.loop.device),
             # Saved with its outputs, as a data set may give other items the next time.
-            "probe": self._probe.cpu(),
+            "probe": [part.cpu() for part in tensors_of(self._probe)],
             "outputs": probe_outputs(self.evidence.model, self._probe).cpu(),
             **self.loop.state_dict(),
         }
@@ -303,7 +304,7 @@ class Run:
         check_data(state["data"], own["data"], where)
         check_network(state, self.evidence, where)
         self.loop.load_state_dict(state)
-        self._probe = state["probe"].to(self.loop.device)
+        self._probe = with_tensors(self._probe, state["probe"]).to(self.loop.device)
         outputs = probe_outputs(self.evidence.model, self._probe).cpu()
         check_outputs(state["outputs"], outputs, here, state["machine"], where)
         self.seconds = state["seconds"]

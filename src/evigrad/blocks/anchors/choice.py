@@ -169,7 +169,7 @@ def _points(source: Source) -> Float[Tensor, "N d"] | None:
     projection: Tensor | None = None
     for indices in torch.arange(len(source)).split(AT_ONCE):
         x, _ = source.fetch(indices)
-        if not x.is_floating_point():
+        if not isinstance(x, Tensor) or not x.is_floating_point():
             return None
         flat = x.detach().reshape(len(x), -1).float().cpu()
         if flat.shape[1] > PROJECTED:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from evigrad.blocks.anchors.choice import AT_ONCE
 from evigrad.blocks.sources import Source
+from evigrad.inputs import Inputs
 from evigrad.likelihoods import Likelihood
 
 
@@ -28,7 +29,7 @@ from evigrad.likelihoods import Likelihood
 class Network(Protocol):
     """What the choice of anchors needs of a network."""
 
-    def last_layer(self, x: Tensor) -> "tuple[Float[Tensor, 'm C'], LastLayer | None]":
+    def last_layer(self, x: Inputs) -> "tuple[Float[Tensor, 'm C'], LastLayer | None]":
         """Outputs without a graph, and the last layer where there is a linear one."""
         ...
 

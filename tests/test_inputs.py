@@ -1,0 +1,277 @@
+"""Inputs of several tensors, against the same network on one tensor."""
+
+from collections import UserDict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+
+import evigrad
+from evigrad.errors import EvigradWarning, InputError
+from evigrad.inputs import Tree, as_inputs, called
+from evigrad.likelihoods import Categorical
+from evigrad.priors import GaussianPrior
+
+N, LENGTH, WORDS = 12, 5, 7
+ESTIMATORS = ["ntk-6-1", "kfac-6-C", "blockdiag-N-C", "diag-N-1", "full-6-C", "ntk-8-rows-anchored"]
+
+
+class Reader(nn.Module):
+    """Token ids with a mask, and numbers beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 4)
+        self.inner = nn.Linear(4, 3)
+        self.out = nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, ids: Tensor, mask: Tensor, numbers: Tensor | None = None) -> Tensor:
+        h = self.inner(self.words(ids)).tanh() * mask[..., None]
+        mean = h.sum(1) / mask.sum(1, keepdim=True)
+        assert numbers is not None
+        return self.out(torch.cat([mean * self.scale.exp(), numbers], 1))
+
+
+class OneTensor(nn.Module):
+    """The same network on one tensor."""
+
+    def __init__(self, reader: Reader) -> None:
+        super().__init__()
+        self.reader = reader
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, mask, numbers = x.split([LENGTH, LENGTH, 2], 1)
+        return self.reader(ids.long(), mask > 0, numbers)
+
+
+class OneDictionary(nn.Module):
+    def __init__(self, reader: Reader) -> None:
+        super().__init__()
+        self.reader = reader
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.reader(batch["ids"], batch["mask"], batch["numbers"])
+
+
+class Text(NamedTuple):
+    ids: Tensor
+    mask: Tensor
+
+
+class Nested(nn.Module):
+    def __init__(self, reader: Reader) -> None:
+        super().__init__()
+        self.reader = reader
+
+    def forward(self, text: Text, beside: list[Tensor]) -> Tensor:
+        return self.reader(text.ids, text.mask, beside[0])
+
+
+def reader() -> Reader:
+    torch.manual_seed(0)
+    return Reader().double()
+
+
+def data() -> tuple[dict[str, Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(WORDS, (N, LENGTH), generator=generator)
+    mask = torch.rand(N, LENGTH, generator=generator) > 0.3
+    mask[:, 0] = True
+    numbers = torch.randn(N, 2, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (N,), generator=generator)
+    return {"ids": ids, "mask": mask, "numbers": numbers}, y
+
+
+def evidence(model: nn.Module, estimator: str = "ntk-6-1", scale: str = "scale") -> Any:
+    return evigrad.Evidence(
+        model,
+        Categorical(),
+        GaussianPrior("layerwise"),
+        estimator=estimator,
+        num_data=N,
+        hyperparameters=[scale],
+        generator=0,
+    )
+
+
+def results(own: Any, x: Any, y: Tensor) -> list[float]:
+    (scale,) = [p for name, p in own.hyperparameters().items() if name.endswith("scale")]
+    found = [own.map_loss(x, y).item()]
+    for block in own.blocks((x, y)).take(3):
+        found += [own.backward(block).log_evidence, own.estimate(block).log_evidence]
+        found.append(scale.grad.item())
+    return found
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_numbers_are_those_of_one_tensor(estimator: str) -> None:
+    x, y = data()
+    flat = torch.cat([x["ids"].double(), x["mask"].double(), x["numbers"]], 1)
+    expected = results(evidence(OneTensor(reader()), estimator, "reader.scale"), flat, y)
+    assert results(evidence(reader(), estimator), x, y) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("form", ["mapping", "dictionary", "tuple", "nested"])
+def test_forms_of_inputs(form: str) -> None:
+    x, y = data()
+    ids, mask, numbers = x.values()
+    expected = results(evidence(reader()), x, y)
+    model, given, scale = {
+        "mapping": (reader(), UserDict(x), "scale"),
+        "dictionary": (OneDictionary(reader()), x, "reader.scale"),
+        "tuple": (Nested(reader()), (Text(ids, mask), [numbers]), "reader.scale"),
+        "nested": (
+            Nested(reader()),
+            {"text": Text(ids, mask), "beside": [numbers]},
+            "reader.scale",
+        ),
+    }[form]
+    assert results(evidence(model, scale=scale), given, y) == pytest.approx(expected, rel=1e-12)
+
+
+def test_one_subset_and_batches_of_all_data() -> None:
+    x, y = data()
+    own = evidence(reader(), "kfac-N-C")
+    tree = as_inputs(x)
+    assert isinstance(tree, Tree)
+    whole = own.estimate(x, y).log_evidence
+    batches = [(tree[:5].value, y[:5]), (tree[5:].value, y[5:])]
+    assert own.estimate(batches).log_evidence == pytest.approx(whole, rel=1e-12)
+    rows = {report.name: report.rows for report in own.describe(x)}
+    assert rows["words.weight"] == "embedding" and rows["inner.weight"] == "linear"
+
+
+# ------------------------------------------------------------ data sets and loaders
+
+
+class Sentences(Dataset[Any]):
+    def __init__(self, ragged: bool = False) -> None:
+        (self.x, self.y), self.ragged = data(), ragged
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Any], int]:
+        x = {name: part[index] for name, part in self.x.items()}
+        if self.ragged:
+            kept = x.pop("mask")
+            x["ids"] = x["ids"][kept]
+        return x, int(self.y[index])
+
+
+def padded(items: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
+    ids = [x["ids"] for x, _ in items]
+    size = max(map(len, ids))
+    mask = torch.stack([torch.arange(size) < len(each) for each in ids])
+    filled = torch.stack([torch.cat([each, each.new_zeros(size - len(each))]) for each in ids])
+    numbers = torch.stack([x["numbers"] for x, _ in items])
+    return {"ids": filled, "mask": mask, "numbers": numbers}, torch.tensor([y for _, y in items])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_sets_and_loaders(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evigrad.blocks.sources._FOR_EACH_WORKER", 1)
+    x, y = data()
+    expected = results(evidence(reader()), x, y)
+    given = DataLoader(Sentences(), batch_size=4, num_workers=workers, shuffle=True)
+    own = evidence(reader())
+    before = torch.get_rng_state()
+    blocks = list(own.blocks(given).take(3))
+    assert torch.equal(before, torch.get_rng_state())
+    found = [own.map_loss(x, y).item()]
+    for block in blocks:
+        found += [own.backward(block).log_evidence, own.estimate(block).log_evidence]
+        found.append(own.hyperparameters()["model.scale"].grad.item())
+    assert found == pytest.approx(expected, rel=1e-12)
+    plain = [block.indices for block in evidence(reader()).blocks(Sentences()).take(3)]
+    assert all(torch.equal(a, b.indices) for a, b in zip(plain, blocks, strict=True))
+
+
+def test_lengths_of_each_batch() -> None:
+    """Padding is no part of the data: the value does not depend on the batch that a datum is in."""
+    sentences = Sentences(ragged=True)
+    loader = DataLoader(sentences, collate_fn=padded)
+    own = evidence(reader(), "ntk-N-C")
+    whole = padded([sentences[n] for n in range(N)])
+    (block,) = own.blocks(loader).take(1)
+    expected = own.estimate(block).log_evidence
+    assert own.estimate(*whole).log_evidence == pytest.approx(expected, rel=1e-12)
+    parts = [padded([sentences[n] for n in range(i, i + 3)]) for i in range(0, N, 3)]
+    assert len({x["ids"].shape for x, _ in parts}) > 1
+    assert own.estimate(parts).log_evidence == pytest.approx(expected, rel=1e-12)
+
+
+def test_fit_with_a_loader_and_its_checkpoint(tmp_path: Path) -> None:
+    def run(resume: bool) -> evigrad.FitResult:
+        return evigrad.fit(
+            reader(),
+            DataLoader(Sentences(ragged=True), collate_fn=padded),
+            estimator="ntk-6-1",
+            hyperparameters=["scale"],
+            schedule=evigrad.Schedule(epochs=3, burn_in=1, every=1, steps=2, batch_size=4),
+            run_dir=tmp_path,
+            resume=resume,
+        )
+
+    first, again = run(False), run(True)  # the second one goes on after the last epoch
+    assert first.history[-1]["log_evidence"] is not None
+    assert again.history == first.history
+    scales = [result.evidence.hyperparameters()["model.scale"] for result in (first, again)]
+    assert torch.equal(*scales) and scales[0] != 0
+
+
+def test_other_samplers_are_ignored_with_a_word() -> None:
+    loader = DataLoader(Sentences(), sampler=WeightedRandomSampler([1.0] * N, 3))
+    with pytest.warns(EvigradWarning, match="WeightedRandomSampler of the DataLoader is ignored"):
+        evidence(reader()).blocks(loader)
+
+
+# ------------------------------------------------------------ what does not fit
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"mask": torch.ones(N - 1, LENGTH)}, "'ids' of the inputs holds 12 data and 'mask' 11"),
+        ({"mask": "yes"}, "'mask' of the inputs is a str, not a tensor"),
+        ({"mask": torch.tensor(1.0)}, "'mask' of the inputs has no dimension"),
+        ({"ids": torch.full((N, LENGTH), 2**60)}, "integers beyond 2"),
+        ({"numbers": torch.full((N, 2), torch.nan)}, "NaN"),
+        ({"numbers": torch.zeros(N, 2, dtype=torch.complex64)}, "complex"),
+        ({"other": torch.zeros(N)}, "as one argument"),
+    ],
+)
+def test_unfit_inputs(change: dict[str, Any], words: str) -> None:
+    x, y = data()
+    for call in (evidence(reader()).estimate, evidence(reader()).map_loss):
+        with pytest.raises(InputError) as caught:
+            call(x | change, y)
+        assert words in str(caught.value)
+
+
+def test_a_loader_whose_batches_are_no_pairs() -> None:
+    def inputs_only(items: list[Any]) -> dict[str, Tensor]:
+        return padded(items)[0]
+
+    with pytest.raises(InputError, match="collate_fn of the DataLoader makes a dict"):
+        evidence(reader()).blocks(DataLoader(Sentences(ragged=True), collate_fn=inputs_only))
+
+
+def test_items_of_different_lengths_need_padding() -> None:
+    with pytest.raises(InputError, match="Pad them, or give a DataLoader"):
+        list(evidence(reader()).blocks(Sentences(ragged=True)).take(3))
+
+
+def test_the_model_may_change_its_inputs_in_place() -> None:
+    class Changing(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return a.mul_(2) + b.add_(1)
+
+    pair = (torch.ones(2, 1), torch.ones(2, 1))
+    tree = as_inputs(pair)
+    assert torch.equal(torch.as_tensor(called(Changing(), tree)), torch.full((2, 1), 4.0))
+    assert torch.equal(pair[0], torch.ones(2, 1)) and torch.equal(pair[1], torch.ones(2, 1))
