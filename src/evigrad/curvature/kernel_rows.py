@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from evigrad.curvature.base import Statistic
 from evigrad.curvature.linalg import first_order_only
-from evigrad.curvature.spectra import Spectra, Spectrum
+from evigrad.curvature.spectra import MatrixSpectrum, Spectra
 from evigrad.jacobians import MatrixUse
 from evigrad.jacobians.patch_grams import add_gram, mirrored
 
@@ -165,7 +165,7 @@ class NtkStatistic(Statistic):
             self.grams[key] = gram
         return self.grams[key]
 
-    def spectrum(self, names: Sequence[str], like: Tensor) -> Spectrum | None:
+    def spectrum(self, names: Sequence[str], like: Tensor) -> MatrixSpectrum | None:
         """The eigenvalues of ``kept_gram``; None at the first call (``Spectra.at_second_use``)."""
         key = (*names, like.dtype)
         return self.spectra.at_second_use(key, lambda: self.kept_gram(names, like))

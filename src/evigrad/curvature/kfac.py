@@ -33,11 +33,16 @@ from evigrad.curvature.base import (
 )
 from evigrad.curvature.block_diagonal import add_outer_products
 from evigrad.curvature.linalg import (
+    check_rounding,
+    is_tolerated,
+    kronecker_rounding,
+    kronecker_rounding_rate,
     log_det_dense,
     log_det_diagonal,
+    log_det_kronecker,
     psd_eigenvalues,
 )
-from evigrad.curvature.spectra import Spectra, Spectrum, check_spectra
+from evigrad.curvature.spectra import Spectra
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.jacobians import JacobianPlan, KroneckerUse, Linearization
 from evigrad.jacobians.kronecker import inner_gram
@@ -78,6 +83,23 @@ class Factors:
 
 
 @dataclass(frozen=True)
+class Spectrum:
+    """Eigenvalues that a log-determinant needs, of A ⊗ B / count.
+
+    Attributes:
+        left: Those of A.
+        right: Those of B.
+        count: The number of examples.
+        rounding: Their ``kronecker_rounding_rate``.
+    """
+
+    left: Tensor
+    right: Tensor
+    count: int
+    rounding: float
+
+
+@dataclass(frozen=True)
 class KfacStatistic(Statistic):
     """Sums of outer products, by the names of the parameters.
 
@@ -85,11 +107,13 @@ class KfacStatistic(Statistic):
         factors: Of each Kronecker weight; without those whose spectrum was summarised.
         blocks: The dense block (n, n) or diagonal (n,) of H of each other parameter.
         spectra: A cache; of a summarised statistic in the place of the factors.
+        of_blocks: A cache of the eigenvalues of dense blocks.
     """
 
     factors: dict[str, Factors] = field(default_factory=dict)
     blocks: dict[str, Tensor] = field(default_factory=dict)
-    spectra: Spectra = field(default_factory=Spectra, repr=False, compare=False)
+    spectra: dict[str, Spectrum] = field(default_factory=dict, repr=False, compare=False)
+    of_blocks: Spectra = field(default_factory=Spectra, repr=False, compare=False)
 
     def tensors(self) -> list[Tensor]:
         """A and B of every weight, then the other blocks."""
@@ -173,7 +197,8 @@ class Kfac(Structure[KfacStatistic]):
             else:
                 left = psd_eigenvalues(part.input_gram(part.gradients.dtype))
             right = _eigenvalues_of_gram(_gradient_rows(part))
-            statistic.spectra[name] = Spectrum(left, right, count)
+            rate = kronecker_rounding_rate(left, right)
+            statistic.spectra[name] = Spectrum(left, right, count, rate)
         return replace(statistic, blocks=self._add_others({}, linearization, root))
 
     def _add_others(
@@ -200,32 +225,38 @@ class Kfac(Structure[KfacStatistic]):
         known = statistic.factors.keys() | statistic.spectra.keys()
         used_as_matrix = [name for name in self._kronecker if name in known]
         self._check_constant(name for name in used_as_matrix if precisions[name].ndim > 0)
-        used = [(self._spectrum(statistic, name), precisions[name]) for name in used_as_matrix]
         terms: list[Tensor] = []
+        used: list[tuple[Spectrum, Tensor]] = []
+        for name in used_as_matrix:
+            found = self._spectrum(statistic, name)
+            factor = (precisions[name].to(found.left.dtype) * found.count).reciprocal()
+            terms.append(log_det_kronecker(found.left, found.right, factor))
+            used.append((found, factor))
         for name, block in statistic.blocks.items():
-            precision, found = precisions[name], None
+            precision, known = precisions[name], None
             if name in self._dense and precision.ndim == 0 and not block.requires_grad:
-                found = statistic.spectra.at_second_use(name, lambda block=block: block)
-            if found is not None:
-                used.append((found, precision))
+                known = statistic.of_blocks.at_second_use(name, lambda block=block: block)
+            if known is not None:
+                terms.append(known.log_det(precision))
             elif name in self._dense:
                 terms.append(log_det_dense(block, precision))
             else:
                 terms.append(log_det_diagonal(block, precision))
-        terms += [found.log_det(precision) for found, precision in used]
         value = torch.stack(terms).sum()
-        check_spectra(used, value)
+        if used:
+            _check_rounding(used, value.detach())
         return value
 
     @staticmethod
     def _spectrum(statistic: KfacStatistic, name: str) -> Spectrum:
         """The eigenvalues of a Kronecker weight, computed once where they have no graph."""
-        if (known := statistic.spectra.get(name)) is not None:
-            return known
+        if name in statistic.spectra:
+            return statistic.spectra[name]
         factors = statistic.factors[name]
         left = psd_eigenvalues(factors.inputs, factors.count)
         right = psd_eigenvalues(factors.gradients, factors.num_rows)
-        found = Spectrum(left, right, factors.count)
+        rate = kronecker_rounding_rate(left, right)
+        found = Spectrum(left, right, factors.count, rate)
         if not (factors.inputs.requires_grad or factors.gradients.requires_grad):
             statistic.spectra[name] = found
         return found
@@ -311,6 +342,15 @@ def check_sharing(sharing: str) -> None:
             f"sharing={sharing!r} is unknown: take 'expand' or 'reduce'."
             f"{nearest(sharing, SHARINGS)}"
         )
+
+
+def _check_rounding(used: Sequence[tuple[Spectrum, Tensor]], value: Tensor) -> None:
+    """See ``check_rounding``; a cheap bound spares most steps the estimate."""
+    factors = torch.stack([factor.detach() for _, factor in used]).tolist()
+    bound = sum(found.rounding * factor for (found, _), factor in zip(used, factors, strict=True))
+    if not is_tolerated(bound, float(value)):
+        errors = [kronecker_rounding(found.left, found.right, factor) for found, factor in used]
+        check_rounding(torch.stack(errors).sum(), value, errors[0].dtype)
 
 
 def _sum(old: Tensor | None, new: Tensor) -> Tensor:

@@ -1,58 +1,44 @@
-"""Log-determinants from eigenvalues that are computed once, for many steps on the prior."""
+"""log|I + S/δ| for many precisions δ, from eigenvalues that are computed once."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evigrad.curvature.linalg import (
-    check_rounding,
-    is_tolerated,
-    kronecker_rounding,
-    kronecker_rounding_rate,
-    log_det_kronecker,
-    psd_eigenvalues,
-)
+from evigrad.curvature.linalg import PIVOT_ROUNDINGS, check_rounding, psd_eigenvalues
 
 
 @dataclass(frozen=True)
-class Spectrum:
-    """Eigenvalues that a log-determinant needs, of A ⊗ B / count or of one matrix.
+class MatrixSpectrum:
+    """The eigenvalues of a symmetric positive semidefinite matrix.
 
     Attributes:
-        left: Those of A, or of the matrix.
-        right: Those of B, or 1.
-        count: The number of examples, or 1.
+        values: In float64, where they are as exact as the matrix allows.
+        dtype: The type of the matrix.
+        largest: Its largest diagonal element.
     """
 
-    left: Tensor
-    right: Tensor
-    count: int
+    values: Float[Tensor, " n"]
+    dtype: torch.dtype
+    largest: Tensor
 
     def log_det(self, precision: Float[Tensor, ""]) -> Float[Tensor, ""]:
-        """log|I + A ⊗ B / (precision · count)| in nats, differentiable in the precision."""
-        return log_det_kronecker(self.left, self.right, self._factor(precision))
-
-    def rounding(self, precision: Float[Tensor, ""]) -> Tensor:
-        """See ``kronecker_rounding``."""
-        return kronecker_rounding(self.left, self.right, self._factor(precision.detach()))
-
-    @cached_property
-    def rounding_rate(self) -> float:
-        """See ``kronecker_rounding_rate``."""
-        return kronecker_rounding_rate(self.left, self.right) / self.count
-
-    def _factor(self, precision: Tensor) -> Tensor:
-        return (precision.to(self.left.dtype) * self.count).reciprocal()
+        """log|I + matrix / precision| in nats, differentiable in the precision."""
+        ratios = self.values / precision.to(self.values.dtype)
+        value = ratios.log1p().sum()
+        with torch.no_grad():  # the matrix's own rounding, as of the pivots of a factorisation
+            unit = PIVOT_ROUNDINGS * torch.finfo(self.dtype).eps
+            error = unit * (1 + self.largest.double() / precision.detach().double())
+            check_rounding((error / (1 + ratios)).log1p().sum(), value, self.dtype)
+        return value.to(self.dtype)
 
 
-class Spectra(dict[Hashable, Spectrum | None]):
-    """A cache of spectra of matrices without a graph."""
+class Spectra(dict[Hashable, MatrixSpectrum | None]):
+    """A cache of the spectra of matrices without a graph."""
 
-    def at_second_use(self, key: Hashable, matrix: Callable[[], Tensor]) -> Spectrum | None:
+    def at_second_use(self, key: Hashable, matrix: Callable[[], Tensor]) -> MatrixSpectrum | None:
         """The spectrum of a matrix; None at the first call, where one Cholesky is cheaper."""
         # Eigenvalues take the time of four to five factorisations, those of a step and a half with
         # its gradient.
@@ -60,18 +46,7 @@ class Spectra(dict[Hashable, Spectrum | None]):
             self[key] = None
             return None
         if (found := self[key]) is None:
-            values = psd_eigenvalues(matrix().detach())
-            found = self[key] = Spectrum(values, values.new_ones(1), 1)
+            own = matrix().detach()
+            values = psd_eigenvalues(own.double())
+            found = self[key] = MatrixSpectrum(values, own.dtype, own.diagonal().amax())
         return found
-
-
-def check_spectra(used: Sequence[tuple[Spectrum, Tensor]], value: Tensor) -> None:
-    """``check_rounding`` of spectra at their precisions; a cheap bound spares most steps it."""
-    if not used:
-        return
-    precisions = torch.stack([precision.detach().double() for _, precision in used]).tolist()
-    bound = sum(found.rounding_rate / own for (found, _), own in zip(used, precisions, strict=True))
-    value = value.detach()
-    if not is_tolerated(bound, float(value)):
-        errors = [found.rounding(precision) for found, precision in used]
-        check_rounding(torch.stack(errors).sum(), value, errors[0].dtype)
