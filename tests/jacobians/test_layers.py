@@ -227,3 +227,24 @@ def test_elementwise_parameter_wider_than_the_input() -> None:
 )
 def test_elementwise_in_other_words_is_generic(function: Callable) -> None:
     check(Operator(function, (3,)), random(M, 2, 3) + 3, "generic: vmap")
+
+
+class Places(nn.Module):
+    """A learned vector for each place of a sequence, looked up once for all data."""
+
+    def __init__(self, repeat: bool = False) -> None:
+        super().__init__()
+        self.places, self.repeat = nn.Embedding(5, 3), repeat
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = self.places(torch.arange(x.shape[1])[None])
+        if self.repeat:  # which repeated indices would not fit
+            places = places.repeat(len(x), 1, 1)
+        return (x + places).tanh()
+
+
+def test_an_embedding_of_places() -> None:
+    check(Places(), random(M, 4, 3), "embedding")
+    model = randomised(nn.Sequential(Places(repeat=True), nn.Flatten(), nn.Linear(12, 2)))
+    words = plan(model, weights_of(model), random(M, 4, 3)).describe()
+    assert words["0.places.weight"].startswith("generic") and words["2.weight"] == "linear"

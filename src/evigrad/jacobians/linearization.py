@@ -54,7 +54,7 @@ class Linearization:
         self.model, self.weights, self.x, self.plan = model, weights, x, plan
         self._differentiable = differentiable
         # Where nothing has a closed form there is nothing to record, and recording might disturb.
-        recorder = Recorder(weights if plan.uses else {}, len(x))
+        recorder = Recorder(weights if plan.uses else {}, len(x), plan.uses)
         self.mixed = torch.is_autocast_enabled(x.device.type)
         with model_run(model), torch.enable_grad():
             with recorder:

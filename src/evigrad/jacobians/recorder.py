@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
@@ -150,11 +151,24 @@ class Call:
 
 
 class Recorder(TorchFunctionMode):
-    """Records the calls, in order, of closed-form functions with tracked parameters."""
+    """Records the calls, in order, of closed-form functions with tracked parameters.
 
-    def __init__(self, weights: Mapping[str, nn.Parameter], num_data: int) -> None:
+    Args:
+        weights: The tracked parameters.
+        num_data: m, how many data the model is given.
+        repeated: Names of embeddings that look up a single list of indices, as positions, once for
+            each datum, so that the graph shows whose rows are whose.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, nn.Parameter],
+        num_data: int,
+        repeated: Collection[str] = (),
+    ) -> None:
         super().__init__()
         self._num_data = num_data
+        self._repeated = {id(weights[name]) for name in repeated}
         self.calls: list[Call] = []
         self._decides = False
         self._names = {id(p): name for name, p in weights.items()}
@@ -171,6 +185,8 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Record the call if it has a closed form; call the function."""
         kwargs = kwargs or {}
+        if func is F.embedding:
+            args = self._for_each_datum(args)
         found = self._match(func, args, kwargs)
         if found is None:
             result = func(*args, **kwargs)
@@ -215,6 +231,14 @@ class Recorder(TorchFunctionMode):
             return False
         modules = model.modules()
         return self._decides or any(isinstance(each, torch.jit.ScriptModule) for each in modules)
+
+    def _for_each_datum(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments of an embedding, with indices (1, T) as (m, T) where this is asked for."""
+        indices, weight, *rest = args
+        single = isinstance(indices, Tensor) and indices.dim() > 1 and len(indices) == 1
+        if not single or id(weight) not in self._repeated:
+            return args
+        return indices.expand(self._num_data, *indices.shape[1:]), weight, *rest
 
     def _match(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
