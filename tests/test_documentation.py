@@ -74,3 +74,15 @@ def test_links_lead_somewhere() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_blocks_on_the_posterior_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = "evigrad.Schedule(epochs=2, burn_in=1, every=1, steps=1)"
+    changes = {"data.train, progress": f"data.train, schedule={short}, progress"}
+    names = run_blocks("docs/posterior.md", {**changes, "epochs=300": "epochs=3, burn_in=1"})
+    epistemic = names["predictive"].epistemic_variance.squeeze(1).tolist()
+    assert epistemic == sorted(epistemic)
+    assert "monte-carlo" in capsys.readouterr().out

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from evigrad.engine.settings import Memory
     from evigrad.errors import EvigradError, EvigradWarning
     from evigrad.evidence import Evidence
+    from evigrad.posterior import Posterior, Predictive
     from evigrad.training import FitResult, LoadedRun, TuneResult, fit, load, tune
     from evigrad.training.bracket import Bracket, bracket
     from evigrad.training.settings import Laplace, Optimization, Schedule
@@ -36,6 +37,8 @@ __all__ = [
     "Memory",
     "Optimization",
     "ParameterReport",
+    "Posterior",
+    "Predictive",
     "Schedule",
     "TuneResult",
     "bracket",
@@ -61,6 +64,8 @@ _HOMES = {
     "Memory": "evigrad.engine.settings",
     "Optimization": "evigrad.training.settings",
     "ParameterReport": "evigrad.engine.problem",
+    "Posterior": "evigrad.posterior",
+    "Predictive": "evigrad.posterior",
     "Schedule": "evigrad.training.settings",
     "TuneResult": "evigrad.training",
     "fit": "evigrad.training",

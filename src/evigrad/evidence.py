@@ -39,6 +39,7 @@ from evigrad.jacobians import NO_DERIVATIVE, model_outputs
 from evigrad.jacobians.modes import TURN, warn_of_normalisation
 from evigrad.likelihoods import Likelihood
 from evigrad.likelihoods.calls import check_targets, log_probabilities
+from evigrad.posterior import DEFAULT_STRUCTURE, Posterior, load_posterior, make_posterior
 from evigrad.priors import GaussianPrior
 
 
@@ -396,6 +397,48 @@ class Evidence:
             for each, estimate in zip(evaluated, estimates, strict=True):
                 self._anchors.observe(each.block, estimate.entropies)
         return mean_estimate(estimates)
+
+    # ------------------------------------------------------------ predictions
+
+    def posterior(
+        self,
+        data: Any = None,
+        *,
+        structure: str = DEFAULT_STRUCTURE,
+        rows: int | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> Posterior:
+        """The posterior of the weights given all data, for predictions with uncertainty.
+
+        It is N(w*, (H + P0)⁻¹) with w* the present weights and H the Gauss-Newton matrix of all
+        data at the evidence's temperature, whatever the estimator is. Matrices are float64 unless
+        ``Memory(gram_dtype=...)`` says otherwise.
+
+        Args:
+            data: All N data, as for ``blocks``.
+            structure: What is taken of H. ``kfac``: Kronecker factors, for networks of any size;
+                ``last-layer``: all of the last layer's weights, the others being certain;
+                ``diag``: its diagonal; ``full``: all of it, for a few thousand weights; ``ntk``:
+                the same by a kernel of all N·C rows, for few data.
+            rows: For ``ntk`` and many data: how many rows to keep, chosen as for
+                ``ntk-ROWS-rows-anchored``. The variance is then an upper bound on the exact one.
+            state: What ``state_dict`` of a posterior returned, in the place of the data.
+
+        Returns:
+            The posterior: ``posterior(x)`` predicts.
+
+        Raises:
+            ConfigurationError: If the structure does not exist, or does not fit prior or model.
+            InputError: If the data do not fit.
+            MemoryBudgetError: If the structure would not fit the free memory.
+        """
+        if (data is None) == (state is None):
+            raise ConfigurationError("posterior takes the data, or state=... in their place.")
+        check_unchanged(self.model, self._weights, self._model_hyperparameters)
+        with torch.no_grad(), self._problem.restored_on_error():
+            if state is not None:
+                return load_posterior(self._problem, state)
+            return make_posterior(self._problem, data, structure, rows)
 
     # ------------------------------------------------------------ other views of the same model
 

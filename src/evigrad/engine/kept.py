@@ -173,8 +173,15 @@ def _versions(
         for tensor in (*module.parameters(), *module.buffers())
         if id(tensor) not in free and tensor.layout == torch.strided
     ]
-    sums = torch.stack([_checksum(t).to(problem.device) for t in held]).tolist()
+    sums = checksums(held, problem.device)
     return tuple((t.data_ptr(), t._version, own) for t, own in zip(held, sums, strict=True))
+
+
+def checksums(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
+    """A number for each tensor that a change of any entry changes; computed on the device."""
+    if not tensors:
+        return []
+    return torch.stack([_checksum(tensor).to(device) for tensor in tensors]).tolist()
 
 
 def _checksum(tensor: Tensor) -> Tensor:

@@ -229,7 +229,7 @@ class Plans:
         gram_dtype: torch.dtype | None,
     ) -> Structure[Any]:
         settings, spec = self.settings, partition.spec
-        rows = partition.block_rows
+        rows, groups = partition.block_rows, self.prior.constant_groups()
         data = rows if spec.rows else min(spec.subset or rows, rows)
         # One graph is the reference, and takes no shortcuts. An exact Hessian has no rows.
         plain = settings.gradient == "one-graph"
@@ -238,7 +238,7 @@ class Plans:
             spec.structure,
             self.weights,
             made,
-            precision_groups=self.prior.constant_groups(),
+            precision_groups={n: g for n, g in groups.items() if n in self.weights},
             parameter_partition=settings.parameter_partition,
             sharing=settings.sharing,
             gram_dtype=gram_dtype,

@@ -19,6 +19,8 @@ from evigrad.likelihoods.roots import (
 
 # Two Hessians by autodiff count as equal up to this many √eps of their size.
 SAME_HESSIAN = 10.0
+# What belongs to one density.
+_DERIVED = ("hessian", "root", "score", "probabilities", "noise_variance")
 # An inherited root is compared with the density on this many outputs of Λ.
 _COMPARED_OUTPUTS = 8
 
@@ -36,6 +38,7 @@ class Likelihood(nn.Module, ABC):
     couples_outputs: ClassVar[bool] = True
     is_classification: ClassVar[bool] = False
     # Methods that were written for another density than the class has; see ``check_derivatives``.
+    # Those of predictions are not used then.
     _inherited: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -43,9 +46,9 @@ class Likelihood(nn.Module, ABC):
         # How far above a class each method is defined.
         above = {
             name: next(i for i, each in enumerate(cls.__mro__) if name in vars(each))
-            for name in ("log_prob", "hessian", "root", "score")
+            for name in ("log_prob", *_DERIVED)
         }
-        found = {name for name in ("hessian", "root", "score") if above[name] > above["log_prob"]}
+        found = {name for name in _DERIVED if above[name] > above["log_prob"]}
         if above["root"] > above["hessian"]:
             found.add("root")
         # Default roots and scores are derived from the class's own density.
@@ -246,6 +249,32 @@ class Likelihood(nn.Module, ABC):
             f"{type(self).__name__} has no sample(f, generator), which the sampled Fisher ('mc')"
             " needs; add one or take another curvature."
         )
+
+    def probabilities(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"] | None:
+        """The probability of each class, or of each label, that the posterior averages.
+
+        Args:
+            f: Outputs.
+
+        Returns:
+            Numbers in 0 … 1, or None where targets are no classes, which is the default.
+        """
+        del f
+        return None
+
+    def noise_variance(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"] | None:
+        """The variance of y where that is f plus independent normal noise.
+
+        The posterior's predictions of y are normal then.
+
+        Args:
+            f: Outputs.
+
+        Returns:
+            Variances in the units of y squared, or None for other densities, which is the default.
+        """
+        del f
+        return None
 
     def root(
         self,

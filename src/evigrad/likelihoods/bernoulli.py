@@ -41,6 +41,10 @@ class Bernoulli(Likelihood):
         """Labels minus probabilities."""
         return y.to(f) - f.sigmoid()
 
+    def probabilities(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
+        """The sigmoid: the probability of each label being 1."""
+        return f.sigmoid()
+
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m C"]:
         """Zeros and ones in the dtype of f; see ``Likelihood.sample``."""
         uniform = torch.rand(f.shape, generator=generator, device=generator.device, dtype=f.dtype)

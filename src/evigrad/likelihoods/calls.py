@@ -71,3 +71,32 @@ def log_probabilities(
                 " outputs' shape, as y.unsqueeze(1), or mend log_prob."
             )
     return log_prob
+
+
+def class_probabilities(likelihood: Likelihood, f: Tensor) -> Tensor:
+    """Return probabilities of classes at outputs (m, C).
+
+    Raises:
+        ConfigurationError: If the likelihood has none, or inherits those of another density.
+    """
+    name = type(likelihood).__name__
+    with raised_in(f"probabilities of {name}"):
+        found = None
+        if "probabilities" not in likelihood._inherited:
+            found = likelihood.probabilities(f)
+    if found is None:
+        raise ConfigurationError(
+            f"{name} has no probabilities of classes. Regression has mean and std, and every"
+            " likelihood has log_prob(y); one of your own for classes needs a method"
+            " probabilities(f)."
+        )
+    return found.detach()
+
+
+def noise_variance(likelihood: Likelihood, f: Tensor) -> Tensor | None:
+    """The variance of normal noise on outputs (m, C); None for all other densities."""
+    if "noise_variance" in likelihood._inherited:
+        return None
+    with raised_in(f"noise_variance of {type(likelihood).__name__}"):
+        found = likelihood.noise_variance(f)
+    return None if found is None else found.detach()

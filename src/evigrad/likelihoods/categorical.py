@@ -67,6 +67,10 @@ class Categorical(Likelihood):
         """The label's unit vector minus the probabilities."""
         return one_hot(f, y.long().unsqueeze(1)).squeeze(1) - f.softmax(dim=1)
 
+    def probabilities(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
+        """The softmax."""
+        return f.softmax(dim=1)
+
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Int[Tensor, " m"]:
         """Labels from the softmax; see ``Likelihood.sample``."""
         p = f.detach().softmax(dim=1).to(generator.device)

@@ -86,6 +86,10 @@ class Gaussian(Likelihood):
         """The residual over σ², differentiable in ``log_noise`` too."""
         return (y.to(f) - f) * (-2.0 * self.log_noise.to(f)).exp()
 
+    def noise_variance(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
+        """σ²."""
+        return (2.0 * self.log_noise.to(f)).exp().expand(f.shape)
+
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m C"]:
         """Targets f + σ·ε; see ``Likelihood.sample``."""
         noise = torch.randn(f.shape, generator=generator, device=generator.device, dtype=f.dtype)

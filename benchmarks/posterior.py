@@ -1,0 +1,168 @@
+"""Do predictions with the posterior's uncertainty beat those without it?
+
+Digits are scikit-learn's and the network is ``digitsnet``, trained by MAP at precision 1, and with
+precisions that the evidence learns. Tables are UCI's, standardised, each seed a split of its own,
+with two hidden layers of 64, precisions and noise learned. Every row predicts with the same trained
+network: ``plug-in`` without the weights' uncertainty, the others with the posterior of a structure.
+Test data are only evaluated. Every run is kept as it ends: the script goes on where it was stopped.
+
+    python benchmarks/posterior.py --data-dir DIR --results docs/results --pages docs/posterior.md
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import NormalDist
+
+import torch
+from learning import Result, Results
+from measure import insert, summaries, with_error
+from torch import Tensor
+
+import evigrad
+from evigrad import FitResult
+from evigrad.data import load
+from evigrad.models import make_model
+from evigrad.posterior import LINKS
+
+TABLES = ("yacht", "boston", "energy")
+TRAININGS = {"MAP": {"estimator": "map", "precision": 1.0}, "learned": {}}
+# In tables N is small: the kernel of all rows is exact, and cheaper than H.
+OF_DIGITS = {"full": {}, "kfac": {}, "diag": {}, "last-layer": {}, "ntk, 1000 rows": {"rows": 1000}}
+OF_TABLES = {"ntk": {}, "kfac": {}, "diag": {}, "last-layer": {}}
+INTERVALS = (50, 90, 95)
+KEYS = ("log_likelihood", "accuracy", "rmse", *(f"coverage_{p}" for p in INTERVALS))
+COLUMNS = ("row", "seed", *KEYS, "epistemic_std", "collect_seconds", "predict_seconds")
+
+Pair = tuple[Tensor, Tensor]
+
+
+def predictions(result: FitResult, train: Pair, test: Pair, structures: dict) -> Iterator[tuple]:
+    """The prediction of each structure, with its name and seconds to collect and to predict."""
+    for name, options in structures.items():
+        start = time.perf_counter()
+        structure = name.partition(",")[0]
+        posterior = result.evidence.posterior(train, structure=structure, **options)
+        collected = time.perf_counter()
+        predictive = posterior(test[0])
+        times = {"collect_seconds": collected - start}
+        yield name, predictive, times | {"predict_seconds": time.perf_counter() - collected}
+
+
+def classified(predictive: evigrad.Predictive, y: Tensor) -> Result:
+    """Log likelihood and accuracy of a classifier."""
+    right = (predictive.probabilities.argmax(1) == y).double().mean()
+    return {
+        "log_likelihood": float(predictive.log_prob(y).double().mean()),
+        "accuracy": 100 * float(right),
+        "epistemic_std": float(predictive.epistemic_variance.double().mean().sqrt()),
+    }
+
+
+def covered(predictive: evigrad.Predictive, y: Tensor, epistemic: bool) -> Result:
+    """Log likelihood and coverage of central intervals, with or without the epistemic part."""
+    error = (predictive.mean - y).double()
+    noise = predictive.noise_variance
+    assert noise is not None
+    variance = (predictive.variance if epistemic else noise).double()
+    found = {"rmse": float(error.square().mean().sqrt())}
+    if epistemic:
+        found["log_likelihood"] = float(predictive.log_prob(y).double().mean())
+        found["epistemic_std"] = float(predictive.epistemic_variance.double().mean().sqrt())
+    else:
+        logs = predictive.likelihood.log_prob(predictive.mean, y)
+        found["log_likelihood"] = float(logs.double().mean())
+    for percent in INTERVALS:
+        width = NormalDist().inv_cdf(0.5 + percent / 200)
+        found[f"coverage_{percent}"] = 100 * float(
+            (error.abs() <= width * variance.sqrt()).double().mean()
+        )
+    return found
+
+
+def digits(training: str, seed: int) -> Iterator[tuple[str, Result]]:
+    """The rows of one training on digits."""
+    data = load("digits", seed=seed)
+    model = make_model("digitsnet", data.input_shape, data.num_outputs, seed)
+    result = evigrad.fit(model, data.train, seed=seed, progress=False, **TRAININGS[training])
+    for name, predictive, times in predictions(result, data.train, data.test, OF_DIGITS):
+        if name == "full":
+            plain = classified(_with_link(predictive, "plug-in"), data.test[1])
+            yield "plug-in", plain | {"epistemic_std": None}
+        for link in LINKS[:2]:
+            yield f"{name}, {link}", classified(_with_link(predictive, link), data.test[1]) | times
+
+
+def _with_link(predictive: evigrad.Predictive, link: str) -> evigrad.Predictive:
+    return evigrad.Predictive(
+        predictive.mean, predictive.covariance, predictive.likelihood, link, 1000
+    )
+
+
+def table(name: str, seed: int, data_dir: str | None) -> Iterator[tuple[str, Result]]:
+    """The rows of one training on a table."""
+    data = load(f"uci/{name}", data_dir, seed=seed)
+    model = make_model("mlp", data.input_shape, 1, seed)
+    result = evigrad.fit(model, data.train, likelihood="gaussian", seed=seed, progress=False)
+    for number, (row, predictive, times) in enumerate(
+        predictions(result, data.train, data.test, OF_TABLES)
+    ):
+        if not number:
+            yield "plug-in", covered(predictive, data.test[1], epistemic=False)
+        yield row, covered(predictive, data.test[1], epistemic=True) | times
+
+
+def table_of(runs: list[Result], prefix: str, keys: dict[str, tuple[str, int]]) -> str:
+    """The rows of one kind as Markdown; ``keys`` gives each column's head and digits."""
+    rows = list(dict.fromkeys(run["row"] for run in runs if run["row"].startswith(prefix)))
+    lines = [
+        f"| | {' | '.join(head for head, _ in keys.values())} |",
+        "|---" * (1 + len(keys)) + "|",
+    ]
+    for row in summaries(runs, rows, list(keys)):
+        cells = [
+            "" if not row[key] == row[key] else with_error(row[key], row[f"{key}_error"], digits)
+            for key, (_, digits) in keys.items()
+        ]
+        lines.append(f"| {row['row'].removeprefix(prefix)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what is missing, then print the tables and insert them into the pages."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--tables", nargs="*", choices=TABLES, default=list(TABLES))
+    parser.add_argument("--trainings", nargs="*", choices=list(TRAININGS), default=list(TRAININGS))
+    parser.add_argument("--data-dir", default=None, help="folder with uci/NAME.parquet")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--results", type=Path, default=Path("results"))
+    parser.add_argument("--pages", type=Path, nargs="*", default=[])
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    results = Results(given.results / "posterior.csv", COLUMNS)
+    for seed in given.seeds:
+        works = {f"digits, {each}": digits(each, seed) for each in given.trainings}
+        works |= {each: table(each, seed, given.data_dir) for each in given.tables}
+        for prefix, rows in works.items():
+            if not results.has(f"{prefix}: plug-in", seed):
+                for row, found in list(rows):
+                    whole = dict.fromkeys(COLUMNS) | found
+                    results.add(whole | {"row": f"{prefix}: {row}", "seed": seed})
+    runs = results.read()
+    of_digits = {"log_likelihood": ("test log likelihood", 3), "accuracy": ("accuracy, %", 1)}
+    of_tables = {"log_likelihood": ("test log likelihood", 3)}
+    of_tables |= {f"coverage_{p}": (f"in {p} % intervals, %", 1) for p in INTERVALS}
+    for marker, columns in (("digits", of_digits), ("tables", of_tables)):
+        kind = "digits, " if marker == "digits" else ""
+        own = [run for run in runs if run["row"].startswith("digits, ") == (marker == "digits")]
+        text = table_of(own, kind, columns)
+        print(text)
+        for page in given.pages:
+            insert(page, marker, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""Σ = (H + P0)⁻¹ as the outputs see it: J Σ Jᵀ for the rows J of some data.
+
+Blocks of weights that are independent of each other add up. Each whitens its rows: the outer
+products of J Σ^{1/2} are the covariance, which is positive semidefinite by construction. The kernel
+form takes away from the prior's covariance what the rows A of the data explain,
+
+    Σ = P0⁻¹ − P0⁻¹ Aᵀ (I + S)⁻¹ A P0⁻¹,      S = A P0⁻¹ Aᵀ,
+
+which needs no matrix of the weights. Fewer rows explain less: then it is an upper bound.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from evigrad.curvature.block_diagonal import BlockStatistic
+from evigrad.curvature.kernel_rows import NtkStatistic, slabs
+from evigrad.curvature.kfac import Factors, KfacStatistic
+from evigrad.curvature.linalg import factor_identity_plus
+from evigrad.jacobians import Linearization
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """All covariances of some parameters.
+
+    Attributes:
+        names: The parameters, in the matrix's order.
+        root: The diagonal of P0^{-1/2}.
+        factor: The Cholesky factor of I + P0^{-1/2} H P0^{-1/2}.
+    """
+
+    names: Sequence[str]
+    root: Float[Tensor, " n"]
+    factor: Float[Tensor, "n n"]
+
+    @classmethod
+    def of(cls, names: Sequence[str], hessian: Tensor, precision: Tensor) -> "Dense":
+        """The block of some parameters' H and precisions (n,)."""
+        root = precision.rsqrt()
+        return cls(names, root, factor_identity_plus(root[:, None] * hessian * root))
+
+    def whitened(self, rows: Mapping[str, Tensor]) -> Float[Tensor, "m k n"]:
+        """J Σ^{1/2} of the parameters' rows (m, k, *shape)."""
+        flat = [rows[name].flatten(2).to(self.factor) for name in self.names]
+        scaled = torch.cat(flat, 2).mul_(self.root)
+        solved = torch.linalg.solve_triangular(self.factor, scaled.flatten(0, 1).mT, upper=False)
+        return solved.mT.unflatten(0, scaled.shape[:2])
+
+
+@dataclass(frozen=True, eq=False)
+class Diagonal:
+    """A parameter whose weights are independent of each other.
+
+    Attributes:
+        name: The parameter.
+        std: Their standard deviations.
+    """
+
+    name: str
+    std: Float[Tensor, " n"]
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The parameter, as the only one."""
+        return [self.name]
+
+    def whitened(self, rows: Mapping[str, Tensor]) -> Float[Tensor, "m k n"]:
+        """J Σ^{1/2} of the parameters' rows (m, k, *shape)."""
+        return rows[self.name].flatten(2).to(self.std) * self.std
+
+
+@dataclass(frozen=True, eq=False)
+class Kronecker:
+    """A matrix whose H is B ⊗ A / count, in the eigenbases of both, where δ adds to eigenvalues.
+
+    Attributes:
+        name: The parameter.
+        inputs: Eigenvectors of A.
+        gradients: Eigenvectors of B.
+        std: (b ⊗ a / count + δ)^{-1/2} of their eigenvalues.
+    """
+
+    name: str
+    inputs: Float[Tensor, "G i i"]
+    gradients: Float[Tensor, "G o o"]
+    std: Float[Tensor, "G o i"]
+
+    @classmethod
+    def of(cls, name: str, factors: Factors, precision: Tensor) -> "Kronecker":
+        """The block of a parameter's factors and its one precision."""
+        a, inputs = torch.linalg.eigh(factors.inputs)
+        b, gradients = torch.linalg.eigh(factors.gradients)
+        curvature = b.clamp(min=0)[:, :, None] * (a.clamp(min=0) / factors.count)[:, None]
+        return cls(name, inputs, gradients, (curvature + precision).rsqrt())
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The parameter, as the only one."""
+        return [self.name]
+
+    def whitened(self, rows: Mapping[str, Tensor]) -> Float[Tensor, "m k r"]:
+        """J Σ^{1/2} of the parameters' rows (m, k, *shape)."""
+        own = rows[self.name]
+        matrices = own.reshape(*own.shape[:2], *self.std.shape).to(self.std)
+        return ((self.gradients.mT @ matrices @ self.inputs) * self.std).flatten(2)
+
+
+Block = Dense | Diagonal | Kronecker
+_KINDS: dict[str, type[Block]] = {"dense": Dense, "diagonal": Diagonal, "kronecker": Kronecker}
+
+
+@dataclass(frozen=True, eq=False)
+class Explained:
+    """What rows A of the data take away from the prior's covariance: the kernel form.
+
+    Attributes:
+        rows: The rows of each parameter in chunks, before scale and prior.
+        scale: One number for each row.
+        factor: The Cholesky factor of I + S.
+    """
+
+    rows: Mapping[str, Sequence[Tensor]]
+    scale: Float[Tensor, " R"]
+    factor: Float[Tensor, "R R"]
+
+    @classmethod
+    def of(cls, statistic: NtkStatistic, precisions: Mapping[str, Tensor], like: Tensor) -> Self:
+        """The rows of a statistic, with their kernel under these precisions (n,)."""
+        scale = like.new_ones(statistic.num_rows)
+        if statistic.scale is not None:
+            scale = statistic.scale.to(like)
+        kernel = like.new_zeros(len(scale), len(scale))
+        for name, precision in precisions.items():
+            kernel += statistic.gram(name, like, precision)
+        kernel.mul_(scale).mul_(scale[:, None])
+        return cls(statistic.rows, scale, factor_identity_plus(kernel))
+
+    def products(self, block: Diagonal, white: Float[Tensor, "m k n"]) -> Float[Tensor, "R mk"]:
+        """Inner products of a parameter's rows with some whitened ones, under the prior."""
+        other = white.flatten(0, 1)
+        total = white.new_zeros(len(self.scale), len(other))
+        for columns, slab in slabs(self.rows[block.name], white):
+            total += (slab * block.std[columns]) @ other[:, columns].mT
+        return total
+
+    def covariance(self, products: Float[Tensor, "R mk"], k: int) -> Float[Tensor, "m k k"]:
+        """What is explained of each datum's k outputs, from the sum of ``products``."""
+        scaled = products * self.scale[:, None]
+        solved = torch.linalg.solve_triangular(self.factor, scaled, upper=False)
+        each = solved.mT.unflatten(0, (-1, k))
+        return each @ each.mT
+
+
+@dataclass(frozen=True, eq=False)
+class Covariance:
+    """The covariance of the outputs that Σ gives: the blocks', less what is explained.
+
+    Attributes:
+        blocks: Blocks of parameters; those of the prior where something is explained.
+        explained: The rows of the kernel form, or None.
+    """
+
+    blocks: Sequence[Block]
+    explained: Explained | None = None
+
+    def of_outputs(
+        self, linearization: Linearization, vectors: Float[Tensor, "m k C"]
+    ) -> Float[Tensor, "m k k"]:
+        """Covariances of k linear forms of each datum's outputs, a block's rows at a time."""
+        (m, k), total, products = vectors.shape[:2], None, None
+        for block, rows in _rows(linearization, vectors, self.blocks):
+            white = block.whitened(rows)
+            total = _sum(total, white @ white.mT)
+            if self.explained is not None and isinstance(block, Diagonal):
+                products = _sum(products, self.explained.products(block, white))
+        if total is None:
+            return vectors.new_zeros(m, k, k)
+        if self.explained is None or products is None:
+            return total
+        return total - self.explained.covariance(products, k)
+
+    def state(self) -> dict[str, Any]:
+        """Tensors and texts, from which ``from_state`` makes the same."""
+        kinds = {kind: name for name, kind in _KINDS.items()}
+        return {
+            "blocks": [{"kind": kinds[type(each)], **vars(each)} for each in self.blocks],
+            "explained": None if self.explained is None else dict(vars(self.explained)),
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
+        """The covariance of a state."""
+        blocks = [
+            _KINDS[each["kind"]](**{key: value for key, value in each.items() if key != "kind"})
+            for each in state["blocks"]
+        ]
+        explained = state["explained"]
+        return cls(blocks, None if explained is None else Explained(**explained))
+
+
+def covariance_of(
+    statistic: BlockStatistic | KfacStatistic | NtkStatistic,
+    precisions: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> Covariance:
+    """Return Σ of the weights, from a statistic of all data and the prior precisions.
+
+    ``dtype`` is that of the kernel's matrix; the others have the statistic's.
+
+    Raises:
+        NotPositiveDefiniteError: If the curvature is not finite.
+    """
+    like = torch.zeros((), dtype=dtype, device=next(iter(weights.values())).device)
+    flat = {name: precisions[name].detach().expand(w.shape).reshape(-1).to(like)
+            for name, w in weights.items()}  # fmt: skip
+    if isinstance(statistic, NtkStatistic):
+        prior = [Diagonal(name, precision.rsqrt()) for name, precision in flat.items()]
+        return Covariance(prior, Explained.of(statistic, flat, like))
+    blocks: list[Block] = []
+    if isinstance(statistic, KfacStatistic):
+        for name, factors in statistic.factors.items():
+            blocks.append(Kronecker.of(name, factors, precisions[name].detach().to(like)))
+    for name, hessian in statistic.blocks.items():
+        names = [name] if name in weights else list(weights)
+        precision = torch.cat([flat[each] for each in names])
+        if hessian.ndim == 2:
+            blocks.append(Dense.of(names, hessian, precision))
+        else:
+            blocks.append(Diagonal(name, (hessian + precision).rsqrt()))
+    return Covariance(blocks)
+
+
+def _rows(
+    linearization: Linearization, vectors: Tensor, blocks: Iterable[Block]
+) -> Iterator[tuple[Block, dict[str, Tensor]]]:
+    """Each block with its rows."""
+    blocks = list(blocks)
+    # All that have no closed form in one call, as each call repeats the backward passes.
+    names = [name for block in blocks for name in block.names]
+    others = [name for name in names if not linearization.is_closed(name)]
+    found = linearization.rows(vectors, others) if others else {}
+    for block in blocks:
+        own = [name for name in block.names if name not in found]
+        rows = linearization.rows(vectors, own) if own else {}
+        yield block, {name: rows[name] if name in rows else found[name] for name in block.names}
+
+
+def _sum(total: Tensor | None, term: Tensor) -> Tensor:
+    return term if total is None else total + term

@@ -1,0 +1,266 @@
+"""The posterior of a network's outputs, for any inputs."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from evigrad.blocks import Block
+from evigrad.engine.checks import as_generator, check_choice, check_count
+from evigrad.engine.kept import checksums
+from evigrad.engine.passes import Chunk, linearized, new_pass, over_chunks
+from evigrad.engine.problem import Problem
+from evigrad.errors import ConfigurationError, InputError, listed
+from evigrad.likelihoods import Likelihood
+from evigrad.posterior.collecting import (
+    DEFAULT_STRUCTURE,
+    check_structure,
+    collect,
+    constant_beside,
+    last_layer,
+    posterior_problem,
+)
+from evigrad.posterior.covariances import Covariance, covariance_of
+from evigrad.posterior.predictive import LINKS, Predictive
+
+_SEEDS = 2**62
+
+
+class Posterior:
+    """The linearised Laplace posterior: f(x) ~ N(f(x; w*), J(x) Σ J(x)ᵀ), Σ = (H + P0)⁻¹.
+
+    Made by ``Evidence.posterior``. It is that of the weights and hyperparameters at that time:
+    precisions and noise may change later, and predictions are refused where the weights have.
+    A model that draws noise, as ``Averaged``, has the same draws in every call.
+
+    Attributes:
+        structure: What is taken of Σ: ``kfac``, ``last-layer``, ``diag``, ``full`` or ``ntk``.
+        parameters: Names of the weights that are uncertain; the others stay where they are.
+        num_outputs: C.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        structure: str,
+        covariance: Covariance,
+        num_outputs: int,
+        seed: int,
+        weights: Mapping[str, int],
+    ) -> None:
+        """Use ``evidence.posterior``.
+
+        Args:
+            problem: Of ``posterior_problem``.
+            structure: Its name.
+            covariance: Σ.
+            num_outputs: C.
+            seed: For what the model draws, and for samples of outputs.
+            weights: Checksums of the model's parameters and buffers.
+        """
+        self.structure, self.num_outputs = structure, num_outputs
+        self._problem, self._covariance = problem, covariance
+        self._seed, self._weights = seed, dict(weights)
+        self._likelihood: Likelihood = copy.deepcopy(problem.likelihood).requires_grad_(False)
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of the uncertain weights."""
+        return list(self._problem.weights)
+
+    def __repr__(self) -> str:
+        """The structure and the number of uncertain weights."""
+        count = sum(weight.numel() for weight in self._problem.weights.values())
+        return f"Posterior({self.structure!r}, weights={count:,}, num_outputs={self.num_outputs})"
+
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        link: str = "monte-carlo",
+        num_samples: int = 200,
+        generator: torch.Generator | int | None = None,
+    ) -> Predictive:
+        """Predict, in micro-batches of the evidence's ``Memory``.
+
+        Args:
+            x: Inputs (m, ...).
+            link: How probabilities are averaged over the outputs, see ``Predictive``:
+                ``monte-carlo``, ``probit`` or ``plug-in``.
+            num_samples: Samples of ``monte-carlo``.
+            generator: CPU generator or seed of the samples. Default: the same in every call.
+
+        Returns:
+            Mean and covariance of the outputs, and what follows of the targets, without a graph.
+
+        Raises:
+            ConfigurationError: If the weights have changed, or there is no such link.
+            InputError: If the inputs do not fit the model.
+        """
+        check_choice("link", link, LINKS)
+        check_count("num_samples", num_samples)
+        self._check_weights(self._weights)
+        seed = self._seed
+        if generator is not None:
+            seed = int(torch.randint(_SEEDS, (), generator=as_generator(generator)))
+        found = self._moments(x)
+        mean, covariance = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return Predictive(mean, covariance, self._likelihood, link, num_samples, seed)
+
+    def sample(
+        self, x: Tensor, n: int, generator: torch.Generator | int | None = None
+    ) -> Float[Tensor, "n m C"]:
+        """Draw outputs, correlated within a datum; different data are drawn independently.
+
+        Args:
+            x: Inputs (m, ...).
+            n: How many draws of each.
+            generator: CPU generator or seed. Default: the same in every call.
+
+        Returns:
+            Outputs, without noise of the targets.
+
+        Raises:
+            ConfigurationError: If the weights have changed, or ``n`` is no positive integer.
+            InputError: If the inputs do not fit the model.
+        """
+        check_count("n", n)
+        return self(x).sample(n, generator)
+
+    def _moments(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Outputs and their covariances, for each micro-batch."""
+        fresh = torch.Generator().manual_seed(self._seed)
+        problem = replace(self._problem, generator=fresh)
+        with torch.no_grad(), constant_beside(problem):
+            plan = problem.plan_of(x)
+            if plan.partition.num_outputs != self.num_outputs:
+                raise InputError(
+                    f"For these inputs, of shape {tuple(x.shape)}, the model has"
+                    f" {plan.partition.num_outputs} outputs, and {self.num_outputs} for the data of"
+                    " the posterior: give inputs of the same shape."
+                )
+            weights = torch.ones(len(x), dtype=torch.float64)
+            block = Block(torch.arange(len(x)), None, 1.0, weights)
+            given = new_pass(problem, plan, [(x, torch.zeros(len(x)))], block)
+
+            def add(
+                found: list[tuple[Tensor, Tensor]], chunk: Chunk
+            ) -> list[tuple[Tensor, Tensor]]:
+                linearization = linearized(given, chunk, False)
+                f = linearization.outputs
+                vectors = torch.eye(f.shape[1]).to(f).expand(len(f), -1, -1)
+                covariance = self._covariance.of_outputs(linearization, vectors)
+                return [*found, (f, covariance.to(f))]
+
+            return over_chunks(given, "first", add, [])
+
+    # ------------------------------------------------------------ keeping
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return Σ, the likelihood and checksums of the weights, in plain types.
+
+        ``evidence.posterior(state=...)`` makes the same posterior of it, without the data.
+        """
+        return {
+            "structure": self.structure,
+            "parameters": self.parameters,
+            "num_outputs": self.num_outputs,
+            "covariance": self._covariance.state(),
+            "likelihood": self._likelihood.state_dict(),
+            "seed": self._seed,
+            "weights": dict(self._weights),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state of ``state_dict``, of the same model with the same weights.
+
+        Args:
+            state: What ``state_dict`` returned.
+
+        Raises:
+            ConfigurationError: If it is that of another structure or of other weights; nothing
+                changes then.
+        """
+        if missing := self.state_dict().keys() - state.keys():
+            raise ConfigurationError(f"The state lacks {', '.join(sorted(missing))}.")
+        if (state["structure"], state["parameters"]) != (self.structure, self.parameters):
+            raise ConfigurationError(
+                f"The state is one of {state['structure']!r} over {len(state['parameters'])}"
+                f" tensors, this posterior is {self.structure!r} over {len(self.parameters)}: use"
+                " evidence.posterior(state=...)."
+            )
+        self._check_weights(state["weights"])
+        likelihood = copy.deepcopy(self._likelihood)
+        try:
+            likelihood.load_state_dict(state["likelihood"])
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"The state of the likelihood does not fit: {error}"
+            ) from error
+        device = self._problem.device
+        moved = tree_map(
+            lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, state["covariance"]
+        )
+        self._covariance = Covariance.from_state(moved)
+        self._likelihood, self._seed = likelihood, state["seed"]
+        self._weights, self.num_outputs = dict(state["weights"]), state["num_outputs"]
+
+    def _check_weights(self, expected: Mapping[str, int]) -> None:
+        now = fingerprint(self._problem)
+        if changed := [n for n in now.keys() | expected if now.get(n) != expected.get(n)]:
+            raise ConfigurationError(
+                f"The weights are not those of the posterior ({listed(sorted(changed))} have"
+                " changed): make a new one, evidence.posterior(data), or load the weights that it"
+                " was made with."
+            )
+
+
+def fingerprint(problem: Problem) -> dict[str, int]:
+    """A checksum of each parameter and buffer of the model, by its name."""
+    named = {**dict(problem.model.named_parameters()), **dict(problem.model.named_buffers())}
+    named = {name: tensor for name, tensor in named.items() if tensor.layout == torch.strided}
+    return dict(zip(named, checksums(list(named.values()), problem.device), strict=True))
+
+
+def make_posterior(
+    problem: Problem, data: object, structure: str = DEFAULT_STRUCTURE, rows: int | None = None
+) -> Posterior:
+    """Return the posterior of the problem's weights given all data; see ``Evidence.posterior``.
+
+    ``problem`` is the evidence's, whose generator advances by one number.
+    """
+    check_structure(structure, rows)
+    names = last_layer(problem, data) if structure == "last-layer" else list(problem.weights)
+    seed = int(torch.randint(_SEEDS, (), generator=problem.generator))
+    own = posterior_problem(problem, structure, rows, names)
+    own = replace(own, generator=torch.Generator().manual_seed(seed))
+    with constant_beside(own):
+        kept = collect(own, data)
+    dtype = own.settings.gram_dtype or torch.float64
+    covariance = covariance_of(kept.statistic, own.prior.precisions(), own.weights, dtype)
+    outputs = kept.plan.partition.num_outputs
+    return Posterior(own, structure, covariance, outputs, seed, fingerprint(own))
+
+
+def load_posterior(problem: Problem, state: Mapping[str, Any]) -> Posterior:
+    """Return the posterior of a state of ``Posterior.state_dict``, without the data.
+
+    Raises:
+        ConfigurationError: If it is that of another model, or of other weights.
+    """
+    needed = {"structure", "parameters"}
+    if not isinstance(state, Mapping) or not needed <= state.keys():
+        raise ConfigurationError("state is what posterior.state_dict() returned.")
+    if strange := [name for name in state["parameters"] if name not in problem.weights]:
+        raise ConfigurationError(
+            f"The state is that of another model: this one has no weights {listed(strange)}."
+        )
+    own = posterior_problem(problem, state["structure"], None, state["parameters"])
+    empty = Posterior(own, state["structure"], Covariance([]), 0, 0, {})
+    empty.load_state_dict(state)
+    return empty

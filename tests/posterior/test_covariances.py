@@ -1,0 +1,171 @@
+"""The covariance of the outputs against dense float64 matrices."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from posterior.cases import LIKELIHOODS, Case, case
+from torch import nn
+
+from evigrad import Memory
+from evigrad.invariances import AffineInvariance, Averaged
+
+
+def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+
+
+def found(own: Case, structure: str, **options) -> torch.Tensor:
+    return own.evidence.posterior(own.train, structure=structure, **options)(own.test).covariance
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "prior"),
+    (("categorical", "scalar"), ("gaussian", "diagonal"), ("bernoulli", "layerwise")),
+)
+def test_full_and_kernel_are_exact(likelihood, prior):
+    own = case(likelihood, structure=prior, temperature=0.5)
+    expected = own.covariance(own.hessian())
+    for structure in ("full", "ntk"):
+        assert_close(found(own, structure), expected)
+
+
+def test_diag_is_that_of_the_diagonal():
+    own = case(structure="diagonal")
+    expected = own.covariance(own.hessian().diagonal().diag())
+    assert_close(found(own, "diag"), expected)
+
+
+def kronecker(own: Case) -> torch.Tensor:
+    """H of kfac: B ⊗ A / count of each matrix, at every position, and the others' own blocks."""
+    x, _ = own.train
+    model, hessian, exact = own.evidence.model, torch.zeros_like(own.hessian()), own.hessian()
+    assert isinstance(model, nn.Sequential)
+    root = torch.linalg.cholesky(own.evidence.likelihood.hessian(model(x)).detach()
+                                 + 1e-300 * torch.eye(3))  # fmt: skip
+    for name in own.weights:
+        span = own.span([name])
+        blocks = exact[span][:, span]
+        if name in ("0.weight", "4.weight"):
+            layer = model[int(name[0])]
+            a, outputs = [], []
+            with torch.enable_grad():
+                h = x
+                for module in model:
+                    if module is layer:
+                        a.append(h.unfold(2, 2, 1).transpose(1, 2).flatten(2) if h.ndim == 3
+                                 else h[:, None])  # fmt: skip
+                    h = module(h)
+                    if module is layer:
+                        outputs.append(h)
+                rows = torch.einsum("ncd,nc->dn", root, h)
+                g = [torch.autograd.grad(r.sum(), outputs[0], retain_graph=True)[0] for r in rows]
+            g = torch.stack([each.flatten(2) if each.ndim == 3 else each[:, :, None] for each in g])
+            a = a[0].detach()  # (N, T, i), and g is (C, N, o, T)
+            blocks = torch.kron(
+                torch.einsum("knot,knpt->op", g, g), torch.einsum("nti,ntj->ij", a, a)
+            ) / (a.shape[0] * a.shape[1])
+        for i, row in zip(span, blocks, strict=True):
+            hessian[i, span] = row
+    return hessian
+
+
+def test_kfac_is_the_kronecker_product_with_the_prior_added_to_it():
+    own = case("gaussian")  # whose root is plain
+    assert_close(found(own, "kfac"), own.covariance(kronecker(own)))
+
+
+def test_kfac_is_exact_for_one_datum_and_no_shared_weights():
+    own = case(model=nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), num_data=1)
+    hessian, parts = own.hessian(), torch.zeros(15, 15).double()
+    for name in own.weights:  # weight and bias are blocks of their own
+        span = own.span([name])
+        parts[span[:, None], span] = hessian[span[:, None], span]
+    assert_close(found(own, "kfac"), own.covariance(parts))
+
+
+def test_last_layer_holds_the_others_constant():
+    own = case()
+    posterior = own.evidence.posterior(own.train, structure="last-layer")
+    assert posterior.parameters == ["4.weight", "4.bias"]
+    expected = own.covariance(own.hessian(), posterior.parameters)
+    assert_close(posterior(own.test).covariance, expected)
+    assert all(weight.requires_grad for weight in own.weights.values())
+
+
+class OutOfOrder(nn.Module):
+    """The last layer is registered first, and below a module with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(3))
+        self.last = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x.flatten(1)))) + self.shift
+
+
+def test_last_layer_is_the_one_called_last():
+    own = case(model=OutOfOrder())
+    posterior = own.evidence.posterior(own.train, structure="last-layer")
+    assert posterior.parameters == [name for name in own.weights if name.startswith("last.")]
+    expected = own.covariance(own.hessian(), posterior.parameters)
+    assert_close(posterior(own.test).covariance, expected)
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_fewer_rows_leave_more_variance_and_all_of_them_the_exact_one(likelihood):
+    own = case(likelihood)
+    exact = own.covariance(own.hessian())
+    prior = own.covariance(torch.zeros_like(own.hessian()))
+    for rows in (1, 8, 14):
+        some = found(own, "ntk", rows=rows)
+        for lower, upper in ((exact, some), (some, prior)):
+            assert torch.linalg.eigvalsh(upper - lower).min() > -1e-10
+        assert (some - exact).abs().max() > 1e-4
+    assert_close(found(own, "ntk", rows=100), exact)
+
+
+@settings(max_examples=6)
+@given(st.integers(1, 7), st.integers(1, 2), st.sampled_from(("full", "ntk")))
+def test_variance_falls_with_every_datum(count, more, structure):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+    whole = case(model=model, num_data=count + more)
+    part = case(model=model, num_data=count)
+    part.train, part.test = (whole.train[0][:count], whole.train[1][:count]), whole.test
+    difference = found(part, structure) - found(whole, structure)
+    assert torch.linalg.eigvalsh(difference).min() > -1e-10
+    assert difference.diagonal(dim1=1, dim2=2).max() > 1e-5
+
+
+@pytest.mark.parametrize("structure", ("full", "ntk", "kfac", "diag", "last-layer"))
+def test_micro_batches_change_nothing(structure):
+    whole, parts = case(), case(memory=Memory(micro_batch=2))
+    assert_close(found(whole, structure), found(parts, structure))
+
+
+@pytest.mark.parametrize("structure", ("full", "ntk", "kfac"))
+def test_float32_weights_lose_no_more_than_their_own_digits(structure):
+    own = case()
+    own.lower_precisions()  # H + P0 would not be positive in float32
+    expected = found(own, structure)
+    own.evidence.model.float()
+    narrow = case(model=own.evidence.model, dtype=torch.float32)
+    narrow.lower_precisions()
+    result = found(narrow, structure)
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result.double(), expected, rtol=2e-2, atol=1e-3)
+
+
+def test_a_model_that_draws_has_the_same_draws_in_every_call():
+    images = torch.randn(6, 1, 4, 4).double()
+    model = Averaged(
+        nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), AffineInvariance({"rotation": 0.5}), 3
+    )
+    own = case(model=model, hyperparameters=["invariance"], num_data=6, memory=Memory(2))
+    own.train, own.test = (images, own.train[1]), images[:5]
+    for structure in ("full", "kfac", "last-layer"):
+        posterior = own.evidence.posterior(own.train, structure=structure)
+        one, two = posterior(own.test), posterior(own.test)
+        assert torch.equal(one.mean, two.mean) and torch.equal(one.covariance, two.covariance)

@@ -1,0 +1,127 @@
+"""What a prediction says of targets: in closed form, by samples, and in limits."""
+
+import math
+
+import pytest
+import torch
+from posterior.cases import case
+from torch.distributions import MultivariateNormal
+
+from evigrad.errors import ConfigurationError, InputError
+from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from evigrad.posterior import Predictive
+
+
+def predictive(likelihood: Likelihood, link: str = "monte-carlo", size: float = 1.0, **options):
+    torch.manual_seed(0)
+    mean, root = torch.randn(4, 3).double(), size * torch.randn(4, 3, 3).double()
+    return Predictive(mean, root @ root.mT, likelihood, link, **options)
+
+
+def test_regression_is_normal_with_noise_added():
+    own = predictive(Gaussian([0.5, 1.0, 2.0]).double())
+    noise, y = torch.tensor([0.25, 1.0, 4.0]).double(), torch.randn(4, 3).double()
+    variance = own.covariance.diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(own.epistemic_variance, variance)
+    torch.testing.assert_close(own.noise_variance, noise.expand(4, 3))
+    torch.testing.assert_close(own.variance, variance + noise)
+    torch.testing.assert_close(own.std.square(), variance + noise)
+    expected = MultivariateNormal(own.mean, own.covariance + noise.diag()).log_prob(y)
+    torch.testing.assert_close(own.log_prob(y), expected)
+    with pytest.raises(ConfigurationError, match="Gaussian has no probabilities of classes"):
+        _ = own.probabilities
+
+
+@pytest.mark.parametrize("likelihood", (Categorical(), Bernoulli()))
+@pytest.mark.parametrize("link", ("monte-carlo", "probit", "plug-in"))
+def test_links_agree_where_nothing_is_uncertain(likelihood, link):
+    own = predictive(likelihood, link, size=1e-7)
+    y = torch.tensor([0, 1, 2, 0])
+    y = y if isinstance(likelihood, Categorical) else torch.eye(3)[y].double()
+    expected = likelihood.probabilities(own.mean)
+    torch.testing.assert_close(own.probabilities, expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(own.log_prob(y), likelihood.log_prob(own.mean, y))
+    assert own.noise_variance is None and torch.equal(own.variance, own.epistemic_variance)
+
+
+def test_samples_come_to_the_integral_and_probit_comes_near():
+    """One label: the integral of a sigmoid under a normal density, by quadrature."""
+    mean, std = torch.tensor([[1.0], [-3.0]]).double(), 2.0
+    points = torch.linspace(-12, 12, 20001).double()
+    density = (-0.5 * points.square()).exp() / math.sqrt(2 * math.pi)
+    values = torch.sigmoid(mean + std * points)
+    expected = torch.trapezoid(values * density, points)[:, None]
+    covariance = torch.full((2, 1, 1), std**2).double()
+    by_link = {
+        link: Predictive(mean, covariance, Bernoulli(), link, 200_000) for link in
+        ("monte-carlo", "probit")
+    }  # fmt: skip
+    torch.testing.assert_close(by_link["monte-carlo"].probabilities, expected, atol=3e-3, rtol=0)
+    torch.testing.assert_close(by_link["probit"].probabilities, expected, atol=2e-2, rtol=0)
+    for own in by_link.values():
+        log_prob = own.log_prob(torch.ones(2, 1).double())
+        torch.testing.assert_close(log_prob.exp(), own.probabilities[:, 0])
+
+
+def test_probabilities_of_samples_add_up_and_are_less_sure():
+    own, sure = predictive(Categorical(), num_samples=500), predictive(Categorical(), "plug-in")
+    torch.testing.assert_close(own.probabilities.sum(1), torch.ones(4).double())
+    assert bool((own.probabilities.amax(1) < sure.probabilities.amax(1)).all())
+    y = torch.tensor([0, 1, 2, 0])
+    expected = own.probabilities.gather(1, y[:, None]).squeeze(1).log()
+    torch.testing.assert_close(own.log_prob(y), expected)
+
+
+def test_samples_have_the_moments_and_their_generator_decides():
+    own = predictive(Categorical())
+    f = own.sample(100_000, 3)
+    torch.testing.assert_close(f.mean(0), own.mean, atol=0.03, rtol=0.02)
+    centred = f - f.mean(0)
+    covariance = torch.einsum("nmc,nmd->mcd", centred, centred) / len(f)
+    torch.testing.assert_close(covariance, own.covariance, atol=0.05, rtol=0.05)
+    assert torch.equal(own.sample(5), own.sample(5))
+    assert torch.equal(own.sample(5, 1), own.sample(5, torch.Generator().manual_seed(1)))
+    assert not torch.equal(own.sample(5, 1), own.sample(5, 2))
+
+
+def test_a_posterior_draws_by_its_generator():
+    own = case()
+    posterior = own.evidence.posterior(own.train, structure="full")
+    state = torch.get_rng_state()
+    x = own.test
+    for draw in (
+        lambda g: posterior(x, generator=g).probabilities,
+        lambda g: posterior.sample(x, 4, g),
+    ):
+        assert torch.equal(draw(None), draw(None)) and torch.equal(draw(1), draw(1))
+        assert not torch.equal(draw(1), draw(2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert posterior.sample(x, 4).shape == (4, 5, 3)
+
+
+class Counts(Likelihood):
+    name, couples_outputs = "counts", False
+
+    def log_prob(self, f, y):
+        return (y * f - f.exp() - torch.lgamma(y + 1)).sum(1)
+
+
+class Laplacian(Gaussian):
+    def log_prob(self, f, y):
+        return -(y - f).abs().sum(1)
+
+
+def test_a_density_of_ones_own_is_averaged_over_samples():
+    own, y = predictive(Counts(), num_samples=1000), torch.ones(4, 3).double()
+    f = own.sample(1000)
+    each = torch.stack([Counts().log_prob(one, y) for one in f])
+    torch.testing.assert_close(own.log_prob(y), each.logsumexp(0) - math.log(1000))
+    with pytest.raises(ConfigurationError, match="Counts has no probabilities"):
+        _ = own.probabilities
+
+
+def test_an_inherited_noise_is_that_of_another_density():
+    own = predictive(Laplacian().double())
+    assert own.noise_variance is None
+    with pytest.raises(InputError, match="shape of the outputs"):
+        own.log_prob(torch.zeros(4).double())
