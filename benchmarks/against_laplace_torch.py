@@ -1,7 +1,7 @@
 """Are the posteriors those of laplace-torch? Largest differences of mean and covariance.
 
-``full``, ``diag`` and ``last-layer`` of small networks in float64, with laplace-torch's Gauss-Newton
-matrix of BackPACK. It is no dependency: install laplace-torch beside evigrad to run this.
+``full``, ``diag`` and ``last-layer`` of small networks in float64, with laplace-torch's GGN matrix
+by BackPACK. It is no dependency: install laplace-torch beside evigrad to run this.
 
     python benchmarks/against_laplace_torch.py
 """
@@ -18,7 +18,11 @@ from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
 
 NUM_DATA, OUTPUTS, PRECISION, NOISE, TEMPERATURE = 60, 3, 0.7, 0.4, 0.5
-STRUCTURES = {"full": ("all", "full"), "diag": ("all", "diag"), "last-layer": ("last_layer", "full")}
+STRUCTURES = {
+    "full": ("all", "full"),
+    "diag": ("all", "diag"),
+    "last-layer": ("last_layer", "full"),
+}
 NETWORKS = {
     "mlp": ((6,), lambda: [nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, OUTPUTS)]),
     "convolutions": (

@@ -10,8 +10,10 @@ Test data are only evaluated. Every run is kept as it ends: the script goes on w
 """
 
 import argparse
+import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
 
@@ -24,7 +26,6 @@ import evigrad
 from evigrad import FitResult
 from evigrad.data import load
 from evigrad.models import make_model
-from evigrad.posterior import LINKS
 
 TABLES = ("yacht", "boston", "energy")
 TRAININGS = {"MAP": {"estimator": "map", "precision": 1.0}, "learned": {}}
@@ -86,18 +87,16 @@ def digits(training: str, seed: int) -> Iterator[tuple[str, Result]]:
     data = load("digits", seed=seed)
     model = make_model("digitsnet", data.input_shape, data.num_outputs, seed)
     result = evigrad.fit(model, data.train, seed=seed, progress=False, **TRAININGS[training])
-    for name, predictive, times in predictions(result, data.train, data.test, OF_DIGITS):
-        if name == "full":
-            plain = classified(_with_link(predictive, "plug-in"), data.test[1])
+    y = data.test[1]
+    for number, (name, found, times) in enumerate(
+        predictions(result, data.train, data.test, OF_DIGITS)
+    ):
+        if not number:
+            plain = classified(replace(found, link="plug-in"), y)
             yield "plug-in", plain | {"epistemic_std": None}
-        for link in LINKS[:2]:
-            yield f"{name}, {link}", classified(_with_link(predictive, link), data.test[1]) | times
-
-
-def _with_link(predictive: evigrad.Predictive, link: str) -> evigrad.Predictive:
-    return evigrad.Predictive(
-        predictive.mean, predictive.covariance, predictive.likelihood, link, 1000
-    )
+        for link in ("monte-carlo", "probit"):
+            averaged = replace(found, link=link, num_samples=1000)
+            yield f"{name}, {link}", classified(averaged, y) | times
 
 
 def table(name: str, seed: int, data_dir: str | None) -> Iterator[tuple[str, Result]]:
@@ -105,12 +104,12 @@ def table(name: str, seed: int, data_dir: str | None) -> Iterator[tuple[str, Res
     data = load(f"uci/{name}", data_dir, seed=seed)
     model = make_model("mlp", data.input_shape, 1, seed)
     result = evigrad.fit(model, data.train, likelihood="gaussian", seed=seed, progress=False)
-    for number, (row, predictive, times) in enumerate(
+    for number, (row, found, times) in enumerate(
         predictions(result, data.train, data.test, OF_TABLES)
     ):
         if not number:
-            yield "plug-in", covered(predictive, data.test[1], epistemic=False)
-        yield row, covered(predictive, data.test[1], epistemic=True) | times
+            yield "plug-in", covered(found, data.test[1], epistemic=False)
+        yield row, covered(found, data.test[1], epistemic=True) | times
 
 
 def table_of(runs: list[Result], prefix: str, keys: dict[str, tuple[str, int]]) -> str:
@@ -122,7 +121,7 @@ def table_of(runs: list[Result], prefix: str, keys: dict[str, tuple[str, int]]) 
     ]
     for row in summaries(runs, rows, list(keys)):
         cells = [
-            "" if not row[key] == row[key] else with_error(row[key], row[f"{key}_error"], digits)
+            "" if math.isnan(row[key]) else with_error(row[key], row[f"{key}_error"], digits)
             for key, (_, digits) in keys.items()
         ]
         lines.append(f"| {row['row'].removeprefix(prefix)} | {' | '.join(cells)} |")

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from evigrad import Schedule
 from evigrad.blocks.anchors import Anchoring
 
 pytest.importorskip("sklearn")
@@ -125,6 +126,24 @@ def test_prior_learning(monkeypatch, tmp_path, capsys):
     assert float(learned["log_evidence"]) < 0
     table = capsys.readouterr().out
     assert "| map-none |" in table and "| – |" in table
+
+
+def test_posterior(monkeypatch, tmp_path, capsys):
+    script = load_script("posterior", monkeypatch)
+    short = {"estimator": "map", "precision": 1.0, "schedule": Schedule(epochs=1)}
+    monkeypatch.setattr(script, "TRAININGS", {"MAP": short})
+    monkeypatch.setattr(script, "OF_DIGITS", {"diag": {}})
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- digits -->\n<!-- end digits -->\nb\n")
+    for _ in range(2):  # what is there is not run again
+        script.main(["--tables", "--seeds", "0", "--results", str(tmp_path), "--pages", str(page)])
+    runs = runs_of(tmp_path / "posterior.csv")
+    rows = ("plug-in", "diag, monte-carlo", "diag, probit")
+    assert list(runs) == [(f"digits, MAP: {row}", 0) for row in rows]
+    assert all(float(run["log_likelihood"]) < 0 and run["rmse"] == "" for run in runs.values())
+    assert (
+        page.read_text().count("\n| MAP: ") == 3 and "| MAP: plug-in |" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.long

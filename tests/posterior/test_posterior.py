@@ -114,8 +114,33 @@ def test_inputs_with_other_outputs_are_refused():
 
     own = case("bernoulli", model=Ends())
     posterior = own.evidence.posterior(own.train, structure="full")
-    with pytest.raises(InputError, match="has 4 outputs, and 3 for the data"):
+    with pytest.raises(InputError, match="has 4 outputs for these inputs, and 3 for"):
         posterior(torch.ones(2, 1, 5).double())
+
+
+class Masked(nn.Module):
+    """Takes its inputs by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.linear((values * mask).flatten(1))
+
+
+@pytest.mark.parametrize("structure", ("full", "last-layer", "ntk"))
+def test_inputs_may_be_a_tree(structure):
+    plain, named = case(model=nn.Sequential(nn.Flatten(), nn.Linear(4, 3))), case(model=Masked())
+    for own, other in zip(named.weights.values(), plain.weights.values(), strict=True):
+        own.data = other.detach().clone()
+    (x, y), mask = named.train, torch.ones(len(named.train[0]), 1, 4)
+    mask[0, 0, 0] = 0.0
+    expected = plain.evidence.posterior((x * mask, y), structure=structure)(plain.test)
+    posterior = named.evidence.posterior(({"values": x, "mask": mask}, y), structure=structure)
+    found = posterior({"values": plain.test, "mask": torch.ones_like(plain.test)})
+    torch.testing.assert_close(found.covariance, expected.covariance)
+    torch.testing.assert_close(found.mean, expected.mean)
 
 
 def test_a_matrix_that_does_not_fit_names_smaller_ones(monkeypatch):

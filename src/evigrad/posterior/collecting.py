@@ -1,6 +1,7 @@
 """One pass over all data for the statistic of a posterior."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from evigrad.blocks.anchors import Anchoring, AnchorSelection
 from evigrad.blocks.sources import Source, as_source
 from evigrad.curvature import partition_names
-from evigrad.engine.checks import check_choice, check_count
+from evigrad.engine.checks import check_choice, check_count, check_inputs
 from evigrad.engine.intake import CheckedSource, Data, resolve
 from evigrad.engine.kept import KeptPass
 from evigrad.engine.memory import MicroBatches
@@ -128,8 +129,8 @@ def last_layer(problem: Problem, data: object) -> list[str]:
     Raises:
         ConfigurationError: If no module with weights is called.
     """
-    x, _ = as_source(data).first(PROBE_SIZE)
-    problem.plan_of(x)  # which checks inputs and model
+    x = check_inputs(as_source(data).first(PROBE_SIZE)[0], problem.device)
+    problem.plans.of(x)  # which checks the model
     owned = partition_names(list(problem.weights), "module")
     last: list[str] = []
 
@@ -159,7 +160,7 @@ def _is_below(name: str, other: str) -> bool:
     return name != other and (not other or name.startswith(other + "."))
 
 
-def constant_beside(problem: Problem) -> Any:
+def constant_beside(problem: Problem) -> AbstractContextManager[None]:
     """Hold all parameters but the problem's weights constant, so that they cost no graph."""
     own = {id(weight) for weight in problem.weights.values()}
     return held_constant(p for p in problem.model.parameters() if id(p) not in own)

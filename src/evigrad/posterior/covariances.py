@@ -217,8 +217,10 @@ def covariance_of(
         NotPositiveDefiniteError: If the curvature is not finite.
     """
     like = torch.zeros((), dtype=dtype, device=next(iter(weights.values())).device)
-    flat = {name: precisions[name].detach().expand(w.shape).reshape(-1).to(like)
-            for name, w in weights.items()}  # fmt: skip
+    flat = {
+        name: precisions[name].detach().expand(weight.shape).reshape(-1).to(like)
+        for name, weight in weights.items()
+    }
     if isinstance(statistic, NtkStatistic):
         prior = [Diagonal(name, precision.rsqrt()) for name, precision in flat.items()]
         return Covariance(prior, Explained.of(statistic, flat, like))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from evigrad.blocks import Block
-from evigrad.engine.checks import as_generator, check_choice, check_count
+from evigrad.engine.checks import as_generator, check_choice, check_count, check_inputs
 from evigrad.engine.kept import checksums
 from evigrad.engine.passes import Chunk, linearized, new_pass, over_chunks
 from evigrad.engine.problem import Problem
@@ -80,7 +80,7 @@ class Posterior:
 
     def __call__(
         self,
-        x: Tensor,
+        x: Any,
         *,
         link: str = "monte-carlo",
         num_samples: int = 200,
@@ -89,7 +89,7 @@ class Posterior:
         """Predict, in micro-batches of the evidence's ``Memory``.
 
         Args:
-            x: Inputs (m, ...).
+            x: Inputs (m, ...), as for ``Evidence.map_loss``.
             link: How probabilities are averaged over the outputs, see ``Predictive``:
                 ``monte-carlo``, ``probit`` or ``plug-in``.
             num_samples: Samples of ``monte-carlo``.
@@ -113,7 +113,7 @@ class Posterior:
         return Predictive(mean, covariance, self._likelihood, link, num_samples, seed)
 
     def sample(
-        self, x: Tensor, n: int, generator: torch.Generator | int | None = None
+        self, x: Any, n: int, generator: torch.Generator | int | None = None
     ) -> Float[Tensor, "n m C"]:
         """Draw outputs, correlated within a datum; different data are drawn independently.
 
@@ -132,17 +132,18 @@ class Posterior:
         check_count("n", n)
         return self(x).sample(n, generator)
 
-    def _moments(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _moments(self, x: Any) -> list[tuple[Tensor, Tensor]]:
         """Outputs and their covariances, for each micro-batch."""
         fresh = torch.Generator().manual_seed(self._seed)
         problem = replace(self._problem, generator=fresh)
         with torch.no_grad(), constant_beside(problem):
-            plan = problem.plan_of(x)
+            x = check_inputs(x, problem.device)
+            plan = problem.plans.of(x)
             if plan.partition.num_outputs != self.num_outputs:
                 raise InputError(
-                    f"For these inputs, of shape {tuple(x.shape)}, the model has"
-                    f" {plan.partition.num_outputs} outputs, and {self.num_outputs} for the data of"
-                    " the posterior: give inputs of the same shape."
+                    f"The model has {plan.partition.num_outputs} outputs for these inputs, and"
+                    f" {self.num_outputs} for the data of the posterior: give inputs of the same"
+                    " shape."
                 )
             weights = torch.ones(len(x), dtype=torch.float64)
             block = Block(torch.arange(len(x)), None, 1.0, weights)
