@@ -37,47 +37,60 @@ def test_diag_is_that_of_the_diagonal():
 
 
 def kronecker(own: Case) -> torch.Tensor:
-    """H of kfac: B ⊗ A / count of each matrix, at every position, and the others' own blocks."""
-    x, _ = own.train
-    model, hessian, exact = own.evidence.model, torch.zeros_like(own.hessian()), own.hessian()
+    """H of kfac for normal noise: B ⊗ A / count of each matrix, and exact blocks of the others."""
+    exact, model = own.hessian(), own.evidence.model
     assert isinstance(model, nn.Sequential)
-    root = torch.linalg.cholesky(own.evidence.likelihood.hessian(model(x)).detach()
-                                 + 1e-300 * torch.eye(3))  # fmt: skip
+    hessian = torch.zeros_like(exact)
     for name in own.weights:
         span = own.span([name])
-        blocks = exact[span][:, span]
+        block = exact[span[:, None], span]
         if name in ("0.weight", "4.weight"):
-            layer = model[int(name[0])]
-            a, outputs = [], []
-            with torch.enable_grad():
-                h = x
-                for module in model:
-                    if module is layer:
-                        a.append(h.unfold(2, 2, 1).transpose(1, 2).flatten(2) if h.ndim == 3
-                                 else h[:, None])  # fmt: skip
-                    h = module(h)
-                    if module is layer:
-                        outputs.append(h)
-                rows = torch.einsum("ncd,nc->dn", root, h)
-                g = [torch.autograd.grad(r.sum(), outputs[0], retain_graph=True)[0] for r in rows]
-            g = torch.stack([each.flatten(2) if each.ndim == 3 else each[:, :, None] for each in g])
-            a = a[0].detach()  # (N, T, i), and g is (C, N, o, T)
-            blocks = torch.kron(
-                torch.einsum("knot,knpt->op", g, g), torch.einsum("nti,ntj->ij", a, a)
-            ) / (a.shape[0] * a.shape[1])
-        for i, row in zip(span, blocks, strict=True):
-            hessian[i, span] = row
+            seen: list[torch.Tensor] = []
+            handle = model[int(name[0])].register_forward_hook(
+                lambda _, inputs, output, seen=seen: seen.extend((*inputs, output))
+            )
+            f = model(own.train[0])
+            handle.remove()
+            a, z = seen
+            noise = own.evidence.likelihood.get_parameter("log_noise").exp()
+            g = torch.stack(
+                [
+                    torch.autograd.grad(r.sum(), z, retain_graph=True)[0]
+                    for r in (f / noise).unbind(1)
+                ]
+            )
+            # Of each position: a is (N, T, i), and g is (C, N, T, o).
+            a = a.unfold(2, 2, 1).transpose(1, 2).flatten(2) if a.ndim == 3 else a[:, None]
+            g = g.transpose(2, 3) if g.ndim == 4 else g[:, :, None]
+            both = (torch.einsum("...o,...p->op", g, g), torch.einsum("...i,...j->ij", a, a))
+            block = torch.kron(*both).detach() / (a.shape[0] * a.shape[1])
+        hessian[span[:, None], span] = block
     return hessian
 
 
 def test_kfac_is_the_kronecker_product_with_the_prior_added_to_it():
-    own = case("gaussian")  # whose root is plain
+    own = case("gaussian")
     assert_close(found(own, "kfac"), own.covariance(kronecker(own)))
 
 
-def test_kfac_is_exact_for_one_datum_and_no_shared_weights():
-    own = case(model=nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), num_data=1)
-    hessian, parts = own.hessian(), torch.zeros(15, 15).double()
+def grouped() -> nn.Module:
+    """A convolution whose outputs have channels of their own."""
+    first = nn.Linear(4, 6).requires_grad_(False)
+    convolution = nn.Conv1d(3, 3, 2, groups=3)
+    return nn.Sequential(nn.Flatten(), first, nn.Unflatten(1, (3, 2)), convolution, nn.Flatten())
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "build"),
+    (
+        ("categorical", lambda: nn.Sequential(nn.Flatten(), nn.Linear(4, 3))),
+        ("gaussian", grouped),
+    ),
+)
+def test_kfac_is_exact_for_one_datum_and_no_shared_weights(likelihood, build):
+    own = case(likelihood, model=build(), num_data=1)
+    hessian = own.hessian()
+    parts = torch.zeros_like(hessian)
     for name in own.weights:  # weight and bias are blocks of their own
         span = own.span([name])
         parts[span[:, None], span] = hessian[span[:, None], span]
@@ -85,7 +98,7 @@ def test_kfac_is_exact_for_one_datum_and_no_shared_weights():
 
 
 def test_last_layer_holds_the_others_constant():
-    own = case()
+    own = case(parameter_partition=[["0"], ["3", "4"]])
     posterior = own.evidence.posterior(own.train, structure="last-layer")
     assert posterior.parameters == ["4.weight", "4.bias"]
     expected = own.covariance(own.hessian(), posterior.parameters)
