@@ -43,7 +43,7 @@ class LooseParameter(nn.Module):
         self.shift = nn.Parameter(torch.randn(4) / 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sin(x @ self.matrix + self.shift) * self.shift.mean()
+        return torch.sin(torch.einsum("ni,io->no", x, self.matrix) + self.shift) * self.shift.mean()
 
 
 class BiasAndScale(nn.Module):

@@ -229,7 +229,7 @@ class Product(nn.Module):
         self.weight = nn.Parameter(torch.randn(6, 6))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
+        return torch.einsum("ni,io->no", x, self.weight)
 
 
 class Attention(nn.Module):

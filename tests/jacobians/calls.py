@@ -30,6 +30,7 @@ class Case:
         settings: Further arguments.
         tokens: How many different integers the input may hold.
         parts: How many parts of each datum to call it with, one time after the other.
+        order: Of the input, "x", and the parameters where all are positional arguments.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +38,7 @@ class Case:
     settings: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = 0
     parts: tuple[int, ...] = (1, 3)
+    order: tuple[str, ...] = ()
 
     def inputs(self, m: int) -> Tensor:
         """Inputs of m data."""
@@ -64,6 +66,13 @@ CALLS: dict[str, list[Case]] = {
         Case((2, 3), {"weight": (2, 3), "bias": (2,)}),
         Case((4, 3), {"weight": (2, 3)}),  # as many positions as data
         Case((2, 1, 3), {"weight": (4, 3), "bias": (4,)}),
+    ],
+    "addmm": [
+        Case((3,), {"weight": (3, 4), "bias": (4,)}, order=("bias", "x", "weight")),
+    ],
+    "matmul": [
+        Case((3,), {"weight": (3, 4)}, order=("x", "weight")),
+        Case((4,), {"weight": (4, 4)}, order=("x", "weight")),
     ],
     "conv1d": [Case((2, 4), {"weight": (2, 2, 3), "bias": (2,)}, {"padding": 1})],
     "conv2d": [
@@ -128,6 +137,8 @@ class Called(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         slots = dict(self.named_parameters())
+        if self.case.order:
+            return self.function(*(({"x": x} | slots)[name] for name in self.case.order))
         if "other" in slots:
             return self.function(x, slots["other"], **self.case.settings)
         if "input" in slots:

@@ -77,6 +77,7 @@ def check_factors(
     for name, uses in factors.items():
         e = expected[name]
         products = [torch.einsum("nkgto,ngti->nkgoi", u.gradients, u.inputs) for u in uses]
+        products = [p.mT if u.transposed else p for p, u in zip(products, uses, strict=True)]
         torch.testing.assert_close(
             torch.stack(products).sum(0).reshape(e.shape), e, rtol=1e-10, atol=1e-10
         )
@@ -248,3 +249,18 @@ def test_an_embedding_of_places() -> None:
     model = randomised(nn.Sequential(Places(repeat=True), nn.Flatten(), nn.Linear(12, 2)))
     words = plan(model, weights_of(model), random(M, 4, 3)).describe()
     assert words["0.places.weight"].startswith("generic") and words["2.weight"] == "linear"
+
+
+class BothWays(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear((x @ self.weight).tanh(), self.weight)
+
+
+def test_a_weight_used_in_both_directions_has_no_kronecker_factors() -> None:
+    model = randomised(BothWays())
+    made = plan(model, weights_of(model), random(M, 3))
+    assert made.describe() == {"weight": "matmul + linear"} and not made.kronecker

@@ -65,12 +65,14 @@ class Factors:
         gradients: B, (G, o, o).
         count: The number of examples.
         num_rows: The number of outer products in B.
+        transposed: Whether the weight is (in, out) and not (out, in).
     """
 
     inputs: Tensor
     gradients: Tensor
     count: int
     num_rows: int
+    transposed: bool = False
 
     def __add__(self, other: "Factors") -> "Factors":
         """The sums over the examples of both."""
@@ -79,6 +81,7 @@ class Factors:
             self.gradients + other.gradients,
             self.count + other.count,
             self.num_rows + other.num_rows,
+            self.transposed,
         )
 
 
@@ -320,7 +323,8 @@ class Kfac(Structure[KfacStatistic]):
                 positions = sum(use.positions for use in uses)
                 mean = torch.stack([use.input_sum() for use in uses]).sum(0).to(dtype) / positions
                 total = torch.stack([use.gradients.sum(3) for use in scaled]).sum(0)
-                scaled = [KroneckerUse(mean[:, :, None], total[:, :, :, None])]
+                turned = uses[0].transposed
+                scaled = [KroneckerUse(mean[:, :, None], total[:, :, :, None], turned)]
             found[name] = scaled
         return found
 
@@ -364,7 +368,8 @@ def _gradient_rows(use: KroneckerUse) -> Float[Tensor, "G R o"]:
 def _factors(use: KroneckerUse) -> Factors:
     rows = _gradient_rows(use)
     count = use.num_data * use.positions
-    return Factors(use.input_gram(rows.dtype), rows.mT @ rows, count, rows.shape[1])
+    sums = (use.input_gram(rows.dtype), rows.mT @ rows)
+    return Factors(*sums, count, rows.shape[1], use.transposed)
 
 
 def _eigenvalues_of_gram(rows: Float[Tensor, "G R n"]) -> Float[Tensor, "G r"]:

@@ -22,15 +22,19 @@ class KroneckerUse:
     Args:
         inputs: The factors that the matrix multiplies; may have a lower precision.
         gradients: Gradients of the rows in the product.
+        transposed: Whether the weight is (in, out).
     """
 
     gradients: Float[Tensor, "m k G T o"]
 
     def __init__(
-        self, inputs: Float[Tensor, "m G T i"] | None, gradients: Float[Tensor, "m k G T o"]
+        self,
+        inputs: Float[Tensor, "m G T i"] | None,
+        gradients: Float[Tensor, "m k G T o"],
+        transposed: bool = False,
     ) -> None:
         self._inputs = inputs
-        self.gradients = gradients
+        self.gradients, self.transposed = gradients, transposed
 
     @property
     def inputs(self) -> Float[Tensor, "m G T i"]:
@@ -70,7 +74,7 @@ class KroneckerUse:
 
     def detach(self) -> "KroneckerUse":
         """The same factors without a graph."""
-        return KroneckerUse(self.inputs.detach(), self.gradients.detach())
+        return KroneckerUse(self.inputs.detach(), self.gradients.detach(), self.transposed)
 
     def _flat(self, dtype: torch.dtype) -> Float[Tensor, "G mT i"]:
         assert self._inputs is not None

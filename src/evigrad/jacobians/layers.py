@@ -64,10 +64,12 @@ class Rule(ABC):
     Attributes:
         name: For ``JacobianPlan.describe()``.
         kronecker: Slots for which ``factors`` and ``matrix`` are defined.
+        transposed: Whether their weights are (in, out) and not (out, in).
     """
 
     name: str
     kronecker: frozenset[str] = frozenset()
+    transposed: bool = False
 
     @abstractmethod
     def match(self, *args: Any, **kwargs: Any) -> Match | None:
@@ -181,10 +183,12 @@ class Linear(Rule):
         products = a @ cotangent.flatten(1, 2).mT  # each datum's input through its own weights
         return inner_product(products.reshape(m, positions, k, out).transpose(1, 2), g)
 
-    def factors(self, match: Match, gradient: Float[Tensor, "m k F *out"]) -> KroneckerUse:
+    def factors(
+        self, match: Match, gradient: Float[Tensor, "m k F *out"], transposed: bool = False
+    ) -> KroneckerUse:
         """See ``Rule.factors``."""
         a, g = self._positions(match, gradient)
-        return KroneckerUse(a[:, None], g[:, :, None])
+        return KroneckerUse(a[:, None], g[:, :, None], transposed)
 
     def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
         """See ``Rule.matrix``."""
@@ -198,6 +202,66 @@ class Linear(Rule):
         positions = parts * prod(a.shape[1:-1])
         a = a.reshape(m, positions, a.shape[-1])
         return a, gradient.reshape(m, k, positions, gradient.shape[-1])
+
+
+class Product(Rule):
+    """z = x W or b + x W: a linear layer whose weight (in, out) is transposed.
+
+    Args:
+        name: The name of the rule.
+        arguments: Reads a call as (x, W) or (x, W, b).
+    """
+
+    kronecker = frozenset({"weight"})
+    transposed = True
+
+    def __init__(self, name: str, arguments: Callable[..., tuple[Any, ...]]) -> None:
+        self.name = name
+        self._arguments, self._linear = arguments, Linear()
+
+    def match(self, *args: Any, **kwargs: Any) -> Match | None:
+        """See ``Rule.match``."""
+        found = self._arguments(*args, **kwargs)
+        if not found or not all(isinstance(each, Tensor) for each in found):
+            return None
+        x, weight, *bias = found
+        if x.dim() < 2 or weight.dim() != 2 or any(b.dim() != 1 for b in bias):
+            return None
+        return Match(x, given(weight=weight, bias=bias[0] if bias else None))
+
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
+        """See ``Rule.rows``."""
+        rows = self._linear.rows(slot, match, gradient)
+        return rows if slot == "bias" else rows.mT
+
+    def inner(
+        self,
+        slot: str,
+        match: Match,
+        gradient: Float[Tensor, "m k F *out"],
+        cotangent: Float[Tensor, "m k *parameter"],
+    ) -> Float[Tensor, ""]:
+        """See ``Rule.inner``."""
+        cotangent = cotangent if slot == "bias" else cotangent.mT
+        return self._linear.inner(slot, match, gradient, cotangent)
+
+    def factors(self, match: Match, gradient: Float[Tensor, "m k F *out"]) -> KroneckerUse:
+        """See ``Rule.factors``."""
+        return self._linear.factors(match, gradient, self.transposed)
+
+    def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
+        """See ``Rule.matrix``."""
+        return self._linear.matrix(use, shape[::-1])
+
+
+def _addmm(
+    input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1
+) -> tuple[Any, ...]:
+    return (mat1, mat2, input) if beta == alpha == 1 else ()
+
+
+def _matmul(input: Any, other: Any) -> tuple[Any, ...]:
+    return input, other
 
 
 class Convolution(Rule):
@@ -425,10 +489,14 @@ _DIV = Elementwise(
     "div", {"input": lambda x, p, alpha: 1 / x, "other": lambda x, p, alpha: -x / p**2}
 )
 
+_MATMUL = Product("matmul", _matmul)
+
 # Every function that has a closed form, as ``__torch_function__`` reports it: ``F.x`` and
 # ``torch.x`` are mostly one object, an operator and its method always.
 RULES: dict[Callable[..., Any], Rule] = {
     F.linear: Linear(),
+    torch.addmm: Product("addmm", _addmm),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm), _MATMUL),
     torch.conv1d: Convolution(1),
     torch.conv2d: Convolution(2),
     torch.conv3d: Convolution(3),

@@ -273,7 +273,8 @@ def _recorded(
         if name in elsewhere or not by_datum:
             continue
         recording.uses[name] = tuple(call.use(slot) for call, slot in uses)
-        if all(slot in call.rule.kronecker for call, slot in uses):
+        one_way = len({call.rule.transposed for call, _ in uses}) == 1
+        if one_way and all(slot in call.rule.kronecker for call, slot in uses):
             recording.kronecker.add(name)
         if not any(call.edge.node in nodes for call, _ in uses):
             recording.without_effect.add(name)
