@@ -80,9 +80,21 @@ def grouped() -> nn.Module:
     return nn.Sequential(nn.Flatten(), first, nn.Unflatten(1, (3, 2)), convolution, nn.Flatten())
 
 
+class Transposed(nn.Module):
+    """A square weight (in, out)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.flatten(1) @ self.weight)[:, :3]
+
+
 @pytest.mark.parametrize(
     ("likelihood", "build"),
     (
+        ("categorical", Transposed),
         ("categorical", lambda: nn.Sequential(nn.Flatten(), nn.Linear(4, 3))),
         ("gaussian", grouped),
     ),

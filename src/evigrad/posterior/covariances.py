@@ -93,8 +93,11 @@ class Kronecker:
     @classmethod
     def of(cls, name: str, factors: Factors, precision: Tensor) -> "Kronecker":
         """The block of a parameter's factors and its one precision."""
-        a, inputs = torch.linalg.eigh(factors.inputs)
-        b, gradients = torch.linalg.eigh(factors.gradients)
+        sides = (factors.inputs, factors.gradients)
+        # A weight (in, out) has A on its left.
+        of_inputs, of_gradients = sides[::-1] if factors.transposed else sides
+        a, inputs = torch.linalg.eigh(of_inputs)
+        b, gradients = torch.linalg.eigh(of_gradients)
         curvature = b.clamp(min=0)[:, :, None] * (a.clamp(min=0) / factors.count)[:, None]
         return cls(name, inputs, gradients, (curvature + precision).rsqrt())
 
