@@ -1,6 +1,7 @@
 """Inputs of several tensors, against the same network on one tensor."""
 
 from collections import UserDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 import evigrad
 from evigrad.errors import EvigradWarning, InputError
 from evigrad.inputs import Tree, as_inputs, called
+from evigrad.invariances import AdditiveNoise, Averaged
 from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
 
@@ -143,6 +145,41 @@ def test_one_subset_and_batches_of_all_data() -> None:
     assert own.estimate(batches).log_evidence == pytest.approx(whole, rel=1e-12)
     rows = {report.name: report.rows for report in own.describe(x)}
     assert rows["words.weight"] == "embedding" and rows["inner.weight"] == "linear"
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    hidden: Tensor
+
+
+class Logits(nn.Module):
+    """An object with ``logits``, and a parameter without a closed form."""
+
+    def __init__(self, boxed: bool) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(2, 3), nn.Linear(3, 3)
+        self.mix, self.boxed = nn.Parameter(torch.eye(3)), boxed
+        self.scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = torch.einsum("ni,io->no", self.first(x * self.scale.exp()).tanh(), self.mix)
+        f = self.out(hidden)
+        return Output(f, hidden) if self.boxed else f
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_outputs_that_are_an_object_with_logits(averaged: bool) -> None:
+    (x, y), found = data(), []
+    for boxed in (True, False):
+        torch.manual_seed(0)
+        model: nn.Module = Logits(boxed).double()
+        if averaged:
+            model = Averaged(model, AdditiveNoise(2), num_samples=2)
+        own = evidence(model, scale="model.scale" if averaged else "scale")
+        found.append(results(own, x["numbers"], y))
+        assert {r.rows for r in own.describe()} == {"linear", "generic: vmap"}
+    assert found[0] == found[1]
 
 
 # ------------------------------------------------------------ data sets and loaders

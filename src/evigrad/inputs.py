@@ -195,14 +195,15 @@ def called(model: nn.Module, x: Inputs) -> object:
     """Return what the model returns for a copy of some inputs, which it may change in place.
 
     A dictionary goes in as keyword arguments where ``forward`` takes all of its keys, and a tuple
-    as positional ones where ``forward`` asks for as many; else each is one argument.
+    as positional ones where ``forward`` asks for as many; else each is one argument. Of an object
+    that has ``logits``, as a Hugging Face model returns it, these are the outputs.
 
     Raises:
         InputError: If the model raises an exception.
     """
     if isinstance(x, Tensor):
         with raised_in(f"The model, given inputs of shape {tuple(x.shape)} and type {x.dtype},"):
-            return model(x.clone())
+            return scores_of(model(x.clone()))
     positional, named = arguments(model, x.clone().value)
     words = ", ".join(
         f"{name} {shape} {str(dtype).removeprefix('torch.')}" for name, shape, dtype in layout(x)
@@ -210,7 +211,13 @@ def called(model: nn.Module, x: Inputs) -> object:
     how = "keyword arguments" if named else f"{len(positional)} positional arguments"
     how = "one argument" if len(positional) == 1 else how
     with raised_in(f"The model, given {len(x)} data of {words} as {how},"):
-        return model(*positional, **named)
+        return scores_of(model(*positional, **named))
+
+
+def scores_of(output: object) -> Any:
+    """The ``logits`` of an object that has them; anything else as it is."""
+    logits = getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else output
 
 
 def arguments(model: nn.Module, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

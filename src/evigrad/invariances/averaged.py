@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from evigrad.errors import ConfigurationError, InputError, nearest
+from evigrad.inputs import scores_of
 from evigrad.invariances.noise import Stochastic, sampled
 from evigrad.invariances.transform import Transform
 
@@ -147,7 +148,7 @@ class Averaged(nn.Module):
         # Applied here and not before all passes: another thread may repeat a pass.
         transformed = self.invariance.apply(repeated, noise.flatten(0, 1))
         with sampled(num_samples):
-            outputs = self.model(transformed)
+            outputs = scores_of(self.model(transformed))
         outputs = outputs.unflatten(0, (num_data, num_samples))
         if self.average == "probabilities":
             outputs = outputs.log_softmax(-1)

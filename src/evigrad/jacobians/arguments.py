@@ -110,7 +110,8 @@ def check_output(output: object, m: int) -> Tensor:
     if not isinstance(output, Tensor):
         raise InputError(
             f"The model returned a {type(output).__name__}; evigrad needs one tensor of shape"
-            " (data, outputs). Wrap the model in a module that returns only that tensor."
+            " (data, outputs), or an object whose .logits are one. Wrap the model in a module that"
+            " returns only that tensor."
         )
     if output.layout != torch.strided or output.is_nested:
         raise InputError(

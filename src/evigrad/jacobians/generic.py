@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
+from evigrad.inputs import scores_of
 from evigrad.jacobians.arguments import check_output, model_outputs
 
 
@@ -94,7 +95,8 @@ def vmap_rows(
 
     def output(parameters: dict[str, Tensor], datum: Tensor) -> Tensor:
         given = (datum.unsqueeze(0),)
-        return check_output(functional_call(model, {**constant, **parameters}, given), 1)[0]
+        output = functional_call(model, {**constant, **parameters}, given)
+        return check_output(scores_of(output), 1)[0]
 
     def rows_of_datum(datum: Tensor, cotangents: Tensor) -> dict[str, Tensor]:
         pull = vjp(lambda parameters: output(parameters, datum), wanted)[1]

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, is_out_of_memory
+from evigrad.inputs import called, scores_of
 from evigrad.jacobians.generic import loop_rows
 from evigrad.jacobians.modes import held_tensors, model_run
 from evigrad.jacobians.recorder import graph_nodes, reachable
@@ -202,7 +203,7 @@ def _varied(x: Tensor) -> Tensor:
 def _runs(model: nn.Module, x: Tensor) -> bool:
     try:
         with model_run(model), torch.no_grad():
-            output = model(x.clone())
+            output = called(model, x)
     except Exception:  # the caller then uses the given data, which show whose error it is
         return False
     return isinstance(output, Tensor) and bool(output.isfinite().all())
@@ -224,7 +225,7 @@ def moved_copy(
             own = dict(moved.named_parameters())
             _move([own[name] for name in sorted(names)])
             with model_run(moved), torch.enable_grad():
-                outputs = moved(x.clone())
+                outputs = scores_of(moved(x.clone()))
         except Exception:  # any error means that there is no such copy
             continue
         foreign = reachable(outputs, dict(model.named_parameters()))
@@ -250,7 +251,7 @@ def refuse_reentrant(model: nn.Module, x: Tensor) -> None:
         x = x.requires_grad_().clone()
     try:
         with model_run(model), torch.enable_grad():
-            output = model(x)
+            output = scores_of(model(x))
     except Exception:  # the model cannot take such an input; other calls will report real errors
         return
     if any(node.name() == _REENTRANT for node in graph_nodes(output)):
