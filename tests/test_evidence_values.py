@@ -52,8 +52,15 @@ def make(
     return evidence, x, y
 
 
-def dense(evidence: Evidence, x: Tensor, y: Tensor, structure: str, by: str = "tensor") -> Tensor:
-    """The full-data log evidence with a graph, from dense matrices."""
+def dense(
+    evidence: Evidence,
+    x: Tensor,
+    y: Tensor,
+    structure: str,
+    by: str = "tensor",
+    mean: Tensor | float = 0.0,
+) -> Tensor:
+    """The full-data log evidence with a graph, from dense matrices; the prior's mean is (P,)."""
     weights, likelihood = evidence.weights(), evidence.likelihood
     f = oracle.outputs(evidence.model, x)
     jacobians = oracle.jacobian(evidence.model, weights, x)
@@ -76,7 +83,7 @@ def dense(evidence: Evidence, x: Tensor, y: Tensor, structure: str, by: str = "t
     precision = oracle.flat(evidence.prior.precisions(), weights)
     parts = oracle.parts_of(structure, {n: w.numel() for n, w in weights.items()}, by)
     flat = torch.cat([w.detach().flatten() for w in weights.values()])
-    decay = (precision * flat**2).sum()
+    decay = (precision * (flat - mean) ** 2).sum()
     return log_lik / t - 0.5 * decay - 0.5 * oracle.log_det(h, precision, parts)
 
 
@@ -129,6 +136,89 @@ def test_every_likelihood_and_prior(structure: str, prior: str, likelihood: str)
         temperature=0.7,
     )
     assert_gradients(evidence, x, y, dense(evidence, x, y, structure))
+
+
+MEANS = {
+    "initial": "initial",
+    "some": {"body": "initial", "head.weight": "zero"},
+    "tensor": {"body.*": "initial", "head.bias": torch.tensor([1.0, -2.0, 0.5])},
+}
+
+
+PRIORS = ["scalar", "layerwise", "diagonal", "groups"]
+# A precision that varies in a Kronecker block has no log-determinant.
+UNDER_A_MEAN = [(s, p) for s in [*DENSE, "kfac"] for p in PRIORS if (s, p) != ("kfac", "diagonal")]
+
+
+@pytest.mark.parametrize(("structure", "prior"), UNDER_A_MEAN)
+def test_a_prior_with_a_mean(structure: str, prior: str) -> None:
+    """Value, gradients and the training loss have the deviations from it."""
+    groups: Any = {"body": ["body"], "head": ["head.*"]} if prior == "groups" else prior
+    for name, given in MEANS.items():
+        evidence, x, y = make(
+            CASES["in-place"],
+            Categorical(),
+            GaussianPrior(groups, precision=0.8, mean=given),
+            f"{structure}-N-C",
+            m=4,
+            temperature=0.7,
+        )
+        weights = evidence.weights()
+        means = {n: torch.zeros_like(w) for n, w in weights.items()}
+        means |= {n: w.detach().clone() for n, w in weights.items() if n.startswith("body")}
+        if name == "initial":
+            means = {n: w.detach().clone() for n, w in weights.items()}
+        elif name == "tensor":
+            means["head.bias"] = torch.tensor([1.0, -2.0, 0.5]).double()
+        assert list(evidence.prior.means()) == [n for n in means if means[n].any()]
+        with torch.no_grad():
+            for w in weights.values():
+                w += torch.sin(torch.arange(w.numel()).double()).reshape(w.shape)
+        mean = torch.cat([m.flatten() for m in means.values()])
+        flat = torch.cat([w.flatten() for w in weights.values()])
+        precision = oracle.flat(evidence.prior.precisions(), weights)
+        quadratic = (precision * (flat - mean) ** 2).sum()
+        if structure == "kfac":  # its log-determinant knows no mean
+            zero = evidence.with_estimator("kfac-N-C", prior=GaussianPrior(groups))
+            with torch.no_grad():
+                for one, two in zip(
+                    zero.prior.parameters(), evidence.prior.parameters(), strict=True
+                ):
+                    one.copy_(two)
+            found, other = evidence.estimate(x, y), zero.estimate(x, y)
+            assert found.log_prior == pytest.approx(-0.5 * quadratic.item())
+            assert (found.log_det, found.log_likelihood) == (other.log_det, other.log_likelihood)
+        else:
+            assert_gradients(evidence, x, y, dense(evidence, x, y, structure, mean=mean))
+        loss = evidence.map_loss(x, y)
+        nll = torch.nn.functional.cross_entropy(evidence.model(x), y)
+        expected = nll + 0.7 / (2 * 4) * quadratic
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+        wanted = torch.autograd.grad(expected, list(weights.values()))
+        got = torch.autograd.grad(loss, list(weights.values()))
+        for one, two in zip(got, wanted, strict=True):
+            torch.testing.assert_close(one, two)
+
+
+def test_the_gradient_under_a_mean_by_finite_differences() -> None:
+    evidence, x, y = make(
+        CASES["linear"], Categorical(), GaussianPrior(mean="initial"), "kfac-N-C", m=4
+    )
+    with torch.no_grad():
+        for w in evidence.weights().values():
+            w.mul_(1.5).add_(0.1)
+    evidence.backward(x, y, wrt="prior")
+    log_precision = evidence.hyperparameters()["prior.log_precision"]
+    assert log_precision.grad is not None
+    for index in range(len(log_precision)):
+        values = []
+        for step in (1e-4, -1e-4):
+            with torch.no_grad():
+                log_precision[index] += step
+                values.append(evidence.estimate(x, y).per_datum)
+                log_precision[index] -= step
+        found = log_precision.grad[index].item()
+        assert found == pytest.approx((values[1] - values[0]) / 2e-4, rel=1e-5, abs=1e-8)
 
 
 @pytest.mark.parametrize("structure", ["ntk", "diag"])

@@ -136,6 +136,112 @@ def test_hyperpriors() -> None:
         bound("layerwise", hyperprior=lambda log_precision: log_precision).log_hyperprior()
 
 
+# ---------------------------------------------------------------- the mean
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=IDS)
+def test_the_density_around_a_mean_is_that_of_normals(structure) -> None:
+    start, w = weights(), weights(seed=1)
+    shift = torch.randn(3, 2, generator=torch.Generator().manual_seed(4)).double()
+    cases = {
+        "zero": {},
+        "initial": start,
+        "by name": {"encoder.weight": shift, "head.bias": start["head.bias"]},
+    }
+    by_name = {"encoder.weight": shift, "head.bias": "initial"}
+    for name, means in cases.items():
+        prior = bound(structure, mean=by_name if name == "by name" else name)
+        found = prior.means()
+        assert list(found) == [n for n in w if n in means]
+        assert all(torch.equal(found[n], means[n]) for n in found)
+        precisions = prior.precisions()
+        oracle = sum(
+            Normal(means.get(n, torch.zeros(())), precisions[n] ** -0.5).log_prob(w[n]).sum()
+            for n in w
+        )
+        count = sum(t.numel() for t in w.values())
+        constant = 0.5 * count * math.log(2 * math.pi)
+        density = 0.5 * prior.log_det() - 0.5 * prior.quadratic(w) - constant
+        torch.testing.assert_close(density, torch.as_tensor(oracle), rtol=1e-12, atol=0)
+
+
+MEANS = {
+    "names": ({"encoder.weight": "initial", "gain": "initial"}, ["encoder.weight", "gain"]),
+    "module": ({"head": "initial", "gain": "zero"}, ["head.weight_v", "head.bias"]),
+    "pattern": ({"*.bias": "initial"}, ["encoder.bias", "head.bias"]),
+    "group": ({"first": "initial", "rest": "zero"}, ["encoder.weight", "encoder.bias"]),
+    "zero": ({"*": "zero"}, []),
+    "nothing": ({}, []),
+}
+
+
+@pytest.mark.parametrize(("mean", "names"), MEANS.values(), ids=list(MEANS))
+def test_means_by_name(mean, names) -> None:
+    assert list(bound(GROUPS, mean=mean).means()) == names
+
+
+def test_the_mean_is_that_of_the_first_binding_and_moves_with_the_prior() -> None:
+    w, prior = weights(), GaussianPrior(mean="initial")
+    prior.bind(w)
+    w["gain"].add_(1.0)  # a step of training, in place
+    assert prior.deviations(w)["gain"].item() == pytest.approx(1.0)
+    prior.bind(w)
+    assert torch.equal(prior.means()["gain"], weights()["gain"])
+    prior.bind(weights(torch.float32))
+    assert prior.means()["gain"].dtype == torch.float32
+    assert prior.to("meta").means()["gain"].is_meta
+    half = GaussianPrior(mean="initial")
+    half.bind(weights(torch.bfloat16))  # kept as finely as the precisions
+    assert half.means()["gain"].dtype == torch.float32
+    assert half.quadratic(weights(torch.bfloat16)).item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("mean", "words"),
+    [
+        ("intial", "Did you mean 'initial'"),
+        ({"gain": 0.0}, "The mean of 'gain' is zero, initial, or .* not 0.0"),
+        ({"gain": torch.ones((), dtype=torch.long)}, r"int64 tensor \(\)"),
+        ({"gain": torch.tensor(math.nan)}, "a finite floating-point tensor"),
+        (torch.ones(2), r"mean of 'encoder.weight' is \(2,\), the weight \(3, 2\)"),
+        ({"gian": "zero"}, "Did you mean 'gain'"),
+        ({"encodr": "zero"}, "Did you mean 'encoder'"),
+        ({"frist": "zero"}, "Did you mean 'first'"),
+        ({"*": "initial", "gain": "zero"}, "two values for 'gain', by '\\*' and 'gain'"),
+        ({"encoder.weight": torch.ones(2, 3)}, r"is \(2, 3\), the weight \(3, 2\)"),
+    ],
+)
+def test_means_that_do_not_fit(mean, words) -> None:
+    prior = None
+    with pytest.raises(ConfigurationError, match=words):
+        prior = GaussianPrior(GROUPS, mean=mean)
+        prior.bind(weights())
+    assert prior is None or prior.log_precision is None
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=IDS)
+def test_a_mean_is_kept_in_the_state(structure) -> None:
+    mean = {"encoder": "initial", "gain": torch.tensor(2.0)}
+    prior = bound(structure, mean=mean)
+    state = through_a_file(prior.state_dict())
+    other_start = GaussianPrior(structure, mean=mean)
+    other_start.bind(weights(seed=9))
+    for other in (other_start, GaussianPrior(structure, mean=mean), copy.deepcopy(prior)):
+        other.load_state_dict(state)
+        other.bind(weights(seed=9))
+        found = other.means()
+        assert list(found) == ["encoder.weight", "encoder.bias", "gain"]
+        assert all(torch.equal(found[name], each) for name, each in prior.means().items())
+    for other, words in (("zero", "this one for no weight"), ("initial", "'head.weight_v'")):
+        unlike = GaussianPrior(structure, mean=other)
+        with pytest.raises(ConfigurationError, match=f"{words}.*give the same mean="):
+            unlike.load_state_dict(state)
+        assert unlike.log_precision is None
+    assert "_means" not in bound(structure).state_dict()
+    assert "mean={'encoder': 'initial', 'gain': float32 tensor ()}" in repr(prior)
+    assert "mean" not in repr(bound(structure))
+
+
 # ---------------------------------------------------------------- initial values
 
 

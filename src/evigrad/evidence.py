@@ -176,7 +176,7 @@ class Evidence:
         wrt: str | Sequence[str] = (),
         indices: Tensor | None = None,
     ) -> Tensor:
-        """Training loss of the weights: mean NLL + (T/2N) wᵀP0w, in nats per datum.
+        """Training loss of the weights: mean NLL + (T/2N) (w−w₀)ᵀP0(w−w₀), nats per datum.
 
         It is −(T/N) times the log joint, up to constants in the weights. The model runs in its
         present mode. No gradient reaches a hyperparameter outside of ``wrt``.
@@ -209,7 +209,8 @@ class Evidence:
             self._anchors.note(indices, f)
         with torch.no_grad():
             precisions = self.prior.precisions()
-        decay = sum((precisions[name] * w.square()).sum() for name, w in self._weights.items())
+        deviations = self.prior.deviations(self._weights)
+        decay = sum((precisions[name] * d.square()).sum() for name, d in deviations.items())
         return -log_prob.mean() + 0.5 * self.temperature / self.num_data * decay
 
     # ------------------------------------------------------------ the evidence

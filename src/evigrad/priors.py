@@ -1,8 +1,9 @@
 """Gaussian priors over the weights, with precisions that can be learned, and groups of weights.
 
-p(w|h) = N(w; 0, P0⁻¹), P0 diagonal: one precision for all weights, for each parameter tensor, for
+p(w|h) = N(w; w₀, P0⁻¹), P0 diagonal: one precision for all weights, for each parameter tensor, for
 each group of tensors, or for each single weight. Precisions are learned as their logarithms, so
-that they stay positive and a step changes them by a factor.
+that they stay positive and a step changes them by a factor. The mean w₀ is given: zero, the weights
+at the start (fine-tuning), or tensors.
 """
 
 import math
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, listed, nearest
 
-__all__ = ["STRUCTURES", "GaussianPrior", "NormalHyperprior"]
+__all__ = ["MEANS", "STRUCTURES", "GaussianPrior", "NormalHyperprior"]
 
 STRUCTURES = ("scalar", "layerwise", "diagonal")
+MEANS = ("zero", "initial")
 SCALAR_GROUP = "all"
 
 
@@ -52,9 +54,13 @@ class NormalHyperprior:
 
 
 class GaussianPrior(nn.Module):
-    """A zero-mean Gaussian over the weights with diagonal precision P0.
+    """A Gaussian N(w₀, P0⁻¹) over the weights with mean w₀ and diagonal precision P0.
 
     It has no parameters until ``bind``, which ``Evidence`` calls, gives it the weights.
+
+    With ``mean="initial"`` weights are drawn to the values that they have then, for fine-tuning:
+    the larger a learned precision, the closer they stay to the pretrained ones. With
+    ``mean={"backbone": "initial"}`` a backbone is, and all else is drawn to zero.
 
     Args:
         structure: ``"scalar"`` (one precision), ``"layerwise"`` (one for each parameter tensor),
@@ -68,6 +74,10 @@ class GaussianPrior(nn.Module):
             groups that are not named are learned.
         hyperprior: Maps the log precisions (G,) to their joint log density (a scalar, in nats), as
             ``NormalHyperprior`` does; None is a flat one.
+        mean: w₀: ``"zero"``, ``"initial"`` (the weights when the prior is first bound), or a dict
+            from groups of the structure, names or patterns as above to ``"zero"``, ``"initial"`` or
+            a tensor of the weight's shape. Weights that it does not name have mean zero. It is part
+            of the ``state_dict``, and a state that is loaded replaces it.
 
     Attributes:
         log_precision: Log precisions of the learned groups, (G,), or of all where none is learned;
@@ -76,13 +86,14 @@ class GaussianPrior(nn.Module):
         group_of: Index into ``group_names`` for each weight tensor; empty if diagonal.
 
     Raises:
-        ConfigurationError: If the structure is unknown, a precision is not positive, or
+        ConfigurationError: If the structure or the mean is unknown, a precision is not positive, or
             ``learnable`` is neither a bool nor a mapping from names of groups to bools.
     """
 
     log_precision: nn.Parameter | None
     _all_groups: Tensor
     _learned_index: Tensor
+    _means: Tensor | None
 
     def __init__(
         self,
@@ -90,6 +101,7 @@ class GaussianPrior(nn.Module):
         precision: float | int | Mapping[str, float | int] = 1.0,
         learnable: bool | Mapping[str, bool] = True,
         hyperprior: Callable[[Tensor], Tensor] | None = None,
+        mean: str | Mapping[str, str | Tensor] = "zero",
     ) -> None:
         super().__init__()
         if isinstance(structure, Mapping):
@@ -116,12 +128,16 @@ class GaussianPrior(nn.Module):
         if hyperprior is not None and not callable(hyperprior):
             raise ConfigurationError(f"hyperprior must be callable, not {hyperprior!r}.")
         self.hyperprior = hyperprior
+        self._mean = _checked_mean(mean)
         self.register_parameter("log_precision", None)
         # Where some groups are fixed: log precisions of all (stale for the learned ones, which
         # ``log_precision`` has), and the positions of the learned. A state has one log precision
         # for each group, whatever is learned.
         self.register_buffer("_all_groups", torch.empty(0), persistent=False)
         self.register_buffer("_learned_index", torch.empty(0, dtype=torch.long), persistent=False)
+        # The means that are not zero, one behind the other, of the weights in ``_mean_of``.
+        self.register_buffer("_means", None)
+        self._mean_of: list[str] = []
         self._shapes: dict[str, torch.Size] = {}
         self.group_names: list[str] = []
         self.group_of: dict[str, int] = {}
@@ -131,16 +147,16 @@ class GaussianPrior(nn.Module):
     def bind(self, weights: Mapping[str, Tensor]) -> None:
         """Make a log precision for each group of these weights, on their device in their dtype.
 
-        A second call with the same names and shapes keeps the values, and moves them to the
-        weights' device and dtype.
+        A second call with the same names and shapes keeps precisions and means, and moves them to
+        the weights' device and dtype.
 
         Args:
             weights: The weights by name, each shared one once.
 
         Raises:
             ConfigurationError: If there are none, they are not in exactly one group each, a setting
-                names another group, the prior is bound to others, or the hyperprior returns no
-                scalar.
+                names another group, a mean does not fit, the prior is bound to others, or the
+                hyperprior returns no scalar.
         """
         if not weights:
             raise ConfigurationError("A prior needs weights: the model has no trainable ones.")
@@ -163,8 +179,13 @@ class GaussianPrior(nn.Module):
         names, group_of = self._assign(shapes)
         self._check_groups(names)
         initial = self._initial(names, shapes)
+        means = {
+            name: weights[name].detach() if isinstance(value, str) else value
+            for name, value in self._assigned_means(shapes, names, group_of).items()
+        }
         self._shapes, self.group_names, self.group_of = shapes, names, group_of
         self._set(initial.to(device, dtype))
+        self._set_means(list(means), [m.to(device, dtype) for m in means.values()])
         self.log_hyperprior()  # raises its errors now and not at the first step
 
     def _assign(self, shapes: Mapping[str, torch.Size]) -> tuple[list[str], dict[str, int]]:
@@ -208,6 +229,44 @@ class GaussianPrior(nn.Module):
             learnable = bool(chosen)
         self.log_precision = nn.Parameter(values, requires_grad=learnable)
 
+    def _assigned_means(
+        self,
+        shapes: Mapping[str, torch.Size],
+        names: Sequence[str],
+        group_of: Mapping[str, int],
+    ) -> dict[str, str | Tensor]:
+        """``"initial"`` or a tensor for each weight whose mean is not zero, in their order."""
+        found: dict[str, str | Tensor | None] = {}
+        key_of: dict[str, str] = {}
+        for key, value in self._mean.items():
+            index = names.index(key) if key in names else None
+            own = [
+                n for n in shapes if (matches(key, n) if index is None else group_of[n] == index)
+            ]
+            if not own:
+                raise ConfigurationError(
+                    f"mean names '{key}', which is no weight, module, pattern or group."
+                    f"{nearest(key, [*names, *_known(shapes)])}"
+                )
+            for name in own:
+                if name in key_of:
+                    raise ConfigurationError(
+                        f"mean has two values for '{name}', by '{key_of[name]}' and '{key}': name"
+                        " each weight once. Those without a name have mean zero."
+                    )
+                if isinstance(value, Tensor) and value.shape != shapes[name]:
+                    raise ConfigurationError(
+                        f"The mean of '{name}' is {tuple(value.shape)}, the weight"
+                        f" {tuple(shapes[name])}: give a tensor of the weight's shape."
+                    )
+                found[name], key_of[name] = value, key
+        return {name: mean for name in shapes if (mean := found.get(name)) is not None}
+
+    def _set_means(self, names: list[str], means: Sequence[Tensor]) -> None:
+        """Store a copy of the means of some weights; all others have mean zero."""
+        self._mean_of = names
+        self._means = torch.cat([m.flatten() for m in means]) if means else None
+
     def learned_groups(self) -> list[int]:
         """Indices into ``group_names`` of the entries of ``log_precision``; none if diagonal."""
         return self._learned_index.tolist() or list(range(len(self.group_names)))
@@ -246,8 +305,40 @@ class GaussianPrior(nn.Module):
         groups = precision.unbind()
         return {name: groups[self.group_of[name]] for name in self._shapes}
 
+    def means(self) -> dict[str, Tensor]:
+        """The mean w₀ of each weight tensor whose mean is not zero.
+
+        Returns:
+            Tensors of the weights' shapes by name; none for ``mean="zero"``.
+
+        Raises:
+            ConfigurationError: If the prior is not bound.
+        """
+        self._log_precisions()
+        if self._means is None:
+            return {}
+        shapes = [self._shapes[name] for name in self._mean_of]
+        parts = self._means.split([shape.numel() for shape in shapes])
+        named = zip(self._mean_of, parts, shapes, strict=True)
+        return {name: part.view(shape) for name, part, shape in named}
+
+    def deviations(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The deviations w − w₀ of weights from the mean, differentiable in the weights.
+
+        Args:
+            weights: The weights by name, as bound.
+
+        Returns:
+            Tensors of the weights' shapes by name; the weights themselves where w₀ is zero.
+
+        Raises:
+            ConfigurationError: If the prior is not bound.
+        """
+        means = self.means()
+        return {name: w - means[name] if name in means else w for name, w in weights.items()}
+
     def quadratic(self, weights: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """The quadratic form wᵀ P0 w, differentiable in weights and precisions.
+        """The quadratic form (w − w₀)ᵀ P0 (w − w₀), differentiable in weights and precisions.
 
         Args:
             weights: The weights by name, as bound.
@@ -264,7 +355,8 @@ class GaussianPrior(nn.Module):
             raise ConfigurationError(
                 f"The prior is bound to other weights ({_difference(self._shapes, shapes)})."
             )
-        terms = [(precisions[name] * w.square()).sum() for name, w in weights.items()]
+        deviations = self.deviations(weights)
+        terms = [(precisions[name] * d.square()).sum() for name, d in deviations.items()]
         return torch.stack(terms).sum()
 
     def log_det(self) -> Float[Tensor, ""]:
@@ -339,6 +431,7 @@ class GaussianPrior(nn.Module):
             "group_names": list(self.group_names),
             "group_of": dict(self.group_of),
             "shapes": {name: list(shape) for name, shape in self._shapes.items()},
+            "mean_of": list(self._mean_of),
         }
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
@@ -366,10 +459,19 @@ class GaussianPrior(nn.Module):
                     )
             if (names, group_of) != (saved["group_names"], saved["group_of"]):
                 raise ConfigurationError("The saved prior has other groups than this one.")
+            mean_of = list(self._assigned_means(shapes, names, group_of))
+            if (there := saved.get("mean_of", [])) != mean_of:
+                own, kept = (listed(each) or "no weight" for each in (mean_of, there))
+                raise ConfigurationError(
+                    f"The saved prior has a mean other than zero for {kept}, this one for {own}:"
+                    " give the same mean=... as when it was made."
+                )
             if self.log_precision is None:
                 self._shapes, self.group_names, self.group_of = shapes, names, group_of
                 self._check_groups(names)
                 self._set(torch.empty_like(state_dict[f"{prefix}log_precision"]))
+                if mean_of:
+                    self._set_means(mean_of, [torch.empty_like(state_dict[f"{prefix}_means"])])
         key = f"{prefix}log_precision"
         values = state_dict.get(key)
         some = len(self._learned_index) > 0
@@ -390,7 +492,9 @@ class GaussianPrior(nn.Module):
     def extra_repr(self) -> str:
         """What ``print`` shows."""
         groups = f", groups={self.group_names}" if self.structure == "groups" else ""
-        return f"structure={self.structure!r}{groups}, learnable={self.learnable}"
+        means = ", ".join(f"{key!r}: {_in_words(each)}" for key, each in self._mean.items())
+        mean = f", mean={{{means}}}" if any(m is not None for m in self._mean.values()) else ""
+        return f"structure={self.structure!r}{groups}, learnable={self.learnable}{mean}"
 
 
 def _positive(value: object, what: str) -> float:
@@ -418,6 +522,29 @@ def _bool(value: object, which: str) -> bool:
             " name, as {'head': False}."
         )
     return value
+
+
+def _checked_mean(mean: object) -> dict[str, str | Tensor | None]:
+    """By name or pattern a tensor, ``"initial"``, or None for zero; refuses what is no mean."""
+    found: dict[str, str | Tensor | None] = {}
+    for key, value in (mean if isinstance(mean, Mapping) else {"*": mean}).items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.isfinite().all():
+            found[key] = value.detach()
+        elif isinstance(value, str) and value in MEANS:
+            found[key] = None if value == "zero" else value
+        else:
+            raise ConfigurationError(
+                f"The mean of '{key}' is zero, initial, or a finite floating-point tensor of the"
+                f" weight's shape, not {_in_words(value)}.{nearest(str(value), MEANS)}"
+            )
+    return found
+
+
+def _in_words(mean: object) -> str:
+    """A mean without the numbers of its tensor."""
+    if isinstance(mean, Tensor):
+        return f"{str(mean.dtype).removeprefix('torch.')} tensor {tuple(mean.shape)}"
+    return repr("zero" if mean is None else mean)
 
 
 def _check_names(what: str, given: Iterable[str], known: Sequence[str]) -> None:
@@ -469,6 +596,11 @@ def checked_groups(groups: Mapping[str, Sequence[str]], what: str) -> dict[str, 
     return taken
 
 
+def _known(names: Iterable[str]) -> list[str]:
+    """The names of weights, and those of the modules that have them."""
+    return [*names, *sorted({name.rpartition(".")[0] for name in names})]
+
+
 def assign(names: Sequence[str], groups: Mapping[str, Sequence[str]], what: str) -> dict[str, str]:
     """Return the group of each weight, in the order of the weights.
 
@@ -482,7 +614,7 @@ def assign(names: Sequence[str], groups: Mapping[str, Sequence[str]], what: str)
         name: [g for g, patterns in groups.items() if any(matches(p, name) for p in patterns)]
         for name in names
     }
-    known = [*names, *sorted({name.rpartition(".")[0] for name in names})]
+    known = _known(names)
     problems = [
         f"'{pattern}' names no weight.{nearest(pattern, known)}"
         for patterns in groups.values()

@@ -24,7 +24,7 @@ from evigrad.cli.parser import NEEDS, argument_descriptions, check_needs, check_
 from evigrad.cli.setup import Setup, set_up
 from evigrad.data import DataSet
 from evigrad.errors import ConfigurationError, EvigradWarning, nearest
-from evigrad.training import fit, read_metrics
+from evigrad.training import fit, load, read_metrics
 from evigrad.training.settings import GROUPS
 
 QUICK = (
@@ -116,12 +116,14 @@ def test_options_after_a_file_replace_what_it_says(capsys, tmp_path):
 
 def test_how_an_estimate_computes_can_be_said_in_words(tmp_path):
     words = "--micro-batch auto --memory-budget 20MB --rows-dtype bfloat16 --gram-dtype float64"
-    words += " --prior-update fixed_point --prior-blocks 2"
+    words += " --prior-update fixed_point --prior-blocks 2 --prior-mean initial"
     run("train", *QUICK, *words.split(), "--no-figures", "--run-dir", tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["micro_batch"], config["memory_budget"]) == ("auto", "20MB")
     assert (config["rows_dtype"], config["gram_dtype"]) == ("bfloat16", "float64")
     assert (config["prior_update"], config["prior_blocks"]) == ("fixed_point", 2)
+    loaded = load(tmp_path / "run")
+    assert list(loaded.evidence.prior.means()) == list(loaded.evidence.weights())
     run("train", "--config", tmp_path / "run" / "config.yaml", "--no-figures")
     rows = [read_metrics(tmp_path / name / "metrics.csv")[-1] for name in ("run", "run-2")]
     assert rows[0]["precision/linear1.weight"] == rows[1]["precision/linear1.weight"] != 1.0

@@ -11,7 +11,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 from evigrad.cli import main
-from evigrad.cli.trainings import kept
+from evigrad.cli.trainings import kept, resolved
 from evigrad.errors import ConfigurationError
 
 QUICK = (
@@ -102,3 +102,9 @@ def test_what_is_kept_is_not_computed_again(tmp_path):
     file.write_text("{")
     with pytest.raises(ConfigurationError, match="cannot be read .* Remove it"):
         kept(file, dict)
+
+
+def test_an_option_that_is_younger_than_results_names_no_other_folder_at_its_default() -> None:
+    assert resolved({"prior-mean": "zero", "seed": 3}) == resolved({"seed": 3})
+    assert "prior_mean" not in resolved({})
+    assert resolved({"prior_mean": "initial"})["prior_mean"] == "initial"

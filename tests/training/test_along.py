@@ -55,6 +55,20 @@ def test_a_curve_along_the_precision_has_one_for_all_weights(evidence, images):
     assert found["sem"] == [0.0, 0.0]
 
 
+def test_a_curve_along_the_precision_keeps_the_mean(evidence, images):
+    evaluation.set_hyperparameter(evidence, "rotation", 0.0)
+    tuned = evidence.with_estimator("ntk-4-C", prior=GaussianPrior(mean="initial"))
+    start = {name: w.detach().clone() for name, w in tuned.weights().items()}
+    with torch.no_grad():
+        for w in tuned.weights().values():
+            w.add_(0.3)
+    found = evidence_along(tuned, images, "ntk-N-C", "precision", [2.0])
+    prior = GaussianPrior("scalar", precision=2.0, mean=start)
+    one = evidence.with_estimator("full-N-C", prior=prior).estimate(*images)
+    assert one.log_prior == pytest.approx(-0.5 * 2.0 * 0.09 * (36 * 3 + 3), rel=1e-5)
+    assert found["mean"][0] == pytest.approx(one.per_datum, rel=1e-4)
+
+
 def test_the_model_stays_as_it_was(evidence, images):
     before = {name: value.clone() for name, value in evidence.model.state_dict().items()}
     found = evidence_along(evidence, images, "ntk-4-C", "rotation", [0.0, 3.0], blocks=1)

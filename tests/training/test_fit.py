@@ -194,6 +194,16 @@ def test_one_precision_for_each_group_and_the_mean_of_a_diagonal_prior(blobs, ma
     assert last.std() > 0
 
 
+@pytest.mark.parametrize("mean", ["initial", "zero"])
+def test_a_huge_precision_leaves_the_weights_at_the_mean(blobs, make_net, mean):
+    model = make_net()
+    start = [w.detach().clone() for w in model.parameters()]
+    prior = GaussianPrior(precision=1e6, mean={"0": "initial", "3": mean}, learnable=False)
+    fit(model, blobs[0], prior=prior, **grouped(small(estimator=None, epochs=40, lr=0.05)))
+    means = [w if i < 2 or mean == "initial" else 0 * w for i, w in enumerate(start)]
+    assert all((w - m).abs().max() < 1e-2 for w, m in zip(model.parameters(), means, strict=True))
+
+
 def test_the_run_directory(blobs, make_net, tmp_path, capsys):
     result = fit(make_net(), blobs[0], test=blobs[1], run_dir=tmp_path / "run", **grouped(SMALL))
     assert result.run_dir == tmp_path / "run"
@@ -211,6 +221,7 @@ def test_the_run_directory(blobs, make_net, tmp_path, capsys):
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["estimator"] == "ntk-20-1"
     assert config["learned"] == ["prior.log_precision"]
+    assert config["prior_mean"] == "zero"
     assert config["num_weights"] == 4 * 8 + 8 + 8 * 3 + 3
     capsys.readouterr()
     shown = small(progress=True)

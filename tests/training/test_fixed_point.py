@@ -145,6 +145,29 @@ def test_the_gradient_vanishes_at_the_fixed_point(
     assert float(settle(evidence, evidence.collect(*data())).abs().max()) < 1e-10
 
 
+@pytest.mark.parametrize("structure", PRIORS, ids=str)
+def test_under_a_mean_it_is_where_the_deviations_have_their_number(structure: Any) -> None:
+    """δ ‖w − w₀‖² = γ for each group, by dense traces."""
+    prior = GaussianPrior(structure, precision=1e-2, mean={"0": "initial"})
+    evidence = make("full-N-C", prior)
+    start = {name: w.detach().clone() for name, w in evidence.weights().items()}
+    with torch.no_grad():
+        for w in evidence.weights().values():
+            w += 0.5 * torch.cos(torch.arange(w.numel()).double()).reshape(w.shape)
+    x, y = data()
+    # Single weights of a diagonal prior that the data hardly determine take more steps.
+    gradient = settle(evidence, evidence.collect(x, y), 200 if structure == "diagonal" else 40)
+    assert float(gradient.abs().max()) < 1e-10
+    squares = torch.cat(
+        [
+            (w.detach() - (start[name] if name.startswith("0") else 0)).square().flatten()
+            for name, w in evidence.weights().items()
+        ]
+    )
+    fitted = log_precision(evidence).detach().exp() * sums_by_group(evidence, squares)
+    torch.testing.assert_close(fitted, traces(evidence, x), rtol=1e-6, atol=1e-8)
+
+
 def test_it_is_where_many_steps_of_adam_lead() -> None:
     x, y = data()
     evidence, other = make("ntk-N-C"), make("ntk-N-C")
@@ -217,6 +240,15 @@ def test_weights_of_zero_keep_their_precision() -> None:
     after = log_precision(evidence).detach()
     assert after[1] == before[1]
     assert (after[[0, 2, 3]] != before[[0, 2, 3]]).all()
+
+
+def test_weights_at_the_mean_keep_their_precision() -> None:
+    evidence = make(prior=GaussianPrior(mean={"0.weight": "initial"}))
+    evidence.backward(*data())
+    before = log_precision(evidence).detach().clone()
+    FixedPoint(evidence, 1.0).step()
+    moved = log_precision(evidence).detach() != before
+    assert moved.tolist() == [False, True, True, True]
 
 
 @pytest.mark.parametrize("rate", [0.5, 1.0])

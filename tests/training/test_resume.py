@@ -19,7 +19,7 @@ from training.small_runs import CASES, SMALL, net, train
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.priors import GaussianPrior
-from evigrad.training import FitResult, Settings, fit, prepare
+from evigrad.training import FitResult, Settings, fit, load, prepare
 from evigrad.training.settings import grouped
 
 
@@ -79,6 +79,44 @@ def test_groups_that_are_not_learned_keep_their_precision(estimator, update, blo
         assert killed(lambda: run(tmp_path / "cut"))
     run(tmp_path / "cut", seed=9, resume=True)
     assert_same_runs(tmp_path / "cut", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("update", ["adam", "fixed_point"])
+def test_a_mean_of_initial_weights_is_that_of_the_beginning(update, blobs, tmp_path):
+    def run(folder: Path, mean: Any = None, **changes: Any) -> FitResult:
+        given = {"prior": GaussianPrior(mean=mean or {"0": "initial"}), "prior_update": update}
+        return train("ntk", blobs, folder, **given, **changes)
+
+    run(tmp_path / "whole")
+    for seed, moment in enumerate(MOMENTS):  # a network that goes on has the weights of its seed
+        with dying_at_call(*moment):
+            assert killed(lambda seed=seed: run(tmp_path / "cut", seed=seed, resume=seed > 0))
+    result = run(tmp_path / "cut", seed=9, resume=True)
+    assert_same_runs(tmp_path / "cut", tmp_path / "whole")
+    loaded = load(tmp_path / "cut", net(7), prior=GaussianPrior(mean={"0": "initial"}))
+    for evidence in (result.evidence, loaded.evidence):
+        means = evidence.prior.means()
+        assert list(means) == ["0.weight", "0.bias"]
+        assert all(torch.equal(each, net(0).get_parameter(n)) for n, each in means.items())
+    with pytest.raises(ConfigurationError, match="mean"):
+        run(tmp_path / "cut", mean="initial", resume=True)
+
+
+def test_a_run_from_before_there_were_means_goes_on_with_mean_zero(blobs, tmp_path):
+    train("ntk", blobs, tmp_path / "whole")
+    with dying_at_call(Evidence, "backward", 4):
+        assert killed(lambda: train("ntk", blobs, tmp_path / "cut"))
+    path = tmp_path / "cut" / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    del state["settings"]["prior_mean"], state["evidence"]["prior"]["_extra_state"]["mean_of"]
+    torch.save(state, path)
+    assert load(tmp_path / "cut", net(3)).evidence.prior.means() == {}
+    given = {name: value for name, value in SMALL.items() if name != "progress"}
+    settings = Settings(**grouped({**state["settings"], **given, "prior_mean": "initial"}))
+    with pytest.raises(ConfigurationError, match="no weight, this one for '0.weight'"):
+        prepare(net(), blobs[0], settings, test=blobs[1]).train(tmp_path / "cut", resume=True)
+    train("ntk", blobs, tmp_path / "cut", seed=3, resume=True)
+    assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("every", [1, 2])

@@ -118,6 +118,18 @@ def test_a_prior_without_a_fixed_point_learns_with_adam(trained):
     assert result.history[-1]["precision/all"] != pytest.approx(1.0)
 
 
+def test_weights_that_are_the_mean_are_refused_and_others_learned_from(trained):
+    model, data = trained
+    with pytest.raises(ConfigurationError, match=r"the prior's mean.*result\.evidence\.prior"):
+        tune(model, data, prior=GaussianPrior(mean={"0": "initial"}), estimator="kfac-30-1")
+    start = {name: 0.5 * w.detach() for name, w in model.named_parameters()}
+    result = tune(model, data, prior=GaussianPrior(mean=start), estimator="full-N-C", rounds=9)
+    # The deviations are half the weights, and the log-determinant favours the same precisions.
+    zero = tune(model, data, estimator="full-N-C", rounds=9)
+    names = [f"precision/{name}" for name in start]
+    assert all(float(result.history[-1][n] or 0) > float(zero.history[-1][n] or 0) for n in names)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -72,7 +72,9 @@ def run(parser: Parser, options: Namespace) -> int:
     evidence = Evidence(
         setup.make_model(),
         likelihood,
-        GaussianPrior(options.prior, options.precision or LEARNED_PRECISION),
+        GaussianPrior(
+            options.prior, options.precision or LEARNED_PRECISION, mean=options.prior_mean
+        ),
         estimator=options.estimator,
         num_data=len(data[0]),
         hyperparameters=setup.hyperparameters,

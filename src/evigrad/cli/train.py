@@ -70,11 +70,12 @@ _WORDS = {
 }
 # Options of ``fit`` itself, those of what is recorded, and those of the command's own results.
 PRIOR = ("estimator", "likelihood", "prior", "precision")
+_MEAN = ("prior_mean",)  # in Python that of a ``GaussianPrior``
 _RECORD = ("eval_every", "bracket_every", "checkpoint_every")
 OWN = ("compare_map", "evaluate_with", "run_dir", "figures")
 _PRIOR_TYPES = {"likelihood": str | None, "prior": Literal[STRUCTURES]}
 # All options that settings are made of.
-SETTINGS = (*PRIOR, *(each.name for kind in GROUPS.values() for each in fields(kind)))
+SETTINGS = (*PRIOR, *_MEAN, *(each.name for kind in GROUPS.values() for each in fields(kind)))
 # Time of the final evaluation as a share of training's, and its least, in seconds.
 _EVALUATION, _LEAST_SECONDS = 0.25, 2.0
 _UNITS = " Ranges are in half images, radians, and natural logarithms of scales."
@@ -108,6 +109,7 @@ def add_problem(options: Options, with_estimator: bool = True) -> None:
     options.add_group("what to train", set_up, NETWORK)
     options.add_group("invariance", set_up, INVARIANCE)
     options.add_group("prior and evidence", fit, prior, _PRIOR_TYPES, {"likelihood": None}, _WORDS)
+    options.add_group("prior and evidence", Settings, _MEAN)
 
 
 def add_details(options: Options) -> None:

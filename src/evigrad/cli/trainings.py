@@ -50,6 +50,8 @@ PLACE_OF_TRAINING = ("results", "jobs", "device", "threads")
 # Runs side by side where nothing is said: more of them may be too much for the memory.
 _MOST_JOBS = 4
 _DIGITS = 16  # of a name that is a hash
+# Options that are younger than results: at their default these keep the folders that they have.
+_YOUNGER = {"prior_mean": "zero"}
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ def resolved(options: Mapping[str, Any]) -> dict[str, Any]:
     except CommandLineError as error:
         mistake = explain(str(error), parser, "evigrad train")
         raise mistake from error
-    return {**defaults, **{name: typed[name] for name in given if name not in _FREE}}
+    found = {**defaults, **{name: typed[name] for name in given if name not in _FREE}}
+    return {name: v for name, v in found.items() if name not in _YOUNGER or v != _YOUNGER[name]}
 
 
 @cache

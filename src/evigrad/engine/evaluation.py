@@ -39,7 +39,7 @@ class Estimate:
     Attributes:
         log_evidence: Estimate of log q(D|h).
         log_likelihood: Estimate of (1/T) log p(D|w,h).
-        log_prior: −½ wᵀP0w, exact. (The rest of log p(w|h) cancels in the determinant.)
+        log_prior: −½ (w−w₀)ᵀP0(w−w₀), exact. (The rest of log p(w|h) cancels in the determinant.)
         log_det: Estimate of ℓ(I) = log|I + S|, scaled to the whole data set.
         log_hyperprior: Log density of the hyperparameters, not part of ``log_evidence``.
         is_bound: Whether the expectation of ``log_evidence`` is a lower bound on the log evidence

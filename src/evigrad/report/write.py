@@ -235,6 +235,7 @@ def settings(runs: Sequence[Run]) -> Rows:
             "learned": lambda run: show(run.settings.get("learned") or "nothing but the weights"),
             "prior": setting("prior"),
             "prior precision at the start": setting("precision"),
+            "prior mean": setting("prior_mean"),
             "batch size": setting("batch_size"),
             "optimiser of the weights": optimiser,
             "rounds of hyperparameter steps": _rounds,

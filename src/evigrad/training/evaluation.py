@@ -54,7 +54,7 @@ class EvidenceValue:
         sem: Standard error of the mean over the blocks; 0 for one block. Where all blocks of a
             partition were used, it says how far a single draw would be off.
         log_likelihood: The data term, nats per datum.
-        log_prior: The term −½ wᵀP0w, nats per datum.
+        log_prior: The term −½ (w−w₀)ᵀP0(w−w₀), nats per datum.
         log_det_term: The term −½ ℓ, nats per datum.
         estimator: Name of the estimator.
         blocks: Number of blocks.
@@ -215,7 +215,7 @@ def evidence_along(
     is_precision = hyperparameter == PRECISION
     one = evidence.with_estimator(
         estimator,
-        prior=GaussianPrior("scalar") if is_precision else None,
+        prior=GaussianPrior("scalar", mean=evidence.prior.means()) if is_precision else None,
         memory=default_memory(evidence, data),
         generator=seed,
     )

@@ -82,7 +82,9 @@ def fit(
             but the noise of a gaussian is learned on the training loss; augerino learns the ranges
             of a transform on the training loss, with a reward for wide ones.
         prior: What has its own prior precision (weight decay): scalar (one for all weights),
-            layerwise (one for each parameter tensor) or diagonal (one for each weight).
+            layerwise (one for each parameter tensor) or diagonal (one for each weight). A
+            ``GaussianPrior`` has more: groups, a hyperprior, and a mean other than zero, as the
+            weights that training begins with (fine-tuning, ``mean="initial"``).
         precision: Prior precision at the start. Weight decay in the usual sense is precision / N.
             Default: 1 where it is learned; 5e-4 N, the usual weight decay, where it is kept.
         hyperparameters: Names, or prefixes of names, of parameters of the model that the evidence
@@ -191,7 +193,7 @@ def make_evidence(model: nn.Module, num_data: int, settings: Settings) -> Eviden
     return Evidence(
         model,
         make_likelihood(settings.likelihood),
-        _make_prior(settings.prior, settings.precision),
+        _make_prior(settings),
         estimator=name,
         num_data=num_data,
         hyperparameters=settings.hyperparameters,
@@ -214,14 +216,15 @@ def place_of(model: nn.Module) -> torch.device:
     return first.device
 
 
-def _make_prior(prior: str | GaussianPrior, precision: float | None) -> GaussianPrior:
+def _make_prior(settings: Settings) -> GaussianPrior:
+    prior, precision = settings.prior, settings.precision
     if not isinstance(prior, GaussianPrior):
         assert precision is not None  # by ``Settings.for_data``
-        return GaussianPrior(structure=prior, precision=precision)
-    if precision is not None:
+        return GaussianPrior(structure=prior, precision=precision, mean=settings.prior_mean)
+    if precision is not None or settings.prior_mean != "zero":
         raise ConfigurationError(
-            "The prior is given with its precision; leave precision=... away, or name the prior's"
-            " structure instead."
+            "The prior is given with its precision and its mean; leave precision=... and"
+            " prior_mean=... away, or name the prior's structure instead."
         )
     return prior
 

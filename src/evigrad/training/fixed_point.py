@@ -1,14 +1,15 @@
 """MacKay's fixed-point update of the prior's precisions, from the gradient of the evidence.
 
-Where the log evidence has its maximum in the precision δ_g of prior group g,
+Where the log evidence has its maximum in the precision δ_g of prior group g, whose weights deviate
+by d_g = w_g − w₀_g from the prior's mean,
 
-    δ_g ‖w_g‖² = γ_g,    γ_g = −∂ℓ/∂log δ_g = tr_g(H (H + P0)⁻¹),
+    δ_g ‖d_g‖² = γ_g,    γ_g = −∂ℓ/∂log δ_g = tr_g(H (H + P0)⁻¹),
 
 the effective number of parameters: how many of the group's weights the data determine, between 0
 and their number P_g (D. MacKay, 1992, *Bayesian Interpolation*, Neural Computation 4, section 4;
 *A Practical Bayesian Framework for Backpropagation Networks*, ibid.). The gradient of
-−log evidence / N in log δ_g is (δ_g ‖w_g‖² − γ_g) / 2N. So γ_g follows from the gradient for every
-structure and estimator, and δ_g ← γ_g / ‖w_g‖² costs nothing more. The update needs no learning
+−log evidence / N in log δ_g is (δ_g ‖d_g‖² − γ_g) / 2N. So γ_g follows from the gradient for every
+structure and estimator, and δ_g ← γ_g / ‖d_g‖² costs nothing more. The update needs no learning
 rate, and corrects precisions by orders of magnitude within a few steps.
 """
 
@@ -36,7 +37,7 @@ LOG_LIMIT = 12 * math.log(10.0)
 
 
 class FixedPoint:
-    """Damped steps δ ← (1 − rate) δ + rate · γ / ‖w‖², for every structure of prior and estimator.
+    """Damped steps δ ← (1 − rate) δ + rate · γ / ‖w − w₀‖², for every prior and estimator.
 
     The mean is over precisions and not their logarithms: γ on a random block is an unbiased
     estimate, so that steps of a falling rate converge to where the mean gradient is zero, as those
@@ -49,7 +50,8 @@ class FixedPoint:
         update.step()
 
     γ is clipped at P_g: on a small block, whose log-determinant is scaled up to all the data, an
-    estimate may exceed it. A group of zero weights has no finite optimum and keeps its precision.
+    estimate may exceed it. A group whose weights are the prior's mean has no finite optimum, and
+    keeps its precision.
 
     Args:
         evidence: Has a learnable prior without a hyperprior.
@@ -133,13 +135,13 @@ class FixedPoint:
             return gamma.clamp(min=0.0).minimum(self._counts().to(gamma))
 
     def _square_norms(self) -> Tensor:
-        """‖w_g‖² for each entry of ``log_precision``, float64."""
-        weights = self.evidence.weights()
+        """‖w_g − w₀_g‖² for each entry of ``log_precision``, float64."""
         prior = self.evidence.prior
         with torch.no_grad():
+            deviations = prior.deviations(self.evidence.weights()).values()
             if prior.structure == "diagonal":
-                return torch.cat([w.double().square().flatten() for w in weights.values()])
-            norms = torch.stack([w.double().square().sum() for w in weights.values()])
+                return torch.cat([d.double().square().flatten() for d in deviations])
+            norms = torch.stack([d.double().square().sum() for d in deviations])
             index = self._index().to(norms.device)
             sums = norms.new_zeros(len(prior.group_names)).index_add(0, index, norms)
             return sums[prior.learned_groups()]

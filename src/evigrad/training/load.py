@@ -118,6 +118,7 @@ def _settings(
 ) -> Settings:
     """Settings from their record, with objects in place of their descriptions."""
     names = list(Settings().as_record())
+    record = {"prior_mean": "zero", **record}  # runs from before there was a choice
     if missing := [name for name in names if name not in record]:
         raise ConfigurationError(
             f"The run in {where} was written by another version of evigrad: its settings lack"
@@ -138,6 +139,7 @@ def _settings(
             )
     if prior is not None:
         given["precision"] = None
+        given["prior_mean"] = "zero"
     if given["optimizer"] not in OPTIMIZERS:
         given["optimizer"] = OPTIMIZERS[0]  # which is not used
     if given["anchoring"] is not None:

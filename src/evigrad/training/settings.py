@@ -234,12 +234,18 @@ GROUPS: dict[str, type] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is trained and how, as the keywords of ``evigrad.fit`` of the same names."""
+    """What is trained and how, as the keywords of ``evigrad.fit`` of the same names.
+
+    Attributes:
+        prior_mean: What the prior draws the weights to: zero, or initial, the weights that training
+            begins with. (In Python a ``GaussianPrior`` says so, for some of the weights too.)
+    """
 
     likelihood: str | Likelihood = "categorical"
     estimator: str | None = DEFAULT_ESTIMATOR
     prior: str | GaussianPrior = "layerwise"
     precision: float | None = None
+    prior_mean: Literal["zero", "initial"] = "zero"
     hyperparameters: Sequence[str] = ()
     laplace: Laplace = field(default_factory=Laplace)
     schedule: Schedule = field(default_factory=Schedule)

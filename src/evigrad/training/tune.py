@@ -123,6 +123,7 @@ def tune(
     )
     with kept_memory():
         loop = prepare(model, data, settings).loop
+        _check_deviations(loop.evidence)
         history: list[Row] = []
         for number in range(1, rounds + 1):
             loop.data.epoch = number
@@ -131,3 +132,16 @@ def tune(
             row["hyper_steps"] = loop.hyper_steps
             history.append(row | hyperparameter_values(loop.evidence))
     return TuneResult(loop.evidence, history)
+
+
+def _check_deviations(evidence: Evidence) -> None:
+    """Refuse weights that all are the prior's mean, as those of ``"initial"`` are here."""
+    prior = evidence.prior
+    deviations = prior.deviations(evidence.weights())
+    own = [name for name in prior.means() if bool(deviations[name].any())]
+    if prior.means() and not own and prior.learnable:
+        raise ConfigurationError(
+            "The weights are the prior's mean, so that their precision has no finite optimum: give"
+            " the weights that training began with, GaussianPrior(mean={name: tensor, ...}), or the"
+            " prior that they were trained with (result.evidence.prior)."
+        )
