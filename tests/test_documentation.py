@@ -49,12 +49,14 @@ def test_the_blocks_on_python_run(capsys: pytest.CaptureFixture[str]) -> None:
             "epoch >= 40": "epoch >= 2",
             "epochs=300": "epochs=2",
             "epochs=60, burn_in=10": "epochs=2, burn_in=1",
+            "epochs=60, batch_size=25": "epochs=2, batch_size=25",
             "epochs=60, batch_size=30": "epochs=2, batch_size=30, burn_in=0, every=1, steps=1",
         },
     )
     assert names["estimate"].is_bound
     assert names["slope"].shape == (1, 3)
     assert names["angle"] != pytest.approx(0.1)
+    assert list(names["tuned"].evidence.prior.means())[-1] == "output.bias"
     assert capsys.readouterr().out
 
 
@@ -67,6 +69,7 @@ def test_the_blocks_on_python_converge(capsys: pytest.CaptureFixture[str]) -> No
     assert 0.8 <= names["angle"] <= 2.4
     assert names["majority"].train_metrics["accuracy"] >= 0.9
     assert names["turned"].test_metrics["accuracy"] >= 0.85
+    assert names["tuned"].test_metrics["accuracy"] >= 0.85
     assert capsys.readouterr().out
 
 

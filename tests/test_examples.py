@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 
 import pytest
@@ -33,6 +34,18 @@ def test_sequences(capsys: pytest.CaptureFixture[str]) -> None:
         values = result.model.get_submodule(script.TASKS[name].hyperparameter)().detach()
         assert values.isfinite().all()
         assert all(abs(math.log(w.precision)) > 1e-4 for w in result.evidence.describe())
+
+
+def test_fine_tuning(capsys: pytest.CaptureFixture[str]) -> None:
+    found = load_script("fine_tuning").main("--epochs 4 --old-epochs 2 --subset 30".split())
+    assert capsys.readouterr().out.count("initial ") == 4
+    assert all(math.isfinite(value) for values in found.values() for value in values)
+
+
+@pytest.mark.long
+def test_fine_tuning_gains_by_the_mean() -> None:
+    means = {name: fmean(values) for name, values in load_script("fine_tuning").main([]).items()}
+    assert means["initial"] >= means["zero"] + 0.01
 
 
 @pytest.mark.long

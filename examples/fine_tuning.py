@@ -1,0 +1,102 @@
+"""Fine-tune a trained network on few data: weights drawn to zero, or to the pretrained ones.
+
+A small network is trained on rotated digits, each turned once by an angle of up to ±90°. Then it is
+fine-tuned on 50 upright ones, from the same weights in two ways, which differ in the mean of the
+prior: zero, or "initial", the weights when fine-tuning begins. The evidence learns a precision for
+each tensor, and so how closely it keeps to the pretrained weights.
+
+    python examples/fine_tuning.py
+    python examples/fine_tuning.py --old digits --new digits:rotated90 --subset 100
+
+It takes less than a minute of one core. The mean test log likelihood over three seeds is −0.221
+with the pretrained weights as the mean and −0.261 with zero (on 100 digits −0.182 and −0.221); that
+of the network before fine-tuning is −0.227. Accuracies are about level. The second command is the
+reverse, and there the mean hurts: a network that has seen upright digits alone has to change much,
+and ends at −1.261 with its own weights as the mean and at −1.033 with zero. The evidence, which
+sees the training data alone, is higher with the pretrained weights as the mean in both.
+"""
+
+import argparse
+from collections.abc import Sequence
+from statistics import fmean
+
+import torch
+
+import evigrad
+from evigrad import Schedule
+from evigrad.data import load
+from evigrad.models import make_model
+from evigrad.priors import GaussianPrior
+from evigrad.training import FitResult
+
+HEAD = "seed prior mean   precision evidence/datum  test LL      %"
+
+
+def report(seed: int, name: str, result: FitResult) -> str:
+    """One line of the table."""
+    learned = [row["log_evidence"] for row in result.history if row["log_evidence"] is not None]
+    precisions = torch.stack(list(result.evidence.prior.precisions().values()))
+    metrics = result.test_metrics
+    return (
+        f"{seed:4} {name:12} {precisions.log().mean().exp():9.2f} "
+        f"{learned[-1] if learned else float('nan'):14.3f} "
+        f"{metrics['log_likelihood']:8.3f} {100 * metrics['accuracy']:6.1f}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
+    """Pretrain and fine-tune with every seed, and print what came out.
+
+    Returns:
+        The test log likelihoods, one for each seed, by the prior's mean.
+    """
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--old", default="digits:rotated90", help="data of the pretraining")
+    parser.add_argument("--new", default="digits", help="data of the fine-tuning")
+    parser.add_argument("--subset", type=int, default=50, help="number of new data")
+    parser.add_argument("--epochs", type=int, default=60, help="of fine-tuning")
+    parser.add_argument("--old-epochs", type=int, default=30, help="of pretraining")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    options = parser.parse_args(arguments)
+
+    old = load(options.old)
+    schedule = Schedule(epochs=options.epochs, batch_size=25, every=max(1, options.epochs // 10))
+    found: dict[str, list[float]] = {"pretrained": [], "zero": [], "initial": []}
+    print(HEAD)
+    for seed in options.seeds:
+        new = load(options.new, subset=options.subset, seed=seed)
+        network = make_model("digitsnet", old.input_shape, old.num_outputs, seed=seed)
+        pretraining = Schedule(epochs=options.old_epochs)
+        result = evigrad.fit(
+            network,
+            old.train,
+            test=new.test,
+            estimator=None,
+            schedule=pretraining,
+            seed=seed,
+            progress=False,
+        )
+        pretrained = {name: value.clone() for name, value in network.state_dict().items()}
+        print(report(seed, "pretrained", result), flush=True)
+        found["pretrained"].append(result.test_metrics["log_likelihood"])
+        for mean in ("zero", "initial"):
+            network.load_state_dict(pretrained)
+            result = evigrad.fit(
+                network,
+                new.train,
+                test=new.test,
+                prior=GaussianPrior(mean=mean),
+                schedule=schedule,
+                seed=seed,
+                progress=False,
+            )
+            print(report(seed, mean, result), flush=True)
+            found[mean].append(result.test_metrics["log_likelihood"])
+    print("\nMean test log likelihood, nats per datum:")
+    print("   ".join(f"{name} {fmean(values):.3f}" for name, values in found.items()))
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # such a small network gains nothing from more
+    main()
