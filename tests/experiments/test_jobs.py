@@ -35,7 +35,10 @@ def test_no_place_is_part_of_a_job():
     assert left_out == {
         *("data_dir", "device", "threads", "progress", "checkpoint_every", "config", "resume"),
         *("compare_map", "evaluate_with", "run_dir", "figures"),
+        "prior_mean",  # at its default, which jobs from before there was a choice had
     }
+    other = training(TRAINING, {"prior_mean": "initial"}, seed=0)
+    assert other.training["prior_mean"] == "initial" and other.id != plain.id
     placed = training(TRAINING, {"data_dir": "/somewhere", "threads": 3}, seed=0)
     assert placed.id == plain.id
     assert "/somewhere" not in json.dumps(placed.training)
