@@ -117,6 +117,11 @@ CALLS: dict[str, list[Case]] = {
         Case((4,), {"weight": (4,)}),
         Case((3, 2, 2), {"weight": (3,)}),
     ],
+    "expand": [
+        Case((2, 3), {"input": (1, 2, 3)}),
+        Case((2, 3), {"input": (2, 1)}),
+        Case((2,), {"input": ()}),
+    ],
     "add": OPERATOR,
     "sub": OPERATOR,
     "mul": OPERATOR,
@@ -139,6 +144,8 @@ class Called(nn.Module):
         slots = dict(self.named_parameters())
         if self.case.order:
             return self.function(*(({"x": x} | slots)[name] for name in self.case.order))
+        if self.function is Tensor.expand:
+            return x * self.function(slots["input"], *x.shape)
         if "other" in slots:
             return self.function(x, slots["other"], **self.case.settings)
         if "input" in slots:

@@ -223,7 +223,7 @@ def test_elementwise_parameter_wider_than_the_input() -> None:
         lambda x, p: torch.addcmul(x, x, p),
         lambda x, p: torch.add(x, p.view(3)),
         lambda x, p: x + p * p,
-        lambda x, p: x * p.expand(len(x), 2, 3),
+        lambda x, p: x * p.broadcast_to(len(x), 2, 3),
     ],
 )
 def test_elementwise_in_other_words_is_generic(function: Callable) -> None:

@@ -161,7 +161,7 @@ def test_parameters_outside_any_layer() -> None:
         v=parameter(3, 2),
         offset=parameter(2, 2),
     )
-    check(net, random(4, 3, 2), {"position": "add", "token": VMAP, "w": VMAP, "offset": VMAP})
+    check(net, random(4, 3, 2), {"position": "add", "token": "expand", "w": VMAP, "offset": VMAP})
 
 
 def test_embedding_tied_to_the_output() -> None:

@@ -27,7 +27,23 @@ def check_inputs(x: object, device: torch.device) -> Inputs:
         if part.is_floating_point() and not torch.isfinite(part).all():
             raise InputError("Inputs hold NaN or infinite values: clean or impute them.")
     check_integers(inputs)
+    if isinstance(inputs, Tree):
+        _check_masks(inputs)
     return inputs
+
+
+def _check_masks(inputs: Tree) -> None:
+    """Refuse a tokenizer's mask that leaves nothing: what a model makes of it is no prediction."""
+    for name, mask in inputs.named():
+        # Masks of other names, or of real numbers that are added, may mean anything by a zero.
+        if "attention_mask" in name and not mask.is_floating_point():
+            empty = ~mask.flatten(1).any(1)
+            if empty.any():
+                raise InputError(
+                    f"{name} of the inputs is zero everywhere for {int(empty.sum())} of"
+                    f" {len(empty)} data, the first at position {int(empty.int().argmax())}:"
+                    " nothing is left of them. Leave these data out, or keep a token of each."
+                )
 
 
 def not_data(x: object) -> InputError:

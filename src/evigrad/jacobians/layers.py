@@ -482,6 +482,25 @@ class Elementwise(Rule):
         return rows if derivative == 1 else rows * derivative
 
 
+class Expand(Rule):
+    """A parameter that each datum gets, as a class token."""
+
+    name = "expand"
+
+    def match(self, input: Tensor, *sizes: Any) -> Match | None:
+        """See ``Rule.match``."""
+        shape = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes
+        room = len(shape) - input.dim()
+        if not shape or shape[0] < 0 or (room == 0 and input.shape[0] != 1):
+            return None
+        # No tensor is acted on: this one only counts the data.
+        return Match(input.new_empty(shape[0], 0), {"input": input})
+
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
+        """See ``Rule.rows``."""
+        return sum_to(gradient, match.slots[slot].shape)
+
+
 _ADD = Elementwise("add", {"input": lambda x, p, alpha: 1, "other": lambda x, p, alpha: alpha})
 _SUB = Elementwise("sub", {"input": lambda x, p, alpha: 1, "other": lambda x, p, alpha: -alpha})
 _MUL = Elementwise("mul", {"input": lambda x, p, alpha: x, "other": lambda x, p, alpha: x})
@@ -507,6 +526,7 @@ RULES: dict[Callable[..., Any], Rule] = {
     F.batch_norm: Normalisation(F.batch_norm, channels=True),
     F.instance_norm: Normalisation(F.instance_norm, channels=True),
     torch.prelu: PReLU(),
+    Tensor.expand: Expand(),
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _ADD),
     **dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), _SUB),
     **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _MUL),

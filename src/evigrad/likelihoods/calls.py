@@ -26,9 +26,17 @@ def _given(f_shape: Sequence[int], y: object) -> str:
 
 
 def check_finite(what: str, value: Tensor) -> None:
-    """Refuse NaN and infinite values."""
-    if not torch.isfinite(value).all():
-        raise InputError(f"{what} hold NaN or infinite values: training has diverged.")
+    """Refuse NaN and infinite values; dim 0 counts data."""
+    if torch.isfinite(value).all():
+        return
+    finite = torch.isfinite(value).flatten(1).all(1)
+    if finite.any():
+        raise InputError(
+            f"{what} hold NaN or infinite values for {int((~finite).sum())} of {len(finite)} data"
+            " alone: mend their inputs or leave them out (a mask may leave nothing of a datum, and"
+            " a mean or a softmax over nothing is NaN)."
+        )
+    raise InputError(f"{what} hold NaN or infinite values: training has diverged.")
 
 
 def log_probabilities(
