@@ -134,9 +134,9 @@ def test_subset_larger_than_the_data() -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)), "one row of C numbers"),
+        (nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)), "a dimension of its own"),
         (nn.Unflatten(1, (1, 2)), "trainable weights"),
-        (nn.Sequential(nn.Linear(2, 4), nn.Unflatten(1, (2, 2))), "outputs"),
+        (nn.Sequential(nn.Linear(2, 4), nn.Unflatten(1, (2, 2))), "at positions"),
     ],
 )
 def test_outputs_must_be_a_matrix(model: nn.Module, words: str) -> None:

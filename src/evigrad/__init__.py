@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from evigrad.engine.settings import Memory
     from evigrad.errors import EvigradError, EvigradWarning
     from evigrad.evidence import Evidence
+    from evigrad.inputs import Outputs
     from evigrad.posterior import Posterior, Predictive
     from evigrad.training import FitResult, LoadedRun, TuneResult, fit, load, tune
     from evigrad.training.bracket import Bracket, bracket
@@ -36,6 +37,7 @@ __all__ = [
     "LoadedRun",
     "Memory",
     "Optimization",
+    "Outputs",
     "ParameterReport",
     "Posterior",
     "Predictive",
@@ -63,6 +65,7 @@ _HOMES = {
     "LoadedRun": "evigrad.training",
     "Memory": "evigrad.engine.settings",
     "Optimization": "evigrad.training.settings",
+    "Outputs": "evigrad.inputs",
     "ParameterReport": "evigrad.engine.problem",
     "Posterior": "evigrad.posterior",
     "Predictive": "evigrad.posterior",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from evigrad.blocks.anchors import AnchoredStream, Anchoring, AnchorSelection
 from evigrad.blocks.partitions import BlockStream
+from evigrad.blocks.positions import PositionSource
 from evigrad.curvature import ParameterPartition, partition_names
 from evigrad.engine.checks import (
     as_generator,
@@ -38,7 +39,8 @@ from evigrad.estimators import EstimatorSpec
 from evigrad.jacobians import NO_DERIVATIVE, model_outputs
 from evigrad.jacobians.modes import TURN, warn_of_normalisation
 from evigrad.likelihoods import Likelihood
-from evigrad.likelihoods.calls import check_targets, log_probabilities
+from evigrad.likelihoods.calls import log_probabilities
+from evigrad.likelihoods.positions import flattened
 from evigrad.posterior import DEFAULT_STRUCTURE, Posterior, load_posterior, make_posterior
 from evigrad.priors import GaussianPrior
 
@@ -73,11 +75,12 @@ class Evidence:
         """Bind a prior and a likelihood to a model.
 
         Args:
-            model: Any module that maps inputs (m, ...) to outputs (m, C), each datum by itself.
+            model: Any module that maps inputs (m, ...) to outputs (m, C), each datum by itself; or
+                to (m, …, C) with a target at each position, which then is a datum of its own.
             likelihood: Log density of the targets given the outputs.
             prior: Gaussian prior, bound here to the weights.
             estimator: Name of the estimator, as ``ntk-100-1`` or ``kfac-N-C``.
-            num_data: N, the number of training data.
+            num_data: N, the number of training data; of positions with a target.
             hyperparameters: Names, or prefixes of names, of the model's parameters that are learned
                 on the evidence instead of the training loss.
             root: How a datum's curvature is split into rows when a block holds some of the outputs:
@@ -139,6 +142,7 @@ class Evidence:
             MicroBatches(settings.micro_batch, settings.memory_budget),
         )
         warn_of_normalisation(model)
+        self._positions: PositionSource | None = None  # of the latest data with positions
         self._anchors = None
         if self.spec.anchored:
             self._anchors = AnchorSelection(
@@ -200,11 +204,14 @@ class Evidence:
         """
         x = check_inputs(x, self._problem.device)
         with held_constant(divided(self.hyperparameters(), wrt)[1]):
-            f = model_outputs(self.model, x)
+            f = model_outputs(self.model, x, positions=True)
             if torch.is_grad_enabled() and not f.requires_grad:
                 raise InputError(NO_DERIVATIVE)
-            check_targets(self.likelihood, f.shape, y, f.device)
+            has_positions = f.dim() > 2
+            f, y = flattened(self.likelihood, f, y)
             log_prob = log_probabilities(self.likelihood, f, y, alone=False)
+        if has_positions and indices is not None:
+            indices = None if self._positions is None else self._positions.of_data(indices)
         if indices is not None and self._anchors is not None:
             self._anchors.note(indices, f)
         with torch.no_grad():
@@ -298,6 +305,7 @@ class Evidence:
                 likelihood. Targets in memory are all checked here, other data as they are read.
         """
         source = CheckedSource(self._problem, data)
+        self._positions = source.positions
         if self._anchors is not None:
             return self._anchors.stream(source)
         return BlockStream(source.plan.partition, source, self.generator)

@@ -169,7 +169,7 @@ def test_unknown_name() -> None:
     "forward, message",
     [
         (lambda model, x: model(x)[:, 0], r"f\[:, None\]"),
-        (lambda model, x: model(x)[:, :, None], "Flatten"),
+        (lambda model, x: model(x)[:, :, None], "one shape for inputs"),
         (lambda model, x: model(x).T, "count the data"),
         (lambda model, x: model(x).sum(), "count the data"),
         (lambda model, x: (model(x), x), "a tuple"),

@@ -22,6 +22,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from evigrad.blocks.block import Block, padded_columns
+from evigrad.blocks.permutation import Permutation, permutation
 from evigrad.blocks.sources import Source, class_labels
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.estimators import EstimatorSpec
@@ -94,7 +95,7 @@ class Partition:
             build = self._row_blocks(generator)
         else:
             build = self._grid_blocks(self._data_order(generator, labels), generator)
-        return _LazyBlocks(torch.randperm(self.num_blocks, generator=generator), build)
+        return _LazyBlocks(permutation(self.num_blocks, generator), build)
 
     def _data_order(self, generator: torch.Generator, labels: Tensor | None) -> Int[Tensor, " N"]:
         if not self.spec.grouped:
@@ -131,7 +132,7 @@ class Partition:
         return build
 
     def _row_blocks(self, generator: torch.Generator) -> Callable[[int], Block]:
-        order = torch.randperm(self.num_data * self.num_outputs, generator=generator)
+        order = permutation(self.num_data * self.num_outputs, generator)
 
         def build(number: int) -> Block:
             pairs = order[number * self._size : (number + 1) * self._size]
@@ -217,7 +218,9 @@ class Partition:
 class _LazyBlocks(Sequence[Block]):
     """Blocks that are built when they are read."""
 
-    def __init__(self, order: Int[Tensor, " M"], build: Callable[[int], Block]) -> None:
+    def __init__(
+        self, order: "Permutation | Int[Tensor, ' M']", build: Callable[[int], Block]
+    ) -> None:
         self._order, self._build = order, build
 
     def __len__(self) -> int:

@@ -27,7 +27,7 @@ _ACCEPTED = (
 
 
 # Data that are read at once where only their targets are kept.
-_AT_ONCE = 1000
+AT_ONCE = 1000
 # Fewer items for each worker of a DataLoader are read sooner without starting the workers.
 _FOR_EACH_WORKER = 16
 
@@ -37,9 +37,11 @@ class Source(ABC):
 
     Attributes:
         is_held: Whether the data are tensors in memory, the same at every reading.
+        by_target: Their positions with targets as data, once these were looked for.
     """
 
     is_held = False
+    by_target: "Source | None" = None
 
     @abstractmethod
     def __len__(self) -> int:
@@ -113,7 +115,7 @@ class _DatasetSource(Source):
         return together(positions) if together else [self._dataset[n] for n in positions]
 
     def _targets(self) -> Tensor:
-        return torch.cat([self.fetch(n)[1] for n in torch.arange(len(self)).split(_AT_ONCE)])
+        return torch.cat([self.fetch(n)[1] for n in torch.arange(len(self)).split(AT_ONCE)])
 
     def labels(self) -> Int[Tensor, " N"]:
         if self._labels is None:  # a whole pass over the data set: once is enough

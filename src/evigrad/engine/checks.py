@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from evigrad.blocks import Block
 from evigrad.blocks.partitions import Partition
 from evigrad.errors import ConfigurationError, EvigradError, InputError, nearest
-from evigrad.inputs import Inputs, Tree, as_inputs, check_integers, tensors_of
+from evigrad.inputs import AtPositions, Inputs, Tree, as_inputs, check_integers, tensors_of
 
 
 def check_inputs(x: object, device: torch.device) -> Inputs:
     """The inputs; those that are empty, not finite, or elsewhere than the weights are refused."""
-    if not isinstance(x, Tensor | Tree | Mapping | tuple | list):
+    if not isinstance(x, Inputs | Mapping | tuple | list):
         raise not_data(x)
     inputs = as_inputs(x)
-    for part in tensors_of(inputs):
+    for part in tensors_of(inputs.whole if isinstance(inputs, AtPositions) else inputs):
         if part.ndim == 0 or len(part) == 0:
             raise InputError("The set of inputs is empty: give at least one datum, (m, ...).")
         if part.device != device:

@@ -8,6 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from evigrad.blocks import Block
+from evigrad.blocks.positions import PositionSource, by_target
 from evigrad.blocks.sources import Source, as_source
 from evigrad.engine.checks import as_pair, check_block, check_inputs, not_data
 from evigrad.engine.cotangents import rehearse
@@ -15,9 +16,10 @@ from evigrad.engine.kept import KeptPass
 from evigrad.engine.passes import Batch, BlockPass, new_pass
 from evigrad.engine.problem import PROBE_SIZE, InputPlan, Problem
 from evigrad.errors import InputError
-from evigrad.inputs import Inputs, Tree, tensors_of
+from evigrad.inputs import AtPositions, Inputs, tensors_of
 from evigrad.likelihoods import LIKELIHOODS
 from evigrad.likelihoods.calls import check_targets, log_probabilities
+from evigrad.likelihoods.positions import counted, is_batch, spread
 
 # Inputs may be any that ``as_inputs`` takes.
 Data = Any
@@ -45,8 +47,7 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         signatures: list[tuple[int, float]] = []
         for index, batch in enumerate(self.given):
-            x, y = as_pair(batch)
-            checked(self._problem, x, y)
+            x, y, _ = checked(self._problem, *as_pair(batch))
             signatures.append(_signature(x, y))
             known = self._seen
             if known is not None and (index >= len(known) or known[index] != signatures[index]):
@@ -72,13 +73,21 @@ class CheckedSource(Source):
     """
 
     def __init__(self, problem: Problem, data: object) -> None:
-        self._problem, self._source = problem, as_source(data)
-        num_data = problem.settings.num_data
-        if len(self._source) != num_data:
-            raise InputError(f"num_data is {num_data}, but the data set has {len(self._source)}.")
+        self._problem, source = problem, as_source(data)
+        x, y = source.first(PROBE_SIZE)
+        plan = problem.plan_of(x)
+        if plan.positions and is_batch(y, len(x)):
+            counted(problem.likelihood, plan.positions, y)  # which refuses other positions
+        shape = (*plan.positions, plan.partition.num_outputs)
+        self._source = by_target(source, problem.likelihood, shape)
+        num_data, found = problem.settings.num_data, len(self._source)
+        self.positions = self._source if isinstance(self._source, PositionSource) else None
+        if found != num_data:
+            what = "data set has" if self.positions is None else "positions of the data set with"
+            what += f" {found}" if self.positions is None else f" a target are {found}"
+            raise InputError(f"num_data is {num_data}, but the {what}.")
         self.is_held = self._source.is_held
-        x, y = self._source.fetch(torch.arange(min(PROBE_SIZE, num_data)))
-        self.plan = checked(problem, x, y)
+        _, y, self.plan = checked(problem, *self._source.first(PROBE_SIZE))
         if self.is_held:
             y = self._source._targets()
             shape = torch.Size((num_data, self.plan.partition.num_outputs))
@@ -104,8 +113,7 @@ class CheckedSource(Source):
 
     def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
         """See ``Source.fetch``; the data are checked."""
-        x, y = self._source.fetch(indices)
-        checked(self._problem, x, y)
+        x, y, _ = checked(self._problem, *self._source.fetch(indices))
         return x, y
 
     def _targets(self) -> Tensor:
@@ -126,7 +134,7 @@ def resolve(problem: Problem, x: Data, y: Tensor | None) -> BlockPass:
     """  # noqa: DOC501 - not_data is an InputError
     if isinstance(x, Block):
         return _given_block(problem, x)
-    if isinstance(x, Tensor | Tree | Mapping) or (y is not None and isinstance(x, tuple | list)):
+    if isinstance(x, Inputs | Mapping) or (y is not None and isinstance(x, tuple | list)):
         return _given_subset(problem, check_inputs(x, problem.device), y)
     if y is not None or isinstance(x, KeptPass | str) or not isinstance(x, Iterable):
         raise not_data(x)
@@ -136,7 +144,7 @@ def resolve(problem: Problem, x: Data, y: Tensor | None) -> BlockPass:
 def _given_block(problem: Problem, block: Block) -> BlockPass:
     if block.inputs is None or block.targets is None:
         raise InputError("The block holds no data: use one of evidence.blocks(data).")
-    plan = checked(problem, block.inputs, block.targets)
+    _, _, plan = checked(problem, block.inputs, block.targets)
     check_block(block, plan.partition)
     # A sub-block root needs a datum's columns together.
     if problem.settings.root != "subblock" and not problem.settings.spec.facts.counts_data:
@@ -152,7 +160,7 @@ def _given_subset(problem: Problem, x: Inputs, y: Tensor | None) -> BlockPass:
             f"The anchors of {problem.settings.spec.name} are chosen among all the data: take its"
             " blocks, for block in evidence.blocks(data).take(n)."
         )
-    plan = checked(problem, x, y)
+    x, y, plan = checked(problem, x, y)
     block = plan.partition.subset(len(x), problem.generator)
     return new_pass(problem, plan, [(x, y)], block)
 
@@ -167,23 +175,28 @@ def _given_batches(problem: Problem, given: Iterable[Batch]) -> BlockPass:
     first = next((as_pair(batch) for batch in batches.given), None)
     if first is None:
         raise InputError("The set is empty: there is no batch of data.")
-    plan = checked(problem, *first)
+    _, _, plan = checked(problem, *first)
     block = plan.partition.subset(problem.settings.num_data, problem.generator)
     return new_pass(problem, plan, batches, block)
 
 
-def checked(problem: Problem, x: Inputs, y: Tensor) -> InputPlan:
-    """Check inputs (m, ...) and targets; return the plan for inputs of this shape."""
-    plan = problem.plan_of(x)
-    shape = torch.Size((len(x), plan.partition.num_outputs))
-    check_targets(problem.likelihood, shape, y, plan.outputs.device)
-    return plan
+def checked(problem: Problem, x: Inputs, y: Tensor) -> tuple[Inputs, Tensor, InputPlan]:
+    """Return checked data and the plan for inputs of their shape.
+
+    Outputs (m, …, C) make a datum of each position with a target.
+    """
+    plan, likelihood = problem.plan_of(x), problem.likelihood
+    num_outputs, device = plan.partition.num_outputs, plan.outputs.device
+    if plan.positions and is_batch(y, len(x)):
+        return *spread(likelihood, (*plan.positions, num_outputs), x, y), plan
+    check_targets(likelihood, torch.Size((len(x), num_outputs)), y, device)
+    return x, y, plan
 
 
 def _signature(x: Inputs, y: Tensor) -> tuple[int, float]:
     """The length, and a number that other data, another order or flipped images would change."""
     total = 0.0
-    for tensor in (*tensors_of(x), y):
+    for tensor in (*tensors_of(x.whole if isinstance(x, AtPositions) else x), y):
         values = tensor.reshape(-1).double()
         # Irregular weights, so that exchanging entries changes the sum.
         position = torch.arange(len(values), dtype=torch.float64, device=x.device)

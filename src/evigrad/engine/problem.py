@@ -17,13 +17,14 @@ from evigrad.engine.checks import check_inputs
 from evigrad.engine.memory import MicroBatches
 from evigrad.engine.settings import Settings
 from evigrad.errors import ConfigurationError, EvigradWarning, listed
-from evigrad.inputs import Inputs, Tree, layout
+from evigrad.inputs import AtPositions, Inputs, Tree, layout, output_layer
 from evigrad.invariances.noise import Noise, PackedModel, stochastic_modules
 from evigrad.jacobians import (
     JacobianPlan,
     Linearization,
     adapted,
     check_hooks,
+    check_output,
     demote,
     matrix_uses,
     model_outputs,
@@ -55,6 +56,8 @@ class InputPlan:
         contracts: Whether closed forms may replace the rows of large matrices; False after a pass
             that lacked one.
         gram_dtype: Type of the structure's matrices; None for that of the rows.
+        positions: The shape … of outputs (m, …, C) for these inputs; the plan is for single
+            positions then.
     """
 
     model: nn.Module
@@ -65,6 +68,7 @@ class InputPlan:
     outputs: Tensor
     contracts: bool
     gram_dtype: torch.dtype | None
+    positions: tuple[int, ...] = ()
 
     def pack(self, x: Inputs, noise: Noise | None, data: slice) -> Tensor:
         """The inputs as ``model`` takes them: several parts and their noise as one tensor."""
@@ -105,10 +109,11 @@ class Plans:
         self._plans: dict[str, InputPlan] = {}
         # Of a checkpoint, for inputs not seen since: how to differentiate, and ``contracts``.
         self._loaded: dict[str, tuple[JacobianPlan, bool]] = {}
+        self._outputs: dict[str, tuple[tuple[int, ...], nn.Linear | None]] = {}
         self._passes = 0
 
     def of(self, x: Inputs) -> InputPlan:
-        """The plan for inputs of this shape, made once."""
+        """The plan for inputs of this shape, or for their single positions, made once."""
         check_hooks(self.model)
         # A module's number of samples may change at any time.
         one = torch.Generator().manual_seed(0)
@@ -121,10 +126,21 @@ class Plans:
         if key in self._plans:
             self._plans[key] = self._plans.pop(key)  # the latest is the last
             return self._plans[key]
+        whole = x.whole if isinstance(x, AtPositions) else x
+        if key not in self._outputs:
+            self._outputs[key] = self._output_layer(whole)
+            for old in list(self._outputs)[: -2 * _KEPT]:
+                del self._outputs[old]
+        positions, layer = self._outputs[key]
+        if positions and not isinstance(x, AtPositions):
+            few = x[:PROBE_SIZE]
+            first = torch.zeros(len(few), dtype=torch.int64, device=x.device)
+            return replace(self.of(AtPositions(few, None, first)), positions=positions)
         probe, model = x[:PROBE_SIZE].detach(), self.model
-        if self.draws or isinstance(probe, Tree):
+        if self.draws or not isinstance(probe, Tensor):
             noise = self.noise(seed=0).slice(0, len(probe)) if self.draws else []
-            model = PackedModel(model, probe, noise)
+            probe = probe.alone() if isinstance(probe, AtPositions) else probe
+            model = PackedModel(model, probe, noise, layer)
             probe = model.pack(probe, noise)
         made, contracts = self._loaded.get(key, (None, True))
         # A separate generator: planning must not advance the evidence's.
@@ -149,6 +165,13 @@ class Plans:
         for old in list(self._plans)[:-_KEPT]:
             del self._plans[old]
         return self._plans[key]
+
+    def _output_layer(self, x: Tensor | Tree) -> tuple[tuple[int, ...], nn.Linear | None]:
+        """The shape … of outputs (m, …, C), and the layer that makes them, by a small pass."""
+        own, model, few = torch.Generator().manual_seed(0), self.model, x[:PROBE_SIZE].detach()
+        with evaluation_mode(model, own), model_run(model), torch.no_grad():
+            f, layer = output_layer(model, few)
+            return tuple(check_output(f, len(few), positions=True).shape[1:-1]), layer
 
     def state_dict(self) -> dict[str, Any]:
         """Return what later passes depend on, in plain types: their number and the plans.
@@ -184,9 +207,16 @@ class Plans:
             torch.no_grad(),
             watched(model, self.weights) as call,
         ):
-            f = model_outputs(model, x)
-        temperature = self.settings.temperature
-        return f, last_layer(call, f, self.weights, self.prior.precisions(), temperature)
+            f = model_outputs(model, x.whole if isinstance(x, AtPositions) else x, positions=True)
+        temperature, shape = self.settings.temperature, f.shape[:-1]
+        f = f.flatten(0, -2)
+        layer = last_layer(call, f, self.weights, self.prior.precisions(), temperature)
+        if isinstance(x, AtPositions):
+            f = x.of_outputs(f.unflatten(0, shape))
+            if layer is not None:
+                features = x.of_outputs(layer.features.unflatten(0, shape))
+                layer = replace(layer, features=features)
+        return f, layer
 
     @property
     def draws(self) -> bool:

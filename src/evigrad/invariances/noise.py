@@ -19,7 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
-from evigrad.inputs import Inputs, Tree, called, layout, tensors_of
+from evigrad.inputs import (
+    AtPositions,
+    Inputs,
+    Transparent,
+    called,
+    called_at,
+    inside,
+    layout,
+    tensors_of,
+)
 
 # Data whose noise is drawn at once: few micro-batches are smaller, and the noise takes little
 # memory beside their activations.
@@ -112,42 +121,33 @@ class Noise:
         return drawn
 
 
-class PackedModel(nn.Module):
+class PackedModel(Transparent):
     """A model as a function of one tensor, which holds all parts of its inputs and their noise.
-
-    Its parameters, buffers and submodules are the model's own, under the model's names.
 
     Args:
         model: Any, maybe with modules that draw.
         x: Some inputs, for shapes and types.
         noise: Some noise, one tensor for each module that draws.
+        layer: For inputs at positions the layer that makes the outputs, if there is one; it then
+            acts on the positions alone.
     """
 
-    def __init__(self, model: nn.Module, x: Inputs, noise: Sequence[Tensor]) -> None:
-        super().__init__()
-        # The model's own tables: replacing a parameter here replaces it there.
-        self._parameters, self._buffers = model._parameters, model._buffers
-        self._modules = model._modules
-        self.__dict__["_model"] = model  # not registered, or every name would get a prefix
+    def __init__(
+        self,
+        model: nn.Module,
+        x: Inputs,
+        noise: Sequence[Tensor],
+        layer: nn.Linear | None = None,
+    ) -> None:
+        super().__init__(model)
+        self.__dict__["_layer"] = layer
         self._drawing = stochastic_modules(model)
-        self._example = x if isinstance(x, Tree) else None
+        self._example = None if isinstance(x, Tensor) else x
         self._inputs = layout(x)
         parts = [*tensors_of(x), *noise]
         self._layouts = [(part.shape[1:], part.dtype) for part in parts]
         types = [p.dtype if p.is_floating_point() else torch.float64 for p in parts]
         self._carrier = reduce(torch.promote_types, types)
-
-    @property
-    def training(self) -> bool:
-        """The model's own mode."""
-        return self.__dict__["_model"].training
-
-    @training.setter
-    def training(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self, mode: bool
-    ) -> None:
-        if "_model" in self.__dict__:  # not yet while this module is initialised
-            self.__dict__["_model"].training = mode
 
     def fits(self, x: Inputs) -> bool:
         """Whether inputs have the parts, shapes and types that this was made for."""
@@ -176,4 +176,7 @@ class PackedModel(nn.Module):
         with ExitStack() as stack:
             for module, part in zip(self._drawing, noise, strict=True):
                 stack.enter_context(module.held(part))
-            return called(self.__dict__["_model"], x)
+            layer = self.__dict__["_layer"]
+            if layer is not None and isinstance(x, AtPositions):
+                return called_at(inside(self), layer, x)
+            return called(inside(self), x)

@@ -1,6 +1,6 @@
 """Rows of the Jacobian: by closed forms where they exist, else one datum at a time."""
 
-from evigrad.jacobians.arguments import NO_DERIVATIVE, check_hooks, model_outputs
+from evigrad.jacobians.arguments import NO_DERIVATIVE, check_hooks, check_output, model_outputs
 from evigrad.jacobians.kronecker import KroneckerUse
 from evigrad.jacobians.layers import matrix_uses
 from evigrad.jacobians.linearization import Linearization, linearize
@@ -18,6 +18,7 @@ __all__ = [
     "MatrixUse",
     "Recorder",
     "check_hooks",
+    "check_output",
     "adapted",
     "check_separate",
     "demote",

@@ -100,18 +100,18 @@ def _addresses(p: Tensor) -> np.ndarray:
     return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
-def model_outputs(model: nn.Module, x: Inputs) -> Tensor:
+def model_outputs(model: nn.Module, x: Inputs, positions: bool = False) -> Tensor:
     """f(x), checked by ``check_output``."""
-    return check_output(called(model, x), len(x))
+    return check_output(called(model, x), len(x), positions)
 
 
-def check_output(output: object, m: int) -> Tensor:
-    """Return the model's output for m data; raise unless it is a dense float (m, C) tensor."""
+def check_output(output: object, m: int, positions: bool = False) -> Tensor:
+    """Return the model's output for m data; raise unless it is a dense float (m, […,] C) tensor."""
     if not isinstance(output, Tensor):
         raise InputError(
             f"The model returned a {type(output).__name__}; evigrad needs one tensor of shape"
-            " (data, outputs), or an object whose .logits are one. Wrap the model in a module that"
-            " returns only that tensor."
+            " (data, outputs), or an object whose .logits are one. Say where they are, as in"
+            " evigrad.Outputs(model, output=0) or output='scores'."
         )
     if output.layout != torch.strided or output.is_nested:
         raise InputError(
@@ -123,16 +123,16 @@ def check_output(output: object, m: int) -> Tensor:
             "The model returned a tensor on meta, which holds no numbers: make it on the inputs'"
             " device, as with device=x.device."
         )
-    if output.dim() != 2 or output.shape[0] != m:
-        hint = (
-            "Flatten each datum's outputs into one row of C numbers (and give a single output a"
-            " dimension of its own, as in f[:, None])."
-            if output.dim() > 0 and output.shape[0] == m
-            else "Dim 0 of inputs and outputs must count the data."
-        )
+    if output.dim() < 2 or output.shape[0] != m or (output.dim() > 2 and not positions):
+        if output.dim() == 0 or output.shape[0] != m:
+            hint = "Dim 0 of inputs and outputs must count the data."
+        elif output.dim() == 1:
+            hint = "Give a single output a dimension of its own, as in f[:, None]."
+        else:
+            hint = "It must return one shape for inputs of one shape."
         raise InputError(
             f"For {m} data the model returned a tensor of shape {tuple(output.shape)}; evigrad"
-            f" needs ({m}, C). {hint}"
+            f" needs ({m}, C), or ({m}, …, C) with a target at each position. {hint}"
         )
     if not output.is_floating_point():
         hint = (

@@ -291,7 +291,9 @@ _STEPS: dict[str, _Step] = {
     ),
     **_named("Addmm Mm Bmm Baddbmm", _product),
     **_named("Sum Mean Amax Amin Max Min Logsumexp LinalgVectorNorm Var Std", _reduction),
-    **_named("Softmax SafeSoftmax LogSoftmax Cumsum Glu Slice Split SplitWithSizes Cat", _along),
+    **_named(
+        "Softmax SafeSoftmax LogSoftmax Cumsum Gather Glu Slice Split SplitWithSizes Cat", _along
+    ),
     **_named("Flip", _flip),
     **_named("Select Unbind", _without),
     **_named("Stack", _stack),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, InputError, raised_in
@@ -100,6 +100,18 @@ class Likelihood(nn.Module, ABC):
             )
         if y.is_floating_point():
             refuse_where(~torch.isfinite(y), y, "is not finite; remove or impute such data")
+
+    def counted(self, y: Tensor) -> Bool[Tensor, " m"] | None:
+        """Which targets count, where outputs (m, …, C) have one at each position.
+
+        Args:
+            y: Targets of all positions (m, ...), before ``validate``.
+
+        Returns:
+            False for what is no target, as padding; None where all count, which is the default.
+        """
+        del y
+        return None
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
         """The curvature Λ(f) that rows are made of, positive semidefinite and differentiable.
@@ -396,7 +408,7 @@ def by_entry(name: str, values: Tensor) -> dict[str, float]:
 def check_one_per_output(f_shape: Sequence[int], y: Tensor) -> None:
     """Refuse targets that are not (m, C): a missing axis would silently broadcast to m × m."""
     if tuple(y.shape) != tuple(f_shape):
-        hint = "; use y.unsqueeze(1)" if y.ndim == 1 and f_shape[1] == 1 else ""
+        hint = "; use y.unsqueeze(-1)" if y.ndim == 1 and f_shape[1] == 1 else ""
         raise InputError(
             f"Targets must have the shape of the outputs, {tuple(f_shape)}, not"
             f" {tuple(y.shape)}{hint}."

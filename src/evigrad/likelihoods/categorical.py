@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int, Integer
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from evigrad.errors import InputError
@@ -20,11 +20,28 @@ from evigrad.likelihoods.roots import (
 
 
 class Categorical(Likelihood):
-    """One of C classes, with logits f: p(y=c|f) = softmax(f)_c; y is an integer (m,)."""
+    """One of C classes, with logits f: p(y=c|f) = softmax(f)_c; y is an integer (m,).
+
+    Args:
+        ignore_index: The label of positions without a target, as padding, where outputs (m, …, C)
+            have labels (m, …).
+    """
 
     name = "categorical"
     couples_outputs = True
     is_classification = True
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def extra_repr(self) -> str:
+        """The label of no target, where it is not the usual one."""
+        return "" if self.ignore_index == -100 else f"ignore_index={self.ignore_index}"
+
+    def counted(self, y: Tensor) -> Bool[Tensor, " m"] | None:
+        """All labels but ``ignore_index``; see ``Likelihood.counted``."""
+        return y != self.ignore_index
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Integer[Tensor, " m"]) -> Float[Tensor, " m"]:
         """See ``Likelihood.log_prob``."""

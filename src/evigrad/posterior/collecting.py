@@ -144,7 +144,7 @@ def last_layer(problem: Problem, data: object) -> list[str]:
     own = torch.Generator().manual_seed(0)  # not the evidence's
     try:
         with evaluation_mode(model, own), model_run(model), torch.no_grad():
-            model_outputs(model, x)
+            model_outputs(model, x, positions=True)
     finally:
         for handle in handles:
             handle.remove()

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from evigrad.engine.kept import checksums
 from evigrad.engine.passes import Chunk, linearized, new_pass, over_chunks
 from evigrad.engine.problem import Problem
 from evigrad.errors import ConfigurationError, InputError, listed
+from evigrad.inputs import AtPositions
 from evigrad.likelihoods import Likelihood
 from evigrad.posterior.collecting import (
     DEFAULT_STRUCTURE,
@@ -108,14 +110,13 @@ class Posterior:
         seed = self._seed
         if generator is not None:
             seed = int(torch.randint(_SEEDS, (), generator=as_generator(generator)))
-        found = self._moments(x)
-        mean, covariance = (torch.cat(parts) for parts in zip(*found, strict=True))
+        mean, covariance = self._moments(x)
         return Predictive(mean, covariance, self._likelihood, link, num_samples, seed)
 
     def sample(
         self, x: Any, n: int, generator: torch.Generator | int | None = None
-    ) -> Float[Tensor, "n m C"]:
-        """Draw outputs, correlated within a datum; different data are drawn independently.
+    ) -> Float[Tensor, "n m ... C"]:
+        """Draw outputs, correlated within a datum, but not between its positions or with others.
 
         Args:
             x: Inputs (m, ...).
@@ -132,8 +133,8 @@ class Posterior:
         check_count("n", n)
         return self(x).sample(n, generator)
 
-    def _moments(self, x: Any) -> list[tuple[Tensor, Tensor]]:
-        """Outputs and their covariances, for each micro-batch."""
+    def _moments(self, x: Any) -> tuple[Float[Tensor, "m ... C"], Float[Tensor, "m ... C C"]]:
+        """Outputs and their covariances."""
         fresh = torch.Generator().manual_seed(self._seed)
         problem = replace(self._problem, generator=fresh)
         with torch.no_grad(), constant_beside(problem):
@@ -145,6 +146,10 @@ class Posterior:
                     f" {self.num_outputs} for the data of the posterior: give inputs of the same"
                     " shape."
                 )
+            shape = (len(x), *plan.positions)
+            if plan.positions:
+                assert not isinstance(x, AtPositions)
+                x = AtPositions.every(x, prod(plan.positions))
             weights = torch.ones(len(x), dtype=torch.float64)
             block = Block(torch.arange(len(x)), None, 1.0, weights)
             given = new_pass(problem, plan, [(x, torch.zeros(len(x)))], block)
@@ -158,7 +163,9 @@ class Posterior:
                 covariance = self._covariance.of_outputs(linearization, vectors)
                 return [*found, (f, covariance.to(f))]
 
-            return over_chunks(given, "first", add, [])
+            found = over_chunks(given, "first", add, [])
+        mean, covariance = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return mean.unflatten(0, shape), covariance.unflatten(0, shape)
 
     # ------------------------------------------------------------ keeping
 

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from evigrad.likelihoods import Likelihood
@@ -16,6 +16,7 @@ from evigrad.likelihoods.calls import (
     log_probabilities,
     noise_variance,
 )
+from evigrad.likelihoods.positions import is_batch, targets_at
 
 LINKS = ("monte-carlo", "probit", "plug-in")
 # Numbers of sampled outputs at once, 128 MiB in float64.
@@ -25,6 +26,8 @@ _NUMBERS_AT_ONCE = 2**24
 @dataclass(frozen=True, eq=False)
 class Predictive:
     """The outputs of some data, f ~ N(mean, covariance), and what they say of the targets.
+
+    Outputs (m, …, C) at several positions of each datum are each on their own.
 
     Attributes:
         mean: The outputs of the network itself.
@@ -40,41 +43,44 @@ class Predictive:
         seed: Of these samples, so that a prediction is the same whenever it is read.
     """
 
-    mean: Float[Tensor, "m C"]
-    covariance: Float[Tensor, "m C C"]
+    mean: Float[Tensor, "m ... C"]
+    covariance: Float[Tensor, "m ... C C"]
     likelihood: Likelihood = field(repr=False)
     link: str = "monte-carlo"
     num_samples: int = 200
     seed: int = field(default=0, repr=False)
 
     @property
-    def epistemic_variance(self) -> Float[Tensor, "m C"]:
+    def epistemic_variance(self) -> Float[Tensor, "m ... C"]:
         """Variances of the outputs by the weights' posterior, which more data lower."""
-        return self.covariance.diagonal(dim1=1, dim2=2).clamp(min=0.0)
+        return self.covariance.diagonal(dim1=-2, dim2=-1).clamp(min=0.0)
 
     @property
-    def noise_variance(self) -> Float[Tensor, "m C"] | None:
+    def noise_variance(self) -> Float[Tensor, "m ... C"] | None:
         """σ² of the targets given the outputs, at every temperature; None but for a Gaussian."""
-        return noise_variance(self.likelihood, self.mean)
+        noise = noise_variance(self.likelihood, self.mean.flatten(0, -2))
+        return None if noise is None else noise.view_as(self.mean)
 
     @property
-    def variance(self) -> Float[Tensor, "m C"]:
+    def variance(self) -> Float[Tensor, "m ... C"]:
         """Variances of the targets of regression, epistemic and noise; else of the outputs."""
         noise = self.noise_variance
         return self.epistemic_variance if noise is None else self.epistemic_variance + noise
 
     @property
-    def std(self) -> Float[Tensor, "m C"]:
+    def std(self) -> Float[Tensor, "m ... C"]:
         """The square root of ``variance``, in the units of the targets or outputs."""
         return self.variance.sqrt()
 
     @cached_property
-    def probabilities(self) -> Float[Tensor, "m C"]:
+    def probabilities(self) -> Float[Tensor, "m ... C"]:
         """The probability of each class (Categorical), or of each label being 1 (Bernoulli).
 
         Raises:
             ConfigurationError: If the likelihood has no probabilities of classes.
         """
+        if self.mean.dim() > 2:
+            return self._flat.probabilities.view_as(self.mean)
         if self.link != "monte-carlo":
             return class_probabilities(self.likelihood, self._one_output())
         total, m = torch.zeros_like(self.mean), len(self.mean)
@@ -83,18 +89,36 @@ class Predictive:
             total = total + found.unflatten(0, (-1, m)).sum(0)
         return total / self.num_samples
 
-    def log_prob(self, y: Tensor) -> Float[Tensor, " m"]:
+    @property
+    def _flat(self) -> "Predictive":
+        """All positions of all data, each as a datum."""
+        return self._at(torch.ones(self.mean.shape[:-1], dtype=torch.bool))
+
+    def _at(self, where: Bool[Tensor, "m ..."]) -> "Predictive":
+        """Some positions, each as a datum."""
+        where = where.to(self.mean.device)
+        return replace(self, mean=self.mean[where], covariance=self.covariance[where])
+
+    def log_prob(self, y: Tensor) -> Float[Tensor, "m ..."]:
         """The log predictive density of the targets, averaged over the outputs.
 
         Args:
             y: Targets as the likelihood takes them.
 
         Returns:
-            One number for each datum, in nats; of all its outputs together.
+            One number for each datum, in nats; of all its outputs together. With outputs
+            (m, …, C) one for each position, (m, …), and NaN for one without a target.
 
         Raises:
             InputError: If the targets do not fit.
         """
+        if self.mean.dim() > 2 and is_batch(y, len(self.mean)):
+            shape, device = self.mean.shape, self.mean.device
+            targets, counts = targets_at(self.likelihood, shape[1:], y, device)
+            where = counts.view(shape[:-1])
+            found = self.mean.new_full(where.shape, math.nan)
+            found[where] = self._at(where).log_prob(targets)
+            return found
         check_targets(self.likelihood, self.mean.shape, y, self.mean.device)
         if self.noise_variance is not None and self.link != "plug-in":
             return self._normal_log_prob(y)
@@ -109,8 +133,8 @@ class Predictive:
 
     def sample(
         self, n: int, generator: torch.Generator | int | None = None
-    ) -> Float[Tensor, "n m C"]:
-        """Draw outputs, correlated within a datum; different data are drawn independently.
+    ) -> Float[Tensor, "n m ... C"]:
+        """Draw outputs, correlated within a datum, but not between its positions or with others.
 
         Args:
             n: How many draws of each.
@@ -119,6 +143,8 @@ class Predictive:
         Returns:
             Outputs, without noise of the targets.
         """
+        if self.mean.dim() > 2:
+            return self._flat.sample(n, generator).view(n, *self.mean.shape)
         return torch.cat(list(self._samples(n, self.seed if generator is None else generator)))
 
     def _one_output(self) -> Tensor:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.blocks.anchors import Anchoring
+from evigrad.blocks.positions import by_target
 from evigrad.engine.checks import check_inputs
+from evigrad.engine.parameters import trainable
 from evigrad.engine.problem import PROBE_SIZE
 from evigrad.engine.settings import Memory
 from evigrad.errors import ConfigurationError, EvigradWarning
@@ -18,6 +20,7 @@ from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood, make_likelihood
 from evigrad.likelihoods.calls import check_targets, log_probabilities
+from evigrad.likelihoods.positions import flattened
 from evigrad.priors import GaussianPrior, matches
 from evigrad.training.augerino import range_parameters
 from evigrad.training.bracket import check_bracket
@@ -69,8 +72,9 @@ def fit(
     what the model draws (dropout) each a stream of its own. The initial weights are the model's.
 
     Args:
-        model: Any module that maps inputs (m, ...) to outputs (m, C). It is trained in place, on
-            the device where it is; frozen parameters stay as they are.
+        model: Any module that maps inputs (m, ...) to outputs (m, C), or to (m, …, C) with a target
+            at each position. It is trained in place, on the device where it is; frozen parameters
+            stay as they are.
         train: Training data: a pair (x, y) of tensors, a ``TensorDataset``, or a map-style data
             set of (x, y) items, which is read anew in every epoch, and for blocks of the evidence
             their own data. Random transforms that draw from the global generators of PyTorch,
@@ -152,12 +156,19 @@ def prepare(
     """
     place, seed = place_of(model), settings.seed
     data = RunData(train, place, seed)
-    settings = settings.for_data(len(data))
+    trainable(model, {})  # refuses lazy and frozen models before a pass
+    x, _ = data.first(PROBE_SIZE)
+    check_inputs(x, place)
+    likelihood = make_likelihood(settings.likelihood)
+    # The model's outputs say what counts as a datum.
+    shape = probe_outputs(model, x).shape[1:]
+    num_data = len(by_target(data, likelihood, shape))
+    settings = settings.for_data(num_data)
     held_out = None if test is None else RunData(test, place, seed)
     if settings.estimator == "augerino":
         ranges = [n for n in range_parameters(model) if not _names(settings.hyperparameters, n)]
         settings = replace(settings, hyperparameters=[*settings.hyperparameters, *ranges])
-    evidence = make_evidence(model, len(data), settings)
+    evidence = make_evidence(model, num_data, settings)
     if settings.estimator == "map-noise" and not learns_likelihood(evidence.likelihood):
         raise ConfigurationError(
             "map-noise learns the parameters of a likelihood, as a Gaussian's noise, and"
@@ -233,13 +244,17 @@ def _check_data(evidence: Evidence, data: RunData, device: torch.device, count: 
     """Refuse unfit data before the first step; returns the outputs for a few of them."""
     probe, y = data.first(2)
     check_inputs(probe, device)
-    f = probe_outputs(evidence.model, probe)
-    check_targets(evidence.likelihood, f.shape, y, f.device)
-    log_probabilities(evidence.likelihood, f, y)
+    whole = probe_outputs(evidence.model, probe)
+    likelihood = evidence.likelihood
+    f, y = flattened(likelihood, whole, y)
+    log_probabilities(likelihood, f, y)
+    if whole.dim() > 2:
+        by_target(data, likelihood, whole.shape[1:])  # which checks all targets
     for indices in torch.arange(min(count, len(data))).split(count if data.is_held else _AT_ONCE):
         x, y = data.fetch(indices)
         check_inputs(x, device)
-        check_targets(evidence.likelihood, (len(x), f.shape[1]), y, f.device)
+        if whole.dim() == 2:
+            check_targets(likelihood, (len(x), f.shape[1]), y, f.device)
     return f
 
 
@@ -260,7 +275,8 @@ def _warn_of_scale(evidence: Evidence, likelihood: Gaussian, data: RunData) -> N
     """Warn of real targets far from unit scale, for which networks, rates and priors are made."""
     positions = torch.linspace(0, len(data) - 1, min(len(data), _COMPARED)).long()
     x, y = data.fetch(positions)
-    error = (y - probe_outputs(evidence.model, x)).square().mean(0).sqrt()
+    f, y = flattened(likelihood, probe_outputs(evidence.model, x), y)
+    error = (y - f).square().mean(0).sqrt()
     noise = likelihood.log_noise.detach().exp().expand_as(error)
     spread = y.std(0, correction=0)
     far = (error > _FAR * noise.clamp(min=1)) | ((spread > 0) & (_FAR * spread < noise))

@@ -17,7 +17,7 @@ from evigrad.invariances.transform import range_values, ranged_modules
 from evigrad.jacobians import model_outputs, model_run
 from evigrad.jacobians.modes import evaluation_mode
 from evigrad.likelihoods import Likelihood
-from evigrad.likelihoods.calls import check_targets
+from evigrad.likelihoods.positions import flattened
 from evigrad.training.files import replacing, writing
 
 # A value that was not computed in an epoch is None, and an empty cell in the file.
@@ -37,40 +37,43 @@ def evaluate(
     """Metrics of a model on a data set, in evaluation mode and at temperature 1.
 
     Args:
-        model: Maps inputs (m, ...) to outputs (m, C). Its mode is restored.
+        model: Maps inputs (m, ...) to outputs (m, C) or (m, …, C). Its mode is restored.
         likelihood: The likelihood of the targets given the outputs.
         data: A pair (x, y) of tensors or a map-style data set, on the model's device.
         batch_size: Data per forward pass.
         generator: Seeds what the model draws, if anything. Default: seed 0.
 
     Returns:
-        Means over the data: ``log_likelihood`` (nats per datum) and ``accuracy`` (a fraction)
-        or ``squared_error`` (summed over the outputs), as the likelihood gives them.
+        Means over the data, or over their positions with a target: ``log_likelihood`` (nats) and
+        ``accuracy`` (a fraction) or ``squared_error`` (summed over the outputs), as the likelihood
+        gives them.
 
     Raises:
         InputError: If there are no data, or they do not fit the likelihood.
     """
     source = as_source(data)
     totals: dict[str, float] = {}
+    count = 0
     generator = generator or torch.Generator().manual_seed(0)
     with evaluation_mode(model, generator), torch.no_grad():
         for indices in torch.arange(len(source)).split(batch_size):
             inputs, targets = source.fetch(indices)
-            f = model_outputs(model, inputs)
-            check_targets(likelihood, f.shape, targets, f.device)
+            f = model_outputs(model, inputs, positions=True)
+            f, targets = flattened(likelihood, f, targets)
+            count += len(f)
             for name, value in likelihood.metrics(f, targets).items():
                 totals[name] = totals.get(name, 0.0) + float(value)
-    means = {name: value / len(source) for name, value in totals.items()}
+    means = {name: value / count for name, value in totals.items()}
     if "correct" in means:
         means["accuracy"] = means.pop("correct")
     return means
 
 
 def probe_outputs(model: nn.Module, x: Inputs) -> Tensor:
-    """Outputs (m, C) in evaluation mode, without a graph, and with the same draws every time."""
+    """Outputs (m, …, C) in evaluation mode, without a graph, and with the same draws every time."""
     generator = torch.Generator().manual_seed(0)
     with evaluation_mode(model, generator), model_run(model), torch.no_grad():
-        return model_outputs(model, x)
+        return model_outputs(model, x, positions=True)
 
 
 class MetricsFile:

@@ -1,13 +1,13 @@
 """Inputs of a model: one tensor, or a tree of tensors whose first dimension counts the data."""
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from jaxtyping import Float, Int
+from torch import Tensor
 
-from evigrad.errors import InputError, raised_in
+from evigrad.errors import InputError
 
 # Numbers of other types travel through a model's inputs as float64, which holds these integers.
 _LARGEST_INTEGER = 2**53
@@ -69,12 +69,97 @@ class Tree:
         return self.map(Tensor.detach)
 
 
-Inputs = Tensor | Tree
+class AtPositions:
+    """Inputs for outputs (m, …, C) at single positions: of a sequence, or of an image.
+
+    Each position is a datum of its own, whose inputs are those of the whole datum and the position.
+    It is indexed and moved as one tensor is.
+
+    Attributes:
+        whole: The inputs, each once.
+        data: Which of them each position belongs to, (n,); None where each has one position.
+        positions: The positions (n,), counted through all dimensions between first and last.
+    """
+
+    def __init__(self, whole: "Tensor | Tree", data: Tensor | None, positions: Tensor) -> None:
+        self.whole, self.data, self.positions = whole, data, positions
+
+    @classmethod
+    def every(cls, whole: "Tensor | Tree", count: int) -> "AtPositions":
+        """All of ``count`` positions of all data."""
+        number = torch.arange(len(whole) * count, device=whole.device)
+        return cls(whole, number // count, number % count)
+
+    def alone(self) -> "AtPositions":
+        """The same, with a copy of its inputs for each position."""
+        if self.data is None:
+            return self
+        return AtPositions(self.whole[self.data], None, self.positions)
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """The tensors (n, ...) with words for their places."""
+        whole = self.alone().whole
+        named = [("x", whole)] if isinstance(whole, Tensor) else whole.named()
+        return [*named, ("position", self.positions)]
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors (n, ...)."""
+        return [leaf for _, leaf in self.named()]
+
+    def with_leaves(self, leaves: Sequence[Tensor]) -> "AtPositions":
+        """The same containers with these tensors."""
+        return AtPositions(with_tensors(self.whole, leaves[:-1]), None, leaves[-1])
+
+    def of_outputs(self, f: Float[Tensor, "m ... C"]) -> Float[Tensor, "n C"]:
+        """The outputs at the positions, from those of the whole data."""
+        if self.data is None:
+            return at_positions(f, self.positions)
+        return f.flatten(1, -2)[self.data, self.positions]
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __getitem__(self, index: Any) -> "AtPositions":
+        """Some of the positions, by a slice or by numbers (n,)."""
+        data, positions = self.data, self.positions
+        if isinstance(index, Tensor):
+            index = index.to(positions.device)
+        if data is None:
+            return AtPositions(self.whole[index], None, positions[index])
+        return AtPositions(self.whole, data[index], positions[index])
+
+    @property
+    def device(self) -> torch.device:
+        """That of all tensors."""
+        return self.positions.device
+
+    def to(self, device: torch.device) -> "AtPositions":
+        """The same on a device."""
+        data = None if self.data is None else self.data.to(device)
+        return AtPositions(self.whole.to(device), data, self.positions.to(device))
+
+    def clone(self) -> "AtPositions":
+        """The same in memory of its own."""
+        return AtPositions(self.whole.clone(), self.data, self.positions.clone())
+
+    def detach(self) -> "AtPositions":
+        """The same without a graph."""
+        return AtPositions(self.whole.detach(), self.data, self.positions)
+
+
+def at_positions(f: Float[Tensor, "m ... C"], positions: Int[Tensor, " m"]) -> Float[Tensor, "m C"]:
+    """The outputs of each datum at one position."""
+    f = f.flatten(1, -2)
+    # Not an index, because this is known to mix no data.
+    return f.gather(1, positions.view(-1, 1, 1).expand(-1, 1, f.shape[2])).squeeze(1)
+
+
+Inputs = Tensor | Tree | AtPositions
 
 
 def as_inputs(value: Any) -> Inputs:
     """A tensor as it is, and containers of tensors as a ``Tree``, checked to fit together."""
-    if isinstance(value, Tensor | Tree):
+    if isinstance(value, Inputs):
         return value
     if not isinstance(value, Mapping | tuple | list):
         raise InputError(
@@ -117,13 +202,15 @@ def tensors_of(x: Inputs) -> list[Tensor]:
     return [x] if isinstance(x, Tensor) else x.leaves()
 
 
-def with_tensors(x: Inputs, tensors: Sequence[Tensor]) -> Inputs:
+def with_tensors(x: Tensor | Tree, tensors: Sequence[Tensor]) -> Tensor | Tree:
     """The containers of ``x`` with other tensors."""
     return tensors[0] if isinstance(x, Tensor) else x.with_leaves(tensors)
 
 
 def layout(x: Inputs) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     """The place, the shape of a datum, and the type of each tensor."""
+    if isinstance(x, AtPositions):
+        return [*layout(x.whole), ("position", (), torch.int64)]
     named = [("x", x)] if isinstance(x, Tensor) else x.named()
     return [(name, tuple(part.shape[1:]), part.dtype) for name, part in named]
 
@@ -188,57 +275,10 @@ def _made(like: Any, parts: Any) -> Any:
     return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)
 
 
-# ------------------------------------------------------------ calling the model
-
-
-def called(model: nn.Module, x: Inputs) -> object:
-    """Return what the model returns for a copy of some inputs, which it may change in place.
-
-    A dictionary goes in as keyword arguments where ``forward`` takes all of its keys, and a tuple
-    as positional ones where ``forward`` asks for as many; else each is one argument. Of an object
-    that has ``logits``, as a Hugging Face model returns it, these are the outputs.
-
-    Raises:
-        InputError: If the model raises an exception.
-    """
-    if isinstance(x, Tensor):
-        with raised_in(f"The model, given inputs of shape {tuple(x.shape)} and type {x.dtype},"):
-            return scores_of(model(x.clone()))
-    positional, named = arguments(model, x.clone().value)
-    words = ", ".join(
-        f"{name} {shape} {str(dtype).removeprefix('torch.')}" for name, shape, dtype in layout(x)
-    )
-    how = "keyword arguments" if named else f"{len(positional)} positional arguments"
-    how = "one argument" if len(positional) == 1 else how
-    with raised_in(f"The model, given {len(x)} data of {words} as {how},"):
-        return scores_of(model(*positional, **named))
-
-
-def scores_of(output: object) -> Any:
-    """The ``logits`` of an object that has them; anything else as it is."""
-    logits = getattr(output, "logits", None)
-    return logits if isinstance(logits, Tensor) else output
-
-
-def arguments(model: nn.Module, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and named arguments of ``forward`` for the value of a ``Tree``."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    kinds = {each.name: each.kind for each in parameters}
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        takes_any = inspect.Parameter.VAR_KEYWORD in kinds.values()
-        if takes_any or all(kinds.get(key) in by_name for key in value):
-            return (), dict(value)
-    if isinstance(value, tuple | list):
-        by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        asked = [p for p in parameters if p.kind in by_place and p.default is p.empty]
-        if len(asked) == len(value) > 1:
-            return tuple(value), {}
-    return (value,), {}
-
-
 def check_integers(x: Inputs) -> None:
     """Refuse integers that a packed tree would round."""
+    if isinstance(x, AtPositions):
+        x = x.whole
     for name, part in [] if isinstance(x, Tensor) else x.named():
         if part.dtype in (torch.int64, torch.uint64) and bool(
             (part.abs() > _LARGEST_INTEGER).any()

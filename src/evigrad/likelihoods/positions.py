@@ -1,0 +1,137 @@
+"""Outputs (m, …, C) with several positions for each datum, each of which has a target of its own.
+
+Given the outputs, the targets of all positions are independent: a position of a sequence, or a
+pixel, is a datum of its own to every likelihood and every estimator. Data are then counted by their
+targets; a target that the likelihood leaves out (``Likelihood.counted``) is none.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from evigrad.errors import InputError
+from evigrad.inputs import AtPositions, Inputs
+from evigrad.likelihoods.base import Likelihood
+from evigrad.likelihoods.calls import check_targets
+
+NO_TARGET = (
+    "No target counts: all are left out by the likelihood's ignore_index. Leave such data out."
+)
+
+
+def counted(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> Tensor:
+    """Return where targets (m, …) count, (m, T), over the ``shape`` of a datum's positions.
+
+    Raises:
+        InputError: If the targets have other positions.
+    """
+    found = tuple(y.shape[1 : 1 + len(shape)])
+    if found != tuple(shape):
+        raise InputError(
+            f"The model has outputs at positions {tuple(shape)} of each datum, and the targets"
+            f" {tuple(y.shape)} are at {found}: give a target for each position. Where some have"
+            " none, as the last one of a language model, fill in Categorical's ignore_index."
+        )
+    each = y.flatten(0, len(shape))
+    counts = likelihood.counted(each)
+    if counts is None:
+        counts = torch.ones(len(each), dtype=torch.bool, device=y.device)
+    return counts.view(len(y), -1)
+
+
+def targets_at(
+    likelihood: Likelihood,
+    shape: Sequence[int],
+    y: Tensor,
+    device: torch.device,
+    first_datum: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Return the checked targets (n, ...) at positions that count, and where these are, (m, T).
+
+    ``shape`` is that of a datum's outputs, (…, C); ``first_datum`` is the number of the first one.
+
+    Raises:
+        InputError: If they do not fit.
+    """
+    *shape, num_outputs = shape
+    counts = counted(likelihood, shape, y)
+    targets = y.flatten(1, len(shape))[counts]
+
+    def check(some: Tensor) -> None:
+        check_targets(likelihood, (len(some), num_outputs), some, device)
+
+    try:
+        if len(targets):
+            check(targets)
+    except InputError as error:
+        first, end = 0, len(targets)  # of a range that holds the first unfit target
+        while end - first > 1:
+            middle = (first + end) // 2
+            try:
+                check(targets[first:middle])
+            except InputError:
+                end = middle
+            else:
+                first = middle
+        try:
+            check(targets[first:end])
+        except InputError as of_one:
+            datum, position = counts.nonzero()[first].tolist()
+            where = f"Datum {first_datum + datum}, position {position}"
+            raise InputError(f"{where}: {of_one}") from error
+        raise
+    return targets, counts
+
+
+def flattened(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Checked outputs (n, C) and their targets (n, ...) at all positions that count.
+
+    Args:
+        likelihood: Maybe the user's own.
+        f: Outputs (m, C), returned as they are, or (m, …, C).
+        y: Targets.
+
+    Returns:
+        Outputs and targets.
+
+    Raises:
+        InputError: If they do not fit, or no position counts.
+    """
+    if f.dim() == 2 or not is_batch(y, len(f)):
+        check_targets(likelihood, f[..., 0, :].shape if f.dim() > 2 else f.shape, y, f.device)
+        return f, y
+    targets, counts = targets_at(likelihood, f.shape[1:], y, f.device)
+    if not len(targets):
+        raise InputError(NO_TARGET)
+    return f.flatten(1, -2)[counts], targets
+
+
+def spread(
+    likelihood: Likelihood, shape: Sequence[int], x: Inputs, y: Tensor
+) -> tuple[AtPositions, Tensor]:
+    """Each position that counts as a datum of its own, with its checked target.
+
+    Args:
+        likelihood: Maybe the user's own.
+        shape: That of a datum's outputs, (…, C).
+        x: Inputs (m, ...).
+        y: Targets (m, …).
+
+    Returns:
+        Inputs and targets of n positions, datum by datum.
+
+    Raises:
+        InputError: If targets do not fit, or no position counts.
+    """
+    assert not isinstance(x, AtPositions)
+    targets, counts = targets_at(likelihood, shape, y, x.device)
+    if not len(targets):
+        raise InputError(NO_TARGET)
+    data, positions = counts.nonzero(as_tuple=True)
+    return AtPositions(x, data, positions), targets
+
+
+def is_batch(y: object, m: int) -> bool:
+    """Whether these are targets of m data, in a tensor."""
+    return isinstance(y, Tensor) and y.ndim > 0 and len(y) == m
