@@ -457,7 +457,7 @@ def test_kfac_gradient_on_every_module(name: str, sharing: str) -> None:
     assert (values[0] - values[1]) / (2 * step) == pytest.approx(slope, rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["layer-norm", "bias-and-scale", "lstm", "loose"])
+@pytest.mark.parametrize("name", ["layer-norm", "bias-and-scale", "loose"])
 def test_kfac_without_kronecker_factors_is_exact_by_tensor(name: str) -> None:
     """What has no Kronecker form gets its exact dense block: ℓ differs in the head alone."""
     found = {}

@@ -232,21 +232,10 @@ class Product(nn.Module):
         return torch.einsum("ni,io->no", x, self.weight)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(2, 1, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.unflatten(1, (3, 2))
-        return self.attention(x, x, x, need_weights=False)[0].flatten(1)
-
-
 AUTOMATIC = Memory(micro_batch="auto", memory_budget=20_000)
 
 GENERIC: dict[str, Callable[[], nn.Module]] = {
     "a matrix product": Product,
-    "attention": Attention,
     "a transposed convolution": lambda: nn.Sequential(
         nn.Unflatten(1, (2, 3)), nn.ConvTranspose1d(2, 2, 1), nn.Flatten()
     ),

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evigrad import Evidence, Memory, Optimization, Schedule, fit
+from evigrad import Estimate, Evidence, Memory, Optimization, Schedule, fit
 from evigrad.errors import ConfigurationError
+from evigrad.jacobians.written_out import WRITTEN_OUT
 from evigrad.likelihoods import Categorical
-from evigrad.models.sequences import GRU, Attention, Recurrent, Transformer
+from evigrad.models.sequences import Attention, Recurrent, Transformer
 from evigrad.priors import GaussianPrior
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model has normalisation layers")
@@ -154,33 +155,6 @@ def test_short_and_long_average() -> None:
     torch.testing.assert_close(long(x), long.head(long.recurrence(x)[0].mean(1)))
 
 
-# ------------------------------------------------------------ nn.GRU
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("layers", [1, 2])
-def test_gru_is_pytorchs(layers: int, training: bool) -> None:
-    torch.manual_seed(0)
-    expected = nn.GRU(3, 4, layers, batch_first=True)
-    torch.manual_seed(0)
-    ours = GRU(3, 4, layers)
-    for (name, p), (other, q) in zip(
-        ours.named_parameters(), expected.named_parameters(), strict=True
-    ):
-        assert name == other and torch.equal(p, q)
-    ours, expected = ours.double().train(training), expected.double()
-    ours.load_state_dict(expected.state_dict())
-    x = torch.randn(5, 6, 3, dtype=torch.float64, requires_grad=True)
-    for start in (None, torch.randn(layers, 5, 4, dtype=torch.float64)):
-        results = []
-        for module in (ours, expected):
-            states, last = module(x, start)
-            loss = states.square().sum() + last.sin().sum()
-            results.append([states, last, *torch.autograd.grad(loss, [x, *module.parameters()])])
-        for value, reference in zip(*results, strict=True):
-            torch.testing.assert_close(value, reference, rtol=1e-12, atol=1e-12)
-
-
 def test_padded_states_reach_no_further_than_the_last_token() -> None:
     model, x = make("gru", "padded", start=None)
     changed = x.clone()
@@ -263,11 +237,10 @@ def test_gradients_agree_with_finite_differences(
             assert slope == pytest.approx(float((p.grad * step).sum()) / 1e-4, rel=1e-5, abs=1e-9)
 
 
-def test_twin_with_pytorchs_gru() -> None:
-    """Closed forms of our GRU against nn.GRU by automatic differentiation, datum by datum."""
+def test_twin_of_gru_without_closed_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed forms of the GRU against automatic differentiation, datum by datum."""
     evidence, x, y = make_evidence("gru", "tokens")
     model, _ = make("gru", "tokens")
-    model.register_module("recurrence", nn.GRU(3, 3, batch_first=True).double())
     model.load_state_dict(evidence.model.state_dict())
     prior = GaussianPrior("layerwise")
     twin = Evidence(
@@ -279,12 +252,15 @@ def test_twin_with_pytorchs_gru() -> None:
         hyperparameters=["pooling_time"],
     )
     prior.load_state_dict(evidence.prior.state_dict())
-    assert {w.rows for w in twin.describe(x) if "recurrence" in w.name} == {"generic: loop"}
-    compare(evidence, twin, x, y)
+    with monkeypatch.context() as patched:
+        patched.delitem(WRITTEN_OUT, torch.gru)
+        assert {w.rows for w in twin.describe(x) if "recurrence" in w.name} == {"generic: loop"}
+        expected = twin.backward(x, y)
+    compare(evidence, evidence.backward(x, y), twin, expected)
 
 
 def test_twin_with_pytorchs_transformer() -> None:
-    """Closed forms of our blocks against nn.TransformerEncoderLayer, its attention by vmap."""
+    """Our blocks against nn.TransformerEncoderLayer, whose attention is written out."""
     model, x = make("transformer", "tokens", start=None)
     assert isinstance(model, Transformer)
     twin, _ = make("transformer", "tokens", start=None)
@@ -319,13 +295,13 @@ def test_twin_with_pytorchs_transformer() -> None:
         Evidence(net, Categorical(), GaussianPrior("scalar"), estimator="ntk-N-C", num_data=4)
         for net in (model, twin)
     )
-    assert "generic: vmap" in {w.rows for w in other.describe(x)}
-    compare(evidence, other, x, torch.arange(4) % OUTPUTS)
+    assert not any("generic" in w.rows for w in other.describe(x))
+    y = torch.arange(4) % OUTPUTS
+    compare(evidence, evidence.backward(x, y), other, other.backward(x, y))
 
 
-def compare(evidence: Evidence, twin: Evidence, x: Tensor, y: Tensor) -> None:
-    values = [each.backward(x, y).log_evidence for each in (evidence, twin)]
-    assert values[0] == pytest.approx(values[1], rel=1e-10)
+def compare(evidence: Evidence, found: Estimate, twin: Evidence, expected: Estimate) -> None:
+    assert found.log_evidence == pytest.approx(expected.log_evidence, rel=1e-10)
     for name, p in evidence.hyperparameters().items():
         other = twin.hyperparameters()[name]
         assert p.grad is not None and other.grad is not None

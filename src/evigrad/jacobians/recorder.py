@@ -23,6 +23,7 @@ from evigrad.invariances.noise import current_samples
 from evigrad.jacobians.kronecker import KroneckerUse
 from evigrad.jacobians.layers import RULES, Match, Rule
 from evigrad.jacobians.paths import Use
+from evigrad.jacobians.written_out import WRITTEN_OUT
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 
@@ -185,6 +186,11 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Record the call if it has a closed form; call the function."""
         kwargs = kwargs or {}
+        if func in WRITTEN_OUT and self._uses_weights(args):
+            with self:
+                result = WRITTEN_OUT[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if func is F.embedding:
             args = self._for_each_datum(args)
         found = self._match(func, args, kwargs)
@@ -231,6 +237,13 @@ class Recorder(TorchFunctionMode):
             return False
         modules = model.modules()
         return self._decides or any(isinstance(each, torch.jit.ScriptModule) for each in modules)
+
+    def _uses_weights(self, args: Sequence[Any]) -> bool:
+        """Whether a tracked parameter is among arguments, or in a list of them, of a graph."""
+        found = any(
+            id(p) in self._names for a in args for p in (a if isinstance(a, list | tuple) else [a])
+        )
+        return found and torch.is_grad_enabled() and not _is_transformed()
 
     def _for_each_datum(self, args: Sequence[Any]) -> Sequence[Any]:
         """The arguments of an embedding, with indices (1, T) as (m, T) where this is asked for."""

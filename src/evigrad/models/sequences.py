@@ -1,8 +1,6 @@
 """Networks for sequences of tokens or of real vectors: a transformer encoder and a GRU.
 
-In both, every weight matrix acts through ``F.linear`` with the data in dim 0. Rows of the Jacobian
-then have closed forms and KFAC gets Kronecker factors, where PyTorch's own
-``nn.MultiheadAttention`` and ``nn.GRU`` need automatic differentiation, the latter datum by datum.
+In both, every weight has a closed form, and every matrix Kronecker factors.
 Each can have one hyperparameter of its forward pass, to be learned by the evidence.
 """
 
@@ -165,52 +163,6 @@ class Transformer(nn.Module):
         return self.head((h * valid[:, :, None]).sum(1) / count)
 
 
-class GRU(nn.GRU):
-    """``nn.GRU`` with the batch first, whose rows have closed forms and Kronecker factors.
-
-    In training mode it is ``nn.GRU`` with its fast kernels. In evaluation mode, in which evidences
-    are computed, it does the same arithmetic step by step, one ``F.linear`` for the inputs of all
-    steps and one for the state of each. Arguments, parameters, their initial values and state
-    dictionaries are those of ``nn.GRU``.
-    """
-
-    def __init__(self, input_size: int, hidden_size: int, num_layers: int = 1) -> None:
-        super().__init__(input_size, hidden_size, num_layers, batch_first=True)
-
-    # Packed sequences, which nn.GRU takes too, are not supported.
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, input: Float[Tensor, "m T i"], hx: Float[Tensor, "layers m d"] | None = None
-    ) -> tuple[Float[Tensor, "m T d"], Float[Tensor, "layers m d"]]:
-        """States of the last layer, and last states of all; ``hx`` are the first, None zeros."""
-        if self.training:
-            return super().forward(input, hx)
-        if hx is None:
-            hx = input.new_zeros(self.num_layers, len(input), self.hidden_size)
-        last = []
-        for layer, start in enumerate(hx):
-            input = self._unrolled(input, start, layer)
-            last.append(input[:, -1])
-        return input, torch.stack(last)
-
-    def _unrolled(
-        self, x: Float[Tensor, "m T i"], h: Float[Tensor, "m d"], layer: int
-    ) -> Float[Tensor, "m T d"]:
-        # By name, as functional calls do not replace the list of weights that nn.GRU keeps.
-        weight_ih, weight_hh, bias_ih, bias_hh = (
-            getattr(self, f"{kind}_l{layer}")
-            for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-        )
-        states = []
-        for of_input in F.linear(x, weight_ih, bias_ih).unbind(1):
-            reset_i, update_i, new_i = of_input.chunk(3, dim=1)
-            reset_h, update_h, new_h = F.linear(h, weight_hh, bias_hh).chunk(3, dim=1)
-            update = torch.sigmoid(update_i + update_h)
-            new = torch.tanh(new_i + torch.sigmoid(reset_i + reset_h) * new_h)
-            h = new + update * (h - new)
-            states.append(h)
-        return torch.stack(states, dim=1)
-
-
 class Recurrent(nn.Module):
     """Gated recurrent units, one or several layers of them, and a linear head.
 
@@ -254,7 +206,7 @@ class Recurrent(nn.Module):
         self.tokens = None
         if vocabulary is not None:
             self.tokens, features = nn.Embedding(vocabulary, width, padding_idx=padding), width
-        self.recurrence = GRU(features, width, layers)
+        self.recurrence = nn.GRU(features, width, layers, batch_first=True)
         self.head = nn.Linear(width, num_outputs)
 
     def forward(self, x: Tensor) -> Float[Tensor, "m C"]:
