@@ -7,10 +7,17 @@ the gradient; both by the same micro-batches. "precisions" learns layerwise prec
 
     python benchmarks/step_cost.py --model mininet --csv docs/results/step_cost_mininet.csv
     python benchmarks/step_cost.py --model wrn16-4 --data 64 --csv docs/results/step_cost_wrn.csv
+    python benchmarks/step_cost.py --model vit bert gpt lstm gru --data 64 --samples 1 --threads 1
+
+"vit", "bert" and "gpt" are small networks of the package transformers, with four blocks of 128
+units, on images of 65 patches or 64 words; "lstm" and "gru" are PyTorch's, with 128 units and 32
+words.
 """
 
 import argparse
+import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +26,91 @@ from measure import machine, paired, write_csv
 from torch import Tensor, nn
 
 from evigrad import Evidence, Memory
+from evigrad.errors import EvigradWarning
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Categorical
 from evigrad.models import make_model
 from evigrad.priors import GaussianPrior
 
 SHAPES = {"mininet": (1, 28, 28), "wrn16-4": (3, 32, 32)}
+WORDS, PADDING = 1000, 0
+
+
+class Reader(nn.Module):
+    """A network of transformers for words, some of which are padding."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.network(input_ids=words, attention_mask=(words != PADDING).long()).logits
+
+
+class Recurrent(nn.Module):
+    """The last output of a recurrent layer."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, layer.input_size)
+        self.layer, self.head = layer, nn.Linear(layer.hidden_size, 10)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.layer(self.words(words))[0][:, -1])
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    settings: dict[str, Any] = {"image_size": 32, "patch_size": 4, "num_labels": 10}
+    sizes = {"hidden_size": 128, "intermediate_size": 512}
+    counts = {"num_hidden_layers": 4, "num_attention_heads": 4}
+    return ViTForImageClassification(ViTConfig(**settings, **sizes, **counts))
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    settings: dict[str, Any] = {"vocab_size": WORDS, "num_labels": 10}
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "max_position_embeddings": 64}
+    counts = {"num_hidden_layers": 4, "num_attention_heads": 4}
+    return Reader(BertForSequenceClassification(BertConfig(**settings, **sizes, **counts)))
+
+
+def gpt() -> nn.Module:
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    tokens = {"pad_token_id": PADDING, "bos_token_id": 1, "eos_token_id": 2}
+    settings: dict[str, Any] = {"vocab_size": WORDS, "num_labels": 10, **tokens}
+    sizes = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 64}
+    return Reader(GPT2ForSequenceClassification(GPT2Config(**settings, **sizes)))
+
+
+# Networks that ``make_model`` does not know, and the shape of a datum; words have one dimension.
+OTHERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "vit": (vit, (3, 32, 32)),
+    "bert": (bert, (64,)),
+    "gpt": (gpt, (64,)),
+    "lstm": (lambda: Recurrent(nn.LSTM(128, 128, batch_first=True)), (32,)),
+    "gru": (lambda: Recurrent(nn.GRU(128, 128, batch_first=True)), (32,)),
+}
+
+
+def network_and_data(name: str, num_data: int) -> tuple[nn.Module, Tensor]:
+    """A network and random inputs; a quarter of the sentences is padded to half."""
+    if name not in OTHERS:
+        return make_model(name, SHAPES[name], 10, seed=0), torch.rand(num_data, *SHAPES[name])
+    build, shape = OTHERS[name]
+    torch.manual_seed(0)
+    network = build()
+    if len(shape) > 1:
+        return network, torch.rand(num_data, *shape)
+    words = torch.randint(3, WORDS, (num_data, *shape))
+    if name in ("bert", "gpt"):
+        words[: num_data // 4, shape[0] // 2 :] = PADDING
+    return network, words
+
+
 STRUCTURES = {"ntk": {}, "kfac-expand": {"sharing": "expand"}, "kfac-reduce": {"sharing": "reduce"}}
 NUM_DATA = 50_000
 
@@ -37,7 +123,9 @@ def training_step(model: nn.Module, x: Tensor, y: Tensor, micro_batch: int) -> C
         model.train()
         for start in range(0, len(x), micro_batch):
             part = slice(start, start + micro_batch)
-            loss = nn.functional.cross_entropy(model(x[part]), y[part], reduction="sum")
+            f = model(x[part])
+            f = f if isinstance(f, Tensor) else f.logits
+            loss = nn.functional.cross_entropy(f, y[part], reduction="sum")
             torch.autograd.grad(loss / len(x), weights)
 
     return step
@@ -48,12 +136,12 @@ def measure(
 ) -> list[dict[str, Any]]:
     """All structures on one network and size, beside the training step."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    network = make_model(name, SHAPES[name], 10, seed=0).to(device)
+    network, x = network_and_data(name, num_data)
+    network, x = network.to(device), x.to(device)
     with torch.no_grad():  # Fixup starts with zeros, which would make most rows zero
         for p in network.parameters():
             if not p.any():
                 p.normal_(std=0.05)
-    x = torch.rand(num_data, *SHAPES[name], device=device)
     y = torch.randint(10, (num_data,), device=device)
     if arguments.channels_last:
         network = network.to(memory_format=torch.channels_last)
@@ -70,19 +158,21 @@ def measure(
             model = Averaged(network, AffineInvariance().to(device), num_samples=samples)
             hyperparameters = ["invariance"]
         structure, settings = label.split("-")[0], STRUCTURES[label]
-        evidence = Evidence(
-            model,
-            Categorical(),
-            GaussianPrior("layerwise"),
-            estimator=f"{structure}-{num_data}-1",
-            num_data=NUM_DATA,
-            hyperparameters=hyperparameters,
-            memory=Memory(
-                micro_batch=micro_batch, autocast=torch.bfloat16 if arguments.autocast else None
-            ),
-            generator=0,
-            **settings,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The model has normalisation", EvigradWarning)
+            evidence = Evidence(
+                model,
+                Categorical(),
+                GaussianPrior("layerwise"),
+                estimator=f"{structure}-{num_data}-1",
+                num_data=NUM_DATA,
+                hyperparameters=hyperparameters,
+                memory=Memory(
+                    micro_batch=micro_batch, autocast=torch.bfloat16 if arguments.autocast else None
+                ),
+                generator=0,
+                **settings,
+            )
         for number in range(4):  # planning, and the checks of passes 1, 2 and 4
             if number < 1 or num_data * samples <= 64:
                 evidence.backward(x, y)
@@ -116,7 +206,8 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", choices=list(SHAPES), default="mininet")
+    models = [*SHAPES, *OTHERS]
+    parser.add_argument("--model", nargs="+", choices=models, default=["mininet"])
     parser.add_argument("--data", type=int, nargs="+", default=[16, 32, 64, 128, 256])
     parser.add_argument("--samples", type=int, nargs="+", default=[1, 5])
     parser.add_argument("--structures", nargs="+", default=list(STRUCTURES))
@@ -131,11 +222,10 @@ def main() -> None:
     torch.manual_seed(0)
     print(machine())
     rows = []
-    for samples in arguments.samples:
-        for num_data in arguments.data:
-            rows += measure(arguments.model, num_data, samples, arguments)
-            if arguments.csv:
-                write_csv(arguments.csv, rows)
+    for name, samples, num_data in product(arguments.model, arguments.samples, arguments.data):
+        rows += measure(name, num_data, samples, arguments)
+        if arguments.csv:
+            write_csv(arguments.csv, rows)
 
 
 if __name__ == "__main__":
