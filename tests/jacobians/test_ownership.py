@@ -205,6 +205,28 @@ def issue_tokens() -> Tensor:
     return x
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_one_position_of_each_datum_is_known_by_the_graph(is_own: bool) -> None:
+    def forward(net: Net, h: Tensor, x: Tensor) -> Tensor:
+        own, places = torch.arange(len(x)), x[:, 0, 0].abs().mul(9).long() % x.shape[1]
+        if is_own:
+            return net.act(h)[own, places]
+        return net.act(h)[own.roll(1), places.roll(1)].roll(-1, 0)
+
+    net, x = Net(forward), random(4, 3, 3)
+    weights = weights_of(net, ["gate"])
+    recorder = Recorder(weights, len(x))
+    with recorder:
+        f = net(x)
+    layers = {call.names["weight"]: id(call) for call in recorder.calls if "weight" in call.names}
+    found = traced(f, recorder.calls)[0]
+    assert layers["last.weight"] in found
+    assert (layers["layer.weight"] in found) == (layers["first.weight"] in found) == is_own
+    vectors = random(4, 2, 3)
+    linearization = linearize(net, weights, x, plan(net, weights, x), differentiable=False)
+    assert_rows(linearization.rows(vectors), rows(jacobian(net, weights, x), vectors))
+
+
 @pytest.mark.parametrize("estimator", ["ntk-N-C", "full-N-C", "blockdiag-N-C", "diag-N-C"])
 @pytest.mark.parametrize("network", ["packed", "experts"])
 def test_micro_batches_do_not_matter(network: str, estimator: str) -> None:

@@ -258,6 +258,15 @@ def _repeat(edge: _Edge) -> int | None:
     return _broadcast(edge) if edge.node._saved_repeats[edge.dim] == 1 else None
 
 
+def _index(edge: _Edge) -> int | None:
+    """One entry for each datum in its order, as at the last word of each sentence."""
+    chosen = edge.node._saved_indices[0]
+    if edge.which != 0 or edge.dim != 0 or chosen is None or chosen.dtype == torch.bool:
+        return None
+    own = torch.arange(len(chosen), device=chosen.device)
+    return 0 if chosen.dim() == 1 and torch.equal(chosen, own.to(chosen)) else None
+
+
 def _pad(edge: _Edge) -> int | None:
     behind = 2 * (len(edge.shape) - 1 - edge.dim)  # pads come from the last dimension on
     return None if any(edge.node._saved_pad[behind : behind + 2]) else edge.dim
@@ -298,6 +307,7 @@ _STEPS: dict[str, _Step] = {
     **_named("Select Unbind", _without),
     **_named("Stack", _stack),
     **_named("Permute", _permute),
+    **_named("Index", _index),
     **_named("Transpose", _transpose),
     **_named("Repeat", _repeat),
     **_named("ConstantPadNd", _pad),
