@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import oracle
@@ -108,6 +109,7 @@ MODELS: dict[str, tuple[Callable[[str], nn.Module], list[str], str]] = {
     "vit": (vit, ["q_proj", "fc1"], "vit.layernorm.weight"),
     "bert": (bert, ["query", "value"], "bert.embeddings.LayerNorm.weight"),
     "gpt": (gpt, ["c_attn", "c_proj"], "transformer.h.0.ln_1.weight"),
+    "next word": (gpt, ["c_attn", "c_proj"], "transformer.h.0.ln_1.weight"),
 }
 
 
@@ -117,7 +119,7 @@ def make(name: str, attention: str, adapted: bool) -> tuple[nn.Module, list[str]
     build, targets, learned = MODELS[name]
     net = build(attention)
     if adapted:
-        lora = LoraConfig(r=2, target_modules=targets, fan_in_fan_out=name == "gpt")
+        lora = LoraConfig(r=2, target_modules=targets, fan_in_fan_out=build is gpt)
         net = get_peft_model(net, lora)  # pyright: ignore[reportArgumentType]
         learned = f"base_model.model.{learned}"
         net.get_parameter(learned).requires_grad_()
@@ -137,9 +139,21 @@ def data(name: str) -> tuple[dict[str, Tensor], Tensor]:
         return {"pixel_values": pixels}, torch.arange(N) % CLASSES
     ids = torch.randint(1, WORDS, (N, LENGTH), generator=generator)
     mask = (torch.arange(LENGTH) < torch.tensor([[5], [3], [1], [5]])).long()
-    mask = mask if name == "bert" else mask.flip(1)
-    classes = CLASSES if name == "bert" else WORDS
-    return {"input_ids": ids * mask, "attention_mask": mask}, torch.arange(N) % classes
+    mask = mask.flip(1) if name == "gpt" else mask
+    x = {"input_ids": ids * mask, "attention_mask": mask}
+    if name == "next word":
+        following = ids.masked_fill(mask == 0, -100).roll(-1, 1)
+        following[:, -1] = -100
+        return x, following
+    return x, torch.arange(N) % (CLASSES if name == "bert" else WORDS)
+
+
+def spread(x: dict[str, Tensor], y: Tensor) -> tuple[Tree, Tensor]:
+    """The data of dense matrices: each position that has a target, where y is (m, T)."""
+    if y.dim() == 1:
+        return Tree(x), y
+    n, place = (y != -100).nonzero(as_tuple=True)
+    return Tree({**{name: part[n] for name, part in x.items()}, "place": place}), y[n, place]
 
 
 class OfTree(nn.Module):
@@ -150,8 +164,11 @@ class OfTree(nn.Module):
         self.net = net
 
     def forward(self, x: Tree) -> Tensor:
-        found = self.net(**x.value)
-        return found if isinstance(found, Tensor) else found.logits
+        value = dict(x.value)
+        place = value.pop("place", None)
+        found = self.net(**value)
+        found = found if isinstance(found, Tensor) else found.logits
+        return found if place is None else found[torch.arange(len(place)), place]
 
 
 def kronecker(net: nn.Module, x: Tree, names: dict[str, nn.Module]) -> dict[str, Tensor]:
@@ -188,7 +205,9 @@ def kronecker(net: nn.Module, x: Tree, names: dict[str, nn.Module]) -> dict[str,
     }
 
 
-def dense(evidence: evigrad.Evidence, x: Tree, y: Tensor, structure: str) -> Tensor:
+def dense(
+    evidence: evigrad.Evidence, x: Tree, y: Tensor, structure: str, words: dict[str, str]
+) -> Tensor:
     """The log evidence of all data with a graph, from dense matrices."""
     weights, model = evidence.weights(), OfTree(evidence.model)
     precisions = evidence.prior.precisions()
@@ -202,9 +221,8 @@ def dense(evidence: evigrad.Evidence, x: Tree, y: Tensor, structure: str) -> Ten
     else:
         modules = dict(evidence.model.named_modules())
         owners = {name: modules[name.rpartition(".")[0]] for name in weights}
-        rows = {r.name: r.rows for r in evidence.describe(x.value)}
         layers = {
-            n: m for n, m in owners.items() if rows[n] in ("linear", "addmm") and "bias" not in n
+            n: m for n, m in owners.items() if words[n] in ("linear", "addmm") and "bias" not in n
         }
         blocks = kronecker(evidence.model, x, layers)
         for name in weights.keys() - layers.keys():
@@ -223,30 +241,31 @@ def dense(evidence: evigrad.Evidence, x: Tree, y: Tensor, structure: str) -> Ten
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize(
     ("name", "structure"),
-    [("bert", "ntk"), ("bert", "kfac"), ("gpt", "ntk"), ("gpt", "kfac"), ("vit", "ntk")],
+    [("vit", "ntk"), *product(["bert", "gpt", "next word"], ["ntk", "kfac"])],
 )
 def test_value_and_gradient(name: str, attention: str, adapted: bool, structure: str) -> None:
     net, learned = make(name, attention, adapted)
     x, y = data(name)
+    of_data, targets = spread(x, y)
     evidence = evigrad.Evidence(
         net,
         Categorical(),
         GaussianPrior("layerwise"),
         estimator=f"{structure}-N-C",
-        num_data=N,
+        num_data=len(targets),
         hyperparameters=learned,
         sharing="expand",
         generator=0,
     )
-    reports = evidence.describe(x)
-    assert {r.rows for r in reports} <= CLOSED
-    assert adapted == all("lora" in r.name for r in reports)
-    expected = dense(evidence, Tree(x), y, structure)
+    words = {report.name: report.rows for report in evidence.describe(x)}
+    assert set(words.values()) <= CLOSED
+    assert adapted == all("lora" in name for name in words)
+    expected = dense(evidence, of_data, targets, structure, words)
     estimate = evidence.backward(x, y)
     assert estimate.log_evidence == pytest.approx(expected.item(), rel=1e-9)
     named = evidence.hyperparameters()
     assert any(net.get_parameter(learned[0]) is p for p in named.values())
-    wanted = torch.autograd.grad(-expected / N, list(named.values()))
+    wanted = torch.autograd.grad(-expected / len(targets), list(named.values()))
     for (key, parameter), gradient in zip(named.items(), wanted, strict=True):
         assert parameter.grad is not None
         error = (parameter.grad - gradient).norm() / gradient.norm()
