@@ -2,9 +2,11 @@
 
 Digits are scikit-learn's and the network is ``digitsnet``, trained by MAP at precision 1, and with
 precisions that the evidence learns. Tables are UCI's, standardised, each seed a split of its own,
-with two hidden layers of 64, precisions and noise learned. Every row predicts with the same trained
-network: ``plug-in`` without the weights' uncertainty, the others with the posterior of a structure.
-Test data are only evaluated. Every run is kept as it ends: the script goes on where it was stopped.
+with two hidden layers of 64, precisions and noise learned; for ``heteroscedastic`` the network has
+a log variance for each target instead, and precisions begin at 10. Every row predicts with the same
+trained network: ``plug-in`` without the weights' uncertainty, the others with the posterior of a
+structure. Test data are only evaluated. Every run is kept as it ends: the script goes on where it
+was stopped.
 
     python benchmarks/posterior.py --data-dir DIR --results docs/results --pages docs/posterior.md
 """
@@ -32,6 +34,8 @@ TRAININGS = {"MAP": {"estimator": "map", "precision": 1.0}, "learned": {}}
 # In tables N is small: the kernel of all rows is exact, and cheaper than H.
 OF_DIGITS = {"full": {}, "kfac": {}, "diag": {}, "last-layer": {}, "ntk, 1000 rows": {"rows": 1000}}
 OF_TABLES = {"ntk": {}, "kfac": {}, "diag": {}, "last-layer": {}}
+SUFFIXES = {"gaussian": "", "heteroscedastic": ", heteroscedastic"}
+PRECISIONS = {"gaussian": 1.0, "heteroscedastic": 10.0}
 INTERVALS = (50, 90, 95)
 KEYS = ("log_likelihood", "accuracy", "rmse", *(f"coverage_{p}" for p in INTERVALS))
 COLUMNS = ("row", "seed", *KEYS, "epistemic_std", "collect_seconds", "predict_seconds")
@@ -72,7 +76,7 @@ def covered(predictive: evigrad.Predictive, y: Tensor, epistemic: bool) -> Resul
         found["log_likelihood"] = float(predictive.log_prob(y).double().mean())
         found["epistemic_std"] = float(predictive.epistemic_variance.double().mean().sqrt())
     else:
-        logs = predictive.likelihood.log_prob(predictive.mean, y)
+        logs = predictive.likelihood.log_prob(predictive.outputs, y)
         found["log_likelihood"] = float(logs.double().mean())
     for percent in INTERVALS:
         width = NormalDist().inv_cdf(0.5 + percent / 200)
@@ -99,11 +103,20 @@ def digits(training: str, seed: int) -> Iterator[tuple[str, Result]]:
             yield f"{name}, {link}", classified(averaged, y) | times
 
 
-def table(name: str, seed: int, data_dir: str | None) -> Iterator[tuple[str, Result]]:
+def table(
+    name: str, seed: int, data_dir: str | None, likelihood: str
+) -> Iterator[tuple[str, Result]]:
     """The rows of one training on a table."""
-    data = load(f"uci/{name}", data_dir, seed=seed)
-    model = make_model("mlp", data.input_shape, 1, seed)
-    result = evigrad.fit(model, data.train, likelihood="gaussian", seed=seed, progress=False)
+    data = load(f"uci/{name}", data_dir, seed=seed, likelihood=likelihood)
+    model = make_model("mlp", data.input_shape, data.num_outputs, seed)
+    result = evigrad.fit(
+        model,
+        data.train,
+        likelihood=likelihood,
+        precision=PRECISIONS[likelihood],
+        seed=seed,
+        progress=False,
+    )
     for number, (row, found, times) in enumerate(
         predictions(result, data.train, data.test, OF_TABLES)
     ):
@@ -144,7 +157,11 @@ def main(arguments: list[str] | None = None) -> None:
     results = Results(given.results / "posterior.csv", COLUMNS)
     for seed in given.seeds:
         works = {f"digits, {each}": digits(each, seed) for each in given.trainings}
-        works |= {each: table(each, seed, given.data_dir) for each in given.tables}
+        works |= {
+            each + suffix: table(each, seed, given.data_dir, likelihood)
+            for each in given.tables
+            for likelihood, suffix in SUFFIXES.items()
+        }
         for prefix, rows in works.items():
             if not results.has(f"{prefix}: plug-in", seed):
                 for row, found in list(rows):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Normal
 
-from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, RootRows
+from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson, RootRows
 from evigrad.likelihoods.roots import check_root
 
 
@@ -46,12 +46,13 @@ class RelativeNoise(Likelihood):
         return (f + self._std(f) * noise).detach()
 
 
-# Each takes the number of outputs.
+# Each takes the number of outputs, any. (A heteroscedastic Gaussian takes even ones alone.)
 LIKELIHOODS: dict[str, Callable[[int], Likelihood]] = {
     "categorical": lambda _: Categorical(),
     "gaussian": lambda _: Gaussian(0.6),
     "gaussian of each output": lambda c: Gaussian(torch.linspace(0.5, 2.0, c)),
     "bernoulli": lambda _: Bernoulli(),
+    "poisson": lambda _: Poisson(),
     "own": lambda _: RelativeNoise(),
 }
 

@@ -15,7 +15,7 @@ from zoo import CASES, HYPERPARAMETERS, OUTPUTS, Case
 from evigrad import Evidence, Memory
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.estimators import STRUCTURES
-from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
 from evigrad.priors import GaussianPrior
 
 TOLERANCE = 1e-8
@@ -76,6 +76,9 @@ def dense(
         p = f.sigmoid()
         hessian = torch.diag_embed(p * (1 - p))
         log_lik = (y * p.log() + (1 - y) * (1 - p).log()).sum()
+    elif isinstance(likelihood, Poisson):
+        hessian = torch.diag_embed(f.exp())
+        log_lik = torch.distributions.Poisson(f.exp()).log_prob(y).sum()
     else:  # of the tests themselves
         hessian, log_lik = likelihood.hessian(f), likelihood.log_prob(f, y).sum()
     t = evidence.temperature

@@ -3,11 +3,17 @@
 import importlib.util
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
 
 import pytest
+import torch
+from torch import Tensor, nn
+
+import evigrad
+from evigrad.priors import GaussianPrior
 
 pytest.importorskip("sklearn")
 
@@ -40,6 +46,82 @@ def test_fine_tuning(capsys: pytest.CaptureFixture[str]) -> None:
     found = load_script("fine_tuning").main("--epochs 4 --old-epochs 2 --subset 30".split())
     assert capsys.readouterr().out.count("initial ") == 4
     assert all(math.isfinite(value) for values in found.values() for value in values)
+
+
+def test_censored(capsys: pytest.CaptureFixture[str]) -> None:
+    script = load_script("censored")
+    found = script.main("--epochs 4 --seeds 0 1".split())
+    assert set(found) == {"as recorded", "left out", "censored"}
+    assert all(math.isfinite(value) for values in found.values() for value in values)
+    assert capsys.readouterr().out.count(" censored ") == 3
+
+
+def test_the_rows_of_censored_targets_are_those_of_the_mean_hessian() -> None:
+    """By quadrature over all that can be recorded, value and gradient."""
+    likelihood = load_script("censored").Censored(0.7, noise=1.3).double()
+    f = torch.linspace(-6, 8, 8).double()[:, None].requires_grad_()
+    grid = torch.linspace(-30, 0.7, 40_001).double()[:-1, None] + 1e-9
+
+    def curvature(of: Tensor, y: Tensor) -> Tensor:
+        total = -likelihood.log_prob(of, y).sum()
+        (slope,) = torch.autograd.grad(total, of, create_graph=True)
+        return torch.autograd.grad(slope.sum(), of, create_graph=True)[0]
+
+    limit = torch.full_like(f, 0.7)
+    expected = likelihood.log_prob(f, limit).exp() * curvature(f, limit)[:, 0]
+    densities = [likelihood.log_prob(each.expand(len(grid), 1), grid).exp() for each in f]
+    each = [curvature(one[None].repeat(len(grid), 1), grid)[:, 0] for one in f]
+    integral = torch.stack(
+        [torch.trapezoid(d * c, grid[:, 0]) for d, c in zip(densities, each, strict=True)]
+    )
+    found = likelihood.hessian(f)[:, 0, 0]
+    torch.testing.assert_close(found, expected + integral, rtol=1e-3, atol=1e-4)
+    assert torch.autograd.gradcheck(likelihood.hessian, (f,))
+
+
+@pytest.mark.parametrize("estimator", ["ntk-N-C", "kfac-N-C", "diag-N-C"])
+def test_limits_as_an_output_of_the_model(estimator: str) -> None:
+    """Where all are the same they give the evidence of one limit."""
+    censored = load_script("censored").Censored
+
+    class Limited(censored):
+        def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
+            assert f_shape[1] == 2
+
+        def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+            self.limit = f[:, 1:]
+            return super().log_prob(f[:, :1], y)
+
+        def hessian(self, f: Tensor) -> Tensor:
+            self.limit = f[:, 1:]
+            return nn.functional.pad(super().hessian(f[:, :1]), (0, 1, 0, 1))
+
+    class Model(nn.Module):
+        def __init__(self, outputs: int) -> None:
+            super().__init__()
+            self.layer, self.outputs = nn.Linear(2, 1), outputs
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.layer(x[:, :2]), x[:, 2:]], dim=1)[:, : self.outputs]
+
+    x = torch.randn(9, 3, generator=torch.Generator().manual_seed(0)).double()
+    x[:, 2], y = 0.7, x[:, :1].clamp(max=0.7)
+    found = []
+    for outputs, likelihood in ((1, censored(0.7)), (2, Limited(0.0))):
+        torch.manual_seed(0)
+        evidence = evigrad.Evidence(
+            Model(outputs).double(), likelihood, GaussianPrior(), estimator=estimator, num_data=9
+        )
+        found.append(evidence.backward(x, y).log_evidence)
+        gradients = [p.grad for p in evidence.hyperparameters().values()]
+        found += [float(each.sum()) for each in gradients if each is not None]
+    assert found[: len(found) // 2] == pytest.approx(found[len(found) // 2 :], rel=1e-9)
+
+
+@pytest.mark.long
+def test_saying_what_is_censored_gains() -> None:
+    means = {way: fmean(values) for way, values in load_script("censored").main([]).items()}
+    assert means["censored"] > means["as recorded"] + 0.5 > means["left out"]
 
 
 @pytest.mark.long

@@ -47,7 +47,12 @@ def test_an_invariance_is_for_images(houses, capsys):
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 @pytest.mark.parametrize(
     ("target", "options", "column"),
-    [("price", (), "RMSE"), ("stars", (), "accuracy"), ("stars", ("gaussian",), "RMSE")],
+    [
+        ("price", (), "RMSE"),
+        ("stars", (), "accuracy"),
+        ("stars", ("gaussian",), "RMSE"),
+        ("price", ("heteroscedastic",), "RMSE"),
+    ],
 )
 def test_training_on_a_table(houses, tmp_path, capsys, suffix, target, options, column):
     run = tmp_path / "run"
@@ -68,6 +73,16 @@ def test_training_on_a_table(houses, tmp_path, capsys, suffix, target, options, 
     assert "model: mlp" in (run / "config.yaml").read_text()
     assert main(["train", "--resume", str(run)]) == 0
     assert "nothing left to do" in capsys.readouterr().err
+
+
+def test_counts_keep_their_units(houses, tmp_path, capsys):
+    given = ["train", "--data", str(houses / "houses.csv"), "--target", "stars", *SHORT]
+    assert main([*given, "--likelihood", "poisson", "--run-dir", str(tmp_path / "run")]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    found = json.loads((tmp_path / "run" / "results.json").read_text())["ntk-20-1"]["test"]
+    shown = float(re.findall(r"learned \S+ \S+ (\S+)", words)[0])
+    assert shown == pytest.approx(found["squared_error"] ** 0.5, rel=1e-2)
+    assert "test RMSE" in words and "standardised" not in words
 
 
 def test_mistakes_in_the_target(houses, capsys):

@@ -160,6 +160,8 @@ def test_a_plain_table_of_a_real_target(tmp_path: Path, suffix: str) -> None:
     assert data.target_mean is not None and data.target_std is not None
     both = torch.cat([data.train[1], data.test[1]])
     scaling = Scaling(data.target_mean, data.target_std)
+    with pytest.raises(InputError, match="give the means alone"):
+        scaling.undo(torch.zeros(3, 2))  # means and log variances
     found = scaling.undo(both).squeeze(1).sort().values.numpy()
     np.testing.assert_allclose(found, np.sort(table["price"]), rtol=1e-5)
     towns = (data.test[0] * data.std + data.mean)[:, 2:5].round(decimals=4)
@@ -175,6 +177,17 @@ def test_what_a_target_is(tmp_path: Path) -> None:
     stars = load(file, target="stars")
     assert (stars.likelihood, stars.class_names) == ("categorical", ("3", "4", "5"))
     assert load(file, target="stars", likelihood="gaussian").num_outputs == 1
+    two = load(file, target="price", likelihood="heteroscedastic")
+    real = load(file, target="price", likelihood="gaussian")
+    assert (two.num_outputs, two.is_classification) == (2, False)
+    assert torch.equal(two.train[1], real.train[1])
+    assert two.describe().endswith("1 real target")
+    counts = load(file, target="stars", likelihood="poisson")
+    assert (counts.num_outputs, counts.is_classification, counts.target_std) == (1, False, None)
+    assert counts.describe().endswith("1 count")
+    assert sorted({*counts.train[1].flatten().tolist()}) == [3.0, 4.0, 5.0]
+    with pytest.raises(InputError, match="'price' holds values that are no counts"):
+        load(file, target="price", likelihood="poisson")
     assert load(file, target="garden").class_names == ("False", "True")
     for name, words in (
         ("town", "'town' holds texts and not numbers"),

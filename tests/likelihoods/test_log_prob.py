@@ -11,6 +11,7 @@ from torch.autograd import gradcheck
 from torch.distributions import Bernoulli as BernoulliOracle
 from torch.distributions import Categorical as CategoricalOracle
 from torch.distributions import Normal as NormalOracle
+from torch.distributions import Poisson as PoissonOracle
 
 from evigrad.errors import ConfigurationError, InputError, NotPositiveDefiniteError
 from evigrad.likelihoods import (
@@ -18,17 +19,19 @@ from evigrad.likelihoods import (
     Bernoulli,
     Categorical,
     Gaussian,
+    HeteroscedasticGaussian,
     Likelihood,
+    Poisson,
     make_likelihood,
 )
 
 M, C = 5, 3
 
 
-class Poisson(Likelihood):
+class PlainPoisson(Likelihood):
     """Counts with log rates f: all that a new likelihood has to say."""
 
-    name = "poisson"
+    name = "plain poisson"
     couples_outputs = False
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
@@ -76,7 +79,7 @@ def targets(likelihood: Likelihood, seed: int = 1) -> Tensor:
         return torch.randint(0, C, (M,), generator=generator)
     if isinstance(likelihood, Bernoulli):
         return torch.randint(0, 2, (M, C), generator=generator).double()
-    if isinstance(likelihood, Poisson):
+    if isinstance(likelihood, Poisson | PlainPoisson):
         return torch.randint(0, 5, (M, C), generator=generator).double()
     return torch.randn(M, C, generator=generator, dtype=torch.float64)
 
@@ -87,6 +90,7 @@ CASES = {
     "gaussian-each": lambda: Gaussian(noise=[0.3, 0.9, 2.0]).double(),
     "bernoulli": Bernoulli,
     "poisson": Poisson,
+    "plain poisson": PlainPoisson,
 }
 
 
@@ -108,6 +112,10 @@ def test_log_prob_against_distributions() -> None:
     y = targets(gaussian)
     oracle = NormalOracle(f, gaussian.log_noise.exp()).log_prob(y).sum(1)
     torch.testing.assert_close(gaussian.log_prob(f, y), oracle, rtol=1e-12, atol=0)
+    y = targets(Poisson())
+    oracle = PoissonOracle(f.exp()).log_prob(y).sum(1)
+    torch.testing.assert_close(Poisson().log_prob(f, y), oracle, rtol=1e-12, atol=0)
+    torch.testing.assert_close(Poisson().log_prob(f, y.long()), oracle, rtol=1e-12, atol=0)
 
 
 def test_one_noise_counts_for_every_output() -> None:
@@ -156,9 +164,9 @@ def test_score_and_hessian_are_differentiable_in_outputs_and_parameters(
 
 
 def test_default_derivatives_work_without_grad_mode() -> None:
-    f, y = outputs(), targets(Poisson())
+    f, y = outputs(), targets(PlainPoisson())
     with torch.no_grad():
-        score, hessian = Poisson().score(f, y), Poisson().hessian(f)
+        score, hessian = PlainPoisson().score(f, y), PlainPoisson().hessian(f)
     torch.testing.assert_close(score, y - f.exp())
     torch.testing.assert_close(hessian, f.exp().diag_embed())
     assert not score.requires_grad and not hessian.requires_grad
@@ -195,7 +203,7 @@ def test_parameters_are_reported_in_units_that_are_known() -> None:
 # ---------------------------------------------------------------- samples
 
 
-@pytest.mark.parametrize("name", ["categorical", "gaussian", "gaussian-each", "bernoulli"])
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("plain")])
 def test_samples_come_from_the_given_generator_alone(name: str) -> None:
     likelihood, f = CASES[name](), outputs().requires_grad_()
     before = torch.get_rng_state()
@@ -221,11 +229,17 @@ def test_sample_frequencies() -> None:
     y = Gaussian(noise=noise).double().sample(f, generator)
     torch.testing.assert_close(y.mean(0), f[0], rtol=0, atol=5 * 2.0 / draws**0.5)
     torch.testing.assert_close(y.std(0), noise, rtol=5 / (2 * draws) ** 0.5, atol=0)
+    rate = f[0].exp()
+    counts = Poisson().sample(f, generator)
+    assert bool(((counts.mean(0) - rate).abs() < 5 * (rate / draws).sqrt()).all())
+    two = HeteroscedasticGaussian().sample(f[:, :2], generator)
+    assert abs(float(two.mean() - f[0, 0])) < 5 * float((0.5 * f[0, 1]).exp()) / draws**0.5
+    assert float(two.var().log() - f[0, 1]) == pytest.approx(0, abs=5 * (2 / draws) ** 0.5)
 
 
 def test_no_sample_by_default() -> None:
-    with pytest.raises(ConfigurationError, match="Poisson has no sample"):
-        Poisson().sample(outputs(), torch.Generator())
+    with pytest.raises(ConfigurationError, match="PlainPoisson has no sample"):
+        PlainPoisson().sample(outputs(), torch.Generator())
 
 
 # ---------------------------------------------------------------- metrics
@@ -244,7 +258,10 @@ def test_metrics_are_sums() -> None:
     assert metrics["log_likelihood"] == pytest.approx(
         NormalOracle(f, 0.5).log_prob(f + torch.tensor([1.0, 2.0])).sum().item(), rel=1e-6
     )
-    assert set(Poisson().metrics(f, labels)) == {"log_likelihood"}
+    rates = torch.tensor([[2.0, 1.0], [0.5, 4.0]])
+    counts = Poisson().metrics(rates.log(), torch.tensor([[1, 1], [1, 7]]))
+    assert counts["squared_error"] == pytest.approx(1 + 0 + 0.25 + 9)
+    assert set(PlainPoisson().metrics(f, labels)) == {"log_likelihood"}
 
 
 # ---------------------------------------------------------------- defaults that would be wrong
@@ -331,13 +348,22 @@ BAD = {
         torch.zeros(1, 1, dtype=torch.complex64),
         "zeros and ones",
     ),
+    "count (m,)": (Poisson(), (3, 1), torch.zeros(3), r"y\.unsqueeze\(-1\)"),
+    "count negative": (Poisson(), (1, 2), torch.tensor([[0, -2]]), r"-2 at index \[0, 1\].*count"),
+    "count broken": (Poisson(), (1, 2), torch.tensor([[0.5, 1.0]]), "0.5 at .*no count"),
+    "count NaN": (Poisson(), (1, 2), torch.tensor([[NAN, 1.0]]), "not finite"),
+    "count complex": (Poisson(), (1, 1), torch.zeros(1, 1, dtype=torch.complex64), "whole"),
+    "one output": (HeteroscedasticGaussian(), (2, 1), torch.zeros(2, 1), "two for each target"),
+    "means alone": (HeteroscedasticGaussian(), (2, 2), torch.zeros(2, 2), "two for each target"),
+    "mean (m,)": (HeteroscedasticGaussian(), (3, 2), torch.zeros(3), r"y\.unsqueeze\(-1\)"),
+    "mean integer": (HeteroscedasticGaussian(), (3, 2), torch.ones(3, 1).long(), r"y\.float\(\)"),
     "empty": (Categorical(), (0, 3), torch.zeros(0).long(), "empty"),
     "no outputs": (Gaussian(), (2, 0), torch.zeros(2, 0), "empty"),
     "number of data": (Categorical(), (3, 3), torch.tensor([0, 1]), "3 data need 3 targets"),
     "scalar target": (Categorical(), (3, 3), torch.tensor(1), "3 data need 3 targets"),
     "outputs (m,)": (Gaussian(), (3,), torch.zeros(3), r"f\.unsqueeze\(1\)"),
     "outputs (m, T, C)": (Categorical(), (3, 2, 4), torch.zeros(3).long(), "flatten or average"),
-    "default": (Poisson(), (2, 1), torch.tensor([[0.0], [NAN]]), "not finite"),
+    "default": (PlainPoisson(), (2, 1), torch.tensor([[0.0], [NAN]]), "not finite"),
 }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from jaxtyping import Float
 from likelihood_zoo import LIKELIHOODS
@@ -15,6 +15,7 @@ from evigrad.likelihoods import (
     Bernoulli,
     Categorical,
     Gaussian,
+    HeteroscedasticGaussian,
     Likelihood,
     categorical,
     roots,
@@ -50,7 +51,14 @@ class PlainPoisson(Likelihood):
         return (y * rate - rate.exp() - torch.lgamma(y + 1)).sum(dim=1)
 
 
+def heteroscedastic(num_outputs: int) -> Likelihood:
+    if num_outputs % 2:
+        reject()
+    return HeteroscedasticGaussian()
+
+
 MAKERS = LIKELIHOODS | {
+    "heteroscedastic": heteroscedastic,
     "plain categorical": lambda _: PlainCategorical(),
     "plain poisson": lambda _: PlainPoisson(),
 }
@@ -375,7 +383,7 @@ def test_dtype_follows_the_outputs() -> None:
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=list(MAKERS))
 def test_unknown_kind(maker, kind: str) -> None:
     with pytest.raises(ConfigurationError, match="root is one of subblock, fisher, eigen"):
-        maker(3).root(random_outputs(0, 2, 3), None, kind)
+        maker(4).root(random_outputs(0, 2, 4), None, kind)
 
 
 @pytest.fixture

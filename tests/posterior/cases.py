@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import evigrad
-from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
 from evigrad.priors import GaussianPrior
 
 N, OUTPUTS = 9, 3
@@ -15,6 +15,7 @@ LIKELIHOODS = {
     "categorical": lambda: Categorical(),
     "gaussian": lambda: Gaussian([0.5, 1.0, 2.0]),
     "bernoulli": lambda: Bernoulli(),
+    "poisson": lambda: Poisson(),
 }
 
 
@@ -80,7 +81,8 @@ def case(
         y = torch.randn(num_data, OUTPUTS).to(dtype)
         model = (network() if model is None else model).to(dtype)
     if isinstance(likelihood, str):
-        y = {"categorical": y.argmax(1), "bernoulli": (y > 0).to(dtype)}.get(likelihood, y)
+        labels, yes, counts = y.argmax(1), (y > 0).to(dtype), y.exp().floor()
+        y = {"categorical": labels, "bernoulli": yes, "poisson": counts}.get(likelihood, y)
         chosen = LIKELIHOODS[likelihood]()
     else:
         chosen = likelihood

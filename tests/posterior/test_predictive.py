@@ -8,7 +8,14 @@ from posterior.cases import case
 from torch.distributions import MultivariateNormal
 
 from evigrad.errors import ConfigurationError, InputError
-from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from evigrad.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Poisson,
+)
 from evigrad.posterior import Predictive
 
 
@@ -97,6 +104,48 @@ def test_a_posterior_draws_by_its_generator():
         assert not torch.equal(draw(1), draw(2))
     assert torch.equal(torch.get_rng_state(), state)
     assert posterior.sample(x, 4).shape == (4, 5, 3)
+
+
+@pytest.mark.parametrize("likelihood", (HeteroscedasticGaussian(), Poisson()))
+def test_moments_of_targets_are_those_of_samples(likelihood):
+    torch.manual_seed(1)
+    root = 0.4 * torch.randn(3, 4, 4).double()
+    own = Predictive(0.5 * torch.randn(3, 4).double(), root @ root.mT, likelihood, "plug-in")
+    f = own.sample(400_000, 2).flatten(0, 1)
+    mean, none, noise = likelihood.moments(f, torch.zeros_like(f))
+    y = likelihood.sample(f, torch.Generator().manual_seed(0)).unflatten(0, (-1, 3))
+    mean, noise = (each.unflatten(0, (-1, 3)) for each in (mean, noise))
+    assert not none.count_nonzero() and own.noise_variance is not None
+    torch.testing.assert_close(own.mean, mean.mean(0), atol=0.01, rtol=0.01)
+    torch.testing.assert_close(own.epistemic_variance, mean.var(0), atol=0.02, rtol=0.03)
+    torch.testing.assert_close(own.noise_variance, noise.mean(0), atol=0.02, rtol=0.02)
+    torch.testing.assert_close(own.mean, y.mean(0), atol=0.02, rtol=0.02)
+    torch.testing.assert_close(own.std, y.std(0), atol=0.02, rtol=0.03)
+
+
+def test_the_means_of_a_heteroscedastic_network_are_its_own():
+    mean, root = torch.randn(5, 6).double(), torch.randn(5, 6, 6).double()
+    own = Predictive(mean, root @ root.mT, HeteroscedasticGaussian())
+    assert torch.equal(own.mean, mean[:, :3]) and own.std.shape == (5, 3)
+    assert torch.equal(own.epistemic_variance, own.covariance.diagonal(dim1=1, dim2=2)[:, :3])
+
+
+@pytest.mark.parametrize("likelihood", (HeteroscedasticGaussian(), Poisson()))
+def test_densities_of_numbers_are_averaged_over_the_outputs(likelihood):
+    """Two outputs: the integral over a grid of both."""
+    y = torch.tensor([[2.0, 1.0]] if isinstance(likelihood, Poisson) else [[2.0]]).double()
+    f, covariance = torch.tensor([[0.5, -0.4]]), torch.tensor([[[0.3, 0.1], [0.1, 0.2]]])
+    own = Predictive(f.double(), covariance.double(), likelihood, num_samples=100_000)
+    points = torch.linspace(-5, 5, 400).double()
+    grid = torch.cartesian_prod(points, points)
+    weights = MultivariateNormal(own.outputs[0], own.covariance[0]).log_prob(grid).softmax(0)
+    density = likelihood.log_prob(grid, y.expand(len(grid), -1)).exp()
+    expected = (weights * density).sum().log().item()
+    assert own.log_prob(y).item() == pytest.approx(expected, abs=0.01)
+    plain = Predictive(own.outputs, own.covariance, likelihood, "plug-in")
+    torch.testing.assert_close(plain.log_prob(y), likelihood.log_prob(own.outputs, y))
+    with pytest.raises(ConfigurationError, match="probit' is for classes"):
+        Predictive(own.outputs, own.covariance, likelihood, "probit").log_prob(y)
 
 
 class Counts(Likelihood):

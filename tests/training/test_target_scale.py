@@ -20,20 +20,21 @@ def regression(scale: float, offset: float) -> tuple[torch.Tensor, torch.Tensor]
     return x, scale * (x.sum(1, keepdim=True) / 3**0.5) + offset
 
 
-def net() -> nn.Sequential:
+def net(num_outputs: int = 1) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, num_outputs))
 
 
 # As of scikit-learn's diabetes, far from zero, and of a turbine's decay.
 @pytest.mark.parametrize(("scale", "offset"), [(77.0, 152.0), (1.0, 30.0), (0.015, 0.0)])
 @pytest.mark.parametrize("estimator", [None, "ntk-20-1"])
-def test_raw_targets_are_warned_of(scale, offset, estimator):
+@pytest.mark.parametrize("likelihood", ["gaussian", "heteroscedastic"])
+def test_raw_targets_are_warned_of(scale, offset, estimator, likelihood):
     settings = SMALL | {"estimator": estimator}
-    data = regression(scale, offset)
+    data, outputs = regression(scale, offset), {"gaussian": 1, "heteroscedastic": 2}
     for train in (data, list(zip(*data, strict=True))):
         with pytest.warns(EvigradWarning, match=r"unit scale.*Scaling\.of\(y\)"):
-            fit(net(), train, likelihood="gaussian", **grouped(settings))
+            fit(net(outputs[likelihood]), train, likelihood=likelihood, **grouped(settings))
 
 
 def test_the_way_out():
@@ -45,6 +46,7 @@ def test_the_way_out():
         warnings.simplefilter("error")
         result = fit(net(), (x, scaling(y)), likelihood="gaussian", **grouped(settings))
         fit(net(), (x, scaling(y)), likelihood=Gaussian(noise=0.01), **grouped(SMALL))
+        fit(net(2), (x, scaling(y)), likelihood="heteroscedastic", **grouped(SMALL))
     with torch.no_grad():
         error = (scaling.undo(result.model(x)) - y).square().mean().sqrt()
     assert error < 0.3 * y.std()

@@ -87,8 +87,10 @@ def load(
         split: Index of a table's train/test split; None takes ``seed`` modulo their number. For a
             table without splits, the seed of a random one with a fifth for the test.
         target: The target's column of a table; None takes the one that its metadata names.
-        likelihood: What a table's target is: ``categorical``, classes, or ``gaussian``, real
-            numbers. None takes texts, yes/no, and at most 20 different whole numbers for classes.
+        likelihood: What a table's target is: ``categorical``, classes; ``gaussian``, real numbers;
+            ``heteroscedastic``, the same for a network of two outputs; ``poisson``, counts, which
+            are not standardised. None takes texts, yes/no, and at most 20 different whole numbers
+            for classes, and all else for gaussian.
 
     Returns:
         The data set, in memory, float32, on the CPU.
@@ -100,7 +102,7 @@ def load(
     """
     if likelihood not in (None, *LIKELIHOODS):
         raise ConfigurationError(
-            f"Targets that are loaded are {' or '.join(LIKELIHOODS)}, not '{likelihood}'."
+            f"Targets that are loaded are one of {', '.join(LIKELIHOODS)}, not '{likelihood}'."
             f"{nearest(str(likelihood), LIKELIHOODS)}"
         )
     if name.endswith(SUFFIXES):

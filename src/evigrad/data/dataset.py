@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evigrad.errors import ConfigurationError
+from evigrad.errors import ConfigurationError, InputError
 
 Split = tuple[Tensor, Tensor]
 
@@ -22,18 +22,20 @@ class DataSet:
     Attributes:
         name: The name it was loaded by.
         train: Inputs (n, *input_shape), and targets: labels (n,) int64 for classification, values
-            (n, num_outputs) for regression.
+            (n, D) for regression.
         test: The same for the test data. Never used for a choice: see ``split_validation``.
-        num_outputs: Number of outputs C of a network for it: classes, or target dimensions.
+        num_outputs: Number of outputs C of a network for it: classes, or target dimensions D, or
+            2D for a heteroscedastic likelihood.
         input_shape: Shape of one input.
-        likelihood: Name of the likelihood that fits the targets, "categorical" or "gaussian".
+        likelihood: Name of the likelihood that fits the targets, "categorical" or "gaussian", or
+            of regression that a table was loaded for.
         class_names: Words for the classes; empty for regression.
         mean: Subtracted from the inputs, broadcastable to one input: per channel (C, 1, 1) for
             images, per feature (F,) for tables.
         std: Divides the inputs after that, of the shape of ``mean``. A channel or feature that is
             constant over the train set has 1.
-        target_mean: Subtracted from the targets, (num_outputs,); None for classification.
-        target_std: Divides the targets, (num_outputs,); None for classification.
+        target_mean: Subtracted from the targets, (D,); None for classification and counts.
+        target_std: Divides the targets, (D,); None for classification and counts.
     """
 
     name: str
@@ -51,7 +53,7 @@ class DataSet:
     @property
     def is_classification(self) -> bool:
         """Whether the targets are labels."""
-        return self.target_mean is None
+        return self.likelihood == "categorical"
 
     def split_validation(self, fraction: float = 0.2, seed: int = 0) -> tuple[Split, Split]:
         """Split the train set, for choices that must not see the test set.
@@ -122,7 +124,9 @@ class DataSet:
         if self.is_classification:
             targets = f"{self.num_outputs} classes"
         else:
-            targets = f"{self.num_outputs} real target" + "s" * (self.num_outputs > 1)
+            count = self.train[1].shape[1]
+            kind = "count" if self.likelihood == "poisson" else "real target"
+            targets = f"{count} {kind}" + "s" * (count > 1)
         return (
             f"{self.name}: {len(self.train[0]):,} train and {len(self.test[0]):,} test data "
             f"of shape {shape}, {targets}"
@@ -160,7 +164,24 @@ class Scaling:
         return (values - self.mean.to(values)) / self.std.to(values)
 
     def undo(self, values: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
-        """Bring standardised values, as a network's outputs, back into their own units."""
+        """Bring standardised values, as predicted means, back into their own units.
+
+        Args:
+            values: Of the shape of the data that the scaling is of; means alone where a network
+                has log variances too.
+
+        Returns:
+            The values, in the same shape.
+
+        Raises:
+            InputError: If they have another shape.
+        """
+        shape = tuple(self.mean.shape)
+        if values.shape[max(0, values.ndim - len(shape)) :] != shape:
+            raise InputError(
+                f"The scaling is that of data of shape {shape} each, not of values"
+                f" {tuple(values.shape)}: of a network with log variances give the means alone."
+            )
         return values * self.std.to(values) + self.mean.to(values)
 
 

@@ -22,7 +22,8 @@ from evigrad.errors import ConfigurationError, EvigradWarning, InputError, neare
 
 # Endings of files that are tables.
 SUFFIXES = (".parquet", ".csv", ".tsv")
-LIKELIHOODS = ("categorical", "gaussian")
+# What a table's target may be taken for.
+LIKELIHOODS = ("categorical", "gaussian", "heteroscedastic", "poisson")
 SPLIT_PREFIX = "test_"
 # A target of more different whole numbers is a quantity and not classes.
 MOST_CLASSES = 20
@@ -46,9 +47,10 @@ def load_table(
     are, and one 0/1 column for each value of a column of texts. Columns with one value in all rows
     are left out, with a warning. Boolean columns ``test_00``, ``test_01``, ... are splits: true
     rows are that split's test set. Without any, a fifth of the rows drawn by the split's number,
-    stratified by class, is the test set. Features and real targets are standardised with the mean
-    and deviation of the split's (drawn) train rows. Whole numbers are classes only where metadata
-    do not name the target. Inputs are (F,), float32; the target is one number or a label.
+    stratified by class, is the test set. Features and real targets, but not counts, are
+    standardised with the mean and deviation of the split's (drawn) train rows. Whole numbers are
+    classes only where metadata do not name the target. Inputs are (F,), float32; the target is one
+    number or a label.
 
     Raises:
         ConfigurationError: If there is no such column or split, or none is named as the target.
@@ -74,6 +76,8 @@ def load_table(
         y = torch.from_numpy(labels.astype(np.int64))
     else:
         y = torch.from_numpy(_numbers(file, target, values)[:, None])
+    if likelihood == "poisson" and bool(((y < 0) | (y % 1 != 0)).any()):
+        raise InputError(f"{file}: column '{target}' holds values that are no counts 0, 1, 2, ...")
     if len(y.unique(dim=0)) < 2:
         raise InputError(f"{file}: the target '{target}' is the same in all rows")
     is_test = _test_rows(file, table, {*features, target}, seed, split, y if is_classes else None)
@@ -82,13 +86,13 @@ def load_table(
     test = np.flatnonzero(is_test)
     scaling = Scaling.of(x[train])
     scaled = scaling(x).float()
-    of_target = None if is_classes else Scaling.of(y[train])
-    y = y if of_target is None else of_target(y).float()
+    of_target = None if likelihood in ("categorical", "poisson") else Scaling.of(y[train])
+    y = y if is_classes else (y if of_target is None else of_target(y)).float()
     return DataSet(
         name=name,
         train=(scaled[train], y[train]),
         test=(scaled[test], y[test]),
-        num_outputs=len(class_names) or 1,
+        num_outputs=len(class_names) or (2 if likelihood == "heteroscedastic" else 1),
         input_shape=(x.shape[1],),
         likelihood=likelihood,
         class_names=tuple(map(str, class_names)),

@@ -16,6 +16,8 @@ from evigrad.likelihoods.base import Likelihood
 from evigrad.likelihoods.bernoulli import Bernoulli
 from evigrad.likelihoods.categorical import Categorical
 from evigrad.likelihoods.gaussian import Gaussian
+from evigrad.likelihoods.heteroscedastic import HeteroscedasticGaussian
+from evigrad.likelihoods.poisson import Poisson
 from evigrad.likelihoods.roots import ROOTS, RootRows
 
 __all__ = [
@@ -24,13 +26,16 @@ __all__ = [
     "Bernoulli",
     "Categorical",
     "Gaussian",
+    "HeteroscedasticGaussian",
     "Likelihood",
+    "Poisson",
     "RootRows",
     "make_likelihood",
 ]
 
 LIKELIHOODS: dict[str, type[Likelihood]] = {
-    likelihood.name: likelihood for likelihood in (Categorical, Gaussian, Bernoulli)
+    likelihood.name: likelihood
+    for likelihood in (Categorical, Gaussian, HeteroscedasticGaussian, Bernoulli, Poisson)
 }
 
 

@@ -20,7 +20,7 @@ from evigrad.likelihoods.roots import (
 # Two Hessians by autodiff count as equal up to this many √eps of their size.
 SAME_HESSIAN = 10.0
 # What belongs to one density.
-_DERIVED = ("hessian", "root", "score", "probabilities", "noise_variance")
+_DERIVED = ("hessian", "root", "score", "probabilities", "noise_variance", "moments")
 # An inherited root is compared with the density on this many outputs of Λ.
 _COMPARED_OUTPUTS = 8
 
@@ -277,7 +277,7 @@ class Likelihood(nn.Module, ABC):
     def noise_variance(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"] | None:
         """The variance of y where that is f plus independent normal noise.
 
-        The posterior's predictions of y are normal then.
+        The posterior's predictions of y are normal then, and need no ``moments``.
 
         Args:
             f: Outputs.
@@ -286,6 +286,23 @@ class Likelihood(nn.Module, ABC):
             Variances in the units of y squared, or None for other densities, which is the default.
         """
         del f
+        return None
+
+    def moments(
+        self, f: Float[Tensor, "m C"], variance: Float[Tensor, "m C"]
+    ) -> tuple[Float[Tensor, "m D"], Float[Tensor, "m D"], Float[Tensor, "m D"]] | None:
+        """Mean and variance of targets that are numbers, where the outputs are uncertain.
+
+        Args:
+            f: The mean of normally distributed outputs.
+            variance: Their variances.
+
+        Returns:
+            The mean of y, the variance of its mean E[y|f] (epistemic), and the mean of its variance
+            given f (noise), in the units of y and of y². None, the default, where the posterior
+            says mean and variance of the outputs only.
+        """
+        del f, variance
         return None
 
     def root(

@@ -108,3 +108,20 @@ def noise_variance(likelihood: Likelihood, f: Tensor) -> Tensor | None:
     with raised_in(f"noise_variance of {type(likelihood).__name__}"):
         found = likelihood.noise_variance(f)
     return None if found is None else found.detach()
+
+
+def moments(
+    likelihood: Likelihood, f: Tensor, variance: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Mean of y, variance of E[y|f] and noise for uncertain outputs; None where y has none."""
+    noise = noise_variance(likelihood, f)
+    if noise is not None:
+        return f, variance, noise
+    if "moments" in likelihood._inherited:
+        return None
+    with raised_in(f"moments of {type(likelihood).__name__}"):
+        found = likelihood.moments(f, variance)
+    if found is None:
+        return None
+    mean, epistemic, noise = (each.detach() for each in found)
+    return mean, epistemic, noise

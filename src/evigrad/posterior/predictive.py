@@ -9,11 +9,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Likelihood
 from evigrad.likelihoods.calls import (
     check_targets,
     class_probabilities,
     log_probabilities,
+    moments,
     noise_variance,
 )
 from evigrad.likelihoods.positions import is_batch, targets_at
@@ -25,25 +27,26 @@ _NUMBERS_AT_ONCE = 2**24
 
 @dataclass(frozen=True, eq=False)
 class Predictive:
-    """The outputs of some data, f ~ N(mean, covariance), and what they say of the targets.
+    """The outputs of some data, f ~ N(outputs, covariance), and what they say of the targets.
 
     Outputs (m, …, C) at several positions of each datum are each on their own.
 
     Attributes:
-        mean: The outputs of the network itself.
+        outputs: The outputs of the network itself.
         covariance: Covariance of each datum's outputs that the weights' posterior leaves, their
             epistemic part.
         likelihood: Of the posterior; read only.
         link: How probabilities and densities of targets are averaged over the outputs.
             ``monte-carlo``: over samples of them. ``probit``: at the outputs
             f / √(1 + π/8 · variance), for a sigmoid by MacKay (1992) and for a softmax the mean
-            field of it; no samples, and no correlations. ``plug-in``: at the mean, without
-            uncertainty. Gaussian targets need none, as theirs are in closed form.
+            field of it; no samples, and no correlations. ``plug-in``: at the outputs, without
+            uncertainty. Gaussian targets need none, as theirs are in closed form. Mean and
+            variances are the same for every link.
         num_samples: Samples of ``monte-carlo``.
         seed: Of these samples, so that a prediction is the same whenever it is read.
     """
 
-    mean: Float[Tensor, "m ... C"]
+    outputs: Float[Tensor, "m ... C"]
     covariance: Float[Tensor, "m ... C C"]
     likelihood: Likelihood = field(repr=False)
     link: str = "monte-carlo"
@@ -51,26 +54,51 @@ class Predictive:
     seed: int = field(default=0, repr=False)
 
     @property
-    def epistemic_variance(self) -> Float[Tensor, "m ... C"]:
-        """Variances of the outputs by the weights' posterior, which more data lower."""
-        return self.covariance.diagonal(dim1=-2, dim2=-1).clamp(min=0.0)
+    def mean(self) -> Float[Tensor, "m ... D"]:
+        """The mean of targets that are numbers, in their units; else the outputs.
+
+        It is the network's own for normal noise, and exp(f + variance/2) for counts.
+        """
+        return self._moments[0]
 
     @property
-    def noise_variance(self) -> Float[Tensor, "m ... C"] | None:
-        """σ² of the targets given the outputs, at every temperature; None but for a Gaussian."""
-        noise = noise_variance(self.likelihood, self.mean.flatten(0, -2))
-        return None if noise is None else noise.view_as(self.mean)
+    def epistemic_variance(self) -> Float[Tensor, "m ... D"]:
+        """The variance that the weights' posterior leaves of the mean; more data lower it."""
+        return self._moments[1]
 
     @property
-    def variance(self) -> Float[Tensor, "m ... C"]:
-        """Variances of the targets of regression, epistemic and noise; else of the outputs."""
+    def noise_variance(self) -> Float[Tensor, "m ... D"] | None:
+        """The variance of the targets given the outputs, on average, at every temperature.
+
+        None where targets are no numbers.
+        """
+        return self._moments[2]
+
+    @property
+    def variance(self) -> Float[Tensor, "m ... D"]:
+        """Variances of targets that are numbers, epistemic and noise; else of the outputs."""
         noise = self.noise_variance
         return self.epistemic_variance if noise is None else self.epistemic_variance + noise
 
     @property
-    def std(self) -> Float[Tensor, "m ... C"]:
+    def std(self) -> Float[Tensor, "m ... D"]:
         """The square root of ``variance``, in the units of the targets or outputs."""
         return self.variance.sqrt()
+
+    @cached_property
+    def _moments(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Mean, epistemic variance and noise, of the targets or of the outputs."""
+        f, variance = self.outputs.flatten(0, -2), self._variance.flatten(0, -2)
+        found = moments(self.likelihood, f, variance)
+        if found is None:
+            return self.outputs, self._variance, None
+        mean, epistemic, noise = (e.unflatten(0, self.outputs.shape[:-1]) for e in found)
+        return mean, epistemic, noise
+
+    @property
+    def _variance(self) -> Float[Tensor, "m ... C"]:
+        """That of the outputs."""
+        return self.covariance.diagonal(dim1=-2, dim2=-1).clamp(min=0.0)
 
     @cached_property
     def probabilities(self) -> Float[Tensor, "m ... C"]:
@@ -79,11 +107,11 @@ class Predictive:
         Raises:
             ConfigurationError: If the likelihood has no probabilities of classes.
         """
-        if self.mean.dim() > 2:
-            return self._flat.probabilities.view_as(self.mean)
+        if self.outputs.dim() > 2:
+            return self._flat.probabilities.view_as(self.outputs)
         if self.link != "monte-carlo":
             return class_probabilities(self.likelihood, self._one_output())
-        total, m = torch.zeros_like(self.mean), len(self.mean)
+        total, m = torch.zeros_like(self.outputs), len(self.outputs)
         for f in self._samples(self.num_samples, self.seed):
             found = class_probabilities(self.likelihood, f.flatten(0, 1))
             total = total + found.unflatten(0, (-1, m)).sum(0)
@@ -92,12 +120,12 @@ class Predictive:
     @property
     def _flat(self) -> "Predictive":
         """All positions of all data, each as a datum."""
-        return self._at(torch.ones(self.mean.shape[:-1], dtype=torch.bool))
+        return self._at(torch.ones(self.outputs.shape[:-1], dtype=torch.bool))
 
     def _at(self, where: Bool[Tensor, "m ..."]) -> "Predictive":
         """Some positions, each as a datum."""
-        where = where.to(self.mean.device)
-        return replace(self, mean=self.mean[where], covariance=self.covariance[where])
+        where = where.to(self.outputs.device)
+        return replace(self, outputs=self.outputs[where], covariance=self.covariance[where])
 
     def log_prob(self, y: Tensor) -> Float[Tensor, "m ..."]:
         """The log predictive density of the targets, averaged over the outputs.
@@ -110,21 +138,23 @@ class Predictive:
             (m, …, C) one for each position, (m, …), and NaN for one without a target.
 
         Raises:
+            ConfigurationError: If the link is ``probit`` and targets are no classes.
             InputError: If the targets do not fit.
         """
-        if self.mean.dim() > 2 and is_batch(y, len(self.mean)):
-            shape, device = self.mean.shape, self.mean.device
+        if self.outputs.dim() > 2 and is_batch(y, len(self.outputs)):
+            shape, device = self.outputs.shape, self.outputs.device
             targets, counts = targets_at(self.likelihood, shape[1:], y, device)
             where = counts.view(shape[:-1])
-            found = self.mean.new_full(where.shape, math.nan)
+            found = self.outputs.new_full(where.shape, math.nan)
             found[where] = self._at(where).log_prob(targets)
             return found
-        check_targets(self.likelihood, self.mean.shape, y, self.mean.device)
-        if self.noise_variance is not None and self.link != "plug-in":
-            return self._normal_log_prob(y)
+        check_targets(self.likelihood, self.outputs.shape, y, self.outputs.device)
+        noise = noise_variance(self.likelihood, self.outputs)
+        if noise is not None and self.link != "plug-in":
+            return self._normal_log_prob(y, noise)
         if self.link != "monte-carlo":
             return log_probabilities(self.likelihood, self._one_output(), y).detach()
-        total, m = self.mean.new_full((len(self.mean),), -math.inf), len(self.mean)
+        total, m = self.outputs.new_full((len(self.outputs),), -math.inf), len(self.outputs)
         for f in self._samples(self.num_samples, self.seed):
             repeated = y.repeat(len(f), *[1] * (y.ndim - 1))
             found = log_probabilities(self.likelihood, f.flatten(0, 1), repeated).detach()
@@ -143,25 +173,31 @@ class Predictive:
         Returns:
             Outputs, without noise of the targets.
         """
-        if self.mean.dim() > 2:
-            return self._flat.sample(n, generator).view(n, *self.mean.shape)
+        if self.outputs.dim() > 2:
+            return self._flat.sample(n, generator).view(n, *self.outputs.shape)
         return torch.cat(list(self._samples(n, self.seed if generator is None else generator)))
 
     def _one_output(self) -> Tensor:
+        """The outputs of the links without samples."""
         if self.link == "plug-in":
-            return self.mean
-        return self.mean * (1.0 + math.pi / 8.0 * self.epistemic_variance).rsqrt()
+            return self.outputs
+        if not self.likelihood.is_classification:
+            raise ConfigurationError(
+                f"link='probit' is for classes, and {type(self.likelihood).__name__} has"
+                " is_classification = False: take 'monte-carlo' or 'plug-in'."
+            )
+        return self.outputs * (1.0 + math.pi / 8.0 * self._variance).rsqrt()
 
     def _samples(self, n: int, generator: torch.Generator | int) -> Iterator[Tensor]:
         """So many draws (·, m, C), in parts."""
         if isinstance(generator, int):
             generator = torch.Generator().manual_seed(generator)
-        step = max(1, _NUMBERS_AT_ONCE // self.mean.numel())
+        step = max(1, _NUMBERS_AT_ONCE // self.outputs.numel())
         for start in range(0, n, step):
-            shape = (min(step, n - start), *self.mean.shape)
+            shape = (min(step, n - start), *self.outputs.shape)
             noise = torch.randn(shape, generator=generator, dtype=torch.float64)
             moved = torch.einsum("mcd,nmd->nmc", self._root, noise.to(self._root))
-            yield self.mean + moved.to(self.mean)
+            yield self.outputs + moved.to(self.outputs)
 
     @cached_property
     def _root(self) -> Float[Tensor, "m C C"]:
@@ -169,15 +205,15 @@ class Predictive:
         values, vectors = torch.linalg.eigh(_precise(self.covariance))
         return vectors * values.clamp(min=0.0).sqrt().unsqueeze(1)
 
-    def _normal_log_prob(self, y: Tensor) -> Tensor:
-        """N(y; mean, covariance + σ²)."""
-        noise = _precise(self.variance - self.epistemic_variance)
-        factor = torch.linalg.cholesky(_precise(self.covariance) + noise.diag_embed())
-        error = _precise(y.to(self.mean) - self.mean).unsqueeze(2)
+    def _normal_log_prob(self, y: Tensor, noise: Tensor) -> Tensor:
+        """N(y; outputs, covariance + noise)."""
+        spread = _precise(self.covariance) + _precise(noise).diag_embed()
+        factor = torch.linalg.cholesky(spread)
+        error = _precise(y.to(self.outputs) - self.outputs).unsqueeze(2)
         solved = torch.linalg.solve_triangular(factor, error, upper=False).squeeze(2)
         logs = factor.diagonal(dim1=1, dim2=2).log().sum(1)
         constant = 0.5 * y.shape[1] * math.log(2.0 * math.pi)
-        return -(0.5 * solved.square().sum(1) + logs + constant).to(self.mean)
+        return -(0.5 * solved.square().sum(1) + logs + constant).to(self.outputs)
 
 
 def _precise(values: Tensor) -> Tensor:

@@ -18,8 +18,14 @@ from evigrad.engine.settings import Memory
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence
-from evigrad.likelihoods import Categorical, Gaussian, Likelihood, make_likelihood
-from evigrad.likelihoods.calls import check_targets, log_probabilities
+from evigrad.likelihoods import (
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    make_likelihood,
+)
+from evigrad.likelihoods.calls import check_targets, log_probabilities, moments
 from evigrad.likelihoods.positions import flattened
 from evigrad.priors import GaussianPrior, matches
 from evigrad.training.augerino import range_parameters
@@ -79,7 +85,9 @@ def fit(
             set of (x, y) items, which is read anew in every epoch, and for blocks of the evidence
             their own data. Random transforms that draw from the global generators of PyTorch,
             NumPy or Python are seeded by ``seed``.
-        likelihood: Of the targets: categorical, gaussian or bernoulli.
+        likelihood: Of the targets: categorical, bernoulli, gaussian, heteroscedastic (normal noise
+            that depends on the input; the outputs are a mean and a log variance of each target) or
+            poisson (counts; the outputs are log rates).
         estimator: Name of the evidence estimator, STRUCTURE-SUBSET-OUTPUTS, as ntk-100-1 or
             kfac-N-C; ntk-400-rows-anchored is exact where there are 400 rows or fewer. Baselines:
             None or map trains by MAP only, the same without hyperparameter steps; map-noise too,
@@ -178,8 +186,8 @@ def prepare(
     outputs = _check_data(evidence, data, place, len(data) if data.is_held else PROBE_SIZE)
     if isinstance(evidence.likelihood, Categorical):
         _warn_of_probabilities(outputs)
-    if isinstance(evidence.likelihood, Gaussian):
-        _warn_of_scale(evidence, evidence.likelihood, data)
+    if isinstance(evidence.likelihood, Gaussian | HeteroscedasticGaussian):
+        _warn_of_scale(evidence, data)
     if held_out is not None:  # which is read next when training is over
         _check_data(evidence, held_out, place, len(held_out))
     if settings.schedule.bracket_every:
@@ -271,26 +279,30 @@ def _warn_of_probabilities(f: Tensor) -> None:
         )
 
 
-def _warn_of_scale(evidence: Evidence, likelihood: Gaussian, data: RunData) -> None:
+def _warn_of_scale(evidence: Evidence, data: RunData) -> None:
     """Warn of real targets far from unit scale, for which networks, rates and priors are made."""
     positions = torch.linspace(0, len(data) - 1, min(len(data), _COMPARED)).long()
     x, y = data.fetch(positions)
-    f, y = flattened(likelihood, probe_outputs(evidence.model, x), y)
-    error = (y - f).square().mean(0).sqrt()
-    noise = likelihood.log_noise.detach().exp().expand_as(error)
+    f, y = flattened(evidence.likelihood, probe_outputs(evidence.model, x), y)
+    found = moments(evidence.likelihood, f, torch.zeros_like(f))
+    if found is None:  # a subclass with another density
+        return
+    error, noise = (y - found[0]).square().mean(0).sqrt(), found[2].mean(0).sqrt()
     spread = y.std(0, correction=0)
     far = (error > _FAR * noise.clamp(min=1)) | ((spread > 0) & (_FAR * spread < noise))
     if not bool(far.any()):
         return
     first = int(far.nonzero()[0])
+    way = "say the noise: likelihood=Gaussian(noise=...)"
+    if isinstance(evidence.likelihood, HeteroscedasticGaussian):
+        way = "begin with log variances that fit them"
     warnings.warn(
         f"The targets have a standard deviation of {float(spread[first]):.3g} and differ by"
         f" {float(error[first]):.3g} (root mean square) from the outputs before training, and the"
         f" noise begins at {float(noise[first]):.3g}: networks, learning rates and priors are made"
         " for targets of about unit scale, and others are hardly fitted. Train on (x, scaling(y)),"
-        " with scaling = evigrad.data.Scaling.of(y) of the training targets; scaling.undo(outputs)"
-        " are predictions in their own units. (Of targets that are right as they are, say the"
-        " noise: likelihood=Gaussian(noise=...).)",
+        " with scaling = evigrad.data.Scaling.of(y) of the training targets; scaling.undo(means)"
+        f" are predictions in their own units. (Of targets that are right as they are, {way}.)",
         EvigradWarning,
         stacklevel=4,  # the caller of fit
     )

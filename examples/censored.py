@@ -1,0 +1,132 @@
+"""Censored targets by a likelihood of one's own: a meter that stops at a limit.
+
+The progression of diabetes in 442 patients (scikit-learn's), as a meter would record it that shows
+no more than a limit, which the highest two fifths of the training targets exceed. Three ways to
+learn from that, each with precisions and noise learned by the evidence: take the recorded values as
+they are, leave the censored ones out, or say in the likelihood what the meter does. Test targets
+are the true ones.
+
+    python examples/censored.py
+    python examples/censored.py --quantile 0.4
+
+It takes a minute of one core. The mean test log likelihood over three seeds is −5.48 nats per datum
+with the censored likelihood, −6.47 with the recorded values and −8.23 without the censored ones;
+the root mean squared errors are 55 to 60, 80 to 85 and 93 to 99, of a score from 25 to 346.
+
+The density of a target that is censored is another one than that of a target that is seen, and so
+is its Hessian. Rows are made of a curvature Λ(f) that depends on no target, so ``hessian`` is the
+Fisher information: the mean over all that the meter could have recorded at this limit.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+import torch
+from sklearn.datasets import load_diabetes
+from torch import Tensor, nn
+from torch.distributions import Normal
+
+import evigrad
+from evigrad import Schedule
+from evigrad.data import Scaling
+from evigrad.errors import InputError
+from evigrad.likelihoods import Gaussian, Likelihood
+from evigrad.models import make_model
+
+HEAD = "seed way            noise  test RMSE  test log likelihood"
+TEST_SIZE = 88
+
+
+class Censored(Likelihood):
+    """Normal noise, but nothing above a limit is seen: y = min(f + σ·ε, limit)."""
+
+    name, couples_outputs = "censored", False
+
+    def __init__(self, limit: float, noise: float = 1.0) -> None:
+        super().__init__()
+        self.limit = limit
+        self.log_noise = nn.Parameter(torch.tensor(math.log(noise)))
+
+    def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
+        super().validate(f_shape, y)
+        if tuple(y.shape) != tuple(f_shape) or bool((y > self.limit).any()):
+            raise InputError(f"Targets are (m, C), up to the limit {self.limit}.")
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        noise = self.log_noise.exp()
+        beyond = torch.special.log_ndtr((f - self.limit) / noise)
+        return torch.where(y < self.limit, Normal(f, noise).log_prob(y), beyond).sum(1)
+
+    def hessian(self, f: Tensor) -> Tensor:
+        """The Fisher information (Φ + φ (h − z)) / σ² at z = (limit − f)/σ, h = φ/(1 − Φ)."""
+        noise = self.log_noise.exp()
+        z = (self.limit - f) / noise
+        log_density = Normal(0.0, 1.0).log_prob(z)
+        hazard = (log_density - torch.special.log_ndtr(-z)).exp()
+        seen = torch.special.ndtr(z) + log_density.exp() * (hazard - z)
+        return (seen / noise**2).diag_embed()
+
+    def reported(self) -> dict[str, float]:
+        return {"noise": self.log_noise.exp().item()}
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
+    """Learn in the three ways with every seed, and print what came out.
+
+    Returns:
+        The test log likelihoods of the true targets, one for each seed, by the way.
+    """
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quantile", type=float, default=0.6, help="share that is not censored")
+    parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    options = parser.parse_args(arguments)
+
+    x, y = (torch.from_numpy(each) for each in load_diabetes(return_X_y=True, scaled=False))
+    y = y[:, None]
+    found: dict[str, list[float]] = {}
+    print(HEAD)
+    for seed in options.seeds:
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+        test, train = order[:TEST_SIZE], order[TEST_SIZE:]
+        inputs, limit = Scaling.of(x[train]), y[train].quantile(options.quantile)
+        recorded = y[train].clamp(max=limit)
+        targets = Scaling.of(recorded)  # of what was seen: the true mean is not known
+        x_train, y_train = inputs(x[train]).float(), targets(recorded).float()
+        # Rounding must not move the limit.
+        highest, (x_test, y_test) = y_train.max(), (inputs(x[test]), targets(y[test]))
+        seen = y_train[:, 0] < highest
+        ways = {
+            "as recorded": (Gaussian(), x_train, y_train),
+            "left out": (Gaussian(), x_train[seen], y_train[seen]),
+            "censored": (Censored(highest.item()), x_train, y_train),
+        }
+        for way, (likelihood, *pair) in ways.items():
+            model = make_model("mlp", (x.shape[1],), 1, seed)
+            evigrad.fit(
+                model,
+                tuple(pair),
+                likelihood=likelihood,
+                precision=100.0,  # a weak prior at the start fits the noise of so few patients
+                schedule=Schedule(epochs=options.epochs),
+                seed=seed,
+                progress=False,
+            )
+            noise = likelihood.reported()["noise"]
+            with torch.no_grad():
+                mean = model(x_test.float()).double()
+            error = targets.std * (y_test - mean).square().mean().sqrt()
+            density = Normal(mean, noise).log_prob(y_test).mean() - targets.std.log()
+            log_likelihood, units = density.item(), (targets.std * noise).item()  # of the targets
+            print(f"{seed:4} {way:12} {units:8.1f} {error.item():10.1f} {log_likelihood:20.3f}")
+            found.setdefault(way, []).append(log_likelihood)
+    print("\nMean test log likelihood of the true targets, nats per datum:")
+    print("   ".join(f"{way} {fmean(values):.3f}" for way, values in found.items()))
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # such a small network gains nothing from more
+    main()

@@ -1,0 +1,93 @@
+"""Regression whose noise depends on the input."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from evigrad.errors import InputError
+from evigrad.likelihoods.base import Likelihood, check_one_per_output, total
+from evigrad.likelihoods.gaussian import LOG_TWO_PI
+from evigrad.likelihoods.roots import RootRows, check_root, diagonal_rows
+
+FISHER_OF_LOG_VARIANCE = 0.5
+
+
+class HeteroscedasticGaussian(Likelihood):
+    """Normal noise of which the network says how much: y = μ + exp(s/2)·ε; y is (m, D).
+
+    The outputs f are (m, 2D): the D means μ, then the D log variances s. Rows are those of the
+    Fisher information, diag(e^−s, ½), as the Hessian depends on the target. There is no noise to
+    learn: the network learns it.
+    """
+
+    name = "heteroscedastic"
+    couples_outputs = False
+    is_classification = False
+
+    def log_prob(self, f: Float[Tensor, "m C"], y: Float[Tensor, "m D"]) -> Float[Tensor, " m"]:
+        """See ``Likelihood.log_prob``."""
+        mean, log_variance = f.chunk(2, dim=1)
+        standardised = (y.to(f) - mean) * (-0.5 * log_variance).exp()
+        return -0.5 * (standardised.square() + log_variance + LOG_TWO_PI).sum(dim=1)
+
+    def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
+        """Refuse outputs that are not in pairs, and anything but D finite numbers a datum."""
+        super().validate(f_shape, y)
+        m, c = f_shape
+        if c % 2 or tuple(y.shape) == (m, c):
+            raise InputError(
+                f"The model has {c} outputs for targets {tuple(y.shape)}: give it two for each"
+                " target, the means and behind them the log variances."
+            )
+        check_one_per_output((m, c // 2), y)
+        if not y.is_floating_point():
+            raise InputError(f"Targets must be floating point, not {y.dtype}; use y.float().")
+
+    def reference_targets(self, f: Float[Tensor, "m C"]) -> tuple[Tensor, Tensor]:
+        """Zeros and ones (m, D), for classes with another density."""
+        mean = f.chunk(2, dim=1)[0]
+        return torch.zeros_like(mean), torch.ones_like(mean)
+
+    def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
+        """The Fisher information diag(e^−s, ½), the mean of the Hessian over targets."""
+        precision = (-f.chunk(2, dim=1)[1]).exp()
+        constant = torch.full_like(precision, FISHER_OF_LOG_VARIANCE)
+        return torch.cat([precision, constant], dim=1).diag_embed()
+
+    def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
+        """The residual over the variance, and half of its standardised square minus 1."""
+        mean, log_variance = f.chunk(2, dim=1)
+        error, precision = y.to(f) - mean, (-log_variance).exp()
+        return torch.cat([error * precision, 0.5 * (error.square() * precision - 1.0)], dim=1)
+
+    def moments(
+        self, f: Float[Tensor, "m C"], variance: Float[Tensor, "m C"]
+    ) -> tuple[Float[Tensor, "m D"], Float[Tensor, "m D"], Float[Tensor, "m D"]]:
+        """The outputs' own, and E e^s = exp(s + variance/2) of a log-normal noise variance."""
+        (mean, log_variance), (epistemic, of_log) = f.chunk(2, dim=1), variance.chunk(2, dim=1)
+        return mean, epistemic, (log_variance + 0.5 * of_log).exp()
+
+    def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m D"]:
+        """Targets μ + exp(s/2)·ε; see ``Likelihood.sample``."""
+        mean, log_variance = f.detach().chunk(2, dim=1)
+        noise = torch.randn(mean.shape, generator=generator, device=generator.device, dtype=f.dtype)
+        return mean + (0.5 * log_variance).exp() * noise.to(f.device)
+
+    def root(
+        self,
+        f: Float[Tensor, "m C"],
+        columns: Int[Tensor, "m k"] | None = None,
+        kind: str = "subblock",
+    ) -> RootRows:
+        """Column d is e_d exp(−s_d/2), column D + d is e_(D+d) √½; see ``Likelihood.root``."""
+        check_root(kind)
+        deviation = (-0.5 * f.chunk(2, dim=1)[1]).exp()
+        constant = torch.full_like(deviation, FISHER_OF_LOG_VARIANCE**0.5)
+        return RootRows(diagonal_rows(f, torch.cat([deviation, constant], dim=1), columns))
+
+    def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
+        """``log_likelihood`` (nats) and ``squared_error`` of the means (units of y²), sums."""
+        mean = f.chunk(2, dim=1)[0]
+        return super().metrics(f, y) | {"squared_error": total((y.to(f) - mean).square())}

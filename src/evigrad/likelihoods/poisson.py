@@ -1,0 +1,70 @@
+"""Counts."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from evigrad.errors import InputError
+from evigrad.likelihoods.base import Likelihood, check_one_per_output, refuse_where, total
+from evigrad.likelihoods.roots import RootRows, check_root, diagonal_rows
+
+
+class Poisson(Likelihood):
+    """C independent counts with log rates f: p(y_c|f) = Poisson(exp f_c); y is (m, C).
+
+    Where data were observed for different times or populations, add the logarithm of each one's
+    exposure to the outputs in the model.
+    """
+
+    name = "poisson"
+    couples_outputs = False
+    is_classification = False
+
+    def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
+        """See ``Likelihood.log_prob``."""
+        y = y.to(f)
+        return (y * f - f.exp() - torch.lgamma(y + 1.0)).sum(dim=1)
+
+    def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
+        """Refuse anything but C counts 0, 1, 2, … for each datum (floating point or integer)."""
+        super().validate(f_shape, y)
+        check_one_per_output(f_shape, y)
+        if y.is_complex():
+            raise InputError(f"Counts must be whole numbers, not {y.dtype}.")
+        refuse_where((y < 0) | (y % 1 != 0), y, "is no count, a whole number from 0 on")
+
+    def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
+        """Λ = diag(rates)."""
+        return f.exp().diag_embed()
+
+    def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
+        """Counts minus rates."""
+        return y.to(f) - f.exp()
+
+    def moments(
+        self, f: Float[Tensor, "m C"], variance: Float[Tensor, "m C"]
+    ) -> tuple[Float[Tensor, "m C"], Float[Tensor, "m C"], Float[Tensor, "m C"]]:
+        """Those of log-normal rates, whose mean is exp(f + variance/2), and of counts."""
+        rate = (f + 0.5 * variance).exp()
+        return rate, rate.square() * variance.expm1(), rate
+
+    def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m C"]:
+        """Counts in the dtype of f; see ``Likelihood.sample``."""
+        rate = f.detach().exp().to(generator.device)
+        return torch.poisson(rate, generator=generator).to(f.device)
+
+    def root(
+        self,
+        f: Float[Tensor, "m C"],
+        columns: Int[Tensor, "m k"] | None = None,
+        kind: str = "subblock",
+    ) -> RootRows:
+        """Column d is e_d exp(f_d/2); see ``Likelihood.root``."""
+        check_root(kind)
+        return RootRows(diagonal_rows(f, (0.5 * f).exp(), columns))
+
+    def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
+        """``log_likelihood`` (nats) and ``squared_error`` of the rates (counts²), sums."""
+        return super().metrics(f, y) | {"squared_error": total((y.to(f) - f.exp()).square())}
