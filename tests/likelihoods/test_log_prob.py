@@ -331,6 +331,12 @@ BAD = {
     "label bool": (Categorical(), (2, 3), torch.tensor([True, False]), r"y\.long\(\)"),
     "label (m, 1)": (Categorical(), (2, 3), torch.tensor([[0], [1]]), r"y\.squeeze\(1\)"),
     "label one-hot": (Categorical(), (3, 3), torch.eye(3).long(), r"y\.argmax\(1\)"),
+    "label smoothed": (
+        Categorical(),
+        (2, 3),
+        torch.full((2, 3), 1 / 3),
+        "no log density of a label",
+    ),
     "one softmax output": (Categorical(), (2, 1), torch.tensor([0, 0]), "Bernoulli"),
     "target (m,)": (Gaussian(), (3, 1), torch.zeros(3), r"y\.unsqueeze\(-1\)"),
     "target (m, 1)": (Gaussian(), (3, 2), torch.zeros(3, 1), r"\(3, 2\), not \(3, 1\)"),

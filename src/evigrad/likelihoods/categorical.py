@@ -62,6 +62,11 @@ class Categorical(Likelihood):
                 hint = "; use y.squeeze(1)"
             elif y.shape == (num_data, num_outputs):
                 hint = "; for one-hot targets use y.argmax(1)"
+                if bool(((y != 0) & (y != 1)).any()):
+                    hint = (
+                        "; smoothed labels or probabilities are no targets, as the cross-entropy"
+                        " with them is no log density of a label: use the labels, y.argmax(1)"
+                    )
             raise InputError(
                 f"Class labels must have the shape ({num_data},), not {tuple(y.shape)}{hint}."
             )
