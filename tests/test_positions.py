@@ -259,6 +259,29 @@ def test_bound_over_all_draws(estimator: str) -> None:
     assert likelihood == pytest.approx(-nll)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("estimator", ["ntk-6-1", "ntk-5-rows", "ntk-8-rows-anchored", "full-6-1"])
+def test_long_tables_are_not_formed(
+    estimator: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = text()
+    model, count = tagger(tied=tied), int((y != -100).sum())
+    found = []
+    for formed in (False, True):
+        every = {} if formed else {"words.weight": "every"}
+        monkeypatch.setattr(
+            "evigrad.engine.problem.contracted",
+            lambda uses, *_, every=every: {n: u for n, u in uses.items() if n in every},
+        )
+        one = evidence(model, Categorical(), estimator, count)
+        found.append([results(one, block) for block in one.blocks((x, y)).take(3)])
+        words = {report.name: report.curvature for report in one.describe()}
+        assert ("contracted" in words["words.weight"]) != formed
+    for a, b in zip(*found, strict=True):
+        for one_value, other in zip(a, b, strict=True):
+            torch.testing.assert_close(one_value, other, rtol=1e-9, atol=1e-9)
+
+
 def test_last_layer_sees_the_position_alone() -> None:
     x, y = text()
     model = tagger()

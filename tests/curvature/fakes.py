@@ -40,6 +40,12 @@ class Fake(Linearization):
             for n in names
         }
 
+    def products(
+        self, vectors: Tensor, names: Sequence[str]
+    ) -> dict[str, list[tuple[Tensor, Tensor]]]:
+        uses = self.factors(vectors, names)
+        return {n: [(u.inputs[:, 0], u.gradients[:, :, 0]) for u in uses[n]] for n in names}
+
     def is_closed(self, name: str) -> bool:
         return name in self.jacobian
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from curvature.fakes import Fake, Plan, Root, make_fake, random, weights_of
+from torch import Tensor
 
 from evigrad.curvature import (
     BlockDiagonal,
@@ -13,7 +14,13 @@ from evigrad.curvature import (
     inner_product,
     make_structure,
 )
-from evigrad.curvature.kernel_rows import Storage, contraction_cotangents, contraction_gram
+from evigrad.curvature.kernel_rows import (
+    Storage,
+    contraction_cotangents,
+    contraction_gram,
+    uses_cotangents,
+    uses_gram,
+)
 from evigrad.curvature.linalg import psd_eigenvalues
 from evigrad.estimators import STRUCTURES
 from evigrad.jacobians import MatrixUse
@@ -35,7 +42,7 @@ def linear_fake(positions: int = 2) -> Fake:
 def structures(fake: Fake) -> dict[str, Structure]:
     weights = weights_of(fake)
     groups = {"a.weight": 0, "a.bias": 0, "b.weight": 1}
-    use = {"a.weight": MatrixUse(2, 3, 2)}
+    use = {"a.weight": (MatrixUse(2, 3, 2),)}
     plan = Plan(frozenset({"a.weight"}))
     made: dict[str, Structure] = {name: make_structure(name, weights, plan) for name in STRUCTURES}
     made["kfac-reduce"] = make_structure("kfac", weights, plan, sharing="reduce")
@@ -201,16 +208,59 @@ def test_contraction_against_rows(positions: int, k: int) -> None:
         torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-12)
 
 
+def looked_up_rows(numbers: Tensor, gradients: Tensor, entries: int) -> Tensor:
+    chosen = torch.nn.functional.one_hot(numbers, entries).to(gradients)
+    return torch.einsum("mkti,mtv->mkvi", gradients, chosen).flatten(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("entries", [2, 5, 40])
+@pytest.mark.parametrize("kinds", ["l", "lp", "pl", "ll", "plp", "pp"])
+def test_tied_uses_against_rows(kinds: str, entries: int, k: int) -> None:
+    """Lookups and products (l, p) of one matrix: Gram and cotangents."""
+    generator = torch.Generator().manual_seed(entries)
+    uses, rows = [], torch.zeros(M * k, entries * 4, dtype=torch.float64)
+    for seed, kind in enumerate(kinds):
+        positions = 3 + seed
+        if kind == "l":
+            numbers = torch.randint(entries, (M, positions), generator=generator)
+            gradients = random(M, k, positions, 4, seed=seed).requires_grad_()
+            uses.append((numbers, gradients))
+            rows = rows + looked_up_rows(numbers, gradients, entries)
+        else:
+            inputs = random(M, positions, 4, seed=10 + seed).requires_grad_()
+            gradients = random(M, k, positions, entries, seed=seed).requires_grad_()
+            uses.append((inputs, gradients))
+            products = torch.einsum("mkto,mti->mkoi", gradients, inputs)
+            rows = rows + products.flatten(0, 1).flatten(1)
+    torch.testing.assert_close(uses_gram(uses), rows @ rows.mT)
+    cotangent = random(M * k, M * k, seed=3)
+    cotangent = cotangent + cotangent.mT
+    leaves = [t for pair in uses for t in pair if t.requires_grad]
+    want = torch.autograd.grad((cotangent * (rows @ rows.mT)).sum(), leaves)
+    found = uses_cotangents([(a.detach(), g.detach()) for a, g in uses], cotangent)
+    got = [t for pair in found for t in pair if t is not None]
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-10, atol=1e-11)
+
+
+def test_lookups_are_contracted_where_the_table_is_long() -> None:
+    long, short = MatrixUse(16, 8, 10_000, True), MatrixUse(16, 8, 10, True)
+    head = MatrixUse(1, 8, 10_000)
+    uses = {"long": (long,), "short": (short,), "tied": (long, head)}
+    assert set(contracted(uses, 64, 1)) == {"long", "tied"}
+
+
 def test_the_cheaper_way_by_operation_count() -> None:
     uses = {
-        "wide": MatrixUse(1, 1000, 500),
-        "tiny": MatrixUse(1, 1, 2),
-        "long": MatrixUse(64, 32, 32),
+        "wide": (MatrixUse(1, 1000, 500),),
+        "tiny": (MatrixUse(1, 1, 2),),
+        "long": (MatrixUse(64, 32, 32),),
     }
     assert set(contracted(uses, 100, 1)) == {"wide"}
     assert set(contracted(uses, 1000, 10)) == {"wide"}
     # One datum: T² (i + o + 1) products against 2 T i o or so.
-    assert not contracted({"long": MatrixUse(1000, 8, 8)}, 10, 1)
+    assert not contracted({"long": (MatrixUse(1000, 8, 8),)}, 10, 1)
 
 
 # ------------------------------------------------------------------ linear algebra

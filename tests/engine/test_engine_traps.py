@@ -272,6 +272,7 @@ def test_an_evidence_that_takes_up_a_state_contracts_no_more_than_the_old(
     few = torch.rand(M, 30, dtype=torch.float64)
     y = targets(Categorical(), M)
     old, new = (evidence_of(Branching().double(), Categorical(), "ntk-7-1") for _ in range(2))
+    old.describe(few)
     old.estimate(few + 10.0, y)
     if is_prepared:
         words = {report.name: report.curvature for report in new.describe(few)}

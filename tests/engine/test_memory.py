@@ -110,7 +110,7 @@ def test_the_form_with_fewer_multiplications_and_no_more_memory(name: str, tall:
             assert by_rows >= by_h or kernel.predicted_bytes(rows) > dense.predicted_bytes(rows)
         # Rows whose products have a closed form, and where they are kept, have no part in it.
         other = make_structure(
-            name, weights, Plan(), num_rows=rows, contracted={"w": MatrixUse(1, tall, 30)}
+            name, weights, Plan(), num_rows=rows, contracted={"w": (MatrixUse(1, tall, 30),)}
         )
         assert type(other) is type(structure)
     assert kinds[1] and not kinds[2000]

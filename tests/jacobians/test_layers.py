@@ -11,7 +11,7 @@ from jacobians.calls import CALLS, Called, Case, Folded, check_folded
 from jacobians.dense import assert_rows, jacobian, random, rows, weights_of
 from torch import Tensor, nn
 
-from evigrad.curvature.kernel_rows import contraction_gram
+from evigrad.curvature.kernel_rows import uses_gram
 from evigrad.jacobians import (
     JacobianPlan,
     Linearization,
@@ -108,12 +108,15 @@ def test_every_closed_form(function: Callable[..., Tensor], case: Case, parts: i
     linearization = linearize(model, weights, x, made, differentiable=False)
     expected = rows(jacobian(model, weights, x), vectors)
     check_factors(linearization, made, vectors, expected)
-    for name, use in matrix_uses(made, weights).items():
-        (factors,) = linearization.factors(vectors, [name])[name]
-        inputs, gradients = factors.inputs[:, 0], factors.gradients[:, :, 0]
-        assert use == MatrixUse(inputs.shape[1], inputs.shape[2], gradients.shape[3])
+    for name, (use,) in matrix_uses(made, weights).items():
+        ((inputs, gradients),) = linearization.products(vectors, [name])[name]
+        if use.looked_up:
+            rows_of, columns = weights[name].shape
+            assert use == MatrixUse(inputs.shape[1], columns, rows_of, looked_up=True)
+        else:
+            assert use == MatrixUse(inputs.shape[1], inputs.shape[2], gradients.shape[3])
         flat = expected[name].flatten(0, 1).flatten(1)
-        torch.testing.assert_close(contraction_gram(inputs, gradients), flat @ flat.mT)
+        torch.testing.assert_close(uses_gram([(inputs, gradients)]), flat @ flat.mT)
     check_ownership(model, x)
 
 

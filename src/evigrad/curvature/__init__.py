@@ -6,7 +6,7 @@ one: a subclass of ``Structure`` in a new file here (``base`` says what it write
 other rooms ask about it.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ def make_structure(
     sharing: str = "expand",
     gram_dtype: torch.dtype | None = None,
     dense_limit: int = DENSE_LIMIT,
-    contracted: Mapping[str, MatrixUse] | None = None,
+    contracted: Mapping[str, Sequence[MatrixUse]] | None = None,
     storage: Storage | None = None,
     num_rows: int | None = None,
 ) -> Structure[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd import Function
 
@@ -23,6 +23,8 @@ from evigrad.jacobians.patch_grams import add_gram, mirrored
 
 # Bytes of a slab of columns: enough for matrix products at full speed, little beside the rows.
 SLAB_BYTES = 2**25
+# A multiplication of looked-up numbers takes the time of so many in a product of matrices.
+_SCATTERED = 8
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,13 @@ class Storage:
     device: torch.device | None = None
 
     def keep(self, rows: Tensor) -> Tensor:
-        """The rows as they are kept."""
-        if self.dtype is not None:
+        """The rows, or what they are products of, as they are kept."""
+        if self.dtype is not None and rows.is_floating_point():
             rows = rows.to(self.dtype)
         if self.device is None or self.device == rows.device:
             return rows
+        if rows.dim() != 2 or not rows.is_floating_point():
+            return rows.to(self.device)
         pinned = self.device.type == "cpu" and rows.is_cuda
         return by_columns(rows, torch.empty(0, device=self.device), pinned)
 
@@ -63,8 +67,8 @@ class NtkStatistic(Statistic):
 
     Attributes:
         rows: One (R_i, n) matrix per micro-batch for each parameter whose rows are formed.
-        factors: For each other parameter, its inputs (m_i, T, i) and gradients (m_i, k, T, o) per
-            micro-batch; the rows are their products.
+        factors: For each other parameter, per micro-batch and for each use of it, in pairs, what
+            the rows are products of (``evigrad.jacobians.layers.Rule.products``).
         scale: One number for each row, or None where all are 1.
         present: Which of the rows (m_i, k) are no padding, per micro-batch; ``rows`` and ``scale``
             hold these alone, ``factors`` hold all.
@@ -73,7 +77,7 @@ class NtkStatistic(Statistic):
     """
 
     rows: dict[str, tuple[Tensor, ...]]
-    factors: dict[str, tuple[tuple[Tensor, Tensor], ...]]
+    factors: dict[str, tuple[tuple[Tensor, ...], ...]]
     scale: Float[Tensor, " R"] | None
     present: tuple[Bool[Tensor, "_ _"], ...]
     grams: dict[Hashable, Tensor] = field(default_factory=dict, repr=False, compare=False)
@@ -117,14 +121,17 @@ class NtkStatistic(Statistic):
         rest = iter(tensors)
         rows = {name: tuple(next(rest) for _ in chunks) for name, chunks in self.rows.items()}
         factors = {
-            name: tuple((next(rest), next(rest)) for _ in chunks)
+            name: tuple(
+                tuple(next(rest) if t.is_floating_point() else t for t in chunk) for chunk in chunks
+            )
             for name, chunks in self.factors.items()
         }
         return NtkStatistic(rows, factors, next(rest, None), self.present)
 
     def _kept(self) -> list[Tensor]:
         rows = [chunk for chunks in self.rows.values() for chunk in chunks]
-        return rows + [part for pairs in self.factors.values() for pair in pairs for part in pair]
+        factors = [t for chunks in self.factors.values() for chunk in chunks for t in chunk]
+        return rows + [tensor for tensor in factors if tensor.is_floating_point()]
 
     # ------------------------------------------------------------ products
 
@@ -135,7 +142,7 @@ class NtkStatistic(Statistic):
         P0, one number or one for each element.
         """
         if name in self.factors:
-            gram = contraction_gram(*self._whole_factors(self.factors[name], like))
+            gram = uses_gram(self._whole_factors(self.factors[name], like))
             return gram if precision is None else gram / precision.to(gram)  # one for all
         gram = like.new_zeros(self.num_rows, self.num_rows)
         varies = precision is not None and precision.numel() > 1
@@ -181,17 +188,25 @@ class NtkStatistic(Statistic):
         inverse = precision.detach().reshape(-1).to(cotangent).reciprocal()
         of_precision = torch.zeros_like(inverse)
         if name in self.factors:
-            chunks = [tensor for pair in self.factors[name] for tensor in pair]
+            chunks = self.factors[name]
             with torch.enable_grad():  # only its indices and copies are differentiated
-                leaves = [chunk.detach().requires_grad_() for chunk in chunks]
-                pairs = list(zip(leaves[::2], leaves[1::2], strict=True))
-                whole = self._whole_factors(pairs, cotangent)
-            inputs, gradients = (tensor.detach() for tensor in whole)
-            found = contraction_cotangents(inputs, gradients, cotangent * inverse)
-            # The Gram is quadratic in the gradients: ⟨cotangent, it⟩ is half of this product.
-            of_precision.copy_(-0.5 * (found[1] * gradients).sum() * inverse)
-            for chunk, part in zip(chunks, torch.autograd.grad(whole, leaves, found), strict=True):
-                chunk.copy_(part)
+                leaves = [
+                    tuple(t.detach().requires_grad_(t.is_floating_point()) for t in chunk)
+                    for chunk in chunks
+                ]
+                whole = self._whole_factors(leaves, cotangent)
+            detached = [(a.detach(), g.detach()) for a, g in whole]
+            found = uses_cotangents(detached, cotangent * inverse)
+            # The Gram is quadratic in the gradients: ⟨cotangent, it⟩ is half of these products.
+            products = [(of_g * g).sum() for (_, of_g), (_, g) in zip(found, detached, strict=True)]
+            of_precision.copy_(-0.5 * torch.stack(products).sum() * inverse)
+            given = [t for chunk in leaves for t in chunk if t.requires_grad]
+            kept = [t for chunk in chunks for t in chunk if t.is_floating_point()]
+            ends = [t for pair in whole for t in pair if t.requires_grad]
+            of_ends = [t for pair in found for t in pair if t is not None]
+            parts = torch.autograd.grad(ends, given, of_ends)
+            for tensor, part in zip(kept, parts, strict=True):
+                tensor.copy_(part)
             return of_precision.reshape(precision.shape)
         for columns, slab in slabs(self.rows[name], cotangent):
             product = 2 * (cotangent @ slab)  # (S̄ + S̄ᵀ) A
@@ -217,31 +232,40 @@ class NtkStatistic(Statistic):
         span = slice(self.rows_before(data.start), self.rows_before(data.stop))
         rows = {name: (_between(chunks, span),) for name, chunks in self.rows.items()}
         factors = {
-            name: (
-                (
-                    _between([a for a, _ in chunks], data),
-                    _between([g for _, g in chunks], data),
-                ),
-            )
+            name: (tuple(_between(each, data) for each in zip(*chunks, strict=True)),)
             for name, chunks in self.factors.items()
         }
         return NtkStatistic(rows, factors, None, (_between(self.present, data),))
 
     def _whole_factors(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], like: Tensor
+        self, chunks: Sequence[Sequence[Tensor]], like: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The pairs of each use, of all data; with padding, every row is a datum of its own."""
+        each = [list(tensors) for tensors in zip(*chunks, strict=True)]  # of all micro-batches
+        return [
+            self._whole(inputs, gradients, like)
+            for inputs, gradients in zip(each[::2], each[1::2], strict=True)
+        ]
+
+    def _whole(
+        self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], like: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Inputs and gradients of all data; with padding, every row is a datum of its own."""
-        pairs = [(inputs.to(like), gradients.to(like)) for inputs, gradients in pairs]
+        pairs = [
+            (a.to(like) if a.is_floating_point() else a.to(like.device), g.to(like))
+            for a, g in zip(inputs, gradients, strict=True)
+        ]
         widths = {part.shape[1] for part in self.present}
         if len(widths) > 1 or not all(bool(part.all()) for part in self.present):
             pairs = [
-                (inputs[present.nonzero()[:, 0]], gradients[present][:, None])
-                for (inputs, gradients), present in zip(pairs, self.present, strict=True)
+                (a[present.nonzero()[:, 0]], g[present][:, None])
+                for (a, g), present in zip(pairs, self.present, strict=True)
             ]
         # Data of fewer positions have zeros in the others, which add nothing.
-        most = max(inputs.shape[1] for inputs, _ in pairs)
+        most = max(a.shape[1] for a, _ in pairs)
         return (
-            torch.cat([F.pad(a, (0, 0, 0, most - a.shape[1])) for a, _ in pairs]),
+            torch.cat(
+                [F.pad(a, (*[0, 0] * (a.dim() - 2), 0, most - a.shape[1])) for a, _ in pairs]
+            ),
             torch.cat([F.pad(g, (0, 0, 0, most - g.shape[2])) for _, g in pairs]),
         )
 
@@ -353,19 +377,154 @@ class RowsGram(Function):
 
 
 def contracted(
-    uses: Mapping[str, MatrixUse], num_data: int, rows_per_datum: int
-) -> dict[str, MatrixUse]:
+    uses: Mapping[str, Sequence[MatrixUse]], num_data: int, rows_per_datum: int
+) -> dict[str, Sequence[MatrixUse]]:
     """The weights whose Gram takes fewer multiplications without forming the rows."""
-    cheap = {}
-    for name, use in uses.items():
-        rows = num_data * rows_per_datum
-        size = use.inputs * use.outputs
-        formed = rows * size * use.positions + rows**2 * size
-        pairs = (rows * use.positions) ** 2
-        by_pairs = (num_data * use.positions) ** 2 * use.inputs + pairs * (use.outputs + 1)
-        if by_pairs < formed:
-            cheap[name] = use
+    rows, cheap = num_data * rows_per_datum, {}
+    for name, each in uses.items():
+        size = each[0].inputs * each[0].outputs
+        formed = rows**2 * size
+        for use in each:
+            formed += rows * (size if use.looked_up else size * use.positions)
+        pairs = [(a, b) for i, a in enumerate(each) for b in each[: i + 1]]
+        if sum(_operations(a, b, num_data, rows) for a, b in pairs) < formed:
+            cheap[name] = each
     return cheap
+
+
+def _operations(one: MatrixUse, other: MatrixUse, num_data: int, rows: int) -> float:
+    """Multiplications of the Gram of two uses of a weight, by positions."""
+    at_one, at_other = rows * one.positions, rows * other.positions
+    if not (one.looked_up or other.looked_up):
+        inputs = num_data**2 * one.positions * other.positions * one.inputs
+        return inputs + at_one * at_other * (one.outputs + 1)
+    if one.looked_up and other.looked_up:
+        # As many pairs as meet where rows are looked up evenly.
+        return _SCATTERED * at_one * one.inputs * (1 + at_other / one.outputs)
+    return at_one * at_other * (one.inputs + _SCATTERED)
+
+
+def uses_gram(uses: Sequence[tuple[Tensor, Tensor]]) -> Float[Tensor, "R R"]:
+    """The Gram of a weight's rows, the sum of its uses (``Rule.products``), not forming them."""
+    gram = None
+    for number, (inputs, gradients) in enumerate(uses):
+        product = contraction_gram if inputs.is_floating_point() else lookup_gram
+        part = product(inputs, gradients)
+        gram = part if gram is None else gram + part
+        for other in uses[:number]:
+            gram = gram + _crossed((inputs, gradients), other)
+    assert gram is not None
+    return gram
+
+
+def _crossed(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Float[Tensor, "R R"]:
+    """The products of the rows of two uses, both ways."""
+    if other[0].is_floating_point():
+        one, other = other, one
+    if one[0].is_floating_point() and other[0].is_floating_point():
+        product = _products(one, other)
+    elif one[0].is_floating_point():
+        product = _products_with_lookup(one, other)
+    else:
+        product = _lookups(one, other)
+    return product + product.mT
+
+
+def _products(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Float[Tensor, "R R"]:
+    (a, g), (b, h) = one, other
+    k, total = g.shape[1], a.new_zeros(())
+    for t in range(a.shape[1]):
+        for u in range(b.shape[1]):
+            total = total + _spread(a[:, t] @ b[:, u].mT, k) * (_flat(g, t) @ _flat(h, u).mT)
+    return total
+
+
+def _products_with_lookup(
+    one: tuple[Float[Tensor, "m T i"], Float[Tensor, "m k T o"]],
+    other: tuple[Int[Tensor, "m U"], Float[Tensor, "m k U i"]],
+) -> Float[Tensor, "R R"]:
+    (a, g), (looked_up, h) = one, other
+    entries = _Entries.of(looked_up, h)
+    (m, k), rows = g.shape[:2], []
+    for j in range(k):
+        total = a.new_zeros(m, *entries.values.shape[:2])
+        for t in range(a.shape[1]):
+            inputs = torch.einsum("mi,kei->mke", a[:, t], entries.values)
+            total = total + g[:, j, t].index_select(1, entries.numbers)[:, None] * inputs
+        of_data = a.new_zeros(m, k, m).index_add(2, entries.data, total)
+        rows.append(of_data.transpose(1, 2))  # (m, m', k')
+    return torch.stack(rows, 1).reshape(m * k, m * k)
+
+
+def _lookups(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Float[Tensor, "R R"]:
+    """Half of the products of two lookups both ways, which the Gram of both together has."""
+    whole = [torch.cat([a, b], dim) for a, b, dim in zip(one, other, (1, 2), strict=True)]
+    return 0.5 * (lookup_gram(*whole) - lookup_gram(*one) - lookup_gram(*other))
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """What data looked up, each row of the matrix once for each datum.
+
+    Attributes:
+        data: The datum of each entry, (E,).
+        numbers: The number of the row, (E,).
+        values: The sum of its gradients, (k, E, i).
+    """
+
+    data: Int[Tensor, " E"]
+    numbers: Int[Tensor, " E"]
+    values: Float[Tensor, "k E i"]
+
+    @classmethod
+    def of(cls, looked_up: Int[Tensor, "m T"], gradients: Float[Tensor, "m k T i"]) -> "_Entries":
+        m = len(looked_up)
+        # By the numbers first, so that equal ones are neighbours.
+        keys = looked_up * m + torch.arange(m, device=looked_up.device)[:, None]
+        keys, entry = keys.unique(return_inverse=True)
+        flat = gradients.transpose(0, 1).flatten(1, 2)
+        values = flat.new_zeros(flat.shape[0], len(keys), flat.shape[2])
+        return cls(keys % m, keys // m, values.index_add(1, entry.flatten(), flat))
+
+
+def lookup_gram(
+    looked_up: Int[Tensor, "m T"], gradients: Float[Tensor, "m k T i"]
+) -> Float[Tensor, "R R"]:
+    """Return the Gram of an embedding's rows Σ_t e_(v_nt) ⊗ g_(n,j,t), not forming them.
+
+    Only data that look up the same row of the matrix have a product: the numbers that c data share
+    are taken together for each c, in matrices of c × c.
+    """
+    (m, k), entries = gradients.shape[:2], _Entries.of(looked_up, gradients)
+    gram = gradients.new_zeros(m * k * m * k)
+    _, counts = entries.numbers.unique_consecutive(return_counts=True)
+    first = counts.cumsum(0) - counts
+    for count in counts.unique().tolist():
+        start = first[counts == count]
+        some = start[:, None] + torch.arange(count, device=start.device)  # (n, c)
+        values = entries.values[:, some].permute(1, 2, 0, 3).flatten(1, 2)  # (n, c k, i)
+        each = torch.arange(k, device=start.device)
+        rows = (entries.data[some][..., None] * k + each).flatten(1)  # (n, c k)
+        places = rows[:, :, None] * (m * k) + rows[:, None]
+        gram = gram.index_add(0, places.flatten(), (values @ values.mT).flatten())
+    return gram.view(m * k, m * k)
+
+
+def uses_cotangents(
+    uses: Sequence[tuple[Tensor, Tensor]], cotangent: Float[Tensor, "R R"]
+) -> list[tuple[Tensor | None, Tensor]]:
+    """Cotangents of ``uses_gram``'s pairs, without those of numbers; the Gram's is symmetric."""
+    if len(uses) == 1 and uses[0][0].is_floating_point():
+        return [contraction_cotangents(*uses[0], cotangent)]
+    with torch.enable_grad():
+        leaves = [
+            (a.detach().requires_grad_(a.is_floating_point()), g.detach().requires_grad_())
+            for a, g in uses
+        ]
+        gram = uses_gram(leaves)
+    given = [t for pair in leaves for t in pair if t.requires_grad]
+    found = iter(torch.autograd.grad(gram, given, cotangent))
+    return [(next(found) if a.requires_grad else None, next(found)) for a, _ in leaves]
 
 
 def contraction_gram(

@@ -69,7 +69,7 @@ class Ntk(Structure[NtkStatistic]):
         weights: Mapping[str, Tensor],
         precision_groups: Mapping[str, Hashable],
         gram_dtype: torch.dtype | None = None,
-        contracted: Mapping[str, MatrixUse] | None = None,
+        contracted: Mapping[str, Sequence[MatrixUse]] | None = None,
         storage: Storage | None = None,
         blocks: Iterable[Collection[str]] | None = None,
     ) -> None:
@@ -102,8 +102,8 @@ class Ntk(Structure[NtkStatistic]):
         # Contiguous, because expanded rows cannot be overwritten.
         rows = {n: (keep(_present_rows(found[n], part).contiguous()),) for n in self.formed}
         factors = {
-            name: ((keep(_own(inputs)), keep(_own(gradients))),)
-            for name, (inputs, gradients) in self._factors(linearization, root).items()
+            name: (tuple(keep(_own(tensor)) for tensor in tensors),)
+            for name, tensors in self._factors(linearization, root).items()
         }
         part = replace(part, rows=rows, factors=factors)
         return part if statistic is None else statistic + part
@@ -177,10 +177,11 @@ class Ntk(Structure[NtkStatistic]):
                 wanted = wanted.new_zeros(m * k, rows.shape[1]).index_put((flat,), wanted)
             whole[name] = wanted
         terms = [linearization.inner(root.vectors, self._shaped(whole, m, k))]
-        for name, (inputs, gradients) in self._factors(linearization, root).items():
-            ((of_inputs, of_gradients),) = part.factors[name]
-            terms.append((of_inputs.to(inputs) * inputs).sum())
-            terms.append((of_gradients.to(gradients) * gradients).sum())
+        for name, tensors in self._factors(linearization, root).items():
+            (of_tensors,) = part.factors[name]
+            for tensor, of_tensor in zip(tensors, of_tensors, strict=True):
+                if tensor.is_floating_point():
+                    terms.append((of_tensor.to(tensor) * tensor).sum())
         if root.scale is not None:
             assert cotangent.scale is not None
             before = cotangent.rows_before(data.start)
@@ -204,7 +205,7 @@ class Ntk(Structure[NtkStatistic]):
         if self._storage.device not in (None, self._device):
             return 0
         numbers = sum(self._numel[name] for name in self.formed)
-        numbers += sum(u.positions * (u.inputs + u.outputs) for u in self._contracted.values())
+        numbers += sum(use.numbers for uses in self._contracted.values() for use in uses)
         return (self._storage.dtype or self._dtype).itemsize * num_rows * numbers
 
     def predicted_bytes(self, num_rows: int) -> int:
@@ -337,12 +338,12 @@ class Ntk(Structure[NtkStatistic]):
 
     def _factors(
         self, linearization: Linearization, root: RootRows
-    ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Inputs (m, T, i) and gradients (m, k, T, o) of the contracted parameters."""
+    ) -> dict[str, tuple[Tensor, ...]]:
+        """What the rows of each use of the contracted parameters are products of, in pairs."""
         if not self._contracted:
             return {}
-        uses = linearization.factors(root.vectors, list(self._contracted), False)
-        return {name: (use.inputs[:, 0], use.gradients[:, :, 0]) for name, (use,) in uses.items()}
+        uses = linearization.products(root.vectors, list(self._contracted))
+        return {name: tuple(t for pair in pairs for t in pair) for name, pairs in uses.items()}
 
     def _shaped(self, rows: Mapping[str, Tensor], m: int, k: int) -> dict[str, Tensor]:
         return {name: flat.reshape(m, k, *self._shapes[name]) for name, flat in rows.items()}
@@ -438,7 +439,7 @@ class BlockKernel(Ntk):
         weights: Mapping[str, Tensor],
         precision_groups: Mapping[str, Hashable],
         gram_dtype: torch.dtype | None = None,
-        contracted: Mapping[str, MatrixUse] | None = None,
+        contracted: Mapping[str, Sequence[MatrixUse]] | None = None,
         storage: Storage | None = None,
     ) -> None:
         block_of = {name: block for block, names in dense.blocks.items() for name in names}

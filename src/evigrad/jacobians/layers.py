@@ -114,8 +114,20 @@ class Rule(ABC):
         raise NotImplementedError(f"{self.name} has no Kronecker factors")
 
     def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
-        """Sizes of a use of the weight, of this shape, as one matrix; None if it is several."""
-        raise NotImplementedError(f"{self.name} has no Kronecker factors")
+        """Sizes of a use of the weight, of this shape, as one matrix; None if it is none."""
+        del use, shape
+        return None
+
+    def products(
+        self, match: Match, gradient: Float[Tensor, "m k F *out"]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the inputs (m, T, i) and gradients (m, k, T, o) whose products the rows are.
+
+        Where rows of the matrix are looked up, these are their numbers (m, T) and gradients
+        (m, k, T, i).
+        """
+        use = self.factors(match, gradient)
+        return use.inputs[:, 0], use.gradients[:, :, 0]
 
 
 def aligned(values: Tensor, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
@@ -371,16 +383,29 @@ class Embedding(Rule):
         """See ``Rule.rows``."""
         weight = match.slots["weight"]
         (m, k), (entries, size) = gradient.shape[:2], weight.shape
-        indices = match.input.reshape(m, 1, -1)
-        gradient = gradient.reshape(m, k, indices.shape[-1], size)
-        padding_idx = match.settings["padding_idx"]
-        if padding_idx is not None:
-            gradient = gradient * (indices != padding_idx)[..., None]
+        indices, gradient = self.products(match, gradient)
+        indices = indices[:, None]
         # The tables of all rows lie in one long table, which a single scatter fills.
         table = entries * torch.arange(m * k, device=indices.device).reshape(m, k, 1)
         rows = gradient.new_zeros(m * k * entries, size)
         rows = rows.index_add(0, (indices + table).flatten(), gradient.flatten(0, 2))
         return rows.reshape(m, k, entries, size)
+
+    def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
+        """See ``Rule.matrix``."""
+        return MatrixUse(use.parts * prod(use.input), shape[1], shape[0], looked_up=True)
+
+    def products(
+        self, match: Match, gradient: Float[Tensor, "m k F *out"]
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Rule.products``."""
+        (m, k), size = gradient.shape[:2], match.slots["weight"].shape[1]
+        indices = match.input.reshape(m, -1)
+        gradient = gradient.reshape(m, k, indices.shape[1], size)
+        padding_idx = match.settings["padding_idx"]
+        if padding_idx is not None:
+            gradient = gradient * (indices != padding_idx)[:, None, :, None]
+        return indices, gradient
 
 
 class Normalisation(Rule):
@@ -534,9 +559,19 @@ RULES: dict[Callable[..., Any], Rule] = {
 }
 
 
-def matrix_uses(plan: JacobianPlan, weights: Mapping[str, Tensor]) -> dict[str, MatrixUse]:
-    """Sizes of the weights that are used once, as one matrix."""
+def matrix_uses(
+    plan: JacobianPlan, weights: Mapping[str, Tensor]
+) -> dict[str, tuple[MatrixUse, ...]]:
+    """Sizes of the weights that are used as one matrix, once or as tied linear layers are."""
     rules = {rule.name: rule for rule in RULES.values()}
-    once = {name: plan.uses[name][0] for name in plan.kronecker if len(plan.uses[name]) == 1}
-    found = {n: rules[use.rule].matrix(use, weights[n].shape) for n, use in once.items()}
-    return {name: use for name, use in found.items() if use is not None}
+    found: dict[str, tuple[MatrixUse, ...]] = {}
+    for name, uses in plan.uses.items():
+        of_uses = [rules[use.rule] for use in uses]
+        matrices = all(isinstance(rule, Linear | Embedding) for rule in of_uses)
+        if any(use.slot != "weight" for use in uses) or not (matrices or len(uses) == 1):
+            continue
+        sizes = [r.matrix(use, weights[name].shape) for r, use in zip(of_uses, uses, strict=True)]
+        given = tuple(size for size in sizes if size is not None)
+        if len(given) == len(sizes):
+            found[name] = given
+    return found

@@ -182,6 +182,32 @@ class Linearization:
                 for name in names
             }
 
+    def products(
+        self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
+    ) -> dict[str, list[tuple[Tensor, Tensor]]]:
+        """What rows are products of.
+
+        Args:
+            vectors: Cotangents of the outputs.
+            names: Some of ``matrix_uses``, with closed forms in this pass.
+
+        Returns:
+            Name → for each use what ``Rule.products`` returns.
+        """
+        with self._computing():
+            gradients = self._gradients(vectors)
+            found = {
+                name: [
+                    call.products(self._gradient(call, gradients, vectors))
+                    for call, _ in self._uses[name]
+                ]
+                for name in names
+            }
+        # A view of the recorded input requires a gradient if that input does.
+        if self._differentiable:
+            return found
+        return {n: [(a.detach(), g.detach()) for a, g in each] for n, each in found.items()}
+
     def is_closed(self, name: str) -> bool:
         """Whether this pass uses the parameter as the plan's closed forms expect."""
         return name in self._as_planned[0]
@@ -305,13 +331,19 @@ class Linearization:
         vectors: Float[Tensor, "m k C"],
         average: bool,
     ) -> KroneckerUse:
-        gradient = gradients[id(call)]
-        if gradient is None:  # the model's outputs do not depend on this call
-            shape = (*vectors.shape[:2], call.parts, *call.output_shape[1:])
-            gradient = vectors.new_zeros(shape)
-        use = call.factors(gradient, average)
+        use = call.factors(self._gradient(call, gradients, vectors), average)
         # Detached, because a view of the recorded input requires a gradient if that input does.
         return use if self._differentiable else use.detach()
+
+    @staticmethod
+    def _gradient(
+        call: Call, gradients: Mapping[int, Tensor | None], vectors: Float[Tensor, "m k C"]
+    ) -> Float[Tensor, "m k F *out"]:
+        gradient = gradients[id(call)]
+        if gradient is not None:
+            return gradient
+        # The model's outputs do not depend on this call.
+        return vectors.new_zeros(*vectors.shape[:2], call.parts, *call.output_shape[1:])
 
     def _generic_rows(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]

@@ -96,14 +96,22 @@ def demote(plan: JacobianPlan, names: Collection[str]) -> JacobianPlan:
 
 @dataclass(frozen=True)
 class MatrixUse:
-    """Sizes of the only use of a weight as a matrix.
+    """Sizes of a use of a weight as a matrix.
 
     Attributes:
-        positions: T, how often a datum is multiplied with the matrix, over all its samples.
+        positions: T, how often a datum is multiplied with the matrix, over all its samples; or how
+            many of its rows a datum looks up.
         inputs: Columns of the matrix.
         outputs: Rows of the matrix.
+        looked_up: Whether rows are looked up, as in an embedding.
     """
 
     positions: int
     inputs: int
     outputs: int
+    looked_up: bool = False
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers of a datum with one row stand for the rows."""
+        return self.positions * (self.inputs + (1 if self.looked_up else self.outputs))

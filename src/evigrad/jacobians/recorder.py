@@ -140,6 +140,10 @@ class Call:
             gradient = gradient.unflatten(2, shape[1:]).sum(2)
         return self.rule.factors(match, gradient.to(self._dtype("weight")))
 
+    def products(self, gradient: Float[Tensor, "m k F *out"]) -> tuple[Tensor, Tensor]:
+        """See ``Rule.products``; samples count as positions."""
+        return self.rule.products(self._match_in(gradient), gradient.to(self._dtype("weight")))
+
     def _match_in(self, gradient: Tensor) -> Match:
         """The arguments in the type of the output, as autocast made them."""
         a = self.match.input

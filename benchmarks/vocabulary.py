@@ -1,0 +1,120 @@
+"""How the cost of a step on the hyperparameters of a language model grows with its vocabulary.
+
+A causal transformer of two layers reads sequences of 128 words; its last layer is linear, with
+weights of its own or those of the embedding. A step is the gradient of an estimate, with its block
+drawn and fetched, on 64 rows of 64 positions: at equal rows. Each ratio is to the smallest
+vocabulary in the same run, in turns. Beside it stands a training step (forward and backward of the
+loss) on 64 sequences, which has to score every word at every position.
+
+    python benchmarks/vocabulary.py --out benchmarks/vocabulary.csv
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import machine, paired, write_csv
+from torch import Tensor, nn
+
+from evigrad import Evidence
+from evigrad.engine.allocator import kept_memory
+from evigrad.likelihoods import Categorical
+from evigrad.priors import GaussianPrior
+
+WORDS = (100, 1_000, 10_000, 50_000)
+LENGTH, WIDTH, LAYERS, SEQUENCES = 128, 128, 2, 256
+ESTIMATORS = ("ntk-64-1", "ntk-64-rows", "kfac-64-1")
+# A training step scores LENGTH · WORDS words for each sequence.
+TRAINED, MOST_TRAINED = 64, 10_000
+
+
+class LanguageModel(nn.Module):
+    """A pre-norm causal transformer."""
+
+    def __init__(self, words: int, tied: bool) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, "gelu", 1e-5, True, True)
+            for _ in range(LAYERS)
+        )
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, words, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        length = ids.shape[1]
+        h = self.words(ids) + self.places(torch.arange(length, device=ids.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=ids.device)
+        for layer in self.layers:
+            h = layer(h, src_mask=mask, is_causal=True)
+        return self.head(self.norm(h))
+
+
+def step(evidence: Evidence, data: tuple[Tensor, Tensor]) -> Callable[[], object]:
+    """A step on the hyperparameters, with its block drawn and fetched."""
+    blocks = iter(evidence.blocks(data))
+    return lambda: evidence.backward(next(blocks))
+
+
+def training_step(evidence: Evidence, data: tuple[Tensor, Tensor]) -> Callable[[], object]:
+    """Forward and backward of the loss."""
+    x, y = (part[:TRAINED] for part in data)
+    return lambda: evidence.map_loss(x, y).backward()
+
+
+def measured(estimator: str, tied: bool, repeats: int) -> list[dict[str, Any]]:
+    works: dict[str, Callable[[], object]] = {}
+    for words in WORDS:
+        torch.manual_seed(0)
+        model = LanguageModel(words, tied)
+        ids = torch.randint(words, (SEQUENCES, LENGTH + 1))
+        data = ids[:, :-1], ids[:, 1:].contiguous()
+        prior = GaussianPrior("layerwise", precision=10.0)
+        evidence = Evidence(
+            model,
+            Categorical(),
+            prior,
+            estimator=estimator,
+            num_data=SEQUENCES * LENGTH,
+            generator=0,
+        )
+        works[f"step {words}"] = step(evidence, data)
+        if words <= MOST_TRAINED and estimator == ESTIMATORS[0]:
+            works[f"training {words}"] = training_step(evidence, data)
+    with kept_memory():
+        times = paired(works, repeats)
+    first = times[f"step {WORDS[0]}"]
+    return [
+        {
+            "estimator": estimator,
+            "tied": tied,
+            "words": words,
+            "ratio": times[f"step {words}"] / first,
+            "seconds": times[f"step {words}"],
+            "training": times.get(f"training {words}"),
+        }
+        for words in WORDS
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    print(machine())
+    rows: list[dict[str, Any]] = []
+    for tied in (False, True):
+        for estimator in ESTIMATORS:
+            for row in measured(estimator, tied, given.repeats):
+                print(row, flush=True)
+                rows.append(row)
+    if given.out is not None:
+        write_csv(given.out, rows)
+
+
+if __name__ == "__main__":
+    main()
