@@ -148,6 +148,16 @@ def test_positions_are_data(estimator: str) -> None:
     assert_same(one, (x, y), other, pairs)
 
 
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_shared_weights_of_kfac(sharing: str) -> None:
+    x, y = text()
+    pairs = as_pairs(x, y, y != -100)
+    model, count = tagger(), len(pairs[1])
+    one = evidence(model, Categorical(), "kfac-N-C", count, sharing=sharing)
+    other = evidence(OnePosition(model), Categorical(), "kfac-N-C", count, sharing=sharing)
+    assert_same(one, (x, y), other, pairs)
+
+
 @pytest.mark.parametrize("settings", [{"tied": True}, {"kind": LateChange}])
 def test_ways_to_make_the_outputs(settings: dict[str, Any]) -> None:
     x, y = text()

@@ -31,6 +31,9 @@ def root_rows(problem: Problem, f: Tensor, chunk: Chunk) -> RootRows:
             root = likelihood.root(f, columns, settings.root)
             if columns is not None and (columns < 0).any():
                 root = replace(root, present=columns >= 0)
+        weights = likelihood.weights(chunk.y)
+    if weights is not None:
+        root = replace(root, vectors=root.vectors * weights.to(f).sqrt()[:, None, None])
     if settings.temperature == 1.0:
         return root
     scale = torch.ones_like(root.vectors[:, :, 0]) if root.scale is None else root.scale

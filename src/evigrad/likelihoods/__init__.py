@@ -19,6 +19,7 @@ from evigrad.likelihoods.gaussian import Gaussian
 from evigrad.likelihoods.heteroscedastic import HeteroscedasticGaussian
 from evigrad.likelihoods.poisson import Poisson
 from evigrad.likelihoods.roots import ROOTS, RootRows
+from evigrad.likelihoods.weighted import Weighted
 
 __all__ = [
     "LIKELIHOODS",
@@ -30,6 +31,7 @@ __all__ = [
     "Likelihood",
     "Poisson",
     "RootRows",
+    "Weighted",
     "make_likelihood",
 ]
 

@@ -113,6 +113,18 @@ class Likelihood(nn.Module, ABC):
         del y
         return None
 
+    def weights(self, y: Tensor) -> Float[Tensor, " m"] | None:
+        """Factors of Λ of each datum, where these are not 1 for all; see ``Weighted``.
+
+        Args:
+            y: Targets.
+
+        Returns:
+            Non-negative numbers, or None, which is the default.
+        """
+        del y
+        return None
+
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
         """The curvature Λ(f) that rows are made of, positive semidefinite and differentiable.
 

@@ -19,6 +19,7 @@ from evigrad.engine.problem import Problem
 from evigrad.errors import ConfigurationError, InputError, listed
 from evigrad.inputs import AtPositions
 from evigrad.likelihoods import Likelihood
+from evigrad.likelihoods.weighted import unweighted
 from evigrad.posterior.collecting import (
     DEFAULT_STRUCTURE,
     check_structure,
@@ -111,7 +112,8 @@ class Posterior:
         if generator is not None:
             seed = int(torch.randint(_SEEDS, (), generator=as_generator(generator)))
         mean, covariance = self._moments(x)
-        return Predictive(mean, covariance, self._likelihood, link, num_samples, seed)
+        likelihood = unweighted(self._likelihood)
+        return Predictive(mean, covariance, likelihood, link, num_samples, seed)
 
     def sample(
         self, x: Any, n: int, generator: torch.Generator | int | None = None
