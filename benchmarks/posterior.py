@@ -3,7 +3,8 @@
 Digits are scikit-learn's and the network is ``digitsnet``, trained by MAP at precision 1, and with
 precisions that the evidence learns. Tables are UCI's, standardised, each seed a split of its own,
 with two hidden layers of 64, precisions and noise learned; for ``heteroscedastic`` the network has
-a log variance for each target instead, and precisions begin at 10. Every row predicts with the same
+a log variance for each target instead, and precisions begin at 10; ``natural`` is a network of a
+natural Gaussian. Every row predicts with the same
 trained network: ``plug-in`` without the weights' uncertainty, the others with the posterior of a
 structure. Test data are only evaluated. Every run is kept as it ends: the script goes on where it
 was stopped.
@@ -34,8 +35,12 @@ TRAININGS = {"MAP": {"estimator": "map", "precision": 1.0}, "learned": {}}
 # In tables N is small: the kernel of all rows is exact, and cheaper than H.
 OF_DIGITS = {"full": {}, "kfac": {}, "diag": {}, "last-layer": {}, "ntk, 1000 rows": {"rows": 1000}}
 OF_TABLES = {"ntk": {}, "kfac": {}, "diag": {}, "last-layer": {}}
-SUFFIXES = {"gaussian": "", "heteroscedastic": ", heteroscedastic"}
-PRECISIONS = {"gaussian": 1.0, "heteroscedastic": 10.0}
+SUFFIXES = {
+    "gaussian": "",
+    "heteroscedastic": ", heteroscedastic",
+    "natural-gaussian": ", natural",
+}
+PRECISIONS = {"gaussian": 1.0, "heteroscedastic": 10.0, "natural-gaussian": 1.0}
 INTERVALS = (50, 90, 95)
 KEYS = ("log_likelihood", "accuracy", "rmse", *(f"coverage_{p}" for p in INTERVALS))
 COLUMNS = ("row", "seed", *KEYS, "epistemic_std", "collect_seconds", "predict_seconds")

@@ -52,6 +52,7 @@ def test_an_invariance_is_for_images(houses, capsys):
         ("stars", (), "accuracy"),
         ("stars", ("gaussian",), "RMSE"),
         ("price", ("heteroscedastic",), "RMSE"),
+        ("price", ("natural-gaussian",), "RMSE"),
     ],
 )
 def test_training_on_a_table(houses, tmp_path, capsys, suffix, target, options, column):

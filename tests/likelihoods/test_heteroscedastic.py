@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Normal
+from torch.nn.functional import softplus
 
 from evigrad import Evidence
 from evigrad.errors import ConfigurationError
-from evigrad.likelihoods import Gaussian, HeteroscedasticGaussian
+from evigrad.likelihoods import Gaussian, HeteroscedasticGaussian, NaturalGaussian
+from evigrad.posterior import Predictive
 from evigrad.priors import GaussianPrior
 
 LIKELIHOOD = HeteroscedasticGaussian()
+BOTH = pytest.mark.parametrize("likelihood", (LIKELIHOOD, NaturalGaussian()))
 M, D = 5, 2
 
 
@@ -24,16 +27,30 @@ def outputs(m: int = M, d: int = D) -> Tensor:
     return torch.randn(m, 2 * d, generator=generator, dtype=torch.float64)
 
 
-def test_log_prob_and_score() -> None:
-    f, y = outputs().requires_grad_(), outputs()[:, :D] + 0.3
-    expected = Normal(f[:, :D], (0.5 * f[:, D:]).exp()).log_prob(y).sum(1)
-    torch.testing.assert_close(LIKELIHOOD.log_prob(f, y), expected)
+def normal(likelihood: HeteroscedasticGaussian, f: Tensor) -> Normal:
+    """The density of targets, by PyTorch's own."""
+    first, second = f[:, :D], f[:, D:]
+    if isinstance(likelihood, NaturalGaussian):
+        return Normal(first / softplus(second), softplus(second).rsqrt())
+    return Normal(first, (0.5 * second).exp())
+
+
+@BOTH
+def test_log_prob_and_score(likelihood: HeteroscedasticGaussian) -> None:
+    f = outputs().requires_grad_()
+    y = (normal(likelihood, f).mean + 0.3).detach()
+    expected = normal(likelihood, f).log_prob(y).sum(1)
+    torch.testing.assert_close(likelihood.log_prob(f, y), expected)
     (score,) = torch.autograd.grad(expected.sum(), f)
-    torch.testing.assert_close(LIKELIHOOD.score(f, y), score)
-    metrics = LIKELIHOOD.metrics(f, y)
+    torch.testing.assert_close(likelihood.score(f, y), score)
+    metrics = likelihood.metrics(f, y)
     assert metrics["log_likelihood"] == pytest.approx(expected.sum().item())
     assert metrics["squared_error"] == pytest.approx(M * D * 0.09)
-    LIKELIHOOD.validate(f.shape, LIKELIHOOD.sample(f, torch.Generator()))
+    samples = likelihood.sample(f.repeat(40_000, 1), torch.Generator()).view(-1, M, D)
+    likelihood.validate(f.shape, samples[0])
+    wanted = normal(likelihood, f.detach())
+    torch.testing.assert_close(samples.mean(0), wanted.mean, atol=0.05, rtol=0)
+    torch.testing.assert_close(samples.std(0), wanted.stddev, atol=0, rtol=0.02)
 
 
 def test_a_constant_log_variance_is_a_gaussian() -> None:
@@ -45,23 +62,25 @@ def test_a_constant_log_variance_is_a_gaussian() -> None:
     )
 
 
-def test_rows_are_those_of_the_mean_hessian() -> None:
+@BOTH
+def test_rows_are_those_of_the_mean_hessian(likelihood: HeteroscedasticGaussian) -> None:
     """By quadrature over targets, exact for polynomials; single Hessians are others."""
 
     def loss(row: Tensor, y: Tensor) -> Tensor:
-        return -LIKELIHOOD.log_prob(row[None], y[None]).sum()
+        return -likelihood.log_prob(row[None], y[None]).sum()
 
     # Not torch.func.hessian, whose forward mode warns of PyTorch's own code.
     second = torch.func.jacrev(torch.func.jacrev(loss))
-    f = outputs(d=1)
+    f = outputs()
+    given = normal(likelihood, f)
     points, masses = (torch.from_numpy(each) for each in np.polynomial.hermite_e.hermegauss(8))
-    total, singles = torch.zeros(M, 2, 2).double(), []
+    total, singles = torch.zeros(M, 2 * D, 2 * D).double(), []
     for point, mass in zip(points, masses / masses.sum(), strict=True):
-        y = f[:, :1] + (0.5 * f[:, 1:]).exp() * point
+        y = given.mean + given.stddev * point  # the same for all D, of which none couples two
         singles.append(torch.func.vmap(second)(f, y))
         total += mass * singles[-1]
-    torch.testing.assert_close(LIKELIHOOD.hessian(f), total, rtol=1e-10, atol=1e-12)
-    assert float((singles[0] - total).abs().max()) > 1
+    torch.testing.assert_close(likelihood.hessian(f), total, rtol=1e-10, atol=1e-12)
+    assert float((singles[0] - total).abs().max()) > 0.5
 
 
 class Gated(nn.Module):
@@ -76,30 +95,42 @@ class Gated(nn.Module):
         return self.layers(x * self.gate.exp())
 
 
-def evidence_of(estimator: str, num_data: int, **options: Any) -> tuple[Evidence, Tensor, Tensor]:
+def evidence_of(
+    estimator: str,
+    num_data: int,
+    likelihood: HeteroscedasticGaussian = LIKELIHOOD,
+    **options: Any,
+) -> tuple[Evidence, Tensor, Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, x = Gated().double(), torch.randn(num_data, 2).double()
     prior = GaussianPrior("layerwise", precision=0.7)
     evidence = Evidence(
-        model, HeteroscedasticGaussian(), prior, estimator=estimator, num_data=num_data,
+        model, likelihood, prior, estimator=estimator, num_data=num_data,
         hyperparameters=["gate"], generator=0, **options,
     )  # fmt: skip
     return evidence, x, x.sin() + 0.1
 
 
+@BOTH
 @pytest.mark.parametrize("structure", ["ntk", "full", "blockdiag", "diag", "kfac"])
-def test_value_and_gradient_are_those_of_dense_matrices(structure: str) -> None:
+def test_value_and_gradient_are_those_of_dense_matrices(
+    structure: str, likelihood: HeteroscedasticGaussian
+) -> None:
     """Kronecker factors are exact for one datum."""
     num_data = 1 if structure == "kfac" else M
-    evidence, x, y = evidence_of(f"{structure}-N-C", num_data, temperature=0.8)
+    evidence, x, y = evidence_of(f"{structure}-N-C", num_data, likelihood, temperature=0.8)
     weights, f = evidence.weights(), evidence.model(x)
     jacobian = torch.cat(list(oracle.jacobian(evidence.model, weights, x).values()), dim=-1)
-    fisher = torch.cat([(-f[:, D:]).exp(), torch.full_like(f[:, D:], 0.5)], dim=1).diag_embed()
+    if isinstance(likelihood, NaturalGaussian):
+        fisher = likelihood.hessian(f)
+    else:
+        of_log = torch.full_like(f[:, D:], 0.5)
+        fisher = torch.cat([(-f[:, D:]).exp(), of_log], dim=1).diag_embed()
     h = oracle.block_matrix(jacobian, fisher / 0.8, None, "subblock", f)
     precision = oracle.flat(evidence.prior.precisions(), weights)
     sizes = {name: w.numel() for name, w in weights.items()}
-    expected = Normal(f[:, :D], (0.5 * f[:, D:]).exp()).log_prob(y).sum() / 0.8
+    expected = normal(likelihood, f).log_prob(y).sum() / 0.8
     expected = expected - 0.5 * (precision * oracle.flat(weights, weights) ** 2).sum()
     parts = oracle.parts_of("blockdiag" if structure == "kfac" else structure, sizes)
     expected = expected - 0.5 * oracle.log_det(h, precision, parts)
@@ -110,9 +141,12 @@ def test_value_and_gradient_are_those_of_dense_matrices(structure: str) -> None:
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-8, atol=1e-10)
 
 
+@BOTH
 @pytest.mark.parametrize("estimator", ["ntk-2-1", "kfac-2-1", "ntk-4-rows-anchored", "diag-5-1-mc"])
-def test_blocks_of_outputs_are_learned_from(estimator: str) -> None:
-    evidence, x, y = evidence_of(estimator, 20)
+def test_blocks_of_outputs_are_learned_from(
+    estimator: str, likelihood: HeteroscedasticGaussian
+) -> None:
+    evidence, x, y = evidence_of(estimator, 20, likelihood)
     evidence.backward(next(iter(evidence.blocks((x, y)))))
     assert all(p.grad is not None for p in evidence.hyperparameters().values())
 
@@ -140,6 +174,23 @@ def test_outputs_at_positions() -> None:
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-10)
     for one, other in zip(found[0][1:], found[1][1:], strict=True):
         torch.testing.assert_close(one, other.view(4, 5, 1))
+
+
+def test_a_precision_that_underflows_is_no_nan() -> None:
+    f = torch.tensor([[3.0, -300.0], [-1e30, -300.0], [0.0, -300.0]])
+    found = NaturalGaussian().log_prob(f, torch.ones(3, 1))
+    assert not found.isnan().any() and bool((found < -40).all())
+
+
+def test_moments_of_natural_parameters_are_first_order() -> None:
+    """Where outputs are nearly certain they are those of samples."""
+    f, root = outputs(), 0.02 * outputs(4 * M)[:, : 2 * D].reshape(M, 4, 2 * D).mT
+    likelihood = NaturalGaussian()
+    own = Predictive(f, root @ root.mT, likelihood)
+    wanted = normal(likelihood, own.sample(100_000).flatten(0, 1)).mean.view(-1, M, D)
+    torch.testing.assert_close(own.mean, wanted.mean(0), atol=1e-2, rtol=0)
+    torch.testing.assert_close(own.epistemic_variance, wanted.var(0), atol=0, rtol=0.1)
+    torch.testing.assert_close(own.noise_variance, normal(likelihood, f).variance)
 
 
 class LogLaplace(HeteroscedasticGaussian):

@@ -1,5 +1,7 @@
 """Roots of Λ: they multiply to it, and so do their derivatives."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, reject
@@ -17,6 +19,7 @@ from evigrad.likelihoods import (
     Gaussian,
     HeteroscedasticGaussian,
     Likelihood,
+    NaturalGaussian,
     categorical,
     roots,
 )
@@ -51,14 +54,18 @@ class PlainPoisson(Likelihood):
         return (y * rate - rate.exp() - torch.lgamma(y + 1)).sum(dim=1)
 
 
-def heteroscedastic(num_outputs: int) -> Likelihood:
-    if num_outputs % 2:
-        reject()
-    return HeteroscedasticGaussian()
+def in_pairs(made: type[Likelihood]) -> Callable[[int], Likelihood]:
+    def make(num_outputs: int) -> Likelihood:
+        if num_outputs % 2:
+            reject()
+        return made()
+
+    return make
 
 
 MAKERS = LIKELIHOODS | {
-    "heteroscedastic": heteroscedastic,
+    "heteroscedastic": in_pairs(HeteroscedasticGaussian),
+    "natural": in_pairs(NaturalGaussian),
     "plain categorical": lambda _: PlainCategorical(),
     "plain poisson": lambda _: PlainPoisson(),
 }

@@ -112,7 +112,7 @@ def test_moments_of_targets_are_those_of_samples(likelihood):
     root = 0.4 * torch.randn(3, 4, 4).double()
     own = Predictive(0.5 * torch.randn(3, 4).double(), root @ root.mT, likelihood, "plug-in")
     f = own.sample(400_000, 2).flatten(0, 1)
-    mean, none, noise = likelihood.moments(f, torch.zeros_like(f))
+    mean, none, noise = likelihood.moments(f, torch.zeros_like(f).diag_embed())
     y = likelihood.sample(f, torch.Generator().manual_seed(0)).unflatten(0, (-1, 3))
     mean, noise = (each.unflatten(0, (-1, 3)) for each in (mean, noise))
     assert not none.count_nonzero() and own.noise_variance is not None

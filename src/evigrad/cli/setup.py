@@ -196,7 +196,7 @@ def set_up(
             variable EVIGRAD_DATA.
         target: Column of a table that is to be predicted. Default: the one that the file names.
         likelihood: Of the targets; it says whether those of a table are classes (categorical),
-            numbers (gaussian, heteroscedastic) or counts (poisson).
+            numbers (gaussian, heteroscedastic, natural-gaussian) or counts (poisson).
             Default: texts, yes/no, and at most 20 different whole numbers are classes.
         subset: Number of training data, drawn at random. Default: all.
         test_subset: Number of test data, drawn at random. Default: all.

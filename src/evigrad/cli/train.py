@@ -66,8 +66,8 @@ _WORDS = {
     " ntk-400-rows-anchored takes 400 rows, most of them anchors."
     " Baselines: map learns no hyperparameters (plain MAP training), map-noise the noise of a"
     " gaussian on the training loss, augerino the ranges of an invariance on it.",
-    "likelihood": "Of the targets: categorical, gaussian, heteroscedastic (noise that depends on"
-    " the input) or poisson (counts). Default: what the data set is for.",
+    "likelihood": "Of the targets: categorical, gaussian, heteroscedastic or natural-gaussian"
+    " (noise that depends on the input) or poisson (counts). Default: what the data set is for.",
 }
 # Options of ``fit`` itself, those of what is recorded, and those of the command's own results.
 PRIOR = ("estimator", "likelihood", "prior", "precision")

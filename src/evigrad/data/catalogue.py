@@ -88,9 +88,9 @@ def load(
             table without splits, the seed of a random one with a fifth for the test.
         target: The target's column of a table; None takes the one that its metadata names.
         likelihood: What a table's target is: ``categorical``, classes; ``gaussian``, real numbers;
-            ``heteroscedastic``, the same for a network of two outputs; ``poisson``, counts, which
-            are not standardised. None takes texts, yes/no, and at most 20 different whole numbers
-            for classes, and all else for gaussian.
+            ``heteroscedastic`` or ``natural-gaussian``, the same for a network of two outputs;
+            ``poisson``, counts, which are not standardised. None takes texts, yes/no, and at most
+            20 different whole numbers for classes, and all else for gaussian.
 
     Returns:
         The data set, in memory, float32, on the CPU.

@@ -25,7 +25,7 @@ class DataSet:
             (n, D) for regression.
         test: The same for the test data. Never used for a choice: see ``split_validation``.
         num_outputs: Number of outputs C of a network for it: classes, or target dimensions D, or
-            2D for a heteroscedastic likelihood.
+            2D for a noise that depends on the input.
         input_shape: Shape of one input.
         likelihood: Name of the likelihood that fits the targets, "categorical" or "gaussian", or
             of regression that a table was loaded for.

@@ -23,7 +23,8 @@ from evigrad.errors import ConfigurationError, EvigradWarning, InputError, neare
 # Endings of files that are tables.
 SUFFIXES = (".parquet", ".csv", ".tsv")
 # What a table's target may be taken for.
-LIKELIHOODS = ("categorical", "gaussian", "heteroscedastic", "poisson")
+TWO_OUTPUTS = ("heteroscedastic", "natural-gaussian")
+LIKELIHOODS = ("categorical", "gaussian", *TWO_OUTPUTS, "poisson")
 SPLIT_PREFIX = "test_"
 # A target of more different whole numbers is a quantity and not classes.
 MOST_CLASSES = 20
@@ -92,7 +93,7 @@ def load_table(
         name=name,
         train=(scaled[train], y[train]),
         test=(scaled[test], y[test]),
-        num_outputs=len(class_names) or (2 if likelihood == "heteroscedastic" else 1),
+        num_outputs=len(class_names) or (2 if likelihood in TWO_OUTPUTS else 1),
         input_shape=(x.shape[1],),
         likelihood=likelihood,
         class_names=tuple(map(str, class_names)),

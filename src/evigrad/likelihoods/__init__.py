@@ -16,7 +16,7 @@ from evigrad.likelihoods.base import Likelihood
 from evigrad.likelihoods.bernoulli import Bernoulli
 from evigrad.likelihoods.categorical import Categorical
 from evigrad.likelihoods.gaussian import Gaussian
-from evigrad.likelihoods.heteroscedastic import HeteroscedasticGaussian
+from evigrad.likelihoods.heteroscedastic import HeteroscedasticGaussian, NaturalGaussian
 from evigrad.likelihoods.poisson import Poisson
 from evigrad.likelihoods.roots import ROOTS, RootRows
 from evigrad.likelihoods.weighted import Weighted
@@ -29,6 +29,7 @@ __all__ = [
     "Gaussian",
     "HeteroscedasticGaussian",
     "Likelihood",
+    "NaturalGaussian",
     "Poisson",
     "RootRows",
     "Weighted",
@@ -37,7 +38,14 @@ __all__ = [
 
 LIKELIHOODS: dict[str, type[Likelihood]] = {
     likelihood.name: likelihood
-    for likelihood in (Categorical, Gaussian, HeteroscedasticGaussian, Bernoulli, Poisson)
+    for likelihood in (
+        Categorical,
+        Gaussian,
+        HeteroscedasticGaussian,
+        NaturalGaussian,
+        Bernoulli,
+        Poisson,
+    )
 }
 
 

@@ -301,20 +301,20 @@ class Likelihood(nn.Module, ABC):
         return None
 
     def moments(
-        self, f: Float[Tensor, "m C"], variance: Float[Tensor, "m C"]
+        self, f: Float[Tensor, "m C"], covariance: Float[Tensor, "m C C"]
     ) -> tuple[Float[Tensor, "m D"], Float[Tensor, "m D"], Float[Tensor, "m D"]] | None:
         """Mean and variance of targets that are numbers, where the outputs are uncertain.
 
         Args:
             f: The mean of normally distributed outputs.
-            variance: Their variances.
+            covariance: Their covariance, for each datum.
 
         Returns:
             The mean of y, the variance of its mean E[y|f] (epistemic), and the mean of its variance
             given f (noise), in the units of y and of y². None, the default, where the posterior
             says mean and variance of the outputs only.
         """
-        del f, variance
+        del f, covariance
         return None
 
     def root(

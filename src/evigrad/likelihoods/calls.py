@@ -111,16 +111,16 @@ def noise_variance(likelihood: Likelihood, f: Tensor) -> Tensor | None:
 
 
 def moments(
-    likelihood: Likelihood, f: Tensor, variance: Tensor
+    likelihood: Likelihood, f: Tensor, covariance: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Mean of y, variance of E[y|f] and noise for uncertain outputs; None where y has none."""
     noise = noise_variance(likelihood, f)
     if noise is not None:
-        return f, variance, noise
+        return f, covariance.diagonal(dim1=1, dim2=2).clamp(min=0.0), noise
     if "moments" in likelihood._inherited:
         return None
     with raised_in(f"moments of {type(likelihood).__name__}"):
-        found = likelihood.moments(f, variance)
+        found = likelihood.moments(f, covariance)
     if found is None:
         return None
     mean, epistemic, noise = (each.detach() for each in found)

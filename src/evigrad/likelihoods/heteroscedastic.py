@@ -1,10 +1,12 @@
 """Regression whose noise depends on the input."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from evigrad.errors import InputError
 from evigrad.likelihoods.base import Likelihood, check_one_per_output, total
@@ -25,12 +27,18 @@ class HeteroscedasticGaussian(Likelihood):
     name = "heteroscedastic"
     couples_outputs = False
     is_classification = False
+    outputs_are: ClassVar[str] = "the means and behind them the log variances"
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Float[Tensor, "m D"]) -> Float[Tensor, " m"]:
         """See ``Likelihood.log_prob``."""
-        mean, log_variance = f.chunk(2, dim=1)
+        mean, log_variance = self._of_targets(f)
         standardised = (y.to(f) - mean) * (-0.5 * log_variance).exp()
         return -0.5 * (standardised.square() + log_variance + LOG_TWO_PI).sum(dim=1)
+
+    def _of_targets(self, f: Float[Tensor, "m C"]) -> tuple[Tensor, Tensor]:
+        """Means and log variances, (m, D) each."""
+        mean, log_variance = f.chunk(2, dim=1)
+        return mean, log_variance
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
         """Refuse outputs that are not in pairs, and anything but D finite numbers a datum."""
@@ -39,7 +47,7 @@ class HeteroscedasticGaussian(Likelihood):
         if c % 2 or tuple(y.shape) == (m, c):
             raise InputError(
                 f"The model has {c} outputs for targets {tuple(y.shape)}: give it two for each"
-                " target, the means and behind them the log variances."
+                f" target, {self.outputs_are}."
             )
         check_one_per_output((m, c // 2), y)
         if not y.is_floating_point():
@@ -63,15 +71,16 @@ class HeteroscedasticGaussian(Likelihood):
         return torch.cat([error * precision, 0.5 * (error.square() * precision - 1.0)], dim=1)
 
     def moments(
-        self, f: Float[Tensor, "m C"], variance: Float[Tensor, "m C"]
+        self, f: Float[Tensor, "m C"], covariance: Float[Tensor, "m C C"]
     ) -> tuple[Float[Tensor, "m D"], Float[Tensor, "m D"], Float[Tensor, "m D"]]:
         """The outputs' own, and E e^s = exp(s + variance/2) of a log-normal noise variance."""
-        (mean, log_variance), (epistemic, of_log) = f.chunk(2, dim=1), variance.chunk(2, dim=1)
+        mean, log_variance = f.chunk(2, dim=1)
+        epistemic, of_log = covariance.diagonal(dim1=1, dim2=2).chunk(2, dim=1)
         return mean, epistemic, (log_variance + 0.5 * of_log).exp()
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m D"]:
         """Targets μ + exp(s/2)·ε; see ``Likelihood.sample``."""
-        mean, log_variance = f.detach().chunk(2, dim=1)
+        mean, log_variance = self._of_targets(f.detach())
         noise = torch.randn(mean.shape, generator=generator, device=generator.device, dtype=f.dtype)
         return mean + (0.5 * log_variance).exp() * noise.to(f.device)
 
@@ -89,5 +98,68 @@ class HeteroscedasticGaussian(Likelihood):
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
         """``log_likelihood`` (nats) and ``squared_error`` of the means (units of y²), sums."""
-        mean = f.chunk(2, dim=1)[0]
+        mean, _ = self._of_targets(f)
         return super().metrics(f, y) | {"squared_error": total((y.to(f) - mean).square())}
+
+
+class NaturalGaussian(HeteroscedasticGaussian):
+    """The same density by its natural parameters: y = μ + ε/√β; y is (m, D).
+
+    These are those of "Effective Bayesian heteroscedastic regression with deep neural networks"
+    (Immer et al. 2023), where they make Laplace approximations work better.
+    The outputs f are (m, 2D): the D numbers a = μβ, then the D numbers b with the precision
+    β = softplus(b). A small noise takes large outputs, which the prior keeps small: training does
+    not take its targets for free of noise. Rows are those of the Fisher information.
+    """
+
+    name = "natural-gaussian"
+    couples_outputs = True
+    outputs_are = "mean times precision, and behind them what the softplus makes precisions"
+
+    def _of_targets(self, f: Float[Tensor, "m C"]) -> tuple[Tensor, Tensor]:
+        a, b = f.chunk(2, dim=1)
+        precision = _precision(b)
+        return a / precision, -precision.log()
+
+    def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
+        """The Fisher information: 1/β of a, (μ²/β + 1/2β²) β'² of b, −μβ'/β between them."""
+        a, b = f.chunk(2, dim=1)
+        precision, slope = _precision(b), b.sigmoid()
+        mean = a / precision
+        between = (-mean * slope / precision).diag_embed()
+        of_b = (mean.square() / precision + 0.5 / precision.square()) * slope.square()
+        upper = torch.cat([(1.0 / precision).diag_embed(), between], dim=2)
+        return torch.cat([upper, torch.cat([between, of_b.diag_embed()], dim=2)], dim=1)
+
+    def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
+        """Errors of y, and half of those of y² times −β'."""
+        a, b = f.chunk(2, dim=1)
+        precision = _precision(b)
+        mean, y = a / precision, y.to(f)
+        excess = y.square() - mean.square() - 1.0 / precision
+        return torch.cat([y - mean, -0.5 * b.sigmoid() * excess], dim=1)
+
+    def moments(
+        self, f: Float[Tensor, "m C"], covariance: Float[Tensor, "m C C"]
+    ) -> tuple[Float[Tensor, "m D"], Float[Tensor, "m D"], Float[Tensor, "m D"]]:
+        """The network's own mean and noise, and the variance of the mean to first order."""
+        mean, log_variance = self._of_targets(f)
+        variance = log_variance.exp()
+        of_b = -mean * variance * f.chunk(2, dim=1)[1].sigmoid()
+        slopes = torch.cat([variance.diag_embed(), of_b.diag_embed()], dim=2)
+        epistemic = torch.einsum("mdc,mce,mde->md", slopes, covariance, slopes)
+        return mean, epistemic.clamp(min=0.0), variance
+
+    def root(
+        self,
+        f: Float[Tensor, "m C"],
+        columns: Int[Tensor, "m k"] | None = None,
+        kind: str = "subblock",
+    ) -> RootRows:
+        """Of ``hessian``; see ``Likelihood.root``."""
+        return Likelihood.root(self, f, columns, kind)
+
+
+def _precision(b: Tensor) -> Tensor:
+    """softplus(b), and not 0 where it underflows: samples of very uncertain outputs come there."""
+    return softplus(b).clamp(min=torch.finfo(b.dtype).tiny)

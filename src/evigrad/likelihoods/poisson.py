@@ -44,9 +44,10 @@ class Poisson(Likelihood):
         return y.to(f) - f.exp()
 
     def moments(
-        self, f: Float[Tensor, "m C"], variance: Float[Tensor, "m C"]
+        self, f: Float[Tensor, "m C"], covariance: Float[Tensor, "m C C"]
     ) -> tuple[Float[Tensor, "m C"], Float[Tensor, "m C"], Float[Tensor, "m C"]]:
         """Those of log-normal rates, whose mean is exp(f + variance/2), and of counts."""
+        variance = covariance.diagonal(dim1=1, dim2=2)
         rate = (f + 0.5 * variance).exp()
         return rate, rate.square() * variance.expm1(), rate
 

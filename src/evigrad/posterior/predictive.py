@@ -88,8 +88,8 @@ class Predictive:
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Mean, epistemic variance and noise, of the targets or of the outputs."""
-        f, variance = self.outputs.flatten(0, -2), self._variance.flatten(0, -2)
-        found = moments(self.likelihood, f, variance)
+        f, covariance = self.outputs.flatten(0, -2), self.covariance.flatten(0, -3)
+        found = moments(self.likelihood, f, covariance)
         if found is None:
             return self.outputs, self._variance, None
         mean, epistemic, noise = (e.unflatten(0, self.outputs.shape[:-1]) for e in found)

@@ -86,8 +86,9 @@ def fit(
             their own data. Random transforms that draw from the global generators of PyTorch,
             NumPy or Python are seeded by ``seed``.
         likelihood: Of the targets: categorical, bernoulli, gaussian, heteroscedastic (normal noise
-            that depends on the input; the outputs are a mean and a log variance of each target) or
-            poisson (counts; the outputs are log rates).
+            that depends on the input; the outputs are a mean and a log variance of each target),
+            natural-gaussian (the same in parameters that small tables can bear) or poisson (counts;
+            the outputs are log rates).
         estimator: Name of the evidence estimator, STRUCTURE-SUBSET-OUTPUTS, as ntk-100-1 or
             kfac-N-C; ntk-400-rows-anchored is exact where there are 400 rows or fewer. Baselines:
             None or map trains by MAP only, the same without hyperparameter steps; map-noise too,
@@ -284,7 +285,7 @@ def _warn_of_scale(evidence: Evidence, data: RunData) -> None:
     positions = torch.linspace(0, len(data) - 1, min(len(data), _COMPARED)).long()
     x, y = data.fetch(positions)
     f, y = flattened(evidence.likelihood, probe_outputs(evidence.model, x), y)
-    found = moments(evidence.likelihood, f, torch.zeros_like(f))
+    found = moments(evidence.likelihood, f, torch.zeros_like(f).diag_embed())
     if found is None:  # a subclass with another density
         return
     error, noise = (y - found[0]).square().mean(0).sqrt(), found[2].mean(0).sqrt()
@@ -295,7 +296,7 @@ def _warn_of_scale(evidence: Evidence, data: RunData) -> None:
     first = int(far.nonzero()[0])
     way = "say the noise: likelihood=Gaussian(noise=...)"
     if isinstance(evidence.likelihood, HeteroscedasticGaussian):
-        way = "begin with log variances that fit them"
+        way = "begin with outputs that fit them"
     warnings.warn(
         f"The targets have a standard deviation of {float(spread[first]):.3g} and differ by"
         f" {float(error[first]):.3g} (root mean square) from the outputs before training, and the"
