@@ -13,8 +13,9 @@ autograd node, a step there: without one the layers in front cost extra backward
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from math import prod
 from typing import Any
@@ -64,11 +65,14 @@ class Rule(ABC):
     Attributes:
         name: For ``JacobianPlan.describe()``.
         kronecker: Slots for which ``factors`` and ``matrix`` are defined.
+        at_positions: Whether the function acts on each entry of the input's dimensions between the
+            first and the last alone, so that several calls are one with more such entries.
         transposed: Whether their weights are (in, out) and not (out, in).
     """
 
     name: str
     kronecker: frozenset[str] = frozenset()
+    at_positions: bool = False
     transposed: bool = False
 
     @abstractmethod
@@ -163,6 +167,7 @@ class Linear(Rule):
 
     name = "linear"
     kronecker = frozenset({"weight"})
+    at_positions = True
 
     def match(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Match | None:
         """See ``Rule.match``."""
@@ -172,7 +177,7 @@ class Linear(Rule):
 
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         """See ``Rule.rows``."""
-        a, g = self._positions(match, gradient)
+        a, g = self.positions(match, gradient)
         if slot == "bias":
             return g.sum(2)
         m, k, positions, out = g.shape
@@ -190,7 +195,7 @@ class Linear(Rule):
         """See ``Rule.inner``."""
         if slot == "bias":
             return super().inner(slot, match, gradient, cotangent)
-        a, g = self._positions(match, gradient)
+        a, g = self.positions(match, gradient)
         m, k, positions, out = g.shape
         products = a @ cotangent.flatten(1, 2).mT  # each datum's input through its own weights
         return inner_product(products.reshape(m, positions, k, out).transpose(1, 2), g)
@@ -199,7 +204,7 @@ class Linear(Rule):
         self, match: Match, gradient: Float[Tensor, "m k F *out"], transposed: bool = False
     ) -> KroneckerUse:
         """See ``Rule.factors``."""
-        a, g = self._positions(match, gradient)
+        a, g = self.positions(match, gradient)
         return KroneckerUse(a[:, None], g[:, :, None], transposed)
 
     def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
@@ -207,9 +212,10 @@ class Linear(Rule):
         return MatrixUse(use.parts * prod(use.input[:-1]), shape[1], shape[0])
 
     @staticmethod
-    def _positions(
+    def positions(
         match: Match, gradient: Float[Tensor, "m k F *out"]
     ) -> tuple[Float[Tensor, "m T i"], Float[Tensor, "m k T o"]]:
+        """The input and the gradients at all positions of a datum, parts among them."""
         a, (m, k, parts) = match.input, gradient.shape[:3]
         positions = parts * prod(a.shape[1:-1])
         a = a.reshape(m, positions, a.shape[-1])
@@ -225,6 +231,7 @@ class Product(Rule):
     """
 
     kronecker = frozenset({"weight"})
+    at_positions = True
     transposed = True
 
     def __init__(self, name: str, arguments: Callable[..., tuple[Any, ...]]) -> None:
@@ -243,8 +250,10 @@ class Product(Rule):
 
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         """See ``Rule.rows``."""
-        rows = self._linear.rows(slot, match, gradient)
-        return rows if slot == "bias" else rows.mT
+        if slot == "bias":
+            return self._linear.rows(slot, match, gradient)
+        a, g = self._linear.positions(match, gradient)
+        return a.mT[:, None] @ g
 
     def inner(
         self,
@@ -570,7 +579,12 @@ def matrix_uses(
         matrices = all(isinstance(rule, Linear | Embedding) for rule in of_uses)
         if any(use.slot != "weight" for use in uses) or not (matrices or len(uses) == 1):
             continue
-        sizes = [r.matrix(use, weights[name].shape) for r, use in zip(of_uses, uses, strict=True)]
+        sizes: list[MatrixUse | None] = []
+        for use, times in Counter(uses).items():
+            rule, size = rules[use.rule], rules[use.rule].matrix(use, weights[name].shape)
+            if size is not None and rule.at_positions:  # as ``recorder.joined`` has them
+                size, times = replace(size, positions=times * size.positions), 1
+            sizes += [size] * times
         given = tuple(size for size in sizes if size is not None)
         if len(given) == len(sizes):
             found[name] = given

@@ -16,7 +16,7 @@ from evigrad.jacobians.kronecker import KroneckerUse
 from evigrad.jacobians.modes import model_run, without_autocast
 from evigrad.jacobians.ownership import probed, traced
 from evigrad.jacobians.paths import JacobianPlan
-from evigrad.jacobians.recorder import Call, Recorder, reachable
+from evigrad.jacobians.recorder import Call, Recorder, joined, reachable
 
 
 def uses_of(calls: Sequence[Call]) -> dict[str, list[tuple[Call, str]]]:
@@ -109,10 +109,8 @@ class Linearization:
             gradients = self._gradients(vectors)
             for name in closed:
                 cotangent = cotangents[name].detach()
-                for call, slot in self._uses[name]:
-                    gradient = gradients[id(call)]
-                    if gradient is not None:
-                        total = total + call.inner(slot, gradient, cotangent)
+                for call, slot, gradient in joined(self._with_gradients(name, gradients)):
+                    total = total + call.inner(slot, gradient, cotangent)
             for name, rows in self._generic_rows(vectors, generic).items():
                 total = total + (cotangents[name].detach() * rows).sum()
         return total
@@ -174,13 +172,7 @@ class Linearization:
                 )
         with self._computing():
             gradients = self._gradients(vectors)
-            return {
-                name: [
-                    self._factors_of(call, gradients, vectors, average)
-                    for call, _ in self._uses[name]
-                ]
-                for name in names
-            }
+            return {name: self._factors_of(name, gradients, vectors, average) for name in names}
 
     def products(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
@@ -198,8 +190,8 @@ class Linearization:
             gradients = self._gradients(vectors)
             found = {
                 name: [
-                    call.products(self._gradient(call, gradients, vectors))
-                    for call, _ in self._uses[name]
+                    call.products(gradient)
+                    for call, _, gradient in self._at_positions(name, gradients, vectors)
                 ]
                 for name in names
             }
@@ -281,14 +273,21 @@ class Linearization:
         """Rows of all data, or of one, from the gradients in the outputs of calls."""
         rows: dict[str, Tensor] = {}
         for name in names:
-            for call, slot in self._uses[name]:
-                gradient = gradients[id(call)]
-                if gradient is not None:
-                    if index is not None:
-                        call, gradient = call.datum(index), gradient[index : index + 1]
-                    part = call.rows(slot, gradient)
-                    rows[name] = rows[name] + part if name in rows else part
+            for call, slot, gradient in joined(self._with_gradients(name, gradients)):
+                if index is not None:
+                    call, gradient = call.datum(index), gradient[index : index + 1]
+                part = call.rows(slot, gradient)
+                rows[name] = rows[name] + part if name in rows else part
         return rows
+
+    def _with_gradients(
+        self, name: str, gradients: Mapping[int, Tensor | None]
+    ) -> Iterator[tuple[Call, str, Tensor]]:
+        """The uses of a parameter that the outputs depend on."""
+        for call, slot in self._uses[name]:
+            gradient = gradients[id(call)]
+            if gradient is not None:
+                yield call, slot, gradient
 
     def _gradients(self, vectors: Float[Tensor, "m k C"]) -> dict[int, Tensor | None]:
         """id(call) → gradients of the k rows in the call's output, (m, k, F, *out)."""
@@ -326,24 +325,28 @@ class Linearization:
 
     def _factors_of(
         self,
-        call: Call,
+        name: str,
         gradients: Mapping[int, Tensor | None],
         vectors: Float[Tensor, "m k C"],
         average: bool,
-    ) -> KroneckerUse:
-        use = call.factors(self._gradient(call, gradients, vectors), average)
+    ) -> list[KroneckerUse]:
+        uses = self._at_positions(name, gradients, vectors)
+        found = [call.factors(gradient, average) for call, _, gradient in uses]
         # Detached, because a view of the recorded input requires a gradient if that input does.
-        return use if self._differentiable else use.detach()
+        return found if self._differentiable else [use.detach() for use in found]
 
-    @staticmethod
-    def _gradient(
-        call: Call, gradients: Mapping[int, Tensor | None], vectors: Float[Tensor, "m k C"]
-    ) -> Float[Tensor, "m k F *out"]:
-        gradient = gradients[id(call)]
-        if gradient is not None:
-            return gradient
-        # The model's outputs do not depend on this call.
-        return vectors.new_zeros(*vectors.shape[:2], call.parts, *call.output_shape[1:])
+    def _at_positions(
+        self, name: str, gradients: Mapping[int, Tensor | None], vectors: Float[Tensor, "m k C"]
+    ) -> list[tuple[Call, str, Tensor]]:
+        """The ``joined`` uses of a parameter, with zeros where the outputs depend on none."""
+        uses = []
+        for call, slot in self._uses[name]:
+            gradient = gradients[id(call)]
+            if gradient is None:
+                shape = (*vectors.shape[:2], call.parts, *call.output_shape[1:])
+                gradient = vectors.new_zeros(shape)
+            uses.append((call, slot, gradient))
+        return joined(uses)
 
     def _generic_rows(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]

@@ -9,6 +9,7 @@ silently.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -155,6 +156,27 @@ class Call:
         return self.match.slots[slot].dtype
 
 
+def joined(
+    uses: Iterable[tuple[Call, str, Float[Tensor, "m k F *out"]]],
+) -> list[tuple[Call, str, Tensor]]:
+    """Uses of a parameter and their gradients; equal ones at positions, as of time, are one use."""
+    groups: dict[Any, list[tuple[Call, str, Tensor]]] = {}
+    for call, slot, gradient in uses:
+        key = call.use(slot) if call.rule.at_positions else id(call)
+        groups.setdefault((key, slot), []).append((call, slot, gradient))
+    found = []
+    for group in groups.values():
+        call, slot, gradient = group[0]
+        if len(group) > 1:
+            inputs = torch.stack([each.match.input for each, _, _ in group], 1)
+            gradient = torch.stack([each for _, _, each in group], 3)
+            rows, *rest = call.output_shape
+            shape = torch.Size((rows, len(group), *rest))
+            call = replace(call, match=replace(call.match, input=inputs), output_shape=shape)
+        found.append((call, slot, gradient))
+    return found
+
+
 class Recorder(TorchFunctionMode):
     """Records the calls, in order, of closed-form functions with tracked parameters.
 
@@ -191,8 +213,8 @@ class Recorder(TorchFunctionMode):
         """Record the call if it has a closed form; call the function."""
         kwargs = kwargs or {}
         if func in WRITTEN_OUT and self._uses_weights(args):
-            with self:
-                result = WRITTEN_OUT[func](*args, **kwargs)
+            linear = partial(self.__torch_function__, F.linear, ())
+            result = WRITTEN_OUT[func](lambda *given: linear(given), *args, **kwargs)
             if result is not NotImplemented:
                 return result
         if func is F.embedding:

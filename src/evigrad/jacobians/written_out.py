@@ -1,9 +1,10 @@
 """Fused functions of several layers, written out in functions that have closed forms.
 
 ``nn.MultiheadAttention`` and recurrent layers call one function with all their parameters. While a
-pass is recorded, the function here is called in its place: same arguments, same numbers up to
-rounding, the data in dim 0 of every inner call. Each returns ``NotImplemented`` for arguments that
-it leaves to the fused function; then the parameters take the generic path.
+pass is recorded, the function here is called in its place: ``F.linear`` as the pass records it,
+with the data in dim 0, then the same arguments, for the same numbers up to rounding. Each returns
+``NotImplemented`` for arguments that it leaves to the fused function; then the parameters take the
+generic path.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +15,12 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+# F.linear for an input, a weight, and a bias or None.
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
 
 def _attention(
+    linear: Linear,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -49,7 +54,7 @@ def _attention(
         return NotImplemented
     # Every input through the whole matrix: a part of a parameter would have no closed form.
     inputs = {id(x): x.transpose(0, 1) for x in (query, key, value)}
-    parts = {i: F.linear(x, in_proj_weight, in_proj_bias).chunk(3, 2) for i, x in inputs.items()}
+    parts = {i: linear(x, in_proj_weight, in_proj_bias).chunk(3, 2) for i, x in inputs.items()}
     q, k, v = (
         parts[id(x)][i].unflatten(2, (num_heads, -1)).transpose(1, 2)
         for i, x in enumerate((query, key, value))
@@ -70,7 +75,7 @@ def _attention(
         weights = weights.mean(1) if average_attn_weights else weights
     else:
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
-    outputs = F.linear(mixed.transpose(1, 2).flatten(2), out_proj_weight, out_proj_bias)
+    outputs = linear(mixed.transpose(1, 2).flatten(2), out_proj_weight, out_proj_bias)
     return outputs.transpose(0, 1), weights
 
 
@@ -114,6 +119,7 @@ def _cell(step: _Step) -> Callable[..., Any]:
     """``torch.lstm_cell`` and alike."""
 
     def call(
+        linear: Linear,
         input: Tensor,
         hx: Any,
         w_ih: Tensor,
@@ -122,7 +128,7 @@ def _cell(step: _Step) -> Callable[..., Any]:
         b_hh: Tensor | None = None,
     ) -> Any:
         state = (hx,) if isinstance(hx, Tensor) else tuple(hx)
-        found = step(F.linear(input, w_ih, b_ih), F.linear(state[0], w_hh, b_hh), state)
+        found = step(linear(input, w_ih, b_ih), linear(state[0], w_hh, b_hh), state)
         return found[0] if isinstance(hx, Tensor) else found
 
     return call
@@ -132,6 +138,7 @@ def _layers(step: _Step) -> Callable[..., Any]:
     """``torch.lstm`` and alike: one or several layers in one or both directions."""
 
     def call(
+        linear: Linear,
         input: Tensor,
         hx: Any,
         params: Any,
@@ -155,7 +162,8 @@ def _layers(step: _Step) -> Callable[..., Any]:
             for is_backward in (False, True)[:directions]:
                 at = len(lasts)
                 own = params[at * count : (at + 1) * count]
-                found, last = _run(step, x, tuple(s[at] for s in starts), own, is_backward)
+                start = tuple(s[at] for s in starts)
+                found, last = _run(linear, step, x, start, own, is_backward)
                 outputs.append(found)
                 lasts.append(last)
             x = torch.cat(outputs, 2)
@@ -166,6 +174,7 @@ def _layers(step: _Step) -> Callable[..., Any]:
 
 
 def _run(
+    linear: Linear,
     step: _Step,
     x: Float[Tensor, "m T i"],
     state: _State,
@@ -177,10 +186,10 @@ def _run(
     b_ih, b_hh = rest[:2] if len(rest) > 1 else (None, None)
     projection = rest[-1] if len(rest) % 2 else None
     outputs = []
-    of_inputs = F.linear(x, w_ih, b_ih).unbind(1)
+    of_inputs = linear(x, w_ih, b_ih).unbind(1)
     for of_input in reversed(of_inputs) if is_backward else of_inputs:
-        h, *others = step(of_input, F.linear(state[0], w_hh, b_hh), state)
-        h = h if projection is None else F.linear(h, projection)
+        h, *others = step(of_input, linear(state[0], w_hh, b_hh), state)
+        h = h if projection is None else linear(h, projection, None)
         state = (h, *others)
         outputs.append(h)
     return torch.stack(outputs[::-1] if is_backward else outputs, 1), state
