@@ -6,6 +6,8 @@ from curvature.fakes import random
 from torch import Tensor
 
 from evigrad.curvature.linalg import (
+    kronecker_rounding,
+    kronecker_rounding_rate,
     log_det_dense,
     log_det_diagonal,
     log_det_identity_plus,
@@ -162,6 +164,32 @@ def test_kronecker_against_the_dense_product(case):
     want = torch.autograd.grad(expected, [a, b, factor])
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("decades", [3, 6])
+@pytest.mark.parametrize("kind", ["decay", "spike", "mean"])
+@pytest.mark.parametrize("size", [4, 128])
+def test_rounding_of_kronecker_factors_is_within_its_estimate(size, kind, decades):
+    """By the Grams of many rows whose directions are of very different size."""
+    generator = torch.Generator().manual_seed(0)
+    factors = []
+    for _ in range(2):
+        rows = torch.randn(2000, size, generator=generator, dtype=torch.float64)
+        basis = torch.linalg.qr(torch.randn(size, size, generator=generator).double()).Q
+        scales = torch.logspace(0, -decades, size, dtype=torch.float64)
+        if kind == "spike":
+            scales[1:] = scales[-1]
+        rows = rows * scales[-1] + 1 if kind == "mean" else rows * scales @ basis
+        factors.append(rows.float())
+    for factor in (1e-6, 1e-2, 1e2):
+        tau, values = torch.tensor(factor, dtype=torch.float64), []
+        for dtype in (torch.float32, torch.float64):
+            left, right = (psd_eigenvalues(f.to(dtype).mT @ f.to(dtype)) for f in factors)
+            values.append(float(log_det_kronecker(left, right, tau).double()))
+            if dtype == torch.float32:
+                estimate = float(kronecker_rounding(left, right, tau))
+                assert estimate <= kronecker_rounding_rate(left, right) * factor * (1 + 1e-5)
+        assert abs(values[0] - values[1]) <= estimate + 1e-6 * values[1]
 
 
 def test_null_directions_keep_their_derivative_where_rounding_is_negative():
