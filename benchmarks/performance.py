@@ -32,6 +32,18 @@ def step_cost(rows: Sequence[Row]) -> str:
     return markdown(["m", "micro-batch", "training step", *STRUCTURES], lines)
 
 
+def step_cost_of_models(rows: Sequence[Row]) -> str:
+    """Ratios to a training step, one line for each network."""
+    lines = []
+    for model in dict.fromkeys(r["model"] for r in rows):
+        mine = {r["structure"]: r for r in rows if r["model"] == model}
+        step = float(next(iter(mine.values()))["step_seconds"])
+        lines.append(
+            [model, f"{1e3 * step:.0f} ms", *(f"{mine[s]['ratio']} x" for s in STRUCTURES)]
+        )
+    return markdown(["network", "training step", *STRUCTURES], lines)
+
+
 def memory(rows: Sequence[Row]) -> str:
     """Peaks in MiB, one line for each size."""
     columns = [(s, way) for way in ("two-pass", "one-graph") for s in ("kfac", "ntk")]
@@ -90,6 +102,7 @@ TABLES: dict[str, tuple[str, Mapping[str, str], Callable[[Sequence[Row]], str]]]
     "wrn invariances": ("step_cost_wrn_invariances", {}, step_cost),
     "mininet precisions": ("step_cost_mininet", {"learned": "precisions"}, step_cost),
     "mininet invariances": ("step_cost_mininet", {"learned": "invariances"}, step_cost),
+    "sequences": ("step_cost_sequences", {}, step_cost_of_models),
     "memory": ("memory", {}, memory),
     "scaling": ("scaling", {}, scaling),
     "prior steps": ("prior_steps*", {}, prior_steps),
