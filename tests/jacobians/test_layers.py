@@ -236,12 +236,13 @@ def test_elementwise_in_other_words_is_generic(function: Callable) -> None:
 class Places(nn.Module):
     """A learned vector for each place of a sequence, looked up once for all data."""
 
-    def __init__(self, repeat: bool = False) -> None:
+    def __init__(self, repeat: bool = False, flat: bool = False) -> None:
         super().__init__()
-        self.places, self.repeat = nn.Embedding(5, 3), repeat
+        self.places, self.repeat, self.flat = nn.Embedding(5, 3), repeat, flat
 
     def forward(self, x: Tensor) -> Tensor:
-        places = self.places(torch.arange(x.shape[1])[None])
+        numbers = torch.arange(x.shape[1])
+        places = self.places(numbers if self.flat else numbers[None])
         if self.repeat:  # which repeated indices would not fit
             places = places.repeat(len(x), 1, 1)
         return (x + places).tanh()
@@ -249,6 +250,8 @@ class Places(nn.Module):
 
 def test_an_embedding_of_places() -> None:
     check(Places(), random(M, 4, 3), "embedding")
+    for length in (2, 3, 4):  # as many places as data are in a probe, and here
+        check(Places(flat=True), random(4, length, 3), "embedding" if length == 4 else "generic: vmap")
     model = randomised(nn.Sequential(Places(repeat=True), nn.Flatten(), nn.Linear(12, 2)))
     words = plan(model, weights_of(model), random(M, 4, 3)).describe()
     assert words["0.places.weight"].startswith("generic") and words["2.weight"] == "linear"

@@ -1,7 +1,7 @@
 """Choosing a path for each parameter, and checking the choice before it is used."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -243,11 +243,11 @@ def _record_once(
     model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor, outputs: Tensor
 ) -> _Recording:
     try:
-        return _recorded(model, weights, x, outputs, weights)
+        return _recorded(model, weights, x, outputs, dict.fromkeys(weights, ()))
     except Exception as error:  # repeated positions do not fit this model
         if is_out_of_memory(error):
             raise
-        return _recorded(model, weights, x, outputs, ())
+        return _recorded(model, weights, x, outputs, {})
 
 
 def _recorded(
@@ -255,13 +255,13 @@ def _recorded(
     weights: Mapping[str, nn.Parameter],
     x: Tensor,
     outputs: Tensor,
-    repeated: Collection[str],
+    repeated: Mapping[str, Sequence[Use]],
 ) -> _Recording:
     recorder = Recorder(weights, len(x), repeated)
     with model_run(model), torch.enable_grad(), recorder:
         recorded = model_outputs(model, x)
     if not close(recorded[: len(outputs)], outputs):
-        return _recorded(model, weights, x, outputs, ()) if repeated else _Recording()
+        return _recorded(model, weights, x, outputs, {}) if repeated else _Recording()
     elsewhere = reachable(recorded, weights)
     all_uses = uses_of(recorder.calls)
     nodes = graph_nodes(recorded)

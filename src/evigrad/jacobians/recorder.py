@@ -184,18 +184,18 @@ class Recorder(TorchFunctionMode):
         weights: The tracked parameters.
         num_data: m, how many data the model is given.
         repeated: Names of embeddings that look up a single list of indices, as positions, once for
-            each datum, so that the graph shows whose rows are whose.
+            each datum, so that the graph shows whose rows are whose; with their uses, as planned.
     """
 
     def __init__(
         self,
         weights: Mapping[str, nn.Parameter],
         num_data: int,
-        repeated: Collection[str] = (),
+        repeated: Mapping[str, Sequence[Use]] | None = None,
     ) -> None:
         super().__init__()
         self._num_data = num_data
-        self._repeated = {id(weights[name]) for name in repeated}
+        self._repeated = {id(weights[name]): uses for name, uses in (repeated or {}).items()}
         self.calls: list[Call] = []
         self._decides = False
         self._names = {id(p): name for name, p in weights.items()}
@@ -272,12 +272,18 @@ class Recorder(TorchFunctionMode):
         return found and torch.is_grad_enabled() and not _is_transformed()
 
     def _for_each_datum(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The arguments of an embedding, with indices (1, T) as (m, T) where this is asked for."""
+        """The arguments of an embedding, with indices of all data as (m, T) where that is asked."""
         indices, weight, *rest = args
-        single = isinstance(indices, Tensor) and indices.dim() > 1 and len(indices) == 1
-        if not single or id(weight) not in self._repeated:
+        if not isinstance(indices, Tensor) or id(weight) not in self._repeated:
             return args
-        return indices.expand(self._num_data, *indices.shape[1:]), weight, *rest
+        if indices.dim() > 1 and len(indices) == 1:
+            return indices.expand(self._num_data, *indices.shape[1:]), weight, *rest
+        # A plan knows; before that, as many indices as data are one for each.
+        planned = [use.input for use in self._repeated[id(weight)]]
+        is_list = indices.shape in planned if planned else len(indices) != self._num_data
+        if indices.dim() == 1 and is_list:
+            return indices.expand(self._num_data, -1), weight, *rest
+        return args
 
     def _match(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

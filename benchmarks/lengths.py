@@ -1,0 +1,115 @@
+"""What do batches of different lengths cost, beside equal ones?
+
+A transformer encoder classifies padded sequences of words with masks. The blocks of a `DataLoader`
+are padded to their longest sequence: each has a length of its own, for which there may be no plan
+yet. They are compared, in turns, with blocks in which all sequences have the lengths' mean: as many
+words in all. Times are those of a step on the hyperparameters, of 64 rows, over many blocks.
+
+    python benchmarks/lengths.py --out benchmarks/lengths.csv
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import machine, write_csv
+from torch import Tensor, nn
+
+from evigrad import Evidence
+from evigrad.engine.allocator import kept_memory
+from evigrad.likelihoods import Categorical
+from evigrad.priors import GaussianPrior
+
+WORDS, WIDTH, LAYERS, CLASSES, ROWS = 1000, 128, 2, 4, 64
+# Most words in a block, evenly distributed: as many as there are shapes.
+SHORTEST, LONGEST = 17, 80
+BLOCKS = 32
+ESTIMATORS = ("ntk-64-1", "kfac-64-1")
+
+
+class Encoder(nn.Module):
+    """Words to the scores of classes, by the mean of what is no padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LONGEST, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, batch_first=True)
+            for _ in range(LAYERS)
+        )
+        self.out = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        h = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for layer in self.layers:
+            h = layer(h, src_key_padding_mask=~mask)
+        return self.out((h * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+
+
+def blocks(lengths: list[int]) -> list[tuple[dict[str, Tensor], Tensor]]:
+    """One block of data for each length, whose longest sequence has it."""
+    made = []
+    for number, length in enumerate(lengths):
+        generator = torch.Generator().manual_seed(number)
+        ids = torch.randint(WORDS, (ROWS, length), generator=generator)
+        ends = torch.randint(length // 2, length + 1, (ROWS,), generator=generator)
+        ends[0] = length
+        mask = torch.arange(length) < ends[:, None]
+        y = torch.randint(CLASSES, (ROWS,), generator=generator)
+        made.append(({"ids": ids * mask, "mask": mask}, y))
+    return made
+
+
+def measured(estimator: str, repeats: int) -> dict[str, Any]:
+    drawn = torch.randperm(LONGEST - SHORTEST + 1, generator=torch.Generator().manual_seed(0))[
+        :BLOCKS
+    ]
+    lengths = (drawn + SHORTEST).tolist()
+    mean = round(statistics.fmean(lengths))
+    given = {"different": blocks(lengths), "equal": blocks([mean] * BLOCKS)}
+    evidences = {}
+    for kind in given:
+        torch.manual_seed(0)
+        prior = GaussianPrior("layerwise", precision=10.0)
+        evidences[kind] = Evidence(
+            Encoder(), Categorical(), prior, estimator=estimator, num_data=10_000, generator=0
+        )
+    times: dict[str, list[float]] = {kind: [] for kind in given}
+    with kept_memory():
+        for repeat in range(repeats + 1):
+            for kind, data in given.items():
+                start = time.perf_counter()
+                for x, y in data:
+                    evidences[kind].backward(x, y)
+                if repeat:  # the first round makes the first plan
+                    times[kind].append(time.perf_counter() - start)
+    medians = {kind: statistics.median(each) for kind, each in times.items()}
+    return {
+        "estimator": estimator,
+        "ratio": medians["different"] / medians["equal"],
+        "different, seconds a step": medians["different"] / BLOCKS,
+        "equal, seconds a step": medians["equal"] / BLOCKS,
+        "mean length": mean,
+        "shapes": len(set(lengths)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    print(machine())
+    rows = []
+    for estimator in ESTIMATORS:
+        rows.append(measured(estimator, given.repeats))
+        print(rows[-1], flush=True)
+    if given.out is not None:
+        write_csv(given.out, rows)
+
+
+if __name__ == "__main__":
+    main()
