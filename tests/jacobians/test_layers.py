@@ -251,7 +251,8 @@ class Places(nn.Module):
 def test_an_embedding_of_places() -> None:
     check(Places(), random(M, 4, 3), "embedding")
     for length in (2, 3, 4):  # as many places as data are in a probe, and here
-        check(Places(flat=True), random(4, length, 3), "embedding" if length == 4 else "generic: vmap")
+        word = "embedding" if length == 4 else "generic: vmap"
+        check(Places(flat=True), random(4, length, 3), word)
     model = randomised(nn.Sequential(Places(repeat=True), nn.Flatten(), nn.Linear(12, 2)))
     words = plan(model, weights_of(model), random(M, 4, 3)).describe()
     assert words["0.places.weight"].startswith("generic") and words["2.weight"] == "linear"
