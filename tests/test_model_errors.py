@@ -228,6 +228,19 @@ def test_targets_on_another_device(verb: str, likelihood: Likelihood) -> None:
         fit(Returns(), (X, y), progress=False, **grouped(settings))
 
 
+def test_a_mask_that_leaves_nothing_of_a_datum() -> None:
+    class Mean(Returns):
+        def forward(self, x: Tensor) -> Tensor:
+            kept = (x > 0).to(x)
+            return super().forward((x * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True) * x)
+
+    evidence, x = build(Mean(), estimator="ntk-N-1"), X.abs() + 1
+    evidence.estimate(x, Y)
+    x[-1] = -1.0
+    with pytest.raises(InputError, match=rf"NaN .* 1 of {N} data alone.*a mask may leave nothing"):
+        evidence.estimate(x, Y)
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_weight_that_is_nan(verb: str) -> None:
     model = Returns()

@@ -124,7 +124,7 @@ def check_ownership(model: nn.Module, x: Tensor) -> None:
     """The graph alone tells the data of each call, those in front of the layer's too."""
     with Recorder(weights_of(model), len(x)) as recorder:
         outputs = model(x)
-    found, nodes = traced(outputs, recorder.calls)
+    found, nodes, _ = traced(outputs, recorder.calls)
     known = {"AccumulateGrad", *(f"{operation}Backward0" for operation in (*_STEPS, *_VIEWS))}
     unknown = sorted({node.name() for node in nodes} - known)
     assert len(found) == len(recorder.calls), f"ownership has no step for one of {unknown}"

@@ -107,6 +107,23 @@ def test_transformer_encoder(norm_first: bool, frozen: tuple[str, ...]) -> None:
     )
 
 
+@pytest.mark.parametrize("length", [3, 4])
+def test_networks_with_the_time_first(length: int) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.layer(self.embed(x.transpose(0, 1)))
+        return self.head(self.rnn(h)[0].mean(0))
+
+    layer = nn.TransformerEncoderLayer(4, 2, 6)
+    net: Any = Net(forward, embed=nn.Embedding(5, 4), layer=layer, rnn=nn.GRU(4, 3))
+    net.head = nn.Linear(3, 2)
+    kinds = {"norm": "layer_norm", "embed": "embedding", "_hh": f"{length} x linear"}
+    words = {
+        name: next((word for part, word in kinds.items() if part in name), LINEAR)
+        for name, _ in net.named_parameters()
+    }
+    check(net, torch.arange(4 * length).reshape(4, length) % 5, words)
+
+
 def test_transformer_decoder() -> None:
     layer = nn.TransformerDecoderLayer(4, 2, 6, batch_first=True)
     net: Any = Net(lambda self, x: self.head(self.layer(x, x[:, :2]).flatten(1)), layer=layer)
@@ -310,8 +327,13 @@ def test_sequence_first_inside(positions: int) -> None:
 
     net: Any = Net(forward, inner=nn.Linear(2, 2), norm=nn.LayerNorm(2), shift=parameter(2))
     net.head = nn.Linear(2 * positions, 2)
-    words = {"inner.weight": VMAP, "shift": VMAP, "head.weight": LINEAR}
+    words = {"inner.weight": LINEAR, "norm.weight": "layer_norm", "shift": "add"}
     check(net, random(5, positions, 2), words)
+    # A single datum has them too.
+    model, x = net.double().eval(), random(3, positions, 2)
+    weights = weights_of(model)
+    one = linearize(model, weights, x[:1], plan(model, weights, x), differentiable=False)
+    assert all(one.is_closed(name) for name in weights)
 
 
 @pytest.mark.parametrize("windows", [1, 2, 3])

@@ -83,6 +83,10 @@ class Rule(ABC):
         from it, as the signatures differ.
         """
 
+    def data_second(self, match: Match) -> bool:
+        """Whether dim 1 of input and output may count the data, as dim 0 does for other calls."""
+        return self.at_positions
+
     def call(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
@@ -388,6 +392,10 @@ class Embedding(Rule):
             padding_idx += weight.shape[0]
         return Match(input, {"weight": weight}, {"padding_idx": padding_idx})
 
+    def data_second(self, match: Match) -> bool:
+        """See ``Rule.data_second``."""
+        return True
+
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         """See ``Rule.rows``."""
         weight = match.slots["weight"]
@@ -448,6 +456,10 @@ class Normalisation(Rule):
             return None
         return Match(found["input"], slots, computed=lambda: self._function(**found))
 
+    def data_second(self, match: Match) -> bool:
+        """See ``Rule.data_second``."""
+        return not self._channels
+
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         """See ``Rule.rows``."""
         if slot == "weight":
@@ -502,6 +514,10 @@ class Elementwise(Rule):
         if tensor.dim() == 0 or room < 0 or (room == 0 and parameter.shape[0] != 1):
             return None
         return Match(tensor, {slot: parameter}, {"alpha": alpha})
+
+    def data_second(self, match: Match) -> bool:
+        """See ``Rule.data_second``."""
+        return all(match.input.dim() - p.dim() > 1 for p in match.slots.values())
 
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         """See ``Rule.rows``."""

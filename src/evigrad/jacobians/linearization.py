@@ -14,7 +14,7 @@ from evigrad.jacobians.arguments import check_call, check_output
 from evigrad.jacobians.generic import loop_rows, vmap_rows
 from evigrad.jacobians.kronecker import KroneckerUse
 from evigrad.jacobians.modes import model_run, without_autocast
-from evigrad.jacobians.ownership import probed, traced
+from evigrad.jacobians.ownership import placed, probed
 from evigrad.jacobians.paths import JacobianPlan
 from evigrad.jacobians.recorder import Call, Recorder, joined, reachable
 
@@ -64,8 +64,11 @@ class Linearization:
                 self._graph = self._graph.to(next(iter(weights.values()), x).dtype)
         self.outputs = self._graph if differentiable else self._graph.detach()
         self._recorder_doubts = recorder.may_mix(model)
-        self._uses = uses_of(recorder.calls)
-        self._owned, nodes = traced(self._graph, recorder.calls)
+        calls, self._owned, nodes = placed(self._graph, recorder.calls)
+        if len(x) == 1:  # all rows are its own, and the graph does not tell the dimension
+            calls = [self._as_in_plan(call) for call in calls]
+            self._owned = {id(call) for call in calls}
+        self._uses = uses_of(calls)
         self._elsewhere = reachable(self._graph, weights, nodes)
         self._kept: tuple[Tensor, dict[int, Tensor | None]] | None = None
 
@@ -221,6 +224,11 @@ class Linearization:
         closed = {n for n, each in uses.items() if all(id(call) in known for call, _ in each)}
         return closed, uses.keys() - closed
 
+    def _as_in_plan(self, call: Call) -> Call:
+        """A call with one datum, whose dimension is that of the planned use."""
+        planned = all(call.use(s) in self.plan.uses.get(n, ()) for s, n in call.names.items())
+        return call if planned or not call.may_turn else call.data_first()
+
     def _is_as_planned(self, name: str) -> bool:
         uses = self._uses.get(name, [])
         return (
@@ -319,7 +327,7 @@ class Linearization:
         return {
             id(call): None
             if of_call[0] is None
-            else _stacked([g.unflatten(0, (-1, call.parts)) for g in of_call])
+            else _stacked([_by_datum(call, g) for g in of_call])
             for call, of_call in zip(calls, zip(*columns, strict=True), strict=True)
         }
 
@@ -366,6 +374,12 @@ class Linearization:
 
     def _is_vectorised(self, name: str) -> bool:
         return name in self.plan.vectorised and self.x.shape[1:] == self.plan.datum_shape
+
+
+def _by_datum(call: Call, gradient: Tensor) -> Float[Tensor, "m F *out"]:
+    """A gradient in the output of a call, as autograd returns it, with its data in dim 0."""
+    gradient = gradient.transpose(0, 1) if call.turned else gradient
+    return gradient.unflatten(0, (-1, call.parts))
 
 
 def _stacked(columns: Sequence[Tensor]) -> Tensor:

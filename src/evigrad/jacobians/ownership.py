@@ -31,18 +31,36 @@ _APART = 16.0
 _ROUNDING_FACTOR = 10.0
 
 
-def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node]]:
+def placed(outputs: Tensor, calls: Sequence[Call]) -> tuple[Sequence[Call], set[int], set[Node]]:
+    """Return ``traced`` calls, with the data in dim 0 of all, the ids of the known, and all nodes.
+
+    Calls whose data are in dim 1, as in networks with the time in dim 0, are turned.
+    """
+    known, nodes, turned = traced(outputs, calls)
+    found = [call.data_first() if id(call) in turned else call for call in calls]
+    pairs = zip(calls, found, strict=True)
+    return found, {id(new) for old, new in pairs if id(old) in known | turned}, nodes
+
+
+def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node], set[int]]:
     """Return the ids of the calls whose rows belong to their data, and all nodes of the graph.
+
+    The third set holds the ids of the calls whose data are in dim 1 instead.
 
     The data's dimension is followed through the graph, once. Calls count by the graph alone, also
     where the outputs do not use them at all.
     """
     m, found = len(outputs), {id(call) for call in calls}
     if outputs.grad_fn is None:
-        return found, set()
+        return found, set(), set()
+    turned = {id(call) for call in calls if call.may_turn and m > 1}
     # With one datum, all rows are its own.
     claimed = {
-        (call.edge.node, call.edge.output_nr): (id(call), call.parts * prod(call.output_shape[1:]))
+        (call.edge.node, call.edge.output_nr): (
+            id(call),
+            call.parts * prod(call.output_shape[1:]),
+            prod(call.output_shape[2:]),
+        )
         for call in (calls if m > 1 else ())
     }
     # What is followed is the stride of the data: entry i of a tensor, in row-major order, belongs
@@ -58,8 +76,12 @@ def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node
                 continue
             stride = None  # two paths lead here that disagree
         seen[place] = stride
-        if place in claimed and stride != claimed[place][1]:
-            found.discard(claimed[place][0])
+        if place in claimed:
+            call, in_first, in_second = claimed[place]
+            if stride != in_first:
+                found.discard(call)
+            if stride != in_second:
+                turned.discard(call)
         shape = node._input_metadata[output].shape if stride is not None else ()
         for i, (source, of_source) in enumerate(node.next_functions):
             if source is not None:
@@ -68,7 +90,8 @@ def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node
                     of_input = source._input_metadata[of_source].shape
                     before = _stride_before(node, i, shape, of_input, stride, m)
                 stack.append((source, of_source, before))
-    return found, {node for node, _ in seen}
+    # A call that the outputs do not use says nothing about its data.
+    return found, {node for node, _ in seen}, turned - found
 
 
 def _stride_before(

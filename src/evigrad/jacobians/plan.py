@@ -19,8 +19,9 @@ from evigrad.jacobians.arguments import (
 from evigrad.jacobians.generic import vmap_rows
 from evigrad.jacobians.linearization import Linearization, uses_of
 from evigrad.jacobians.modes import model_run, without_autocast
+from evigrad.jacobians.ownership import placed
 from evigrad.jacobians.paths import LOOP, JacobianPlan, Use
-from evigrad.jacobians.recorder import Recorder, graph_nodes, reachable
+from evigrad.jacobians.recorder import Recorder, reachable
 from evigrad.jacobians.verification import (
     Reference,
     close,
@@ -263,8 +264,8 @@ def _recorded(
     if not close(recorded[: len(outputs)], outputs):
         return _recorded(model, weights, x, outputs, {}) if repeated else _Recording()
     elsewhere = reachable(recorded, weights)
-    all_uses = uses_of(recorder.calls)
-    nodes = graph_nodes(recorded)
+    calls, _, nodes = placed(recorded, recorder.calls)
+    all_uses = uses_of(calls)
     recording = _Recording(
         idle={n for n in weights if n not in elsewhere and n not in all_uses},
         operations=frozenset(node.name() for node in nodes),

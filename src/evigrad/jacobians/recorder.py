@@ -65,6 +65,8 @@ class Call:
         version: The input's count of in-place changes at the time of the call.
         num_data: m, how many data the model was given.
         samples: S, how many augmentation samples of each datum were announced (``sampled``).
+        turned: Whether the data were in dim 1 of the output at ``edge``; all else has them in
+            dim 0.
     """
 
     rule: Rule
@@ -75,6 +77,23 @@ class Call:
     version: int
     num_data: int
     samples: int
+    turned: bool = False
+
+    @property
+    def may_turn(self) -> bool:
+        """Whether dim 1 of input and output may count the data."""
+        shapes = (self.match.input.shape, self.output_shape)
+        fits = all(shape[1:2] == (self.num_data,) for shape in shapes)
+        return fits and self.rule.data_second(self.match)
+
+    def data_first(self) -> "Call":
+        """The same call, whose data are in dim 1, with the data in dim 0."""
+        whole = self.match.computed
+        computed = None if whole is None else lambda: whole().transpose(0, 1)
+        match = replace(self.match, input=self.match.input.transpose(0, 1), computed=computed)
+        positions, data, *rest = self.output_shape
+        shape = torch.Size((data, positions, *rest))
+        return replace(self, match=match, output_shape=shape, turned=True)
 
     @property
     def parts(self) -> int:
