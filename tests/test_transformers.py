@@ -2,30 +2,25 @@
 
 import socket
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from itertools import product
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    ViTConfig,
-    ViTForImageClassification,
-)
-from transformers.pytorch_utils import Conv1D
 
 import evigrad
 from evigrad.errors import InputError
 from evigrad.inputs import Tree
 from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
+
+# Type checkers would read all of them.
+peft: Any = import_module("peft")
+transformers: Any = import_module("transformers")
 
 N, LENGTH, WORDS, CLASSES = 4, 5, 7, 3
 CLOSED = {"linear", "addmm", "layer_norm", "embedding", "conv2d", "add", "expand"}
@@ -72,7 +67,7 @@ def bert(attention: str) -> nn.Module:
         "max_position_embeddings": LENGTH,
         "num_labels": CLASSES,
     }
-    return BertForSequenceClassification(BertConfig(**settings))
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**settings))
 
 
 def gpt(attention: str) -> nn.Module:
@@ -86,7 +81,7 @@ def gpt(attention: str) -> nn.Module:
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    return GPT2LMHeadModel(GPT2Config(**settings))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings))
 
 
 def vit(attention: str) -> nn.Module:
@@ -101,7 +96,7 @@ def vit(attention: str) -> nn.Module:
         "num_channels": 1,
         "num_labels": CLASSES,
     }
-    return ViTForImageClassification(ViTConfig(**settings))
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**settings))
 
 
 # A network, where it takes adapters, and a weight that the evidence learns.
@@ -119,8 +114,8 @@ def make(name: str, attention: str, adapted: bool) -> tuple[nn.Module, list[str]
     build, targets, learned = MODELS[name]
     net = build(attention)
     if adapted:
-        lora = LoraConfig(r=2, target_modules=targets, fan_in_fan_out=build is gpt)
-        net = get_peft_model(net, lora)  # pyright: ignore[reportArgumentType]
+        lora = peft.LoraConfig(r=2, target_modules=targets, fan_in_fan_out=build is gpt)
+        net = peft.get_peft_model(net, lora)
         learned = f"base_model.model.{learned}"
         net.get_parameter(learned).requires_grad_()
     if name == "gpt":
@@ -199,7 +194,7 @@ def kronecker(net: nn.Module, x: Tree, names: dict[str, nn.Module]) -> dict[str,
         handle.remove()
     return {
         name: torch.kron(a, b) / count
-        if isinstance(names[name], Conv1D)
+        if isinstance(names[name], transformers.pytorch_utils.Conv1D)
         else torch.kron(b, a) / count
         for name, (a, b, count) in sums.items()
     }
