@@ -90,10 +90,11 @@ def measured(estimator: str, repeats: int) -> dict[str, Any]:
     return {
         "estimator": estimator,
         "ratio": medians["different"] / medians["equal"],
-        "different, seconds a step": medians["different"] / BLOCKS,
-        "equal, seconds a step": medians["equal"] / BLOCKS,
+        "different": medians["different"] / BLOCKS,
+        "equal": medians["equal"] / BLOCKS,
         "mean length": mean,
         "shapes": len(set(lengths)),
+        "machine": machine(),
     }
 
 
@@ -102,7 +103,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    print(machine())
     rows = []
     for estimator in ESTIMATORS:
         rows.append(measured(estimator, given.repeats))

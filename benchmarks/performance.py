@@ -44,6 +44,30 @@ def step_cost_of_models(rows: Sequence[Row]) -> str:
     return markdown(["network", "training step", *STRUCTURES], lines)
 
 
+def vocabulary(rows: Sequence[Row]) -> str:
+    """Ratios to the smallest vocabulary, one line for each estimator and output layer."""
+    words = list(dict.fromkeys(r["words"] for r in rows))
+    lines = []
+    for estimator, tied in dict.fromkeys((r["estimator"], r["tied"]) for r in rows):
+        mine = {r["words"]: r for r in rows if (r["estimator"], r["tied"]) == (estimator, tied)}
+        ratios = [f"{float(mine[w]['ratio']):.2f} x" if w in mine else "" for w in words]
+        first = f"{float(mine[words[0]]['seconds']):.2f} s"
+        lines.append([estimator, "tied" if tied == "True" else "own", first, *ratios])
+    trained = {r["words"]: float(r["training"]) for r in rows if r["training"]}
+    ratios = [f"{trained[w] / trained[words[0]]:.2f} x" if w in trained else "" for w in words]
+    lines.append(["a training step", "own", f"{trained[words[0]]:.2f} s", *ratios])
+    header = ["step", "output layer", f"at {words[0]} words"]
+    return markdown([*header, *(f"{int(w):,} words" for w in words)], lines)
+
+
+def lengths(rows: Sequence[Row]) -> str:
+    """Different lengths over equal ones."""
+    lines = [
+        [r["estimator"], f"{float(r['equal']):.2f} s", f"{float(r['ratio']):.2f} x"] for r in rows
+    ]
+    return markdown(["estimator", "a step, equal lengths", "different lengths"], lines)
+
+
 def memory(rows: Sequence[Row]) -> str:
     """Peaks in MiB, one line for each size."""
     columns = [(s, way) for way in ("two-pass", "one-graph") for s in ("kfac", "ntk")]
@@ -103,6 +127,8 @@ TABLES: dict[str, tuple[str, Mapping[str, str], Callable[[Sequence[Row]], str]]]
     "mininet precisions": ("step_cost_mininet", {"learned": "precisions"}, step_cost),
     "mininet invariances": ("step_cost_mininet", {"learned": "invariances"}, step_cost),
     "sequences": ("step_cost_sequences", {}, step_cost_of_models),
+    "vocabulary": ("vocabulary", {}, vocabulary),
+    "lengths": ("lengths", {}, lengths),
     "memory": ("memory", {}, memory),
     "scaling": ("scaling", {}, scaling),
     "prior steps": ("prior_steps*", {}, prior_steps),

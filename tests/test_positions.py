@@ -498,6 +498,14 @@ def test_no_target() -> None:
             action(x, torch.full_like(y, -100))
 
 
+def test_a_subset_of_unknown_size() -> None:
+    x, y = text()
+    one = evidence(tagger(), Categorical(), "ntk-6-C", int((y != -100).sum()))
+    with pytest.raises(InputError, match="from 1 to 3 targets.*blocks"):
+        one.estimate(x[:2], y[:2])
+    assert one.estimate(x[2:], y[2:]).is_bound
+
+
 def test_wrong_number_of_targets() -> None:
     one = evidence(tagger(), Categorical(), "ntk-N-1", N)
     with pytest.raises(InputError, match="num_data is 5.*are 13"):

@@ -161,6 +161,16 @@ def _given_subset(problem: Problem, x: Inputs, y: Tensor | None) -> BlockPass:
             " blocks, for block in evidence.blocks(data).take(n)."
         )
     x, y, plan = checked(problem, x, y)
+    if isinstance(x, AtPositions) and x.data is not None and len(x) != problem.settings.num_data:
+        counts = x.data.bincount(minlength=len(x.whole))
+        if bool((counts != counts[0]).any()):
+            # Then positions are in a random subset of the data as often as others, but its number
+            # of positions is random, and the factor of the estimate with it.
+            raise InputError(
+                f"These data have from {int(counts.min())} to {int(counts.max())} targets, so that"
+                " they are no subset of a known size: take the blocks of all data, for block in"
+                " evidence.blocks(data).take(n)."
+            )
     block = plan.partition.subset(len(x), problem.generator)
     return new_pass(problem, plan, [(x, y)], block)
 
@@ -188,7 +198,8 @@ def checked(problem: Problem, x: Inputs, y: Tensor) -> tuple[Inputs, Tensor, Inp
     plan, likelihood = problem.plan_of(x), problem.likelihood
     num_outputs, device = plan.partition.num_outputs, plan.outputs.device
     if plan.positions and is_batch(y, len(x)):
-        return *spread(likelihood, (*plan.positions, num_outputs), x, y), plan
+        x, y = spread(likelihood, (*plan.positions, num_outputs), x, y)
+        return x, y, problem.plans.of(x)
     check_targets(likelihood, torch.Size((len(x), num_outputs)), y, device)
     return x, y, plan
 
