@@ -520,6 +520,73 @@ class Changing(Tagger):
         return f.mean(1) if hasattr(self, "averages") else f
 
 
+class Wider(Tagger):
+    """Outputs get a class more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = super().forward(x)
+        return torch.cat([f, f[..., :1]], -1) if hasattr(self, "more") else f
+
+
+@pytest.mark.parametrize("positions", [True, False])
+@pytest.mark.parametrize("passes", [0, 20])
+def test_another_number_of_outputs(passes: int, positions: bool) -> None:
+    x, y = text()
+    model = tagger(Wider)
+    network = model if positions else nn.Sequential(model, Mean()).double()
+    labels, count = (y, int((y != -100).sum())) if positions else (y[:, 0], N)
+    one = evidence(network, Categorical(), "ntk-4-C", count)
+    block = next(iter(one.blocks((x, labels))))
+    for _ in range(passes):
+        one.estimate(block)
+    model.more = nn.Identity()
+    with pytest.raises(InputError, match="4 outputs where it had 3"):
+        one.estimate(block)
+
+
+class Mean(nn.Module):
+    def forward(self, f: Tensor) -> Tensor:
+        return f.mean(1)
+
+
+class Longer(Tagger):
+    """Outputs get a position more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = super().forward(x)
+        return torch.cat([f, f[:, :1]], 1) if hasattr(self, "more") else f
+
+
+def test_another_number_of_positions() -> None:
+    x, y = text()
+    model = tagger(Longer)
+    one = evidence(model, Categorical(), "ntk-6-1", int((y != -100).sum()))
+    block = next(iter(one.blocks((x, y))))
+    one.estimate(block)
+    model.more = nn.Identity()
+    with pytest.raises(InputError, match="one shape for inputs of one shape"):
+        one.estimate(block)
+
+
+def test_targets_that_are_no_labels() -> None:
+    x, y = text()
+    one_hot = torch.nn.functional.one_hot(y.clamp(min=0), WORDS)
+    one = evidence(tagger(), Categorical(), "ntk-6-1", N * LENGTH)
+    for action in (one.map_loss, one.estimate, lambda x, y: one.blocks((x, y))):
+        with pytest.raises(InputError, match="Class labels must have the shape"):
+            action(x, one_hot)
+    for wrong, words in ((one_hot, "Class labels"), (y[:, 0], "a target for each position")):
+        with pytest.raises(InputError, match=words):
+            evigrad.fit(tagger().float(), (x, wrong), progress=False)
+
+
+def test_channels_second_are_named() -> None:
+    model = nn.Conv2d(1, 3, 1)
+    data = torch.randn(4, 1, 6, 5), torch.zeros(4, 6, 5, dtype=torch.long)
+    with pytest.raises(InputError, match="channel_dim=1"):
+        evigrad.fit(model, data, progress=False)
+
+
 def test_outputs_of_another_shape() -> None:
     x, y = text()
     model = tagger(Changing)
@@ -563,6 +630,9 @@ def test_a_position_that_loses_its_target() -> None:
         (1, lambda f: (0, f)),
         (lambda r: r[0] * 1.0, lambda f: [f]),
         (None, lambda f: SimpleNamespace(logits=f)),
+        ("logits", lambda f: SimpleNamespace(logits=f)),
+        ("scores", lambda f: SimpleNamespace(logits=f[:, :1], scores=f)),
+        (lambda r: r.logits, lambda f: SimpleNamespace(logits=f)),
     ],
 )
 def test_part_of_the_result(output: Any, result: Any) -> None:

@@ -29,13 +29,16 @@ class PositionSource(Source):
     """
 
     def __init__(self, source: Source, likelihood: Likelihood, shape: Sequence[int]) -> None:
-        self._source, self._likelihood, self._dims = source, likelihood, len(shape) - 1
+        self._source, self._likelihood = source, likelihood
+        self._shape, self._dims = tuple(shape[:-1]), len(shape) - 1
         self.is_held = source.is_held
         data, positions = [], []
         for indices in torch.arange(len(source)).split(AT_ONCE):
             y = source.fetch(indices)[1]
-            at = (*y.shape[1 : len(shape)], shape[-1])
-            _, counts = targets_at(likelihood, at, y, y.device, int(indices[0]))
+            # Sequences may have another length in every batch.
+            own = tuple(y.shape[1:2]) if self._dims == 1 and y.ndim > 1 else tuple(shape[:-1])
+            first = int(indices[0])
+            _, counts = targets_at(likelihood, (*own, shape[-1]), y, y.device, first)
             of_datum, position = counts.cpu().nonzero(as_tuple=True)
             data.append(indices[of_datum])
             positions.append(position)
@@ -51,7 +54,8 @@ class PositionSource(Source):
         chosen, data = self._data[indices].unique(return_inverse=True)
         positions = self._positions[indices]
         x, y = self._source.fetch(chosen)
-        counts = counted(self._likelihood, y.shape[1 : 1 + self._dims], y).cpu()
+        own = tuple(y.shape[1:2]) if self._dims == 1 else self._shape
+        counts = counted(self._likelihood, own, y).cpu()
         if int(positions.max()) >= counts.shape[1] or not bool(counts[data, positions].all()):
             raise InputError(
                 "A position that had a target has none when the datum is read again: pad on the"

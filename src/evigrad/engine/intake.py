@@ -85,7 +85,7 @@ class CheckedSource(Source):
         if found != num_data:
             what = "data set has" if self.positions is None else "positions of the data set with"
             what += f" {found}" if self.positions is None else f" a target are {found}"
-            raise InputError(f"num_data is {num_data}, but the {what}.")
+            raise InputError(f"num_data is {num_data}, but the {what}: say num_data={found}.")
         self.is_held = self._source.is_held
         _, y, self.plan = checked(problem, *self._source.first(PROBE_SIZE))
         if self.is_held:

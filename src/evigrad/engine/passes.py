@@ -184,7 +184,7 @@ def linearized(block_pass: BlockPass, chunk: Chunk, differentiable: bool) -> Lin
         linearization = linearize(
             plan.model, block_pass.problem.weights, chunk.x, plan.jacobian, differentiable
         )
-    check_finite("The model's outputs", linearization.outputs)
+    _check_outputs(chunk.plan or plan, linearization.outputs)
     if block_pass.suspicious or linearization.may_mix:
         _check_separate(block_pass, chunk, linearization.outputs)
     return linearization
@@ -195,10 +195,20 @@ def outputs(block_pass: BlockPass, chunk: Chunk) -> Tensor:
     model = (chunk.plan or block_pass.plan).model
     with _autocast(block_pass.problem), Recorder({}, len(chunk.x)) as recorder:
         f = model_outputs(model, chunk.x)
-    check_finite("The model's outputs", f)
+    _check_outputs(chunk.plan or block_pass.plan, f)
     if block_pass.suspicious or recorder.may_mix(model):
         _check_separate(block_pass, chunk, f)
     return f.to(block_pass.problem.dtype)
+
+
+def _check_outputs(plan: InputPlan, f: Tensor) -> None:
+    expected = plan.partition.num_outputs
+    if f.shape[1] != expected:
+        raise InputError(
+            f"The model has {f.shape[1]} outputs where it had {expected} before: it must return one"
+            " shape for inputs of one shape. Make a new Evidence of a model that was changed."
+        )
+    check_finite("The model's outputs", f)
 
 
 def _check_separate(block_pass: BlockPass, chunk: Chunk, f: Tensor) -> None:

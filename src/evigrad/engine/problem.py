@@ -139,7 +139,9 @@ class Plans:
         probe, model = x[:PROBE_SIZE].detach(), self.model
         if self.draws or not isinstance(probe, Tensor):
             noise = self.noise(seed=0).slice(0, len(probe)) if self.draws else []
-            probe = probe.alone() if isinstance(probe, AtPositions) else probe
+            if isinstance(probe, AtPositions):
+                probe = probe.alone()
+                probe.count = prod(positions)
             model = PackedModel(model, probe, noise, layer)
             probe = model.pack(probe, noise)
         made, contracts = self._loaded.get(key, (None, True))

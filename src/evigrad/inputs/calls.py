@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, InputError, raised_in
-from evigrad.inputs.trees import AtPositions, Inputs, Tree, at_positions, layout
+from evigrad.inputs.trees import AtPositions, Inputs, Tree, layout
 
 # Dimensions of outputs (m, …, C), at least.
 _WITH_POSITIONS = 3
@@ -16,7 +16,7 @@ _WITH_POSITIONS = 3
 # Where a module around a model has it.
 _MODEL = "_evigrad_model"
 
-_wanted: ContextVar[Tensor | None] = ContextVar("wanted", default=None)
+_wanted: ContextVar[AtPositions | None] = ContextVar("wanted", default=None)
 
 
 def called(model: nn.Module, x: Inputs) -> object:
@@ -39,10 +39,15 @@ def called(model: nn.Module, x: Inputs) -> object:
             )
         return x.of_outputs(f)
     if isinstance(model, Outputs):
-        return _part(model, called(inside(model), x))
+        return _part(model, _result(inside(model), x))
+    return scores_of(_result(model, x))
+
+
+def _result(model: nn.Module, x: Tensor | Tree) -> Any:
+    """What the model returns for a copy of some inputs."""
     if isinstance(x, Tensor):
         with raised_in(f"The model, given inputs of shape {tuple(x.shape)} and type {x.dtype},"):
-            return scores_of(model(x.clone()))
+            return model(x.clone())
     positional, named = arguments(model, x.clone().value)
     words = ", ".join(
         f"{name} {shape} {str(dtype).removeprefix('torch.')}" for name, shape, dtype in layout(x)
@@ -50,7 +55,7 @@ def called(model: nn.Module, x: Inputs) -> object:
     how = "keyword arguments" if named else f"{len(positional)} positional arguments"
     how = "one argument" if len(positional) == 1 else how
     with raised_in(f"The model, given {len(x)} data of {words} as {how},"):
-        return scores_of(model(*positional, **named))
+        return model(*positional, **named)
 
 
 def output_layer(model: nn.Module, x: Tensor | Tree) -> tuple[object, nn.Linear | None]:
@@ -88,11 +93,11 @@ def called_at(model: nn.Module, layer: nn.Linear, x: AtPositions) -> object:
     """The outputs (n, C) where ``layer`` makes them, which acts on the positions alone."""
 
     def gather(_: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        if (positions := _wanted.get()) is None:  # a call in another thread
+        if (wanted := _wanted.get()) is None:  # a call in another thread
             return None
-        return at_positions(inputs[0], positions)
+        return wanted.of_outputs(inputs[0])
 
-    token = _wanted.set(x.positions)
+    token = _wanted.set(x)
     handle = layer.register_forward_pre_hook(gather)
     try:
         return called(model, x.whole)
@@ -198,18 +203,20 @@ class Outputs(Transparent):
 
     def forward(self, *positional: Any, **named: Any) -> Any:
         """The outputs for arguments of the model."""
-        return _part(self, scores_of(inside(self)(*positional, **named)))
+        return _part(self, inside(self)(*positional, **named))
 
 
 def _part(module: Outputs, result: Any) -> Any:
     """The outputs in what the model returned."""
     output, dim = module.__dict__["_output"], module.__dict__["_channel_dim"]
     with raised_in(f"output={output!r} of a {type(result).__name__}"):
-        if callable(output):
+        if output is None:
+            result = scores_of(result)
+        elif callable(output):
             result = output(result)
         elif isinstance(output, str) and not isinstance(result, Mapping):
             result = getattr(result, output)
-        elif output is not None:
+        else:
             result = result[output]
     if not isinstance(result, Tensor) or dim == -1:
         return result

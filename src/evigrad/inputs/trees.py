@@ -1,16 +1,19 @@
 """Inputs of a model: one tensor, or a tree of tensors whose first dimension counts the data."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from evigrad.errors import InputError
 
 # Numbers of other types travel through a model's inputs as float64, which holds these integers.
 _LARGEST_INTEGER = 2**53
+# Dimensions of outputs (m, …, C), at least.
+_WITH_POSITIONS = 3
 
 
 class Tree:
@@ -79,10 +82,17 @@ class AtPositions:
         whole: The inputs, each once.
         data: Which of them each position belongs to, (n,); None where each has one position.
         positions: The positions (n,), counted through all dimensions between first and last.
+        count: How many positions a datum's outputs have, where that is known.
     """
 
-    def __init__(self, whole: "Tensor | Tree", data: Tensor | None, positions: Tensor) -> None:
-        self.whole, self.data, self.positions = whole, data, positions
+    def __init__(
+        self,
+        whole: "Tensor | Tree",
+        data: Tensor | None,
+        positions: Tensor,
+        count: int | None = None,
+    ) -> None:
+        self.whole, self.data, self.positions, self.count = whole, data, positions, count
 
     @classmethod
     def every(cls, whole: "Tensor | Tree", count: int) -> "AtPositions":
@@ -94,7 +104,7 @@ class AtPositions:
         """The same, with a copy of its inputs for each position."""
         if self.data is None:
             return self
-        return AtPositions(self.whole[self.data], None, self.positions)
+        return AtPositions(self.whole[self.data], None, self.positions, self.count)
 
     def named(self) -> list[tuple[str, Tensor]]:
         """The tensors (n, ...) with words for their places."""
@@ -108,13 +118,21 @@ class AtPositions:
 
     def with_leaves(self, leaves: Sequence[Tensor]) -> "AtPositions":
         """The same containers with these tensors."""
-        return AtPositions(with_tensors(self.whole, leaves[:-1]), None, leaves[-1])
+        whole = with_tensors(self.whole, leaves[:-1])
+        return AtPositions(whole, None, leaves[-1], self.count)
 
     def of_outputs(self, f: Float[Tensor, "m ... C"]) -> Float[Tensor, "n C"]:
         """The outputs at the positions, from those of the whole data."""
-        if self.data is None:
-            return at_positions(f, self.positions)
-        return f.flatten(1, -2)[self.data, self.positions]
+        if f.dim() < _WITH_POSITIONS or self.count not in (None, prod(f.shape[1:-1])):
+            raise InputError(
+                f"The model has outputs of shape {tuple(f.shape)} where it had others before: it"
+                " must return one shape for inputs of one shape."
+            )
+        f = f.flatten(1, -2)
+        if self.data is not None:
+            return f[self.data, self.positions]
+        # Not an index, because this is known to mix no data.
+        return f.gather(1, self.positions.view(-1, 1, 1).expand(-1, 1, f.shape[2])).squeeze(1)
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -125,8 +143,8 @@ class AtPositions:
         if isinstance(index, Tensor):
             index = index.to(positions.device)
         if data is None:
-            return AtPositions(self.whole[index], None, positions[index])
-        return AtPositions(self.whole, data[index], positions[index])
+            return AtPositions(self.whole[index], None, positions[index], self.count)
+        return AtPositions(self.whole, data[index], positions[index], self.count)
 
     @property
     def device(self) -> torch.device:
@@ -136,22 +154,15 @@ class AtPositions:
     def to(self, device: torch.device) -> "AtPositions":
         """The same on a device."""
         data = None if self.data is None else self.data.to(device)
-        return AtPositions(self.whole.to(device), data, self.positions.to(device))
+        return AtPositions(self.whole.to(device), data, self.positions.to(device), self.count)
 
     def clone(self) -> "AtPositions":
         """The same in memory of its own."""
-        return AtPositions(self.whole.clone(), self.data, self.positions.clone())
+        return AtPositions(self.whole.clone(), self.data, self.positions.clone(), self.count)
 
     def detach(self) -> "AtPositions":
         """The same without a graph."""
-        return AtPositions(self.whole.detach(), self.data, self.positions)
-
-
-def at_positions(f: Float[Tensor, "m ... C"], positions: Int[Tensor, " m"]) -> Float[Tensor, "m C"]:
-    """The outputs of each datum at one position."""
-    f = f.flatten(1, -2)
-    # Not an index, because this is known to mix no data.
-    return f.gather(1, positions.view(-1, 1, 1).expand(-1, 1, f.shape[2])).squeeze(1)
+        return AtPositions(self.whole.detach(), self.data, self.positions, self.count)
 
 
 Inputs = Tensor | Tree | AtPositions

@@ -176,7 +176,7 @@ class Call:
 
 
 def joined(
-    uses: Iterable[tuple[Call, str, Float[Tensor, "m k F *out"]]],
+    uses: Iterable[tuple[Call, str, Tensor]],
 ) -> list[tuple[Call, str, Tensor]]:
     """Uses of a parameter and their gradients; equal ones at positions, as of time, are one use."""
     groups: dict[Any, list[tuple[Call, str, Tensor]]] = {}

@@ -28,14 +28,16 @@ def counted(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> Tensor:
     """
     found = tuple(y.shape[1 : 1 + len(shape)])
     if found != tuple(shape):
+        hint = "Where some have none, as the last one of a language model, fill in -100."
+        if found[:1] == tuple(shape[1:2]):
+            hint = "Of a model with its channels second take evigrad.Outputs(model, channel_dim=1)."
         raise InputError(
-            f"The model has outputs at positions {tuple(shape)} of each datum, and the targets"
-            f" {tuple(y.shape)} are at {found}: give a target for each position. Where some have"
-            " none, as the last one of a language model, fill in Categorical's ignore_index."
+            f"The model has outputs at positions {tuple(shape)} of each datum, and the targets are"
+            f" at {found}: give a target for each position. {hint}"
         )
     each = y.flatten(0, len(shape))
     counts = likelihood.counted(each)
-    if counts is None:
+    if counts is None or counts.shape != each.shape[:1]:  # which ``validate`` will refuse
         counts = torch.ones(len(each), dtype=torch.bool, device=y.device)
     return counts.view(len(y), -1)
 

@@ -17,7 +17,8 @@ class Weighted(Likelihood):
     A weight of two is a datum that was seen twice, one of zero is none; sums over the data become
     weighted sums, of log likelihoods and of curvatures. N still counts the data. ``targets`` puts
     targets and weights together in one tensor, as all that takes targets needs them then. Metrics
-    and predictions are those of the other likelihood, without weights.
+    and predictions are those of the other likelihood, without weights. In ``kfac`` the factor of
+    the gradients is weighted and that of the inputs is not: there repetitions are not the same.
 
     Args:
         likelihood: The other one.
