@@ -506,6 +506,14 @@ def test_a_subset_of_unknown_size() -> None:
     assert one.estimate(x[2:], y[2:]).is_bound
 
 
+def test_data_that_begin_without_targets() -> None:
+    x, y = text()
+    y[:2] = -100
+    schedule = evigrad.Schedule(epochs=1, batch_size=N)
+    found = evigrad.fit(tagger().float(), (x, y), estimator=None, schedule=schedule, progress=False)
+    assert found.evidence.num_data == int((y != -100).sum())
+
+
 def test_wrong_number_of_targets() -> None:
     one = evidence(tagger(), Categorical(), "ntk-N-1", N)
     with pytest.raises(InputError, match="num_data is 5.*are 13"):

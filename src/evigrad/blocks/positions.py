@@ -35,10 +35,8 @@ class PositionSource(Source):
         data, positions = [], []
         for indices in torch.arange(len(source)).split(AT_ONCE):
             y = source.fetch(indices)[1]
-            # Sequences may have another length in every batch.
-            own = tuple(y.shape[1:2]) if self._dims == 1 and y.ndim > 1 else tuple(shape[:-1])
-            first = int(indices[0])
-            _, counts = targets_at(likelihood, (*own, shape[-1]), y, y.device, first)
+            own, first = (*self._positions_of(y), shape[-1]), int(indices[0])
+            _, counts = targets_at(likelihood, own, y, y.device, first)
             of_datum, position = counts.cpu().nonzero(as_tuple=True)
             data.append(indices[of_datum])
             positions.append(position)
@@ -54,8 +52,7 @@ class PositionSource(Source):
         chosen, data = self._data[indices].unique(return_inverse=True)
         positions = self._positions[indices]
         x, y = self._source.fetch(chosen)
-        own = tuple(y.shape[1:2]) if self._dims == 1 else self._shape
-        counts = counted(self._likelihood, own, y).cpu()
+        counts = counted(self._likelihood, self._positions_of(y), y).cpu()
         if int(positions.max()) >= counts.shape[1] or not bool(counts[data, positions].all()):
             raise InputError(
                 "A position that had a target has none when the datum is read again: pad on the"
@@ -63,6 +60,10 @@ class PositionSource(Source):
             )
         data, positions = data.to(y.device), positions.to(y.device)
         return AtPositions(x, data, positions), y.flatten(1, self._dims)[data, positions]
+
+    def _positions_of(self, y: Tensor) -> tuple[int, ...]:
+        """The shape of positions: sequences may have another length in every batch."""
+        return tuple(y.shape[1:2]) if self._dims == 1 and y.ndim > 1 else self._shape
 
     def _targets(self) -> Tensor:
         return torch.cat([self.fetch(n)[1] for n in torch.arange(len(self)).split(AT_ONCE)])

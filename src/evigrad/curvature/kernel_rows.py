@@ -7,6 +7,7 @@ overwrite the rows.
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -406,28 +407,16 @@ def _operations(one: MatrixUse, other: MatrixUse, num_data: int, rows: int) -> f
 
 def uses_gram(uses: Sequence[tuple[Tensor, Tensor]]) -> Float[Tensor, "R R"]:
     """The Gram of a weight's rows, the sum of its uses (``Rule.products``), not forming them."""
-    gram = None
-    for number, (inputs, gradients) in enumerate(uses):
-        product = contraction_gram if inputs.is_floating_point() else lookup_gram
-        part = product(inputs, gradients)
-        gram = part if gram is None else gram + part
-        for other in uses[:number]:
-            gram = gram + _crossed((inputs, gradients), other)
-    assert gram is not None
-    return gram
-
-
-def _crossed(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Float[Tensor, "R R"]:
-    """The products of the rows of two uses, both ways."""
-    if other[0].is_floating_point():
-        one, other = other, one
-    if one[0].is_floating_point() and other[0].is_floating_point():
-        product = _products(one, other)
-    elif one[0].is_floating_point():
-        product = _products_with_lookup(one, other)
-    else:
-        product = _lookups(one, other)
-    return product + product.mT
+    products = [use for use in uses if use[0].is_floating_point()]
+    lookups = [use for use in uses if not use[0].is_floating_point()]
+    crossed = [_products(a, b) for i, a in enumerate(products) for b in products[:i]]
+    own = [contraction_gram(*use) for use in products]
+    if lookups:  # several are one with more positions
+        numbers, gradients = zip(*lookups, strict=True)
+        lookup = torch.cat(numbers, 1), torch.cat(gradients, 2)
+        own.append(lookup_gram(*lookup))
+        crossed += [_products_with_lookup(use, lookup) for use in products]
+    return reduce(torch.add, [*own, *(product + product.mT for product in crossed)])
 
 
 def _products(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Float[Tensor, "R R"]:
@@ -454,12 +443,6 @@ def _products_with_lookup(
         of_data = a.new_zeros(m, k, m).index_add(2, entries.data, total)
         rows.append(of_data.transpose(1, 2))  # (m, m', k')
     return torch.stack(rows, 1).reshape(m * k, m * k)
-
-
-def _lookups(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Float[Tensor, "R R"]:
-    """Half of the products of two lookups both ways, which the Gram of both together has."""
-    whole = [torch.cat([a, b], dim) for a, b, dim in zip(one, other, (1, 2), strict=True)]
-    return 0.5 * (lookup_gram(*whole) - lookup_gram(*one) - lookup_gram(*other))
 
 
 @dataclass(frozen=True)
@@ -538,13 +521,7 @@ def contraction_gram(
     *Fast Finite Width Neural Tangent Kernel*; the choice by operation count (``contracted``) is
     theirs too. R = m k, the rows of a datum side by side.
     """
-    (m, k), positions = gradients.shape[:2], inputs.shape[1]
-    gram = inputs.new_zeros(m * k, m * k)
-    for t in range(positions):
-        for u in range(positions):
-            left = _spread(inputs[:, t] @ inputs[:, u].mT, k)
-            gram = gram + left * (gradients[:, :, t].flatten(0, 1) @ _flat(gradients, u).mT)
-    return gram
+    return _products((inputs, gradients), (inputs, gradients))
 
 
 def contraction_cotangents(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from evigrad.blocks import Block
 from evigrad.blocks.partitions import Partition
 from evigrad.errors import ConfigurationError, EvigradError, InputError, nearest
-from evigrad.inputs import AtPositions, Inputs, Tree, as_inputs, check_integers, tensors_of
+from evigrad.inputs import Inputs, Tree, as_inputs, check_integers, each_once, tensors_of
 
 
 def check_inputs(x: object, device: torch.device) -> Inputs:
@@ -19,7 +19,7 @@ def check_inputs(x: object, device: torch.device) -> Inputs:
     if not isinstance(x, Inputs | Mapping | tuple | list):
         raise not_data(x)
     inputs = as_inputs(x)
-    for part in tensors_of(inputs.whole if isinstance(inputs, AtPositions) else inputs):
+    for part in tensors_of(each_once(inputs)):
         if part.ndim == 0 or len(part) == 0:
             raise InputError("The set of inputs is empty: give at least one datum, (m, ...).")
         if part.device != device:

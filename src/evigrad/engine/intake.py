@@ -16,7 +16,7 @@ from evigrad.engine.kept import KeptPass
 from evigrad.engine.passes import Batch, BlockPass, new_pass
 from evigrad.engine.problem import PROBE_SIZE, InputPlan, Problem
 from evigrad.errors import InputError
-from evigrad.inputs import AtPositions, Inputs, tensors_of
+from evigrad.inputs import AtPositions, Inputs, each_once, tensors_of
 from evigrad.likelihoods import LIKELIHOODS
 from evigrad.likelihoods.calls import check_targets, log_probabilities
 from evigrad.likelihoods.positions import counted, is_batch, spread
@@ -83,9 +83,12 @@ class CheckedSource(Source):
         num_data, found = problem.settings.num_data, len(self._source)
         self.positions = self._source if isinstance(self._source, PositionSource) else None
         if found != num_data:
-            what = "data set has" if self.positions is None else "positions of the data set with"
-            what += f" {found}" if self.positions is None else f" a target are {found}"
-            raise InputError(f"num_data is {num_data}, but the {what}: say num_data={found}.")
+            what = (
+                "positions of the data set with a target are" if self.positions else "data set has"
+            )
+            raise InputError(
+                f"num_data is {num_data}, but the {what} {found}: say num_data={found}."
+            )
         self.is_held = self._source.is_held
         _, y, self.plan = checked(problem, *self._source.first(PROBE_SIZE))
         if self.is_held:
@@ -197,9 +200,8 @@ def checked(problem: Problem, x: Inputs, y: Tensor) -> tuple[Inputs, Tensor, Inp
     """
     plan, likelihood = problem.plan_of(x), problem.likelihood
     num_outputs, device = plan.partition.num_outputs, plan.outputs.device
-    if plan.positions and is_batch(y, len(x)):
-        x, y = spread(likelihood, (*plan.positions, num_outputs), x, y)
-        return x, y, problem.plans.of(x)
+    if plan.positions and is_batch(y, len(x)) and not isinstance(x, AtPositions):
+        return *spread(likelihood, (*plan.positions, num_outputs), x, y), plan
     check_targets(likelihood, torch.Size((len(x), num_outputs)), y, device)
     return x, y, plan
 
@@ -207,7 +209,7 @@ def checked(problem: Problem, x: Inputs, y: Tensor) -> tuple[Inputs, Tensor, Inp
 def _signature(x: Inputs, y: Tensor) -> tuple[int, float]:
     """The length, and a number that other data, another order or flipped images would change."""
     total = 0.0
-    for tensor in (*tensors_of(x.whole if isinstance(x, AtPositions) else x), y):
+    for tensor in (*tensors_of(each_once(x)), y):
         values = tensor.reshape(-1).double()
         # Irregular weights, so that exchanging entries changes the sum.
         position = torch.arange(len(values), dtype=torch.float64, device=x.device)

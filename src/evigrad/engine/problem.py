@@ -17,7 +17,7 @@ from evigrad.engine.checks import check_inputs
 from evigrad.engine.memory import MicroBatches
 from evigrad.engine.settings import Settings
 from evigrad.errors import ConfigurationError, EvigradWarning, listed
-from evigrad.inputs import AtPositions, Inputs, Tree, layout, output_layer
+from evigrad.inputs import AtPositions, Inputs, Tree, each_once, layout, output_layer
 from evigrad.invariances.noise import Noise, PackedModel, stochastic_modules
 from evigrad.jacobians import (
     JacobianPlan,
@@ -56,7 +56,7 @@ class InputPlan:
         contracts: Whether closed forms may replace the rows of large matrices; False after a pass
             that lacked one.
         gram_dtype: Type of the structure's matrices; None for that of the rows.
-        positions: The shape … of outputs (m, …, C) for these inputs; the plan is for single
+        positions: The shape … of outputs (m, …, C) for whole inputs; the plan is for single
             positions then.
     """
 
@@ -126,16 +126,15 @@ class Plans:
         if key in self._plans:
             self._plans[key] = self._plans.pop(key)  # the latest is the last
             return self._plans[key]
-        whole = x.whole if isinstance(x, AtPositions) else x
         if key not in self._outputs:
-            self._outputs[key] = self._output_layer(whole)
+            self._outputs[key] = self._output_layer(each_once(x))
             for old in list(self._outputs)[: -2 * _KEPT]:
                 del self._outputs[old]
         positions, layer = self._outputs[key]
         if positions and not isinstance(x, AtPositions):
             few = x[:PROBE_SIZE]
             first = torch.zeros(len(few), dtype=torch.int64, device=x.device)
-            return replace(self.of(AtPositions(few, None, first)), positions=positions)
+            return self.of(AtPositions(few, None, first))
         probe, model = x[:PROBE_SIZE].detach(), self.model
         if self.draws or not isinstance(probe, Tensor):
             noise = self.noise(seed=0).slice(0, len(probe)) if self.draws else []
@@ -162,7 +161,7 @@ class Plans:
         structure = self._structure(made, partition, contracts, dtype)
         self._loaded.pop(key, None)
         self._plans[key] = InputPlan(
-            model, made, structure, partition, draws_globally, f, contracts, dtype
+            model, made, structure, partition, draws_globally, f, contracts, dtype, positions
         )
         for old in list(self._plans)[:-_KEPT]:
             del self._plans[old]
@@ -209,7 +208,7 @@ class Plans:
             torch.no_grad(),
             watched(model, self.weights) as call,
         ):
-            f = model_outputs(model, x.whole if isinstance(x, AtPositions) else x, positions=True)
+            f = model_outputs(model, each_once(x), positions=True)
         temperature, shape = self.settings.temperature, f.shape[:-1]
         f = f.flatten(0, -2)
         layer = last_layer(call, f, self.weights, self.prior.precisions(), temperature)

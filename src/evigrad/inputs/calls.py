@@ -10,9 +10,6 @@ from torch import Tensor, nn
 from evigrad.errors import ConfigurationError, InputError, raised_in
 from evigrad.inputs.trees import AtPositions, Inputs, Tree, layout
 
-# Dimensions of outputs (m, …, C), at least.
-_WITH_POSITIONS = 3
-
 # Where a module around a model has it.
 _MODEL = "_evigrad_model"
 
@@ -30,14 +27,7 @@ def called(model: nn.Module, x: Inputs) -> object:
         InputError: If the model raises an exception, or has no outputs at positions.
     """
     if isinstance(x, AtPositions):
-        f = called(model, x.whole)
-        if not isinstance(f, Tensor) or f.dim() < _WITH_POSITIONS or len(f) != len(x.whole):
-            found = tuple(f.shape) if isinstance(f, Tensor) else type(f).__name__
-            raise InputError(
-                f"For {len(x.whole)} data the model returned {found}, and before that outputs"
-                " (m, …, C): it must return one shape for inputs of one shape."
-            )
-        return x.of_outputs(f)
+        return x.of_outputs(called(model, x.whole))
     if isinstance(model, Outputs):
         return _part(model, _result(inside(model), x))
     return scores_of(_result(model, x))

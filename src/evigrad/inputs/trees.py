@@ -121,12 +121,18 @@ class AtPositions:
         whole = with_tensors(self.whole, leaves[:-1])
         return AtPositions(whole, None, leaves[-1], self.count)
 
-    def of_outputs(self, f: Float[Tensor, "m ... C"]) -> Float[Tensor, "n C"]:
-        """The outputs at the positions, from those of the whole data."""
-        if f.dim() < _WITH_POSITIONS or self.count not in (None, prod(f.shape[1:-1])):
+    def of_outputs(self, f: object) -> Float[Tensor, "n C"]:
+        """The outputs at the positions, from those of the whole data, which are checked."""
+        if (
+            not isinstance(f, Tensor)
+            or f.dim() < _WITH_POSITIONS
+            or len(f) != len(self.whole)
+            or self.count not in (None, prod(f.shape[1:-1]))
+        ):
+            found = tuple(f.shape) if isinstance(f, Tensor) else type(f).__name__
             raise InputError(
-                f"The model has outputs of shape {tuple(f.shape)} where it had others before: it"
-                " must return one shape for inputs of one shape."
+                f"For {len(self.whole)} data the model returned {found}, and before that outputs"
+                " (m, …, C): it must return one shape for inputs of one shape."
             )
         f = f.flatten(1, -2)
         if self.data is not None:
@@ -213,6 +219,11 @@ def tensors_of(x: Inputs) -> list[Tensor]:
     return [x] if isinstance(x, Tensor) else x.leaves()
 
 
+def each_once(x: Inputs) -> Tensor | Tree:
+    """The inputs of whole data, each once."""
+    return x.whole if isinstance(x, AtPositions) else x
+
+
 def with_tensors(x: Tensor | Tree, tensors: Sequence[Tensor]) -> Tensor | Tree:
     """The containers of ``x`` with other tensors."""
     return tensors[0] if isinstance(x, Tensor) else x.with_leaves(tensors)
@@ -288,8 +299,7 @@ def _made(like: Any, parts: Any) -> Any:
 
 def check_integers(x: Inputs) -> None:
     """Refuse integers that a packed tree would round."""
-    if isinstance(x, AtPositions):
-        x = x.whole
+    x = each_once(x)
     for name, part in [] if isinstance(x, Tensor) else x.named():
         if part.dtype in (torch.int64, torch.uint64) and bool(
             (part.abs() > _LARGEST_INTEGER).any()

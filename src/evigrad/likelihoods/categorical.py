@@ -39,7 +39,7 @@ class Categorical(Likelihood):
         """The label of no target, where it is not the usual one."""
         return "" if self.ignore_index == -100 else f"ignore_index={self.ignore_index}"
 
-    def counted(self, y: Tensor) -> Bool[Tensor, " m"] | None:
+    def counted(self, y: Tensor) -> Bool[Tensor, "..."]:
         """All labels but ``ignore_index``; see ``Likelihood.counted``."""
         return y != self.ignore_index
 

@@ -76,7 +76,7 @@ class Weighted(Likelihood):
         """See ``Likelihood.weights``."""
         return self._parts(y)[1]
 
-    def counted(self, y: Tensor) -> Bool[Tensor, " m"]:
+    def counted(self, y: Tensor) -> Bool[Tensor, "..."]:
         """Targets of positive weight that the other likelihood counts."""
         targets, weights = self._parts(y)
         counts = self.likelihood.counted(targets)

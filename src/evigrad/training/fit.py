@@ -253,16 +253,17 @@ def _check_data(evidence: Evidence, data: RunData, device: torch.device, count: 
     """Refuse unfit data before the first step; returns the outputs for a few of them."""
     probe, y = data.first(2)
     check_inputs(probe, device)
-    whole = probe_outputs(evidence.model, probe)
-    likelihood = evidence.likelihood
-    f, y = flattened(likelihood, whole, y)
+    f, likelihood = probe_outputs(evidence.model, probe), evidence.likelihood
+    source = by_target(data, likelihood, f.shape[1:])  # which checks targets at positions
+    if source is not data:
+        probe, y = source.first(2)
+        f = probe_outputs(evidence.model, probe)
+    check_targets(likelihood, f.shape, y, f.device)
     log_probabilities(likelihood, f, y)
-    if whole.dim() > 2:
-        by_target(data, likelihood, whole.shape[1:])  # which checks all targets
     for indices in torch.arange(min(count, len(data))).split(count if data.is_held else _AT_ONCE):
         x, y = data.fetch(indices)
         check_inputs(x, device)
-        if whole.dim() == 2:
+        if source is data:
             check_targets(likelihood, (len(x), f.shape[1]), y, f.device)
     return f
 
