@@ -128,6 +128,102 @@ def test_prior_learning(monkeypatch, tmp_path, capsys):
     assert "| map-none |" in table and "| – |" in table
 
 
+def short_rivals(monkeypatch):
+    """The script with few data and epochs, and its small set of digits."""
+    script = load_script("rivals", monkeypatch)
+    data = script.load("digits", subset=60).with_test_subset(50)
+    monkeypatch.setattr(script, "load", lambda *_, **__: data)
+    monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=2, eval_every=0, burn_in=1))
+    monkeypatch.setattr(script, "DECAYS", (1e-3, 10.0))
+    monkeypatch.setattr(script, "TRIALS", {"tpe-12": 2, "tpe-36": 3})
+    return script
+
+
+def test_rivals(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    script = short_rivals(monkeypatch)
+    rows = ["map-5e-4", "grid", "grid-5fold", "temperature", "early stopping", "ensemble-3"]
+    rows += ["default"]
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- rivals digits -->\nold\n<!-- end rivals digits -->\nb\n")
+    common = ["--sets", "digits", "--results", str(tmp_path), "--pages", str(page)]
+    common += ["--threads", str(torch.get_num_threads())]
+    script.main([*common, "--seeds", "0", "--rows", *rows])
+    path = tmp_path / "rivals_digits.csv"
+    runs = runs_of(path)
+    assert list(runs) == [(row, 0) for row in rows]
+    for (row, _), run in runs.items():
+        assert float(run["log_likelihood"]) < 0 and 0 <= float(run["ece"]) <= 1
+        assert (run["num_data"], run["epochs"]) == ("88", "2")
+        if row.startswith("grid"):
+            seconds, values = zip(*json.loads(run["trace"]), strict=True)
+            assert len(seconds) == 3 and list(seconds) == sorted(seconds)
+            assert (seconds[-1], values[-1]) == (
+                float(run["seconds"]),
+                float(run["log_likelihood"]),
+            )
+    text = page.read_text()
+    assert "\nold\n" not in text and text.count("\n| ") == len(rows) + 1
+    assert (tmp_path / "images" / "rivals.png").stat().st_size > 1000
+    assert "digits: 7 rows, about" in capsys.readouterr().out
+    # What is there is not run again.
+    whole = path.read_text()
+    script.main([*common, "--seeds", "0", "--rows", *rows])
+    assert path.read_text() == whole
+    with pytest.raises(SystemExit, match="no runs"):
+        script.main(["--results", str(tmp_path / "none"), "--table"])
+
+
+def test_rivals_on_a_table(monkeypatch, tmp_path, capsys):
+    script = short_rivals(monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 3, generator=generator)
+    y = x[:, :1] + 0.1 * torch.randn(60, 1, generator=generator)
+    data = script.DataSet(
+        "line", (x[:40], y[:40]), (x[40:], y[40:]), 1, (3,), "gaussian", (), x[0], x[0]
+    )
+    monkeypatch.setattr(script, "load", lambda *_, **__: data)
+    rows = ["early stopping", "grid", "map-noise", "default"]
+    threads = str(torch.get_num_threads())
+    common = ["--sets", "yacht", "--results", str(tmp_path), "--threads", threads]
+    script.main([*common, "--seeds", "0", "--rows", *rows])
+    runs = runs_of(tmp_path / "rivals_yacht.csv")
+    assert list(runs) == [(row, 0) for row in rows]
+    assert all(float(run["rmse"]) > 0 and run["accuracy"] == "" for run in runs.values())
+    assert float(runs["grid", 0]["noise"]) in script.TABLE_NOISES
+    assert "| yacht | map-noise |" in capsys.readouterr().out
+
+
+def test_metrics_of_rivals(monkeypatch):
+    script = load_script("rivals", monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    f = torch.randn(4000, 3, generator=generator)
+    y = torch.multinomial(f.softmax(1), 1, generator=generator).squeeze(1)
+    right, far = script.metrics(f, y), script.metrics(3 * f, y)
+    assert right["ece"] < 0.03 < 0.1 < far["ece"]
+    assert (
+        far["log_likelihood"] < right["log_likelihood"] == pytest.approx(right["scaled"], abs=2e-3)
+    )
+    assert far["scaled"] == pytest.approx(right["scaled"], abs=1e-6)
+    assert script.best_scale(3 * f, y) == pytest.approx(1 / 3, rel=0.1)
+
+
+@pytest.mark.filterwarnings("ignore")  # of other packages
+@pytest.mark.parametrize("row, package", [("tpe-12", "optuna"), ("laplace-torch", "laplace")])
+def test_rivals_of_other_packages(monkeypatch, tmp_path, capsys, row, package):
+    script = short_rivals(monkeypatch)
+    common = ["--sets", "digits", "--results", str(tmp_path), "--seeds", "0", "--rows", row]
+    monkeypatch.setattr(script, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit, match=f"{row} needs {package}"):
+        script.main(common)
+    pytest.importorskip(package)
+    monkeypatch.undo()
+    script = short_rivals(monkeypatch)
+    script.main([*common, "--threads", str(torch.get_num_threads())])
+    found = [name for name, _ in runs_of(tmp_path / "rivals_digits.csv")]
+    assert found == (["tpe-12", "tpe-36"] if row == "tpe-12" else [row])
+
+
 def test_posterior(monkeypatch, tmp_path, capsys):
     script = load_script("posterior", monkeypatch)
     short = {"estimator": "map", "precision": 1.0, "schedule": Schedule(epochs=1)}

@@ -1,0 +1,752 @@
+"""Does learning the decay beat what people really use, at equal time? Rivals of one run by ``fit``.
+
+All ways train the same network from the same initial weights by the same optimiser, schedule of
+the learning rate, epochs and batches: those of ``evigrad.fit``'s defaults for the number of data.
+They differ in how the weight decay is chosen (with N data a decay is a precision of decay · N).
+Grids, ranges and settings are below, fixed beforehand. A fifth held out is drawn by the seed. The
+test set is only evaluated, outside of the clock.
+
+Classification: scikit-learn's ``digits`` (each seed a random 80/20 split, digitsnet), ``mnist``
+(1000 digits drawn by the seed, MiniNet, 10,000 test digits) and ``cifar10`` (1000 images, LeNet,
+10,000 test images):
+
+* ``map-5e-4``: the usual decay;
+* ``grid``: one decay for all weights, the best of seven by the log likelihood of a fifth held out,
+  then trained again on all data; ``grid-5fold``: the same by five folds;
+* ``tpe-12``, ``tpe-36``: Optuna's TPE over log decays of each parameter tensor, 1e-5 to 1e-1, by a
+  fifth held out, then trained again on all data; the first 12 trials of the study, and all 36;
+* ``temperature``: the usual decay on four fifths, one temperature of the logits fitted to the rest;
+* ``early stopping``: no decay, on four fifths, from the best epoch by the log likelihood of the
+  rest;
+* ``ensemble-3``: probabilities averaged over three networks with the usual decay, each of its own
+  initial weights and order of data;
+* ``laplace-torch``: its ``marglik_training``, KFAC, layerwise precisions from 1 on, after 10 epochs
+  every 5 epochs 10 steps;
+* ``kfac-400-1``: ``fit`` with the paper's estimator; ``default``: ``fit`` with its defaults.
+
+Regression: UCI's tables, each seed a split of its own, two hidden layers of 50, features and target
+standardised; log likelihoods are those of the standardised target:
+
+* ``early stopping``: that of ``tables.py``: a tenth held out, Adam at a constant rate, patience;
+* ``grid``: 5 decays × 5 noises by a fifth held out, then trained again on all data;
+* ``laplace-torch``: as above, the noise learned too;
+* ``map-noise``: the usual decay, the noise learned on the training loss; ``default``: ``fit``.
+
+``log_likelihood`` is that of the plug-in network, nats per datum; ``scaled`` the same after the
+best scale of the logits, fitted to one half of the test set and evaluated on the other, and the
+other way round: a diagnostic of the network's confidence that nothing is chosen by. ``ece`` is the
+expected calibration error with 15 bins. ``seconds`` are process time of all that a way needed, its
+searches included. ``trace`` has, after each trial of a search, these seconds and the test log
+likelihood of the best trial so far by held-out data, and at last that of the network trained on all
+data.
+
+Every run is kept as it ends, one CSV file for each set: the script goes on where it was stopped.
+``default`` is what the defaults were at that time: remove its lines to run it anew. TPE and
+laplace-torch need their packages beside evigrad: optuna; laplace-torch==0.3 and asdl.
+
+    python benchmarks/rivals.py --sets digits --seeds 0 1 2 3 4 5 6 7 8 9
+    python benchmarks/rivals.py --sets mnist cifar10 --data-dir DIR --results docs/results
+    python benchmarks/rivals.py --results docs/results --table --pages docs/rivals.md
+"""
+
+import argparse
+import copy
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from learning import Result, Results
+from measure import insert, mean_and_error, summaries, with_error
+from prior_learning import DECAYS, NO_DECAY, VALIDATION
+from scipy.optimize import minimize_scalar
+from sklearn.model_selection import StratifiedKFold
+from tables import UCI, stop_early
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+import evigrad
+from evigrad import Optimization, Schedule
+from evigrad.data import DataSet, load
+from evigrad.data.dataset import Scaling, stratified_split
+from evigrad.likelihoods import Categorical, Gaussian
+from evigrad.models import make_model
+from evigrad.priors import GaussianPrior
+
+USUAL = 5e-4
+SCHEDULE = Schedule(eval_every=0)  # fit's defaults; evaluations would only cost time
+FOLDS = 5
+TRIALS = {"tpe-12": 12, "tpe-36": 36}
+LOWEST, HIGHEST = 1e-5, 1e-1  # decays that TPE draws from
+MEMBERS = 3
+OTHER_MEMBER = 1000  # added to the seed for the next network of an ensemble
+LAPLACE = {"n_epochs_burnin": 10, "marglik_frequency": 5, "n_hypersteps": 10}
+TABLE_DECAYS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+TABLE_NOISES = (0.02, 0.05, 0.125, 0.32, 0.8)
+BINS = 15
+AT_ONCE = 1000
+
+# The network and its settings, the number of training data drawn, and the default seeds.
+IMAGES: dict[str, tuple[str, int | None, range]] = {
+    "digits": ("digitsnet", None, range(10)),
+    "mnist": ("mininet", 1000, range(3)),
+    "cifar10": ("lenet", 1000, range(3)),
+}
+HIDDEN = (50, 50)
+FEW_SPLITS = ("power", "naval")  # many data: five splits instead of twenty
+SEEDS = {name: seeds for name, (_, _, seeds) in IMAGES.items()} | {
+    name: range(5 if name in FEW_SPLITS else 20) for name in UCI
+}
+METRICS = ("log_likelihood", "accuracy", "rmse", "ece", "scaled")
+SETTINGS = ("decay", "noise", "temperature")
+COLUMNS = ("row", "seed", *METRICS, "seconds", *SETTINGS, "trace", "num_data", "epochs", "threads")
+# What no other way needs, and what to install.
+EXTRAS = {
+    "tpe-12": ("optuna", "optuna"),
+    "tpe-36": ("optuna", "optuna"),
+    "laplace-torch": ("laplace", "laplace-torch==0.3 asdl"),
+}
+# Trainings of a way, in those of ``map-5e-4``; of those that learn precisions, about.
+COSTS = {
+    "grid": len(DECAYS) + 1,
+    "grid-5fold": FOLDS * len(DECAYS) + 1,
+    "tpe-12": TRIALS["tpe-12"] + 1,
+    "tpe-36": TRIALS["tpe-36"] - TRIALS["tpe-12"] + 1,
+    "ensemble-3": MEMBERS,
+    "laplace-torch": 3,
+    "kfac-400-1": 2,
+    "default": 3,
+}
+TIMED = 3  # epochs
+TABLE_COSTS = COSTS | {"grid": len(TABLE_DECAYS) * len(TABLE_NOISES) + 1}
+FIGURE = "images/rivals.png"
+
+Pair = tuple[Tensor, Tensor]
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A split of a data set with its network, and the seed of everything random in training."""
+
+    data: DataSet
+    model: str
+    seed: int
+    options: Settings
+
+    def network(self, seed: int | None = None) -> nn.Module:
+        """The network with the initial weights of a seed."""
+        seed = self.seed if seed is None else seed
+        data = self.data
+        return make_model(self.model, data.input_shape, data.num_outputs, seed, **self.options)
+
+    def held_out(self) -> tuple[Pair, Pair]:
+        """Four fifths of the training data, and the rest."""
+        return self.data.split_validation(VALIDATION, self.seed)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A network that is trained, with the noise of its outputs (None for classes) and decays."""
+
+    model: nn.Module
+    noise: float | None = None
+    decay: Mapping[str, float] | None = None
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """The outputs for any number of inputs."""
+        self.model.eval()
+        with torch.no_grad():
+            return torch.cat([self.model(part) for part in x.split(AT_ONCE)])
+
+    def log_likelihood(self, data: Pair) -> float:
+        """Nats per datum of the plug-in network."""
+        return log_likelihood(self.outputs(data[0]), data[1], self.noise)
+
+
+class Clock:
+    """Process time of what runs within it."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> "Clock":
+        self._start = time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.process_time() - self._start
+
+
+def log_likelihood(f: Tensor, y: Tensor, noise: float | None) -> float:
+    """Mean log likelihood of the outputs, in nats per datum."""
+    likelihood = Categorical() if noise is None else Gaussian(noise, learnable=False)
+    return float(likelihood.log_prob(f.double(), y).mean())
+
+
+def best_scale(f: Tensor, y: Tensor) -> float:
+    """The factor on the logits that maximises the log likelihood."""
+
+    def loss(log_scale: float) -> float:
+        return -log_likelihood(f * math.exp(log_scale), y, None)
+
+    return math.exp(minimize_scalar(loss, bounds=(-5.0, 5.0), method="bounded").x)
+
+
+def cross_fitted(f: Tensor, y: Tensor) -> float:
+    """Log likelihood after the best logit scale of the other half of the data."""
+    halves = [(f[0::2], y[0::2]), (f[1::2], y[1::2])]
+    found = 0.0
+    for own, other in (halves, halves[::-1]):
+        found += len(own[0]) * log_likelihood(own[0] * best_scale(*other), own[1], None)
+    return found / len(f)
+
+
+def calibration_error(f: Tensor, y: Tensor) -> float:
+    """Expected calibration error: confidence against accuracy in bins of equal width."""
+    confidence, predicted = f.double().softmax(1).max(1)
+    bins = (confidence * BINS).long().clamp(max=BINS - 1)
+    gaps = torch.zeros(BINS, dtype=torch.float64)
+    gaps.index_add_(0, bins, (predicted == y).double() - confidence)
+    return float(gaps.abs().sum()) / len(f)
+
+
+def metrics(f: Tensor, y: Tensor, noise: float | None = None) -> Result:
+    """All columns that judge outputs on the test set."""
+    found: Result = {"log_likelihood": log_likelihood(f, y, noise)}
+    if noise is not None:
+        return found | {"rmse": float((f - y).square().mean().sqrt()), "noise": noise}
+    return found | {
+        "accuracy": float((f.argmax(1) == y).double().mean()),
+        "ece": calibration_error(f, y),
+        "scaled": cross_fitted(f, y),
+    }
+
+
+def judged(task: Task, fitted: Fitted) -> Result:
+    """The columns of a network on the test set."""
+    x, y = task.data.test
+    return metrics(fitted.outputs(x), y, fitted.noise)
+
+
+def train(
+    task: Task,
+    part: Pair | None = None,
+    *,
+    decay: float | Mapping[str, float] | None = None,
+    noise: float | None = None,
+    model: nn.Module | None = None,
+    seed: int | None = None,
+    schedule: Schedule | None = None,
+    **options: Any,
+) -> Fitted:
+    """A training by ``fit``: MAP with the decay, one or one for each tensor, where it is given."""
+    part = part or task.data.train
+    likelihood: Any = task.data.likelihood
+    if noise is not None:
+        likelihood = Gaussian(noise, learnable=False)
+    if decay is not None:
+        options |= {"estimator": None, "prior": fixed_prior(decay, len(part[0]))}
+    result = evigrad.fit(
+        model or task.network(seed),
+        part,
+        likelihood=likelihood,
+        seed=task.seed if seed is None else seed,
+        schedule=schedule or SCHEDULE,
+        progress=False,
+        **options,
+    )
+    found = result.evidence.likelihood
+    precisions = result.evidence.prior.precisions()
+    return Fitted(
+        result.model,
+        float(found.log_noise.detach().exp()) if isinstance(found, Gaussian) else None,
+        {name: float(value.detach()) / len(part[0]) for name, value in precisions.items()},
+    )
+
+
+def fixed_prior(decay: float | Mapping[str, float], num_data: int) -> GaussianPrior:
+    """The prior of a weight decay that stays."""
+    if isinstance(decay, Mapping):
+        precision: Any = {name: value * num_data for name, value in decay.items()}
+        return GaussianPrior("layerwise", precision, learnable=False)
+    return GaussianPrior("scalar", decay * num_data, learnable=False)
+
+
+class Search:
+    """Trials of settings on held-out data, and what the best so far would do on the test set.
+
+    Args:
+        task: What is trained.
+        folds: Training and held-out data; a setting's score is the mean over them.
+    """
+
+    def __init__(self, task: Task, folds: Sequence[tuple[Pair, Pair]]) -> None:
+        self.task, self.folds, self.clock = task, folds, Clock()
+        self.best: Settings = {}
+        self.score = self._judged = -math.inf
+        self.trace: list[list[float]] = []
+
+    def trial(self, **settings: Any) -> float:
+        """Return the held-out log likelihood of settings."""
+        with self.clock:
+            networks = [train(self.task, part, **settings) for part, _ in self.folds]
+            pairs = zip(networks, self.folds, strict=True)
+            score = fmean(network.log_likelihood(rest) for network, (_, rest) in pairs)
+        if score > self.score:
+            self.best, self.score = settings, score
+            self._judged = fmean(n.log_likelihood(self.task.data.test) for n in networks)
+        self.trace.append([self.clock.seconds, self._judged])
+        return score
+
+    def finish(self) -> Result:
+        """The columns after a training on all data with the best settings so far."""
+        with Clock() as clock:
+            fitted = train(self.task, **self.best)
+        found = judged(self.task, fitted) | self.best
+        seconds = self.clock.seconds + clock.seconds
+        trace = [*self.trace, [seconds, found["log_likelihood"]]]
+        return found | {"seconds": seconds, "trace": trace}
+
+
+def run_usual(task: Task) -> Result:
+    """MAP with the usual decay."""
+    with Clock() as clock:
+        fitted = train(task, decay=USUAL)
+    return judged(task, fitted) | {"seconds": clock.seconds, "decay": USUAL}
+
+
+def run_learned(task: Task, estimator: str) -> Result:
+    """``fit`` with an estimator, or with its own default."""
+    options = {} if estimator == "default" else {"estimator": estimator}
+    with Clock() as clock:
+        fitted = train(task, **options)
+    return judged(task, fitted) | {"seconds": clock.seconds, "decay": fitted.decay}
+
+
+def run_grid(task: Task) -> Result:
+    """One decay by held-out data; of regression with the noise."""
+    search = Search(task, [task.held_out()])
+    for decay in DECAYS if task.data.is_classification else TABLE_DECAYS:
+        for noise in (None,) if task.data.is_classification else TABLE_NOISES:
+            search.trial(decay=decay, noise=noise)
+    return search.finish()
+
+
+def run_folds(task: Task) -> Result:
+    """One decay by five folds."""
+    x, y = task.data.train
+    splits = StratifiedKFold(FOLDS, shuffle=True, random_state=task.seed).split(x, y)
+    search = Search(task, [((x[a], y[a]), (x[b], y[b])) for a, b in splits])
+    for decay in DECAYS:
+        search.trial(decay=decay)
+    return search.finish()
+
+
+def run_tpe(task: Task) -> dict[str, Result]:
+    """The first trials of a study, and all of them."""
+    import optuna  # pyright: ignore[reportMissingImports]
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    names = [name for name, _ in task.network().named_parameters()]
+    search, found = Search(task, [task.held_out()]), {}
+    with search.clock:
+        sampler = optuna.samplers.TPESampler(seed=task.seed)
+        study = optuna.create_study(direction="maximize", sampler=sampler)
+    for count in range(1, max(TRIALS.values()) + 1):
+        with search.clock:
+            trial = study.ask()
+            decay = {name: trial.suggest_float(name, LOWEST, HIGHEST, log=True) for name in names}
+        score = search.trial(decay=decay)
+        with search.clock:
+            study.tell(trial, score)
+        found |= {row: search.finish() for row, trials in TRIALS.items() if trials == count}
+    return found
+
+
+def run_temperature(task: Task) -> Result:
+    """The usual decay on four fifths, and a temperature by the rest."""
+    part, (x, y) = task.held_out()
+    with Clock() as clock:
+        fitted = train(task, part, decay=USUAL)
+        scale = best_scale(fitted.outputs(x), y)
+    test_x, test_y = task.data.test
+    found = metrics(fitted.outputs(test_x) * scale, test_y)
+    return found | {"seconds": clock.seconds, "decay": USUAL, "temperature": 1 / scale}
+
+
+def run_early(task: Task) -> Result:
+    """No decay, and the weights of the epoch that was best on held-out data."""
+    part, rest = task.held_out()
+    if not task.data.is_classification:
+        with Clock() as clock:
+            found = stop_early(task.network(), task.data.train, task.data.test, task.seed)
+        return {key: found[key] for key in ("log_likelihood", "rmse", "epochs")} | {
+            "seconds": clock.seconds
+        }
+    best, kept = -math.inf, {}
+    model = task.network()
+
+    def keep(_: object) -> None:
+        nonlocal best, kept
+        score = Fitted(model).log_likelihood(rest)
+        if score > best:
+            best, kept = score, copy.deepcopy(model.state_dict())
+
+    with Clock() as clock:
+        fitted = train(task, part, model=model, decay=NO_DECAY, callbacks=[keep])
+        model.load_state_dict(kept)
+    return judged(task, fitted) | {"seconds": clock.seconds, "decay": 0.0}
+
+
+def run_ensemble(task: Task) -> Result:
+    """Mean probabilities of several networks with the usual decay."""
+    with Clock() as clock:
+        seeds = [task.seed + OTHER_MEMBER * member for member in range(MEMBERS)]
+        networks = [train(task, decay=USUAL, seed=seed) for seed in seeds]
+    x, y = task.data.test
+    each = torch.stack([network.outputs(x).double().log_softmax(1) for network in networks])
+    found = metrics(each.logsumexp(0) - math.log(MEMBERS), y)
+    return found | {"seconds": clock.seconds, "decay": USUAL}
+
+
+class Batches(Sampler[Tensor]):
+    """Batches of nearly one size in a new order in each epoch, as those of ``fit``."""
+
+    def __init__(self, num_data: int, batch_size: int, seed: int) -> None:
+        self._num_data, self._count = num_data, -(-num_data // batch_size)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        order = torch.randperm(self._num_data, generator=self._generator)
+        return iter(order.tensor_split(self._count))
+
+
+def run_laplace(task: Task) -> Result:
+    """The training of laplace-torch, which keeps the weights with the best log evidence."""
+    from laplace import marglik_training  # pyright: ignore[reportMissingImports]
+
+    data, model = task.data, task.network()
+    x, y = data.train
+    planned = SCHEDULE.for_data(len(x), data.is_classification)
+    rates = Optimization().for_data(data.is_classification)
+    batches = Batches(len(x), planned.batch_size, task.seed)
+    steps = planned.epochs * len(batches)
+    with Clock() as clock, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        laplace, model, _, _ = marglik_training(
+            model,
+            DataLoader(TensorDataset(x, y), sampler=batches, batch_size=None),
+            likelihood="classification" if data.is_classification else "regression",
+            hessian_structure="kron",
+            optimizer_kwargs={"lr": rates.lr},
+            scheduler_cls=torch.optim.lr_scheduler.CosineAnnealingLR,
+            scheduler_kwargs={"T_max": steps, "eta_min": rates.lr_min},
+            n_epochs=planned.epochs,
+            prior_structure="layerwise",
+            **LAPLACE,
+        )
+    names = [name for name, _ in model.named_parameters()]
+    precisions = laplace.prior_precision.detach().tolist()
+    decay = {name: value / len(x) for name, value in zip(names, precisions, strict=True)}
+    noise = None if data.is_classification else float(laplace.sigma_noise)
+    return judged(task, Fitted(model, noise)) | {"seconds": clock.seconds, "decay": decay}
+
+
+# Each makes the columns of a row; that of tpe makes two rows.
+WAYS: dict[str, Callable[[Task], Any]] = {
+    "map-5e-4": run_usual,
+    "grid": run_grid,
+    "grid-5fold": run_folds,
+    "tpe-12": run_tpe,
+    "tpe-36": run_tpe,
+    "temperature": run_temperature,
+    "early stopping": run_early,
+    "ensemble-3": run_ensemble,
+    "laplace-torch": run_laplace,
+    "kfac-400-1": partial(run_learned, estimator="kfac-400-1"),
+    "default": partial(run_learned, estimator="default"),
+}
+TABLE_WAYS: dict[str, Callable[[Task], Any]] = {
+    "early stopping": run_early,
+    "grid": run_grid,
+    "laplace-torch": run_laplace,
+    "map-noise": partial(run_learned, estimator="map-noise"),
+    "default": partial(run_learned, estimator="default"),
+}
+# The ways that others are compared with, split by split.
+REFERENCES = ("map-5e-4", "default")
+TABLE_REFERENCES = ("early stopping", "default")
+
+
+def random_split(data: DataSet, seed: int) -> DataSet:
+    """Another 80/20 split of all images of a set, standardised by its training part."""
+    (x, y), (test_x, test_y) = data.train, data.test
+    x, y = torch.cat([x, test_x]), torch.cat([y, test_y])
+    train, test = map(torch.from_numpy, stratified_split(y.numpy(), VALIDATION, seed))
+    scale = Scaling.of(x[train].flatten())  # one channel
+    return replace(data, train=(scale(x[train]), y[train]), test=(scale(x[test]), y[test]))
+
+
+@lru_cache(maxsize=1)
+def read(name: str, seed: int, data_dir: str | None) -> DataSet:
+    """The data of a seed."""
+    if name in UCI:
+        return load(f"uci/{name}", data_dir, seed=seed)
+    data = load(name, data_dir, subset=IMAGES[name][1], seed=seed)
+    return random_split(data, seed) if name == "digits" else data
+
+
+def make_task(name: str, seed: int, data_dir: str | None) -> Task:
+    """The split of a seed with its network."""
+    data = read(name, seed, data_dir)
+    if name in UCI:
+        return Task(data, "mlp", seed, {"hidden": HIDDEN})
+    return Task(data, IMAGES[name][0], seed, {})
+
+
+def ways_of(name: str) -> dict[str, Callable[[Task], Any]]:
+    """The rows of a set."""
+    return TABLE_WAYS if name in UCI else WAYS
+
+
+def run_way(task: Task, row: str) -> dict[str, Result]:
+    """The complete rows that a way makes."""
+    ways = TABLE_WAYS if not task.data.is_classification else WAYS
+    found = ways[row](task)
+    num_data = len(task.data.train[0])
+    common = {
+        "seed": task.seed,
+        "num_data": num_data,
+        "epochs": SCHEDULE.for_data(num_data, task.data.is_classification).epochs,
+        "threads": torch.get_num_threads(),
+    }
+    return {
+        name: dict.fromkeys(COLUMNS) | {"row": name} | common | columns
+        for name, columns in (found if row in TRIALS else {row: found}).items()
+    }
+
+
+def missing_runs(given: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
+    """Set, seed and row of what has not ended, in the order in which it is run."""
+    for name in given.sets:
+        results = Results(path_of(given.results, name), COLUMNS)
+        for seed in SEEDS[name] if given.seeds is None else given.seeds:
+            for row in ways_of(name):
+                if (given.rows is None or row in given.rows) and not results.has(row, seed):
+                    yield name, seed, row
+
+
+def estimated(name: str, rows: Sequence[str], data_dir: str | None) -> float:
+    """Seconds of some rows, from a few epochs of a MAP training and ``COSTS``."""
+    task = make_task(name, 0, data_dir)
+    planned = SCHEDULE.for_data(len(task.data.train[0]), task.data.is_classification)
+    short = partial(train, task, decay=USUAL, schedule=replace(SCHEDULE, epochs=TIMED))
+    short()  # the first passes of a process take longer
+    with Clock() as clock:
+        short()
+    costs = TABLE_COSTS if name in UCI else COSTS
+    one = clock.seconds / TIMED * planned.epochs
+    return one * sum(costs.get(row, 1) for row in rows)
+
+
+def path_of(results: Path, name: str) -> Path:
+    """The file of a set's runs."""
+    return results / f"rivals_{name}.csv"
+
+
+def likelihoods_of(runs: list[Result], name: str) -> dict[int, float]:
+    """The test log likelihood of a way by seed."""
+    return {run["seed"]: run["log_likelihood"] for run in runs if run["row"] == name}
+
+
+def difference(runs: list[Result], row: str, reference: str) -> str:
+    """How far a row is ahead in test log likelihood, over the seeds that both have."""
+    own, other = likelihoods_of(runs, row), likelihoods_of(runs, reference)
+    shared = sorted(own.keys() & other.keys())
+    if row == reference or not shared:
+        return "–"
+    ahead, error = mean_and_error([own[seed] - other[seed] for seed in shared])
+    return f"{'+' if ahead >= 0 else ''}{with_error(ahead, error, 3)}"
+
+
+def table_of(name: str, runs: list[Result]) -> list[str]:
+    """Lines of the means over the seeds, a row for each way."""
+    table = name in UCI
+    references = TABLE_REFERENCES if table else REFERENCES
+    rows = summaries(runs, list(ways_of(name)), ("seconds", *METRICS))
+    baseline = next((r["seconds"] for r in rows if r["row"] == references[0]), math.nan)
+    lines = []
+    for r in rows:
+
+        def cell(key: str, digits: int, factor: float = 1.0, r: Result = r) -> str:
+            return with_error(factor * r[key], factor * r[f"{key}_error"], digits)
+
+        judged = [cell("rmse", 3)]
+        if not table:
+            judged = [cell("accuracy", 1, 100), cell("ece", 3), cell("scaled", 3)]
+        cells = [
+            *([name] if table else []),
+            r["row"],
+            cell("log_likelihood", 3),
+            *(difference(runs, r["row"], reference) for reference in references),
+            *judged,
+            f"{r['seconds']:.0f}",
+            "–" if math.isnan(baseline) else f"{r['seconds'] / baseline:.1f}",
+            str(r["seeds"]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def head_of(table: bool) -> list[str]:
+    """The head of a table of images, or of those of UCI."""
+    references = TABLE_REFERENCES if table else REFERENCES
+    judged = ["RMSE"] if table else ["accuracy, %", "calibration error", "at the best scale"]
+    cells = [
+        *(["table"] if table else []),
+        "",
+        "test log likelihood",
+        *(f"ahead of {reference}" for reference in references),
+        *judged,
+        "seconds",
+        f"× {references[0]}",
+        "seeds",
+    ]
+    return [f"| {' | '.join(cells)} |", "|" + "---|" * len(cells)]
+
+
+def draw(found: Mapping[str, list[Result]], path: Path) -> None:
+    """Test log likelihood over seconds: lines for searches, points for what each way ends with.
+
+    Both are differences to the first of the references, seed by seed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    columns = min(3, len(found))
+    height = -(-len(found) // columns)
+    figure, axes = pyplot.subplots(
+        height, columns, figsize=(4.6 * columns, 3.4 * height + 0.8), squeeze=False
+    )
+    every = list(dict.fromkeys([*WAYS, *TABLE_WAYS]))
+    handles: dict[str, Any] = {}
+    for axis in axes.flat[len(found) :]:
+        axis.set_axis_off()
+    for axis, (name, runs) in zip(axes.flat, found.items(), strict=False):
+        reference = (TABLE_REFERENCES if name in UCI else REFERENCES)[0]
+        levels = likelihoods_of(runs, reference)
+        ends = [0.0]
+        for row in ways_of(name):
+            own = [run for run in runs if run["row"] == row and run["seed"] in levels]
+            if not own:
+                continue
+            colour = "black" if row == "default" else f"C{every.index(row)}"
+            values = [run["log_likelihood"] - levels[run["seed"]] for run in own]
+            mean, error = mean_and_error(values)
+            error = 0.0 if math.isnan(error) else error
+            seconds = fmean(run["seconds"] for run in own)
+            style = {"color": colour, "marker": "*" if row == "default" else "o"}
+            handles[row] = axis.errorbar(seconds, mean, error, linestyle="", **style)
+            ends += [mean - error, mean + error]
+            if own[0]["trace"] and row != "tpe-12":  # whose trials are the first of tpe-36
+                traces = torch.tensor([run["trace"] for run in own], dtype=torch.float64)
+                traces[:, :, 1] -= torch.tensor([levels[run["seed"]] for run in own])[:, None]
+                axis.plot(*traces.mean(0).T.tolist(), color=colour, linewidth=1.2)
+        margin = 0.1 * (max(ends) - min(ends)) or 0.01
+        axis.set_ylim(min(ends) - margin, max(ends) + margin)
+        axis.axhline(0.0, color="grey", linewidth=0.6)
+        axis.set_xscale("log")
+        axis.set_title(name, fontsize=10)
+        axis.set_xlabel("seconds of process time", fontsize=9)
+        axis.set_ylabel(f"test log likelihood − that of {reference}", fontsize=8)
+        axis.tick_params(labelsize=8)
+    figure.legend(
+        handles.values(), handles, loc="lower center", ncols=2 * columns, fontsize=8, frameon=False
+    )
+    lines = -(-len(handles) // (2 * columns))
+    figure.tight_layout(rect=(0, (0.1 + 0.2 * lines) / figure.get_figheight(), 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
+
+
+def show(given: argparse.Namespace) -> None:
+    """Print the tables of what is there, and put them with the curves into the pages."""
+    found = {name: Results(path_of(given.results, name), COLUMNS).read() for name in SEEDS}
+    found = {name: runs for name, runs in found.items() if runs}
+    if not found:
+        raise SystemExit(f"There are no runs in {given.results}.")
+    tables = {
+        f"rivals {name}": "\n".join([*head_of(False), *table_of(name, runs)])
+        for name, runs in found.items()
+        if name not in UCI
+    }
+    lines = [line for name in UCI if name in found for line in table_of(name, found[name])]
+    if lines:
+        tables["rivals uci"] = "\n".join([*head_of(True), *lines])
+    for marker, table in tables.items():
+        print(f"{marker}\n{table}\n")
+        for page in given.pages:
+            insert(page, marker, table)
+    for page in given.pages:
+        draw(found, page.parent / FIGURE)
+
+
+def check_extras(rows: Sequence[str]) -> None:
+    """Refuse rows whose package is not installed."""
+    for row in rows:
+        module, package = EXTRAS.get(row, ("", ""))
+        if module and find_spec(module) is None:
+            raise SystemExit(f"{row} needs {package}: pip install it, or name other --rows.")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what is missing, then print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    rows = list(dict.fromkeys([*WAYS, *TABLE_WAYS]))
+    parser.add_argument("--sets", nargs="+", choices=list(SEEDS), default=list(SEEDS))
+    parser.add_argument("--rows", nargs="+", choices=rows, default=None)
+    parser.add_argument("--seeds", type=int, nargs="+", default=None)
+    parser.add_argument("--data-dir", default=None, help="folder with NAME_train.parquet files")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--results", type=Path, default=Path("results"))
+    parser.add_argument("--pages", type=Path, nargs="*", default=[])
+    parser.add_argument("--table", action="store_true", help="only show what is there")
+    parser.add_argument("--estimate", action="store_true", help="only print what it would cost")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(given.threads)
+    if not given.table:
+        left = list(missing_runs(given))
+        check_extras([row for _, _, row in left])
+        for name in dict.fromkeys(name for name, _, _ in left):
+            rows = [row for other, _, row in left if other == name]
+            seconds = estimated(name, rows, given.data_dir)
+            print(f"{name}: {len(rows)} rows, about {seconds / 60:.0f} minutes", flush=True)
+        if given.estimate:
+            return
+        for name, seed, row in left:
+            results = Results(path_of(given.results, name), COLUMNS)
+            if results.has(row, seed):  # a study makes two rows
+                continue
+            for run in run_way(make_task(name, seed, given.data_dir), row).values():
+                results.add(run)
+                print({key: run[key] for key in ("row", "seed", *METRICS, "seconds")}, flush=True)
+    show(given)
+
+
+if __name__ == "__main__":
+    main()
