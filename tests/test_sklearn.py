@@ -1,0 +1,335 @@
+"""Estimators of scikit-learn: its contract, and what they learn from tables."""
+
+import copy
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import evigrad
+from evigrad.data import Scaling
+from evigrad.invariances import InputScale
+from evigrad.likelihoods import Gaussian
+from evigrad.models import make_model
+from evigrad.priors import GaussianPrior
+
+pytest.importorskip("sklearn")
+pandas = pytest.importorskip("pandas")
+
+from sklearn.base import clone  # noqa: E402
+from sklearn.datasets import load_iris, make_friedman1  # noqa: E402
+from sklearn.exceptions import NotFittedError  # noqa: E402
+from sklearn.impute import SimpleImputer  # noqa: E402
+from sklearn.model_selection import GridSearchCV, cross_val_score  # noqa: E402
+from sklearn.pipeline import make_pipeline  # noqa: E402
+from sklearn.utils.estimator_checks import parametrize_with_checks  # noqa: E402
+
+from evigrad.errors import ConfigurationError, InputError  # noqa: E402
+from evigrad.sklearn import EvidenceClassifier, EvidenceRegressor  # noqa: E402
+
+# As short as it can be: what is learned is not the point.
+SHORT: dict[str, Any] = {
+    "hidden_layer_sizes": (8,),
+    "epochs": 6,
+    "learning_rate": 0.05,
+    "settings": {"burn_in": 1, "every": 3, "steps": 1},
+    "random_state": 0,
+}
+NOISE = 100.0
+
+
+@parametrize_with_checks([EvidenceRegressor(**SHORT), EvidenceClassifier(**SHORT)])
+def test_the_contract_of_scikit_learn(estimator: Any, check: Any) -> None:
+    check(estimator)
+
+
+def table(n: int = 60, seed: int = 0) -> tuple[Any, np.ndarray]:
+    """A frame of two columns of numbers, one of words, which matters most, and a category."""
+    draw = np.random.RandomState(seed)
+    words = draw.choice(["low", "middle", "high"], n)
+    frame = pandas.DataFrame(
+        {
+            "length": draw.randn(n),
+            "count": draw.randint(0, 9, n),
+            "word": words,
+            "kind": pandas.Categorical(draw.choice(["a", "b"], n), categories=["a", "b", "c"]),
+        }
+    )
+    level = frame["word"].map({"low": 0.0, "middle": 10.0, "high": 50.0}).to_numpy()
+    return frame, level + 5.0 * frame["length"].to_numpy() + 0.5 * draw.randn(n)
+
+
+# ---------------------------------------------------------------- what is learned
+
+
+def made(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Friedman's table: five of ten columns matter; the targets are hundreds."""
+    X, y = make_friedman1(rows, 10, noise=1.0, random_state=seed)
+    return X, NOISE * y
+
+
+@pytest.fixture(scope="module")
+def trained() -> EvidenceRegressor:
+    settings = {"burn_in": 100, "every": 20}
+    estimator = EvidenceRegressor((32, 32), epochs=300, settings=settings, random_state=0)
+    return estimator.fit(*made(250, 0))
+
+
+def test_relevance_finds_the_columns_that_matter(trained: EvidenceRegressor) -> None:
+    relevance = trained.relevance_
+    assert relevance.shape == (10,) and relevance.max() == 1.0
+    assert relevance[:5].min() > 2.0 * relevance[5:].max()
+
+
+def test_the_noise_is_that_of_the_targets(trained: EvidenceRegressor) -> None:
+    assert trained.noise_ == pytest.approx(NOISE, rel=0.2)
+
+
+def test_intervals_hold_what_they_say_or_somewhat_more(trained: EvidenceRegressor) -> None:
+    X, y = made(1000, 1)
+    mean, std = trained.predict(X, return_std=True)
+    np.testing.assert_allclose(mean, trained.predict(X))
+    assert (std > trained.noise_).all()
+    assert 0.63 < np.mean(abs(y - mean) < std) < 0.83
+    assert 0.93 < np.mean(abs(y - mean) < 1.96 * std) < 0.995
+
+
+# ---------------------------------------------------------------- what it computes
+
+
+def test_a_regressor_is_a_fit_of_the_standardised_table() -> None:
+    X, y = made(50, 2)
+    found = EvidenceRegressor(**SHORT).fit(X, y)
+
+    order = np.lexsort([*X.T, y])
+    x, targets = torch.tensor(X[order]), torch.tensor(y[order])[:, None]
+    inputs, outputs = Scaling.of(x), Scaling.of(targets)
+    network = make_model("mlp", (10,), 1, seed=0, hidden=[8]).double()
+    model = nn.Sequential(InputScale(10).double(), network)
+    result = evigrad.fit(
+        model,
+        (inputs(x), outputs(targets)),
+        likelihood=Gaussian(),
+        hyperparameters=["0"],
+        schedule=evigrad.Schedule(epochs=6, burn_in=1, every=3, steps=1),
+        optimization=evigrad.Optimization(lr=0.05, hyper_lr=0.1, hyper_lr_min=0.01),
+        progress=False,
+    )
+    evidence, pair = result.evidence, (inputs(x), outputs(targets))
+    unit = float(outputs.std)
+    np.testing.assert_allclose(found.predict(X[order]), outputs.undo(model(pair[0]))[:, 0].detach())
+    predictive = evidence.posterior(pair)(pair[0])
+    _, std = found.predict(X[order], return_std=True)
+    np.testing.assert_allclose(std, unit * predictive.std[:, 0], rtol=1e-6)
+    block = next(iter(evidence.blocks(pair)))  # of all rows
+    exact = evidence.estimate(block).log_evidence - 50 * np.log(unit)
+    assert found.log_evidence_ == pytest.approx(exact)
+    learned = {name: value.detach() for name, value in evidence.hyperparameters().items()}
+    assert found.noise_ == pytest.approx(unit * float(learned["likelihood.log_noise"].exp()))
+    scales = learned["model.0.log_scale"].exp()
+    np.testing.assert_allclose(found.relevance_, scales / scales.max())
+
+
+def test_units_change_units_alone() -> None:
+    X, y = made(40, 3)
+    one, other = (EvidenceRegressor(**SHORT).fit(X, each) for each in (y, 8.0 * y + 5.0))
+    mean, std = one.predict(X, return_std=True)
+    other_mean, other_std = other.predict(X, return_std=True)
+    np.testing.assert_allclose(other_mean, 8.0 * mean + 5.0, rtol=1e-6)
+    np.testing.assert_allclose(other_std, 8.0 * std, rtol=1e-6)
+    assert other.noise_ == pytest.approx(8.0 * one.noise_)
+    assert other.log_evidence_ == pytest.approx(one.log_evidence_ - 40 * np.log(8.0))
+
+
+def test_the_order_of_the_rows_does_not_matter() -> None:
+    X, y = table()
+    order = np.random.RandomState(1).permutation(len(X))
+    one = EvidenceRegressor(**SHORT).fit(X, y)
+    other = EvidenceRegressor(**SHORT).fit(X.iloc[order], y[order])
+    np.testing.assert_array_equal(one.predict(X), other.predict(X))
+
+
+def test_weights_that_are_no_whole_numbers() -> None:
+    """Of two values at each place the weighted mean is fitted, and the noise is that about it."""
+    X = np.repeat(np.linspace(-1, 1, 40), 2)[:, None]
+    y = np.tile([0.0, 4.0], 40)
+    weights = np.tile([1.5, 0.5], 40)
+    settings = {"every": 20, "steps": 5}
+    linear = EvidenceRegressor(
+        (), epochs=200, learning_rate=0.05, settings=settings, random_state=0
+    )
+    fitted = linear.fit(X, y, sample_weight=weights)
+    np.testing.assert_allclose(fitted.predict(X), 1.0, atol=0.1)
+    assert fitted.noise_ == pytest.approx(np.sqrt(3.0), rel=0.1)
+
+
+def test_several_targets() -> None:
+    X, y = made(40, 4)
+    both = np.stack([y, 1e-3 * X[:, 0]], axis=1)
+    fitted = EvidenceRegressor(**SHORT).fit(X, both)
+    mean, std = fitted.predict(X, return_std=True)
+    first, second = np.asarray(fitted.noise_)
+    assert mean.shape == std.shape == (40, 2) and first > 1e4 * second
+    assert EvidenceRegressor(**SHORT).fit(X, both[:, :1]).predict(X).shape == (40, 1)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def test_frames_with_categories_in_a_pipeline() -> None:
+    X, y = table(150)
+    X.loc[::10, "length"] = np.nan
+    numbers = ["length", "count"]
+    from sklearn.compose import make_column_transformer
+
+    filled = make_column_transformer(
+        (SimpleImputer(), numbers), remainder="passthrough", verbose_feature_names_out=False
+    ).set_output(transform="pandas")
+    few = {"burn_in": 20, "every": 10, "steps": 3}
+    regressor = EvidenceRegressor(
+        (16,), epochs=60, learning_rate=0.03, settings=few, random_state=0
+    )
+    pipeline = make_pipeline(filled, regressor)
+    assert cross_val_score(pipeline, X, y, cv=2).min() > 0.95
+    fitted: Any = pipeline.fit(X, y)[-1]
+    assert list(fitted.feature_names_in_) == ["length", "count", "word", "kind"]
+    assert fitted.inputs(filled.fit_transform(X)).shape == (150, 2 + 3 + 3)
+    assert fitted.relevance_.argmax() == 2
+
+
+def test_unknown_and_missing_categories() -> None:
+    X, y = table()
+    strict = EvidenceRegressor(**SHORT).fit(X, y)
+    strange = X.assign(word="unheard")
+    with pytest.raises(InputError, match="Column 'word' holds 'unheard'.*were 'high', 'low', 'mid"):
+        strict.predict(strange)
+    with pytest.raises(InputError, match="Column 'word' lacks values"):
+        strict.predict(X.assign(word=None))
+    strict.predict(X.assign(kind="c"))  # declared, though the training table has none
+    tolerant = EvidenceRegressor(**SHORT, handle_unknown="ignore").fit(X, y)
+    np.testing.assert_array_equal(tolerant.inputs(strange)[:, 2:5], 0.0)
+    np.testing.assert_array_equal(tolerant.predict(X), strict.predict(X))
+    X.loc[:4, "word"] = None
+    of_their_own = EvidenceRegressor(**SHORT).fit(X, y)
+    assert of_their_own.inputs(X)[:6, 2:6].tolist()[:5] == [[0, 0, 0, 1]] * 5
+
+
+def test_tables_that_do_not_fit_are_refused_in_words() -> None:
+    X, y = table(30)
+    fit = EvidenceRegressor(**SHORT).fit
+    fitted = EvidenceRegressor(**SHORT).fit(X, y)
+    dates = X.assign(day=pandas.Timestamp("2026-01-01"))
+    names = X.assign(name=[f"name {n}" for n in range(30)])
+    for wrong, words in (
+        (lambda: fit(dates, y), r"Column 'day' is of dtype datetime64.*: make numbers"),
+        (lambda: fit(pandas.concat([names.assign(name=names.name + str(n)) for n in range(4)]),
+                     np.tile(y, 4)), "Column 'name' holds 120 different values"),
+        (lambda: fit(X.assign(length=np.nan), y), "Input X contains NaN"),
+        (lambda: fit(X.to_numpy(), y), "could not convert string to float"),
+        (lambda: fitted.predict(X.iloc[:, :3]), "feature names should match"),
+        (lambda: fitted.predict(np.zeros((2, 4))), "give a DataFrame"),
+        (lambda: fitted.predict(X.assign(length="long")), "Column 'length' held numbers"),
+        (lambda: fit(X, y, sample_weight=-np.ones(30)), "sample_weight must be 0 or more"),
+        (lambda: EvidenceClassifier(**SHORT).fit(X, np.zeros(30)), "y has only one class"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            wrong()
+
+
+# ---------------------------------------------------------------- the rest of the face
+
+
+@pytest.mark.parametrize("keep", [copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))])
+def test_a_kept_estimator_predicts_the_same(keep: Any) -> None:
+    X, y = table()
+    fitted = EvidenceRegressor(**SHORT).fit(X, y)
+    again = keep(fitted)
+    for one, other in zip(
+        fitted.predict(X, return_std=True), again.predict(X, return_std=True), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+    assert again.fit(X, y).noise_ == fitted.noise_
+
+
+def test_a_classifier_of_words() -> None:
+    X, y = load_iris(return_X_y=True, as_frame=True)
+    words = np.array(["setosa", "versicolor", "virginica"])[y]
+    settings: dict[str, Any] = {
+        **SHORT,
+        "epochs": 40,
+        "settings": {"burn_in": 10, "every": 10, "steps": 3},
+    }
+    fitted = EvidenceClassifier(**settings).fit(X, words)
+    assert fitted.score(X, words) > 0.9 and list(fitted.classes_) == sorted(set(words))
+    averaged = EvidenceClassifier(**settings, posterior="last-layer").fit(X, words)
+    plain, open_minded = fitted.predict_proba(X), averaged.predict_proba(X)
+    np.testing.assert_allclose(open_minded.sum(axis=1), 1.0)
+    assert open_minded.max(axis=1).mean() < plain.max(axis=1).mean()
+    assert fitted.posterior_ is None and fitted.log_evidence_ < 0
+
+
+def test_modules_of_ones_own() -> None:
+    X, y = made(30, 5)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(10, 4), nn.Tanh(), nn.Linear(4, 1))
+    before = copy.deepcopy(module.state_dict())
+    given = EvidenceRegressor(**SHORT, module=module).fit(X, y)
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert given.inputs(X).dtype == torch.float32
+    function = EvidenceRegressor(**SHORT, module=nn.Linear, relevance=False).fit(X, y)
+    assert isinstance(function.result_.model, nn.Linear)
+    assert not hasattr(function, "relevance_")
+    again: Any = clone(function)
+    np.testing.assert_array_equal(again.fit(X, y).predict(X), function.predict(X))
+    refused: list[tuple[Any, str]] = [
+        (nn.Linear(10, 2), r"outputs of shape \(2,\) for each row, and these targets need \(1,\)"),
+        (lambda *sizes: sizes, "it returned tuple"),
+        (nn.Identity(), "no parameters"),
+    ]
+    for wrong, words in refused:
+        with pytest.raises(ConfigurationError, match=words):
+            EvidenceRegressor(**SHORT, module=wrong).fit(X, y)
+
+
+def test_settings() -> None:
+    X, y = made(30, 6)
+    grid = GridSearchCV(EvidenceRegressor(**SHORT), {"hidden_layer_sizes": [4, (4, 4)]}, cv=2)
+    assert grid.fit(X, y).best_estimator_.relevance_.shape == (10,)
+    prior = GaussianPrior("scalar", precision=3.0)
+    scalar = EvidenceRegressor(**SHORT, prior=prior)
+    assert scalar.fit(X, y).fit(X, y).result_.evidence.prior.group_names == ["all"]
+    assert prior.log_precision is None
+    fixed = EvidenceRegressor(**SHORT, estimator="map").fit(X, y)
+    assert np.isnan(fixed.log_evidence_) and (fixed.relevance_ == 1).all()
+    with pytest.raises(NotFittedError):
+        EvidenceRegressor().predict(X, return_std=True)
+    for wrong, words in (
+        ({"handle_unknown": "drop"}, "handle_unknown is one of error, ignore, not 'drop'"),
+        ({"activation": "rellu"}, "Did you mean 'relu'"),
+        ({"estimator": "kfac-N"}, "STRUCTURE-SUBSET-OUTPUTS"),
+        ({"posterior": "kfca"}, "Did you mean 'kfac'"),
+        ({"prior": "diagonal"}, "posterior='kfac' needs one precision for each weight matrix"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            EvidenceRegressor(**SHORT).set_params(**wrong).fit(X, y)
+
+
+def test_scikit_learn_is_imported_for_its_estimators_alone() -> None:
+    code = """
+import sys, evigrad, evigrad.training
+assert "sklearn" not in sys.modules and "pandas" not in sys.modules
+sys.modules["sklearn"] = None
+try:
+    import evigrad.sklearn
+except evigrad.EvigradError as error:
+    assert "pip install 'evigrad[sklearn]'" in str(error)
+else:
+    raise AssertionError
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
