@@ -91,3 +91,18 @@ def test_the_blocks_on_the_posterior_run(
     epistemic = names["predictive"].epistemic_variance.squeeze(1).tolist()
     assert epistemic == sorted(epistemic)
     assert "monte-carlo" in capsys.readouterr().out
+
+
+def test_the_blocks_on_scikit_learn_run(capsys: pytest.CaptureFixture[str]) -> None:
+    short = {"epochs": 4, "settings": {"burn_in": 1, "every": 3, "steps": 1}}
+    names = run_blocks(
+        "docs/sklearn.md",
+        {
+            "EvidenceRegressor(random_state=0)": "EvidenceRegressor(**short)",
+            "EvidenceClassifier(random_state=0)": "EvidenceClassifier(**short)",
+            'settings={"batch_size": 50}': 'epochs=4, settings={"batch_size": 50, "burn_in": 1}',
+            "import numpy as np\n": f"import numpy as np\nshort = {short}\n",
+        },
+    )
+    assert names["std"].shape == (100,)
+    assert "kfac-N-C" in capsys.readouterr().out

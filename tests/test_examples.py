@@ -56,6 +56,14 @@ def test_censored(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count(" censored ") == 3
 
 
+def test_relevance(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pandas")
+    script = load_script("relevance")
+    found = script.main("--folds 2 --epochs 2".split())
+    assert len(found) == 13 and set(script.RANDOM) < set(found)
+    assert capsys.readouterr().out.count("#") > 13
+
+
 def test_the_rows_of_censored_targets_are_those_of_the_mean_hessian() -> None:
     """By quadrature over all that can be recorded, value and gradient."""
     likelihood = load_script("censored").Censored(0.7, noise=1.3).double()

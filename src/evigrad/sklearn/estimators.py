@@ -31,8 +31,8 @@ from evigrad.training.settings import grouped
 Module = nn.Module | Callable[[int, int], nn.Module]
 
 UNKNOWN = ("error", "ignore")
-# The scales of features go as fast as the precisions do, of which they are inverse roots.
-_RATES = {"hyper_lr": 0.1, "hyper_lr_min": 0.01}
+# Of relevances. With lower rates useless columns are still on their way down when training ends.
+_RATES = {"hyper_lr": 0.2, "hyper_lr_min": 0.02}
 # Blocks that ``log_evidence_`` is a mean over, at most.
 _BLOCKS = 10
 # Rows of whole-number weights are repeated if the table does not grow by more than this factor.
@@ -180,9 +180,9 @@ class _EvidenceEstimator(BaseEstimator):
                 f"The module has outputs of shape {found} for each row, and these targets need"
                 f" ({num_outputs},)."
             )
-        scale = Relevance(self._encoding.feature_of, numbers.shape[1]).to(x)
+        scales = Relevance(self._encoding.feature_of, numbers.shape[1]).to(x)
         if self.relevance:
-            model = nn.Sequential(OrderedDict(relevance=scale, network=model))
+            model = nn.Sequential(OrderedDict(relevance=scales, network=model))
         y = torch.as_tensor(targets).to(x.device)
         y = y.to(x.dtype) if y.is_floating_point() else y
         if weights is not None:
@@ -212,8 +212,8 @@ class _EvidenceEstimator(BaseEstimator):
             blocks = evidence.blocks((x, y)).round(_BLOCKS)
             self.log_evidence_ = fmean(evidence.estimate(block).log_evidence for block in blocks)
         if self.relevance:
-            logs = scale.log_scale.detach().double().cpu()
-            self.relevance_ = (logs - logs.max()).exp().numpy()
+            learned = scales.values.detach().double().cpu().numpy()
+            self.relevance_ = learned / learned.max()
         self.posterior_: Posterior | None = None
         if posterior is not None:
             self.posterior_ = evidence.posterior((x, y), structure=posterior)

@@ -6,13 +6,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from sklearn.preprocessing import StandardScaler
+from torch import Tensor, nn
 
 from evigrad.errors import InputError, listed
-from evigrad.invariances import InputScale
 
 # A column of more categories holds names or remarks; 100 as for tables by name.
 MOST_CATEGORIES = 100
+# Where relevances start, before the sigmoid: at 0.88.
+_START = 2.0
 
 
 def is_frame(X: Any) -> bool:
@@ -184,21 +187,30 @@ class Encoding:
         return np.concatenate(parts, axis=1)
 
 
-class Relevance(InputScale):
-    """A learnable positive scale for each feature, shared by the inputs that stand for it.
+class Relevance(nn.Module):
+    """A learnable scale between 0 and 1 for each feature, shared by the inputs that stand for it.
+
+    It switches features off, and leaves how large the outputs are to the weights. A scale above 1
+    would not: it saturates the softmax of a classifier whatever the weights' prior says, and where
+    the softmax has no curvature the linearised evidence rewards that.
 
     Args:
         feature_of: The feature of each input, 0 … d − 1.
         num_features: d.
     """
 
-    feature_of: torch.Tensor
+    feature_of: Tensor
 
     def __init__(self, feature_of: np.ndarray, num_features: int) -> None:
-        super().__init__(num_features)
+        super().__init__()
+        self.raw = nn.Parameter(torch.full((num_features,), _START))
         self.register_buffer("feature_of", torch.as_tensor(feature_of))
 
     @property
-    def scales(self) -> torch.Tensor:
-        """The scale of each input, with a graph to ``log_scale``."""
-        return self.log_scale.exp()[self.feature_of]
+    def values(self) -> Float[Tensor, " d"]:
+        """The scale of each feature, with a graph."""
+        return self.raw.sigmoid()
+
+    def forward(self, x: Float[Tensor, "m inputs"]) -> Float[Tensor, "m inputs"]:
+        """The inputs times their scales."""
+        return x * self.values[self.feature_of]
