@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -315,3 +316,41 @@ def test_anchored_parametric(monkeypatch, tmp_path, capsys):
     assert few["structure"] == "ntk" and few["exact"] == pytest.approx(1.0)
     assert many["anchored"] < few["anchored"]
     assert "| diag |" in page.read_text()
+
+
+def test_sklearn_tables(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("pandas")
+    script = load_script("sklearn_tables", monkeypatch)
+    monkeypatch.setattr(script, "ALPHAS", (1e-4, 1.0))
+    monkeypatch.setattr(script, "MAX_EPOCHS", 2)
+    settings = {"burn_in": 1, "every": 1, "steps": 1}
+    short = partial(script.EvidenceClassifier, epochs=2, settings=settings)
+    monkeypatch.setattr(script, "EvidenceClassifier", short)
+    monkeypatch.setattr(script, "find_spec", lambda _: None)
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- sklearn_tables -->\nold\n<!-- end sklearn_tables -->\nb\n")
+    common = ["--tables", "wine", "--seeds", "0", "--results", str(tmp_path), "--pages", str(page)]
+    with pytest.raises(SystemExit, match="Optuna needs optuna"):
+        script.main(common)
+    methods = ["evidence", "MLP, grid", "gradient boosting"]
+    script.main([*common, "--methods", *methods])
+    path = tmp_path / "sklearn_tables.csv"
+    whole = path.read_text()
+    runs = runs_of(path)
+    assert list(runs) == [(f"wine: {method}", 0) for method in methods]
+    assert all(float(run["log_likelihood"]) < 0 < float(run["score"]) for run in runs.values())
+    assert json.loads(runs["wine: MLP, grid", 0]["settings"])["alpha"] in script.ALPHAS
+    text = page.read_text()
+    assert "\nold\n" not in text and text.count("\n| ") == len(methods) + 1
+    capsys.readouterr()
+    script.main([*common, "--methods", *methods])  # what is there is not run again
+    assert path.read_text() == whole
+
+
+@pytest.mark.filterwarnings("ignore")  # of other packages
+def test_sklearn_tables_by_optuna(monkeypatch, tmp_path):
+    pytest.importorskip("optuna")
+    script = load_script("sklearn_tables", monkeypatch)
+    monkeypatch.setattr(script, "MAX_EPOCHS", 2)
+    found = script.run_optuna(script.read_table("wine", 0, None), True, 0, budget=0.0)
+    assert found["trials"] == 1 and found["settings"]["hidden_layer_sizes"] in script.LAYERS

@@ -100,7 +100,7 @@ def test_the_blocks_on_scikit_learn_run(capsys: pytest.CaptureFixture[str]) -> N
         {
             "EvidenceRegressor(random_state=0)": "EvidenceRegressor(**short)",
             "EvidenceClassifier(random_state=0)": "EvidenceClassifier(**short)",
-            'settings={"batch_size": 50}': 'epochs=4, settings={"batch_size": 50, "burn_in": 1}',
+            'settings={"prior_lr": 0.05}': 'epochs=4, settings={"prior_lr": 0.05, "burn_in": 1}',
             "import numpy as np\n": f"import numpy as np\nshort = {short}\n",
         },
     )

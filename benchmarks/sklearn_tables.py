@@ -1,0 +1,250 @@
+"""Does one fit of ``evigrad.sklearn`` beat a searched MLP on tables? And gradient boosting?
+
+Four ways to predict a table, each with its settings and the noise of its target found on the
+training part alone:
+
+* ``evidence``: ``EvidenceRegressor`` or ``EvidenceClassifier`` with their defaults;
+* ``MLP, grid``: scikit-learn's ``MLPRegressor`` or ``MLPClassifier`` with the same hidden layers,
+  the best of six ``alpha`` by five folds, then trained again on all data;
+* ``MLP, Optuna``: the same by Optuna's TPE over ``alpha``, learning rate and hidden layers, as many
+  trials as end within the time that ``evidence`` took on this split (one at least), then trained
+  again; it needs optuna beside evigrad;
+* ``gradient boosting``: ``HistGradientBoostingRegressor`` or ``…Classifier`` with their defaults,
+  which is the bar that users of tables know.
+
+MLPs get standardised features and targets. Of those that say no noise it is the root mean squared
+error of the five folds, with which targets are normal about the prediction; for ``evidence`` it is
+that of ``predict(X, return_std=True)``. Grids, ranges and settings are below, fixed beforehand.
+
+Regression: UCI's tables with their own splits by the seed; ``score`` is R², and log likelihoods are
+those of standardised targets. Classification: scikit-learn's, a fifth for the test set, stratified,
+drawn by the seed; ``score`` is accuracy. ``seconds`` are process time of all that a way needed on
+one thread, its searches included. Test data are only evaluated. Every run is kept as it ends: the
+script goes on where it was stopped.
+
+    python benchmarks/sklearn_tables.py --data-dir DIR --pages docs/sklearn.md
+"""
+
+import argparse
+import time
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from learning import Result, Results
+from measure import insert, summaries, with_error
+from scipy.stats import norm
+from sklearn.base import is_classifier
+from sklearn.compose import TransformedTargetRegressor
+from sklearn.datasets import load_breast_cancer, load_digits, load_wine
+from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.metrics import log_loss
+from sklearn.model_selection import KFold, StratifiedKFold, cross_val_score, train_test_split
+from sklearn.neural_network import MLPClassifier, MLPRegressor
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from threadpoolctl import threadpool_limits
+
+from evigrad.data import load
+from evigrad.sklearn import EvidenceClassifier, EvidenceRegressor
+
+UCI = ("yacht", "boston", "energy", "wine_red")
+CLASSES = {"breast_cancer": load_breast_cancer, "wine": load_wine, "digits": load_digits}
+METHODS = ("evidence", "MLP, grid", "MLP, Optuna", "gradient boosting")
+KEYS = ("score", "log_likelihood", "seconds")
+COLUMNS = ("row", "seed", *KEYS, "settings", "trials", "num_data", "num_features", "threads")
+
+HIDDEN = (64, 64)
+ALPHAS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+FOLDS = 5
+TEST_SHARE = 0.2
+MAX_EPOCHS = 1000  # of an MLP, which stops when its loss does
+# Of Optuna.
+LOWEST_ALPHA, HIGHEST_ALPHA = 1e-6, 10.0
+LOWEST_RATE, HIGHEST_RATE = 1e-4, 1e-2
+LAYERS = {"32": (32,), "64": (64,), "128": (128,), "64-64": (64, 64), "128-128": (128, 128)}
+
+Table = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def read_table(name: str, seed: int, data_dir: str | None) -> Table:
+    """Training table and targets, test table and targets."""
+    if name in UCI:
+        found = load(f"uci/{name}", data_dir, seed=seed)
+        (x, y), (test_x, test_y) = found.train, found.test
+        return x.numpy(), y[:, 0].numpy(), test_x.numpy(), test_y[:, 0].numpy()
+    x, y = CLASSES[name](return_X_y=True)
+    x, test_x, y, test_y = train_test_split(
+        x, y, test_size=TEST_SHARE, stratify=y, random_state=seed
+    )
+    return x, y, test_x, test_y
+
+
+def make_mlp(classifies: bool, seed: int, **settings: Any) -> Any:
+    """Scikit-learn's MLP, features and targets standardised."""
+    kind = MLPClassifier if classifies else MLPRegressor
+    settings = {"hidden_layer_sizes": HIDDEN, **settings}
+    mlp = make_pipeline(StandardScaler(), kind(max_iter=MAX_EPOCHS, random_state=seed, **settings))
+    return mlp if classifies else TransformedTargetRegressor(mlp, transformer=StandardScaler())
+
+
+def held_out_score(model: Any, x: np.ndarray, y: np.ndarray, seed: int) -> float:
+    """Over five folds: mean log likelihood of classes, or minus the root mean squared error."""
+    if is_classifier(model):
+        folds, scoring = StratifiedKFold(FOLDS, shuffle=True, random_state=seed), "neg_log_loss"
+        return float(cross_val_score(model, x, y, cv=folds, scoring=scoring).mean())
+    folds = KFold(FOLDS, shuffle=True, random_state=seed)
+    errors = cross_val_score(model, x, y, cv=folds, scoring="neg_mean_squared_error")
+    return -float(np.sqrt(-errors.mean()))
+
+
+def judged(model: Any, noise: Any, x: np.ndarray, y: np.ndarray) -> Result:
+    """Score and log likelihood on the test set; ``noise`` is that of a regression."""
+    found = {"score": float(model.score(x, y))}
+    if is_classifier(model):
+        probabilities = model.predict_proba(x)
+        return found | {"log_likelihood": -float(log_loss(y, probabilities))}
+    densities = norm.logpdf(y, model.predict(x), noise)
+    return found | {"log_likelihood": float(densities.mean())}
+
+
+def run_evidence(table: Table, classifies: bool, seed: int) -> Result:
+    x, y, test_x, test_y = table
+    start = time.process_time()
+    model: Any = (EvidenceClassifier if classifies else EvidenceRegressor)(random_state=seed)
+    model.fit(x, y)
+    seconds = time.process_time() - start
+    noise = None if classifies else model.predict(test_x, return_std=True)[1]
+    return judged(model, noise, test_x, test_y) | {"seconds": seconds}
+
+
+def run_grid(table: Table, classifies: bool, seed: int) -> Result:
+    x, y, test_x, test_y = table
+    start = time.process_time()
+    scores = {a: held_out_score(make_mlp(classifies, seed, alpha=a), x, y, seed) for a in ALPHAS}
+    alpha = max(scores, key=lambda a: scores[a])
+    model = make_mlp(classifies, seed, alpha=alpha).fit(x, y)
+    seconds = time.process_time() - start
+    found = judged(model, -scores[alpha], test_x, test_y)
+    return found | {"seconds": seconds, "settings": {"alpha": alpha}, "trials": len(ALPHAS)}
+
+
+def run_optuna(table: Table, classifies: bool, seed: int, budget: float) -> Result:
+    import optuna  # pyright: ignore[reportMissingImports]
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    x, y, test_x, test_y = table
+    start = time.process_time()
+    sampler = optuna.samplers.TPESampler(seed=seed)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+
+    def settings_of(params: dict[str, Any]) -> dict[str, Any]:
+        return {**params, "hidden_layer_sizes": LAYERS[params["hidden_layer_sizes"]]}
+
+    while not study.trials or time.process_time() - start < budget:
+        trial = study.ask()
+        trial.suggest_float("alpha", LOWEST_ALPHA, HIGHEST_ALPHA, log=True)
+        trial.suggest_float("learning_rate_init", LOWEST_RATE, HIGHEST_RATE, log=True)
+        trial.suggest_categorical("hidden_layer_sizes", list(LAYERS))
+        model = make_mlp(classifies, seed, **settings_of(trial.params))
+        study.tell(trial, held_out_score(model, x, y, seed))
+    model = make_mlp(classifies, seed, **settings_of(study.best_params)).fit(x, y)
+    seconds = time.process_time() - start
+    found = judged(model, -study.best_value, test_x, test_y)
+    return found | {
+        "seconds": seconds,
+        "settings": study.best_params,
+        "trials": len(study.trials),
+    }
+
+
+def run_boosting(table: Table, classifies: bool, seed: int) -> Result:
+    x, y, test_x, test_y = table
+    kind = HistGradientBoostingClassifier if classifies else HistGradientBoostingRegressor
+    start = time.process_time()
+    noise = None if classifies else -held_out_score(kind(random_state=seed), x, y, seed)
+    model = kind(random_state=seed).fit(x, y)
+    seconds = time.process_time() - start
+    return judged(model, noise, test_x, test_y) | {"seconds": seconds}
+
+
+def run_row(name: str, method: str, seed: int, data_dir: str | None, results: Results) -> Result:
+    """One way on one split of a table; Optuna gets the time of ``evidence`` on the same split."""
+    table = read_table(name, seed, data_dir)
+    classifies = name in CLASSES
+    size = {"num_data": len(table[0]), "num_features": table[0].shape[1]}
+    if method == "evidence":
+        found = run_evidence(table, classifies, seed)
+    elif method == "MLP, grid":
+        found = run_grid(table, classifies, seed)
+    elif method == "MLP, Optuna":
+        own = [r for r in results.read() if (r["row"], r["seed"]) == (f"{name}: evidence", seed)]
+        if not own:
+            raise SystemExit("MLP, Optuna gets the time of evidence: run that one first.")
+        found = run_optuna(table, classifies, seed, own[0]["seconds"])
+    else:
+        found = run_boosting(table, classifies, seed)
+    return {"settings": None, "trials": None} | size | found
+
+
+def table_of(runs: list[Result]) -> str:
+    """Means of the seeds as Markdown."""
+    lines = [
+        "| table | rows x columns | | R² or accuracy | test log likelihood | seconds | splits |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in (*UCI, *CLASSES):
+        for row in summaries(runs, [f"{name}: {method}" for method in METHODS], KEYS):
+            first = next(run for run in runs if run["row"] == row["row"])
+            cells = [
+                name,
+                f"{first['num_data']:,} x {first['num_features']}",
+                row["row"].partition(": ")[2],
+                with_error(row["score"], row["score_error"], 3),
+                with_error(row["log_likelihood"], row["log_likelihood_error"], 3),
+                f"{row['seconds']:.1f}",
+                str(row["seeds"]),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what is missing, then print the table and insert it into the pages."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    tables = (*UCI, *CLASSES)
+    parser.add_argument("--tables", nargs="+", choices=tables, default=tables)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--data-dir", default=None, help="folder with uci/NAME.parquet")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--results", type=Path, default=Path("results"))
+    parser.add_argument("--pages", type=Path, nargs="*", default=[])
+    given = parser.parse_args(arguments)
+    if "MLP, Optuna" in given.methods and find_spec("optuna") is None:
+        raise SystemExit("MLP, Optuna needs optuna: pip install it, or name other --methods.")
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", ConvergenceWarning)  # the epochs are those above
+    results = Results(given.results / "sklearn_tables.csv", COLUMNS)
+    with threadpool_limits(1):
+        for seed in given.seeds:
+            for name in given.tables:
+                for method in given.methods:
+                    row = f"{name}: {method}"
+                    if not results.has(row, seed):
+                        run = run_row(name, method, seed, given.data_dir, results)
+                        results.add({"row": row, "seed": seed, "threads": 1} | run)
+                        print(row, seed, {key: run[key] for key in KEYS}, flush=True)
+    table = table_of(results.read())
+    print(table)
+    for page in given.pages:
+        insert(page, "sklearn_tables", table)
+
+
+if __name__ == "__main__":
+    main()
