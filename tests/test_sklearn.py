@@ -308,7 +308,8 @@ def test_modules_of_ones_own() -> None:
     np.testing.assert_array_equal(again.fit(X, y).predict(X), function.predict(X))
     refused: list[tuple[Any, str]] = [
         (nn.Linear(10, 2), r"outputs of shape \(2,\) for each row, and these targets need \(1,\)"),
-        (lambda *sizes: sizes, "it returned tuple"),
+        (lambda *sizes: sizes, r"found \(10, 1\)"),
+        ("mlp", "found 'mlp'"),
         (nn.Identity(), "no parameters"),
     ]
     for wrong, words in refused:
@@ -333,6 +334,8 @@ def test_settings() -> None:
         ({"activation": "rellu"}, "Did you mean 'relu'"),
         ({"estimator": "kfac-N"}, "STRUCTURE-SUBSET-OUTPUTS"),
         ({"posterior": "kfca"}, "Did you mean 'kfac'"),
+        ({"settings": {"epoch": 3}}, "'epoch' is none that can be set. Did you mean 'epochs'"),
+        ({"settings": {"schedule": evigrad.Schedule()}}, "'schedule' is none that can be set"),
         ({"prior": "diagonal"}, "posterior='kfac' needs one precision for each weight matrix"),
     ):
         with pytest.raises(ConfigurationError, match=words):

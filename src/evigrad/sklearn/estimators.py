@@ -3,6 +3,8 @@
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from inspect import signature
 from statistics import fmean
 from typing import Any, Literal, Self, cast, overload
 
@@ -16,7 +18,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from torch import Tensor, nn
 
 from evigrad.engine.checks import check_choice
-from evigrad.errors import ConfigurationError, InputError
+from evigrad.errors import ConfigurationError, InputError, nearest
 from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.jacobians.modes import seeded
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood, Weighted
@@ -26,7 +28,7 @@ from evigrad.priors import GaussianPrior
 from evigrad.sklearn.table import Columns, Encoding, Relevance, in_order, is_frame
 from evigrad.training import FitResult, fit
 from evigrad.training.metrics import probe_outputs
-from evigrad.training.settings import grouped
+from evigrad.training.settings import GROUPS, grouped
 
 Module = nn.Module | Callable[[int, int], nn.Module]
 
@@ -37,6 +39,8 @@ _RATES = {"hyper_lr": 0.2, "hyper_lr_min": 0.02}
 _BLOCKS = 10
 # Rows of whole-number weights are repeated if the table does not grow by more than this factor.
 _MOST_REPEATED = 10
+# What the estimators say to ``fit`` themselves.
+_OWN = {"model", "train", "likelihood", "hyperparameters", "seed", "progress"}
 # Rows that are predicted at once.
 _AT_ONCE = 8192
 
@@ -146,12 +150,14 @@ class _EvidenceEstimator(BaseEstimator):
         elif isinstance(self.module, nn.Module):
             network = copy.deepcopy(self.module)
         else:
-            with seeded(seed, torch.device("cpu")):
-                network = self.module(num_inputs, num_outputs)
+            network: Any = self.module
+            if callable(network):
+                with seeded(seed, torch.device("cpu")):
+                    network = network(num_inputs, num_outputs)
             if not isinstance(network, nn.Module):
                 raise ConfigurationError(
                     "module is a torch module, or a function from the numbers of inputs and outputs"
-                    f" to one; it returned {type(network).__name__}."
+                    f" to one; found {network!r}."
                 )
         if not any(True for _ in network.parameters()):
             raise ConfigurationError("The module has no parameters: there is nothing to train.")
@@ -195,7 +201,7 @@ class _EvidenceEstimator(BaseEstimator):
             "batch_size": self.batch_size,
             "lr": self.learning_rate,
             **_RATES,
-            **(self.settings or {}),
+            **self._checked_settings(),
         }
         self.result_: FitResult = fit(
             model,
@@ -217,6 +223,18 @@ class _EvidenceEstimator(BaseEstimator):
         self.posterior_: Posterior | None = None
         if posterior is not None:
             self.posterior_ = evidence.posterior((x, y), structure=posterior)
+
+    def _checked_settings(self) -> Mapping[str, Any]:
+        settings = self.settings or {}
+        single = {each.name for kind in GROUPS.values() for each in fields(kind)}
+        known = single | {*signature(fit).parameters} - {*_OWN, *GROUPS}
+        for name in settings:
+            if name not in known:
+                raise ConfigurationError(
+                    f"settings are keywords of evigrad.fit, and fields of its groups, by their own"
+                    f" names; '{name}' is none that can be set.{nearest(name, known)}"
+                )
+        return settings
 
     def _check_posterior(self, structure: str) -> None:
         """Refuse before training what could not be made after it."""
