@@ -127,6 +127,7 @@ COSTS = {
 TIMED = 3  # epochs
 TABLE_COSTS = COSTS | {"grid": len(TABLE_DECAYS) * len(TABLE_NOISES) + 1}
 FIGURE = "images/rivals.png"
+LOWEST_SHOWN = -1.0  # in the figure: nats per datum behind the reference
 
 Pair = tuple[Tensor, Tensor]
 Settings = Mapping[str, Any]
@@ -600,7 +601,7 @@ def table_of(name: str, runs: list[Result]) -> list[str]:
             cell("log_likelihood", 3),
             *(difference(runs, r["row"], reference) for reference in references),
             *judged,
-            f"{r['seconds']:.0f}",
+            f"{r['seconds']:.3g}",
             "–" if math.isnan(baseline) else f"{r['seconds'] / baseline:.1f}",
             str(r["seeds"]),
         ]
@@ -634,6 +635,7 @@ def draw(found: Mapping[str, list[Result]], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     columns = min(3, len(found))
     height = -(-len(found) // columns)
@@ -641,6 +643,7 @@ def draw(found: Mapping[str, list[Result]], path: Path) -> None:
         height, columns, figsize=(4.6 * columns, 3.4 * height + 0.8), squeeze=False
     )
     every = list(dict.fromkeys([*WAYS, *TABLE_WAYS]))
+    colours = [*pyplot.get_cmap("tab10").colors, "none", "navy"]
     handles: dict[str, Any] = {}
     for axis in axes.flat[len(found) :]:
         axis.set_axis_off()
@@ -652,7 +655,7 @@ def draw(found: Mapping[str, list[Result]], path: Path) -> None:
             own = [run for run in runs if run["row"] == row and run["seed"] in levels]
             if not own:
                 continue
-            colour = "black" if row == "default" else f"C{every.index(row)}"
+            colour = "black" if row == "default" else colours[every.index(row)]
             values = [run["log_likelihood"] - levels[run["seed"]] for run in own]
             mean, error = mean_and_error(values)
             error = 0.0 if math.isnan(error) else error
@@ -664,10 +667,14 @@ def draw(found: Mapping[str, list[Result]], path: Path) -> None:
                 traces = torch.tensor([run["trace"] for run in own], dtype=torch.float64)
                 traces[:, :, 1] -= torch.tensor([levels[run["seed"]] for run in own])[:, None]
                 axis.plot(*traces.mean(0).T.tolist(), color=colour, linewidth=1.2)
-        margin = 0.1 * (max(ends) - min(ends)) or 0.01
-        axis.set_ylim(min(ends) - margin, max(ends) + margin)
+        lowest, highest = max(min(ends), LOWEST_SHOWN), max(ends)
+        margin = 0.1 * (highest - lowest) or 0.01
+        axis.set_ylim(lowest - margin, highest + margin)
         axis.axhline(0.0, color="grey", linewidth=0.6)
         axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("seconds of process time", fontsize=9)
         axis.set_ylabel(f"test log likelihood − that of {reference}", fontsize=8)
