@@ -50,6 +50,7 @@ TRAINING: dict[str, Any] = {
     "lr": 1e-2,
     "lr_min": 1e-5,
     "burn_in": 10,
+    "prior_update": "adam",
     "progress": False,
 }
 

@@ -78,6 +78,7 @@ SCHEDULE: dict[str, Any] = {
     "burn_in": 10,
     "every": 1,
     "steps": 2,
+    "prior_update": "adam",
     "prior_lr": 0.1,
     "prior_lr_min": 0.01,
     "hyper_every": 1,

@@ -55,6 +55,7 @@ SCHEDULE: dict[str, Any] = {
     "burn_in": 10,
     "every": 5,
     "steps": 10,
+    "prior_update": "adam",
     "prior_lr": 0.1,
     "prior_lr_min": 0.01,
     "progress": False,

@@ -80,7 +80,7 @@ def train(
         precision=1.0,
         hyperparameters=[task.hyperparameter],
         schedule=Schedule(epochs=epochs, batch_size=100, burn_in=epochs // 4, every=3, steps=3),
-        optimization=Optimization(lr=5e-3, prior_lr=0.1, hyper_lr=0.2, hyper_lr_min=0.02),
+        optimization=Optimization(lr=5e-3, hyper_lr=0.2, hyper_lr_min=0.02),
         seed=options.seed,
         progress=False,
     )

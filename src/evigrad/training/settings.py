@@ -19,9 +19,13 @@ OPTIMIZERS = ("adam", "sgd")
 # Names for runs without an estimator, and what such runs are called.
 BASELINES = {"map": "MAP", "map-noise": "MAP, learned noise", "augerino": "Augerino"}
 PRIOR_UPDATES = ("adam", "fixed_point")
-# Default of a learned prior precision. From a low one, noisy labels and targets are fitted before
-# their noise is known (benchmarks/starts.py).
+# Default of a learned prior precision at the start.
 LEARNED_PRECISION = 1.0
+# Weight decay of the burn-in for precisions that the fixed point learns, whatever they start at: 20
+# times the usual. From a weak one, noisy labels and targets are fitted before their noise is known,
+# and precisions are slow to come back; from a much stronger one, networks on few data end at zero
+# (benchmarks/start.py).
+BURN_IN_DECAY = 1e-2
 # Default of a kept precision divided by N: the usual weight decay.
 WEIGHT_DECAY = 5e-4
 
@@ -31,10 +35,8 @@ WEIGHT_DECAY = 5e-4
 CLASSIFICATION_LR, REGRESSION_LR = 3e-3, 1e-2
 STEPS = 2000
 FEWEST_EPOCHS = 100
-# Share of the epochs before the first round. A classifier that has fitted noisy labels does not
-# recover; precisions of a regression that are learned before the weights fit anything are too
-# high, and recover slowly (benchmarks/starts.py and tables.py).
-CLASSIFICATION_BURN_IN, REGRESSION_BURN_IN = 0.1, 0.5
+# Share of the epochs before the first round (benchmarks/start.py).
+BURN_IN = 0.1
 ROUNDS = 20
 # More epochs or steps than any run has; loops over 10^22 do not even begin.
 _MOST = 10**9
@@ -69,8 +71,7 @@ class Schedule:
         epochs: Passes over the training data. Default: as many as are 2000 steps of the weights,
             but 100 at least.
         batch_size: Data in a step of the weights, at most; all batches are about as large.
-        burn_in: Epochs before the first steps on the hyperparameters. Default: a tenth of all, of
-            regression half.
+        burn_in: Epochs before the first steps on the hyperparameters. Default: a tenth of all.
         every: Epochs from one round of hyperparameter steps to the next. Default: as many as make
             20 rounds.
         steps: Hyperparameter steps in a round, each on a block of its own.
@@ -112,14 +113,13 @@ class Schedule:
             if value is not None or each.default is not None:
                 check_integer(each.name, value, 0 if each.name in from_zero else 1)
 
-    def for_data(self, num_data: int, classifies: bool) -> "PlannedSchedule":
+    def for_data(self, num_data: int) -> "PlannedSchedule":
         """The schedule with numbers in the place of defaults."""
         epochs, burn_in, every = self.epochs, self.burn_in, self.every
         if epochs is None:
             epochs = max(FEWEST_EPOCHS, -(-STEPS // -(-num_data // self.batch_size)))
         if burn_in is None:
-            share = CLASSIFICATION_BURN_IN if classifies else REGRESSION_BURN_IN
-            burn_in = max(1, int(share * epochs))
+            burn_in = max(1, int(BURN_IN * epochs))
         if every is None:
             every = max(1, (epochs - burn_in) // ROUNDS)
         return PlannedSchedule(
@@ -145,8 +145,10 @@ class Optimization:
             function that makes one from the named weights.)
         lr: Learning rate of the weights at the start. Default: 0.003, of regression 0.01.
         lr_min: Learning rate of the weights at the end; a cosine leads there, epoch by epoch.
-        prior_update: How precisions are learned: adam, or fixed_point, MacKay's update from the
-            effective number of parameters. Noise and the model's own hyperparameters keep Adam.
+        prior_update: How precisions are learned: fixed_point, MacKay's update from the effective
+            number of parameters, which ends at the same place from any start, the burn-in having a
+            weight decay of 0.01 whatever that is; or adam, as in the paper. Noise and the model's
+            own hyperparameters have Adam. Default: fixed_point, but adam beside a hyperprior.
         prior_lr: Learning rate of log precisions and log noise (Adam) at the start.
         prior_lr_min: The same at the last step; a cosine leads there, step by step.
         hyper_lr: Learning rate of the model's own hyperparameters (Adam) at the start.
@@ -160,7 +162,7 @@ class Optimization:
     optimizer: Literal["adam", "sgd"] | OptimizerFactory = "adam"
     lr: float | None = None
     lr_min: float = 1e-6
-    prior_update: Literal["adam", "fixed_point"] = "adam"
+    prior_update: Literal["adam", "fixed_point"] | None = None
     prior_lr: float = 0.1
     prior_lr_min: float = 0.01
     hyper_lr: float = 0.05
@@ -181,7 +183,7 @@ class Optimization:
                 f" to an optimiser, not '{self.optimizer}'."
                 f"{nearest(self.optimizer, OPTIMIZERS)}"
             )
-        if self.prior_update not in PRIOR_UPDATES:
+        if self.prior_update not in (None, *PRIOR_UPDATES):
             raise ConfigurationError(
                 f"prior_update is one of {', '.join(PRIOR_UPDATES)}, not '{self.prior_update}'."
                 f"{nearest(str(self.prior_update), PRIOR_UPDATES)}"
@@ -193,12 +195,16 @@ class Optimization:
                 f"augerino_weight must be 0 or more, not {self.augerino_weight}."
             )
 
-    def for_data(self, classifies: bool) -> "PlannedOptimization":
-        """The settings with a number in the place of the default rate."""
-        lr = self.lr
+    def for_data(self, classifies: bool, prior: str | GaussianPrior) -> "PlannedOptimization":
+        """The settings with a number in the place of the default rate, and with an update."""
+        lr, update = self.lr, self.prior_update
         if lr is None:
             lr = max(CLASSIFICATION_LR if classifies else REGRESSION_LR, self.lr_min)
-        return PlannedOptimization(**{**vars(self), "lr": lr})
+        if update is None:
+            given = isinstance(prior, GaussianPrior)
+            has_fixed_point = not given or (prior.learnable and prior.hyperprior is None)
+            update = "fixed_point" if has_fixed_point else "adam"
+        return PlannedOptimization(**{**vars(self), "lr": lr, "prior_update": update})
 
     def _check_rates(self, first: str, last: str) -> None:
         start, end = getattr(self, first), getattr(self, last)
@@ -218,9 +224,10 @@ class Optimization:
 
 @dataclass(frozen=True)
 class PlannedOptimization(Optimization):
-    """Settings with a learning rate."""
+    """Settings with a learning rate and an update of the precisions."""
 
     lr: float = CLASSIFICATION_LR
+    prior_update: Literal["adam", "fixed_point"] = "fixed_point"
 
 
 # The parts of ``Settings`` whose fields are options of the command line, by their own names.
@@ -276,8 +283,8 @@ class Settings:
             precision = WEIGHT_DECAY * num_data if kept else LEARNED_PRECISION
         planned: dict[str, Any] = {
             "precision": precision,
-            "schedule": self.schedule.for_data(num_data, classifies),
-            "optimization": self.optimization.for_data(classifies),
+            "schedule": self.schedule.for_data(num_data),
+            "optimization": self.optimization.for_data(classifies, self.prior),
         }
         return PlannedSettings(**{**vars(self), **planned})
 

@@ -83,8 +83,7 @@ def tune(
         prior_blocks: As in ``Schedule``.
         laplace: As for ``fit``.
         optimization: Rates of the hyperparameters, and ``prior_update``; what it says of the
-            weights is not used. Default: the precisions by fixed_point; by adam for a prior with a
-            hyperprior or without anything to learn.
+            weights is not used.
         memory: As for ``fit``.
         anchoring: As for ``fit``.
         seed: Seed of the blocks.
@@ -102,9 +101,6 @@ def tune(
         raise ConfigurationError(
             f"tune learns by the estimate of a named estimator, as ntk-N-C, not {estimator!r}."
         )
-    if optimization is None:
-        fixed = not isinstance(prior, GaussianPrior) or (prior.learnable and not prior.hyperprior)
-        optimization = Optimization(prior_update="fixed_point" if fixed else "adam")
     settings = Settings(
         likelihood=likelihood,
         estimator=estimator,
@@ -116,7 +112,7 @@ def tune(
         schedule=Schedule(
             epochs=rounds, burn_in=0, every=1, steps=steps, prior_blocks=prior_blocks
         ),
-        optimization=optimization,
+        optimization=optimization or Optimization(),
         memory=memory or Memory(),
         anchoring=anchoring,
         seed=seed,

@@ -1,0 +1,165 @@
+"""Do learned precisions end at the same place from any start?
+
+Every run is ``fit`` with its defaults but for the precision at the start; the networks and splits are
+those of ``rivals.py``, and a made table whose labels are drawn from probabilities near one half. Ways:
+
+* ``fixed point``: the default, MacKay's update after a burn-in with a weight decay of 0.01;
+* ``adam``: steps of Adam on the log precisions, the burn-in with the precision at the start.
+
+The log evidence is evaluated after training, exactly; the test set only judges. The spread of a set is
+the largest difference between two starts of a seed, the mean over the seeds. Every run is kept as it
+ends: the script goes on where it was stopped.
+
+    python benchmarks/start.py --data-dir DIR --results docs/results --pages docs/start.md
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from learning import JUDGE, Result, Results
+from measure import insert, mean_and_error, with_error
+from rivals import Clock, make_task
+from torch import Tensor, nn
+
+import evigrad
+from evigrad import Optimization, Schedule
+from evigrad.models import make_model
+from evigrad.training import evaluate_evidence
+
+STARTS = (0.01, 0.1, 1.0, 10.0)
+WAYS = {"fixed point": "fixed_point", "adam": "adam"}
+NOISY = "noisy table"
+SETS = ("digits", "mnist", "cifar10", "yacht", "boston", NOISY)
+ROWS, TEST_ROWS, FEATURES = 320, 2080, 9
+KEYS = ("log_evidence", "log_likelihood", "accuracy", "rmse", "seconds")
+COLUMNS = ("row", "seed", *KEYS, "precisions", "threads")
+
+Pair = tuple[Tensor, Tensor]
+
+
+def noisy_table(seed: int) -> tuple[Pair, Pair]:
+    """Standard normal features, and labels of a logistic regression on two of them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(ROWS + TEST_ROWS, FEATURES, generator=generator)
+    probability = torch.sigmoid(0.8 + 0.9 * x[:, 0] - 0.5 * x[:, 1])
+    y = (torch.rand(len(x), generator=generator) < probability).long()
+    return (x[:ROWS], y[:ROWS]), (x[ROWS:], y[ROWS:])
+
+
+def problem(name: str, seed: int, data_dir: str | None) -> tuple[nn.Module, Pair, Pair, str]:
+    """The network, training and test data of a seed, and the likelihood."""
+    if name == NOISY:
+        return make_model("mlp", (FEATURES,), 2, seed), *noisy_table(seed), "categorical"
+    task = make_task(name, seed, data_dir)
+    return task.network(), task.data.train, task.data.test, task.data.likelihood
+
+
+def run(name: str, way: str, start: float, seed: int, data_dir: str | None) -> Result:
+    """One training and its judgement."""
+    model, train, test, likelihood = problem(name, seed, data_dir)
+    with Clock() as clock:
+        result = evigrad.fit(
+            model,
+            train,
+            test=test,
+            likelihood=likelihood,
+            precision=start,
+            schedule=Schedule(eval_every=0),
+            optimization=Optimization(prior_update=WAYS[way]),
+            seed=seed,
+            progress=False,
+        )
+    found = result.test_metrics
+    precisions = result.evidence.prior.precisions()
+    squared = found.get("squared_error")
+    return {
+        "log_evidence": evaluate_evidence(result.evidence, train, JUDGE).per_datum,
+        "log_likelihood": found["log_likelihood"],
+        "accuracy": found.get("accuracy"),
+        "rmse": None if squared is None else math.sqrt(squared),
+        "seconds": clock.seconds,
+        "precisions": {key: value.item() for key, value in precisions.items()},
+    }
+
+
+def row_of(name: str, way: str, start: float) -> str:
+    """The name of a run's row in the results."""
+    return f"{name}: {way} from {start:g}"
+
+
+def spread(runs: Sequence[Result], rows: Sequence[str], key: str) -> tuple[float, float]:
+    """The largest difference between rows of a seed: mean over complete seeds, standard error."""
+    found = []
+    for seed in sorted({run["seed"] for run in runs}):
+        values = [run[key] for run in runs if run["seed"] == seed and run["row"] in rows]
+        if len(values) == len(rows):
+            found.append(max(values) - min(values))
+    return mean_and_error(found) if found else (math.nan, math.nan)
+
+
+def table_of(runs: list[Result]) -> str:
+    """Each start's means over the seeds and the spread over starts, as Markdown."""
+    lines = [
+        "| set | way | start | log evidence per datum | test log likelihood | accuracy, % or RMSE"
+        " | seeds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, way in product(SETS, WAYS):
+        rows = [row_of(name, way, start) for start in STARTS]
+        for start, row in zip(STARTS, rows, strict=True):
+            own = [run for run in runs if run["row"] == row]
+            if not own:
+                continue
+            evidence, likelihood = (
+                with_error(*mean_and_error([run[key] for run in own]), 3)
+                for key in ("log_evidence", "log_likelihood")
+            )
+            if own[0]["rmse"] is None:
+                third = f"{100 * fmean(run['accuracy'] for run in own):.1f}"
+            else:
+                third = f"{fmean(run['rmse'] for run in own):.3f}"
+            cells = [name, way, f"{start:g}", evidence, likelihood, third, str(len(own))]
+            lines.append(f"| {' | '.join(cells)} |")
+        differences = [spread(runs, rows, key) for key in ("log_evidence", "log_likelihood")]
+        if not math.isnan(differences[0][0]):
+            cells = [with_error(*difference, 3) for difference in differences]
+            lines.append(f"| {name} | {way} | *spread* | {' | '.join(cells)} | | |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what is missing, then print the table and insert it into the pages."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--starts", nargs="+", type=float, choices=STARTS, default=STARTS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--data-dir", default=None, help="folder with the Parquet files")
+    parser.add_argument("--results", type=Path, default=Path("results"))
+    parser.add_argument("--pages", type=Path, nargs="*", default=[])
+    parser.add_argument("--table", action="store_true", help="only print the table")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    results = Results(given.results / "start.csv", COLUMNS)
+    runs = product(given.seeds, given.sets, given.ways, given.starts)
+    for seed, name, way, start in [] if given.table else runs:
+        row = row_of(name, way, start)
+        if not results.has(row, seed):
+            found = run(name, way, start, seed, given.data_dir)
+            results.add({"row": row, "seed": seed, "threads": 1} | found)
+            print(row, seed, {key: found[key] for key in KEYS}, flush=True)
+    table = table_of(results.read())
+    print(table)
+    for page in given.pages:
+        insert(page, "start", table)
+
+
+if __name__ == "__main__":
+    main()
