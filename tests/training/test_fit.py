@@ -1,4 +1,5 @@
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior
 from evigrad.training import evaluate_evidence, fit, read_metrics
 from evigrad.training.run import is_evaluated
-from evigrad.training.settings import grouped
+from evigrad.training.settings import BURN_IN_DECAY, grouped
 
 SMALL: dict[str, Any] = {
     "estimator": "ntk-20-1",
@@ -46,7 +47,7 @@ def test_burn_in_rounds_and_steps(blobs, make_net):
     learned = [row["log_evidence"] is not None for row in result.history]
     assert learned == [False, True, False, True, False, True]
     first = [row["precision/0.weight"] for row in result.history]
-    assert first[0] == pytest.approx(1.0)  # where learning starts
+    assert first[0] == pytest.approx(0.01 * len(train[0]))  # where learning starts
     assert first[1] != first[0]
     assert first[2] == first[1]
     assert len(set(first)) == 4
@@ -68,12 +69,13 @@ def test_a_result_is_shown_in_a_line_and_evaluated_during_training(blobs, make_n
 
 def test_map_is_the_same_loop_without_hyperparameter_steps(blobs, make_net):
     settings = small(estimator=None)
-    result = fit(make_net(), blobs[0], precision=2.0, **grouped(settings))
+    start = BURN_IN_DECAY * len(blobs[0][0])
+    result = fit(make_net(), blobs[0], precision=start, **grouped(settings))
     assert result.estimator is None
-    assert torch.equal(log_precision_of(result), torch.full((4,), 2.0).log())
+    assert torch.equal(log_precision_of(result), torch.full((4,), math.log(start)))
     assert all(row["hyper_steps"] == 0 for row in result.history)
     # Up to the first round both runs are the same run.
-    learned = fit(make_net(), blobs[0], precision=2.0, **grouped(SMALL))
+    learned = fit(make_net(), blobs[0], **grouped(SMALL))
     assert [row["loss"] for row in learned.history[:2]] == [
         row["loss"] for row in result.history[:2]
     ]
@@ -185,7 +187,8 @@ def test_one_precision_for_each_group_and_the_mean_of_a_diagonal_prior(blobs, ma
     assert [name for name in scalar.history[0] if name.startswith("precision/")] == [
         "precision/all"
     ]
-    diagonal = fit(make_net(), blobs[0], prior="diagonal", precision=3.0, **grouped(SMALL))
+    options = small(prior_update="adam")
+    diagonal = fit(make_net(), blobs[0], prior="diagonal", precision=3.0, **grouped(options))
     names = [name for name in diagonal.history[0] if name.startswith("precision/")]
     assert len(names) == 4
     assert diagonal.history[0][names[0]] == pytest.approx(3.0)
@@ -246,7 +249,7 @@ def test_how_an_estimate_computes_changes_no_result_and_is_recorded(blobs, make_
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["micro_batch"], config["memory_budget"]) == ("auto", "2 kB")
     assert (config["rows_device"], config["autocast"]) == ("cpu", None)
-    assert (config["prior_update"], config["prior_blocks"]) == ("adam", None)
+    assert (config["prior_update"], config["prior_blocks"]) == ("fixed_point", None)
     state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
     assert state["evidence"]["micro_batches"] == chosen
 
@@ -268,7 +271,8 @@ def test_types_by_name_and_as_types(blobs, make_net, tmp_path, name):
 
 
 def test_the_checkpoint_holds_all_that_is_needed(blobs, make_net, tmp_path):
-    result = fit(make_net(), blobs[0], run_dir=tmp_path / "run", **grouped(SMALL))
+    settings = small(prior_update="adam")
+    result = fit(make_net(), blobs[0], run_dir=tmp_path / "run", **grouped(settings))
     state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
     assert (state["epoch"], state["hyper_steps"]) == (6, [9])
     net = make_net(seed=9)
@@ -386,7 +390,7 @@ def test_any_form_of_the_data(blobs, make_net):
 @pytest.mark.parametrize("precision", [1e-3, 1e3])
 def test_learning_raises_the_log_evidence(blobs, make_net, precision):
     # From a precision that is far too small and one that is far too large.
-    settings = small(epochs=20, every=1, steps=10, burn_in=1, prior_lr=0.3)
+    settings = small(epochs=20, every=1, steps=10, burn_in=1, prior_lr=0.3, prior_update="adam")
 
     def log_evidence(estimator):
         settings["estimator"] = estimator
@@ -394,6 +398,22 @@ def test_learning_raises_the_log_evidence(blobs, make_net, precision):
         return evaluate_evidence(result.evidence, blobs[0], "full-N-C").per_datum
 
     assert log_evidence("ntk-N-C") > log_evidence(None) + 0.05
+
+
+def test_learning_by_default_does_not_depend_on_the_precision_given(blobs, make_net):
+    given = [{}, {"precision": 1e-3}, {"precision": 1e3}]
+    given += [{"prior": GaussianPrior(precision=7.0)}]
+    states = [state_of(fit(make_net(), blobs[0], **options, **grouped(SMALL))) for options in given]
+    for state in states[1:]:
+        assert torch.equal(state, states[0])
+
+
+def test_fixed_precisions_beside_learned_ones_stay(blobs, make_net):
+    prior = GaussianPrior(precision=2.0, learnable={"0.weight": False})
+    result = fit(make_net(), blobs[0], prior=prior, **grouped(SMALL))
+    precisions = result.evidence.prior.precisions()
+    assert precisions["0.weight"].item() == pytest.approx(2.0)
+    assert precisions["3.weight"].item() != pytest.approx(2.0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

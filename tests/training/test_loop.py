@@ -17,6 +17,7 @@ from evigrad.training.settings import PlannedSettings
 _DEFAULTS: dict[str, Any] = {
     "estimator": "ntk-20-1",
     "precision": 1.0,
+    "prior_update": "adam",
     "epochs": 10,
     "batch_size": 25,
     "lr": 0.01,

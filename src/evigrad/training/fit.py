@@ -69,10 +69,10 @@ def fit(
 
     The paper's interleaved scheme: the weights minimise the mean negative log likelihood plus the
     prior's decay; after ``burn_in`` epochs, and every ``every`` epochs from there, ``steps`` steps
-    of Adam on the prior's log precisions, the noise and the model's own hyperparameters, along
-    the gradient of the estimator's log evidence (or of MacKay's fixed-point update, for the
-    precisions). All of it sees the training data alone; test data are evaluated, and nothing
-    depends on the result.
+    on the hyperparameters by the gradient of the estimator's log evidence: MacKay's fixed-point
+    update of the prior's precisions (or Adam, as in the paper), and Adam for the noise and the
+    model's own hyperparameters. All of it sees the training data alone; test data are evaluated,
+    and nothing depends on the result.
 
     The global random state is not touched: ``seed`` gives the order of the data, the blocks and
     what the model draws (dropout) each a stream of its own. The initial weights are the model's.
@@ -98,8 +98,10 @@ def fit(
             layerwise (one for each parameter tensor) or diagonal (one for each weight). A
             ``GaussianPrior`` has more: groups, a hyperprior, and a mean other than zero, as the
             weights that training begins with (fine-tuning, ``mean="initial"``).
-        precision: Prior precision at the start. Weight decay in the usual sense is precision / N.
-            Default: 1 where it is learned; 5e-4 N, the usual weight decay, where it is kept.
+        precision: Prior precision where it is kept, or at the start of steps of Adam
+            (``Optimization(prior_update="adam")``); by default learned precisions need no start.
+            Weight decay in the usual sense is precision / N. Default: 5e-4 N, the usual weight
+            decay, where it is kept; 1 for Adam.
         hyperparameters: Names, or prefixes of names, of parameters of the model that the evidence
             learns instead of the MAP. Without an estimator they keep their values.
         laplace: Temperature, root and details of the curvature.

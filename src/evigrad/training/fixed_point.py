@@ -79,6 +79,11 @@ class FixedPoint:
         """
         return self._effective_parameters(self._square_norms())
 
+    def start(self, precision: float) -> None:
+        """Set all learned precisions to one value: steps need no better start than that."""
+        with torch.no_grad():
+            self._log_precision().fill_(math.log(precision))
+
     def step(self) -> None:
         """Update the precisions by the gradient of one ``backward``, and clear it.
 

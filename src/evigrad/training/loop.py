@@ -72,7 +72,6 @@ class Loop:
         self.rounds = make_rounds(settings, hyperparameters)
         self._blocks: Stream | None = None  # of the data, which are checked once
         self._warned = False  # of precisions that nothing determines
-        self._start: Tensor | None = None  # of log precisions that are held in the burn-in
         self.augerino: Augerino | None = None
         # Hyperparameters that a baseline learns on the training loss, by a step in every batch.
         self.in_loss: list[str] = []
@@ -85,25 +84,11 @@ class Loop:
         if settings.baseline is None:
             if settings.optimization.prior_update == "fixed_point":
                 self.fixed_point = FixedPoint(evidence, FIRST_RATE)
-                self._hold_precisions()
+                if settings.schedule.burn_in:
+                    self.fixed_point.start(BURN_IN_DECAY * evidence.num_data)
             if settings.schedule.prior_blocks is not None:
                 x, _ = data.first(PROBE_SIZE)
                 evidence.check_collect(x, wrt=self.rounds[0].names)
-
-    def _hold_precisions(self) -> None:
-        """Set the precisions to those of the burn-in, and keep where the first round starts."""
-        log_precision = self.evidence.prior.log_precision
-        assert log_precision is not None  # by ``FixedPoint``
-        self._start = log_precision.detach().clone()
-        with torch.no_grad():
-            log_precision.fill_(math.log(BURN_IN_DECAY * self.evidence.num_data))
-
-    def _start_precisions(self) -> None:
-        """Set the precisions to where the first round starts."""
-        log_precision = self.evidence.prior.log_precision
-        if self._start is not None and self.hyper_steps == 0 and log_precision is not None:
-            with torch.no_grad():
-                log_precision.copy_(self._start)
 
     @property
     def learned(self) -> list[str]:
@@ -166,7 +151,6 @@ class Loop:
 
     def learn(self, epoch: int) -> Round:
         """The estimates of the hyperparameter steps after an epoch, on a fresh partition."""
-        self._start_precisions()
         estimates: list[Estimate] = []
         any_shared = False
         try:

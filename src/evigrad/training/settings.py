@@ -19,12 +19,11 @@ OPTIMIZERS = ("adam", "sgd")
 # Names for runs without an estimator, and what such runs are called.
 BASELINES = {"map": "MAP", "map-noise": "MAP, learned noise", "augerino": "Augerino"}
 PRIOR_UPDATES = ("adam", "fixed_point")
-# Default of a learned prior precision at the start.
+# Default of a learned prior precision at the start, for steps of Adam.
 LEARNED_PRECISION = 1.0
-# Weight decay of the burn-in for precisions that the fixed point learns, whatever they start at: 20
-# times the usual. From a weak one, noisy labels and targets are fitted before their noise is known,
-# and precisions are slow to come back; from a much stronger one, networks on few data end at zero
-# (benchmarks/start.py).
+# Weight decay of the burn-in, from which the fixed point starts: 20 times the usual. From a weak
+# one, noisy labels and targets are fitted before their noise is known, and precisions are slow to
+# come back; from a much stronger one, networks on few data end at zero (benchmarks/start.py).
 BURN_IN_DECAY = 1e-2
 # Default of a kept precision divided by N: the usual weight decay.
 WEIGHT_DECAY = 5e-4
@@ -146,9 +145,9 @@ class Optimization:
         lr: Learning rate of the weights at the start. Default: 0.003, of regression 0.01.
         lr_min: Learning rate of the weights at the end; a cosine leads there, epoch by epoch.
         prior_update: How precisions are learned: fixed_point, MacKay's update from the effective
-            number of parameters, which ends at the same place from any start, the burn-in having a
-            weight decay of 0.01 whatever that is; or adam, as in the paper. Noise and the model's
-            own hyperparameters have Adam. Default: fixed_point, but adam beside a hyperprior.
+            number of parameters, which starts from a weight decay of 0.01 whatever the precision
+            given; or adam, as in the paper, from that precision. Noise and the model's own
+            hyperparameters have Adam. Default: fixed_point, but adam beside a hyperprior.
         prior_lr: Learning rate of log precisions and log noise (Adam) at the start.
         prior_lr_min: The same at the last step; a cosine leads there, step by step.
         hyper_lr: Learning rate of the model's own hyperparameters (Adam) at the start.
