@@ -3,15 +3,20 @@
 import csv
 import importlib.util
 import json
+import math
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
-from evigrad import Schedule
+from evigrad import Evidence, Schedule
 from evigrad.blocks.anchors import Anchoring
+from evigrad.likelihoods import Categorical
+from evigrad.priors import GaussianPrior
+from evigrad.training import evaluate_evidence
 
 pytest.importorskip("sklearn")
 
@@ -354,3 +359,98 @@ def test_sklearn_tables_by_optuna(monkeypatch, tmp_path):
     monkeypatch.setattr(script, "MAX_EPOCHS", 2)
     found = script.run_optuna(script.read_table("wine", 0, None), True, 0, budget=0.0)
     assert found["trials"] == 1 and found["settings"]["hidden_layer_sizes"] in script.LAYERS
+
+
+def test_start(monkeypatch, tmp_path):
+    script = load_script("start", monkeypatch)
+    monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=3, eval_every=0))
+    arguments = ["--sets", "noisy table", "--seeds", "0", "1", "--results", str(tmp_path)]
+    (page := tmp_path / "page.md").write_text("<!-- start -->\n<!-- end start -->\n")
+    script.main([*arguments, "--pages", str(page)])
+    runs = runs_of(tmp_path / "start.csv")
+    assert len(runs) == 2 * (3 + 4)
+    found = {key: float(run["log_evidence"]) for key, run in runs.items()}
+    decays = [found["noisy table: fixed point from " + d, 1] for d in ("0.003", "0.01", "0.03")]
+    assert len(set(decays)) == 3  # the burn-in's decay is taken
+    lines = page.read_text().splitlines()
+    spread = next(line for line in lines if "| fixed point | *spread* |" in line)
+    both = [
+        max(v) - min(v) for v in (decays, [found[k, 0] for k, s in found if s and "fixed" in k])
+    ]
+    assert float(spread.split("|")[4].split("±")[0]) == pytest.approx(sum(both) / 2, abs=1e-3)
+
+
+class Logistic:
+    """Multinomial logistic regressions, trained to the optimum."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(40, 5, generator=generator).double()
+        noise = 0.8 * torch.randn(40, 3, generator=generator)
+        self.y = (self.x[:, :3] + noise).argmax(1)
+
+    def trained(self, precision: float, kept: torch.Tensor | None = None) -> torch.nn.Module:
+        model = torch.nn.Linear(5, 3).double()
+        for w in model.parameters():
+            torch.nn.init.zeros_(w)
+        x, y = (self.x, self.y) if kept is None else (self.x[kept], self.y[kept])
+        optimizer = torch.optim.LBFGS(
+            model.parameters(), max_iter=500, tolerance_grad=1e-12, tolerance_change=1e-16,
+            line_search_fn="strong_wolfe",
+        )  # fmt: skip
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x), y, reduction="sum")
+            loss = loss + 0.5 * precision * sum(w.square().sum() for w in model.parameters())
+            loss.backward()
+            return loss.item()
+
+        optimizer.step(closure)
+        return model
+
+
+def test_criteria_of_a_linear_model(monkeypatch):
+    """The slopes against retrained models, leave-one-out against models without the datum."""
+    script, data, precision, step = load_script("criteria", monkeypatch), Logistic(), 0.7, 1e-4
+
+    def linearised(value: float) -> Any:
+        precisions = {"weight": value, "bias": value}
+        return script.Linearised(data.trained(value), precisions, (data.x, data.y))
+
+    net = linearised(precision)
+    found = script.criteria(net)
+    evidence = Evidence(
+        net.model,
+        Categorical(),
+        GaussianPrior("scalar", precision=precision),
+        estimator="full-N-C",
+        num_data=40,
+    )
+    exact = evaluate_evidence(evidence, (data.x, data.y), "full-N-C").per_datum
+    assert found["evidence"] == pytest.approx(exact, abs=1e-6)
+    ends = [script.criteria(linearised(precision * math.exp(s)))["evidence"] for s in (step, -step)]
+    slopes = script.slopes(net)
+    total = (ends[0] - ends[1]) / (2 * step)
+    assert slopes["partial"] + slopes["implicit"] == pytest.approx(total, rel=1e-3)
+    assert slopes["partial"] != pytest.approx(total, rel=0.05)
+    every, left_out = torch.arange(40), 0.0
+    for n in range(40):
+        f = data.trained(precision, every[every != n])(data.x[n : n + 1])
+        left_out += float(f.detach().log_softmax(1)[0, data.y[n]]) / 40
+    assert found["leave-one-out"] == pytest.approx(left_out, abs=0.05)
+    assert exact < found["averaged"] < found["leave-one-out"]
+
+
+def test_criteria_is_a_table_of_its_runs(monkeypatch, tmp_path, capsys):
+    script = load_script("criteria", monkeypatch)
+    monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=3, eval_every=0))
+    monkeypatch.setattr(script, "TEST", 20)
+    settings = ["decay 0.01", "decay 0.1", "fixed point", "adam"]
+    arguments = ["--sets", "digits", "--seeds", "0", "--subset", "30"]
+    script.main([*arguments, "--settings", *settings, "--results", str(tmp_path)])
+    runs = runs_of(tmp_path / "criteria.csv")
+    assert {row for row, _ in runs} == {f"digits: {s}" for s in settings}
+    assert len({run["evidence"] for run in runs.values()}) == 4
+    printed = capsys.readouterr().out
+    assert "| leave-one-out |" in printed and "| digits: fixed point |" in printed

@@ -1,0 +1,332 @@
+"""Why do evidence and test data disagree? What criteria of the training data say of one grid.
+
+For each set 500 data train the same network from the same initial weights with seven weight decays,
+and with precisions learned by ``fit``. Of every network the script computes, exactly and in float64
+by the kernel of all rows,
+
+* ``evidence``: that of the linearised Laplace approximation;
+* ``tempered``: the same at the temperatures T = 1/2 and T = 1/4, as in data-emphasised bounds;
+* ``averaged``: the variational bound on the linearised model, with the curvature averaged over the
+  posterior, E_q[Λ(f)], by two fixed-point steps: it sees how outputs beside the mode saturate;
+* ``leave-one-out``: log p(y_n | f₋ₙ) with f₋ₙ = fₙ + Vₙ (I − Λₙ Vₙ)⁻¹ rₙ, V the posterior
+  covariance of the outputs and r the gradient of the negative log likelihood;
+* ``conditional``: the evidence of one half of the data given the other, the mean of four splits;
+
+and on the test data the log likelihood of the plug-in network and that of the linearised posterior,
+the mean of 256 draws. The first table has the rank correlation of each criterion with both over
+the settings; the test data are used for nothing else.
+
+``slopes`` are the derivatives of the evidence in the logarithm of a decay for all weights. MacKay's
+update, and the gradient of the paper, hold the weights: ``partial``. The weights follow the decay,
+and the curvature follows them: ``implicit`` is −½ ∂ℓ/∂w · dw*/dlog δ, where dw*/dlog δ is
+−(H + P0)⁻¹ P0 w*.
+
+    python benchmarks/criteria.py --data-dir DIR --results docs/results --pages docs/criteria.md
+"""
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from learning import Result, Results
+from measure import insert
+from prior_learning import DECAYS
+from rivals import IMAGES, SCHEDULE, fixed_prior
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev, vmap
+
+import evigrad
+from evigrad import Optimization
+from evigrad.data import DataSet, load
+from evigrad.models import make_model
+
+SUBSET, TEST = 500, 1000
+SETTINGS = (*(f"decay {decay:g}" for decay in DECAYS), "fixed point", "adam")
+TEMPERATURES = (0.5, 0.25)
+HALVES, DRAWS, STEPS, SHIFT = 4, 256, 2, 0.02
+CRITERIA = (
+    "evidence",
+    *(f"tempered {t:g}" for t in TEMPERATURES),
+    "averaged",
+    "leave-one-out",
+    "conditional",
+)
+JUDGES = ("plug-in", "posterior")
+SLOPES = ("partial", "implicit")
+KEYS = (*JUDGES, *CRITERIA, *SLOPES)
+COLUMNS = ("row", "seed", *KEYS, "accuracy", "threads")
+AT_ONCE = 50
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Linearised:
+    """A trained classifier as a Gaussian process: outputs f (n, C) and rows of its Jacobian.
+
+    Args:
+        model: Of N data; it is taken to float64.
+        precisions: P0 by name of a weight.
+        data: The training data.
+    """
+
+    def __init__(self, model: nn.Module, precisions: Mapping[str, float], data: Pair) -> None:
+        self.model = model.double().eval()
+        self.weights = {name: w.detach().clone() for name, w in model.named_parameters()}
+        self.x, self.y = data[0].double(), data[1]
+        self.precision = torch.cat(
+            [torch.full((w.numel(),), precisions[n]).double() for n, w in self.weights.items()]
+        )
+        self.f, self.rows = self.passed(self.x, self.weights)
+        self.kernel = self.rows @ (self.rows / self.precision).T
+        self.square = float((self.flat**2 * self.precision).sum())
+
+    @property
+    def flat(self) -> Tensor:
+        """All weights as one vector."""
+        return torch.cat([w.flatten() for w in self.weights.values()])
+
+    def passed(self, x: Tensor, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Outputs (n, C) and rows (nC, P) at some weights."""
+
+        def one(values: Mapping[str, Tensor], item: Tensor) -> tuple[Tensor, Tensor]:
+            f = functional_call(self.model, dict(values), (item[None],))[0]
+            return f, f
+
+        jacobian = vmap(jacrev(one, has_aux=True), (None, 0))
+        parts = [jacobian(dict(weights), part) for part in x.split(AT_ONCE)]
+        outputs = torch.cat([f for _, f in parts])
+        rows = torch.cat(
+            [torch.cat([j.flatten(2) for j in part.values()], dim=2) for part, _ in parts]
+        )
+        return outputs, rows.flatten(0, 1)
+
+    def root(self, curvature: Tensor) -> Tensor:
+        """Symmetric roots (n, C, C) of curvatures of the data."""
+        values, vectors = torch.linalg.eigh(curvature)
+        return (vectors * values.clamp(min=0).sqrt()[:, None, :]) @ vectors.mT
+
+    def between(self, root: Tensor, kernel: Tensor) -> Tensor:
+        """I + LᵀKL for block-diagonal roots L."""
+        n, c = root.shape[:2]
+        inner = torch.einsum("nab,nbmd,mde->name", root, kernel.view(n, c, n, c), root)
+        return inner.reshape(n * c, n * c) + torch.eye(n * c, dtype=kernel.dtype)
+
+    def log_det(self, root: Tensor, kernel: Tensor | None = None) -> float:
+        """The log-determinant of I + LᵀKL."""
+        kernel = self.kernel if kernel is None else kernel
+        return 2 * float(torch.linalg.cholesky(self.between(root, kernel)).diagonal().log().sum())
+
+    def covariance(self, root: Tensor, cross: Tensor, own: Tensor) -> Tensor:
+        """Posterior covariances (m, C, C) of outputs, by their kernels with the rows and alone."""
+        factor = torch.linalg.cholesky(self.between(root, self.kernel))
+        n, c = root.shape[:2]
+        weighed = torch.einsum("knc,ncd->knd", cross.view(-1, n, c), root).reshape(len(cross), -1)
+        solved = torch.linalg.solve_triangular(factor, weighed.T, upper=False)
+        parts = solved.T.reshape(-1, c, n * c)
+        return own - parts @ parts.mT
+
+
+def curvature(f: Tensor) -> Tensor:
+    """Λ = diag(p) − ppᵀ, (n, C, C)."""
+    p = f.softmax(1)
+    return p.diag_embed() - p[:, :, None] * p[:, None, :]
+
+
+def draws(f: Tensor, covariance: Tensor) -> Tensor:
+    """Outputs (DRAWS, n, C) of their normal distribution, with common random numbers."""
+    values, vectors = torch.linalg.eigh(covariance)
+    root = vectors * values.clamp(min=0).sqrt()[:, None, :]
+    noise = torch.randn(DRAWS, *f.shape, generator=torch.Generator().manual_seed(0))
+    return f + torch.einsum("ncd,snd->snc", root, noise.double())
+
+
+def blocks(kernel: Tensor, c: int) -> Tensor:
+    """Diagonal blocks (n, C, C) of a kernel of all rows."""
+    n = len(kernel) // c
+    return kernel.view(n, c, n, c).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+
+def criteria(net: Linearised) -> dict[str, float]:
+    """All criteria of the training data, in nats per datum."""
+    n, c = net.f.shape
+    labels = torch.arange(n), net.y
+    fit = float(net.f.log_softmax(1)[labels].sum())
+    root = net.root(curvature(net.f))
+    found = {"evidence": fit - 0.5 * net.square - 0.5 * net.log_det(root)}
+    for t in TEMPERATURES:
+        log_det = net.log_det(root * t**-0.5)
+        found[f"tempered {t:g}"] = t * (fit / t - 0.5 * net.square - 0.5 * log_det)
+    own = blocks(net.kernel, c)
+    covariance = net.covariance(root, net.kernel, own)
+    found["leave-one-out"] = left_out(net, covariance)
+    averaged, v = root, covariance
+    for _ in range(STEPS):
+        mean = curvature(draws(net.f, v).flatten(0, 1)).view(DRAWS, n, c, c).mean(0)
+        averaged = net.root(mean)
+        v = net.covariance(averaged, net.kernel, own)
+    expected = float(draws(net.f, v).log_softmax(2)[:, labels[0], labels[1]].mean(0).sum())
+    trace = float((averaged @ averaged * v).sum())
+    log_det = net.log_det(averaged)
+    found["averaged"] = expected - 0.5 * net.square + 0.5 * trace - 0.5 * log_det
+    found["conditional"] = conditional(net, root)
+    return {name: value / n for name, value in found.items()}
+
+
+def left_out(net: Linearised, v: Tensor) -> float:
+    """The approximate leave-one-out log likelihood of all data."""
+    n, c = net.f.shape
+    residual = net.f.softmax(1) - torch.eye(c, dtype=v.dtype)[net.y]
+    inner = torch.eye(c, dtype=v.dtype) - curvature(net.f) @ v
+    f = net.f + (v @ torch.linalg.solve(inner, residual[:, :, None])).squeeze(2)
+    return float(f.log_softmax(1)[torch.arange(n), net.y].sum())
+
+
+def conditional(net: Linearised, root: Tensor) -> float:
+    """The evidence of halves given the others, times two: as large as that of all data."""
+    n, c = net.f.shape
+    log_probs = net.f.log_softmax(1)[torch.arange(n), net.y]
+    whole, found = net.log_det(root), []
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(HALVES):
+        given, asked = torch.randperm(n, generator=generator).chunk(2)
+        kernel = net.kernel.view(n, c, n, c)[given][:, :, given].reshape(len(given) * c, -1)
+        part = net.log_det(root[given], kernel)
+        found.append(float(log_probs[asked].sum()) - 0.5 * (whole - part))
+    return 2 * fmean(found)
+
+
+def slopes(net: Linearised) -> dict[str, float]:
+    """Derivatives of the log evidence in the log of a decay for all weights, per datum."""
+    n = len(net.f)
+    root = net.root(curvature(net.f))
+    factor = torch.linalg.cholesky(net.between(root, net.kernel))
+    gamma = len(net.kernel) - float(torch.cholesky_inverse(factor).diagonal().sum())
+    # (H + P0)⁻¹ P0 w = w − P0⁻¹ JᵀL (I + S)⁻¹ LᵀJ w
+    c = net.f.shape[1]
+    rows = torch.einsum("nab,nbp->nap", root, net.rows.view(n, c, -1)).reshape(n * c, -1)
+    solved = torch.cholesky_solve((rows @ net.flat)[:, None], factor).squeeze(1)
+    direction = net.flat - (rows.T @ solved) / net.precision
+    sizes = [w.numel() for w in net.weights.values()]
+    log_dets = []
+    for sign in (1, -1):
+        parts = (net.flat + sign * SHIFT * direction).split(sizes)
+        moved = {
+            name: part.view_as(w)
+            for (name, w), part in zip(net.weights.items(), parts, strict=True)
+        }
+        f, jacobian = net.passed(net.x, moved)
+        kernel = jacobian @ (jacobian / net.precision).T
+        log_dets.append(net.log_det(net.root(curvature(f)), kernel))
+    along = (log_dets[0] - log_dets[1]) / (2 * SHIFT)
+    return {"partial": 0.5 * (gamma - net.square) / n, "implicit": 0.5 * along / n}
+
+
+def posterior(net: Linearised, test: Pair) -> float:
+    """Mean log likelihood of the test data by the linearised posterior."""
+    root, found = net.root(curvature(net.f)), []
+    for x, y in zip(test[0].double().split(AT_ONCE), test[1].split(AT_ONCE), strict=True):
+        f, rows = net.passed(x, net.weights)
+        scaled = rows / net.precision
+        own = blocks(rows @ scaled.T, f.shape[1])
+        v = net.covariance(root, scaled @ net.rows.T, own)
+        log_probs = draws(f, v).log_softmax(2)[:, torch.arange(len(y)), y]
+        found.append(log_probs.logsumexp(0) - math.log(DRAWS))
+    return float(torch.cat(found).mean())
+
+
+def run(data: DataSet, name: str, setting: str, seed: int) -> Result:
+    """One training and all that is said of it."""
+    model = make_model(IMAGES[name][0], data.input_shape, data.num_outputs, seed)
+    kind, _, decay = setting.partition(" ")
+    options: dict[str, Any] = {"optimization": Optimization(prior_update="adam")}
+    if kind == "decay":
+        options = {"estimator": None, "prior": fixed_prior(float(decay), len(data.train[0]))}
+    elif kind == "fixed":
+        options = {}
+    result = evigrad.fit(
+        model,
+        data.train,
+        test=data.test,
+        seed=seed,
+        schedule=SCHEDULE,
+        progress=False,
+        **options,
+    )
+    precisions = {n: p.item() for n, p in result.evidence.prior.precisions().items()}
+    net = Linearised(model, precisions, data.train)
+    found = {
+        "plug-in": result.test_metrics["log_likelihood"],
+        "posterior": posterior(net, data.test),
+    }
+    found |= criteria(net) | slopes(net)
+    return found | {"accuracy": result.test_metrics["accuracy"]}
+
+
+def correlation(runs: Sequence[Result], criterion: str, judge: str) -> float:
+    """Spearman's rank correlation over the settings, the mean of the seeds."""
+    found = []
+    for seed in sorted({run["seed"] for run in runs}):
+        own = [run for run in runs if run["seed"] == seed]
+        found.append(spearmanr([r[criterion] for r in own], [r[judge] for r in own])[0])
+    return fmean(found)
+
+
+def tables_of(runs: list[Result]) -> str:
+    """Rank correlations, then all values, as Markdown."""
+    names = [n for n in IMAGES if any(run["row"].startswith(f"{n}: ") for run in runs)]
+    of = {n: [run for run in runs if run["row"].startswith(f"{n}: ")] for n in names}
+    heads = [f"{n}, {judge}" for n in names for judge in JUDGES]
+    lines = [f"| criterion | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for criterion in CRITERIA:
+        cells = [f"{correlation(of[n], criterion, j):+.2f}" for n in names for j in JUDGES]
+        lines.append(f"| {criterion} | {' | '.join(cells)} |")
+    lines += ["", f"| | accuracy, % | {' | '.join(KEYS)} |", "|---" * (len(KEYS) + 2) + "|"]
+    for n in names:
+        for setting in SETTINGS:
+            own = [run for run in of[n] if run["row"] == f"{n}: {setting}"]
+            if own:
+                values = [f"{fmean(run[key] for run in own):.3f}" for key in KEYS]
+                accuracy = f"{100 * fmean(run['accuracy'] for run in own):.1f}"
+                lines.append(f"| {n}: {setting} | {accuracy} | {' | '.join(values)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what is missing, then print the tables and insert them into the pages."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--sets", nargs="+", choices=list(IMAGES), default=list(IMAGES))
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--subset", type=int, default=SUBSET)
+    parser.add_argument("--data-dir", default=None, help="folder with the Parquet files")
+    parser.add_argument("--results", type=Path, default=Path("results"))
+    parser.add_argument("--pages", type=Path, nargs="*", default=[])
+    parser.add_argument("--table", action="store_true", help="only print the tables")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    results = Results(given.results / "criteria.csv", COLUMNS)
+    for seed in [] if given.table else given.seeds:
+        for name in given.sets:
+            data = load(name, given.data_dir, subset=given.subset, seed=seed)
+            data = data.with_test_subset(min(TEST, len(data.test[0])), 0)
+            for setting in given.settings:
+                row = f"{name}: {setting}"
+                if not results.has(row, seed):
+                    found = run(data, name, setting, seed)
+                    results.add({"row": row, "seed": seed, "threads": 1} | found)
+                    print(row, seed, {k: round(found[k], 4) for k in KEYS}, flush=True)
+    tables = tables_of(results.read())
+    print(tables)
+    for page in given.pages:
+        insert(page, "criteria", tables)
+
+
+if __name__ == "__main__":
+    main()
