@@ -438,8 +438,8 @@ def run_laplace(task: Task) -> Result:
 
     data, model = task.data, task.network()
     x, y = data.train
-    planned = SCHEDULE.for_data(len(x), data.is_classification)
-    rates = Optimization().for_data(data.is_classification)
+    planned = SCHEDULE.for_data(len(x))
+    rates = Optimization().for_data(data.is_classification, "layerwise")
     batches = Batches(len(x), planned.batch_size, task.seed)
     steps = planned.epochs * len(batches)
     with Clock() as clock, warnings.catch_warnings():
@@ -528,7 +528,7 @@ def run_way(task: Task, row: str) -> dict[str, Result]:
     common = {
         "seed": task.seed,
         "num_data": num_data,
-        "epochs": SCHEDULE.for_data(num_data, task.data.is_classification).epochs,
+        "epochs": SCHEDULE.for_data(num_data).epochs,
         "threads": torch.get_num_threads(),
     }
     return {
@@ -550,7 +550,7 @@ def missing_runs(given: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
 def estimated(name: str, rows: Sequence[str], data_dir: str | None) -> float:
     """Seconds of some rows, from a few epochs of a MAP training and ``COSTS``."""
     task = make_task(name, 0, data_dir)
-    planned = SCHEDULE.for_data(len(task.data.train[0]), task.data.is_classification)
+    planned = SCHEDULE.for_data(len(task.data.train[0]))
     short = partial(train, task, decay=USUAL, schedule=replace(SCHEDULE, epochs=TIMED))
     short()  # the first passes of a process take longer
     with Clock() as clock:

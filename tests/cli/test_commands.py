@@ -47,7 +47,7 @@ def error_of(capsys, *arguments):
 
 
 def test_train_compares_and_leaves_a_whole_run_directory(capsys, tmp_path):
-    same = ("--precision", 1.0)  # in place of MAP's usual weight decay
+    same = ("--precision", 0.6)  # in place of MAP's usual weight decay, as in the other's burn-in
     run("train", *QUICK, *same, "--compare-map", "--eval-every", 2, "--run-dir", tmp_path / "run")
     output = capsys.readouterr().out
     won = re.search(
@@ -85,7 +85,7 @@ def test_train_compares_and_leaves_a_whole_run_directory(capsys, tmp_path):
     base, own = (results[name]["test"]["log_likelihood"] for name in results)
     assert won and won[1] == ("raised" if own >= base else "lowered")
     assert float(won[2]) == pytest.approx(abs(own - base), abs=6e-4)
-    assert results["MAP"]["hyperparameters"]["precision/linear1.weight"] == 1.0
+    assert results["MAP"]["hyperparameters"]["precision/linear1.weight"] == pytest.approx(0.6)
     assert results["MAP"]["evidence"]["estimator"] == "ntk-20-C"
     assert f"{results['MAP']['evidence']['per_datum']:.4f}" in output
     assert f"{results['ntk-20-1']['test']['log_likelihood']:.4f}" in output
@@ -342,11 +342,20 @@ IDLE = [
         (f"train --estimator map --{option}", "estimator", "--estimator kfac-N-C")
         for option in (
             *("burn-in 3", "every 2", "steps=7", "prior-blocks 2", "prior-update fixed_point"),
-            *("prior-lr 0.3", "prior-lr-min 0", "root fisher", "gram-dtype float64"),
+            *("root fisher", "gram-dtype float64"),
             *("hyper-lr 0.1 --invariance shear", "hyper-every 1 --invariance shear"),
         )
     ],
     ("train --invariance shear --augerino-weight 0.1", "augerino", "--estimator augerino"),
+    *[
+        (f"train --estimator {name} --{option}", words, mended)
+        for option in ("prior-lr 0.3", "prior-lr-min 0")
+        for name, words, mended in (
+            ("map", "an --estimator of the evidence", "--estimator kfac-N-C --prior-update adam"),
+            ("kfac-N-C", "--prior-update adam", "--prior-update adam"),
+            ("kfac-N-C", "noise", "--likelihood gaussian"),
+        )
+    ],
     ("train --prior-update fixed_point --prior-lr 0.3", "noise", "--likelihood gaussian"),
     ("train --sharing reduce", "kfac", "--estimator kfac-N-C"),
     ("pareto --estimators ntk-9-1 ntk-8-1 --sharing reduce", "kfac", "--estimators kfac-N-C"),

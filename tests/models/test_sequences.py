@@ -326,7 +326,7 @@ def test_a_short_fit_learns(name: str) -> None:
         estimator="ntk-N-1",
         hyperparameters=[HYPERPARAMETER[name]],
         schedule=Schedule(epochs=16, batch_size=16, burn_in=4, every=3, steps=4),
-        optimization=Optimization(lr=0.03, hyper_lr=0.2),
+        optimization=Optimization(lr=0.03, hyper_lr=0.2, prior_update="adam"),
         progress=False,
     )
     after = model.get_submodule(HYPERPARAMETER[name])().detach()

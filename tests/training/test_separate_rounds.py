@@ -28,6 +28,7 @@ SETTINGS: dict[str, Any] = {
     "steps": 2,
     "hyper_every": 1,
     "hyper_steps": 3,
+    "prior_update": "adam",
     "hyper_lr": 0.04,
     "hyper_lr_min": 0.01,
     "progress": False,
