@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 
 import evigrad
-from evigrad import Schedule
+from evigrad import Optimization, Schedule
 from evigrad.data import Scaling
 from evigrad.errors import InputError
 from evigrad.likelihoods import Gaussian, Likelihood
@@ -111,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
                 likelihood=likelihood,
                 precision=100.0,  # a weak prior at the start fits the noise of so few patients
                 schedule=Schedule(epochs=options.epochs),
+                optimization=Optimization(prior_update="adam"),
                 seed=seed,
                 progress=False,
             )
