@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from learning import Result, Results
-from measure import insert
+from measure import show
 from prior_learning import DECAYS
 from rivals import IMAGES, SCHEDULE, fixed_prior
 from scipy.stats import spearmanr
@@ -84,6 +84,8 @@ class Linearised:
         self.f, self.rows = self.passed(self.x, self.weights)
         self.kernel = self.rows @ (self.rows / self.precision).T
         self.square = float((self.flat**2 * self.precision).sum())
+        self.root = root_of(curvature(self.f))
+        self.factor = factor_of(self.root, self.kernel)
 
     @property
     def flat(self) -> Tensor:
@@ -105,30 +107,32 @@ class Linearised:
         )
         return outputs, rows.flatten(0, 1)
 
-    def root(self, curvature: Tensor) -> Tensor:
-        """Symmetric roots (n, C, C) of curvatures of the data."""
-        values, vectors = torch.linalg.eigh(curvature)
-        return (vectors * values.clamp(min=0).sqrt()[:, None, :]) @ vectors.mT
 
-    def between(self, root: Tensor, kernel: Tensor) -> Tensor:
-        """I + LᵀKL for block-diagonal roots L."""
-        n, c = root.shape[:2]
-        inner = torch.einsum("nab,nbmd,mde->name", root, kernel.view(n, c, n, c), root)
-        return inner.reshape(n * c, n * c) + torch.eye(n * c, dtype=kernel.dtype)
+def root_of(curvature: Tensor) -> Tensor:
+    """Symmetric roots (n, C, C) of curvatures of the data."""
+    values, vectors = torch.linalg.eigh(curvature)
+    return (vectors * values.clamp(min=0).sqrt()[:, None, :]) @ vectors.mT
 
-    def log_det(self, root: Tensor, kernel: Tensor | None = None) -> float:
-        """The log-determinant of I + LᵀKL."""
-        kernel = self.kernel if kernel is None else kernel
-        return 2 * float(torch.linalg.cholesky(self.between(root, kernel)).diagonal().log().sum())
 
-    def covariance(self, root: Tensor, cross: Tensor, own: Tensor) -> Tensor:
-        """Posterior covariances (m, C, C) of outputs, by their kernels with the rows and alone."""
-        factor = torch.linalg.cholesky(self.between(root, self.kernel))
-        n, c = root.shape[:2]
-        weighed = torch.einsum("knc,ncd->knd", cross.view(-1, n, c), root).reshape(len(cross), -1)
-        solved = torch.linalg.solve_triangular(factor, weighed.T, upper=False)
-        parts = solved.T.reshape(-1, c, n * c)
-        return own - parts @ parts.mT
+def factor_of(root: Tensor, kernel: Tensor) -> Tensor:
+    """The Cholesky factor of I + LᵀKL for block-diagonal roots L."""
+    n, c = root.shape[:2]
+    inner = torch.einsum("nab,nbmd,mde->name", root, kernel.view(n, c, n, c), root)
+    return torch.linalg.cholesky(inner.reshape(n * c, n * c) + torch.eye(n * c, dtype=kernel.dtype))
+
+
+def log_det(factor: Tensor) -> float:
+    """The log-determinant of a matrix by its Cholesky factor."""
+    return 2 * float(factor.diagonal().log().sum())
+
+
+def covariance(root: Tensor, factor: Tensor, cross: Tensor, own: Tensor) -> Tensor:
+    """Posterior covariances (m, C, C) of outputs, by their kernels with the rows and alone."""
+    n, c = root.shape[:2]
+    weighed = torch.einsum("knc,ncd->knd", cross.view(-1, n, c), root).reshape(len(cross), -1)
+    solved = torch.linalg.solve_triangular(factor, weighed.T, upper=False)
+    parts = solved.T.reshape(-1, c, n * c)
+    return own - parts @ parts.mT
 
 
 def curvature(f: Tensor) -> Tensor:
@@ -156,24 +160,22 @@ def criteria(net: Linearised) -> dict[str, float]:
     n, c = net.f.shape
     labels = torch.arange(n), net.y
     fit = float(net.f.log_softmax(1)[labels].sum())
-    root = net.root(curvature(net.f))
-    found = {"evidence": fit - 0.5 * net.square - 0.5 * net.log_det(root)}
+    found = {"evidence": fit - 0.5 * net.square - 0.5 * log_det(net.factor)}
     for t in TEMPERATURES:
-        log_det = net.log_det(root * t**-0.5)
-        found[f"tempered {t:g}"] = t * (fit / t - 0.5 * net.square - 0.5 * log_det)
-    own = blocks(net.kernel, c)
-    covariance = net.covariance(root, net.kernel, own)
-    found["leave-one-out"] = left_out(net, covariance)
-    averaged, v = root, covariance
+        tempered = log_det(factor_of(net.root * t**-0.5, net.kernel))
+        found[f"tempered {t:g}"] = t * (fit / t - 0.5 * net.square - 0.5 * tempered)
+    averaged, factor, own = net.root, net.factor, blocks(net.kernel, c)
+    v = covariance(averaged, factor, net.kernel, own)
+    found["leave-one-out"] = left_out(net, v)
     for _ in range(STEPS):
         mean = curvature(draws(net.f, v).flatten(0, 1)).view(DRAWS, n, c, c).mean(0)
-        averaged = net.root(mean)
-        v = net.covariance(averaged, net.kernel, own)
+        averaged = root_of(mean)
+        factor = factor_of(averaged, net.kernel)
+        v = covariance(averaged, factor, net.kernel, own)
     expected = float(draws(net.f, v).log_softmax(2)[:, labels[0], labels[1]].mean(0).sum())
     trace = float((averaged @ averaged * v).sum())
-    log_det = net.log_det(averaged)
-    found["averaged"] = expected - 0.5 * net.square + 0.5 * trace - 0.5 * log_det
-    found["conditional"] = conditional(net, root)
+    found["averaged"] = expected - 0.5 * net.square + 0.5 * trace - 0.5 * log_det(factor)
+    found["conditional"] = conditional(net)
     return {name: value / n for name, value in found.items()}
 
 
@@ -186,16 +188,16 @@ def left_out(net: Linearised, v: Tensor) -> float:
     return float(f.log_softmax(1)[torch.arange(n), net.y].sum())
 
 
-def conditional(net: Linearised, root: Tensor) -> float:
+def conditional(net: Linearised) -> float:
     """The evidence of halves given the others, times two: as large as that of all data."""
     n, c = net.f.shape
     log_probs = net.f.log_softmax(1)[torch.arange(n), net.y]
-    whole, found = net.log_det(root), []
+    whole, found = log_det(net.factor), []
     generator = torch.Generator().manual_seed(0)
     for _ in range(HALVES):
         given, asked = torch.randperm(n, generator=generator).chunk(2)
         kernel = net.kernel.view(n, c, n, c)[given][:, :, given].reshape(len(given) * c, -1)
-        part = net.log_det(root[given], kernel)
+        part = log_det(factor_of(net.root[given], kernel))
         found.append(float(log_probs[asked].sum()) - 0.5 * (whole - part))
     return 2 * fmean(found)
 
@@ -203,13 +205,11 @@ def conditional(net: Linearised, root: Tensor) -> float:
 def slopes(net: Linearised) -> dict[str, float]:
     """Derivatives of the log evidence in the log of a decay for all weights, per datum."""
     n = len(net.f)
-    root = net.root(curvature(net.f))
-    factor = torch.linalg.cholesky(net.between(root, net.kernel))
-    gamma = len(net.kernel) - float(torch.cholesky_inverse(factor).diagonal().sum())
+    gamma = len(net.kernel) - float(torch.cholesky_inverse(net.factor).diagonal().sum())
     # (H + P0)⁻¹ P0 w = w − P0⁻¹ JᵀL (I + S)⁻¹ LᵀJ w
     c = net.f.shape[1]
-    rows = torch.einsum("nab,nbp->nap", root, net.rows.view(n, c, -1)).reshape(n * c, -1)
-    solved = torch.cholesky_solve((rows @ net.flat)[:, None], factor).squeeze(1)
+    rows = torch.einsum("nab,nbp->nap", net.root, net.rows.view(n, c, -1)).reshape(n * c, -1)
+    solved = torch.cholesky_solve((rows @ net.flat)[:, None], net.factor).squeeze(1)
     direction = net.flat - (rows.T @ solved) / net.precision
     sizes = [w.numel() for w in net.weights.values()]
     log_dets = []
@@ -221,19 +221,19 @@ def slopes(net: Linearised) -> dict[str, float]:
         }
         f, jacobian = net.passed(net.x, moved)
         kernel = jacobian @ (jacobian / net.precision).T
-        log_dets.append(net.log_det(net.root(curvature(f)), kernel))
+        log_dets.append(log_det(factor_of(root_of(curvature(f)), kernel)))
     along = (log_dets[0] - log_dets[1]) / (2 * SHIFT)
     return {"partial": 0.5 * (gamma - net.square) / n, "implicit": 0.5 * along / n}
 
 
 def posterior(net: Linearised, test: Pair) -> float:
     """Mean log likelihood of the test data by the linearised posterior."""
-    root, found = net.root(curvature(net.f)), []
+    found = []
     for x, y in zip(test[0].double().split(AT_ONCE), test[1].split(AT_ONCE), strict=True):
         f, rows = net.passed(x, net.weights)
         scaled = rows / net.precision
         own = blocks(rows @ scaled.T, f.shape[1])
-        v = net.covariance(root, scaled @ net.rows.T, own)
+        v = covariance(net.root, net.factor, scaled @ net.rows.T, own)
         log_probs = draws(f, v).log_softmax(2)[:, torch.arange(len(y)), y]
         found.append(log_probs.logsumexp(0) - math.log(DRAWS))
     return float(torch.cat(found).mean())
@@ -322,10 +322,7 @@ def main(arguments: list[str] | None = None) -> None:
                     found = run(data, name, setting, seed)
                     results.add({"row": row, "seed": seed, "threads": 1} | found)
                     print(row, seed, {k: round(found[k], 4) for k in KEYS}, flush=True)
-    tables = tables_of(results.read())
-    print(tables)
-    for page in given.pages:
-        insert(page, "criteria", tables)
+    show("criteria", tables_of(results.read()), given.pages)
 
 
 if __name__ == "__main__":

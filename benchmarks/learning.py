@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from measure import insert
+from measure import show
 
 from evigrad.data import DataSet, load
 
@@ -165,7 +165,4 @@ def run_and_show(
     found = results.read()
     if not found:
         raise SystemExit(f"There are no runs in {results.path}.")
-    table = table_of(found)
-    print(table)
-    for page in given.pages:
-        insert(page, f"{name} {given.data}", table)
+    show(f"{name} {given.data}", table_of(found), given.pages)

@@ -54,6 +54,19 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
+class Clock:
+    """Process time of what runs within it, summed over all entries."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> "Clock":
+        self._start = time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.process_time() - self._start
+
+
 class Peak:
     """Peak memory of a block of code, in bytes above what was there before it.
 
@@ -188,3 +201,10 @@ def insert(page: Path, marker: str, text: str) -> None:
     if found:
         _, end, after = rest.partition(f"<!-- end {marker} -->")
         page.write_text(f"{before}{found}{text}\n{end}{after}")
+
+
+def show(marker: str, text: str, pages: Sequence[Path]) -> None:
+    """Print a text and put it between the pages' markers."""
+    print(text)
+    for page in pages:
+        insert(page, marker, text)

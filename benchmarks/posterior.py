@@ -22,7 +22,7 @@ from statistics import NormalDist
 
 import torch
 from learning import Result, Results
-from measure import insert, summaries, with_error
+from measure import show, summaries, with_error
 from torch import Tensor
 
 import evigrad
@@ -183,10 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
     for marker, columns in (("digits", of_digits), ("tables", of_tables)):
         kind = "digits, " if marker == "digits" else ""
         own = [run for run in runs if run["row"].startswith("digits, ") == (marker == "digits")]
-        text = table_of(own, kind, columns)
-        print(text)
-        for page in given.pages:
-            insert(page, marker, text)
+        show(marker, table_of(own, kind, columns), given.pages)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,6 @@ laplace-torch need their packages beside evigrad: optuna; laplace-torch==0.3 and
 import argparse
 import copy
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -64,7 +63,7 @@ from typing import Any
 
 import torch
 from learning import Result, Results
-from measure import insert, mean_and_error, summaries, with_error
+from measure import Clock, insert, mean_and_error, summaries, with_error
 from prior_learning import DECAYS, NO_DECAY, VALIDATION
 from scipy.optimize import minimize_scalar
 from sklearn.model_selection import StratifiedKFold
@@ -170,19 +169,6 @@ class Fitted:
     def log_likelihood(self, data: Pair) -> float:
         """Nats per datum of the plug-in network."""
         return log_likelihood(self.outputs(data[0]), data[1], self.noise)
-
-
-class Clock:
-    """Process time of what runs within it."""
-
-    seconds = 0.0
-
-    def __enter__(self) -> "Clock":
-        self._start = time.process_time()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.process_time() - self._start
 
 
 def log_likelihood(f: Tensor, y: Tensor, noise: float | None) -> float:

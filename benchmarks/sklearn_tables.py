@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 from learning import Result, Results
-from measure import insert, summaries, with_error
+from measure import Clock, show, summaries, with_error
 from scipy.stats import norm
 from sklearn.base import is_classifier
 from sklearn.compose import TransformedTargetRegressor
@@ -114,23 +114,23 @@ def judged(model: Any, noise: Any, x: np.ndarray, y: np.ndarray) -> Result:
 
 def run_evidence(table: Table, classifies: bool, seed: int) -> Result:
     x, y, test_x, test_y = table
-    start = time.process_time()
-    model: Any = (EvidenceClassifier if classifies else EvidenceRegressor)(random_state=seed)
-    model.fit(x, y)
-    seconds = time.process_time() - start
+    with Clock() as clock:
+        model: Any = (EvidenceClassifier if classifies else EvidenceRegressor)(random_state=seed)
+        model.fit(x, y)
     noise = None if classifies else model.predict(test_x, return_std=True)[1]
-    return judged(model, noise, test_x, test_y) | {"seconds": seconds}
+    return judged(model, noise, test_x, test_y) | {"seconds": clock.seconds}
 
 
 def run_grid(table: Table, classifies: bool, seed: int) -> Result:
     x, y, test_x, test_y = table
-    start = time.process_time()
-    scores = {a: held_out_score(make_mlp(classifies, seed, alpha=a), x, y, seed) for a in ALPHAS}
-    alpha = max(scores, key=lambda a: scores[a])
-    model = make_mlp(classifies, seed, alpha=alpha).fit(x, y)
-    seconds = time.process_time() - start
+    with Clock() as clock:
+        scores = {
+            a: held_out_score(make_mlp(classifies, seed, alpha=a), x, y, seed) for a in ALPHAS
+        }
+        alpha = max(scores, key=lambda a: scores[a])
+        model = make_mlp(classifies, seed, alpha=alpha).fit(x, y)
     found = judged(model, -scores[alpha], test_x, test_y)
-    return found | {"seconds": seconds, "settings": {"alpha": alpha}, "trials": len(ALPHAS)}
+    return found | {"seconds": clock.seconds, "settings": {"alpha": alpha}, "trials": len(ALPHAS)}
 
 
 def run_optuna(table: Table, classifies: bool, seed: int, budget: float) -> Result:
@@ -165,11 +165,10 @@ def run_optuna(table: Table, classifies: bool, seed: int, budget: float) -> Resu
 def run_boosting(table: Table, classifies: bool, seed: int) -> Result:
     x, y, test_x, test_y = table
     kind = HistGradientBoostingClassifier if classifies else HistGradientBoostingRegressor
-    start = time.process_time()
-    noise = None if classifies else -held_out_score(kind(random_state=seed), x, y, seed)
-    model = kind(random_state=seed).fit(x, y)
-    seconds = time.process_time() - start
-    return judged(model, noise, test_x, test_y) | {"seconds": seconds}
+    with Clock() as clock:
+        noise = None if classifies else -held_out_score(kind(random_state=seed), x, y, seed)
+        model = kind(random_state=seed).fit(x, y)
+    return judged(model, noise, test_x, test_y) | {"seconds": clock.seconds}
 
 
 def run_row(name: str, method: str, seed: int, data_dir: str | None, results: Results) -> Result:
@@ -240,10 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
                         run = run_row(name, method, seed, given.data_dir, results)
                         results.add({"row": row, "seed": seed, "threads": 1} | run)
                         print(row, seed, {key: run[key] for key in KEYS}, flush=True)
-    table = table_of(results.read())
-    print(table)
-    for page in given.pages:
-        insert(page, "sklearn_tables", table)
+    show("sklearn_tables", table_of(results.read()), given.pages)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from unittest.mock import patch
 
 import torch
 from learning import Result, Results
-from measure import insert, mean_and_error, with_error
-from rivals import SCHEDULE, Clock, make_task
+from measure import Clock, mean_and_error, show, with_error
+from rivals import SCHEDULE, make_task
 from torch import Tensor, nn
 
 import evigrad
@@ -166,9 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
             results.add({"row": row, "seed": seed, "threads": 1} | found)
             print(row, seed, {key: found[key] for key in KEYS}, flush=True)
     table = table_of(results.read())
-    print(table)
-    for page in given.pages:
-        insert(page, "start", table)
+    show("start", table, given.pages)
 
 
 if __name__ == "__main__":

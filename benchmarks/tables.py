@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from learning import Result, Results
-from measure import insert, summaries, with_error
+from measure import show, summaries, with_error
 from sklearn.datasets import load_diabetes, make_friedman1
 from torch import Tensor, nn
 
@@ -167,10 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
                 if not results.has(row, seed):
                     found = run_row(name, method, seed, given.data_dir)
                     results.add({"row": row, "seed": seed, "threads": 1} | found)
-    table = table_of(results.read())
-    print(table)
-    for page in given.pages:
-        insert(page, "tables", table)
+    show("tables", table_of(results.read()), given.pages)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,9 @@ from jaxtyping import Float
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 
+from evigrad.data.tables import MOST_CATEGORIES
 from evigrad.errors import InputError, listed
 
-# A column of more categories holds names or remarks; 100 as for tables by name.
-MOST_CATEGORIES = 100
 # Where relevances start, before the sigmoid: at 0.88.
 _START = 2.0
 
