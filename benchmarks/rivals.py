@@ -30,12 +30,14 @@ standardised; log likelihoods are those of the standardised target:
 * ``early stopping``: that of ``tables.py``: a tenth held out, Adam at a constant rate, patience;
 * ``grid``: 5 decays × 5 noises by a fifth held out, then trained again on all data;
 * ``laplace-torch``: as above, the noise learned too;
-* ``map-noise``: the usual decay, the noise learned on the training loss; ``default``: ``fit``.
+* ``map-noise``: the usual decay, the noise learned on the training loss; ``default``: ``fit``;
+* ``default, posterior``: the same network, predicting by its linearised posterior, all rows of all
+  data; ``laplace-torch, posterior``: its own, by KFAC.
 
-``log_likelihood`` is that of the plug-in network, nats per datum; ``scaled`` the same after the
-best scale of the logits, fitted to one half of the test set and evaluated on the other, and the
-other way round: a diagnostic of the network's confidence that nothing is chosen by. ``ece`` is the
-expected calibration error with 15 bins. ``seconds`` are process time of all that a way needed, its
+``log_likelihood`` is that of the plug-in network where no posterior is named, nats per datum;
+``scaled`` the same after the best scale of the logits, fitted to one half of the test set and
+evaluated on the other, and the other way round: a diagnostic of the network's confidence that
+nothing is chosen by. ``ece`` is the expected calibration error with 15 bins. ``seconds`` are process time of all that a way needed, its
 searches included. ``trace`` has, after each trial of a search, these seconds and the test log
 likelihood of the best trial so far by held-out data, and at last that of the network trained on all
 data.
@@ -99,6 +101,7 @@ IMAGES: dict[str, tuple[str, int | None, range]] = {
     "cifar10": ("lenet", 1000, range(3)),
 }
 HIDDEN = (50, 50)
+BY_POSTERIOR = ", posterior"
 FEW_SPLITS = ("power", "naval")  # many data: five splits instead of twenty
 SEEDS = {name: seeds for name, (_, _, seeds) in IMAGES.items()} | {
     name: range(5 if name in FEW_SPLITS else 20) for name in UCI
@@ -111,6 +114,7 @@ EXTRAS = {
     "tpe-12": ("optuna", "optuna"),
     "tpe-36": ("optuna", "optuna"),
     "laplace-torch": ("laplace", "laplace-torch==0.3 asdl"),
+    f"laplace-torch{BY_POSTERIOR}": ("laplace", "laplace-torch==0.3 asdl"),
 }
 # Trainings of a way, in those of ``map-5e-4``; of those that learn precisions, about.
 COSTS = {
@@ -154,11 +158,15 @@ class Task:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A network that is trained, with the noise of its outputs (None for classes) and decays."""
+    """A network that is trained, with the noise of its outputs (None for classes) and decays.
+
+    ``evidence`` is that of ``fit``.
+    """
 
     model: nn.Module
     noise: float | None = None
     decay: Mapping[str, float] | None = None
+    evidence: evigrad.Evidence | None = None
 
     def outputs(self, x: Tensor) -> Tensor:
         """The outputs for any number of inputs."""
@@ -255,6 +263,7 @@ def train(
         result.model,
         float(found.log_noise.detach().exp()) if isinstance(found, Gaussian) else None,
         {name: float(value.detach()) / len(part[0]) for name, value in precisions.items()},
+        result.evidence,
     )
 
 
@@ -317,6 +326,19 @@ def run_learned(task: Task, estimator: str) -> Result:
     return judged(task, fitted) | {"seconds": clock.seconds, "decay": fitted.decay}
 
 
+def run_default_posterior(task: Task) -> list[Result]:
+    """``fit`` with its defaults, and its linearised posterior on all rows."""
+    with Clock() as clock:
+        fitted = train(task)
+    columns = judged(task, fitted) | {"seconds": clock.seconds, "decay": fitted.decay}
+    x, y = task.data.test
+    assert fitted.evidence is not None
+    with clock:
+        predictive = fitted.evidence.posterior(task.data.train, structure="full")(x)
+    found = float(predictive.log_prob(y).double().mean())
+    return [columns, columns | {"log_likelihood": found, "seconds": clock.seconds}]
+
+
 def run_grid(task: Task) -> Result:
     """One decay by held-out data; of regression with the noise."""
     search = Search(task, [task.held_out()])
@@ -336,13 +358,13 @@ def run_folds(task: Task) -> Result:
     return search.finish()
 
 
-def run_tpe(task: Task) -> dict[str, Result]:
+def run_tpe(task: Task) -> list[Result]:
     """The first trials of a study, and all of them."""
     import optuna  # pyright: ignore[reportMissingImports]
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     names = [name for name, _ in task.network().named_parameters()]
-    search, found = Search(task, [task.held_out()]), {}
+    search, found = Search(task, [task.held_out()]), []
     with search.clock:
         sampler = optuna.samplers.TPESampler(seed=task.seed)
         study = optuna.create_study(direction="maximize", sampler=sampler)
@@ -353,7 +375,7 @@ def run_tpe(task: Task) -> dict[str, Result]:
         score = search.trial(decay=decay)
         with search.clock:
             study.tell(trial, score)
-        found |= {row: search.finish() for row, trials in TRIALS.items() if trials == count}
+        found += [search.finish() for trials in TRIALS.values() if trials == count]
     return found
 
 
@@ -418,7 +440,7 @@ class Batches(Sampler[Tensor]):
         return iter(order.tensor_split(self._count))
 
 
-def run_laplace(task: Task) -> Result:
+def train_laplace(task: Task) -> tuple[Any, Fitted]:
     """The training of laplace-torch, which keeps the weights with the best log evidence."""
     from laplace import marglik_training  # pyright: ignore[reportMissingImports]
 
@@ -428,7 +450,7 @@ def run_laplace(task: Task) -> Result:
     rates = Optimization().for_data(data.is_classification, "layerwise")
     batches = Batches(len(x), planned.batch_size, task.seed)
     steps = planned.epochs * len(batches)
-    with Clock() as clock, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         laplace, model, _, _ = marglik_training(
             model,
@@ -446,10 +468,31 @@ def run_laplace(task: Task) -> Result:
     precisions = laplace.prior_precision.detach().tolist()
     decay = {name: value / len(x) for name, value in zip(names, precisions, strict=True)}
     noise = None if data.is_classification else float(laplace.sigma_noise)
-    return judged(task, Fitted(model, noise)) | {"seconds": clock.seconds, "decay": decay}
+    return laplace, Fitted(model, noise, decay)
 
 
-# Each makes the columns of a row; that of tpe makes two rows.
+def run_laplace(task: Task) -> Result:
+    """The plug-in network of laplace-torch's training."""
+    with Clock() as clock:
+        _, fitted = train_laplace(task)
+    return judged(task, fitted) | {"seconds": clock.seconds, "decay": fitted.decay}
+
+
+def run_laplace_posterior(task: Task) -> list[Result]:
+    """The same network of a regression, and the posterior predictive of laplace-torch."""
+    with Clock() as clock:
+        laplace, fitted = train_laplace(task)
+    columns = judged(task, fitted) | {"seconds": clock.seconds, "decay": fitted.decay}
+    x, y = task.data.test
+    assert fitted.noise is not None
+    with clock:
+        mean, variance = laplace(x, pred_type="glm", link_approx="probit")
+    deviation = (variance[:, :, 0] + fitted.noise**2).sqrt()
+    found = float(torch.distributions.Normal(mean, deviation).log_prob(y).double().mean())
+    return [columns, columns | {"log_likelihood": found, "seconds": clock.seconds}]
+
+
+# Each makes the columns of its row, or those of all rows that it stands beside, in their order.
 WAYS: dict[str, Callable[[Task], Any]] = {
     "map-5e-4": run_usual,
     "grid": run_grid,
@@ -466,9 +509,11 @@ WAYS: dict[str, Callable[[Task], Any]] = {
 TABLE_WAYS: dict[str, Callable[[Task], Any]] = {
     "early stopping": run_early,
     "grid": run_grid,
-    "laplace-torch": run_laplace,
+    "laplace-torch": run_laplace_posterior,
+    f"laplace-torch{BY_POSTERIOR}": run_laplace_posterior,
     "map-noise": partial(run_learned, estimator="map-noise"),
-    "default": partial(run_learned, estimator="default"),
+    "default": run_default_posterior,
+    f"default{BY_POSTERIOR}": run_default_posterior,
 }
 # The ways that others are compared with, split by split.
 REFERENCES = ("map-5e-4", "default")
@@ -509,6 +554,7 @@ def ways_of(name: str) -> dict[str, Callable[[Task], Any]]:
 def run_way(task: Task, row: str) -> dict[str, Result]:
     """The complete rows that a way makes."""
     ways = TABLE_WAYS if not task.data.is_classification else WAYS
+    made = [other for other, way in ways.items() if way is ways[row]]
     found = ways[row](task)
     num_data = len(task.data.train[0])
     common = {
@@ -519,7 +565,7 @@ def run_way(task: Task, row: str) -> dict[str, Result]:
     }
     return {
         name: dict.fromkeys(COLUMNS) | {"row": name} | common | columns
-        for name, columns in (found if row in TRIALS else {row: found}).items()
+        for name, columns in zip(made, found if len(made) > 1 else [found], strict=True)
     }
 
 
@@ -628,7 +674,7 @@ def draw(found: Mapping[str, list[Result]], path: Path) -> None:
     figure, axes = pyplot.subplots(
         height, columns, figsize=(4.6 * columns, 3.4 * height + 0.8), squeeze=False
     )
-    every = list(dict.fromkeys([*WAYS, *TABLE_WAYS]))
+    every = list(dict.fromkeys(row.removesuffix(BY_POSTERIOR) for row in [*WAYS, *TABLE_WAYS]))
     colours = [*pyplot.get_cmap("tab10").colors, "none", "navy"]
     handles: dict[str, Any] = {}
     for axis in axes.flat[len(found) :]:
@@ -641,12 +687,14 @@ def draw(found: Mapping[str, list[Result]], path: Path) -> None:
             own = [run for run in runs if run["row"] == row and run["seed"] in levels]
             if not own:
                 continue
-            colour = "black" if row == "default" else colours[every.index(row)]
+            way = row.removesuffix(BY_POSTERIOR)
+            colour = "black" if way == "default" else colours[every.index(way)]
             values = [run["log_likelihood"] - levels[run["seed"]] for run in own]
             mean, error = mean_and_error(values)
             error = 0.0 if math.isnan(error) else error
             seconds = fmean(run["seconds"] for run in own)
-            style = {"color": colour, "marker": "*" if row == "default" else "o"}
+            marker = "D" if row != way else "*" if row == "default" else "o"
+            style = {"color": colour, "marker": marker}
             handles[row] = axis.errorbar(seconds, mean, error, linestyle="", **style)
             ends += [mean - error, mean + error]
             if own[0]["trace"] and row != "tpe-12":  # whose trials are the first of tpe-36
@@ -733,7 +781,7 @@ def main(arguments: list[str] | None = None) -> None:
             return
         for name, seed, row in left:
             results = Results(path_of(given.results, name), COLUMNS)
-            if results.has(row, seed):  # a study makes two rows
+            if results.has(row, seed):  # some ways make two rows
                 continue
             for run in run_way(make_task(name, seed, given.data_dir), row).values():
                 results.add(run)

@@ -189,7 +189,7 @@ def test_rivals_on_a_table(monkeypatch, tmp_path, capsys):
         "line", (x[:40], y[:40]), (x[40:], y[40:]), 1, (3,), "gaussian", (), x[0], x[0]
     )
     monkeypatch.setattr(script, "load", lambda *_, **__: data)
-    rows = ["early stopping", "grid", "map-noise", "default"]
+    rows = ["early stopping", "grid", "map-noise", "default", "default, posterior"]
     threads = str(torch.get_num_threads())
     common = ["--sets", "yacht", "--results", str(tmp_path), "--threads", threads]
     script.main([*common, "--seeds", "0", "--rows", *rows])
@@ -197,6 +197,10 @@ def test_rivals_on_a_table(monkeypatch, tmp_path, capsys):
     assert list(runs) == [(row, 0) for row in rows]
     assert all(float(run["rmse"]) > 0 and run["accuracy"] == "" for run in runs.values())
     assert float(runs["grid", 0]["noise"]) in script.TABLE_NOISES
+    plain, averaged = runs["default", 0], runs["default, posterior", 0]
+    assert plain["rmse"] == averaged["rmse"] and plain["decay"] == averaged["decay"]
+    assert plain["log_likelihood"] != averaged["log_likelihood"]
+    assert float(plain["seconds"]) < float(averaged["seconds"])
     assert "| yacht | map-noise |" in capsys.readouterr().out
 
 
