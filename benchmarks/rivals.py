@@ -37,10 +37,10 @@ standardised; log likelihoods are those of the standardised target:
 ``log_likelihood`` is that of the plug-in network where no posterior is named, nats per datum;
 ``scaled`` the same after the best scale of the logits, fitted to one half of the test set and
 evaluated on the other, and the other way round: a diagnostic of the network's confidence that
-nothing is chosen by. ``ece`` is the expected calibration error with 15 bins. ``seconds`` are process time of all that a way needed, its
-searches included. ``trace`` has, after each trial of a search, these seconds and the test log
-likelihood of the best trial so far by held-out data, and at last that of the network trained on all
-data.
+nothing is chosen by. ``ece`` is the expected calibration error with 15 bins. ``seconds`` are
+process time of all that a way needed, its searches included. ``trace`` has, after each trial of a
+search, these seconds and the test log likelihood of the best trial so far by held-out data, and at
+last that of the network trained on all data.
 
 Every run is kept as it ends, one CSV file for each set: the script goes on where it was stopped.
 ``default`` is what the defaults were at that time: remove its lines to run it anew. TPE and
