@@ -13,14 +13,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SETTINGS := pyproject.toml constraints.txt
-PATHS := $(wildcard src tests benchmarks examples experiments)
+PATHS := $(wildcard src tests benchmarks examples experiments docs/*.py)
 # One thread for each test process: several on a core each only get in each other's way.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 comma := ,
 say = @echo "==> $(1)"
 
 .DEFAULT_GOAL := help
-.PHONY: help run reproduce test check-long format clean constraints
+.PHONY: help run reproduce test check-long docs format clean constraints
 
 help: ## Show this list
 	@echo "make TARGET, with TARGET one of"
@@ -53,6 +53,11 @@ check-long: $(VENV)/.test ## Install, then run the checks that take too long for
 	$(call say,pytest: tests that are marked long)
 	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) -m long $(PYTEST_ARGS)
 
+docs: $(VENV)/.docs ## Install, then build the documentation as a site: build/site/index.html
+	$(call say,MkDocs: warnings are errors$(comma) links and anchors must resolve)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build
+	@echo "Open build/site/index.html, or with search: $(PYTHON) -m http.server -d build/site"
+
 format: $(VENV)/.test ## Format the code and mend what ruff can mend
 	$(call say,ruff: mending and formatting)
 	@$(BIN)/ruff check --fix $(PATHS)
@@ -83,10 +88,15 @@ $(VENV)/.experiments: $(SETTINGS) | $(VENV)/.made
 	@$(PIP) install -c constraints.txt -e '.[experiments]'
 	@touch $(VENV)/.run $@
 
+$(VENV)/.docs: $(SETTINGS) | $(VENV)/.made
+	$(call say,Installing evigrad and what its site needs with the versions of constraints.txt)
+	@$(PIP) install -c constraints.txt -e '.[docs]'
+	@touch $@
+
 $(VENV)/.test: $(SETTINGS) | $(VENV)/.made
 	$(call say,Installing evigrad and its checkers with the versions of constraints.txt (minutes the first time))
 	@$(PIP) install -c constraints.txt -e '.[all,dev]'
-	@touch $(VENV)/.run $(VENV)/.experiments $@
+	@touch $(VENV)/.run $(VENV)/.experiments $(VENV)/.docs $@
 
 $(VENV)/.made:
 	@command -v $(PYTHON) > /dev/null || { \

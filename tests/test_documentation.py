@@ -32,6 +32,14 @@ def test_the_ten_lines_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> 
     assert "precision" in capsys.readouterr().out
 
 
+def test_the_first_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    short = "schedule=evigrad.Schedule(epochs=2, burn_in=1, every=1, steps=1)"
+    changes = {"subset=500": "subset=100", "loader, test=": f"loader, {short}, test="}
+    names = run_blocks("docs/index.md", changes)
+    assert names["predictive"].probabilities.shape == (5, 10) and names["estimate"].is_bound
+    assert "3.bias" in capsys.readouterr().out
+
+
 @pytest.mark.long
 def test_the_ten_lines_of_the_readme_converge(capsys: pytest.CaptureFixture[str]) -> None:
     test = run_blocks("README.md")["result"].test_metrics

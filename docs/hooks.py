@@ -1,0 +1,109 @@
+"""What the site has beyond its pages: formulas, the API reference, the changelog, linked files.
+
+MkDocs calls these functions (``hooks`` in mkdocs.yml). Formulas are written as on GitHub, ``$x$``
+or a fenced block ``math``, and become MathML, which browsers show without a script. The reference
+has every public name: pages are made of the lists ``__all__``, so that none can be forgotten.
+"""
+
+import ast
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from latex2mathml.converter import convert
+from markdown import Extension, Markdown
+from markdown.inlinepatterns import InlineProcessor
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+# Pages that are files of the checkout.
+WITHIN = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
+LINK = re.compile(r"\[([^\]\[]*)\]\(\.\./([^)#\s]+)([^)]*)\)")
+# Not a dollar of a price or of a variable in a shell: no space inside, no digit or letter outside.
+INLINE = r"(?<![\\$\w])\$(?=[^\s$])([^$\n]*[^\s$\\])\$(?![\w$])"
+
+
+class _InlineMath(InlineProcessor):
+    def handleMatch(self, m: re.Match[str], data: str) -> tuple[str, int, int]:
+        del data
+        return self.md.htmlStash.store(convert(m.group(1))), m.start(0), m.end(0)
+
+
+class Formulas(Extension):
+    """Inline formulas, ``$x$``, as MathML."""
+
+    def extendMarkdown(self, md: Markdown) -> None:
+        """Take formulas before backslashes and underscores mean anything, but after code."""
+        md.inlinePatterns.register(_InlineMath(INLINE, md), "formula", 185)
+
+
+def formula_block(source: str, *others: Any, **keywords: Any) -> str:
+    """A fenced block ``math`` as MathML."""
+    del others, keywords
+    return f'<div class="formula">{convert(source, display="block")}</div>'
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add formulas to what Markdown knows."""
+    config.markdown_extensions.append(Formulas())  # pyright: ignore[reportArgumentType]
+    fences = config.mdx_configs.setdefault("pymdownx.superfences", {})
+    fences["custom_fences"] = [{"name": "math", "class": "formula", "format": formula_block}]
+    return config
+
+
+def public_names(package: str) -> list[str]:
+    """The public names of a package: its ``__all__``, or the public classes of a module."""
+    place = ROOT / "src" / Path(*package.split("."))
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    body = ast.parse(file.read_text()).body
+    for statement in body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+            return ast.literal_eval(statement.value)
+    return [s.name for s in body if isinstance(s, ast.ClassDef) and s.name[0] != "_"]
+
+
+def reference_page(package: str) -> str:
+    """The page of a package: what it is, and each public name with its docstring."""
+    head = f"::: {package}\n    options:\n      members: false\n      heading_level: 1\n"
+    head += "      show_root_full_path: true\n"
+    return "\n".join([head, *(f"::: {package}.{name}\n" for name in public_names(package))])
+
+
+def packages(config: MkDocsConfig) -> list[str]:
+    """The packages that the navigation lists under the API reference."""
+    section = next(each["API reference"] for each in config.nav or [] if "API reference" in each)
+    return [name for entry in section for name in entry if name.startswith("evigrad")]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the reference, the changelog, and files outside of docs/ that pages link to."""
+    for package in packages(config):
+        page = f"reference/{package.removeprefix('evigrad.')}.md"
+        files.append(File.generated(config, page, content=reference_page(package)))
+    files.append(
+        File.generated(config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text())
+    )
+    for file in list(files.documentation_pages()):
+        for _, name, _ in LINK.findall(file.content_string):
+            path = ROOT / name
+            if name not in WITHIN and path.is_file():
+                copy = f"source/{name}.txt"
+                if files.get_file_from_path(copy) is None:
+                    files.append(File.generated(config, copy, content=path.read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Point links out of docs/ to their copies in the site; of a folder only the words remain."""
+    del config, files
+    up = "../" * (len(PurePosixPath(page.file.src_uri).parts) - 1)
+
+    def moved(match: re.Match[str]) -> str:
+        words, name, anchor = match.groups()
+        if (ROOT / name).is_dir():
+            return words
+        return f"[{words}]({up}{WITHIN.get(name, f'source/{name}.txt')}{anchor})"
+
+    return LINK.sub(moved, markdown)

@@ -1,0 +1,109 @@
+"""The documentation as a site: it builds without a warning, is whole, and needs no network."""
+
+import html.parser
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = "likelihoods priors invariances errors sklearn data models plots report".split()
+
+
+class Page(html.parser.HTMLParser):
+    """What a page refers to, what can be referred to in it, and its words outside of code."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links, self.loaded, self.anchors, self.words = [], [], set(), []
+        self._verbatim = 0
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.anchors |= {given[name] for name in ("id", "name") if name in given}
+        self._verbatim += tag in ("code", "script", "style")
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        elif tag in ("script", "img", "link"):
+            self.loaded += [given[name] for name in ("src", "href") if name in given]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._verbatim -= tag in ("code", "script", "style")
+
+    def handle_data(self, data: str) -> None:
+        if not self._verbatim:
+            self.words.append(data)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
+    for package in ("mkdocs", "material", "mkdocstrings", "latex2mathml"):
+        pytest.importorskip(package)
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr[-3000:]
+    return {page: Page(page.read_text()) for page in folder.rglob("*.html")}
+
+
+def test_links_inside_resolve(site: dict[Path, Page]) -> None:
+    assert len(site) > 20
+    for path, page in site.items():
+        if path.name == "404.html":
+            continue
+        for link in page.links + page.loaded:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = path.parent / unquote(parts.path) if parts.path else path
+            target = Path(os.path.normpath(target))
+            assert target.is_file(), f"{path.name}: {link}"
+            if parts.fragment and target in site:
+                anchor = unquote(parts.fragment)
+                assert anchor in site[target].anchors, f"{path.name}: {link}"
+
+
+def test_nothing_is_loaded_from_elsewhere(site: dict[Path, Page]) -> None:
+    for path, page in site.items():
+        for link in page.loaded:
+            assert not urlsplit(link).netloc, f"{path.name}: {link}"
+
+
+def test_formulas_are_no_source(site: dict[Path, Page]) -> None:
+    for path, page in site.items():
+        words = "".join(page.words)
+        left = re.findall(r"\$[^$\s][^$\n]*\$|\\(?:frac|sum|log|mathcal)\b", words)
+        assert not left, f"{path.name}: {left[:3]}"
+
+
+def test_every_public_name_is_in_the_reference(site: dict[Path, Page]) -> None:
+    import evigrad
+
+    for package in ("evigrad", *(f"evigrad.{name}" for name in PACKAGES)):
+        try:
+            module = getattr(evigrad, package.partition(".")[2]) if "." in package else evigrad
+        except evigrad.EvigradError:  # an extra that is not installed
+            continue
+        (page,) = [
+            p for path, p in site.items() if package in p.anchors and "reference" in str(path)
+        ]
+        names = getattr(module, "__all__", None) or [
+            name
+            for name, value in vars(module).items()
+            if isinstance(value, type) and value.__module__ == package and name[0] != "_"
+        ]
+        missing = [name for name in names if f"{package}.{name}" not in page.anchors]
+        assert names and not missing, f"{package}: {missing}"
+
+
+def test_every_page_has_a_place_in_the_navigation() -> None:
+    listed = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages <= set(listed)
+    assert len(listed) == len(set(listed))
