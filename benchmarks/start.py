@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import evigrad
 from evigrad import Optimization
 from evigrad.models import make_model
-from evigrad.training import evaluate_evidence, loop
+from evigrad.training import evaluate_evidence, learner
 
 # Starts of each way: weight decays of the burn-in, or precisions.
 WAYS = {"fixed point": (0.003, 0.01, 0.03), "adam": (0.01, 0.1, 1.0, 10.0)}
@@ -64,8 +64,8 @@ def problem(name: str, seed: int, data_dir: str | None) -> tuple[nn.Module, Pair
 def run(name: str, way: str, start: float, seed: int, data_dir: str | None) -> Result:
     """One training and its judgement."""
     model, train, test, likelihood = problem(name, seed, data_dir)
-    decay = start if way == "fixed point" else loop.BURN_IN_DECAY
-    with Clock() as clock, patch.object(loop, "BURN_IN_DECAY", decay):
+    decay = start if way == "fixed point" else learner.BURN_IN_DECAY
+    with Clock() as clock, patch.object(learner, "BURN_IN_DECAY", decay):
         result = evigrad.fit(
             model,
             train,

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from evigrad.training import Settings, prepare
+from evigrad.training.learner import Learner
 from evigrad.training.loop import Loop
 from evigrad.training.settings import grouped
 
@@ -17,3 +18,9 @@ def settings_of(**changes: Any) -> Settings:
 def loop_of(model: nn.Module, data: tuple[Tensor, Tensor], **changes: Any) -> Loop:
     """What ``fit`` would run with these keywords."""
     return prepare(model, data, settings_of(**changes)).loop
+
+
+def learner_of(loop: Loop) -> Learner:
+    """What learns the hyperparameters of a loop that is no baseline's."""
+    assert loop.learner is not None
+    return loop.learner

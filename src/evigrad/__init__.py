@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from evigrad.posterior import Posterior, Predictive
     from evigrad.training import FitResult, LoadedRun, TuneResult, fit, load, tune
     from evigrad.training.bracket import Bracket, bracket
+    from evigrad.training.learner import Learner
     from evigrad.training.settings import Laplace, Optimization, Schedule
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Evidence",
     "FitResult",
     "Laplace",
+    "Learner",
     "LoadedRun",
     "Memory",
     "Optimization",
@@ -62,6 +64,7 @@ _HOMES = {
     "Evidence": "evigrad.evidence",
     "FitResult": "evigrad.training",
     "Laplace": "evigrad.training.settings",
+    "Learner": "evigrad.training.learner",
     "LoadedRun": "evigrad.training",
     "Memory": "evigrad.engine.settings",
     "Optimization": "evigrad.training.settings",

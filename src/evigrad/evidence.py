@@ -220,6 +220,35 @@ class Evidence:
         decay = sum((precisions[name] * d.square()).sum() for name, d in deviations.items())
         return -log_prob.mean() + 0.5 * self.temperature / self.num_data * decay
 
+    def weight_decay(self) -> dict[str, Tensor]:
+        """The present decay (T/N) δ of each weight tensor, of a loss that is a mean over the data.
+
+        It is the factor of (w − w₀) in the gradient of ``map_loss``, and what is called
+        ``weight_decay`` by optimisers that add it to the gradient (SGD, Adam), where w₀ is zero.
+
+        Returns:
+            0-dimensional tensors by name; of the weight's shape if the prior is diagonal.
+        """
+        with torch.no_grad():
+            factor = self.temperature / self.num_data
+            return {name: factor * p for name, p in self.prior.precisions().items()}
+
+    def add_weight_decay(self) -> None:
+        """Add (T/N) δ (w − w₀), the prior's part of ``map_loss``, to the weights' ``.grad``.
+
+        For a loop with a loss of its own, the mean negative log likelihood: after ``backward`` and
+        before gradients are clipped, once for each step of the optimiser. It is right for every
+        optimiser whose own ``weight_decay`` is 0, also with gradients that were accumulated, if
+        each loss was divided by their number, or that a ``GradScaler`` has unscaled. AdamW's own
+        decay is not that of a prior: it passes by the division by the gradients' second moments,
+        so that weights settle elsewhere.
+        """
+        decay = self.weight_decay()
+        with torch.no_grad():
+            for name, d in self.prior.deviations(self._weights).items():
+                weight, added = self._weights[name], (decay[name] * d).to(self._weights[name].dtype)
+                weight.grad = added if weight.grad is None else weight.grad.add_(added)
+
     # ------------------------------------------------------------ the evidence
 
     def estimate(self, x: Data, y: Tensor | None = None) -> Estimate:

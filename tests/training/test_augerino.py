@@ -80,7 +80,7 @@ def test_ranges_step_with_the_weights_at_their_own_rates(images):
     rates = {"hyper_lr": 0.05, "hyper_lr_min": 0.01}
     loop = loop_of(network(), images, **SMALL | {"batch_size": 6, "precision": 1.0}, **rates)
     seen: list[float] = []
-    loop.hyper_optimizer.register_step_pre_hook(
+    loop.loss_optimizer.register_step_pre_hook(
         lambda optimizer, *_: seen.append(optimizer.param_groups[1]["lr"])
     )
     before = {n: p.detach().clone() for n, p in loop.evidence.model.named_parameters()}

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import settings_of
+from loops import learner_of, settings_of
 from torch import nn
 
 from evigrad import Evidence
@@ -79,7 +79,7 @@ def test_each_optimiser_holds_its_own_parameters_and_no_decay():
         assert held == {id(p) for p in evidence.weights().values()}
         assert all(group["weight_decay"] == 0 for group in optimizer.param_groups)
     settings = make_settings(prior_lr=0.3, hyper_lr=0.2)
-    optimizer = make_hyper_optimizer(evidence.hyperparameters(), settings)
+    optimizer = make_hyper_optimizer(evidence.hyperparameters(), settings.optimization)
     named = {id(p): name for name, p in evidence.hyperparameters().items()}
     groups = {
         group["lr"]: {named[id(p)] for p in group["params"]} for group in optimizer.param_groups
@@ -90,7 +90,7 @@ def test_each_optimiser_holds_its_own_parameters_and_no_decay():
     }
     assert all(group["weight_decay"] == 0 for group in optimizer.param_groups)
     settings = make_settings(prior_update="fixed_point")
-    optimizer = make_hyper_optimizer(evidence.hyperparameters(), settings)
+    optimizer = make_hyper_optimizer(evidence.hyperparameters(), settings.optimization)
     held = {named[id(p)] for group in optimizer.param_groups for p in group["params"]}
     assert held == {"likelihood.log_noise", "model.gate"}
 
@@ -138,7 +138,7 @@ def test_an_epoch_is_plain_gradient_descent_on_the_map_loss(blobs, make_net):
 def test_learning_rates_follow_their_cosines(blobs, make_net):
     loop = make_loop(make_net(), blobs[0], epochs=6, burn_in=2, every=2, steps=2)
     weight_rates, prior_rates = [], []
-    loop.hyper_optimizer.register_step_pre_hook(
+    learner_of(loop).hyper_optimizer.register_step_pre_hook(
         lambda optimizer, *_: prior_rates.append(optimizer.param_groups[0]["lr"])
     )
     for epoch in range(1, 7):

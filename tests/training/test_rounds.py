@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import loop_of
+from loops import learner_of, loop_of
 from torch import Tensor, nn
 
 from evigrad.blocks import Block
@@ -14,7 +14,8 @@ from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior, NormalHyperprior
 from evigrad.training import fit
 from evigrad.training.fixed_point import FixedPoint
-from evigrad.training.loop import FIRST_RATE, LAST_RATE, Loop
+from evigrad.training.learner import FIRST_RATE, LAST_RATE
+from evigrad.training.loop import Loop
 from evigrad.training.optimizers import cosine, make_hyper_optimizer
 from evigrad.training.rounds import blocks_of_a_round, count_rounds, is_round
 from evigrad.training.settings import grouped
@@ -90,7 +91,7 @@ def test_steps_on_kept_blocks_are_steps_on_their_data(
     assert (len(learned.estimates), learned.is_shared, loop.hyper_steps) == (6, True, 6)
     # By hand: the mean of the gradients on the blocks themselves.
     found = twin.hyperparameters()
-    optimizer = make_hyper_optimizer(found, loop.settings)
+    optimizer = make_hyper_optimizer(found, loop.settings.optimization)
     fixed_point = FixedPoint(twin)
     for step in range(6):
         for p in found.values():
@@ -153,7 +154,7 @@ def test_steps_share_the_pass_over_their_anchors(
     assert learned.is_shared == (prior_blocks is not None)
     # By hand: each draw's own block.
     found = twin.hyperparameters()
-    optimizer = make_hyper_optimizer(found, loop.settings)
+    optimizer = make_hyper_optimizer(found, loop.settings.optimization)
     for step in range(4):
         for p in found.values():
             p.grad = None
@@ -348,8 +349,8 @@ def test_what_cannot_be_is_refused_before_training(regression, blobs, tmp_path, 
 def test_the_rate_of_the_fixed_point_follows_its_cosine(make_net, blobs, monkeypatch):
     settings: dict[str, Any] = {"epochs": 6, "prior_update": "fixed_point"}
     loop = prepared(make_net(), blobs[0], **settings)
-    assert loop.fixed_point is not None
-    rates, update = [], loop.fixed_point
+    rates, update = [], learner_of(loop).fixed_point
+    assert update is not None
     step = update.step
 
     def record():

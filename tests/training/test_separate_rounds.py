@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import loop_of
+from loops import learner_of, loop_of
 from torch import Tensor, nn
 
 from evigrad import Evidence
@@ -82,7 +82,7 @@ def test_each_has_its_epochs_its_steps_and_its_cosine(images):
         assert is_own != all(p.grad is None for p in own["params"])
         rates.append((epoch, is_own, (own if is_own else prior)["lr"]))
 
-    loop.hyper_optimizer.register_step_pre_hook(record)
+    learner_of(loop).hyper_optimizer.register_step_pre_hook(record)
     taken = []
     for epoch in range(1, 8):
         assert loop.is_round(epoch) == (epoch >= 2)
@@ -105,20 +105,20 @@ def test_what_is_left_away_is_that_of_the_prior(images):
         ({"hyper_every": None}, (2, 3)),
         ({"hyper_steps": None}, (1, 2)),
     ):
-        first, second = prepared(images, **changes).rounds
+        first, second = learner_of(prepared(images, **changes)).rounds
         assert (first.every, first.steps) == (2, 2)
         assert (second.every, second.steps) == own
         assert all(name.startswith("model.") for name in second.names)
         assert not any(name.startswith("model.") for name in first.names)
-    (together,) = prepared(images, hyper_every=None, hyper_steps=None).rounds
+    (together,) = learner_of(prepared(images, hyper_every=None, hyper_steps=None)).rounds
     assert (together.every, together.steps, len(together.names)) == (2, 2, 3)
 
 
 def test_a_model_without_hyperparameters_and_a_prior_that_stays(images):
     averaged: Any = network()
-    (only,) = prepared(images, averaged.model, hyperparameters=()).rounds
+    (only,) = learner_of(prepared(images, averaged.model, hyperparameters=())).rounds
     assert (only.every, only.steps, only.names) == (2, 2, ["prior.log_precision"])
-    (only,) = prepared(images, prior=GaussianPrior(learnable=False)).rounds
+    (only,) = learner_of(prepared(images, prior=GaussianPrior(learnable=False))).rounds
     assert (only.every, only.steps, len(only.names)) == (1, 3, 2)
 
 
@@ -211,7 +211,7 @@ def test_a_full_batch_round_in_micro_batches_is_the_one_graph_gradient(images, e
             assert p.grad is not None
             gradients[name] = p.grad.clone()
 
-    loop.hyper_optimizer.register_step_pre_hook(record)
+    learner_of(loop).hyper_optimizer.register_step_pre_hook(record)
     state = loop.evidence.generator.get_state()
     (estimate,) = loop.learn(2).estimates
     twin = Evidence(
@@ -239,7 +239,7 @@ def test_the_state_holds_the_steps_of_each(images):
     loop.learn(3)
     other = prepared(images)
     other.load_state_dict(state)
-    assert [schedule.taken for schedule in other.rounds] == [2, 3]
+    assert [schedule.taken for schedule in learner_of(other).rounds] == [2, 3]
     other.learn(3)
     for name, value in values_of(loop).items():
         assert torch.equal(value, values_of(other)[name])

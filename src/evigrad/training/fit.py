@@ -195,9 +195,6 @@ def prepare(
         _check_data(evidence, held_out, place, len(held_out))
     if settings.schedule.bracket_every:
         check_bracket(evidence.spec)
-    if settings.baseline is None:
-        _check_learnable(evidence)
-        evidence.blocks(data)  # raises now what the first round would, epochs later
     return Run(Loop(evidence, data, settings), held_out, network)
 
 
@@ -310,12 +307,3 @@ def _warn_of_scale(evidence: Evidence, data: RunData) -> None:
         EvigradWarning,
         stacklevel=4,  # the caller of fit
     )
-
-
-def _check_learnable(evidence: Evidence) -> None:
-    if not evidence.hyperparameters():
-        raise ConfigurationError(
-            "There is nothing for the estimator to learn: prior and likelihood are fixed and no"
-            " parameter of the model is named in hyperparameters. Say estimator=None for MAP"
-            " training, or make the prior learnable."
-        )

@@ -1,56 +1,33 @@
 """The interleaved scheme: epochs of the weights, and steps of the hyperparameters between them."""
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from evigrad.blocks import Block
-from evigrad.blocks.partitions import Stream
-from evigrad.engine.evaluation import Estimate
-from evigrad.engine.kept import KeptPass
-from evigrad.engine.problem import PROBE_SIZE
-from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, listed
+from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.evidence import Evidence
 from evigrad.jacobians.modes import seeded
 from evigrad.models import fixup_scalars
 from evigrad.training.augerino import Augerino
 from evigrad.training.checkpoint import load_network
 from evigrad.training.data import RunData, derived_seed, stream
-from evigrad.training.fixed_point import FixedPoint
+from evigrad.training.learner import Learner, Round
 from evigrad.training.optimizers import cosine, make_hyper_optimizer, make_weight_optimizer
-from evigrad.training.rounds import Rounds, blocks_of_a_round, make_rounds
-from evigrad.training.settings import BURN_IN_DECAY, PlannedSettings
-
-# Damping of the first and of the last fixed-point step: a falling rate averages over blocks.
-FIRST_RATE, LAST_RATE = 0.5, 0.05
-
-
-@dataclass(frozen=True)
-class Round:
-    """The estimates of the hyperparameter steps that follow an epoch.
-
-    Attributes:
-        estimates: One for each step, made before it.
-        is_shared: Whether steps used the same data, so that the spread of the estimates says
-            nothing about their error.
-    """
-
-    estimates: list[Estimate]
-    is_shared: bool
+from evigrad.training.settings import PlannedSettings
 
 
 class Loop:
-    """The state of training: two optimisers, and the steps that they take.
+    """The state of training: an optimiser of the weights, and a learner of the hyperparameters.
 
-    One optimiser only ever holds ``evidence.weights()``, the other ``evidence.hyperparameters()``.
-    Neither has weight decay: that of the weights is the prior's, inside the loss, and one of the
-    hyperparameters would be a hyperprior by accident.
+    One only ever changes ``evidence.weights()``, the other ``evidence.hyperparameters()``. Neither
+    has weight decay: that of the weights is the prior's, inside the loss, and one of the
+    hyperparameters would be a hyperprior by accident. A baseline has no learner, but may learn
+    some of the hyperparameters on the training loss, by an optimiser of their own.
     """
 
     def __init__(self, evidence: Evidence, data: RunData, settings: PlannedSettings) -> None:
@@ -66,41 +43,33 @@ class Loop:
         held = {id(w) for w in weights.values()}
         scalars = [p for p in fixup_scalars(evidence.model).values() if id(p) in held]
         self.weight_optimizer = make_weight_optimizer(weights, settings.optimization, scalars)
-        self.hyper_optimizer = make_hyper_optimizer(hyperparameters, settings)
         self._base_rates = [group["lr"] for group in self.weight_optimizer.param_groups]
         self.device = next(iter(weights.values())).device
-        self.rounds = make_rounds(settings, hyperparameters)
-        self._blocks: Stream | None = None  # of the data, which are checked once
-        self._warned = False  # of precisions that nothing determines
         self.augerino: Augerino | None = None
         # Hyperparameters that a baseline learns on the training loss, by a step in every batch.
         self.in_loss: list[str] = []
-        if settings.estimator == "augerino":
-            self.augerino = Augerino(evidence, settings.optimization.augerino_weight)
+        self.learner: Learner | None = None
+        rates = settings.optimization
+        if settings.baseline is None:
+            self.learner = Learner(evidence, data, settings.schedule, rates, settings.seed)
+        elif settings.estimator == "augerino":
+            self.augerino = Augerino(evidence, rates.augerino_weight)
             self.in_loss = self.augerino.names
         elif settings.estimator == "map-noise":
             self.in_loss = [name for name in hyperparameters if name.startswith("likelihood.")]
-        self.fixed_point: FixedPoint | None = None
-        if settings.baseline is None:
-            if settings.optimization.prior_update == "fixed_point":
-                self.fixed_point = FixedPoint(evidence, FIRST_RATE)
-                if settings.schedule.burn_in:
-                    self.fixed_point.start(BURN_IN_DECAY * evidence.num_data)
-            if settings.schedule.prior_blocks is not None:
-                x, _ = data.first(PROBE_SIZE)
-                evidence.check_collect(x, wrt=self.rounds[0].names)
+            # Noise that the training loss learns has the weights' rate.
+            rates = replace(rates, prior_lr=rates.lr, prior_lr_min=rates.lr_min)
+        self.loss_optimizer = make_hyper_optimizer(hyperparameters, rates)
 
     @property
     def learned(self) -> list[str]:
         """Names of the hyperparameters that change during training."""
-        if self.in_loss:
-            return self.in_loss
-        return [name for rounds in self.rounds for name in rounds.names]
+        return self.in_loss if self.learner is None else self.learner.learned
 
     @property
     def hyper_steps(self) -> int:
-        """Steps on hyperparameters so far, of all schedules together."""
-        return sum(rounds.taken for rounds in self.rounds)
+        """Steps on hyperparameters by the evidence so far."""
+        return 0 if self.learner is None else self.learner.hyper_steps
 
     def train_epoch(self, epoch: int) -> float:
         """Return the mean loss, in nats per datum, of an epoch that trains the weights on all data.
@@ -132,8 +101,8 @@ class Loop:
                 loss.backward()
                 self.weight_optimizer.step()
                 if self.in_loss:
-                    self.hyper_optimizer.step()
-                    self._clear_gradients()
+                    self.loss_optimizer.step()
+                    self.loss_optimizer.zero_grad()
                 total += value * len(batch)
         self.weight_optimizer.zero_grad(set_to_none=True)
         for name, weight in self.evidence.weights().items():
@@ -147,50 +116,12 @@ class Loop:
 
     def is_round(self, epoch: int) -> bool:
         """Whether hyperparameter steps follow an epoch, counted from 1."""
-        return any(rounds.is_due(epoch) for rounds in self.rounds)
+        return self.learner is not None and self.learner.is_due(epoch)
 
     def learn(self, epoch: int) -> Round:
-        """The estimates of the hyperparameter steps after an epoch, on a fresh partition."""
-        estimates: list[Estimate] = []
-        any_shared = False
-        try:
-            for rounds in self.rounds:
-                if rounds.is_due(epoch):
-                    if self._blocks is None:
-                        self._blocks = self.evidence.blocks(self.data)
-                    prior_blocks = self.settings.schedule.prior_blocks
-                    blocks, is_shared = blocks_of_a_round(
-                        self.evidence,
-                        self._blocks,
-                        self.data.first(PROBE_SIZE)[0],
-                        rounds.names,
-                        rounds.steps,
-                        prior_blocks if rounds is self.rounds[0] else None,
-                    )
-                    any_shared = any_shared or is_shared
-                    estimates += [self._step(rounds, block) for block in blocks]
-                    if "prior.log_precision" in rounds.names and not self._warned:
-                        self._warned = True
-                        warn_of_unused(self.evidence)
-        except EvigradError as error:
-            raise type(error)(f"Hyperparameter step after epoch {epoch}: {error}") from error
-        finally:
-            self._clear_gradients()
-        return Round(estimates, any_shared)
-
-    def _step(self, rounds: Rounds, block: Block | list[KeptPass]) -> Estimate:
-        self._set_hyper_rates(rounds.progress)
-        self._clear_gradients()
-        estimate = self.evidence.backward(block, wrt=rounds.names)
-        self.hyper_optimizer.step()
-        if self.fixed_point is not None and any(n.startswith("prior.") for n in rounds.names):
-            self.fixed_point.step()
-        rounds.taken += 1
-        return estimate
-
-    def _clear_gradients(self) -> None:
-        for parameter in self.evidence.hyperparameters().values():
-            parameter.grad = None
+        """The estimates of the hyperparameter steps after an epoch for which ``is_round``."""
+        assert self.learner is not None
+        return self.learner.learn(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that is needed to go on, besides data, settings and the number of the epoch.
@@ -203,10 +134,17 @@ class Loop:
         return {
             "model": state,
             "buffers": {n: b for n, b in model.named_buffers() if n not in state},
-            "evidence": self.evidence.state_dict(),
             "weight_optimizer": self.weight_optimizer.state_dict(),
-            "hyper_optimizer": self.hyper_optimizer.state_dict(),
-            "hyper_steps": [rounds.taken for rounds in self.rounds],
+            **self._hyper_state(),
+        }
+
+    def _hyper_state(self) -> dict[str, Any]:
+        if self.learner is not None:
+            return self.learner.state_dict()
+        return {
+            "evidence": self.evidence.state_dict(),
+            "hyper_optimizer": self.loss_optimizer.state_dict(),
+            "hyper_steps": [],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -218,27 +156,23 @@ class Loop:
         model = self.evidence.model
         try:
             load_network(model, state)
-            self.evidence.load_state_dict(state["evidence"])
             self.weight_optimizer.load_state_dict(state["weight_optimizer"])
-            self.hyper_optimizer.load_state_dict(state["hyper_optimizer"])
+            if self.learner is None:
+                self.evidence.load_state_dict(state["evidence"])
+                self.loss_optimizer.load_state_dict(state["hyper_optimizer"])
         except (RuntimeError, ValueError, TypeError, LookupError) as error:
             raise ConfigurationError(f"The saved state does not fit this run: {error}") from error
-        for rounds, taken in zip(self.rounds, state["hyper_steps"], strict=True):
-            rounds.taken = taken
+        if self.learner is not None:
+            # A run counts epochs by its history, and not by calls of ``Learner.step``.
+            self.learner.load_state_dict({"count": 0, **state})
 
     def _set_weight_rates(self, epoch: int) -> None:
         s, progress = self.settings.optimization, (epoch - 1) / self.settings.schedule.epochs
         factor = cosine(progress, s.lr, s.lr_min) / s.lr
         for group, base in zip(self.weight_optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * factor
-        if self.in_loss:
-            self._set_hyper_rates(progress)
-
-    def _set_hyper_rates(self, progress: float) -> None:
-        for group in self.hyper_optimizer.param_groups:
+        for group in self.loss_optimizer.param_groups:
             group["lr"] = cosine(progress, group["lr_first"], group["lr_last"])
-        if self.fixed_point is not None:
-            self.fixed_point.rate = cosine(progress, FIRST_RATE, LAST_RATE)
 
     def _diverged(self, what: str, value: float, epoch: int) -> EvigradError:
         rate = self.weight_optimizer.param_groups[0]["lr"]
@@ -247,27 +181,6 @@ class Loop:
             f" {value}. Lower lr (it was {rate:.3g} in this epoch)"
             + ("" if self.hyper_steps == 0 else ", or prior_lr and hyper_lr")
             + "; check the scale of the inputs."
-        )
-
-
-def warn_of_unused(evidence: Evidence) -> None:
-    """Warn of precisions that are learned although no output depends on their weights.
-
-    The rows of P such weights with precision δ are zero. Then (P/2) log δ of the prior cancels with
-    −½ log|P0 + H|, and the log evidence depends on δ by −½ δ ‖w − μ‖² alone: as long as training
-    has not taken w to its mean μ, every step lowers δ, and no prediction changes with it.
-    """
-    prior, reports = evidence.prior, evidence.describe()
-    used = {report.group for report in reports if report.rows != "unused"}
-    fixed = set(prior.group_names) - {prior.group_names[i] for i in prior.learned_groups()}
-    names = [report.name for report in reports if report.group not in used | fixed]
-    if names:
-        warnings.warn(
-            f"No output depends on {listed(names)}: nothing determines their prior precisions,"
-            " which will fall until training ends. Freeze these parameters (requires_grad_(False)),"
-            " or take them out of the model.",
-            EvigradWarning,
-            stacklevel=2,
         )
 
 

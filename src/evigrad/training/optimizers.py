@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 from evigrad.errors import ConfigurationError
-from evigrad.training.settings import PlannedOptimization, PlannedSettings
+from evigrad.training.settings import PlannedOptimization
 
 MOMENTUM = 0.9  # of sgd
 # Learning rate of Fixup's scalar biases and multipliers over that of the other weights
@@ -63,22 +63,18 @@ def make_weight_optimizer(
 
 
 def make_hyper_optimizer(
-    hyperparameters: Mapping[str, nn.Parameter], settings: PlannedSettings
+    hyperparameters: Mapping[str, nn.Parameter], s: PlannedOptimization
 ) -> Optimizer:
     """Return Adam on the hyperparameters: one rate for prior and noise, one for the model's own.
 
-    The prior is left out where it has its fixed-point update. Noise that the training loss learns
-    has the weights' rate. There is no weight decay, and there may be no hyperparameters.
+    The prior is left out where it has its fixed-point update. There is no weight decay, and there
+    may be no hyperparameters.
     """
     own = [p for name, p in hyperparameters.items() if name.startswith("model.")]
-    s = settings.optimization
     kinds = ("likelihood.",) if s.prior_update == "fixed_point" else ("prior.", "likelihood.")
     prior = [p for name, p in hyperparameters.items() if name.startswith(kinds)]
-    rates = (s.prior_lr, s.prior_lr_min)
-    if settings.estimator == "map-noise":
-        rates = (s.lr, s.lr_min)
     groups: list[dict[str, Any]] = [
-        {"params": prior, "lr_first": rates[0], "lr_last": rates[1]},
+        {"params": prior, "lr_first": s.prior_lr, "lr_last": s.prior_lr_min},
         {"params": own, "lr_first": s.hyper_lr, "lr_last": s.hyper_lr_min},
     ]
     for group in groups:

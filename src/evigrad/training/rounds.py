@@ -14,7 +14,7 @@ from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.inputs import Inputs
 from evigrad.invariances.noise import stochastic_modules
-from evigrad.training.settings import PlannedSettings
+from evigrad.training.settings import PlannedSchedule
 
 
 def is_round(epoch: int, burn_in: int, every: int) -> bool:
@@ -48,15 +48,14 @@ class Rounds:
 
     @property
     def progress(self) -> float:
-        """The share of all steps that are taken, from 0 to 1."""
-        return self.taken / (count_rounds(self.epochs, self.burn_in, self.every) * self.steps)
+        """The share of all steps that are taken, from 0 to 1, where it stays after the last one."""
+        planned = count_rounds(self.epochs, self.burn_in, self.every) * self.steps
+        return min(1.0, self.taken / planned)
 
 
-def make_rounds(settings: PlannedSettings, names: Iterable[str]) -> list[Rounds]:
-    """The rounds: prior and noise, then the model's own, or one for all; [] for baselines."""
-    if settings.baseline is not None:
-        return []
-    s, known = settings.schedule, list(names)
+def make_rounds(s: PlannedSchedule, names: Iterable[str]) -> list[Rounds]:
+    """The rounds: prior and noise, then the model's own, or one for all."""
+    known = list(names)
     own = [name for name in known if name.startswith("model.")]
     rest = [name for name in known if name not in own]
     parts = [(known, s.every, s.steps)]

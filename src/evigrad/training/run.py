@@ -32,7 +32,8 @@ from evigrad.training.checkpoint import (
     with_threads,
 )
 from evigrad.training.data import RunData, derived_seed, stream
-from evigrad.training.loop import Loop, Round
+from evigrad.training.learner import Round
+from evigrad.training.loop import Loop
 from evigrad.training.metrics import Row, evaluate, hyperparameter_values, probe_outputs
 from evigrad.training.progress import make_progress
 from evigrad.training.run_directory import RunDirectory, RunRecord

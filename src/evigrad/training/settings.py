@@ -265,13 +265,8 @@ class Settings:
         if self.estimator == "map":  # one spelling from here on
             object.__setattr__(self, "estimator", None)
         check_integer("seed", self.seed, 0, most=None)
-        epochs, burn_in = self.schedule.epochs, self.schedule.burn_in
-        if self.baseline is None and (burn_in or 0) > (epochs or math.inf):
-            raise ConfigurationError(
-                f"burn_in is {burn_in}, but training ends after {epochs} epochs: no"
-                " hyperparameter would ever be learned. Lower burn_in or raise epochs."
-                " (Plain MAP training is estimator=None, on the command line --estimator map.)"
-            )
+        if self.baseline is None:
+            check_burn_in(self.schedule.burn_in, self.schedule.epochs)
 
     def for_data(self, num_data: int) -> "PlannedSettings":
         """The settings for N data with numbers where they follow from likelihood and data."""
@@ -333,6 +328,16 @@ def check_integer(name: str, value: object, least: int, most: int | None = _MOST
         raise ConfigurationError(f"{name} must be an integer of at least {least}, not {value}.")
     if most is not None and value > most:
         raise ConfigurationError(f"{name} must be at most {most}, not {value}.")
+
+
+def check_burn_in(burn_in: int | None, epochs: int | None) -> None:
+    """Raise ConfigurationError for a burn-in that training ends before."""
+    if (burn_in or 0) > (epochs or math.inf):
+        raise ConfigurationError(
+            f"burn_in is {burn_in}, but training ends after {epochs} epochs: no"
+            " hyperparameter would ever be learned. Lower burn_in or raise epochs."
+            " (Plain MAP training is estimator=None, on the command line --estimator map.)"
+        )
 
 
 def _plain(value: Any) -> Any:

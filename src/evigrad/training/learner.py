@@ -1,0 +1,259 @@
+"""The hyperparameters' part of training, beside any loop that trains the weights."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from evigrad.blocks import Block
+from evigrad.blocks.partitions import Stream
+from evigrad.engine.evaluation import Estimate
+from evigrad.engine.kept import KeptPass
+from evigrad.engine.problem import PROBE_SIZE
+from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, listed
+from evigrad.evidence import Evidence
+from evigrad.training.data import RunData
+from evigrad.training.fixed_point import FixedPoint
+from evigrad.training.optimizers import cosine, make_hyper_optimizer
+from evigrad.training.rounds import Rounds, blocks_of_a_round, make_rounds
+from evigrad.training.settings import BURN_IN_DECAY, Optimization, Schedule, check_burn_in
+
+# Damping of the first and of the last fixed-point step: a falling rate averages over blocks.
+FIRST_RATE, LAST_RATE = 0.5, 0.05
+
+
+@dataclass(frozen=True)
+class Round:
+    """The estimates of the hyperparameter steps that follow an epoch.
+
+    Attributes:
+        estimates: One for each step, made before it.
+        is_shared: Whether steps used the same data, so that the spread of the estimates says
+            nothing about their error.
+    """
+
+    estimates: list[Estimate]
+    is_shared: bool
+
+
+class Learner:
+    """Learns the hyperparameters in rounds, while a loop of any kind trains the weights.
+
+    It does between epochs what ``fit`` does, with the same numbers: precisions start from a weight
+    decay of 0.01 and move by MacKay's update, after a burn-in, in rounds whose rates fall to the
+    last one. The loop is yours::
+
+        learner = Learner(evidence, train, Schedule(epochs=30))
+        for epoch in range(30):
+            for x, y in loader:
+                loss = evidence.map_loss(x, y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            learner.step()
+
+    A loop with a loss of its own, the mean negative log likelihood, has the prior's decay by
+    ``evidence.add_weight_decay()`` after ``backward`` in place of ``map_loss``. The optimiser has
+    no ``weight_decay`` in either case: the prior is the decay.
+
+    Args:
+        evidence: Its model is trained, its hyperparameters are learned. Made with a ``generator``
+            of known seed it gives the same numbers in every run.
+        data: All training data, as for ``Evidence.blocks``.
+        schedule: Epochs, burn-in and rounds; ``epochs`` is needed, and an epoch is a call of
+            ``step``. So a loop with few epochs calls it after each step of its optimiser, and
+            gives the number of these as ``epochs``. What it says of batches, evaluations and
+            checkpoints is not used.
+        optimization: How hyperparameters are updated, and their rates; what it says of the weights
+            is not used.
+        seed: Seed of what the items of a data set draw, as random transforms.
+
+    Raises:
+        ConfigurationError: If a setting does not fit, or there is nothing to learn.
+        InputError: If the data do not fit the evidence.
+    """
+
+    def __init__(
+        self,
+        evidence: Evidence,
+        data: Any,
+        schedule: Schedule,
+        optimization: Optimization | None = None,
+        seed: int = 0,
+    ) -> None:
+        hyperparameters = evidence.hyperparameters()
+        if not hyperparameters:
+            raise ConfigurationError(
+                "There is nothing for the estimator to learn: prior and likelihood are fixed and no"
+                " parameter of the model is named in hyperparameters. Make the prior learnable, or"
+                " train by MAP alone, which is estimator=None of fit."
+            )
+        if schedule.epochs is None:
+            raise ConfigurationError(
+                "The schedule needs epochs=..., how often step() will be called: rounds and their"
+                " rates are spread over them."
+            )
+        check_burn_in(schedule.burn_in, schedule.epochs)
+        device = next(iter(evidence.weights().values())).device
+        self.evidence = evidence
+        self.data = data if isinstance(data, RunData) else RunData(data, device, seed)
+        self.schedule = schedule.for_data(evidence.num_data)
+        optimization = (optimization or Optimization()).for_data(
+            evidence.likelihood.is_classification, evidence.prior
+        )
+        self.hyper_optimizer = make_hyper_optimizer(hyperparameters, optimization)
+        self.rounds = make_rounds(self.schedule, hyperparameters)
+        self.fixed_point: FixedPoint | None = None
+        if optimization.prior_update == "fixed_point":
+            self.fixed_point = FixedPoint(evidence, FIRST_RATE)
+            if self.schedule.burn_in:
+                self.fixed_point.start(BURN_IN_DECAY * evidence.num_data)
+        if self.schedule.prior_blocks is not None:
+            x, _ = self.data.first(PROBE_SIZE)
+            evidence.check_collect(x, wrt=self.rounds[0].names)
+        evidence.blocks(self.data)  # raises now what the first round would, epochs later
+        self._blocks: Stream | None = None  # of the data, which are checked once
+        self._warned = False  # of precisions that nothing determines
+        self._count = 0  # of calls of ``step``
+
+    @property
+    def learned(self) -> list[str]:
+        """Names of the hyperparameters that change during training."""
+        return [name for rounds in self.rounds for name in rounds.names]
+
+    @property
+    def hyper_steps(self) -> int:
+        """Steps on hyperparameters so far, of all schedules together."""
+        return sum(rounds.taken for rounds in self.rounds)
+
+    def step(self) -> Round | None:
+        """Count an epoch of the weights, and learn if a round is due after it.
+
+        The weights and their gradients stay as they are.
+
+        Returns:
+            The round; None where none is due.
+
+        Raises:
+            EvigradError: If an estimate fails.
+        """
+        self._count += 1
+        self.data.epoch = self._count
+        return self.learn(self._count) if self.is_due(self._count) else None
+
+    def is_due(self, epoch: int) -> bool:
+        """Whether a round follows an epoch, counted from 1."""
+        return any(rounds.is_due(epoch) for rounds in self.rounds)
+
+    def learn(self, epoch: int) -> Round:
+        """Take the hyperparameter steps that follow an epoch, on a fresh partition of the data.
+
+        ``step`` calls it when it is due.
+
+        Args:
+            epoch: Counted from 1.
+
+        Returns:
+            The estimates, one for each step.
+
+        Raises:
+            EvigradError: If an estimate fails.
+        """
+        estimates: list[Estimate] = []
+        any_shared = False
+        try:
+            for rounds in self.rounds:
+                if rounds.is_due(epoch):
+                    if self._blocks is None:
+                        self._blocks = self.evidence.blocks(self.data)
+                    prior_blocks = self.schedule.prior_blocks
+                    blocks, is_shared = blocks_of_a_round(
+                        self.evidence,
+                        self._blocks,
+                        self.data.first(PROBE_SIZE)[0],
+                        rounds.names,
+                        rounds.steps,
+                        prior_blocks if rounds is self.rounds[0] else None,
+                    )
+                    any_shared = any_shared or is_shared
+                    estimates += [self._step(rounds, block) for block in blocks]
+                    if "prior.log_precision" in rounds.names and not self._warned:
+                        self._warned = True
+                        warn_of_unused(self.evidence)
+        except EvigradError as error:
+            raise type(error)(f"Hyperparameter step after epoch {epoch}: {error}") from error
+        finally:
+            self._clear_gradients()
+        return Round(estimates, any_shared)
+
+    def _step(self, rounds: Rounds, block: Block | list[KeptPass]) -> Estimate:
+        self._set_rates(rounds.progress)
+        self._clear_gradients()
+        estimate = self.evidence.backward(block, wrt=rounds.names)
+        self.hyper_optimizer.step()
+        if self.fixed_point is not None and any(n.startswith("prior.") for n in rounds.names):
+            self.fixed_point.step()
+        rounds.taken += 1
+        return estimate
+
+    def _set_rates(self, progress: float) -> None:
+        for group in self.hyper_optimizer.param_groups:
+            group["lr"] = cosine(progress, group["lr_first"], group["lr_last"])
+        if self.fixed_point is not None:
+            self.fixed_point.rate = cosine(progress, FIRST_RATE, LAST_RATE)
+
+    def _clear_gradients(self) -> None:
+        for parameter in self.evidence.hyperparameters().values():
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the evidence and of its rounds; the model keeps its own.
+
+        With the weights, the optimiser's state and the same data it is all that is needed to go on
+        with the same numbers.
+        """
+        return {
+            "evidence": self.evidence.state_dict(),
+            "hyper_optimizer": self.hyper_optimizer.state_dict(),
+            "hyper_steps": [rounds.taken for rounds in self.rounds],
+            "count": self._count,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a ``state_dict`` of a learner with the same settings and data.
+
+        Args:
+            state: What ``state_dict`` returned.
+
+        Raises:
+            ConfigurationError: If it does not fit the evidence or the schedule.
+        """
+        try:
+            self.evidence.load_state_dict(state["evidence"])
+            self.hyper_optimizer.load_state_dict(state["hyper_optimizer"])
+            for rounds, taken in zip(self.rounds, state["hyper_steps"], strict=True):
+                rounds.taken = taken
+            self._count = self.data.epoch = state["count"]
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:
+            raise ConfigurationError(f"The saved state does not fit this run: {error}") from error
+
+
+def warn_of_unused(evidence: Evidence) -> None:
+    """Warn of precisions that are learned although no output depends on their weights.
+
+    The rows of P such weights with precision δ are zero. Then (P/2) log δ of the prior cancels with
+    −½ log|P0 + H|, and the log evidence depends on δ by −½ δ ‖w − μ‖² alone: as long as training
+    has not taken w to its mean μ, every step lowers δ, and no prediction changes with it.
+    """
+    prior, reports = evidence.prior, evidence.describe()
+    used = {report.group for report in reports if report.rows != "unused"}
+    fixed = set(prior.group_names) - {prior.group_names[i] for i in prior.learned_groups()}
+    names = [report.name for report in reports if report.group not in used | fixed]
+    if names:
+        warnings.warn(
+            f"No output depends on {listed(names)}: nothing determines their prior precisions,"
+            " which will fall until training ends. Freeze these parameters (requires_grad_(False)),"
+            " or take them out of the model.",
+            EvigradWarning,
+            stacklevel=2,
+        )

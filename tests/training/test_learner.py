@@ -1,0 +1,239 @@
+"""Hyperparameters learned beside a loop of one's own, and the decay that acts in it."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import evigrad
+from evigrad import Evidence, Learner, Optimization, Schedule
+from evigrad.errors import ConfigurationError
+from evigrad.likelihoods import Categorical
+from evigrad.priors import GaussianPrior
+from evigrad.training.data import stream
+from evigrad.training.learner import LAST_RATE
+from evigrad.training.optimizers import cosine
+
+EPOCHS = 6
+SCHEDULE = Schedule(epochs=EPOCHS, batch_size=20, burn_in=2, every=2, steps=3)
+
+PRIORS: dict[str, Callable[[], GaussianPrior]] = {
+    "scalar": lambda: GaussianPrior("scalar", precision=3.0),
+    "layerwise": lambda: GaussianPrior(
+        precision={"0.weight": 1.0, "0.bias": 2.0, "3.weight": 3.0, "3.bias": 4.0}
+    ),
+    "diagonal": lambda: GaussianPrior("diagonal", precision=2.0),
+    "mean": lambda: GaussianPrior(mean={"0": "initial"}, precision=5.0),
+}
+
+
+def evidence_of(net: nn.Module, prior: GaussianPrior | None = None, **changes: Any) -> Evidence:
+    settings: dict[str, Any] = {"estimator": "ntk-20-1", "num_data": 60, "generator": 0, **changes}
+    return Evidence(net, Categorical(), prior or GaussianPrior(), **settings)
+
+
+def parameters_of(evidence: Evidence) -> list[Tensor]:
+    named = {**evidence.weights(), **evidence.hyperparameters()}
+    return [parameter.detach().clone() for parameter in named.values()]
+
+
+@pytest.mark.parametrize("own_loss", [False, True])
+@pytest.mark.parametrize("update", ["adam", "fixed_point"])
+def test_a_loop_by_hand_is_fit(blobs, make_net, update, own_loss):
+    """In every digit where the loss is the same; a loss of one's own rounds otherwise."""
+    (x, y), optimization = blobs[0], Optimization(lr=0.02, prior_update=update)
+    fitted = evigrad.fit(
+        make_net(),
+        (x, y),
+        estimator="ntk-20-1",
+        schedule=SCHEDULE,
+        optimization=optimization,
+        seed=3,
+        progress=False,
+    )
+    net = make_net().train()
+    evidence = evidence_of(net, generator=stream(3, "evidence"))
+    learner = Learner(evidence, (x, y), SCHEDULE, optimization)
+    optimizer = torch.optim.Adam(evidence.weights().values(), lr=0.02)
+    estimates = []
+    for epoch in range(1, EPOCHS + 1):
+        optimizer.param_groups[0]["lr"] = cosine((epoch - 1) / EPOCHS, 0.02, 1e-6)
+        order = torch.randperm(60, generator=stream(3, "shuffle", epoch))
+        for batch in order.tensor_split(3):
+            optimizer.zero_grad()
+            if own_loss:
+                cross_entropy(net(x[batch]), y[batch]).backward()
+                evidence.add_weight_decay()
+            else:
+                evidence.map_loss(x[batch], y[batch], indices=batch).backward()
+            optimizer.step()
+        found = learner.step()
+        estimates += [] if found is None else found.estimates
+    assert learner.hyper_steps == len(estimates) == 9
+    pairs = zip(parameters_of(evidence), parameters_of(fitted.evidence), strict=True)
+    for own, theirs in pairs:
+        error = 1e-3 if own_loss else 0.0
+        torch.testing.assert_close(own, theirs, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_the_decay_is_the_gradient_of_the_prior(blobs, make_net, prior):
+    x, y = blobs[0][0].double(), blobs[0][1]
+    net = make_net().double()
+    evidence = evidence_of(net, PRIORS[prior](), temperature=0.5)
+    for weight in net.parameters():
+        weight.data += 0.1
+    evidence.map_loss(x, y).backward()
+    expected = [weight.grad for weight in net.parameters()]
+    net.zero_grad()
+    cross_entropy(net(x), y).backward()
+    evidence.add_weight_decay()
+    for weight, gradient in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(weight.grad, gradient, rtol=1e-10, atol=1e-12)
+    decay, precisions = evidence.weight_decay(), evidence.prior.precisions()
+    for name, value in decay.items():
+        torch.testing.assert_close(value, 0.5 / 60 * precisions[name].detach())
+    net.zero_grad()  # a weight that a batch does not use decays all the same
+    evidence.add_weight_decay()
+    weight = evidence.weights()["3.weight"]
+    torch.testing.assert_close(weight.grad, decay["3.weight"] * weight.detach())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_it_is_what_optimisers_that_add_it_to_the_gradient_call_weight_decay(blobs, make_net, kind):
+    x, y = blobs[0]
+    nets = [make_net(), make_net()]
+    evidence = evidence_of(nets[0], PRIORS["layerwise"]())
+    decay = evidence.weight_decay()
+    groups = [
+        {"params": [p], "weight_decay": decay[n].item()} for n, p in nets[1].named_parameters()
+    ]
+    optimizers = [kind(nets[0].parameters(), lr=0.1), kind(groups, lr=0.1)]
+    for _ in range(3):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            optimizer.zero_grad()
+            cross_entropy(net(x), y).backward()
+            if net is nets[0]:
+                evidence.add_weight_decay()
+            optimizer.step()
+    for own, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(own, theirs)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_decoupled_decay_ends_elsewhere_than_at_the_map(blobs, decoupled):
+    x, y = blobs[0]
+    net = nn.Linear(4, 3)
+    evidence = evidence_of(net, GaussianPrior("scalar", precision=6.0))
+    decay = evidence.weight_decay()["weight"].item()
+    optimizer = torch.optim.AdamW(
+        net.parameters(), lr=0.05, weight_decay=decay if decoupled else 0.0
+    )
+    for step in range(500):
+        optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / 500)
+        optimizer.zero_grad()
+        cross_entropy(net(x), y).backward()
+        if not decoupled:
+            evidence.add_weight_decay()
+        optimizer.step()
+    net.zero_grad()
+    evidence.map_loss(x, y).backward()
+    gradient = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+    assert (gradient.norm() > 1e-2) if decoupled else (gradient.norm() < 1e-4)
+
+
+def test_accumulated_and_scaled_gradients(blobs, make_net):
+    """Two halves of a batch, each loss divided by two, and by a scaler of half precision."""
+    x, y = blobs[0]
+    steps = []
+    for halves in (False, True):
+        net = make_net()
+        evidence = evidence_of(net, PRIORS["layerwise"]())
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", enabled=halves)
+        for part in torch.arange(60).split(30 if halves else 60):
+            loss = cross_entropy(net(x[part]), y[part]) / (2 if halves else 1)
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        evidence.add_weight_decay()
+        scaler.step(optimizer)
+        steps.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
+    torch.testing.assert_close(steps[0], steps[1])
+
+
+@pytest.mark.parametrize("estimator", ["ntk-20-1", "ntk-20-rows-anchored"])
+def test_a_loop_that_is_resumed_gives_the_same_numbers(blobs, make_net, estimator):
+    x, y = blobs[0]
+
+    def train(net: nn.Module, epochs: range, state: dict[str, Any] | None) -> dict[str, Any]:
+        evidence = evidence_of(net, estimator=estimator)
+        learner = Learner(evidence, (x, y), SCHEDULE)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        if state is not None:
+            net.load_state_dict(state["net"])
+            optimizer.load_state_dict(state["optimizer"])
+            learner.load_state_dict(state["learner"])
+        for _ in epochs:
+            optimizer.zero_grad()
+            evidence.map_loss(x, y).backward()
+            optimizer.step()
+            learner.step()
+        found = {"net": net, "optimizer": optimizer, "learner": learner}
+        return copy.deepcopy({name: each.state_dict() for name, each in found.items()})
+
+    whole = train(make_net(), range(EPOCHS), None)
+    again = train(make_net(seed=1), range(3), train(make_net(), range(3), None))
+    torch.testing.assert_close(again["net"], whole["net"], rtol=0, atol=0)
+    states = [each["learner"]["evidence"]["prior"]["log_precision"] for each in (again, whole)]
+    assert torch.equal(*states)
+    assert again["learner"]["hyper_steps"] == whole["learner"]["hyper_steps"] == [9]
+
+
+def test_the_unit_of_the_schedule_is_a_call(blobs, make_net):
+    """Steps of an optimiser, for example; after the last of them the rates stay."""
+    learner = Learner(evidence_of(make_net()), blobs[0], Schedule(epochs=50, steps=1))
+    due = [count for count in range(1, 61) if learner.step() is not None]
+    assert due == list(range(5, 61, 2))  # a tenth is burn-in, then 20 rounds
+    assert learner.fixed_point is not None
+    assert learner.fixed_point.rate == pytest.approx(LAST_RATE)
+
+
+def test_a_step_leaves_weights_gradients_and_modes(blobs, make_net):
+    net = make_net(dropout=0.3).train()
+    net[0].eval()
+    cross_entropy(net(blobs[0][0]), blobs[0][1]).backward()
+    before = [(p.detach().clone(), p.grad) for p in net.parameters()]
+    state = torch.get_rng_state()
+    schedule = Schedule(epochs=1, burn_in=0, steps=2)
+    assert Learner(evidence_of(net), blobs[0], schedule).step() is not None
+    for parameter, (value, gradient) in zip(net.parameters(), before, strict=True):
+        assert torch.equal(parameter, value) and parameter.grad is gradient
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in net] == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "prior", "words"),
+    [
+        (Schedule(), GaussianPrior(), "needs epochs"),
+        (Schedule(epochs=3, burn_in=4), GaussianPrior(), "no hyperparameter would ever"),
+        (Schedule(epochs=3), GaussianPrior(learnable=False), "nothing for the estimator to learn"),
+    ],
+)
+def test_what_is_refused(blobs, make_net, schedule, prior, words):
+    with pytest.raises(ConfigurationError, match=words):
+        Learner(evidence_of(make_net(), prior), blobs[0], schedule)
+
+
+def test_a_state_of_another_schedule_is_refused(blobs, make_net):
+    net = make_net()
+    parts = Schedule(epochs=3, hyper_every=1)
+    one = Learner(evidence_of(net), blobs[0], Schedule(epochs=3))
+    state = one.state_dict()
+    state["hyper_steps"] = [1, 2]
+    with pytest.raises(ConfigurationError, match="does not fit"):
+        Learner(evidence_of(net), blobs[0], parts).load_state_dict(state)
