@@ -25,10 +25,24 @@ LINK = re.compile(r"\[([^\]\[]*)\]\(\.\./([^)#\s]+)([^)]*)\)")
 INLINE = r"(?<![\\$\w])\$(?=[^\s$])([^$\n]*[^\s$\\])\$(?![\w$])"
 
 
+# What latex2mathml leaves to be spaced: bars and strokes as signs between numbers, which they are
+# not, and no space between a function's name and its argument.
+TIGHT = re.compile(r"<mo>(&#x0007C;|&#x02016;|&#x0002F;)</mo>")
+NAMES = re.compile(r"(<mi>(?:log|exp)</mi>)(?!<mo stretchy)")
+
+
+def mathml(source: str, display: str) -> str:
+    """A formula as MathML."""
+    tight = TIGHT.sub(
+        r'<mo lspace="0" rspace="0" stretchy="false">\1</mo>', convert(source, display=display)
+    )
+    return NAMES.sub(r'\1<mspace width="0.17em" />', tight)
+
+
 class _InlineMath(InlineProcessor):
     def handleMatch(self, m: re.Match[str], data: str) -> tuple[str, int, int]:
         del data
-        return self.md.htmlStash.store(convert(m.group(1))), m.start(0), m.end(0)
+        return self.md.htmlStash.store(mathml(m.group(1), "inline")), m.start(0), m.end(0)
 
 
 class Formulas(Extension):
@@ -42,7 +56,7 @@ class Formulas(Extension):
 def formula_block(source: str, *others: Any, **keywords: Any) -> str:
     """A fenced block ``math`` as MathML."""
     del others, keywords
-    return f'<div class="formula">{convert(source, display="block")}</div>'
+    return f'<div class="formula">{mathml(source, "block")}</div>'
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

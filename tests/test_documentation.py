@@ -40,6 +40,59 @@ def test_the_first_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "3.bias" in capsys.readouterr().out
 
 
+def test_the_inequalities_on_theory_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_blocks("docs/theory.md")
+    exact, refined, by_parameters = names["exact"], names["refined"], names["by_parameters"]
+    assert refined == sorted(refined) and refined[0] == pytest.approx(exact, rel=1e-12)
+    assert by_parameters == sorted(by_parameters)
+    assert by_parameters[0] == pytest.approx(exact, rel=1e-9)
+    assert min(names["rows"]) > exact
+    assert capsys.readouterr().out
+
+
+def test_the_blocks_on_choosing_run(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_blocks("docs/choosing.md")
+    predicted, bracket = names["predicted"], names["bracket"]
+    assert predicted["kfac-150-1"] < predicted["ntk-400-rows-anchored"] < predicted["ntk-N-C"]
+    assert bracket.lower < names["exact"] < bracket.upper
+    assert "kronecker" in capsys.readouterr().out
+
+
+def test_layers_that_share_their_scale_on_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_blocks("docs/limits.md")
+    assert names["after"] == pytest.approx(names["before"], rel=1e-12)
+    assert capsys.readouterr().out
+
+
+def test_the_blocks_on_extending_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from evigrad import estimators
+    from evigrad.engine import problem
+    from evigrad.jacobians.layers import RULES
+
+    rules = dict(RULES)
+    monkeypatch.setattr(problem, "make_structure", problem.make_structure)
+    monkeypatch.setitem(estimators.STRUCTURES, "trace", estimators.STRUCTURES["diag"])
+    try:
+        names = run_blocks(
+            "docs/extending.md",
+            {
+                "Schedule(epochs=100)": "Schedule(epochs=4)",
+                "epochs=100, batch_size": "epochs=60, batch_size",
+            },
+        )
+    finally:
+        RULES.clear()
+        RULES.update(rules)
+    assert names["width"] > 1.5
+    (value, paths), (again, closed) = names["generic"], names["closed"]
+    assert value == pytest.approx(again, rel=1e-6)
+    assert "generic" in paths["mixed.weight"] and closed["mixed.weight"] == "bilinear"
+    assert list(names["found"].values()) == sorted(names["found"].values())
+    assert capsys.readouterr().out
+
+
 @pytest.mark.long
 def test_the_ten_lines_of_the_readme_converge(capsys: pytest.CaptureFixture[str]) -> None:
     test = run_blocks("README.md")["result"].test_metrics
