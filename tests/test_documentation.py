@@ -1,6 +1,7 @@
 """The code that the documentation shows runs to its end, and what it promises holds."""
 
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -167,3 +168,17 @@ def test_the_blocks_on_scikit_learn_run(capsys: pytest.CaptureFixture[str]) -> N
     )
     assert names["std"].shape == (100,)
     assert "kfac-N-C" in capsys.readouterr().out
+
+
+def test_the_blocks_on_other_trainers_run(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("lightning")
+    short = {"range(40)": "range(2)", "epochs=40": "epochs=2", "range(20)": "range(2)"}
+    short |= {"(epochs=20)": "(epochs=2)", "max_epochs=20": "max_epochs=1"}
+    short |= {"ntk-400-rows-anchored": "ntk-50-1"}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning")
+        names = run_blocks("docs/trainers.md", short)
+    assert names["learned"].history[-1]["step"] == 8
+    assert names["rounds"].hyper_steps == 20
+    assert "log_evidence" in capsys.readouterr().out

@@ -11,7 +11,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = "likelihoods priors invariances errors sklearn data models plots report".split()
+PACKAGES = "likelihoods priors invariances errors sklearn lightning".split()
+PACKAGES += "data models plots report".split()
 
 
 class Page(html.parser.HTMLParser):

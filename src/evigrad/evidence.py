@@ -233,7 +233,7 @@ class Evidence:
             factor = self.temperature / self.num_data
             return {name: factor * p for name, p in self.prior.precisions().items()}
 
-    def add_weight_decay(self) -> None:
+    def add_weight_decay(self, scale: float | Tensor = 1.0) -> None:
         """Add (T/N) δ (w − w₀), the prior's part of ``map_loss``, to the weights' ``.grad``.
 
         For a loop with a loss of its own, the mean negative log likelihood: after ``backward`` and
@@ -242,11 +242,18 @@ class Evidence:
         each loss was divided by their number, or that a ``GradScaler`` has unscaled. AdamW's own
         decay is not that of a prior: it passes by the division by the gradients' second moments,
         so that weights settle elsewhere.
+
+        Args:
+            scale: How many times the negative log likelihood the loss is, up to a constant: 2σ²/C
+                for the mean squared error of C outputs with noise σ.
         """
         decay = self.weight_decay()
         with torch.no_grad():
             for name, d in self.prior.deviations(self._weights).items():
-                weight, added = self._weights[name], (decay[name] * d).to(self._weights[name].dtype)
+                weight, added = (
+                    self._weights[name],
+                    (scale * decay[name] * d).to(self._weights[name].dtype),
+                )
                 weight.grad = added if weight.grad is None else weight.grad.add_(added)
 
     # ------------------------------------------------------------ the evidence

@@ -35,7 +35,13 @@ from evigrad.training.loop import Loop
 from evigrad.training.metrics import probe_outputs
 from evigrad.training.run import Callback, FitResult, Run
 from evigrad.training.run_directory import RunDirectory
-from evigrad.training.settings import Laplace, Optimization, Schedule, Settings
+from evigrad.training.settings import (
+    Laplace,
+    Optimization,
+    PlannedSettings,
+    Schedule,
+    Settings,
+)
 
 # Items of a data set that are checked at once.
 _AT_ONCE = 1000
@@ -167,6 +173,27 @@ def prepare(
     """
     place, seed = place_of(model), settings.seed
     data = RunData(train, place, seed)
+    held_out = None if test is None else RunData(test, place, seed)
+    evidence, planned = prepare_evidence(model, data, settings)
+    if held_out is not None:  # which is read next when training is over
+        _check_data(evidence, held_out, place, len(held_out))
+    if planned.schedule.bracket_every:
+        check_bracket(evidence.spec)
+    return Run(Loop(evidence, data, planned), held_out, network)
+
+
+def prepare_evidence(
+    model: nn.Module, data: RunData, settings: Settings
+) -> tuple[Evidence, PlannedSettings]:
+    """Return the initial evidence of a run, and its settings for the data, which are checked.
+
+    ``settings`` may be those of a baseline.
+
+    Raises:
+        ConfigurationError: If a setting does not exist or does not fit.
+        InputError: If the data do not fit the model, the likelihood or the estimator.
+    """
+    place = place_of(model)
     trainable(model, {})  # refuses lazy and frozen models before a pass
     x, _ = data.first(PROBE_SIZE)
     check_inputs(x, place)
@@ -174,13 +201,12 @@ def prepare(
     # The model's outputs say what counts as a datum.
     shape = probe_outputs(model, x).shape[1:]
     num_data = len(by_target(data, likelihood, shape))
-    settings = settings.for_data(num_data)
-    held_out = None if test is None else RunData(test, place, seed)
-    if settings.estimator == "augerino":
-        ranges = [n for n in range_parameters(model) if not _names(settings.hyperparameters, n)]
-        settings = replace(settings, hyperparameters=[*settings.hyperparameters, *ranges])
-    evidence = make_evidence(model, num_data, settings)
-    if settings.estimator == "map-noise" and not learns_likelihood(evidence.likelihood):
+    planned = settings.for_data(num_data)
+    if planned.estimator == "augerino":
+        ranges = [n for n in range_parameters(model) if not _names(planned.hyperparameters, n)]
+        planned = replace(planned, hyperparameters=[*planned.hyperparameters, *ranges])
+    evidence = make_evidence(model, num_data, planned)
+    if planned.estimator == "map-noise" and not learns_likelihood(evidence.likelihood):
         raise ConfigurationError(
             "map-noise learns the parameters of a likelihood, as a Gaussian's noise, and"
             f" {evidence.likelihood.name} has none to learn: say map."
@@ -191,11 +217,7 @@ def prepare(
         _warn_of_probabilities(outputs)
     if isinstance(evidence.likelihood, Gaussian | HeteroscedasticGaussian):
         _warn_of_scale(evidence, data)
-    if held_out is not None:  # which is read next when training is over
-        _check_data(evidence, held_out, place, len(held_out))
-    if settings.schedule.bracket_every:
-        check_bracket(evidence.spec)
-    return Run(Loop(evidence, data, settings), held_out, network)
+    return evidence, planned
 
 
 def learns_likelihood(likelihood: str | Likelihood) -> bool:
@@ -276,7 +298,7 @@ def _warn_of_probabilities(f: Tensor) -> None:
             " categorical likelihood takes logits and has a softmax of its own: leave the model's"
             " last softmax out.",
             EvigradWarning,
-            stacklevel=4,  # the caller of fit
+            stacklevel=5,  # the caller of fit
         )
 
 
@@ -305,5 +327,5 @@ def _warn_of_scale(evidence: Evidence, data: RunData) -> None:
         " with scaling = evigrad.data.Scaling.of(y) of the training targets; scaling.undo(means)"
         f" are predictions in their own units. (Of targets that are right as they are, {way}.)",
         EvigradWarning,
-        stacklevel=4,  # the caller of fit
+        stacklevel=5,  # the caller of fit
     )

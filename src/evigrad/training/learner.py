@@ -68,6 +68,9 @@ class Learner:
             is not used.
         seed: Seed of what the items of a data set draw, as random transforms.
 
+    Attributes:
+        count: Calls of ``step`` so far.
+
     Raises:
         ConfigurationError: If a setting does not fit, or there is nothing to learn.
         InputError: If the data do not fit the evidence.
@@ -114,7 +117,7 @@ class Learner:
         evidence.blocks(self.data)  # raises now what the first round would, epochs later
         self._blocks: Stream | None = None  # of the data, which are checked once
         self._warned = False  # of precisions that nothing determines
-        self._count = 0  # of calls of ``step``
+        self.count = 0
 
     @property
     def learned(self) -> list[str]:
@@ -137,9 +140,9 @@ class Learner:
         Raises:
             EvigradError: If an estimate fails.
         """
-        self._count += 1
-        self.data.epoch = self._count
-        return self.learn(self._count) if self.is_due(self._count) else None
+        self.count += 1
+        self.data.epoch = self.count
+        return self.learn(self.count) if self.is_due(self.count) else None
 
     def is_due(self, epoch: int) -> bool:
         """Whether a round follows an epoch, counted from 1."""
@@ -216,7 +219,7 @@ class Learner:
             "evidence": self.evidence.state_dict(),
             "hyper_optimizer": self.hyper_optimizer.state_dict(),
             "hyper_steps": [rounds.taken for rounds in self.rounds],
-            "count": self._count,
+            "count": self.count,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -233,7 +236,7 @@ class Learner:
             self.hyper_optimizer.load_state_dict(state["hyper_optimizer"])
             for rounds, taken in zip(self.rounds, state["hyper_steps"], strict=True):
                 rounds.taken = taken
-            self._count = self.data.epoch = state["count"]
+            self.count = self.data.epoch = state["count"]
         except (RuntimeError, ValueError, TypeError, LookupError) as error:
             raise ConfigurationError(f"The saved state does not fit this run: {error}") from error
 

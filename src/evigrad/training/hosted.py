@@ -1,0 +1,225 @@
+"""Learning inside of another library's training loop, whose callbacks say when it takes a step."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from evigrad.engine.checks import check_choice
+from evigrad.errors import ConfigurationError, InputError, listed
+from evigrad.evidence import Evidence
+from evigrad.likelihoods import Gaussian
+from evigrad.training.data import RunData
+from evigrad.training.fit import place_of, prepare_evidence
+from evigrad.training.learner import Learner
+from evigrad.training.metrics import Row, hyperparameter_values
+from evigrad.training.run import evidence_columns
+from evigrad.training.settings import Settings, check_burn_in
+
+LOSSES = ("nll", "mse")
+# Keys of targets in dictionaries.
+TARGETS = ("labels", "label")
+
+
+class HostedLearner:
+    """A learner beside a network that another library trains, with a loss and an optimiser of its.
+
+    The prior's decay goes into the gradients before each step of the optimiser, whichever it is.
+    Rounds follow steps, not epochs: fine-tuning has few epochs. Several processes that train
+    replicas take the same rounds, from the same seed, and then the numbers of the first one.
+
+    Args:
+        settings: Those of ``fit``; burn-in and rounds in epochs, if given. How long training takes
+            is the trainer's to say.
+        loss: What the trainer minimises: ``nll``, the mean negative log likelihood, or ``mse``, the
+            mean squared error over data and outputs.
+
+    Attributes:
+        history: One row for each round: the number of steps before it, and what ``fit`` records.
+
+    Raises:
+        ConfigurationError: If a setting does not fit.
+    """
+
+    def __init__(self, settings: Settings, loss: Literal["nll", "mse"]) -> None:
+        if settings.baseline is not None:
+            raise ConfigurationError(
+                "The callback learns by the estimate of a named estimator, as ntk-400-1, not"
+                f" {settings.estimator!r}."
+            )
+        if settings.schedule.epochs is not None:
+            raise ConfigurationError(
+                "How long training takes is the trainer's to say: leave epochs=... out of the"
+                " schedule."
+            )
+        check_choice("loss", loss, LOSSES)
+        self.settings, self.loss = settings, loss
+        self.history: list[Row] = []
+        self._learner: Learner | None = None
+        self._state: Mapping[str, Any] | None = None
+
+    @property
+    def learner(self) -> Learner:
+        """The learner, once training has begun.
+
+        Raises:
+            ConfigurationError: If it has not.
+        """
+        if self._learner is None:
+            raise ConfigurationError("There is no evidence yet: training has not begun.")
+        return self._learner
+
+    @property
+    def evidence(self) -> Evidence:
+        """The evidence of the network that is trained."""
+        return self.learner.evidence
+
+    def begin(
+        self, network: nn.Module, data: Any, optimizer: Optimizer, *, steps: int, epoch: int
+    ) -> None:
+        """Make the evidence, and take over the optimiser's decay of its weights.
+
+        Args:
+            network: The network, with the weights that training begins with, on its device.
+            data: All training data, as for ``fit``.
+            optimizer: That of the trainer.
+            steps: Steps that the optimiser will take.
+            epoch: Steps of an epoch.
+
+        Raises:
+            ConfigurationError: If a setting or the optimiser does not fit.
+            InputError: If the data do not fit.
+        """
+        s = self.settings.schedule
+        check_burn_in(s.burn_in, -(-steps // epoch))
+        schedule = replace(
+            s,
+            epochs=steps,
+            burn_in=None if s.burn_in is None else min(s.burn_in * epoch, steps),
+            every=None if s.every is None else s.every * epoch,
+            hyper_every=None if s.hyper_every is None else s.hyper_every * epoch,
+        )
+        data = RunData(data, place_of(network), self.settings.seed)
+        settings = replace(self.settings, schedule=schedule)
+        evidence, planned = prepare_evidence(network, data, settings)
+        self._outputs = evidence.num_outputs(data.first(2)[0])
+        self._check_loss(evidence)
+        take_over(optimizer, evidence)
+        self._learner = Learner(evidence, data, planned.schedule, planned.optimization)
+        self.history = []
+        if self._state is not None:
+            self._learner.load_state_dict(self._state["learner"])
+            self.history = list(self._state["history"])
+            self._state = None
+
+    def before_step(self) -> None:
+        """Complete the gradients of a step: the prior's decay is added, other parts are dropped.
+
+        The optimiser may hold hyperparameters of the model, which no training loss may move.
+        """
+        for name, parameter in self.evidence.hyperparameters().items():
+            if name.startswith("model."):
+                parameter.grad = None
+        self.evidence.add_weight_decay(self._loss_scale())
+
+    def after_step(self) -> Row | None:
+        """Count a step of the optimiser, and learn if a round is due; returns its row."""
+        found = self.learner.step()
+        if found is None:
+            return None
+        if distributed.is_available() and distributed.is_initialized():
+            # Rounding differs between devices: without this, replicas would drift apart.
+            with torch.no_grad():
+                for parameter in self.evidence.hyperparameters().values():
+                    distributed.broadcast(parameter, 0)
+        row: Row = {"step": self.learner.count, **evidence_columns(found)}
+        row["hyper_steps"] = self.learner.hyper_steps
+        self.history.append(row | hyperparameter_values(self.evidence))
+        return self.history[-1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to go on, besides the network's and the optimiser's own states."""
+        if self._learner is None:
+            return {} if self._state is None else dict(self._state)
+        return {"learner": self._learner.state_dict(), "history": self.history}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep a state for when training begins; an empty one changes nothing."""
+        self._state = state or None
+
+    def _check_loss(self, evidence: Evidence) -> None:
+        likelihood = evidence.likelihood
+        if self.loss == "mse" and not (
+            isinstance(likelihood, Gaussian) and likelihood.log_noise.ndim == 0
+        ):
+            raise ConfigurationError(
+                "loss='mse' is for a Gaussian likelihood with one noise for all outputs, as"
+                " likelihood='gaussian'."
+            )
+
+    def _loss_scale(self) -> float | Tensor:
+        likelihood = self.evidence.likelihood
+        if self.loss == "mse" and isinstance(likelihood, Gaussian):
+            return 2 / self._outputs * (2 * likelihood.log_noise.detach()).exp()
+        return 1.0
+
+
+def take_over(optimizer: Optimizer, evidence: Evidence) -> None:
+    """Set the weight decay of an optimiser to 0 where the prior's decay takes its place.
+
+    Raises:
+        ConfigurationError: If it does not hold all weights: others would never be trained.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    weights = evidence.weights()
+    if missing := [name for name, weight in weights.items() if id(weight) not in held]:
+        raise ConfigurationError(
+            f"The optimiser does not hold {listed(missing)}, which the prior has for weights: give"
+            " them to the optimiser, or freeze them (requires_grad_(False))."
+        )
+    own = {id(weight) for weight in weights.values()}
+    for group in optimizer.param_groups:
+        if "weight_decay" in group and any(id(p) in own for p in group["params"]):
+            group["weight_decay"] = 0.0
+
+
+def as_pair(batch: Any) -> tuple[Any, Tensor]:
+    """Split a batch into inputs and targets: a pair, or a dictionary with ``labels`` or ``label``.
+
+    Args:
+        batch: A batch of the trainer's loader.
+
+    Returns:
+        Inputs and targets.
+
+    Raises:
+        InputError: If it is neither.
+    """
+    if isinstance(batch, Mapping):
+        for key in TARGETS:
+            if key in batch:
+                return {name: part for name, part in batch.items() if name != key}, batch[key]
+    elif isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    what = f"{list(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+    raise InputError(
+        f"A batch of the training data is {what}, neither (x, y) nor a dictionary with"
+        f" {' or '.join(TARGETS)}: say split=... , a function from a batch to (x, y)."
+    )
+
+
+def loader_of_pairs(
+    loader: DataLoader[Any], split: Callable[[Any], tuple[Any, Tensor]]
+) -> DataLoader[Any]:
+    """The data set of a loader, with its workers, in batches that are pairs (x, y)."""
+    return DataLoader(
+        loader.dataset,
+        collate_fn=lambda items: split(loader.collate_fn(items)),
+        num_workers=loader.num_workers,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+    )

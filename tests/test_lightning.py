@@ -1,0 +1,355 @@
+"""The callback in Lightning's own ``Trainer``: what decays, what is learned, and how it goes on."""
+
+import logging
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
+
+from evigrad import Evidence, Learner, Schedule
+from evigrad.errors import ConfigurationError, InputError
+from evigrad.likelihoods import Categorical, Gaussian
+from evigrad.priors import GaussianPrior
+from evigrad.training.data import stream
+
+pytest.importorskip("lightning")
+# Type checkers would read all of it.
+pl: Any = import_module("lightning.pytorch")
+EvidenceCallback: Any = import_module("evigrad.lightning").EvidenceCallback
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The '?train_dataloader'? does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
+]
+N, STEPS = 40, 4  # steps of an epoch
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, 4, generator=generator)
+    return x, x[:, :3].argmax(1)
+
+
+class Plain(pl.LightningModule):
+    """A module as users have it; batches are pairs or dictionaries."""
+
+    def __init__(self, optimizer: str = "SGD", lr: float = 0.1, **settings: Any) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.make = lambda: getattr(torch.optim, optimizer)(self.parameters(), lr=lr, **settings)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = (batch["x"], batch["labels"]) if isinstance(batch, dict) else batch
+        return cross_entropy(self(x), y)
+
+    def configure_optimizers(self) -> Any:
+        return self.make()
+
+
+class Records(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x, y = data()
+        return {"x": x[index], "labels": y[index]}
+
+
+class OfRecords(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def callback(**changes: Any) -> Any:
+    schedule = Schedule(burn_in=1, every=1, steps=2)
+    return EvidenceCallback(**{"estimator": "ntk-20-1", "schedule": schedule, **changes})
+
+
+def train(
+    module: Any,
+    *callbacks: Any,
+    dataset: Any = None,
+    path: Any = None,
+    sampler: Any = None,
+    batch_size: int = N // STEPS,
+    **settings: Any,
+) -> Any:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    dataset = dataset or TensorDataset(*data())
+    loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    quiet |= {"enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 3}
+    trainer = pl.Trainer(callbacks=list(callbacks), **(quiet | settings))
+    trainer.fit(module, loader, ckpt_path=path)
+    return trainer
+
+
+def weights_of(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def log_precision_of(learned: Any) -> Tensor:
+    return learned.evidence.prior.log_precision.detach()
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_the_decay_that_acts_is_that_of_the_prior(kind: str, clip: float | None) -> None:
+    """One step by hand, from the gradient of the MAP loss, which is clipped as a whole."""
+    x, y = (part[: N // STEPS] for part in data())
+    module, by_hand = (Plain(kind, weight_decay=0.3) for _ in range(2))
+    trainer = train(module, callback(), max_steps=1, gradient_clip_val=clip)
+    assert trainer.optimizers[0].param_groups[0]["weight_decay"] == 0
+    decay = 0.01  # δ/N of the burn-in, which the first step has
+    loss = cross_entropy(by_hand(x), y)
+    loss = loss + decay / 2 * sum(p.square().sum() for p in by_hand.parameters())
+    loss.backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_(by_hand.parameters(), clip)
+    optimizer = getattr(torch.optim, kind)(by_hand.parameters(), lr=0.1, weight_decay=0.0)
+    optimizer.step()
+    torch.testing.assert_close(weights_of(module), weights_of(by_hand))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_it_learns_what_a_plain_loop_learns(accumulate: int) -> None:
+    module, learned = Plain("AdamW", 0.02), callback(seed=3)
+    train(module, learned, accumulate_grad_batches=accumulate)
+    x, y = data()
+    other = Plain().net
+    evidence = Evidence(
+        other,
+        Categorical(),
+        GaussianPrior(),
+        estimator="ntk-20-1",
+        num_data=N,
+        generator=stream(3, "evidence"),
+    )
+    steps = STEPS // accumulate
+    schedule = Schedule(epochs=3 * steps, burn_in=steps, every=steps, steps=2)
+    learner = Learner(evidence, (x, y), schedule)
+    optimizer = torch.optim.AdamW(other.parameters(), lr=0.02, weight_decay=0.0)
+    for _ in range(3):
+        for part in torch.arange(N).split(N // STEPS * accumulate):
+            optimizer.zero_grad()
+            for some in part.split(N // STEPS):
+                (cross_entropy(other(x[some]), y[some]) / accumulate).backward()
+            evidence.add_weight_decay()
+            optimizer.step()
+            learner.step()
+    torch.testing.assert_close(weights_of(module), weights_of(other))
+    own = evidence.prior.log_precision
+    assert own is not None
+    torch.testing.assert_close(log_precision_of(learned), own.detach())
+    assert [row["step"] for row in learned.history] == [steps, 2 * steps, 3 * steps]
+    assert [row["hyper_steps"] for row in learned.history] == [2, 4, 6]
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_a_run_from_a_checkpoint_gives_the_same_numbers(tmp_path: Path, every: int) -> None:
+    """From the middle of an epoch, and from its end."""
+
+    def learned() -> Any:
+        schedule = Schedule(burn_in=1, steps=2)
+        return callback(estimator="ntk-20-rows-anchored", schedule=schedule)
+
+    whole, first, rest = (Plain("Adam", 0.02) for _ in range(3))
+    uninterrupted = learned()
+    train(whole, uninterrupted, max_epochs=3)
+    keep = pl.callbacks.ModelCheckpoint(
+        tmp_path, filename="kept", every_n_train_steps=every * 2, save_top_k=-1
+    )
+    # The number of epochs is part of the schedule, so that the interrupted run has it too.
+    train(first, learned(), keep, max_epochs=3, enable_checkpointing=True)
+    resumed = learned()
+    train(rest, resumed, max_epochs=3, path=tmp_path / "kept.ckpt")
+    assert torch.equal(weights_of(rest), weights_of(whole))
+    assert torch.equal(log_precision_of(resumed), log_precision_of(uninterrupted))
+    assert resumed.history == uninterrupted.history
+    assert torch.load(tmp_path / "kept.ckpt", weights_only=True)["callbacks"]
+
+
+def test_dictionaries_and_names(tmp_path: Path) -> None:
+    """Batches as dictionaries, whose inputs are arguments of forward; a network by its name."""
+    whole, part, other = Plain(), Plain(), OfRecords()
+    train(whole, one := callback())
+    train(part, two := callback(network="net"))
+    train(other, three := callback(), dataset=Records())
+    assert torch.equal(log_precision_of(one), log_precision_of(two))
+    assert torch.equal(log_precision_of(one), log_precision_of(three))
+    assert "0.weight" in two.evidence.weights()
+    assert "net.0.weight" in one.evidence.weights()
+    assert isinstance(whole.trainer, pl.Trainer)  # the module was left as it is
+
+
+def test_what_is_logged(tmp_path: Path) -> None:
+    logger = pl.loggers.CSVLogger(tmp_path)
+    trainer = train(Plain(), learned := callback(), logger=logger)
+    logger.save()
+    lines = next(tmp_path.rglob("metrics.csv")).read_text().splitlines()
+    assert {"log_evidence", "precision/net.0.weight", "step"} <= set(lines[0].split(","))
+    assert len(lines) == 1 + len(learned.history)
+    shown = trainer.callback_metrics["precision/net.0.weight"].item()
+    assert shown == pytest.approx(learned.history[-1]["precision/net.0.weight"])
+    assert trainer.callback_metrics["log_evidence"] < 0
+
+
+def test_the_mean_squared_error_and_its_noise() -> None:
+    """The gradient of MSE is 2σ²/C times that of the likelihood, and the decay is as many times."""
+
+    class Regression(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return mse_loss(self(batch[0]), batch[1])
+
+    x, targets = data()[0], data()[0][:, :3] * 2
+    module, by_hand = Regression(), Regression()
+    settings: dict[str, Any] = {"likelihood": Gaussian(0.5), "loss": "mse", "schedule": None}
+    learned = callback(**settings)
+    train(module, learned, dataset=TensorDataset(x, targets), max_steps=1)
+    evidence = Evidence(
+        by_hand.net,
+        Gaussian(0.5),
+        GaussianPrior(precision=0.01 * N),
+        estimator="ntk-20-1",
+        num_data=N,
+    )
+    loss = 2 * 0.25 / 3 * evidence.map_loss(x[:10], targets[:10])
+    torch.optim.SGD(by_hand.parameters(), lr=0.1).zero_grad()
+    loss.backward()
+    torch.optim.SGD(by_hand.parameters(), lr=0.1).step()
+    torch.testing.assert_close(weights_of(module), weights_of(by_hand))
+    with pytest.raises(ConfigurationError, match="one noise for all outputs"):
+        train(Regression(), callback(loss="mse"))
+
+
+class Scaled(Plain):
+    def __init__(self) -> None:
+        super().__init__("AdamW", 0.05, weight_decay=0.5)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x * self.scale)
+
+
+def test_a_hyperparameter_that_the_optimiser_holds_too() -> None:
+    """Neither the training loss nor the optimiser's decay moves it, but rounds do."""
+    module, seen = Scaled(), []
+
+    class Seen(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            seen.append(module.scale.detach().clone())
+
+    train(module, Seen(), learned := callback(hyperparameters=["scale"]), Seen())
+    values = torch.stack(seen).view(3, STEPS, 2, 4)
+    assert (values[0, :, 0] == 1).all() and (values[0, -1, 1] != 1).all()
+    assert torch.equal(values[1, 0, 0], values[0, -1, 1])
+    assert "model.scale" in learned.evidence.hyperparameters()
+
+
+class Two(Plain):
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [self.make(), self.make()]
+
+
+class Some(Plain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[0].parameters(), lr=0.1)
+
+
+class Silent(Plain):
+    forward = pl.LightningModule.forward
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return cross_entropy(self.net(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "trainer", "words"),
+    [
+        (Two, {}, {}, "has 2 optimisers"),
+        (Some, {}, {}, "does not hold 'net.2.weight', 'net.2.bias'"),
+        (Silent, {}, {}, "network=..., of net"),
+        (Plain, {"network": "nett"}, {}, "Did you mean 'net'"),
+        (Plain, {}, {"max_epochs": -1}, "Training has no end"),
+        (Plain, {"schedule": Schedule(burn_in=4)}, {}, "training ends after 3 epochs"),
+        (Plain, {"estimator": "map"}, {}, "by the estimate of a named estimator"),
+        (Plain, {"schedule": Schedule(epochs=4)}, {}, "leave epochs=... out"),
+        (Plain, {"loss": "sum"}, {}, "loss is one of nll, mse"),
+    ],
+)
+def test_what_is_refused(make: Any, settings: Any, trainer: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        train(make(), callback(**settings), **trainer)
+
+
+def test_batches_that_are_no_pairs() -> None:
+    class Triple(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch[:2], batch_idx)
+
+    dataset = TensorDataset(*data(), torch.zeros(N))
+    with pytest.raises(InputError, match="neither .* say split"):
+        train(Triple(), callback(), dataset=dataset)
+    train(Triple(), callback(split=lambda batch: tuple(batch[:2])), dataset=dataset)
+    with pytest.raises(ConfigurationError, match="training has not begun"):
+        _ = callback().evidence
+
+
+class InTurn(Sampler[int]):
+    """The data in their order, each process taking every second one if there are two."""
+
+    def __iter__(self) -> Iterator[int]:
+        several = distributed.is_initialized()
+        yield from range(N)[distributed.get_rank() :: 2] if several else range(N)
+
+    def __len__(self) -> int:
+        return N // 2 if distributed.is_initialized() else N
+
+
+class Kept(pl.Callback):
+    """Each process writes what it ends with."""
+
+    def __init__(self, folder: Path, learned: Any) -> None:
+        self.folder, self.learned = folder, learned
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        found = [weights_of(pl_module), log_precision_of(self.learned)]
+        torch.save(found, self.folder / f"{trainer.global_rank}.pt")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
+    """Two halves of each batch, on gloo."""
+    for devices in (1, 2):
+        module, learned = Plain(), callback(estimator="ntk-20-rows-anchored")
+        (tmp_path / str(devices)).mkdir()
+        train(
+            module,
+            learned,
+            Kept(tmp_path / str(devices), learned),
+            sampler=InTurn(),
+            use_distributed_sampler=False,
+            batch_size=N // STEPS // devices,
+            devices=devices,
+            strategy="ddp_fork" if devices > 1 else "auto",
+        )
+    alone = torch.load(tmp_path / "1" / "0.pt")
+    both = [torch.load(tmp_path / "2" / f"{rank}.pt") for rank in (0, 1)]
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+    for one, other in zip(both[0], alone, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
