@@ -170,15 +170,20 @@ def test_the_blocks_on_scikit_learn_run(capsys: pytest.CaptureFixture[str]) -> N
     assert "kfac-N-C" in capsys.readouterr().out
 
 
-def test_the_blocks_on_other_trainers_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_blocks_on_other_trainers_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("accelerate")
     pytest.importorskip("lightning")
+    monkeypatch.chdir(tmp_path)
     short = {"range(40)": "range(2)", "epochs=40": "epochs=2", "range(20)": "range(2)"}
     short |= {"(epochs=20)": "(epochs=2)", "max_epochs=20": "max_epochs=1"}
-    short |= {"ntk-400-rows-anchored": "ntk-50-1"}
+    short |= {'"ntk-400-rows-anchored", num': '"ntk-50-1", num', "epochs=30": "epochs=1"}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning")
+        warnings.filterwarnings("ignore", "The model has normalisation layers")
         names = run_blocks("docs/trainers.md", short)
     assert names["learned"].history[-1]["step"] == 8
     assert names["rounds"].hyper_steps == 20
+    assert names["tuning"].history[-1]["step"] == 10
     assert "log_evidence" in capsys.readouterr().out

@@ -1,11 +1,13 @@
 """The log evidence of a network and its gradient in the hyperparameters (Algorithm 1)."""
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from evigrad.blocks.anchors import AnchoredStream, Anchoring, AnchorSelection
 from evigrad.blocks.partitions import BlockStream
@@ -233,7 +235,9 @@ class Evidence:
             factor = self.temperature / self.num_data
             return {name: factor * p for name, p in self.prior.precisions().items()}
 
-    def add_weight_decay(self, scale: float | Tensor = 1.0) -> None:
+    def add_weight_decay(
+        self, optimizer: Optimizer | None = None, *, scale: float | Tensor = 1.0
+    ) -> None:
         """Add (T/N) δ (w − w₀), the prior's part of ``map_loss``, to the weights' ``.grad``.
 
         For a loop with a loss of its own, the mean negative log likelihood: after ``backward`` and
@@ -244,16 +248,25 @@ class Evidence:
         so that weights settle elsewhere.
 
         Args:
+            optimizer: That of the weights. If it is given, no decay is larger than 1/lr: a step of
+                plain SGD with that one leads to the prior's mean, and one with more passes it, so
+                that weights which the data do not determine, with precisions without bound, would
+                diverge. Adam's steps do not.
             scale: How many times the negative log likelihood the loss is, up to a constant: 2σ²/C
                 for the mean squared error of C outputs with noise σ.
         """
         decay = self.weight_decay()
+        most = {
+            id(weight): 1 / float(group["lr"])
+            for group in ([] if optimizer is None else optimizer.param_groups)
+            for weight in group["params"]
+            if group["lr"] > 0
+        }
         with torch.no_grad():
             for name, d in self.prior.deviations(self._weights).items():
-                weight, added = (
-                    self._weights[name],
-                    (scale * decay[name] * d).to(self._weights[name].dtype),
-                )
+                weight = self._weights[name]
+                factor = (scale * decay[name]).clamp(max=most.get(id(weight), math.inf))
+                added = (factor * d).to(weight.dtype)
                 weight.grad = added if weight.grad is None else weight.grad.add_(added)
 
     # ------------------------------------------------------------ the evidence

@@ -124,6 +124,24 @@ def test_it_is_what_optimisers_that_add_it_to_the_gradient_call_weight_decay(blo
         torch.testing.assert_close(own, theirs)
 
 
+def test_a_step_of_sgd_does_not_pass_the_mean(make_net):
+    """Where the data determine nothing, precisions grow without bound, and the decay with them."""
+    net = make_net()
+    prior = GaussianPrior(mean={"3": "initial"}, precision=1e6)
+    evidence = evidence_of(net, prior)
+    mean = net[3].weight.detach().clone()
+    net[3].weight.data += 1
+    optimizer = torch.optim.SGD(
+        [{"params": net[0].parameters(), "lr": 0.0}, {"params": net[3].parameters()}], lr=0.1
+    )
+    before = net[0].weight.detach().clone()
+    assert evidence.weight_decay()["3.weight"] > 10  # 1/lr
+    evidence.add_weight_decay(optimizer)
+    optimizer.step()
+    torch.testing.assert_close(net[3].weight.detach(), mean)
+    assert torch.equal(net[0].weight, before)
+
+
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_decoupled_decay_ends_elsewhere_than_at_the_map(blobs, decoupled):
     x, y = blobs[0]

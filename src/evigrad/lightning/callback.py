@@ -35,7 +35,7 @@ class EvidenceCallback(pl.Callback):
 
     The prior takes the place of the optimiser's ``weight_decay``, which is set to 0: before each
     step, and before gradients are clipped, (T/N) δ (w − w₀) is added to the gradients, with the
-    learned precisions δ. Rounds follow optimiser steps: by default twenty, after a tenth of
+    learned precisions δ. Rounds follow optimiser steps: by default about twenty, after a tenth of
     training. The ``training_step`` stays as it is, and minimises the mean negative log likelihood
     or (``loss="mse"``) the mean squared error.
 

@@ -109,6 +109,7 @@ class HostedLearner:
         self._outputs = evidence.num_outputs(data.first(2)[0])
         self._check_loss(evidence)
         take_over(optimizer, evidence)
+        self._optimizer = optimizer
         self._learner = Learner(evidence, data, planned.schedule, planned.optimization)
         self.history = []
         if self._state is not None:
@@ -124,7 +125,7 @@ class HostedLearner:
         for name, parameter in self.evidence.hyperparameters().items():
             if name.startswith("model."):
                 parameter.grad = None
-        self.evidence.add_weight_decay(self._loss_scale())
+        self.evidence.add_weight_decay(self._optimizer, scale=self._loss_scale())
 
     def after_step(self) -> Row | None:
         """Count a step of the optimiser, and learn if a round is due; returns its row."""
