@@ -1,11 +1,16 @@
 """Which columns of a table matter: relevance, noise and error bars in one fit.
 
-The progression of diabetes in 442 patients (scikit-learn's), with three columns of random numbers
-beside the ten measured ones. ``EvidenceRegressor`` learns a relevance of each column, the decay of
-each layer and the noise of the target on the training table. In every fold the whole procedure
-starts anew; what is held out is only evaluated.
+``EvidenceRegressor`` learns a relevance of each column, the decay of each layer and the noise of
+the target on the training table. Two tables: Friedman's, which is made, where five of ten columns
+enter the target; and the progression of diabetes in 442 patients (scikit-learn's), with three
+columns of random numbers beside the ten measured ones. Of the latter, in every fold the whole
+procedure starts anew; what is held out is only evaluated.
+
+On Friedman's table the five others end below 0.03. On the patients, whose target is mostly noise,
+random columns keep up to a half of the largest relevance.
 
     python examples/relevance.py
+    python examples/relevance.py --figure relevance.png
 """
 
 import argparse
@@ -13,9 +18,10 @@ from collections.abc import Sequence
 
 import numpy as np
 from pandas import DataFrame
-from sklearn.datasets import load_diabetes
+from sklearn.datasets import load_diabetes, make_friedman1
 from sklearn.model_selection import KFold
 
+from evigrad.plots import LIGHT, new_figure, save
 from evigrad.sklearn import EvidenceRegressor
 
 RANDOM = ("random 1", "random 2", "random 3")
@@ -32,6 +38,34 @@ def read_table() -> tuple[DataFrame, np.ndarray]:
     return patients, progression.to_numpy()
 
 
+def draw(path: str, made: dict[str, float], patients: dict[str, float]) -> None:
+    """Bars of the relevance, of columns without meaning in another colour."""
+    figure = new_figure(9, 3.6)
+    for place, (title, relevance, useless) in enumerate(
+        (
+            ("Friedman's table", made, [f"x{i}" for i in range(6, 11)]),
+            ("diabetes, mean of the folds", patients, RANDOM),
+        ),
+        start=1,
+    ):
+        ordered = sorted(relevance, key=lambda name: -relevance[name])
+        axes = figure.add_subplot(1, 2, place)
+        colours = [LIGHT.lines[1] if name in useless else LIGHT.lines[0] for name in ordered]
+        axes.barh(ordered, [relevance[name] for name in ordered], color=colours)
+        axes.invert_yaxis()
+        axes.set_title(f"relevance: {title}", loc="left", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].barh("x6", 0, color=LIGHT.lines[1], label="no meaning")
+    figure.axes[0].legend(frameon=False, fontsize=9, loc="lower right")
+    save(figure, path)
+
+
+def show(relevance: dict[str, float]) -> None:
+    """A line for each column, the most relevant first."""
+    for name, value in sorted(relevance.items(), key=lambda each: -each[1]):
+        print(f"{name:9} {value:9.3f}  {'#' * round(40 * value)}")
+
+
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Print a line for each fold and the mean relevance of each column, which is returned."""
     parser = argparse.ArgumentParser(
@@ -39,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     )
     parser.add_argument("--folds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=None)
+    parser.add_argument("--figure", help="draw into this file, a PNG")
     given = parser.parse_args(arguments)
     X, y = read_table()
     relevances = []
@@ -53,9 +88,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         print(f"{number:4} {score:5.2f} {model.noise_:6.1f} {covered:18.2f}", flush=True)
         relevances.append(model.relevance_)
     found = dict(zip(X.columns, np.mean(relevances, axis=0), strict=True))
-    print("\ncolumn    relevance")
-    for name, value in sorted(found.items(), key=lambda each: -each[1]):
-        print(f"{name:9} {value:9.3f}  {'#' * round(40 * value)}")
+    print("\ncolumn    relevance, mean of the folds")
+    show(found)
+    X, y = make_friedman1(300, n_features=10, noise=1.0, random_state=0)
+    model = EvidenceRegressor(epochs=given.epochs, random_state=0).fit(X, y)
+    made = {f"x{i}": float(value) for i, value in enumerate(model.relevance_, start=1)}
+    print("\nFriedman's table")
+    show(made)
+    if given.figure:
+        draw(given.figure, made, found)
     return found
 
 

@@ -28,10 +28,12 @@ def load_script(name: str) -> ModuleType:
     return module
 
 
-def test_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sequences(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     script = load_script("sequences")
     short = "--subset 20 --epochs 3 --estimator ntk-10-1 --judge ntk-10-1".split()
-    learned = script.main(short)
+    learned = script.main([*short, "--figure", str(tmp_path / "figure.png")])
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
     assert set(learned) == {"transformer", "gru"}
     assert "8 x linear" in printed and "generic" not in printed
@@ -56,12 +58,34 @@ def test_censored(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count(" censored ") == 3
 
 
-def test_relevance(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("pandas")
-    script = load_script("relevance")
-    found = script.main("--folds 2 --epochs 2".split())
-    assert len(found) == 13 and set(script.RANDOM) < set(found)
-    assert capsys.readouterr().out.count("#") > 13
+GALLERY = {
+    "decay": "--data digits --model digitsnet --subset 40 --epochs 2",
+    "length_scale": "--lengths 0.3 1 --epochs 3 --learn",
+    "lora": "--subset 20 --old-epochs 1 --epochs 4 --rank 2 --estimator ntk-10-1",
+    "relevance": "--folds 2 --epochs 1",
+    "rotations": "--subset 100 --epochs 2",
+    "segmentation": "--images 1 --epochs 1",
+    "text": "--each 20 --epochs 3 --estimators kfac-10-1",
+    "uncertainty": "--epochs 4",
+}
+
+
+@pytest.mark.parametrize("name", GALLERY)
+def test_gallery(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Each script runs, prints, and draws a figure of a size that may be committed."""
+    pytest.importorskip("matplotlib")
+    for needed in {"lora": ["peft"], "relevance": ["pandas"]}.get(name, []):
+        pytest.importorskip(needed)
+    figure = tmp_path / "figure.png"
+    assert load_script(name).main([*GALLERY[name].split(), "--figure", str(figure)])
+    assert 10_000 < figure.stat().st_size < 300_000
+    assert capsys.readouterr().out
+
+
+def test_every_figure_of_the_gallery_is_one_of_a_script() -> None:
+    committed = EXAMPLES.parent / "docs" / "images" / "gallery"
+    assert {path.stem for path in committed.glob("*.png")} == {*GALLERY, "sequences"}
+    assert all(path.stat().st_size < 300_000 for path in committed.iterdir())
 
 
 def test_the_rows_of_censored_targets_are_those_of_the_mean_hessian() -> None:

@@ -1,0 +1,157 @@
+"""A choice by the evidence where its gradient does not help: how fast may a curve turn?
+
+A network whose first layer is fixed, sin(ω x / length + phase) with random ω, learns 60 noisy
+points with lengths from 0.3 to 3. Each training learns its decay and its noise, and its log
+evidence, exact here, says how well the length explains the points; nothing is held out. The
+training loss would take the shortest.
+
+Learned by a gradient (``--learn``) the length stays about where it begins, 0.31 from 0.3 and 2.07
+from 2: the gradient holds the weights still, and for weights that were trained at one length any
+other scrambles the waves. A hyperparameter that the weights have to follow at every step is chosen
+by comparing runs.
+
+    python examples/length_scale.py
+    python examples/length_scale.py --learn
+
+It takes half a minute of one core. The log evidence is highest at 1.5, where the error to the truth
+is smallest too; the training log likelihood is highest at 0.3.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import evigrad
+from evigrad import Optimization, Schedule
+from evigrad.likelihoods import Gaussian
+from evigrad.plots import LIGHT, new_figure, save
+
+NOISE = 0.3
+LENGTHS = (0.3, 0.6, 1.0, 1.5, 2.0, 3.0)
+
+
+class Waves(nn.Module):
+    """Random waves of one length, and a linear layer on them; (m, 1) to (m, 1)."""
+
+    frequency: Tensor
+    phase: Tensor
+
+    def __init__(self, length: float, waves: int = 200) -> None:
+        super().__init__()
+        self.log_length = nn.Parameter(torch.tensor(math.log(length)))
+        self.register_buffer("frequency", torch.randn(waves))
+        self.register_buffer("phase", 2 * math.pi * torch.rand(waves))
+        self.out = nn.Linear(waves, 1)
+
+    @property
+    def length(self) -> float:
+        """The length, in units of the inputs."""
+        return math.exp(self.log_length.item())
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = (self.frequency * x * (-self.log_length).exp() + self.phase).sin()
+        return self.out(waves * math.sqrt(2 / len(self.frequency)))
+
+
+@dataclass(frozen=True)
+class Found:
+    """A training at one length.
+
+    Attributes:
+        length: At the end.
+        log_evidence: Nats per datum.
+        log_likelihood: Of the training data, nats per datum.
+        error: Root mean squared error to the curve.
+        outputs: On the grid.
+    """
+
+    length: float
+    log_evidence: float
+    log_likelihood: float
+    error: float
+    outputs: Tensor
+
+
+def curve(x: Tensor) -> Tensor:
+    """What the points scatter about."""
+    return (1.2 * x).sin() + 0.5 * (0.5 * x).cos()
+
+
+def draw(path: str, data: tuple[Tensor, Tensor], grid: Tensor, found: dict[float, Found]) -> None:
+    """The evidence and the error over the length, and three of the curves."""
+    figure = new_figure(10, 3.4)
+    left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 1.6))
+    lengths = list(found)
+    left.plot(lengths, [each.log_evidence for each in found.values()], "o-", color=LIGHT.lines[0])
+    left.set_title("log evidence, nats per datum", loc="left", fontsize=10)
+    middle.plot(lengths, [each.error for each in found.values()], "o-", color=LIGHT.lines[1])
+    middle.set_title("error to the truth", loc="left", fontsize=10)
+    middle.set_ylim(bottom=0)
+    for axes in (left, middle):
+        axes.set_xscale("log")
+        axes.set_xticks(lengths, [f"{length:g}" for length in lengths])
+        axes.minorticks_off()
+        axes.set_xlabel("length")
+    best = max(found, key=lambda length: found[length].log_evidence)
+    right.plot(data[0][:, 0], data[1][:, 0], ".", color=LIGHT.muted, markersize=4)
+    shown = sorted({lengths[0], best, lengths[-1]})
+    for length, colour in zip(
+        shown, (LIGHT.lines[4], LIGHT.lines[0], LIGHT.lines[3]), strict=False
+    ):
+        outputs = found[length].outputs[:, 0]
+        right.plot(grid[:, 0], outputs, color=colour, label=f"length {length:g}")
+    right.plot(grid[:, 0], curve(grid)[:, 0], ":", color=LIGHT.ink, label="truth")
+    right.legend(frameon=False, fontsize=9)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    save(figure, path)
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[float, Found]:
+    """Train at every length and print; what was found is returned by the length at the start."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--lengths", type=float, nargs="+", default=LENGTHS)
+    parser.add_argument("--learn", action="store_true", help="also by the gradient")
+    parser.add_argument("--epochs", type=int, default=300)
+    parser.add_argument("--figure", help="draw into this file, a PNG")
+    options = parser.parse_args(arguments)
+
+    generator = torch.Generator().manual_seed(0)
+    x = 8 * torch.rand(60, 1, generator=generator).double() - 4
+    y = curve(x) + NOISE * torch.randn(x.shape, generator=generator).double()
+    grid = torch.linspace(-4, 4, 400)[:, None].double()
+    found = {}
+    print("length at the end  log evidence  training log likelihood  error")
+    for length in options.lengths:
+        torch.manual_seed(0)
+        model = Waves(length).double()
+        model.log_length.requires_grad_(options.learn)
+        result = evigrad.fit(
+            model,
+            (x, y),
+            likelihood=Gaussian(noise=0.5),
+            estimator="ntk-N-C",
+            hyperparameters=["log_length"] if options.learn else [],
+            schedule=Schedule(epochs=options.epochs, batch_size=30),
+            optimization=Optimization(lr=3e-2, hyper_lr=0.1),
+            progress=False,
+        )
+        with torch.no_grad():
+            outputs = model(grid)
+        error = (outputs - curve(grid)).square().mean().sqrt().item()
+        per_datum = result.evidence.estimate(x, y).per_datum
+        fit = result.train_metrics["log_likelihood"]
+        found[length] = each = Found(model.length, per_datum, fit, error, outputs)
+        print(f"{length:6} {each.length:10.2f} {per_datum:13.3f} {fit:24.3f} {error:6.2f}")
+    if options.figure:
+        draw(options.figure, (x, y), grid, found)
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # such a small network gains nothing from more
+    main()

@@ -1,0 +1,115 @@
+"""LoRA adapters of a pretrained transformer: how far may each one go?
+
+A small transformer has learned to read digits that were rotated by up to ±90°. Fifty upright ones
+fine-tune it, with everything frozen but low-rank adapters (`peft`). `fit` takes for weights what
+requires a gradient, the adapters, and the evidence learns a precision for each of their matrices.
+
+    python examples/lora.py
+    python examples/lora.py --rank 16 --estimator kfac-N-C
+
+It needs `pip install peft`, and takes a minute of one core. The test log likelihood is −0.674
+before, −0.638 with the usual decay of adapters, and −0.590 with learned ones; accuracies are about
+level, at 82 to 84 %. The learned precisions span four orders of magnitude.
+"""
+
+import argparse
+import copy
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import evigrad
+from evigrad import Schedule
+from evigrad.data import load
+from evigrad.errors import require
+from evigrad.likelihoods import Categorical
+from evigrad.models import make_model
+from evigrad.plots import LIGHT, new_figure, save
+from evigrad.training import FitResult, evaluate
+
+MAP, LEARNED = "MAP, decay 5e-4", "learned"
+ADAPTED = ["query", "key", "value", "output", "linear1", "linear2"]
+
+
+def draw(path: str, before: float, found: dict[str, FitResult]) -> None:
+    """Test log likelihoods over fine-tuning, and the precisions of the adapters."""
+    figure = new_figure(10, 3.6)
+    left, right = figure.subplots(1, 2)
+    for (name, result), colour in zip(found.items(), LIGHT.lines, strict=False):
+        rows = [row for row in result.history if row["test_log_likelihood"] is not None]
+        across = [row["epoch"] for row in rows]
+        left.plot(across, [row["test_log_likelihood"] for row in rows], color=colour, label=name)
+    left.axhline(before, color=LIGHT.muted, linestyle=":", label="before fine-tuning")
+    left.set_title("test log likelihood, nats per datum", loc="left", fontsize=10)
+    left.set_xlabel("epoch")
+    left.legend(frameon=False, fontsize=9)
+    reports = [each for each in found[LEARNED].evidence.describe() if "lora_B" in each.name]
+    names = [each.name.split("blocks.")[1].split(".lora")[0] for each in reports]
+    precisions = [each.precision or 0.0 for each in reports]
+    right.barh(names, precisions, color=LIGHT.lines[1])
+    right.invert_yaxis()
+    right.set_xscale("log")
+    right.tick_params(axis="y", labelsize=8)
+    right.set_title("learned precisions of the adapters (B)", loc="left", fontsize=10)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    save(figure, path)
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
+    """Pretrain, fine-tune adapters with the usual and with learned decay, print and draw."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--subset", type=int, default=50, help="number of upright digits")
+    parser.add_argument("--rank", type=int, default=4)
+    parser.add_argument("--estimator", default="ntk-400-rows-anchored")
+    parser.add_argument("--old-epochs", type=int, default=30, help="of pretraining")
+    parser.add_argument("--epochs", type=int, default=120, help="of fine-tuning")
+    parser.add_argument("--figure", help="draw into this file, a PNG")
+    options = parser.parse_args(arguments)
+    peft = require("peft", "examples/lora.py", extra="dev")
+
+    # Normalisation is inside the branches only.
+    warnings.filterwarnings("ignore", message="The model has normalisation layers")
+    old, new = load("digits:rotated90"), load("digits", subset=options.subset)
+    pretrained = make_model("transformer", old.input_shape, old.num_outputs, seed=0)
+    evigrad.fit(
+        pretrained,
+        old.train,
+        estimator=None,
+        schedule=Schedule(epochs=options.old_epochs),
+        progress=False,
+    )
+    assert new.test is not None
+    before = evaluate(pretrained, Categorical(), new.test)
+    print("way               test log likelihood      %  seconds")
+    print(f"before            {before['log_likelihood']:19.3f} {100 * before['accuracy']:6.1f}")
+    found = {}
+    for name in (MAP, LEARNED):
+        torch.manual_seed(0)
+        adapters: Any = peft.LoraConfig(
+            r=options.rank, lora_alpha=2 * options.rank, target_modules=ADAPTED
+        )
+        found[name] = result = evigrad.fit(
+            peft.get_peft_model(copy.deepcopy(pretrained), adapters),
+            new.train,
+            test=new.test,
+            estimator=options.estimator if name == LEARNED else None,
+            schedule=Schedule(epochs=options.epochs, batch_size=25, eval_every=4),
+            progress=False,
+        )
+        metrics = result.test_metrics
+        print(
+            f"{name:17} {metrics['log_likelihood']:19.3f} {100 * metrics['accuracy']:6.1f}"
+            f" {result.seconds:8.1f}",
+            flush=True,
+        )
+    if options.figure:
+        draw(options.figure, before["log_likelihood"], found)
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

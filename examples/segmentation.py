@@ -1,0 +1,125 @@
+"""Segmentation: a class for each pixel, learned decay, and where the network is unsure.
+
+Images of 24x24 pixels hold a digit of scikit-learn's in a noisy, uneven background; each pixel is
+background or stroke, and those in a small square have no label (``ignore_index``). A convolutional
+network learns from four images which pixels are stroke. Outputs are (m, height, width, 2), targets
+(m, height, width): every pixel with a label is a datum.
+
+    python examples/segmentation.py
+    python examples/segmentation.py --images 40 --epochs 50
+
+It takes less than a minute of one core. The test log likelihood is −0.222 nats per pixel with
+learned decay and −0.247 with the usual one; with 40 images both are at about −0.11.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import evigrad
+from evigrad import Outputs, Schedule
+from evigrad.data import load
+from evigrad.plots import new_figure, save
+from evigrad.training import FitResult
+
+SIZE, UNLABELLED = 24, -100
+
+
+def scenes(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Images (count, 1, size, size) and labels (count, size, size)."""
+    generator = torch.Generator().manual_seed(seed)
+    digits, _ = load("digits").train
+    chosen = torch.randperm(len(digits), generator=generator)[:count]
+    digit = digits[chosen] - digits.amin()
+    large = F.interpolate(digit / digits.max(), size=16, mode="bilinear")
+    images, labels = torch.zeros(count, 1, SIZE, SIZE), torch.zeros(count, SIZE, SIZE)
+    slope = torch.linspace(-1, 1, SIZE)
+    for i in range(count):
+        top, left = torch.randint(SIZE - 16 + 1, (2,), generator=generator).tolist()
+        images[i, 0, top : top + 16, left : left + 16] = large[i, 0]
+        labels[i] = (images[i, 0] > 0.6 * images[i].max()).float()
+        tilt = torch.randn(2, generator=generator)
+        images[i, 0] += 0.5 * (tilt[0] * slope[:, None] + tilt[1] * slope)
+        y, x = torch.randint(SIZE - 5, (2,), generator=generator).tolist()
+        labels[i, y : y + 5, x : x + 5] = UNLABELLED
+    images += 0.5 * torch.randn(images.shape, generator=generator)
+    return images, labels.long()
+
+
+def network(seed: int) -> nn.Module:
+    """Three convolutions; outputs with the classes last."""
+    torch.manual_seed(seed)
+    layers = nn.Sequential(
+        nn.Conv2d(1, 16, 5, padding=2),
+        nn.Tanh(),
+        nn.Conv2d(16, 16, 5, padding=2),
+        nn.Tanh(),
+        nn.Conv2d(16, 2, 3, padding=1),
+    )
+    return Outputs(layers, channel_dim=1)
+
+
+def draw(path: str, x: Tensor, y: Tensor, found: dict[str, FitResult]) -> None:
+    """Some images, their labels, what both networks say, and how unsure the learned one is."""
+    probability = {}
+    with torch.no_grad():
+        for name, result in found.items():
+            probability[name] = result.model(x).softmax(-1)[..., 1]
+    learned = probability["learned"]
+    unsure = torch.special.entr(learned) + torch.special.entr(1 - learned)
+    columns = {
+        "image": x[:, 0],
+        "labels (grey: none)": torch.where(y == UNLABELLED, 0.5, y.float()),
+        "stroke, MAP": probability["MAP"],
+        "stroke, learned": learned,
+        "unsure, learned": unsure,
+    }
+    figure = new_figure(9, 1.9 * len(x))
+    for place, (title, values) in enumerate(columns.items()):
+        limits = {} if title == "image" else {"vmin": 0, "vmax": 0.7 if "unsure" in title else 1}
+        for line, value in enumerate(values):
+            axes = figure.add_subplot(len(x), len(columns), line * len(columns) + place + 1)
+            axes.imshow(value.numpy(), cmap="magma" if "unsure" in title else "gray", **limits)
+            axes.set_axis_off()
+            if line == 0:
+                axes.set_title(title, fontsize=9)
+    save(figure, path)
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
+    """Train by MAP and with learned decay, print and draw."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--images", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=150)
+    parser.add_argument("--figure", help="draw into this file, a PNG")
+    options = parser.parse_args(arguments)
+
+    train, test = scenes(options.images, 0), scenes(200, 1)
+    found = {}
+    print("way      test log likelihood      %  seconds")
+    for name in ("MAP", "learned"):
+        found[name] = result = evigrad.fit(
+            network(0),
+            train,
+            test=test,
+            estimator=None if name == "MAP" else "ntk-400-rows-anchored",
+            schedule=Schedule(epochs=options.epochs, batch_size=2),
+            progress=False,
+        )
+        metrics = result.test_metrics
+        print(
+            f"{name:8} {metrics['log_likelihood']:19.3f} {100 * metrics['accuracy']:6.1f}"
+            f" {result.seconds:8.1f}",
+            flush=True,
+        )
+    if options.figure:
+        draw(options.figure, test[0][:3], test[1][:3], found)
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

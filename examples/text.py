@@ -1,0 +1,171 @@
+"""A transformer on text: is it code, or words?
+
+Lines of Python's standard library, cut to 24 characters: of code, or of comments and docstrings. A
+transformer reads the characters; the data are dictionaries of characters and a mask, as a tokenizer
+gives them. With the usual decay it learns its 600 lines by heart and is far too sure of others,
+which come from other modules. The evidence learns a precision for each tensor.
+
+    python examples/text.py
+    python examples/text.py --estimators kfac-400-1 kfac-150-1
+
+It takes a minute and a half of one core. With Python 3.11's library the test log likelihood is
+−0.56 with `kfac-400-1` and −1.17 with the usual decay. The tighter `ntk-400-rows-anchored` is no
+help here, at −1.37: it takes the network's growing sureness for a good explanation, lets precisions
+fall, and ends with the training lines learned by heart. Loose estimates decay more.
+"""
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import inspect
+import io
+import logging
+import random
+import subprocess
+import threading
+import tokenize
+import typing
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+import evigrad
+from evigrad import Schedule
+from evigrad.plots import LIGHT, new_figure, save
+from evigrad.training import FitResult
+
+KINDS, LENGTH = ("code", "words"), 24
+TRAIN = (argparse, inspect, logging, threading, typing)
+TEST = (dataclasses, difflib, random, subprocess)
+
+
+def passages(module: ModuleType) -> dict[str, list[str]]:
+    """The lines of a module's code and of its comments and docstrings, without their signs."""
+    source = inspect.getsource(module)
+    found: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    documented: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            words = ast.get_docstring(node)
+            if words is not None:
+                found["words"] += words.splitlines()
+                documented |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    commented: dict[int, int] = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            commented[token.start[0]] = token.start[1]
+            found["words"].append(token.string)
+    for number, line in enumerate(source.splitlines(), start=1):
+        if number not in documented:
+            found["code"].append(line[: commented.get(number)])
+    return {kind: [line.strip("# ") for line in lines] for kind, lines in found.items()}
+
+
+def snippets(
+    modules: Sequence[ModuleType], each: int, seed: int
+) -> tuple[dict[str, Tensor], Tensor]:
+    """As many snippets of each kind: characters and mask (m, length), and the kinds (m,)."""
+    draw = random.Random(seed)
+    found = {kind: [] for kind in KINDS}
+    for module in modules:
+        for kind, lines in passages(module).items():
+            found[kind] += [line for line in lines if len(line) >= LENGTH // 3]
+    texts, labels = [], []
+    for label, kind in enumerate(KINDS):
+        texts += draw.sample(found[kind], each)
+        labels += [label] * each
+    codes = [[min(ord(c), 127) for c in text[:LENGTH]] for text in texts]
+    ids = torch.tensor([code + [0] * (LENGTH - len(code)) for code in codes])
+    return {"ids": ids, "mask": ids > 0}, torch.tensor(labels)
+
+
+class Reader(nn.Module):
+    """An encoder of two layers over characters; the mean of its outputs says the kind."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(128, width)
+        self.places = nn.Parameter(0.1 * torch.randn(LENGTH, width))
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 2 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.kind = nn.Linear(width, len(KINDS))
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        states = self.layers(self.characters(ids) + self.places, src_key_padding_mask=~mask)
+        read = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        return self.kind(read)
+
+
+def draw(path: str, x: dict[str, Tensor], found: dict[str, FitResult]) -> None:
+    """Test log likelihoods over training, and what two networks say of some lines."""
+    figure = new_figure(10, 3.6)
+    left, right = figure.subplots(1, 2)
+    for (name, result), colour in zip(found.items(), LIGHT.lines, strict=False):
+        rows = [row for row in result.history if row["test_log_likelihood"] is not None]
+        across = [row["epoch"] for row in rows]
+        left.plot(across, [row["test_log_likelihood"] for row in rows], color=colour, label=name)
+    left.set_title("test log likelihood, nats per line", loc="left", fontsize=10)
+    left.set_xlabel("epoch")
+    left.legend(frameon=False, fontsize=9)
+    chosen = torch.arange(8) * (len(x["ids"]) // 8) + 7
+    lines = ["".join(map(chr, row[row > 0].tolist())) for row in x["ids"][chosen]]
+    places = range(len(lines))
+    for place, (name, result) in enumerate(list(found.items())[:2]):
+        with torch.no_grad():
+            outputs = result.model(x["ids"][chosen], x["mask"][chosen])
+        code = outputs.softmax(1)[:, 0].tolist()
+        shifted = [each + 0.4 * place for each in places]
+        right.barh(shifted, code, 0.35, color=LIGHT.lines[place], label=name)
+    right.set_yticks([each + 0.2 for each in places], lines, fontsize=8, family="monospace")
+    right.invert_yaxis()
+    right.set_xlim(0, 1)
+    right.set_title("probability of being code", loc="left", fontsize=10)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    save(figure, path)
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
+    """Train by MAP and with learned decay, print and draw."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--each", type=int, default=300, help="training snippets of each kind")
+    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--estimators", nargs="+", default=["kfac-400-1", "ntk-400-rows-anchored"])
+    parser.add_argument("--figure", help="draw into this file, a PNG")
+    options = parser.parse_args(arguments)
+
+    # Normalisation inside the branches only: every matrix but one has a path without.
+    warnings.filterwarnings("ignore", message="The model has normalisation layers")
+    train, test = snippets(TRAIN, options.each, 0), snippets(TEST, 300, 1)
+    found = {}
+    print("way                    test log likelihood      %  seconds")
+    for name in ("MAP", *options.estimators):
+        torch.manual_seed(0)
+        found[name] = result = evigrad.fit(
+            Reader(),
+            train,
+            test=test,
+            estimator=None if name == "MAP" else name,
+            schedule=Schedule(epochs=options.epochs, batch_size=50, eval_every=3),
+            progress=False,
+        )
+        metrics = result.test_metrics
+        print(
+            f"{name:22} {metrics['log_likelihood']:19.3f} {100 * metrics['accuracy']:6.1f}"
+            f" {result.seconds:8.1f}",
+            flush=True,
+        )
+    if options.figure:
+        draw(options.figure, test[0], found)
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
