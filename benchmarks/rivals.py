@@ -134,6 +134,15 @@ LOWEST_SHOWN = -1.0  # in the figure: nats per datum behind the reference
 
 Pair = tuple[Tensor, Tensor]
 Settings = Mapping[str, Any]
+Decay = float | Mapping[str, float]  # one, or one for each tensor
+
+
+def fixed_prior(decay: Decay, num_data: int) -> GaussianPrior:
+    """The prior of a weight decay, or one for each tensor, that stays."""
+    if isinstance(decay, Mapping):
+        precision: Any = {name: value * num_data for name, value in decay.items()}
+        return GaussianPrior("layerwise", precision, learnable=False)
+    return GaussianPrior("scalar", decay * num_data, learnable=False)
 
 
 @dataclass(frozen=True)
@@ -144,12 +153,17 @@ class Task:
     model: str
     seed: int
     options: Settings
+    schedule: Schedule | None = None  # in the place of SCHEDULE
 
     def network(self, seed: int | None = None) -> nn.Module:
         """The network with the initial weights of a seed."""
         seed = self.seed if seed is None else seed
         data = self.data
         return make_model(self.model, data.input_shape, data.num_outputs, seed, **self.options)
+
+    def fixed_prior(self, decay: Decay, num_data: int) -> GaussianPrior:
+        """The prior of weight decays that stay."""
+        return fixed_prior(decay, num_data)
 
     def held_out(self) -> tuple[Pair, Pair]:
         """Four fifths of the training data, and the rest."""
@@ -234,7 +248,7 @@ def train(
     task: Task,
     part: Pair | None = None,
     *,
-    decay: float | Mapping[str, float] | None = None,
+    decay: Decay | None = None,
     noise: float | None = None,
     model: nn.Module | None = None,
     seed: int | None = None,
@@ -247,13 +261,13 @@ def train(
     if noise is not None:
         likelihood = Gaussian(noise, learnable=False)
     if decay is not None:
-        options |= {"estimator": None, "prior": fixed_prior(decay, len(part[0]))}
+        options |= {"estimator": None, "prior": task.fixed_prior(decay, len(part[0]))}
     result = evigrad.fit(
         model or task.network(seed),
         part,
         likelihood=likelihood,
         seed=task.seed if seed is None else seed,
-        schedule=schedule or SCHEDULE,
+        schedule=schedule or task.schedule or SCHEDULE,
         progress=False,
         **options,
     )
@@ -265,14 +279,6 @@ def train(
         {name: float(value.detach()) / len(part[0]) for name, value in precisions.items()},
         result.evidence,
     )
-
-
-def fixed_prior(decay: float | Mapping[str, float], num_data: int) -> GaussianPrior:
-    """The prior of a weight decay that stays."""
-    if isinstance(decay, Mapping):
-        precision: Any = {name: value * num_data for name, value in decay.items()}
-        return GaussianPrior("layerwise", precision, learnable=False)
-    return GaussianPrior("scalar", decay * num_data, learnable=False)
 
 
 class Search:
@@ -359,23 +365,28 @@ def run_folds(task: Task) -> Result:
 
 
 def run_tpe(task: Task) -> list[Result]:
-    """The first trials of a study, and all of them."""
+    """The first trials of a study of a decay for each tensor, and all of them."""
+    names = [name for name, _ in task.network().named_parameters()]
+    return study(Search(task, [task.held_out()]), names, LOWEST, HIGHEST)
+
+
+def study(search: Search, names: Sequence[str], lowest: float, highest: float) -> list[Result]:
+    """The columns after each number of TRIALS by Optuna's TPE over the logarithms of decays."""
     import optuna  # pyright: ignore[reportMissingImports]
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    names = [name for name, _ in task.network().named_parameters()]
-    search, found = Search(task, [task.held_out()]), []
+    found = []
     with search.clock:
-        sampler = optuna.samplers.TPESampler(seed=task.seed)
-        study = optuna.create_study(direction="maximize", sampler=sampler)
+        sampler = optuna.samplers.TPESampler(seed=search.task.seed)
+        trials = optuna.create_study(direction="maximize", sampler=sampler)
     for count in range(1, max(TRIALS.values()) + 1):
         with search.clock:
-            trial = study.ask()
-            decay = {name: trial.suggest_float(name, LOWEST, HIGHEST, log=True) for name in names}
+            trial = trials.ask()
+            decay = {name: trial.suggest_float(name, lowest, highest, log=True) for name in names}
         score = search.trial(decay=decay)
         with search.clock:
-            study.tell(trial, score)
-        found += [search.finish() for trials in TRIALS.values() if trials == count]
+            trials.tell(trial, score)
+        found += [search.finish() for wanted in TRIALS.values() if wanted == count]
     return found
 
 

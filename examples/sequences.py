@@ -86,7 +86,7 @@ def train(
         hyperparameters=[task.hyperparameter],
         schedule=Schedule(epochs=epochs, batch_size=100, burn_in=epochs // 4, every=3, steps=3),
         # Adam, as in the paper: the fixed point asks for more decay here than test data like.
-        optimization=Optimization(lr=5e-3, hyper_lr=0.2, hyper_lr_min=0.02, prior_update="adam"),
+        optimization=Optimization(lr=5e-3, prior_update="adam"),
         seed=options.seed,
         progress=False,
     )

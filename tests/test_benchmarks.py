@@ -458,3 +458,65 @@ def test_criteria_is_a_table_of_its_runs(monkeypatch, tmp_path, capsys):
     assert len({run["evidence"] for run in runs.values()}) == 4
     printed = capsys.readouterr().out
     assert "| leave-one-out |" in printed and "| digits: fixed point |" in printed
+
+
+def test_rotated(monkeypatch, tmp_path):
+    script = load_script("rotated", monkeypatch)
+    data = script.load("digits:rotated180", subset=30, seed=0).with_test_subset(20)
+    monkeypatch.setattr(script, "load", lambda *_, **__: data)
+    monkeypatch.setattr(script, "MODEL", "digitsnet")
+    monkeypatch.setattr(script, "SAMPLES", 2)
+    monkeypatch.setattr(script, "DECAYS", (1e-3, 1.0))
+    monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=2, eval_every=0, burn_in=1, steps=1))
+    (page := tmp_path / "page.md").write_text("<!-- rotated -->\n<!-- end rotated -->\n")
+    script.main(["--seeds", "0", "--results", str(tmp_path), "--pages", str(page)])
+    runs = runs_of(tmp_path / "rotated.csv")
+    assert list(runs) == [(row, 0) for row in script.ROWS]
+    ranges = {row: run["rotation"] for (row, _), run in runs.items()}
+    assert ranges["none, 5e-4"] == "" and float(ranges["fixed, learned"]) == pytest.approx(math.pi)
+    # What another row has found: Augerino's range, and the decay of the full circle.
+    assert float(ranges["augerino, learned"]) == pytest.approx(float(ranges["augerino, 5e-4"]))
+    decays = {row: run["decay"] for (row, _), run in runs.items()}
+    assert decays["learned, grid"] == decays["fixed, grid"] in ("0.001", "1.0")
+    assert ranges["learned, learned"] != ranges["learned, 5e-4"] != "0.1"
+    assert page.read_text().count("\n| ") == 1 + len(script.ROWS)
+
+
+def test_transfer(monkeypatch, tmp_path):
+    script = load_script("transfer", monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+
+    def images(count):
+        x = torch.randn(count, 3, 32, 32, generator=generator)
+        return x, torch.arange(count) % 10
+
+    zero = torch.zeros(3, 1, 1)
+    classes = tuple(map(str, range(10)))
+    data = script.DataSet(
+        "images", images(120), images(40), 10, (3, 32, 32), "categorical", classes, zero, zero + 1
+    )
+    monkeypatch.setattr(script, "load", lambda *_, **__: data)
+    monkeypatch.setattr(script, "OPTIONS", {"depth": 10, "widen_factor": 1})
+    monkeypatch.setattr(script, "PRETRAINING", Schedule(epochs=1, eval_every=0))
+    short = Schedule(epochs=2, batch_size=20, eval_every=0, burn_in=1, steps=1)
+    monkeypatch.setattr(script, "SIZES", (20,))
+    monkeypatch.setattr(script, "SCHEDULES", {20: short})
+    monkeypatch.setattr(script, "DECAYS", (1e-3, 1.0))
+    (page := tmp_path / "page.md").write_text("<!-- transfer 20 -->\n<!-- end transfer 20 -->\n")
+    rows = ["usual", "last layer", "grid", "diag-ef", "default-2", "default"]
+    backbone = tmp_path / "backbone.pt"
+    common = ["--seeds", "0", "--results", str(tmp_path), "--backbone", str(backbone)]
+    script.main([*common, "--sizes", "20", "--rows", *rows, "--pages", str(page)])
+    runs = runs_of(tmp_path / "transfer_20.csv")
+    assert list(runs) == [(row, 0) for row in rows]
+    assert set(json.loads(runs["grid", 0]["decay"])) == {"backbone", "head"}
+    assert len(json.loads(runs["grid", 0]["trace"])) == 2 * 2 + 1
+    assert page.read_text().count("\n| 20 | ") == len(rows)
+    # Weights begin at the pretrained ones, and with the last layer alone the others stay there.
+    weights = script.pretrained(data, backbone)
+    task = script.make_task(script.of_classes(script.read(None), old=False), 20, 0, weights)
+    assert sorted(task.data.train[1].unique().tolist()) == [0, 1, 2, 3, 4]
+    frozen = script.replace(task, frozen=True)
+    model = script.train(frozen, decay=1.0).model
+    for name, weight in weights.items():
+        assert torch.equal(model.state_dict()[name], weight)

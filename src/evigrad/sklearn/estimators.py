@@ -33,8 +33,6 @@ from evigrad.training.settings import GROUPS, grouped
 Module = nn.Module | Callable[[int, int], nn.Module]
 
 UNKNOWN = ("error", "ignore")
-# Of relevances. With lower rates useless columns are still on their way down when training ends.
-_RATES = {"hyper_lr": 0.2, "hyper_lr_min": 0.02}
 # Blocks that ``log_evidence_`` is a mean over, at most.
 _BLOCKS = 10
 # Rows of whole-number weights are repeated if the table does not grow by more than this factor.
@@ -200,7 +198,6 @@ class _EvidenceEstimator(BaseEstimator):
             "epochs": self.epochs,
             "batch_size": self.batch_size,
             "lr": self.learning_rate,
-            **_RATES,
             **self._checked_settings(),
         }
         self.result_: FitResult = fit(

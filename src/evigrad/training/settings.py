@@ -164,8 +164,8 @@ class Optimization:
     prior_update: Literal["adam", "fixed_point"] | None = None
     prior_lr: float = 0.1
     prior_lr_min: float = 0.01
-    hyper_lr: float = 0.05
-    hyper_lr_min: float = 0.005
+    hyper_lr: float = 0.2
+    hyper_lr_min: float = 0.02
     augerino_weight: float = 0.01
 
     def __post_init__(self) -> None:

@@ -1,0 +1,264 @@
+"""Fine-tuning: how closely should a network keep to its pretrained weights?
+
+A Wide ResNet (16-1, 173,845 weights, Fixup) is trained on CIFAR-10's classes 0 to 4 (25,000 images,
+averaged to 16 x 16 pixels; the usual decay), then fine-tuned on N = 100 or 1000 images of classes 5
+to 9, drawn by the seed, and judged on the 5,000 test images of these classes. The backbone's decay
+draws it to its pretrained weights, that of the new last layer to zero. All ways begin at the same
+weights and take the same steps; they differ in how the two decays are chosen:
+
+* ``usual``: 5e-4 for all weights, drawn to zero, as most fine-tuning has it;
+* ``grid``: six decays of the backbone times six of the last layer, the best by the log likelihood
+  of a fifth held out, then trained again on all data;
+* ``tpe-12``, ``tpe-36``: Optuna's TPE over the two logarithms in the range of the grid, the same;
+* ``last layer``: the backbone stays as it is, and six decays of the last layer are tried;
+* ``default-2``, ``default``: ``fit`` learns two precisions, one of the backbone and one of the last
+  layer, or one for each tensor, by its default estimator, on one block in each round
+  (``Schedule(prior_blocks=1)``), without held-out data;
+* ``diag-ef``: two precisions by the evidence with a diagonal empirical Fisher of all data.
+
+``seconds`` are process time of all that a way needed but the pretraining; ``trace`` has, after each
+trial of a search, these seconds and the test log likelihood of the best trial so far by held-out
+data, and at last that of the network trained on all data. Grids and settings are below, fixed
+beforehand; the test set is only evaluated. Every run is kept as it ends: the script goes on where
+it was stopped. TPE needs optuna.
+
+    python benchmarks/transfer.py --data-dir DIR --results docs/results --pages docs/transfer.md
+"""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from learning import Result, Results
+from measure import Clock, mean_and_error, show, summaries, with_error
+from rivals import (
+    USUAL,
+    Decay,
+    Search,
+    Task,
+    check_extras,
+    judged,
+    likelihoods_of,
+    study,
+    train,
+)
+from torch import nn
+
+import evigrad
+from evigrad import Schedule
+from evigrad.data import DataSet, load
+from evigrad.data.dataset import stratified_split
+from evigrad.models import make_model
+from evigrad.priors import GaussianPrior
+
+SIZES = (100, 1000)
+SUBSETS = range(5)
+OLD = 5  # the first classes; all others are new
+MODEL, OPTIONS = "wide_resnet", {"depth": 16, "widen_factor": 1}
+POOLED = 2  # pixels of a side that become one
+PRETRAINING = Schedule(epochs=15, eval_every=0)
+# 200 steps in batches of 50.
+SCHEDULES = {
+    size: Schedule(epochs=200 * 50 // size, batch_size=50, eval_every=0, prior_blocks=1)
+    for size in SIZES
+}
+DECAYS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+BACKBONE = ("conv1", "bias1", "stages", "bias2")
+GROUPS = {"backbone": BACKBONE, "head": ("output",)}
+MEAN = dict.fromkeys(BACKBONE, "initial")
+METRICS = ("log_likelihood", "accuracy")
+COLUMNS = ("row", "seed", *METRICS, "seconds", "decay", "trace", "threads")
+
+
+@dataclass(frozen=True)
+class Transfer(Task):
+    """A fine-tuning: a split with the weights that its backbone begins with."""
+
+    weights: dict[str, torch.Tensor] | None = None
+    frozen: bool = False
+
+    def network(self, seed: int | None = None) -> nn.Module:
+        """The pretrained backbone with a new last layer."""
+        model = super().network(seed)
+        assert self.weights is not None
+        model.load_state_dict(self.weights, strict=False)
+        if self.frozen:
+            for name, weight in model.named_parameters():
+                weight.requires_grad_(not name.startswith(BACKBONE))
+        return model
+
+    def fixed_prior(self, decay: Decay, num_data: int) -> GaussianPrior:
+        """One decay towards zero, or the backbone's towards where it begins, and the head's."""
+        if not isinstance(decay, Mapping):
+            return super().fixed_prior(decay, num_data)
+        precision = {group: value * num_data for group, value in decay.items()}
+        return GaussianPrior(GROUPS, precision, learnable=False, mean={"backbone": "initial"})
+
+
+@lru_cache(maxsize=1)
+def read(data_dir: str | None) -> DataSet:
+    """All of CIFAR-10, at half of its resolution."""
+    data = load("cifar10", data_dir)
+    small = [(F.avg_pool2d(x, POOLED), y) for x, y in (data.train, data.test)]
+    return replace(data, train=small[0], test=small[1], input_shape=tuple(small[0][0].shape[1:]))
+
+
+def of_classes(data: DataSet, old: bool) -> DataSet:
+    """The images of the old or of the new classes, numbered from 0."""
+
+    def part(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = (y < OLD) if old else (y >= OLD)
+        return x[kept], y[kept] - (0 if old else OLD)
+
+    return replace(data, train=part(*data.train), test=part(*data.test), num_outputs=OLD)
+
+
+def pretrained(data: DataSet, path: Path) -> dict[str, torch.Tensor]:
+    """The backbone's weights after training on the old classes, from a file if it is there."""
+    if not path.exists():
+        model = make_model(MODEL, data.input_shape, data.num_outputs, seed=0, **OPTIONS)
+        result = evigrad.fit(
+            model, data.train, estimator=None, schedule=PRETRAINING, test=data.test, progress=False
+        )
+        print(f"pretrained: {result.test_metrics}, {result.seconds:.0f} s", flush=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({n: w for n, w in model.state_dict().items() if n.startswith(BACKBONE)}, path)
+    return torch.load(path, weights_only=True)
+
+
+def make_task(data: DataSet, size: int, seed: int, weights: dict[str, torch.Tensor]) -> Transfer:
+    """A subset of the new classes, each in proportion."""
+    x, y = data.train
+    _, drawn = stratified_split(y.numpy(), size / len(y), seed)
+    subset = replace(data, train=(x[drawn], y[drawn]))
+    return Transfer(subset, MODEL, seed, OPTIONS, SCHEDULES[size], weights)
+
+
+def run_once(task: Transfer, **options: Any) -> Result:
+    """One training on all data."""
+    with Clock() as clock:
+        fitted = train(task, **options)
+    return judged(task, fitted) | {"seconds": clock.seconds, "decay": fitted.decay}
+
+
+def run_grid(task: Transfer) -> Result:
+    """A decay of the backbone and one of the last layer."""
+    search = Search(task, [task.held_out()])
+    for backbone, head in product(DECAYS, DECAYS):
+        search.trial(decay={"backbone": backbone, "head": head})
+    return search.finish()
+
+
+def run_tpe(task: Transfer) -> list[Result]:
+    """The same two decays by Optuna's TPE."""
+    return study(Search(task, [task.held_out()]), list(GROUPS), DECAYS[0], DECAYS[-1])
+
+
+def run_last(task: Transfer) -> Result:
+    """A decay of the last layer, and a backbone that stays as it is."""
+    frozen = replace(task, frozen=True)
+    search = Search(frozen, [frozen.held_out()])
+    for decay in DECAYS:
+        search.trial(decay=decay)
+    return search.finish()
+
+
+def run_learned(task: Transfer, structure: Any, **options: Any) -> Result:
+    """Precisions by the evidence."""
+    mean: Any = MEAN if structure == "layerwise" else {"backbone": "initial"}
+    return run_once(task, prior=GaussianPrior(structure, mean=mean), **options)
+
+
+# Each makes the columns of its row, or those of all rows that it stands beside, in their order.
+WAYS: dict[str, Callable[[Transfer], Any]] = {
+    "usual": partial(run_once, decay=USUAL),
+    "last layer": run_last,
+    "grid": run_grid,
+    "tpe-12": run_tpe,
+    "tpe-36": run_tpe,
+    "diag-ef": partial(run_learned, structure=GROUPS, estimator="diag-N-1-ef"),
+    "default-2": partial(run_learned, structure=GROUPS),
+    "default": partial(run_learned, structure="layerwise"),
+}
+
+
+def run_way(task: Transfer, row: str) -> list[Result]:
+    """The complete rows that a way makes."""
+    made = [other for other, way in WAYS.items() if way is WAYS[row]]
+    found = WAYS[row](task)
+    return [
+        {key: columns.get(key) for key in COLUMNS} | {"row": name, "seed": task.seed}
+        for name, columns in zip(made, found if len(made) > 1 else [found], strict=True)
+    ]
+
+
+def table_of(size: int, runs: Sequence[Result]) -> str:
+    """The means over the subsets, as Markdown."""
+    found = {row: likelihoods_of(list(runs), row) for row in WAYS}
+    lines = [
+        "| N | | test log likelihood | ahead of grid | accuracy, % | seconds | × grid | subsets |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    rows = summaries(runs, list(WAYS), (*METRICS, "seconds"))
+    grid = next((r["seconds"] for r in rows if r["row"] == "grid"), None)
+    for r in rows:
+        shared = sorted(found[r["row"]].keys() & found["grid"].keys())
+        ahead = [found[r["row"]][seed] - found["grid"][seed] for seed in shared]
+        cells = [
+            str(size),
+            r["row"],
+            with_error(r["log_likelihood"], r["log_likelihood_error"], 3),
+            "–" if r["row"] == "grid" or not ahead else with_error(*mean_and_error(ahead), 3),
+            with_error(100 * r["accuracy"], 100 * r["accuracy_error"], 1),
+            f"{r['seconds']:.0f}",
+            "–" if grid is None else f"{r['seconds'] / grid:.3f}",
+            str(r["seeds"]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what is missing, then print the table and insert it into the pages."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--sizes", nargs="+", type=int, choices=SIZES, default=SIZES)
+    parser.add_argument("--rows", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SUBSETS))
+    parser.add_argument("--data-dir", default=None, help="folder with cifar10_train.parquet")
+    parser.add_argument("--backbone", type=Path, default=Path("results/transfer.pt"))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--results", type=Path, default=Path("results"))
+    parser.add_argument("--pages", type=Path, nargs="*", default=[])
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(given.threads)
+    results = {size: Results(given.results / f"transfer_{size}.csv", COLUMNS) for size in SIZES}
+    left = [
+        (size, seed, row)
+        for size, seed, row in product(given.sizes, given.seeds, given.rows)
+        if not results[size].has(row, seed)
+    ]
+    check_extras([row for _, _, row in left])
+    if left:
+        data = read(given.data_dir)
+        weights = pretrained(of_classes(data, old=True), given.backbone)
+        data = of_classes(data, old=False)
+        for size, seed, row in left:
+            if results[size].has(row, seed):  # some ways make two rows
+                continue
+            for run in run_way(make_task(data, size, seed, weights), row):
+                results[size].add(run | {"threads": given.threads})
+                print({key: run[key] for key in ("row", "seed", *METRICS, "seconds")}, flush=True)
+    for size in SIZES:
+        show(f"transfer {size}", table_of(size, results[size].read()), given.pages)
+
+
+if __name__ == "__main__":
+    main()
