@@ -175,9 +175,11 @@ def test_the_blocks_on_other_trainers_run(
 ) -> None:
     pytest.importorskip("accelerate")
     pytest.importorskip("lightning")
+    pytest.importorskip("tensorboard")
     monkeypatch.chdir(tmp_path)
     short = {"range(40)": "range(2)", "epochs=40": "epochs=2", "range(20)": "range(2)"}
-    short |= {"(epochs=20)": "(epochs=2)", "max_epochs=20": "max_epochs=1"}
+    short |= {"(own, train, evigrad.Schedule(epochs=20)": "(own, train, evigrad.Schedule(epochs=2)"}
+    short |= {"(epochs=20), callbacks": "(epochs=2), callbacks", "max_epochs=20": "max_epochs=1"}
     short |= {'"ntk-400-rows-anchored", num': '"ntk-50-1", num', "epochs=30": "epochs=1"}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning")
@@ -187,3 +189,4 @@ def test_the_blocks_on_other_trainers_run(
     assert names["rounds"].hyper_steps == 20
     assert names["tuning"].history[-1]["step"] == 10
     assert "log_evidence" in capsys.readouterr().out
+    assert list((tmp_path / "board").iterdir())

@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
-from evigrad import Evidence, Learner, Schedule
+from evigrad import Evidence, Learner, Outputs, Schedule
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
@@ -193,6 +193,22 @@ def test_dictionaries_and_names(tmp_path: Path) -> None:
     assert "0.weight" in two.evidence.weights()
     assert "net.0.weight" in one.evidence.weights()
     assert isinstance(whole.trainer, pl.Trainer)  # the module was left as it is
+
+
+def test_a_class_for_each_pixel() -> None:
+    """Channels second: the network is made of the module by a function."""
+
+    class Pixels(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Conv2d(1, 3, 3, padding=1)
+
+    x = torch.randn(N, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    dataset = TensorDataset(x, (x[:, 0] > 0).long())
+    learned = callback(network=lambda module: Outputs(module.net, channel_dim=1))
+    train(Pixels(), learned, dataset=dataset)
+    assert learned.evidence.num_data == N * 16
+    assert [row["hyper_steps"] for row in learned.history] == [2, 4, 6]
 
 
 def test_what_is_logged(tmp_path: Path) -> None:

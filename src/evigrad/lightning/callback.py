@@ -45,8 +45,9 @@ class EvidenceCallback(pl.Callback):
     DDP all processes take the same rounds.
 
     Args:
-        network: Name of the module's submodule that maps inputs to outputs, as ``"net"``. Default:
-            the ``LightningModule`` itself, by its ``forward``.
+        network: Name of the module's submodule that maps inputs to outputs, as ``"net"``, or a
+            function from the module to the network, as ``lambda module: evigrad.Outputs(module.net,
+            channel_dim=1)``. Default: the ``LightningModule`` itself, by its ``forward``.
         data: All training data as for ``evigrad.fit``, where they are not those of the trainer's
             training loader, or are to be read without its random transforms.
         split: Makes inputs and targets (x, y) of a batch of the training loader. Default: a pair as
@@ -70,7 +71,7 @@ class EvidenceCallback(pl.Callback):
 
     def __init__(
         self,
-        network: str | None = None,
+        network: str | Callable[[Any], nn.Module] | None = None,
         data: Any = None,
         split: Callable[[Any], tuple[Any, Tensor]] = as_pair,
         *,
@@ -188,8 +189,10 @@ class EvidenceCallback(pl.Callback):
 
     def _network_of(self, module: Any) -> nn.Module:
         """The network: a submodule, or the module without its trainer."""
-        children = dict(module.named_modules())
+        if self._network is not None and not isinstance(self._network, str):
+            return self._network(module)
         if self._network is not None:
+            children = dict(module.named_modules())
             if self._network not in children:
                 raise ConfigurationError(
                     f"The module has no submodule '{self._network}'."
