@@ -26,7 +26,7 @@ def test_the_overview_does_not_wait_for_pytorch():
     code = """
 from evigrad.cli import main
 assert [main(words) for words in ([], ["--help"], ["--version"], ["trian"])] == [0, 0, 0, 2]
-assert not {"torch", "numpy"} & set(sys.modules)
+assert not {"torch", "numpy", "jsonargparse"} & set(sys.modules)
 """
     assert run_fresh(code).count("usage: evigrad") == 2
 

@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
-from evigrad.cli.parser import CommandLineError, check_needs, check_null, explain, with_hyphens
-from evigrad.cli.resume import resumed_configuration
-from evigrad.engine.allocator import kept_memory
+import evigrad
 from evigrad.errors import ConfigurationError, nearest
 
 _PROGRAM = "evigrad"
@@ -39,13 +37,12 @@ def module_of(name: str) -> ModuleType:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse arguments, run the subcommand and return its exit code."""
-    arguments = with_hyphens(arguments)
+    """Show the overview or the version, or run a subcommand, and return the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_overview())
         return 0
     if arguments[0] == "--version":
-        print(f"{_PROGRAM} {_version()}")
+        print(f"{_PROGRAM} {evigrad.__version__}")
         return 0
     name = arguments[0]
     if name == "reproduce":
@@ -54,16 +51,26 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigurationError(
             f"There is no command '{name}'.{nearest(name, COMMANDS)} See {_PROGRAM} --help."
         )
+    return _run_command(name, arguments[1:])
+
+
+def _run_command(name: str, arguments: Sequence[str]) -> int:
+    # Not above: the overview does not wait for a parser of options either.
+    from evigrad.cli.parser import CommandLineError, check_needs, check_null, explain, with_hyphens
+    from evigrad.cli.resume import resumed_configuration
+    from evigrad.engine.allocator import kept_memory
+
+    arguments = with_hyphens(arguments)
     command = module_of(name)
     parser = command.make_parser()
     try:
-        options = parser.parse_args(list(arguments[1:]))
+        options = parser.parse_args(list(arguments))
         if file := resumed_configuration(options.get("resume")):
             # Parsed again, as if the run's own options had been given first.
-            options = parser.parse_args(["--config", str(file), *arguments[1:]])
+            options = parser.parse_args(["--config", str(file), *arguments])
         check_null(parser, options)
         if not file:
-            check_needs(parser, options, arguments[1:])
+            check_needs(parser, options, arguments)
     except CommandLineError as error:
         mistake = explain(str(error), parser, f"{_PROGRAM} {name}")
         raise mistake from error
@@ -85,12 +92,3 @@ def _overview() -> str:
         f"'{_PROGRAM} COMMAND --help' lists the options of a command.\n\n"
         f"example:\n  {_PROGRAM} train --data mnist5k --subset 1000 --model mininet --compare-map"
     )
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(_PROGRAM)
-    except PackageNotFoundError:  # run from a source tree
-        return "(not installed)"
