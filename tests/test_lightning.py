@@ -182,6 +182,25 @@ def test_a_run_from_a_checkpoint_gives_the_same_numbers(tmp_path: Path, every: i
     assert torch.load(tmp_path / "kept.ckpt", weights_only=True)["callbacks"]
 
 
+class Manual(Plain):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def test_steps_that_the_module_takes_itself() -> None:
+    modules = [Plain("Adam", 0.02), Manual("Adam", 0.02)]
+    learned = [callback() for _ in modules]
+    for module, each in zip(modules, learned, strict=True):
+        train(module, each)
+    assert torch.equal(weights_of(modules[0]), weights_of(modules[1]))
+    assert torch.equal(log_precision_of(learned[0]), log_precision_of(learned[1]))
+
+
 def test_dictionaries_and_names(tmp_path: Path) -> None:
     """Batches as dictionaries, whose inputs are arguments of forward; a network by its name."""
     whole, part, other = Plain(), Plain(), OfRecords()
