@@ -155,6 +155,17 @@ def test_the_blocks_on_the_posterior_run(
     assert "monte-carlo" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:laplace", "ignore::DeprecationWarning")
+def test_the_numbers_are_those_of_laplace_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("laplace")
+    names = run_blocks("docs/from_laplace_torch.md")
+    theirs, ours = names["evidences"]
+    assert ours == pytest.approx(theirs, rel=1e-10)
+    theirs, ours = names["probabilities"]
+    assert (ours - theirs).abs().max() < 1e-10
+    assert capsys.readouterr().out
+
+
 def test_the_blocks_on_scikit_learn_run(capsys: pytest.CaptureFixture[str]) -> None:
     short = {"epochs": 4, "settings": {"burn_in": 1, "every": 3, "steps": 1}}
     names = run_blocks(
