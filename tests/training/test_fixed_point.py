@@ -168,6 +168,17 @@ def test_under_a_mean_it_is_where_the_deviations_have_their_number(structure: An
     torch.testing.assert_close(fitted, traces(evidence, x), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("structure", PRIORS, ids=str)
+def test_the_start_keeps_to_a_mean(structure: Any) -> None:
+    prior = GaussianPrior(structure, mean={"0": "initial"})
+    evidence = make("full-N-C", prior)
+    FixedPoint(evidence).start(2.0, 30.0)
+    grouped = structure == "scalar"  # one group, of which a part has a mean
+    for name, precision in prior.precisions().items():
+        wanted = 30.0 if grouped or name.startswith("0") else 2.0
+        assert torch.allclose(precision, torch.tensor(wanted, dtype=precision.dtype)), name
+
+
 def test_it_is_where_many_steps_of_adam_lead() -> None:
     x, y = data()
     evidence, other = make("ntk-N-C"), make("ntk-N-C")

@@ -79,10 +79,25 @@ class FixedPoint:
         """
         return self._effective_parameters(self._square_norms())
 
-    def start(self, precision: float) -> None:
-        """Set all learned precisions to one value: steps need no better start than that."""
+    def start(self, zero: float, pretrained: float) -> None:
+        """Set the learned precisions: steps need no better start than that.
+
+        Args:
+            zero: Precision of weights that are drawn to zero.
+            pretrained: That of groups with weights whose mean is not zero.
+        """
+        prior, log_precision = self.evidence.prior, self._log_precision()
+        means, weights = prior.means(), self.evidence.weights()
         with torch.no_grad():
-            self._log_precision().fill_(math.log(precision))
+            if prior.structure == "diagonal":
+                has_mean = torch.cat(
+                    [torch.full((w.numel(),), name in means) for name, w in weights.items()]
+                )
+            else:
+                held = {prior.group_of[name] for name in means}
+                has_mean = torch.tensor([g in held for g in prior.learned_groups()])
+            log_precision.fill_(math.log(zero))
+            log_precision[has_mean.to(log_precision.device)] = math.log(pretrained)
 
     def step(self) -> None:
         """Update the precisions by the gradient of one ``backward``, and clear it.

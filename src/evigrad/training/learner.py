@@ -16,7 +16,13 @@ from evigrad.training.data import RunData
 from evigrad.training.fixed_point import FixedPoint
 from evigrad.training.optimizers import cosine, make_hyper_optimizer
 from evigrad.training.rounds import Rounds, blocks_of_a_round, make_rounds
-from evigrad.training.settings import BURN_IN_DECAY, Optimization, Schedule, check_burn_in
+from evigrad.training.settings import (
+    BURN_IN_DECAY,
+    PRETRAINED_DECAY,
+    Optimization,
+    Schedule,
+    check_burn_in,
+)
 
 # Damping of the first and of the last fixed-point step: a falling rate averages over blocks.
 FIRST_RATE, LAST_RATE = 0.5, 0.05
@@ -110,7 +116,8 @@ class Learner:
         if optimization.prior_update == "fixed_point":
             self.fixed_point = FixedPoint(evidence, FIRST_RATE)
             if self.schedule.burn_in:
-                self.fixed_point.start(BURN_IN_DECAY * evidence.num_data)
+                num_data = evidence.num_data
+                self.fixed_point.start(BURN_IN_DECAY * num_data, PRETRAINED_DECAY * num_data)
         if self.schedule.prior_blocks is not None:
             x, _ = self.data.first(PROBE_SIZE)
             evidence.check_collect(x, wrt=self.rounds[0].names)

@@ -25,6 +25,9 @@ LEARNED_PRECISION = 1.0
 # one, noisy labels and targets are fitted before their noise is known, and precisions are slow to
 # come back; from a much stronger one, networks on few data end at zero (benchmarks/start.py).
 BURN_IN_DECAY = 1e-2
+# The same for weights that the prior draws to other values than zero, as pretrained ones: from a
+# weak decay few data are fitted wherever that leads, before it is known how close to stay.
+PRETRAINED_DECAY = 1.0
 # Default of a kept precision divided by N: the usual weight decay.
 WEIGHT_DECAY = 5e-4
 
