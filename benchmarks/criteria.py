@@ -24,15 +24,13 @@ and the curvature follows them: ``implicit`` is −½ ∂ℓ/∂w · dw*/dlog δ
     python benchmarks/criteria.py --data-dir DIR --results docs/results --pages docs/criteria.md
 """
 
-import argparse
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from learning import Result, Results
+from learning import Result, Results, make_parser, parse
 from measure import show
 from prior_learning import DECAYS
 from rivals import IMAGES, SCHEDULE, fixed_prior
@@ -298,21 +296,13 @@ def tables_of(runs: list[Result]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then print the tables and insert them into the pages."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--sets", nargs="+", choices=list(IMAGES), default=list(IMAGES))
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--subset", type=int, default=SUBSET)
-    parser.add_argument("--data-dir", default=None, help="folder with the Parquet files")
-    parser.add_argument("--results", type=Path, default=Path("results"))
-    parser.add_argument("--pages", type=Path, nargs="*", default=[])
-    parser.add_argument("--table", action="store_true", help="only print the tables")
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(1)
+    given = parse(parser, arguments)
     results = Results(given.results / "criteria.csv", COLUMNS)
-    for seed in [] if given.table else given.seeds:
+    for seed in given.seeds:
         for name in given.sets:
             data = load(name, given.data_dir, subset=given.subset, seed=seed)
             data = data.with_test_subset(min(TEST, len(data.test[0])), 0)
@@ -320,7 +310,7 @@ def main(arguments: list[str] | None = None) -> None:
                 row = f"{name}: {setting}"
                 if not results.has(row, seed):
                     found = run(data, name, setting, seed)
-                    results.add({"row": row, "seed": seed, "threads": 1} | found)
+                    results.add({"row": row, "seed": seed, "threads": given.threads} | found)
                     print(row, seed, {k: round(found[k], 4) for k in KEYS}, flush=True)
     show("criteria", tables_of(results.read()), given.pages)
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learning import JUDGE, Result, make_parser, run_and_show
+from learning import JUDGE, Result, add_data_and_rows, make_parser, parse, run_and_show
 from measure import summaries, with_error
 from torch import Tensor, nn
 
@@ -89,22 +89,21 @@ SCHEDULE: dict[str, Any] = {
 }
 
 
-def network(problem: Problem, data: DataSet, seed: int, row: str) -> nn.Module:
-    """The network of a row, with the seed's initial weights."""
-    model = make_model(problem.model, data.input_shape, data.num_outputs, seed=seed)
-    if row == "map":
+def network(name: str, data: DataSet, seed: int, start: float | None, learn: bool) -> nn.Module:
+    """The network with the seed's initial weights, averaged over rotations from ``start`` on."""
+    model = make_model(name, data.input_shape, data.num_outputs, seed=seed)
+    if start is None:
         return model
-    start = math.pi if row == "fixed" else START
     # Beyond the borders of a digit it is black, as in the data.
     fill = (-data.mean / data.std).flatten().tolist()
-    rotation = AffineInvariance({"rotation": start}, learn=row != "fixed", fill=fill)
+    rotation = AffineInvariance({"rotation": start}, learn=learn, fill=fill)
     return Averaged(model, rotation, num_samples=SAMPLES)
 
 
-def rotation_of(model: nn.Module) -> float:
-    """The range of rotations of a network, in radians."""
+def rotation_of(model: nn.Module) -> float | None:
+    """The range of rotations of a network, in radians; None without rotations."""
     if not isinstance(model, Averaged):
-        return 0.0
+        return None
     return model.invariance.named_ranges()["rotation"]
 
 
@@ -115,7 +114,8 @@ def run_dir(folder: Path, seed: int, row: str) -> Path:
 
 def run_row(problem: Problem, folder: Path, data: DataSet, seed: int, row: str) -> Result:
     """One row of the table for one seed, from the last checkpoint in its part of a folder on."""
-    model = network(problem, data, seed, row)
+    start = {"map": None, "fixed": math.pi}.get(row, START)
+    model = network(problem.model, data, seed, start, learn=row not in ("map", "fixed"))
     options: dict[str, Any] = {"estimator": row, "prior": "layerwise", "precision": 1.0}
     if row not in ESTIMATORS:
         # The usual decay in the loss's units, one for all weights.
@@ -146,7 +146,7 @@ def run_row(problem: Problem, folder: Path, data: DataSet, seed: int, row: str) 
     return {
         "log_likelihood": metrics["log_likelihood"],
         "accuracy": metrics["accuracy"],
-        "rotation": rotation_of(model),
+        "rotation": rotation_of(model) or 0.0,
         "log_evidence": judged.per_datum,
         "seconds": result.seconds,
         "epochs": SCHEDULE["epochs"],
@@ -189,9 +189,9 @@ def table_of(runs: list[Result]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then print the table."""
-    parser = make_parser(str(__doc__), list(PROBLEMS), ROWS)
+    parser = add_data_and_rows(make_parser(__doc__), list(PROBLEMS), ROWS)
     parser.add_argument("--checkpoints", type=Path, default=Path("results/invariance_learning"))
-    given = parser.parse_args(arguments)
+    given = parse(parser, arguments)
     problem = PROBLEMS[given.data]
     folder = given.checkpoints / given.data.replace(":", "_")
     run = partial(run_row, problem, folder)

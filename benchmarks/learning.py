@@ -104,16 +104,14 @@ def _value(cell: str) -> Any:
 
 
 def make_parser(
-    description: str, data: Sequence[str], rows: Sequence[str]
+    description: str | None, seeds: Sequence[int] | None = (0, 1, 2)
 ) -> argparse.ArgumentParser:
-    """The options of all of them."""
+    """The options of all of them, to which a script adds those of its own."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--data", choices=data, default=data[0])
-    parser.add_argument("--data-dir", default=None, help="folder with NAME_train.parquet files")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--rows", nargs="+", choices=rows, default=list(rows))
+    parser.add_argument("--data-dir", default=None, help="folder with the Parquet files")
+    parser.add_argument("--seeds", type=int, nargs="+", default=seeds)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
         "--results",
@@ -130,6 +128,24 @@ def make_parser(
     return parser
 
 
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the options and set the threads; there are no seeds where only the table is wanted."""
+    given = parser.parse_args(arguments)
+    if given.table:
+        given.seeds = []
+    torch.set_num_threads(given.threads)
+    return given
+
+
+def add_data_and_rows(
+    parser: argparse.ArgumentParser, data: Sequence[str], rows: Sequence[str]
+) -> argparse.ArgumentParser:
+    """Add what ``run_and_show`` needs: a set of data, and the rows of its table."""
+    parser.add_argument("--data", choices=data, default=data[0])
+    parser.add_argument("--rows", nargs="+", choices=rows, default=list(rows))
+    return parser
+
+
 def run_and_show(
     name: str,
     given: argparse.Namespace,
@@ -143,16 +159,15 @@ def run_and_show(
 
     Args:
         name: Of the table.
-        given: By the options of ``make_parser``.
+        given: By the options of ``make_parser`` and ``add_data_and_rows``.
         columns: Of the results.
         subset: Training data to draw.
         run_row: Runs a row for a seed; row, seed and threads are added to what it returns.
         table_of: Makes the table as Markdown.
         tidy: Called with seed and row after a run was written down.
     """
-    torch.set_num_threads(given.threads)
     results = Results(given.results / f"{name}_{given.data.replace(':', '_')}.csv", columns)
-    for seed in [] if given.table else given.seeds:
+    for seed in given.seeds:
         data = load(given.data, data_dir=given.data_dir, subset=subset, seed=seed)
         for row in given.rows:
             if results.has(row, seed):

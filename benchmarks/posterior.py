@@ -12,16 +12,13 @@ was stopped.
     python benchmarks/posterior.py --data-dir DIR --results docs/results --pages docs/posterior.md
 """
 
-import argparse
 import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from statistics import NormalDist
 
-import torch
-from learning import Result, Results
+from learning import Result, Results, make_parser, parse
 from measure import show, summaries, with_error
 from torch import Tensor
 
@@ -151,17 +148,10 @@ def table_of(runs: list[Result], prefix: str, keys: dict[str, tuple[str, int]]) 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then print the tables and insert them into the pages."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = make_parser(__doc__, seeds=(0, 1))
     parser.add_argument("--tables", nargs="*", choices=TABLES, default=list(TABLES))
     parser.add_argument("--trainings", nargs="*", choices=list(TRAININGS), default=list(TRAININGS))
-    parser.add_argument("--data-dir", default=None, help="folder with uci/NAME.parquet")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--results", type=Path, default=Path("results"))
-    parser.add_argument("--pages", type=Path, nargs="*", default=[])
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(1)
+    given = parse(parser, arguments)
     results = Results(given.results / "posterior.csv", COLUMNS)
     for seed in given.seeds:
         works = {f"digits, {each}": digits(each, seed) for each in given.trainings}

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from learning import JUDGE, Result, make_parser, run_and_show
+from learning import JUDGE, Result, add_data_and_rows, make_parser, parse, run_and_show
 from measure import summaries, with_error
 
 import evigrad
@@ -153,7 +153,8 @@ def table_of(runs: list[Result]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then print the table."""
-    given = make_parser(str(__doc__), sorted(PROBLEMS), ROWS).parse_args(arguments)
+    parser = add_data_and_rows(make_parser(__doc__), sorted(PROBLEMS), ROWS)
+    given = parse(parser, arguments)
     problem = PROBLEMS[given.data]
     run = partial(run_row, problem)
     run_and_show("prior_learning", given, COLUMNS, problem.subset, run, table_of)

@@ -64,7 +64,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from learning import Result, Results
+from learning import Result, Results, make_parser, parse
 from measure import Clock, insert, mean_and_error, summaries, with_error
 from prior_learning import DECAYS, NO_DECAY, VALIDATION
 from scipy.optimize import minimize_scalar
@@ -272,11 +272,10 @@ def train(
         **options,
     )
     found = result.evidence.likelihood
-    precisions = result.evidence.prior.precisions()
     return Fitted(
         result.model,
         float(found.log_noise.detach().exp()) if isinstance(found, Gaussian) else None,
-        {name: float(value.detach()) / len(part[0]) for name, value in precisions.items()},
+        {name: float(value) for name, value in result.evidence.weight_decay().items()},
         result.evidence,
     )
 
@@ -562,11 +561,16 @@ def ways_of(name: str) -> dict[str, Callable[[Task], Any]]:
     return TABLE_WAYS if name in UCI else WAYS
 
 
-def run_way(task: Task, row: str) -> dict[str, Result]:
-    """The complete rows that a way makes."""
-    ways = TABLE_WAYS if not task.data.is_classification else WAYS
+def columns_of(ways: Mapping[str, Callable[[Any], Any]], task: Task, row: str) -> dict[str, Result]:
+    """What the way of a row makes: the columns of it and of all rows that it stands beside."""
     made = [other for other, way in ways.items() if way is ways[row]]
     found = ways[row](task)
+    return dict(zip(made, found if len(made) > 1 else [found], strict=True))
+
+
+def run_way(task: Task, row: str) -> dict[str, Result]:
+    """The complete rows that a way makes."""
+    ways = WAYS if task.data.is_classification else TABLE_WAYS
     num_data = len(task.data.train[0])
     common = {
         "seed": task.seed,
@@ -576,7 +580,7 @@ def run_way(task: Task, row: str) -> dict[str, Result]:
     }
     return {
         name: dict.fromkeys(COLUMNS) | {"row": name} | common | columns
-        for name, columns in zip(made, found if len(made) > 1 else [found], strict=True)
+        for name, columns in columns_of(ways, task, row).items()
     }
 
 
@@ -766,37 +770,27 @@ def check_extras(rows: Sequence[str]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = make_parser(__doc__, seeds=None)
     rows = list(dict.fromkeys([*WAYS, *TABLE_WAYS]))
     parser.add_argument("--sets", nargs="+", choices=list(SEEDS), default=list(SEEDS))
     parser.add_argument("--rows", nargs="+", choices=rows, default=None)
-    parser.add_argument("--seeds", type=int, nargs="+", default=None)
-    parser.add_argument("--data-dir", default=None, help="folder with NAME_train.parquet files")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--results", type=Path, default=Path("results"))
-    parser.add_argument("--pages", type=Path, nargs="*", default=[])
-    parser.add_argument("--table", action="store_true", help="only show what is there")
     parser.add_argument("--estimate", action="store_true", help="only print what it would cost")
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(given.threads)
-    if not given.table:
-        left = list(missing_runs(given))
-        check_extras([row for _, _, row in left])
-        for name in dict.fromkeys(name for name, _, _ in left):
-            rows = [row for other, _, row in left if other == name]
-            seconds = estimated(name, rows, given.data_dir)
-            print(f"{name}: {len(rows)} rows, about {seconds / 60:.0f} minutes", flush=True)
-        if given.estimate:
-            return
-        for name, seed, row in left:
-            results = Results(path_of(given.results, name), COLUMNS)
-            if results.has(row, seed):  # some ways make two rows
-                continue
-            for run in run_way(make_task(name, seed, given.data_dir), row).values():
-                results.add(run)
-                print({key: run[key] for key in ("row", "seed", *METRICS, "seconds")}, flush=True)
+    given = parse(parser, arguments)
+    left = list(missing_runs(given))
+    check_extras([row for _, _, row in left])
+    for name in dict.fromkeys(name for name, _, _ in left):
+        rows = [row for other, _, row in left if other == name]
+        seconds = estimated(name, rows, given.data_dir)
+        print(f"{name}: {len(rows)} rows, about {seconds / 60:.0f} minutes", flush=True)
+    if given.estimate:
+        return
+    for name, seed, row in left:
+        results = Results(path_of(given.results, name), COLUMNS)
+        if results.has(row, seed):  # some ways make two rows
+            continue
+        for run in run_way(make_task(name, seed, given.data_dir), row).values():
+            results.add(run)
+            print({key: run[key] for key in ("row", "seed", *METRICS, "seconds")}, flush=True)
     show(given)
 
 

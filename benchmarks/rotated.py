@@ -18,26 +18,20 @@ where it was stopped.
     python benchmarks/rotated.py --data-dir DIR --results docs/results --pages docs/rotated.md
 """
 
-import argparse
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
-from invariance_learning import SAMPLES, START, TEST_SAMPLES, rotation_of, test_metrics
-from learning import Result, Results
+from invariance_learning import START, TEST_SAMPLES, network, rotation_of, test_metrics
+from learning import Result, Results, make_parser, parse
 from measure import Clock, show, summaries, with_error
 from prior_learning import DECAYS, VALIDATION
 from rivals import SCHEDULE, USUAL, Pair, fixed_prior
-from torch import nn
 
 import evigrad
 from evigrad import Optimization
 from evigrad.data import DataSet, load
-from evigrad.data.dataset import stratified_split
-from evigrad.invariances import AffineInvariance, Averaged
-from evigrad.models import make_model
+from evigrad.invariances import Averaged
 
 DATA, MODEL, SUBSET = "mnist:rotated180", "mininet", 1000
 RANGES = ("none", "fixed", "augerino", "learned")
@@ -47,17 +41,6 @@ ROWS = tuple(f"{found}, {way}" for found in RANGES for way in WAYS)
 AUGERINO = Optimization(augerino_weight=0.1, hyper_lr=0.05, hyper_lr_min=0.005)
 KEYS = ("log_likelihood", "accuracy", "rotation", "seconds")
 COLUMNS = ("row", "seed", *KEYS, "decay", "epochs", "threads")
-
-
-def network(data: DataSet, seed: int, start: float | None, learn: bool) -> nn.Module:
-    """The network with the seed's initial weights, averaged over rotations from ``start`` on."""
-    model = make_model(MODEL, data.input_shape, data.num_outputs, seed=seed)
-    if start is None:
-        return model
-    # Beyond the borders of a digit it is black, as in the data.
-    fill = (-data.mean / data.std).flatten().tolist()
-    rotation = AffineInvariance({"rotation": start}, learn=learn, fill=fill)
-    return Averaged(model, rotation, num_samples=SAMPLES)
 
 
 def train(
@@ -82,7 +65,7 @@ def train(
     elif decay is not None:
         options["estimator"] = None
     return evigrad.fit(
-        network(data, seed, start, learn=rotations in ("augerino", "learned")),
+        network(MODEL, data, seed, start, learn=rotations in ("augerino", "learned")),
         part,
         seed=seed,
         schedule=SCHEDULE,
@@ -97,15 +80,13 @@ def judged(result: evigrad.FitResult, test: Pair) -> Result:
     if isinstance(model, Averaged):
         model.num_samples = TEST_SAMPLES
     found = test_metrics(model, result.evidence, test)
-    rotation = rotation_of(model) if isinstance(model, Averaged) else None
-    return {key: found[key] for key in ("log_likelihood", "accuracy")} | {"rotation": rotation}
+    columns = {key: found[key] for key in ("log_likelihood", "accuracy")}
+    return columns | {"rotation": rotation_of(model)}
 
 
 def search(data: DataSet, seed: int, rotations: str) -> float:
     """The decay that is best on a fifth of the training data."""
-    x, y = data.train
-    kept, rest = map(torch.from_numpy, stratified_split(y.numpy(), VALIDATION, seed))
-    part, held_out = (x[kept], y[kept]), (x[rest], y[rest])
+    part, held_out = data.split_validation(VALIDATION, seed)
     scores = {
         decay: judged(train(data, seed, rotations, decay, part=part), held_out)["log_likelihood"]
         for decay in DECAYS
@@ -130,13 +111,8 @@ def run_row(data: DataSet, seed: int, row: str, earlier: dict[str, Result]) -> R
             rotations = "fixed"
         result = train(data, seed, rotations, decay, start)
     found = judged(result, data.test) | {"seconds": before + clock.seconds}
-    if decay is None:
-        precisions = result.evidence.prior.precisions()
-        num_data = len(data.train[0])
-        decay_found: Any = {name: float(p.detach()) / num_data for name, p in precisions.items()}
-    else:
-        decay_found = decay
-    return found | {"decay": decay_found, "epochs": len(result.history)}
+    learned = {name: float(value) for name, value in result.evidence.weight_decay().items()}
+    return found | {"decay": decay or learned, "epochs": len(result.history)}
 
 
 def table_of(runs: Sequence[Result]) -> str:
@@ -167,17 +143,9 @@ def table_of(runs: Sequence[Result]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then print the table and insert it into the pages."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
-    parser.add_argument("--data-dir", default=None, help="folder with NAME_train.parquet files")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--results", type=Path, default=Path("results"))
-    parser.add_argument("--pages", type=Path, nargs="*", default=[])
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(given.threads)
+    given = parse(parser, arguments)
     results = Results(given.results / "rotated.csv", COLUMNS)
     for seed in given.seeds:
         data = None

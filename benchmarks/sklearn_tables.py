@@ -25,16 +25,13 @@ script goes on where it was stopped.
     python benchmarks/sklearn_tables.py --data-dir DIR --pages docs/sklearn.md
 """
 
-import argparse
 import time
 import warnings
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from learning import Result, Results
+from learning import Result, Results, make_parser, parse
 from measure import Clock, show, summaries, with_error
 from scipy.stats import norm
 from sklearn.base import is_classifier
@@ -214,30 +211,23 @@ def table_of(runs: list[Result]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then print the table and insert it into the pages."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = make_parser(__doc__)
     tables = (*UCI, *CLASSES)
     parser.add_argument("--tables", nargs="+", choices=tables, default=tables)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--data-dir", default=None, help="folder with uci/NAME.parquet")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--results", type=Path, default=Path("results"))
-    parser.add_argument("--pages", type=Path, nargs="*", default=[])
-    given = parser.parse_args(arguments)
+    given = parse(parser, arguments)
     if "MLP, Optuna" in given.methods and find_spec("optuna") is None:
         raise SystemExit("MLP, Optuna needs optuna: pip install it, or name other --methods.")
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore", ConvergenceWarning)  # the epochs are those above
     results = Results(given.results / "sklearn_tables.csv", COLUMNS)
-    with threadpool_limits(1):
+    with threadpool_limits(given.threads):
         for seed in given.seeds:
             for name in given.tables:
                 for method in given.methods:
                     row = f"{name}: {method}"
                     if not results.has(row, seed):
                         run = run_row(name, method, seed, given.data_dir, results)
-                        results.add({"row": row, "seed": seed, "threads": 1} | run)
+                        results.add({"row": row, "seed": seed, "threads": given.threads} | run)
                         print(row, seed, {key: run[key] for key in KEYS}, flush=True)
     show("sklearn_tables", table_of(results.read()), given.pages)
 

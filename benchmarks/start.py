@@ -14,16 +14,14 @@ as it ends: the script goes on where it was stopped.
     python benchmarks/start.py --data-dir DIR --results docs/results --pages docs/start.md
 """
 
-import argparse
 import math
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from statistics import fmean
 from unittest.mock import patch
 
 import torch
-from learning import Result, Results
+from learning import Result, Results, make_parser, parse
 from measure import Clock, mean_and_error, show, with_error
 from rivals import SCHEDULE, make_task
 from torch import Tensor, nn
@@ -143,27 +141,19 @@ def table_of(runs: list[Result]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then print the table and insert it into the pages."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--data-dir", default=None, help="folder with the Parquet files")
-    parser.add_argument("--results", type=Path, default=Path("results"))
-    parser.add_argument("--pages", type=Path, nargs="*", default=[])
-    parser.add_argument("--table", action="store_true", help="only print the table")
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(1)
+    given = parse(parser, arguments)
     results = Results(given.results / "start.csv", COLUMNS)
     runs = product(given.seeds, given.sets, given.ways)
-    for seed, name, way in [] if given.table else runs:
+    for seed, name, way in runs:
         for start in WAYS[way]:
             row = row_of(name, way, start)
             if results.has(row, seed):
                 continue
             found = run(name, way, start, seed, given.data_dir)
-            results.add({"row": row, "seed": seed, "threads": 1} | found)
+            results.add({"row": row, "seed": seed, "threads": given.threads} | found)
             print(row, seed, {key: found[key] for key in KEYS}, flush=True)
     table = table_of(results.read())
     show("start", table, given.pages)

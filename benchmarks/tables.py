@@ -15,15 +15,13 @@ stopped.
     python benchmarks/tables.py --data-dir DIR --results docs/results --pages docs/results.md
 """
 
-import argparse
 import copy
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from learning import Result, Results
+from learning import Result, Results, make_parser, parse
 from measure import show, summaries, with_error
 from sklearn.datasets import load_diabetes, make_friedman1
 from torch import Tensor, nn
@@ -148,17 +146,10 @@ def table_of(runs: list[Result]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then print the table and insert it into the pages."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--tables", nargs="+", choices=(*UCI, *MADE), default=[*UCI, *MADE])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--data-dir", default=None, help="folder with uci/NAME.parquet")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--results", type=Path, default=Path("results"))
-    parser.add_argument("--pages", type=Path, nargs="*", default=[])
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(1)
+    given = parse(parser, arguments)
     results = Results(given.results / "tables.csv", COLUMNS)
     for seed in given.seeds:
         for name in given.tables:
@@ -166,7 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
                 row = f"{name}: {method}"
                 if not results.has(row, seed):
                     found = run_row(name, method, seed, given.data_dir)
-                    results.add({"row": row, "seed": seed, "threads": 1} | found)
+                    results.add({"row": row, "seed": seed, "threads": given.threads} | found)
     show("tables", table_of(results.read()), given.pages)
 
 

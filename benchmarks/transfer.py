@@ -25,7 +25,6 @@ it was stopped. TPE needs optuna.
     python benchmarks/transfer.py --data-dir DIR --results docs/results --pages docs/transfer.md
 """
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -35,7 +34,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from learning import Result, Results
+from learning import Result, Results, make_parser, parse
 from measure import Clock, mean_and_error, show, summaries, with_error
 from rivals import (
     USUAL,
@@ -43,6 +42,7 @@ from rivals import (
     Search,
     Task,
     check_extras,
+    columns_of,
     judged,
     likelihoods_of,
     study,
@@ -190,11 +190,9 @@ WAYS: dict[str, Callable[[Transfer], Any]] = {
 
 def run_way(task: Transfer, row: str) -> list[Result]:
     """The complete rows that a way makes."""
-    made = [other for other, way in WAYS.items() if way is WAYS[row]]
-    found = WAYS[row](task)
     return [
         {key: columns.get(key) for key in COLUMNS} | {"row": name, "seed": task.seed}
-        for name, columns in zip(made, found if len(made) > 1 else [found], strict=True)
+        for name, columns in columns_of(WAYS, task, row).items()
     ]
 
 
@@ -226,19 +224,11 @@ def table_of(size: int, runs: Sequence[Result]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then print the table and insert it into the pages."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = make_parser(__doc__, seeds=SUBSETS)
     parser.add_argument("--sizes", nargs="+", type=int, choices=SIZES, default=SIZES)
     parser.add_argument("--rows", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(SUBSETS))
-    parser.add_argument("--data-dir", default=None, help="folder with cifar10_train.parquet")
     parser.add_argument("--backbone", type=Path, default=Path("results/transfer.pt"))
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--results", type=Path, default=Path("results"))
-    parser.add_argument("--pages", type=Path, nargs="*", default=[])
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(given.threads)
+    given = parse(parser, arguments)
     results = {size: Results(given.results / f"transfer_{size}.csv", COLUMNS) for size in SIZES}
     left = [
         (size, seed, row)

@@ -18,6 +18,7 @@ from evigrad import Schedule
 from evigrad.data import load
 from evigrad.models import make_model
 from evigrad.plots import LIGHT, new_figure, save
+from evigrad.plots.runs import series
 from evigrad.training import FitResult
 
 MAP, LEARNED = "MAP, decay 5e-4", "learned"
@@ -28,19 +29,16 @@ def draw(path: str, found: dict[str, FitResult]) -> None:
     figure = new_figure(9.5, 3.4)
     left, right = figure.subplots(1, 2)
     for (name, result), colour in zip(found.items(), LIGHT.lines, strict=False):
-        rows = [row for row in result.history if row["test_log_likelihood"] is not None]
-        epochs = [row["epoch"] for row in rows]
-        left.plot(epochs, [row["test_log_likelihood"] for row in rows], color=colour, label=name)
+        left.plot(*series(result.history, "test_log_likelihood"), color=colour, label=name)
     left.set_title("test log likelihood, nats per datum", loc="left", fontsize=10)
     left.set_ylim(bottom=-0.8)
     left.legend(frameon=False, fontsize=9)
     history = found[LEARNED].history
-    epochs = [row["epoch"] for row in history]
     names = [name for name in history[-1] if name.startswith("precision/")]
     weights = [name for name in names if name.endswith("weight")]
     for name, colour in zip(weights, LIGHT.lines, strict=False):
         label = name.removeprefix("precision/")
-        right.plot(epochs, [row[name] for row in history], color=colour, label=label)
+        right.plot(*series(history, name), color=colour, label=label)
     right.set_yscale("log")
     right.set_title("learned precisions of the weights", loc="left", fontsize=10)
     right.legend(frameon=False, fontsize=8)

@@ -26,6 +26,7 @@ import evigrad
 from evigrad import Schedule
 from evigrad.data import load
 from evigrad.models import make_model
+from evigrad.plots.runs import series
 from evigrad.priors import GaussianPrior
 from evigrad.training import FitResult
 
@@ -34,7 +35,7 @@ HEAD = "seed prior mean   precision evidence/datum  test LL      %"
 
 def report(seed: int, name: str, result: FitResult) -> str:
     """One line of the table."""
-    learned = [row["log_evidence"] for row in result.history if row["log_evidence"] is not None]
+    _, learned = series(result.history, "log_evidence")
     precisions = torch.stack(list(result.evidence.prior.precisions().values()))
     metrics = result.test_metrics
     return (

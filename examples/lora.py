@@ -27,6 +27,7 @@ from evigrad.errors import require
 from evigrad.likelihoods import Categorical
 from evigrad.models import make_model
 from evigrad.plots import LIGHT, new_figure, save
+from evigrad.plots.runs import series
 from evigrad.training import FitResult, evaluate
 
 MAP, LEARNED = "MAP, decay 5e-4", "learned"
@@ -38,9 +39,7 @@ def draw(path: str, before: float, found: dict[str, FitResult]) -> None:
     figure = new_figure(10, 3.6)
     left, right = figure.subplots(1, 2)
     for (name, result), colour in zip(found.items(), LIGHT.lines, strict=False):
-        rows = [row for row in result.history if row["test_log_likelihood"] is not None]
-        across = [row["epoch"] for row in rows]
-        left.plot(across, [row["test_log_likelihood"] for row in rows], color=colour, label=name)
+        left.plot(*series(result.history, "test_log_likelihood"), color=colour, label=name)
     left.axhline(before, color=LIGHT.muted, linestyle=":", label="before fine-tuning")
     left.set_title("test log likelihood, nats per datum", loc="left", fontsize=10)
     left.set_xlabel("epoch")

@@ -28,6 +28,7 @@ from evigrad.data import load
 from evigrad.invariances import GENERATORS, AffineInvariance, Averaged
 from evigrad.models import make_model
 from evigrad.plots import LIGHT, new_figure, save
+from evigrad.plots.runs import series
 from evigrad.priors import GaussianPrior
 from evigrad.training import FitResult
 
@@ -48,9 +49,7 @@ def draw(path: str, x: Tensor, learned: FitResult, plain: FitResult) -> None:
         ("learned rotations", learned, LIGHT.lines[0]),
         ("without", plain, LIGHT.lines[1]),
     ):
-        seen = [row for row in result.history if row["test_log_likelihood"] is not None]
-        across = [row["epoch"] for row in seen]
-        middle.plot(across, [row["test_log_likelihood"] for row in seen], color=colour, label=name)
+        middle.plot(*series(result.history, "test_log_likelihood"), color=colour, label=name)
     middle.set_title("test log likelihood, nats per datum", loc="left", fontsize=10)
     middle.set_ylim(-2, 0)
     middle.legend(frameon=False, fontsize=9, loc="lower right")

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 import evigrad
 from evigrad import Schedule
 from evigrad.plots import LIGHT, new_figure, save
+from evigrad.plots.runs import series
 from evigrad.training import FitResult
 
 KINDS, LENGTH = ("code", "words"), 24
@@ -107,9 +108,7 @@ def draw(path: str, x: dict[str, Tensor], found: dict[str, FitResult]) -> None:
     figure = new_figure(10, 3.6)
     left, right = figure.subplots(1, 2)
     for (name, result), colour in zip(found.items(), LIGHT.lines, strict=False):
-        rows = [row for row in result.history if row["test_log_likelihood"] is not None]
-        across = [row["epoch"] for row in rows]
-        left.plot(across, [row["test_log_likelihood"] for row in rows], color=colour, label=name)
+        left.plot(*series(result.history, "test_log_likelihood"), color=colour, label=name)
     left.set_title("test log likelihood, nats per line", loc="left", fontsize=10)
     left.set_xlabel("epoch")
     left.legend(frameon=False, fontsize=9)

@@ -465,7 +465,7 @@ def test_rotated(monkeypatch, tmp_path):
     data = script.load("digits:rotated180", subset=30, seed=0).with_test_subset(20)
     monkeypatch.setattr(script, "load", lambda *_, **__: data)
     monkeypatch.setattr(script, "MODEL", "digitsnet")
-    monkeypatch.setattr(script, "SAMPLES", 2)
+    monkeypatch.setattr("invariance_learning.SAMPLES", 2)
     monkeypatch.setattr(script, "DECAYS", (1e-3, 1.0))
     monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=2, eval_every=0, burn_in=1, steps=1))
     (page := tmp_path / "page.md").write_text("<!-- rotated -->\n<!-- end rotated -->\n")

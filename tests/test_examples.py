@@ -82,6 +82,14 @@ def test_gallery(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert capsys.readouterr().out
 
 
+def test_relevance_is_shown_for_each_column(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pandas")
+    script = load_script("relevance")
+    found = script.main("--folds 2 --epochs 2".split())
+    assert len(found) == 13 and set(script.RANDOM) < set(found)
+    assert capsys.readouterr().out.count("#") > 13
+
+
 def test_every_figure_of_the_gallery_is_one_of_a_script() -> None:
     committed = EXAMPLES.parent / "docs" / "images" / "gallery"
     assert {path.stem for path in committed.glob("*.png")} == {*GALLERY, "sequences"}

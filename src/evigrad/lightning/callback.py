@@ -1,7 +1,7 @@
 """``EvidenceCallback``, a callback of Lightning's ``Trainer``."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from evigrad.evidence import Evidence
 from evigrad.likelihoods import Likelihood
 from evigrad.priors import GaussianPrior
 from evigrad.training.hosted import HostedLearner, as_pair, loader_of_pairs
-from evigrad.training.metrics import Row
+from evigrad.training.metrics import Row, known
 from evigrad.training.settings import Laplace, Optimization, Schedule, Settings
 
 # Without its types, so that type checkers need not read all of Lightning.
@@ -170,12 +170,12 @@ class EvidenceCallback(pl.Callback):
         row = self._hosted.after_step()
         if row is not None:
             for logger in trainer.loggers:
-                logger.log_metrics(_numbers(row), step=trainer.global_step)
+                logger.log_metrics(known(row), step=trainer.global_step)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Show the latest round to what monitors metrics."""
         if self.history:
-            pl_module.log_dict(_numbers(self.history[-1]), logger=False, sync_dist=True)
+            pl_module.log_dict(known(self.history[-1]), logger=False, sync_dist=True)
 
     def state_dict(self) -> dict[str, Any]:
         """The state for Lightning's checkpoint."""
@@ -222,7 +222,3 @@ class EvidenceCallback(pl.Callback):
         if in_memory and loader.collate_fn is default_collate and self._split is as_pair:
             return loader.dataset
         return loader_of_pairs(loader, self._split)
-
-
-def _numbers(row: Mapping[str, int | float | None]) -> dict[str, float]:
-    return {name: float(value) for name, value in row.items() if value is not None}

@@ -26,6 +26,11 @@ Row = dict[str, int | float | None]
 HYPERPARAMETERS = ("precision", "noise", "likelihood", "range", "model")
 
 
+def known(row: Mapping[str, int | float | None]) -> dict[str, float]:
+    """The values of a row that were computed in it."""
+    return {name: float(value) for name, value in row.items() if value is not None}
+
+
 def evaluate(
     model: nn.Module,
     likelihood: Likelihood,

@@ -24,7 +24,7 @@ from evigrad.likelihoods.positions import flattened
 from evigrad.priors import GaussianPrior
 from evigrad.training.files import replacing
 from evigrad.training.hosted import HostedLearner, as_pair, loader_of_pairs
-from evigrad.training.metrics import Row, probe_outputs
+from evigrad.training.metrics import Row, known, probe_outputs
 from evigrad.training.settings import Laplace, Optimization, Schedule, Settings
 
 # Without its types, so that type checkers need not read all of Transformers.
@@ -175,7 +175,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
         row = self._hosted.after_step()
         if row is None:
             return
-        logs = {name: float(value) for name, value in row.items() if value is not None}
+        logs = known(row)
         del logs["step"]
         if self.log is None:
             state.log_history.append({**logs, "epoch": state.epoch, "step": state.global_step})
