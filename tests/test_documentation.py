@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import distributed
 
 ROOT = Path(__file__).parent.parent
 
@@ -135,6 +136,26 @@ def test_the_blocks_on_python_converge(capsys: pytest.CaptureFixture[str]) -> No
     assert names["turned"].test_metrics["accuracy"] >= 0.85
     assert names["tuned"].test_metrics["accuracy"] >= 0.85
     assert capsys.readouterr().out
+
+
+def test_the_block_on_several_processes_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one of them."""
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    short = {
+        "range(20)": "range(2)",
+        "epochs=20": "epochs=2, steps=1",
+        "batch_size=50": "batch_size=100",
+    }
+    try:
+        names = run_blocks("docs/machines.md", short)
+    finally:
+        distributed.destroy_process_group()
+    assert names["learner"].hyper_steps == 2
+    assert capsys.readouterr().out == "1 ranks, 0 bytes sent by this one\n"
 
 
 def test_links_lead_somewhere() -> None:

@@ -43,6 +43,10 @@ class NotPositiveDefiniteError(EvigradError, ArithmeticError):
     """A matrix whose log-determinant was asked for is not positive definite."""
 
 
+class RankError(EvigradError, RuntimeError):
+    """Another process of the process group failed, or was lost."""
+
+
 class EvigradWarning(UserWarning):
     """Something that the user should know, but that does not stop the computation."""
 

@@ -3,16 +3,19 @@
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from evigrad.blocks import Block
 from evigrad.blocks.anchors import AnchoredStream, Anchoring, AnchorSelection
 from evigrad.blocks.partitions import BlockStream
 from evigrad.blocks.positions import PositionSource
 from evigrad.curvature import ParameterPartition, partition_names
+from evigrad.distributed import Ranks
 from evigrad.engine.checks import (
     as_generator,
     check_gradients,
@@ -24,12 +27,12 @@ from evigrad.engine.evaluation import (
     Estimate,
     estimates_of,
     gradients_of,
-    mean_estimate,
     objective,
+    over_ranks,
     precisely,
 )
 from evigrad.engine.intake import CheckedSource, Data, resolve
-from evigrad.engine.kept import KeptPass, as_kept, check_keepable
+from evigrad.engine.kept import KeptPass, as_kept, check_keepable, checksums
 from evigrad.engine.memory import MicroBatches
 from evigrad.engine.parameters import check_unchanged, divided, held_constant, select, trainable
 from evigrad.engine.passes import BlockPass
@@ -45,6 +48,10 @@ from evigrad.likelihoods.calls import log_probabilities
 from evigrad.likelihoods.positions import flattened
 from evigrad.posterior import DEFAULT_STRUCTURE, Posterior, load_posterior, make_posterior
 from evigrad.priors import GaussianPrior
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Evidence:
@@ -73,6 +80,7 @@ class Evidence:
         gradient: str = "two-pass",
         anchoring: Anchoring | None = None,
         generator: torch.Generator | int | None = None,
+        process_group: "ProcessGroup | DeviceMesh | None" = None,
     ) -> None:
         """Bind a prior and a likelihood to a model.
 
@@ -98,11 +106,22 @@ class Evidence:
             anchoring: How an anchored estimator divides its rows. Default: nine tenths are anchors,
                 chosen greedily for every third stream of blocks.
             generator: CPU generator or seed. Default: PyTorch's initial seed.
+            process_group: Processes that share the work, each with the same model, data and calls:
+                ``torch.distributed.group.WORLD``, or a device mesh of one dimension. Each evaluates
+                blocks of its own, or its part of all the data where the name has ``N``; estimates
+                and gradients are the means over all. The generator is that of rank 0. Default: this
+                process works alone.
 
         Raises:
-            ConfigurationError: If a name or a value does not exist or does not fit.
+            ConfigurationError: If a name or a value does not exist or does not fit, or the ranks
+                of a process group have other values.
         """
         check_type("model", model, nn.Module, "an nn.Module")
+        if isinstance(model, DistributedDataParallel):
+            raise ConfigurationError(
+                "Give the model inside of DistributedDataParallel, model.module: estimates have"
+                " passes of their own, whose gradients it must not average."
+            )
         check_type("likelihood", likelihood, Likelihood, "a Likelihood, as Categorical()")
         check_type("prior", prior, GaussianPrior, "a GaussianPrior")
         check_type("estimator", estimator, str, "a name, as 'ntk-100-1'")
@@ -127,6 +146,7 @@ class Evidence:
         )
         self.model, self.likelihood, self.prior = model, likelihood, prior
         self.generator = as_generator(generator)
+        self.ranks = Ranks(process_group)
         self._model_hyperparameters = select(model, hyperparameters)
         self._weights = trainable(model, excluded=self._model_hyperparameters)
         partition_names(list(self._weights), parameter_partition)
@@ -142,7 +162,9 @@ class Evidence:
             self.generator,
             Plans(model, self._weights, prior, settings),
             MicroBatches(settings.micro_batch, settings.memory_budget),
+            self.ranks,
         )
+        self._begin_together()
         warn_of_normalisation(model)
         self._positions: PositionSource | None = None  # of the latest data with positions
         self._anchors = None
@@ -155,7 +177,22 @@ class Evidence:
                 likelihood,
                 self._problem.plans,
                 self.generator,
+                self.ranks,
             )
+
+    def _begin_together(self) -> None:
+        """Check that all ranks have the same evidence, and take the generator of the first."""
+        if self.ranks.count == 1:
+            return
+        with self.ranks.together() as alike:
+            named = {**self._weights, **self.hyperparameters()}
+            values = [parameter.detach() for parameter in named.values()]
+            alike["estimator"], alike["number of data"] = self.spec.name, self.num_data
+            alike["names of parameters"] = list(named)
+            alike["parameters"] = checksums(values, self._problem.device)
+        state = self.generator.get_state()
+        self.ranks.share([state])
+        self.generator.set_state(state)
 
     # ------------------------------------------------------------ what there is to learn
 
@@ -288,8 +325,11 @@ class Evidence:
             MemoryBudgetError: If the structure would not fit the free memory.
         """
         with torch.no_grad(), self._problem.restored_on_error():
-            given = self._given(x, y, ())
-            return self._observed(given, estimates_of(given))
+            with self.ranks.together():
+                given = self._given(x, y, ())
+                estimates = estimates_of(given)
+            self._observe(given, estimates)
+            return over_ranks(self._problem, estimates)[0]
 
     def backward(
         self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
@@ -324,15 +364,18 @@ class Evidence:
                 " and no parameter of the model is named in hyperparameters=[...]."
             )
         with torch.enable_grad(), self._problem.restored_on_error():
-            given = self._given(x, y, learnable)
-            with held_constant(others):
-                estimates, gradients = gradients_of(given, learnable)
+            with self.ranks.together():
+                given = self._given(x, y, learnable)
+                with held_constant(others):
+                    estimates, found = gradients_of(given, learnable)
+            pairs = zip(learnable.values(), found, strict=True)
+            gradients = [torch.zeros_like(p) if g is None else g for p, g in pairs]
+            estimate, gradients = over_ranks(self._problem, estimates, gradients)
         check_gradients(learnable, gradients)
         for parameter, gradient in zip(learnable.values(), gradients, strict=True):
-            if gradient is None:
-                gradient = torch.zeros_like(parameter)
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        return self._observed(given, estimates)
+        self._observe(given, estimates)
+        return estimate
 
     def blocks(self, data: Any) -> BlockStream | AnchoredStream:
         """The estimator's own blocks of a data set, drawn uniformly.
@@ -357,7 +400,8 @@ class Evidence:
         self._positions = source.positions
         if self._anchors is not None:
             return self._anchors.stream(source)
-        return BlockStream(source.plan.partition, source, self.generator)
+        splits = self._problem.splits(source.plan)
+        return BlockStream(source.plan.partition, source, self.generator, self.ranks, splits)
 
     def collect(
         self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
@@ -441,20 +485,24 @@ class Evidence:
     def _given(
         self, x: Data, y: Tensor | None, wanted: Iterable[str]
     ) -> BlockPass | Sequence[KeptPass]:
-        """What to evaluate: kept passes, or the block that the data are, checked and drawn."""
+        """Return kept passes, or the block that the data are, checked and drawn, to evaluate.
+
+        A rank may have nothing to evaluate where others have.
+        """
         check_unchanged(self.model, self._weights, self._model_hyperparameters)
+        if self.ranks.count > 1 and _is_empty(x):
+            return []
         kept = as_kept(self._problem, x, self.hyperparameters(), wanted)
         return resolve(self._problem, x, y) if kept is None else kept
 
-    def _observed(
+    def _observe(
         self, given: BlockPass | Sequence[KeptPass], estimates: Sequence[Estimate]
-    ) -> Estimate:
-        """The mean estimate; from anchored blocks, learn what to expect of the next ones."""
+    ) -> None:
+        """From anchored blocks, learn what to expect of the next ones."""
         if self._anchors is not None:
             evaluated = [given] if isinstance(given, BlockPass) else given
-            for each, estimate in zip(evaluated, estimates, strict=True):
-                self._anchors.observe(each.block, estimate.entropies)
-        return mean_estimate(estimates)
+            pairs = zip(evaluated, estimates, strict=True)
+            self._anchors.observe((each.block, e.entropies) for each, e in pairs)
 
     # ------------------------------------------------------------ predictions
 
@@ -623,3 +671,8 @@ class Evidence:
             self._problem.plans.load_state_dict(state["preparation"])
         if self._anchors is not None and "anchors" in state:
             self._anchors.load_state_dict(state["anchors"])
+
+
+def _is_empty(x: Data) -> bool:
+    """Whether this is what a stream, or ``collect`` of it, leaves to a rank without blocks."""
+    return (isinstance(x, Block) and not len(x.indices)) or (isinstance(x, list) and not x)

@@ -88,7 +88,9 @@ class Block:
         inputs: The inputs (m, ...), once fetched.
         targets: The targets (m, ...), once fetched.
         anchored: In a block with anchors, which rows these are; ``scale`` is 1 then.
-        origin: In a block from ``expanded``, the earlier position of each datum.
+        origin: In a block from ``expanded`` or ``share``, the earlier position of each datum.
+        seed: Of what passes over the block draw, where several ranks have blocks of their own.
+        shares: How many ranks have a share of the block's data; see ``share``.
     """
 
     indices: Int[Tensor, " m"]
@@ -99,6 +101,34 @@ class Block:
     targets: Tensor | None = None
     anchored: Anchored | None = None
     origin: Int[Tensor, " m"] | None = None
+    seed: int | None = None
+    shares: int = 1
+
+    @classmethod
+    def empty(cls) -> "Block":
+        """A block without data: that of a rank for which a partition has none left."""
+        return cls(torch.zeros(0, dtype=torch.int64), None, 0.0, torch.zeros(0).double())
+
+    def share(self, data: slice, shares: int) -> "Block":
+        """Return some of the data, as one of several shares that ranks have of this block.
+
+        Its log likelihood is scaled up to the whole block's, its rows are not: the mean of the
+        shares' log likelihoods, and the sum of their statistics, are those of the block.
+        """
+
+        def some(values: Any) -> Any:
+            return None if values is None else values[data]
+
+        return replace(
+            self,
+            indices=self.indices[data],
+            columns=some(self.columns),
+            likelihood_weights=shares * self.likelihood_weights[data],
+            inputs=some(self.inputs),
+            targets=some(self.targets),
+            origin=torch.arange(len(self.indices))[data],
+            shares=shares,
+        )
 
     def expanded(self) -> "Block":
         """Return a block that takes a datum of k rows as k data of one row each, in the same order.

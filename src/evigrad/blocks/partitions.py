@@ -14,7 +14,8 @@ l(I) (lower bounds of the evidence):
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from functools import partial
+from itertools import islice, repeat
 from typing import overload
 
 import torch
@@ -24,8 +25,12 @@ from torch import Tensor
 from evigrad.blocks.block import Block, padded_columns
 from evigrad.blocks.permutation import Permutation, permutation
 from evigrad.blocks.sources import Source, class_labels
+from evigrad.distributed import Ranks
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.estimators import EstimatorSpec
+
+# Seeds of what ranks draw are below.
+_SEEDS = 2**62
 
 
 class Partition:
@@ -250,7 +255,13 @@ def choose_distinct(n: int, size: int, generator: torch.Generator) -> Int[Tensor
 class Stream(Iterable[Block]):
     """Blocks of an estimator with their data, without end.
 
-    It holds no position: each iteration (``for``, ``take``, ``round``, ``epoch``) starts anew.
+    It holds no position: each iteration (``for``, ``take``, ``round``, ``epoch``) starts anew. With
+    R ranks each takes one of every R blocks, all from one stream: they iterate it alike, and with
+    generators in the same state.
+
+    Args:
+        generator: A CPU generator.
+        ranks: The processes that share the blocks. Default: there is one.
 
     Attributes:
         is_constant: Whether every block is the same: all data and outputs, with nothing drawn.
@@ -259,6 +270,9 @@ class Stream(Iterable[Block]):
 
     is_constant: bool = False
     period: int = 1
+
+    def __init__(self, generator: torch.Generator, ranks: Ranks | None = None) -> None:
+        self._generator, self._ranks = generator, ranks or Ranks()
 
     def take(self, n: int) -> Iterator[Block]:
         """Return the first n blocks of a new iteration, with data, maybe of several partitions.
@@ -271,12 +285,25 @@ class Stream(Iterable[Block]):
         return islice(iter(self), n)
 
     def round(self, n: int) -> Iterator[Block]:
-        """At most n blocks of one partition, whose mean several steps share, with their data."""
-        return islice(self.epoch(), n)
+        """At most n blocks of one partition for each rank, whose mean several steps share."""
+        return (block for block in islice(self.epoch(), n) if len(block.indices))
 
     @abstractmethod
     def epoch(self) -> Iterator[Block]:
-        """The blocks of exactly one partition, with their data."""
+        """The blocks of exactly one partition, with their data.
+
+        With several ranks all get as many: a last one may be empty, and counts for nothing.
+        """
+
+    def _own(self, builders: Iterable[Callable[[], Block]]) -> Iterator[Block]:
+        """This rank's blocks, which alone are built: one of every R, with a seed of its own."""
+        rank, count, rest = self._ranks.rank, self._ranks.count, iter(builders)
+        if count == 1:
+            yield from (build() for build in rest)
+            return
+        while some := list(islice(rest, count)):
+            seeds = [int(torch.randint(_SEEDS, (), generator=self._generator)) for _ in some]
+            yield replace(some[rank](), seed=seeds[rank]) if rank < len(some) else Block.empty()
 
 
 class BlockStream(Stream):
@@ -286,27 +313,54 @@ class BlockStream(Stream):
     next. Each iteration (`for`, `take`, `epoch`) starts a new partition: only the generator, of the
     CPU, which advances with every partition, has to be stored to resume.
 
+    Args:
+        partition: The partition.
+        source: The data.
+        generator: As for ``Stream``.
+        ranks: The same.
+        splits: Whether ranks have shares of every block, instead of blocks of their own.
+
     Raises:
         InputError: If the number of data is not the partition's N, or the estimator is ``grouped``
             and the targets are no class labels.
     """
 
-    def __init__(self, partition: Partition, source: Source, generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        partition: Partition,
+        source: Source,
+        generator: torch.Generator,
+        ranks: Ranks | None = None,
+        splits: bool = False,
+    ) -> None:
+        super().__init__(generator, ranks)
         if len(source) != partition.num_data:
             raise InputError(
                 f"The estimator was made for {partition.num_data} data, but these are "
                 f"{len(source)}."
             )
-        self._partition, self._source, self._generator = partition, source, generator
+        self._partition, self._source, self._splits = partition, source, splits
         self._labels = source.labels() if partition.spec.grouped else None
         self.is_constant = partition.num_blocks == 1 and partition.spec.curvature != "mc"
 
     def __iter__(self) -> Iterator[Block]:
-        while True:
-            yield from self.epoch()
+        return self._of(builder for _ in repeat(None) for builder in self._builders())
 
     def epoch(self) -> Iterator[Block]:
         """See ``Stream.epoch``."""
-        for block in self._partition.blocks(self._generator, self._labels):
-            inputs, targets = self._source.fetch(block.indices)
-            yield replace(block, inputs=inputs, targets=targets)
+        return self._of(self._builders())
+
+    def _of(self, builders: Iterable[Callable[[], Block]]) -> Iterator[Block]:
+        return (build() for build in builders) if self._splits else self._own(builders)
+
+    def _builders(self) -> Iterator[Callable[[], Block]]:
+        """What builds and reads each block of a new partition."""
+        blocks = self._partition.blocks(self._generator, self._labels)
+        yield from (partial(self._read, blocks, number) for number in range(len(blocks)))
+
+    def _read(self, blocks: Sequence[Block], number: int) -> Block:
+        block = blocks[number]
+        if self._splits:
+            block = block.share(self._ranks.part(len(block.indices)), self._ranks.count)
+        inputs, targets = self._source.fetch(block.indices)
+        return replace(block, inputs=inputs, targets=targets)

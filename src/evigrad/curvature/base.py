@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import ClassVar, Generic, TypeVar, cast
+from typing import ClassVar, Generic, Self, TypeVar, cast
 
 import torch
 from jaxtyping import Float
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from evigrad.curvature.conditional import Conditioning, LogDet
 from evigrad.curvature.hessian import ExactHessian
+from evigrad.distributed import Ranks
 from evigrad.errors import ConfigurationError
 from evigrad.jacobians import Linearization
 from evigrad.likelihoods import RootRows
@@ -38,6 +39,19 @@ class Statistic(ABC):
     @abstractmethod
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Statistic":
         """A copy of this statistic whose ``tensors()`` are these, in the same order and shapes."""
+
+    def over(self, ranks: Ranks) -> Self:
+        """Return the sum over the ranks' shares of a block.
+
+        Its gradients in the tensors of this rank's share are R times those of the sum, so that
+        their *mean* over the ranks is the gradient of the whole.
+        """
+        own = self.tensors()
+        sums = [
+            total + ranks.count * (each - each.detach()) if each.requires_grad else total
+            for each, total in zip(own, ranks.sum(own), strict=True)
+        ]
+        return cast(Self, self.with_tensors(sums))
 
 
 StatisticT = TypeVar("StatisticT", bound=Statistic)

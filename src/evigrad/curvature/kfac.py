@@ -43,6 +43,7 @@ from evigrad.curvature.linalg import (
     psd_eigenvalues,
 )
 from evigrad.curvature.spectra import Spectra
+from evigrad.distributed import Ranks
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.jacobians import JacobianPlan, KroneckerUse, Linearization
 from evigrad.jacobians.kronecker import inner_gram
@@ -131,6 +132,14 @@ class KfacStatistic(Statistic):
             for name, each in self.factors.items()
         }
         return KfacStatistic(factors, dict(zip(self.blocks, rest, strict=True)))
+
+    def over(self, ranks: Ranks) -> "KfacStatistic":
+        """See ``Statistic.over``; the counts are summed too."""
+        summed, names = super().over(ranks), list(self.factors)
+        counts = torch.tensor([(f.count, f.num_rows) for f in self.factors.values()])
+        for name, (count, num_rows) in zip(names, ranks.sum([counts])[0].tolist(), strict=True):
+            summed.factors[name] = replace(summed.factors[name], count=count, num_rows=num_rows)
+        return summed
 
 
 class Kfac(Structure[KfacStatistic]):

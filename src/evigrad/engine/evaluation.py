@@ -25,6 +25,9 @@ from evigrad.engine.problem import Problem
 from evigrad.engine.two_passes import FirstPass, first_pass, log_likelihood_of, second_pass
 from evigrad.errors import ConfigurationError, EvigradError, MemoryBudgetError
 
+# The numbers of an estimate that are averaged.
+_TERMS = ("log_evidence", "log_likelihood", "log_prior", "log_det", "log_hyperprior")
+
 Gradients = list[Tensor | None]
 Found = TypeVar("Found")
 
@@ -187,7 +190,8 @@ def _two_passes(
     estimate = _estimate(kept, kept.log_likelihood, differential.log_det, log_prior, log_hyperprior)
     # The check in the first pass may have replaced the plan.
     again = replace(block_pass, plan=kept.plan)
-    pulled = second_pass(again, differential.cotangent, scale, of_passes)
+    # The mean over the shares of a block is to be the sum of their terms.
+    pulled = second_pass(again, differential.cotangent, scale * kept.block.shares, of_passes)
     of_log_det = [None if g is None else -0.5 * scale * g for g in differential.gradients]
     in_prior = [_sum(a, b) for a, b in zip(direct, of_log_det, strict=True)]
     found = dict(zip(map(id, [*of_prior, *of_passes]), [*in_prior, *pulled], strict=True))
@@ -223,11 +227,35 @@ def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
     if count == 1:
         return estimates[0]
     means = {
-        name: sum(getattr(estimate, name) for estimate in estimates) / count
-        for name in ("log_evidence", "log_likelihood", "log_prior", "log_det")
+        name: sum(getattr(estimate, name) for estimate in estimates) / count for name in _TERMS
     }
     is_bound = all(estimate.is_bound for estimate in estimates)
     return replace(estimates[0], **means, is_bound=is_bound, entropies=())
+
+
+def over_ranks(
+    problem: Problem, estimates: Sequence[Estimate], gradients: Sequence[Tensor] = ()
+) -> tuple[Estimate, list[Tensor]]:
+    """Return the mean of the estimates of all ranks, and that of the gradients of ``estimates``.
+
+    Every estimate counts the same. A rank may have none, but for the first; its gradients are
+    zero. With H numbers in the gradients a rank sends 2 (R − 1)/R · 8 (H + 7) bytes.
+    """
+    if problem.ranks.count == 1:
+        return mean_estimate(estimates), list(gradients)
+    count, settings = len(estimates), problem.settings
+    unbound = sum(not estimate.is_bound for estimate in estimates)
+    terms = [sum(getattr(estimate, name) for estimate in estimates) for name in _TERMS]
+    scalars = torch.tensor([count, unbound, *terms], dtype=torch.float64)
+    sums = problem.ranks.sum([scalars, *(count * g.to(scalars) for g in gradients)])
+    count, unbound, *terms = sums[0].tolist()
+    mean = Estimate(
+        **{name: term / count for name, term in zip(_TERMS, terms, strict=True)},
+        is_bound=unbound == 0,
+        num_data=settings.num_data,
+        estimator=settings.spec.name,
+    )
+    return mean, [(s / count).to(g) for s, g in zip(sums[1:], gradients, strict=True)]
 
 
 def _prior_terms(problem: Problem) -> tuple[Tensor, Tensor]:

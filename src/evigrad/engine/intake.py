@@ -1,6 +1,7 @@
 """The data that a user gives an evidence, checked before anything is drawn or computed."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -174,8 +175,23 @@ def _given_subset(problem: Problem, x: Inputs, y: Tensor | None) -> BlockPass:
                 " they are no subset of a known size: take the blocks of all data, for block in"
                 " evidence.blocks(data).take(n)."
             )
-    block = plan.partition.subset(len(x), problem.generator)
+    if problem.splits(plan):
+        part = problem.ranks.part(len(x))
+        block = plan.partition.subset(len(x), problem.generator).share(part, problem.ranks.count)
+        return new_pass(problem, plan, [(x[part], y[part])], block)
+    block = _own_subset(problem, plan, len(x))
     return new_pass(problem, plan, [(x, y)], block)
+
+
+def _own_subset(problem: Problem, plan: InputPlan, size: int) -> Block:
+    """A subset's block, drawn by the problem's generator, or with a seed of this rank's own."""
+    ranks, generator = problem.ranks, problem.generator
+    if ranks.count == 1:
+        return plan.partition.subset(size, generator)
+    seeds = torch.randint(2**62, (ranks.count,), generator=generator)
+    seed = int(seeds[ranks.rank])
+    own = torch.Generator().manual_seed(seed)
+    return replace(plan.partition.subset(size, own), seed=seed)
 
 
 def _given_batches(problem: Problem, given: Iterable[Batch]) -> BlockPass:
@@ -189,8 +205,34 @@ def _given_batches(problem: Problem, given: Iterable[Batch]) -> BlockPass:
     if first is None:
         raise InputError("The set is empty: there is no batch of data.")
     _, _, plan = checked(problem, *first)
-    block = plan.partition.subset(problem.settings.num_data, problem.generator)
-    return new_pass(problem, plan, batches, block)
+    num_data, ranks = problem.settings.num_data, problem.ranks
+    if problem.splits(plan):
+        block = plan.partition.subset(num_data, problem.generator)
+        part = ranks.part(num_data)
+        share = _Share(batches, part, num_data, problem.settings.spec.name)
+        return new_pass(problem, plan, share, block.share(part, ranks.count))
+    return new_pass(problem, plan, batches, _own_subset(problem, plan, num_data))
+
+
+class _Share:
+    """The data of batches in a range of all of their positions."""
+
+    def __init__(self, batches: Batches, part: slice, num_data: int, name: str) -> None:
+        self._batches, self._part, self._num_data, self._name = batches, part, num_data, name
+
+    def __iter__(self) -> Iterator[Batch]:
+        first = 0
+        for x, y in self._batches:
+            start, stop = (
+                min(max(end - first, 0), len(x)) for end in (self._part.start, self._part.stop)
+            )
+            if start < stop:
+                yield x[start:stop], y[start:stop]
+            first += len(x)
+        if first != self._num_data:
+            raise InputError(
+                f"The batches hold {first} data, but {self._name} needs all {self._num_data}."
+            )
 
 
 def checked(problem: Problem, x: Inputs, y: Tensor) -> tuple[Inputs, Tensor, InputPlan]:

@@ -98,7 +98,9 @@ def new_pass(
     ``batches`` are its data, in its order and checked, and can be iterated again.
     """
     plans, generator, spec = problem.plans, problem.generator, problem.settings.spec
-    seed = int(torch.randint(2**62, (), generator=generator))
+    seed = block.seed
+    if seed is None:
+        seed = int(torch.randint(2**62, (), generator=generator))
     noise = plans.noise(seed, block.origin) if plans.draws else None
     fresh = BlockPass(problem, plan, batches, block, seed, noise)
     if spec.curvature != "mc":
@@ -109,6 +111,8 @@ def new_pass(
 
     with torch.no_grad():
         f = torch.cat(over_chunks(fresh, "outputs", collect, []))
+    if block.seed is not None:  # the shared generator stays where that of other ranks is
+        generator = torch.Generator().manual_seed(seed)
     sample = problem.likelihood.sample
     return replace(fresh, labels=[sample(f, generator) for _ in range(spec.outputs or 1)])
 

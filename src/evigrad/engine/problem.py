@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from evigrad.blocks.anchors.last_layer import LastLayer, last_layer, watched
 from evigrad.blocks.partitions import Partition
 from evigrad.curvature import Storage, Structure, contracted, make_structure
+from evigrad.distributed import Ranks
 from evigrad.engine.checks import check_inputs
 from evigrad.engine.memory import MicroBatches
 from evigrad.engine.settings import Settings
@@ -330,6 +331,7 @@ class Problem:
         generator: The source of every random choice.
         plans: The plan for each shape of inputs.
         sizes: How many data pass through the network at once.
+        ranks: The processes that share the work.
     """
 
     model: nn.Module
@@ -340,10 +342,16 @@ class Problem:
     generator: torch.Generator
     plans: Plans
     sizes: MicroBatches
+    ranks: Ranks = field(default_factory=Ranks)
 
     def plan_of(self, x: Any) -> InputPlan:
         """The plan for these inputs, which are checked."""
         return self.plans.of(check_inputs(x, self.device))
+
+    def splits(self, plan: InputPlan) -> bool:
+        """Whether ranks have shares of every block: sums over all data, which are no rows."""
+        full_data = self.settings.spec.subset is None and not plan.structure.keeps_rows
+        return full_data and 1 < self.ranks.count <= self.settings.num_data
 
     @contextmanager
     def restored_on_error(self) -> Iterator[None]:

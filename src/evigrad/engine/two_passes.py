@@ -62,7 +62,23 @@ class _Sums:
 
 
 def first_pass(block_pass: BlockPass, use: FirstPass) -> KeptPass:
-    """One pass over a block's data: the log likelihood and the curvature's statistic."""
+    """Return the log likelihood and the statistic of one pass over a block's data.
+
+    The statistic is that of the whole block, where ranks have shares of it.
+    """
+    if block_pass.block.shares == 1:
+        return _own_pass(block_pass, use)
+    ranks = block_pass.problem.ranks
+    with ranks.together() as alike:
+        # Only sums can be added up over ranks, not what is condensed of them.
+        kept = _own_pass(block_pass, replace(use, condensed=False))
+        alike["form of the curvature"] = [tuple(t.shape) for t in kept.statistic.tensors()]
+    structure, statistic = kept.plan.structure, kept.statistic.over(ranks)
+    return replace(kept, statistic=structure.condense(statistic) if use.condensed else statistic)
+
+
+def _own_pass(block_pass: BlockPass, use: FirstPass) -> KeptPass:
+    """The pass over this rank's data alone."""
     problem = block_pass.problem
     check_fits(problem, block_pass.plan, block_pass.block, use.condensed)
     zero = torch.zeros((), dtype=torch.float64, device=problem.device)

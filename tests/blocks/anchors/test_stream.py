@@ -129,7 +129,7 @@ def test_each_block_is_drawn_as_often_as_its_weight_says(
             patch.setattr(
                 torch, "randint", lambda _, size, w=within, **__: torch.arange(*size) if size else w
             )
-            block = stream._with_data(made, [stream._draw(made)])
+            block = stream._builder(made, [stream._draw(made)])()
         assert block.anchored is not None
         (draw,) = block.anchored.draws
         (weight,) = block.anchored.weights

@@ -1,6 +1,6 @@
 """The anchors of an evidence over a training: latest outputs, their scores, the present choice."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from evigrad.blocks.anchors.partition import AnchoredPartition, Groups, Scores, 
 from evigrad.blocks.anchors.stream import AnchoredStream, EntropyPredictor
 from evigrad.blocks.block import Block
 from evigrad.blocks.sources import Source
+from evigrad.distributed import Ranks
 from evigrad.errors import InputError
 from evigrad.likelihoods import Likelihood
 from evigrad.likelihoods.calls import check_finite, log_probabilities
@@ -86,7 +87,9 @@ class AnchorSelection:
         likelihood: Likelihood,
         network: Network,
         generator: torch.Generator,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks or Ranks()
         self.anchoring = anchoring
         self.memory = OutputMemory(num_data)
         self._num_rows, self._root = num_rows, root
@@ -107,14 +110,20 @@ class AnchorSelection:
             lambda: self._prepare(source),
             self._predictor,
             self._generator,
+            self._ranks,
         )
 
-    def observe(self, block: Block, entropies: Sequence[float]) -> None:
-        """Calibrate predictions by an evaluated block and its ℓ(Z), ℓ(B_1|Z), …."""
-        if block.anchored is not None:
-            for draw in block.anchored.draws:
-                seen = entropies[block.anchored.label(draw)]
-                self._predictor.observe(draw.key, draw.guess, seen)
+    def observe(self, evaluated: Iterable[tuple[Block, Sequence[float]]]) -> None:
+        """Calibrate predictions by evaluated blocks of all ranks, each with ℓ(Z), ℓ(B_1|Z), …."""
+        found = [
+            (draw.key, draw.guess, entropies[block.anchored.label(draw)])
+            for block, entropies in evaluated
+            if block.anchored is not None
+            for draw in block.anchored.draws
+        ]
+        table = torch.tensor(found, dtype=torch.float64).reshape(-1, 3)
+        for key, guess, seen in torch.cat(self._ranks.gather(table)).tolist():
+            self._predictor.observe(int(key), guess, seen)
 
     def refresh(self, source: Source) -> float:
         """Choose anchors by present outputs of all data; return log p(D|w,h) in nats."""
@@ -163,7 +172,10 @@ class AnchorSelection:
 
     def _prepare(self, source: Source) -> Callable[[], AnchoredPartition]:
         """What draws partitions of all rows but the present anchors."""
-        if len(missing := self.memory.missing()):
+        if self._ranks.count > 1:
+            # Each rank knows the outputs of its own batches alone: all data are passed, in parts.
+            self._look(source, torch.arange(self.memory.num_data))
+        elif len(missing := self.memory.missing()):
             self._look(source, missing)
         scores = self.scores()
         if self._anchors is None or self._streams >= self.anchoring.refresh:
@@ -190,16 +202,21 @@ class AnchorSelection:
 
     def _look(self, source: Source, indices: Int[Tensor, " n"]) -> float:
         total, seen, num_outputs = 0.0, [], 0
-        for batch in indices.split(AT_ONCE):
-            x, y = source.fetch(batch)
-            f, _ = self._network.last_layer(x)
-            total += float(log_probabilities(self._likelihood, f, y).detach().double().sum())
-            seen.append(self._likelihood.condensed(f, self._root).float().cpu())
-            num_outputs = f.shape[1]
+        with self._ranks.together():
+            # A rank without a part of its own looks at one datum, for the number of outputs.
+            own = indices[self._ranks.part(len(indices))]
+            for batch in (own if len(own) else indices[:1]).split(AT_ONCE):
+                x, y = source.fetch(batch)
+                f, _ = self._network.last_layer(x)
+                total += float(log_probabilities(self._likelihood, f, y).detach().double().sum())
+                seen.append(self._likelihood.condensed(f, self._root).float().cpu())
+                num_outputs = f.shape[1]
         # Only now, so that an error in the data changes nothing.
-        self.memory.update(indices, torch.cat(seen))
+        outputs = torch.cat(seen)[: len(own)]
+        self.memory.update(indices, torch.cat(self._ranks.gather(outputs)))
         self._num_outputs = num_outputs
-        return total
+        terms = torch.tensor(total if len(own) else 0.0, dtype=torch.float64)
+        return float(self._ranks.sum([terms])[0])
 
     def _device(self) -> torch.device:
         parameters = [*self._likelihood.parameters(), *self._likelihood.buffers()]

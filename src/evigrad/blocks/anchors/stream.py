@@ -10,6 +10,7 @@ whatever they are.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from evigrad.blocks.anchors.partition import AnchoredPartition
 from evigrad.blocks.block import Block, Draw
 from evigrad.blocks.partitions import Stream, choose_distinct
 from evigrad.blocks.sources import Source
+from evigrad.distributed import Ranks
 
 # Parts are drawn uniformly in this share of all cases: no weight exceeds M / FLOOR.
 FLOOR = 0.03
@@ -136,6 +138,7 @@ class AnchoredStream(Stream):
         prepare: Called at the beginning of an iteration; returns a function that draws partitions.
         predictor: Predicts the entropies of parts.
         generator: A CPU generator.
+        ranks: As for ``Stream``; their draws are of one partition, given the same anchors.
     """
 
     is_constant = False
@@ -148,18 +151,23 @@ class AnchoredStream(Stream):
         prepare: Callable[[], Callable[[], AnchoredPartition]],
         predictor: EntropyPredictor,
         generator: torch.Generator,
+        ranks: Ranks | None = None,
     ) -> None:
+        super().__init__(generator, ranks)
         self.period = period
         self._source, self._num_rows, self._prepare = source, num_rows, prepare
-        self._predictor, self._generator = predictor, generator
+        self._predictor = predictor
 
     def __iter__(self) -> Iterator[Block]:
+        return self._own(self._endless())
+
+    def _endless(self) -> Iterator[Callable[[], Block]]:
         partition = self._prepare()
         while True:
             made = partition()
             for _ in range(max(1, made.num_parts)):
                 # Drawn late, as the last block's value calibrates the predictions.
-                yield self._with_data(made, [self._draw(made)] if made.num_parts else [])
+                yield self._builder(made, [self._draw(made)] if made.num_parts else [])
 
     def round(self, n: int) -> Iterator[Block]:
         """See ``Stream.round``: drawn as by ``take``, or all of a partition of at most n."""
@@ -167,23 +175,30 @@ class AnchoredStream(Stream):
 
     def epoch(self) -> Iterator[Block]:
         """See ``Stream.epoch``; the mean is ℓ(Z) + Σ_m ℓ(B_m|Z)."""
+        return self._own(self._all())
+
+    def _all(self) -> Iterator[Callable[[], Block]]:
         made = self._prepare()()
         for draw in self._each(made):
-            yield self._with_data(made, [draw])
+            yield self._builder(made, [draw])
         if not made.num_parts:
-            yield self._with_data(made, [])
+            yield self._builder(made, [])
 
     def drawn(self, n: int, whole: bool = False) -> DrawnParts:
         """Return n fixed draws of one partition; none where all rows are anchors.
 
-        ``whole`` takes each part once instead, where the partition has no more than n.
+        ``whole`` takes each part once instead, where the partition has no more than n. With several
+        ranks n counts the draws of each.
         """
-        made = self._prepare()()
-        if whole and made.num_parts <= n:
+        made, total = self._prepare()(), n * self._ranks.count
+        if whole and made.num_parts <= total:
             draws = list(self._each(made))
         else:
-            draws = [self._draw(made) for _ in range(n if made.num_parts else 0)]
+            draws = [self._draw(made) for _ in range(total if made.num_parts else 0)]
         of_likelihood = self._likelihood_data(made, max(1, len(draws)))
+        if draws:
+            own = slice(self._ranks.rank, None, self._ranks.count)
+            draws, of_likelihood = draws[own], of_likelihood[own]
         return DrawnParts(self._source, made, draws, of_likelihood)
 
     def _each(self, made: AnchoredPartition) -> Iterator[Draw]:
@@ -215,8 +230,9 @@ class AnchoredStream(Stream):
         guess = float(made.guesses[entry]) / count
         return Draw(number, weight, offset, guess, made.keys[entry])
 
-    def _with_data(self, made: AnchoredPartition, draws: list[Draw]) -> Block:
-        return DrawnParts(self._source, made, draws, self._likelihood_data(made, 1)).block(0, 1)
+    def _builder(self, made: AnchoredPartition, draws: list[Draw]) -> Callable[[], Block]:
+        parts = DrawnParts(self._source, made, draws, self._likelihood_data(made, 1))
+        return partial(parts.block, 0, 1)
 
     def _likelihood_data(self, made: AnchoredPartition, count: int) -> Int[Tensor, "d u"]:
         """The data of each draw's log likelihood; together they cover the data evenly."""

@@ -1,0 +1,220 @@
+"""Processes that share the work on one evidence: the one place that knows of ``torch.distributed``.
+
+Each process is a *rank* of R. Wherever there is one process, nothing here does anything.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, TypeVar
+from zlib import crc32
+
+import torch
+from torch import Tensor, distributed
+
+from evigrad.errors import ConfigurationError, RankError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+
+# Longest text of an error that other ranks are told, in bytes.
+_TEXT = 2000
+
+
+class Ranks:
+    """The processes of a group, or the only one.
+
+    All ranks call the same methods in the same order; each call waits for the others. Results are
+    equal on all ranks, to the last bit.
+
+    Args:
+        group: A process group, as ``torch.distributed.group.WORLD`` after ``init_process_group``;
+            or a device mesh of one dimension. None for one process.
+
+    Attributes:
+        rank: The number of this process, from 0.
+        count: R.
+        sent: Bytes that this rank has sent, beside the headers of messages. A sum of n bytes sends
+            2n(R − 1)/R (a ring), a gathered tensor n(R − 1); what rank 0 gives to all is counted
+            there, n(R − 1).
+
+    Raises:
+        ConfigurationError: If it is no such group, or this process is not in it.
+    """
+
+    def __init__(self, group: "ProcessGroup | DeviceMesh | None" = None) -> None:
+        self.rank, self.count, self.sent = 0, 1, 0
+        self._group, self._place = None, torch.device("cpu")
+        self._told: BaseException | None = None
+        if group is None:
+            return
+        if not distributed.is_available() or not distributed.is_initialized():
+            raise ConfigurationError(
+                "There is no process group yet: call torch.distributed.init_process_group first."
+            )
+        given: Any = group
+        if hasattr(given, "get_group"):
+            if given.ndim != 1:
+                raise ConfigurationError(
+                    f"The device mesh has {given.ndim} dimensions: give the one over the replicas,"
+                    " as mesh['replicas']."
+                )
+            given = given.get_group()
+        if not isinstance(given, distributed.ProcessGroup):
+            raise ConfigurationError(
+                f"process_group is a process group or a device mesh, not {given!r}: say"
+                " torch.distributed.group.WORLD in a process that is one of it."
+            )
+        group = given
+        self._group = group
+        self.rank, self.count = distributed.get_rank(group), distributed.get_world_size(group)
+        if distributed.get_backend(group) == "nccl":
+            self._place = torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which alone writes."""
+        return self.rank == 0
+
+    def part(self, count: int) -> slice:
+        """This rank's part of ``count`` things; the parts differ by one at most."""
+        return slice(count * self.rank // self.count, count * (self.rank + 1) // self.count)
+
+    # ------------------------------------------------------------ tensors
+
+    def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the sums over the ranks of tensors that have the same shapes and types everywhere.
+
+        They have no graph. Tensors of one type travel together.
+        """
+        if self.count == 1:
+            return list(tensors)
+        found = [tensor.detach() for tensor in tensors]
+        for dtype in dict.fromkeys(tensor.dtype for tensor in found):
+            chosen = [i for i, tensor in enumerate(found) if tensor.dtype == dtype]
+            flat = torch.cat([found[i].reshape(-1).to(self._place) for i in chosen])
+            with self._contact():
+                distributed.all_reduce(flat, group=self._group)
+            self.sent += 2 * flat.nbytes * (self.count - 1) // self.count
+            for i, own in zip(chosen, flat.split([found[i].numel() for i in chosen]), strict=True):
+                found[i] = own.reshape(found[i].shape).to(found[i].device)
+        return found
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Each rank's tensor, in the order of ranks; they may differ in length (dimension 0)."""
+        if self.count == 1:
+            return [tensor]
+        length = torch.tensor([len(tensor)], device=self._place)
+        lengths = [int(each) for each in self._gathered(length)]
+        padded = tensor.new_zeros(max(lengths), *tensor.shape[1:], device=self._place)
+        padded[: len(tensor)] = tensor.detach()
+        parts = self._gathered(padded)
+        return [part[:own].to(tensor.device) for part, own in zip(parts, lengths, strict=True)]
+
+    def share(self, tensors: Sequence[Tensor]) -> None:
+        """Give the values of rank 0 to all ranks, in place."""
+        if self.count == 1:
+            return
+        for tensor in tensors:
+            with torch.no_grad(), self._contact():
+                sent = tensor.detach().to(self._place).contiguous()
+                distributed.broadcast(sent, group=self._group, group_src=0)
+                tensor.copy_(sent)
+            self.sent += sent.nbytes * (self.count - 1) if self.is_first else 0
+
+    def shared(self, value: T) -> T:
+        """Rank 0's tensors and plain values on all ranks; tensors arrive on the CPU."""
+        if self.count == 1:
+            return value
+        file = BytesIO()
+        if self.is_first:
+            torch.save(value, file)
+        length = torch.tensor(file.tell())
+        self.share([length])
+        content = torch.zeros(int(length), dtype=torch.uint8)
+        if self.is_first:
+            content.copy_(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
+        self.share([content])
+        if self.is_first:
+            return value
+        return torch.load(BytesIO(content.numpy().tobytes()), "cpu", weights_only=True)
+
+    def _gathered(self, tensor: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(tensor) for _ in range(self.count)]
+        with self._contact():
+            distributed.all_gather(found, tensor, group=self._group)
+        self.sent += tensor.nbytes * (self.count - 1)
+        return found
+
+    # ------------------------------------------------------------ errors
+
+    @contextmanager
+    def together(self) -> Iterator[dict[str, object]]:
+        """Raise on all ranks what one of them raises inside, so that no rank waits for ever.
+
+        Inside, ranks may compute different things, and enter it again. An exception stays what it
+        is on its own rank, and is a ``RankError`` with its text on the others.
+
+        Yields:
+            A dictionary to put in, by name, what has to be the same on all ranks.
+
+        Raises:
+            ConfigurationError: On all ranks, if something is not the same.
+            RankError: If another rank raised an exception.
+        """
+        alike: dict[str, object] = {}
+        if self.count == 1:
+            yield alike
+            return
+        try:
+            yield alike
+        except Exception as error:
+            if not self._is_known(error):
+                self._told = error
+                self._exchange(f"{type(error).__name__}: {error}".encode()[:_TEXT], alike)
+            raise
+        self._exchange(b"", alike)
+
+    def _exchange(self, text: bytes, alike: dict[str, object]) -> None:
+        """Learn whether all ranks are well; ``text`` says what is wrong here."""
+        seen = torch.tensor([len(text), crc32(repr(alike).encode())], device=self._place)
+        lengths, digests = torch.stack(self._gathered(seen)).mT.tolist()
+        if any(lengths):
+            padded = torch.tensor(list(text.ljust(max(lengths), b" ")), dtype=torch.uint8)
+            texts = self._gathered(padded.to(self._place))
+            if not text:
+                raise RankError(
+                    "; ".join(
+                        f"Rank {rank} failed with {bytes(own.tolist()).decode(errors='replace')}"
+                        for rank, own in enumerate(texts)
+                        if lengths[rank]
+                    )
+                )
+        elif len(set(digests)) > 1:
+            raise ConfigurationError(
+                f"The {self.count} ranks differ in the {', '.join(alike)}: all have to work on the"
+                " same evidence, with the same values."
+            )
+
+    def _is_known(self, error: BaseException | None) -> bool:
+        """Whether the other ranks know of an error, or cannot be told."""
+        while error is not None:
+            if isinstance(error, RankError) or error is self._told:
+                return True
+            error = error.__cause__
+        return False
+
+    @contextmanager
+    def _contact(self) -> Iterator[None]:
+        """Turn a broken connection into an error that says so."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise RankError(
+                f"Rank {self.rank} of {self.count} has lost the others, as when one of them was"
+                f" killed, or did not answer in time ({reason})."
+            ) from error

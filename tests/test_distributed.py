@@ -1,0 +1,500 @@
+"""Several processes share the work: the numbers are those of one process, and few bytes travel.
+
+Groups of two and of four ranks run once each, on Gloo, and write what they computed; the claims
+compare it with one process that evaluates the same blocks.
+"""
+
+import math
+import socket
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.multiprocessing.spawn import start_processes
+from torch.nn.parallel import DistributedDataParallel
+
+from evigrad import Anchoring, Block, Estimate, Evidence, Learner, Schedule
+from evigrad.distributed import Ranks
+from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.invariances import AdditiveNoise, Averaged, InputScale
+from evigrad.likelihoods import Categorical, Gaussian
+from evigrad.priors import GaussianPrior
+
+N, SIZE, OUTPUTS, DRAWS = 11, 3, 3, 50
+RANKS = (2, 4)
+STEPS = {2: 2, 4: 1}  # that are compared
+
+
+def data(kind: str = "classes") -> tuple[Tensor, Tensor]:
+    own = torch.Generator().manual_seed(0)
+    x = torch.randn(N, SIZE, generator=own, dtype=torch.float64)
+    if kind == "classes":
+        return x, torch.arange(N) % OUTPUTS
+    return x, torch.randn(N, OUTPUTS, generator=own, dtype=torch.float64)
+
+
+def network(noisy: bool = False) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = nn.Sequential(InputScale(SIZE), nn.Linear(SIZE, 4), nn.Tanh(), nn.Linear(4, OUTPUTS))
+        if noisy:
+            net = Averaged(net, AdditiveNoise(SIZE, 0.3), num_samples=2)
+    return net.double()
+
+
+def made(estimator: str, group: Any = None, noisy: bool = False, **options: Any) -> Evidence:
+    likelihood = Gaussian(noise=0.7) if options.pop("likelihood", None) else Categorical()
+    structure = options.pop("prior", "layerwise")
+    return Evidence(
+        network(noisy),
+        likelihood,
+        GaussianPrior(structure, precision=50.0 if estimator.endswith("hessian") else 0.5),
+        estimator=estimator,
+        num_data=N,
+        hyperparameters=options.pop("hyperparameters", ["0"]),
+        generator=options.pop("generator", 3),
+        process_group=group,
+        **options,
+    )
+
+
+def fields(estimate: Estimate) -> list[float]:
+    names = ("log_evidence", "log_likelihood", "log_prior", "log_det", "log_hyperprior", "is_bound")
+    return [float(getattr(estimate, name)) for name in names]
+
+
+def gradients(evidence: Evidence) -> list[Tensor]:
+    found = [p.grad for p in evidence.hyperparameters().values()]
+    for parameter in evidence.hyperparameters().values():
+        parameter.grad = None
+    return [torch.zeros(()) if g is None else g for g in found]
+
+
+# Estimators of every structure: blocks of a rank's own, where no two ranks have the same.
+OWN: dict[str, dict[str, Any]] = {
+    "ntk-3-1": {},
+    "ntk-4-C": {"root": "eigen"},
+    "ntk-5-rows": {},
+    "ntk-12-rows-anchored": {"anchoring": Anchoring(share=0.5)},
+    "ntk-3-1-grouped": {"hyperparameters": []},
+    "ntk-N-1": {},
+    "ntk-N-C": {"gradient": "one-graph"},
+    "full-2-C": {},
+    "full-7-1": {"root": "fisher"},
+    "blockdiag-4-1-iid": {"parameter_partition": "module"},
+    "kfac-5-1": {},
+    "kfac-3-1-ef": {"hyperparameters": [], "temperature": 2.0},
+    "diag-3-1": {"prior": "diagonal"},
+    "diag-4-2-mc": {"noisy": True, "hyperparameters": ["invariance"]},
+    "ntk-2-C": {"likelihood": "gaussian", "noisy": True, "hyperparameters": []},
+    "kfac-2-C": {"likelihood": "gaussian", "hyperparameters": []},
+}
+# Shares of all data.
+SPLIT: dict[str, dict[str, Any]] = {
+    "kfac-N-C": {},
+    "kfac-N-1": {"sharing": "reduce", "gradient": "one-graph"},
+    "diag-N-C": {"noisy": True, "hyperparameters": ["invariance"]},
+    "diag-N-1-iid": {"prior": "diagonal", "hyperparameters": []},
+    "diag-N-C-hessian": {},
+    "blockdiag-N-C": {"likelihood": "gaussian"},
+    "full-N-C-hessian": {"hyperparameters": [], "prior": "scalar"},
+    "full-N-C": {"gradient": "one-graph"},
+    "kfac-N-C-kept": {"likelihood": "gaussian", "hyperparameters": []},
+}
+
+
+def data_of(options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    return data("numbers" if options.get("likelihood") else "classes")
+
+
+def of_ranks(estimator: str, options: Mapping[str, Any], group: Any) -> dict[str, Any]:
+    """What a rank has of some steps: estimates, gradients, bytes, and the generator at the end."""
+    evidence = made(estimator.removesuffix("-kept"), group, **options)
+    blocks = iter(evidence.blocks(data_of(options)))
+    found, before = [], evidence.ranks.sent
+    for block in islice(blocks, STEPS[evidence.ranks.count]):
+        given = [evidence.collect(block)] if estimator.endswith("-kept") else block
+        estimate = evidence.backward(given)
+        found.append((fields(estimate), gradients(evidence)))
+    sent = evidence.ranks.sent - before
+    value = fields(evidence.estimate(next(blocks)))
+    return {"steps": found, "sent": sent, "value": value, "state": evidence.generator.get_state()}
+
+
+def of_one(estimator: str, options: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """The same in one process: the mean over as many blocks as there are ranks."""
+    evidence = made(estimator.removesuffix("-kept"), **options)
+    at_once = 1 if estimator in SPLIT else count
+
+    def mean(blocks: list[Any], backward: bool = True) -> tuple[list[float], list[Tensor]]:
+        call = evidence.backward if backward else evidence.estimate
+        values = torch.tensor([fields(call(block)) for block in blocks], dtype=torch.float64)
+        return values.mean(0).tolist(), [g / len(blocks) for g in gradients(evidence)]
+
+    def drawn(stream: Iterator[Block]) -> list[Block]:
+        blocks = list(islice(stream, at_once))
+        if evidence.spec.curvature != "mc":  # labels are drawn by the seed of a block
+            return blocks
+        seeds = [torch.randint(2**62, (), generator=evidence.generator) for _ in blocks]
+        return [replace(b, seed=int(seed)) for b, seed in zip(blocks, seeds, strict=True)]
+
+    stream = iter(evidence.blocks(data_of(options)))
+    found = [mean(drawn(stream)) for _ in range(STEPS[count])]
+    value, _ = mean(drawn(stream), backward=False)
+    return {"steps": found, "value": value, "state": evidence.generator.get_state()}
+
+
+# ------------------------------------------------------------ what ranks run
+
+Claim = Callable[[Any], Any]
+CLAIMS: dict[str, Claim] = {}
+
+
+def claim(function: Claim) -> Claim:
+    CLAIMS[function.__name__] = function
+    return function
+
+
+@claim
+def steps(group: Any) -> Any:
+    every = {**OWN, **SPLIT}
+    return {name: of_ranks(name, options, group) for name, options in every.items()}
+
+
+@claim
+def whole_partitions(group: Any) -> Any:
+    """Means over the blocks of one partition, of which the ranks may not have as many."""
+    found = {}
+    for name in ("ntk-5-1", "ntk-12-rows-anchored"):  # 9 blocks, for one
+        evidence = made(name, group)
+        blocks = list(evidence.blocks(data()).epoch())
+        total = sum(evidence.estimate(block).log_det * count_of(block, group) for block in blocks)
+        found[name] = (len(blocks), total / sum(count_of(block, group) for block in blocks))
+    return found
+
+
+def count_of(block: Block, group: Any) -> float:
+    """How many ranks have a block."""
+    return float(Ranks(group).sum([torch.tensor(float(len(block.indices) > 0))])[0])
+
+
+@claim
+def learning(group: Any) -> Any:
+    """Hyperparameters after rounds of every kind: kept passes, few parts, one for each step."""
+    found = {}
+    for name, settings in LEARNED.items():
+        found[name] = learned(name.split()[0], group, settings)
+    return found
+
+
+LEARNED: dict[str, dict[str, Any]] = {
+    "kfac-N-C": {},
+    "ntk-N-C": {},
+    "ntk-4-C": {"prior_blocks": 2},
+    "ntk-12-rows-anchored": {},
+    "ntk-12-rows-anchored whole": {"prior_blocks": 3},
+    "ntk-40-rows-anchored": {},  # all rows are anchors
+}
+
+
+def learned(estimator: str, group: Any, settings: Mapping[str, Any]) -> list[Tensor]:
+    evidence = made(estimator, group, hyperparameters=[])
+    schedule = Schedule(epochs=2, burn_in=1, every=1, steps=2, **settings)
+    learner = Learner(evidence, data(), schedule)
+    for _ in range(2):
+        learner.step()
+    return [p.detach().clone() for p in evidence.hyperparameters().values()]
+
+
+@claim
+def given_data(group: Any) -> Any:
+    """Data themselves: all of them at once or in batches, and each rank's own subset."""
+    x, y = data()
+    found = {}
+    for name in ("kfac-N-C", "diag-N-1", "ntk-N-C"):
+        pairs = [(x[i : i + 3], y[i : i + 3]) for i in range(0, N, 3)]
+        evidence = made(name, group)
+        found[name] = [fields(evidence.estimate(x, y)), fields(evidence.estimate(pairs))]
+    own = slice(Ranks(group).rank, None, 4)
+    found["ntk-2-C"] = fields(made("ntk-2-C", group).estimate(x[own], y[own]))
+    evidence = made("ntk-2-1", group)
+    evidence.estimate(x[own], y[own])  # of other sizes on other ranks
+    found["state"] = evidence.generator.get_state()
+    return found
+
+
+@claim
+def posteriors(group: Any) -> Any:
+    x, _ = data()
+    return [
+        made("ntk-3-1", group).posterior(data(), structure=structure)(x).variance
+        for structure in ("kfac", "diag", "full", "ntk")
+    ]
+
+
+@claim
+def draws(group: Any) -> Any:
+    evidence = made("ntk-1-1", group, hyperparameters=[])
+    return [evidence.estimate(block).log_det for block in evidence.blocks(data()).take(DRAWS)]
+
+
+@claim
+def failures(group: Any) -> Any:
+    """The error of each rank if only the last one is given a NaN; and then all is well."""
+    ranks, (x, y) = Ranks(group), data()
+    bad = x.clone()
+    if ranks.rank == ranks.count - 1:
+        bad[-1] = torch.nan
+    errors = []
+    for name in ("ntk-11-C", "kfac-N-C"):
+        evidence = made(name, group)
+        with pytest.raises(EvigradError) as caught:
+            evidence.backward(bad, y)
+        errors.append((type(caught.value).__name__, str(caught.value)))
+        assert all(p.grad is None for p in evidence.hyperparameters().values())
+        assert evidence.backward(x, y).log_evidence < 0
+    with pytest.raises(EvigradError) as caught:
+        made("ntk-2-1", group, prior="scalar" if ranks.rank else "layerwise")
+    errors.append((type(caught.value).__name__, str(caught.value)))
+    return errors
+
+
+@claim
+def seam(group: Any) -> Any:
+    """Sums and gathered tensors, and their bytes: by the count, and by the operating system."""
+    ranks, found = Ranks(group), []
+    own = torch.Generator().manual_seed(ranks.rank)
+    big = torch.randn(100_003, generator=own, dtype=torch.float64)
+    calls: list[Callable[[], Any]] = [
+        lambda: ranks.sum([big, torch.ones(2, 3), torch.tensor(ranks.rank)]),
+        lambda: ranks.gather(big[: 10_000 * (ranks.rank + 1)].float()),
+        lambda: ranks.gather(torch.zeros(0, 2)),
+        lambda: ranks.shared({"a": [big, None], "b": "text"}),
+    ]
+    for call in calls:
+        before, at = ranks.sent, written()
+        value = call()
+        distributed.barrier(group)
+        found.append((value, ranks.sent - before, written() - at))
+    return found
+
+
+def written() -> float:
+    """Bytes that this process has written to files and sockets; NaN where no Linux says it."""
+    io = Path("/proc/self/io")
+    lines = io.read_text().splitlines() if io.exists() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith("wchar")), math.nan)
+
+
+def _rank(rank: int, folder: Path, port: int, count: int) -> None:
+    warnings.simplefilter("ignore")
+    begin(rank, port, count)
+    found = {name: own(distributed.group.WORLD) for name, own in CLAIMS.items()}
+    torch.save(found, folder / f"{rank}.pt")
+    distributed.destroy_process_group()
+
+
+def begin(rank: int, port: int, count: int) -> None:
+    address = f"tcp://127.0.0.1:{port}"
+    distributed.init_process_group("gloo", address, rank=rank, world_size=count)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[tuple[str, int], dict[str, Any]]:
+    """What one process finds, by the estimator and the number of ranks that it stands for."""
+    every = {**OWN, **SPLIT}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {(e, c): of_one(e, options, c) for e, options in every.items() for c in RANKS}
+
+
+@pytest.fixture(scope="module")
+def ran(alone: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """What each rank of each group found, by the number of ranks.
+
+    Forked after one process has done the same, whose imports and checks of types they have.
+    """
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forks, which save the time of imports
+        for count in RANKS:
+            folder = tmp_path_factory.mktemp(f"ranks{count}")
+            arguments = (folder, free_port(), count)
+            start_processes(_rank, arguments, nprocs=count, start_method="fork")
+            found[count] = [torch.load(folder / f"{rank}.pt") for rank in range(count)]
+    return found
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    """To the last bit."""
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("count", RANKS)
+@pytest.mark.parametrize("estimator", [*OWN, *SPLIT])
+def test_ranks_find_what_one_process_finds(
+    alone: Any, ran: Any, estimator: str, count: int
+) -> None:
+    one = alone[estimator, count]
+    for rank in ran[count]:
+        several = rank["steps"][estimator]
+        assert_equal(several["steps"], ran[count][0]["steps"][estimator]["steps"])
+        for (value, found), (expected, oracle) in zip(several["steps"], one["steps"], strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+            for got, true in zip(found, oracle, strict=True):
+                scale = float(true.abs().max())
+                torch.testing.assert_close(got, true, rtol=0, atol=1e-12 * max(scale, 1e-3))
+        torch.testing.assert_close(several["value"], one["value"], rtol=1e-12, atol=1e-12)
+        assert_equal(several["state"], one["state"])
+
+
+@pytest.mark.parametrize("count", RANKS)
+def test_a_partition_that_ranks_share_is_whole(ran: Any, count: int) -> None:
+    for name, (number, mean) in ran[count][0]["whole_partitions"].items():
+        evidence = made(name)
+        blocks = list(evidence.blocks(data()).epoch())
+        estimates = [evidence.estimate(block).log_det for block in blocks]
+        assert number == -(-len(blocks) // count)
+        assert mean == pytest.approx(sum(estimates) / len(blocks), rel=1e-12)
+        assert all(rank["whole_partitions"][name] == (number, mean) for rank in ran[count])
+
+
+@pytest.mark.parametrize("count", RANKS)
+@pytest.mark.parametrize("name", LEARNED)
+def test_ranks_learn_the_same(ran: Any, name: str, count: int) -> None:
+    found = [rank["learning"][name] for rank in ran[count]]
+    for rank in found[1:]:
+        assert_equal(rank, found[0])
+    start = made(name.split()[0], hyperparameters=[])
+    assert (found[0][0] != next(iter(start.hyperparameters().values()))).all()
+    if name in ("kfac-N-C", "ntk-N-C", "ntk-40-rows-anchored"):  # all data, however many ranks
+        alone = learned(name, None, LEARNED[name])
+        torch.testing.assert_close(found[0], alone, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("count", RANKS)
+def test_data_that_are_no_blocks(ran: Any, count: int) -> None:
+    x, y = data()
+    for rank in ran[count]:
+        found = rank["given_data"]
+        assert_equal(found["state"], ran[count][0]["given_data"]["state"])
+        for name in ("kfac-N-C", "ntk-N-C"):
+            one = fields(made(name).estimate(x, y))
+            torch.testing.assert_close(found[name], [one, one], rtol=1e-12, atol=0)
+        assert found["diag-N-1"] == ran[count][0]["given_data"]["diag-N-1"]
+        subsets = [made("ntk-2-C").estimate(x[r::4], y[r::4]) for r in range(count)]
+        mean = torch.tensor([fields(e) for e in subsets], dtype=torch.float64).mean(0)
+        torch.testing.assert_close(found["ntk-2-C"], mean.tolist(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("count", RANKS)
+def test_the_posterior_of_ranks(ran: Any, count: int) -> None:
+    alone = posteriors(None)
+    for rank in ran[count]:
+        torch.testing.assert_close(rank["posteriors"], alone, rtol=1e-10, atol=1e-14)
+
+
+def test_the_variance_falls_as_one_over_the_ranks(ran: Any) -> None:
+    alone = torch.tensor(draws(None)).var()
+    for count in RANKS:
+        ratio = float(alone / torch.tensor(ran[count][0]["draws"]).var())
+        assert 0.6 * count < ratio < 1.7 * count
+
+
+@pytest.mark.parametrize("count", RANKS)
+def test_an_error_of_one_rank_is_one_of_all(ran: Any, count: int) -> None:
+    *well, ill = (rank["failures"] for rank in ran[count])
+    for number in range(2):
+        name, text = ill[number]
+        assert name == "InputError" and "NaN" in text
+        for errors in well:
+            assert errors[number] == ("RankError", f"Rank {count - 1} failed with {name}: {text}")
+    for errors in (*well, ill):
+        name, text = errors[2]
+        assert name == "ConfigurationError" and "differ in the estimator" in text
+
+
+@pytest.mark.parametrize("count", RANKS)
+def test_sums_are_equal_on_all_ranks_and_their_bytes_are_counted(ran: Any, count: int) -> None:
+    length, slack = 100_003, 4000  # of headers, and of the barrier
+    generators = [torch.Generator().manual_seed(rank) for rank in range(count)]
+    own = [torch.randn(length, generator=g, dtype=torch.float64) for g in generators]
+    for number, rank in enumerate(ran[count]):
+        of_calls = [(value, (sent, kernel)) for value, sent, kernel in rank["seam"]]
+        (sums, of_sums), (parts, of_parts), (none, of_none), (plain, of_plain) = of_calls
+        assert_equal(sums, ran[count][0]["seam"][0][0])
+        torch.testing.assert_close(sums[0], torch.stack(own).sum(0), rtol=1e-13, atol=1e-13)
+        assert sums[1].tolist() == [[count] * 3] * 2 and sums[2] == count * (count - 1) // 2
+        assert [len(part) for part in parts] == [10_000 * (r + 1) for r in range(count)]
+        assert all(torch.equal(p, o[: len(p)].float()) for p, o in zip(parts, own, strict=True))
+        assert [tuple(each.shape) for each in none] == [(0, 2)] * count
+        assert torch.equal(plain["a"][0], own[0]) and plain["b"] == "text"
+        # A ring: 2 (R - 1)/R of what is summed, R - 1 of the longest tensor that is gathered.
+        assert of_sums[0] == sum(2 * n * (count - 1) // count for n in (8 * length, 24, 8))
+        assert of_parts[0] == (count - 1) * (8 + 4 * 10_000 * count)
+        assert of_none[0] == (count - 1) * 8
+        assert number == 0 or of_plain[0] == 0
+        for counted, kernel in (of_sums, of_parts, of_none):
+            assert math.isnan(kernel) or counted <= kernel <= counted + slack
+
+
+@pytest.mark.parametrize("count", RANKS)
+def test_a_step_sends_what_the_formula_says(ran: Any, count: int) -> None:
+    """Of H hyperparameters: a word of two numbers, and a sum of H + 7 of them."""
+    others = count - 1
+    for name, options in OWN.items():
+        if "anchored" in name:
+            continue
+        numbers = 7 + sum(p.numel() for p in made(name, **options).hyperparameters().values())
+        for rank in ran[count]:
+            each = 16 * others + 2 * 8 * numbers * others // count
+            assert rank["steps"][name]["sent"] == STEPS[count] * each
+    # Shares of all data also send their statistic: of kfac the factors, their counts, and biases.
+    of_layers = sum((i * i + o * o + o * o) * 8 + 2 * 8 for i, o in ((SIZE, 4), (4, OUTPUTS)))
+    numbers = 7 + 4 + SIZE
+    each = 2 * 16 * others + 2 * 8 * numbers * others // count
+    sent = [rank["steps"]["kfac-N-C"]["sent"] for rank in ran[count]]
+    assert all(
+        abs(own - STEPS[count] * (each + 2 * of_layers * others / count)) <= 4 for own in sent
+    )
+
+
+def test_parts_cover_everything_once() -> None:
+    ranks = Ranks()
+    for count, total in product((1, 2, 3, 7), (0, 1, 5, 12)):
+        parts = []
+        for number in range(count):
+            ranks.rank, ranks.count = number, count
+            parts.append(list(range(total))[ranks.part(total)])
+        assert sum(parts, []) == list(range(total))
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_what_is_no_group_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="init_process_group first"):
+        made("ntk-2-1", group=object())
+    begin(0, free_port(), 1)
+    try:
+        with pytest.raises(ConfigurationError, match="process group or a device mesh, not 3"):
+            made("ntk-2-1", group=3)
+        mesh = distributed.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+        with pytest.raises(ConfigurationError, match="2 dimensions"):
+            made("ntk-2-1", group=mesh)
+        assert Ranks(mesh["a"]).count == Ranks(distributed.group.WORLD).count == 1
+        with pytest.raises(ConfigurationError, match="model.module"):
+            model = DistributedDataParallel(network())
+            Evidence(model, Categorical(), GaussianPrior(), estimator="ntk-2-1", num_data=N)
+    finally:
+        distributed.destroy_process_group()
