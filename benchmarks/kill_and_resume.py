@@ -108,6 +108,8 @@ def contents(folder: Path) -> dict[str, Any]:
     """All that a run left, times excepted."""
     found: dict[str, Any] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        if path.name == "checkpoint_before.pt":  # which one is the last depends on times
+            continue
         name = str(path.relative_to(folder))
         if path.suffix == ".pt":
             state = torch.load(path, weights_only=True)

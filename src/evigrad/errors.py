@@ -39,6 +39,10 @@ class MemoryBudgetError(EvigradError, MemoryError):
     """A structure whose predicted memory exceeds what is free."""
 
 
+class NotFiniteError(EvigradError, ArithmeticError):
+    """An estimate or its gradient is NaN or infinite."""
+
+
 class NotPositiveDefiniteError(EvigradError, ArithmeticError):
     """A matrix whose log-determinant was asked for is not positive definite."""
 
@@ -84,6 +88,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+
+
+@contextmanager
+def memory_for(what: str, cheaper: str) -> Iterator[None]:
+    """Make an allocator's error one that says ``what`` did not fit, and what is ``cheaper``.
+
+    Raises:
+        MemoryBudgetError: From an allocator's error.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, EvigradError) or not is_out_of_memory(error):
+            raise
+        raise MemoryBudgetError(
+            f"Memory does not suffice for {what}. Cheaper: {cheaper}."
+        ) from error
 
 
 @contextmanager

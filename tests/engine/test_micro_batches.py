@@ -146,11 +146,14 @@ def test_a_single_datum_that_does_not_fit_is_refused_and_nothing_changes() -> No
     assert torch.equal(state, evidence.generator.get_state())
 
 
-def test_a_given_size_is_never_changed() -> None:
+def test_a_given_size_that_does_not_fit_is_halved_with_a_word() -> None:
+    evidence, model, x, y = build(memory=Memory(micro_batch=4))
+    expected = gradients(evidence, x, y)
     evidence, model, x, y = build(memory=Memory(micro_batch=4))
     model.limit = 3
-    with pytest.raises(torch.OutOfMemoryError):
-        evidence.backward(x, y)
+    with pytest.warns(EvigradWarning, match="over 4 data at once: it takes 2 from here on"):
+        found = gradients(evidence, x, y)
+    torch.testing.assert_close(found, expected)
 
 
 def test_chosen_sizes_are_kept() -> None:

@@ -125,7 +125,8 @@ def test_an_epoch_is_plain_gradient_descent_on_the_map_loss(blobs, make_net):
     loss = nn.functional.cross_entropy(twin(x), y)
     loss = loss + 0.5 / 60 * sum(w.square().sum() for w in twin.parameters())
     gradients = torch.autograd.grad(loss, list(twin.parameters()))
-    mean = loop.train_epoch(1)
+    mean, skipped = loop.train_epoch(1)
+    assert skipped == 0
     assert mean == pytest.approx(loss.item(), rel=1e-5)
     for w, start, gradient in zip(
         loop.evidence.weights().values(), twin.parameters(), gradients, strict=True
@@ -221,6 +222,8 @@ def test_an_estimate_that_fails_names_the_epoch(blobs, make_net):
     loop = make_loop(make_net(), blobs[0])
     with torch.no_grad():
         log_precision_of(loop).fill_(float("inf"))
+    with pytest.warns(EvigradWarning, match="3 of 3 hyperparameter steps of a round were skipped"):
+        assert loop.learn(6).estimates == []
     with pytest.raises(EvigradError, match="after epoch 8"):
         loop.learn(8)
     assert log_precision_of(loop).grad is None

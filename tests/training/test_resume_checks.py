@@ -111,6 +111,7 @@ def test_checkpoints_that_cannot_be_read(blobs, begun):
     change(begun, format=1)
     with pytest.raises(ConfigurationError, match="has format 1; this version of evigrad reads 4"):
         train("ntk", blobs, begun, resume=True)
+    (begun / "checkpoint_before.pt").unlink()
     (begun / "checkpoint.pt").write_bytes(b"PK damaged")
     with pytest.raises(ConfigurationError, match="checkpoint.pt cannot be read"):
         train("ntk", blobs, begun, resume=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evigrad.errors import ConfigurationError, InputError
+from evigrad.errors import ConfigurationError, EvigradWarning, InputError
 from evigrad.training import RunDirectory, read_metrics
 
 
@@ -85,6 +85,31 @@ def test_no_bit_of_a_checkpoint_flips_unseen(tmp_path):
             )
             assert found == {"epoch": 1, "history": [1.5, None, "x"]}
     assert refused >= len(content) - 20
+
+
+def test_a_checkpoint_that_was_cut_at_any_length_gives_way_to_the_one_before(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    directory.write_checkpoint({"epoch": 1})
+    directory.write_checkpoint({"epoch": 2, "weights": torch.arange(3.0)})
+    content = directory.checkpoint.read_bytes()
+    digest = len(content) - content.rindex(b"\nevigrad blake2b ")
+    for length in range(len(content)):
+        directory.checkpoint.write_bytes(content[:length])
+        if length >= len(content) - digest:  # whole, but for its digest
+            assert (directory.read_checkpoint() or {})["epoch"] == 2
+            continue
+        with pytest.warns(EvigradWarning, match=r"checkpoint before it is taken, after epoch 1"):
+            assert directory.read_checkpoint() == {"epoch": 1}
+    # What is damaged does not push out the one that can be read.
+    directory.write_checkpoint({"epoch": 3})
+    assert directory.read_checkpoint() == {"epoch": 3}
+    directory.checkpoint.unlink()
+    assert directory.read_checkpoint() == {"epoch": 1}
+    for path in (directory.checkpoint, directory.checkpoint_before):
+        path.write_bytes(b"no archive")
+    words = r"checkpoint\.pt cannot be read.*checkpoint_before\.pt cannot.* Start the run anew"
+    with pytest.raises(ConfigurationError, match=words):
+        directory.read_checkpoint()
 
 
 def test_a_checkpoint_without_a_digest_is_read(tmp_path):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from evigrad.errors import EvigradError, EvigradWarning
+from evigrad.errors import EvigradError, EvigradWarning, is_out_of_memory
 
 _NEEDS = "The command line needs more packages than the library: pip install 'evigrad[all]'"
 _INTERRUPTED = 130
@@ -50,6 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         except OSError as error:  # as a full disk, of a file that is no run's
             show("error", f"{error.filename or 'A file'}: {error.strerror or error}.")
+            return 2
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            show("error", f"Memory does not suffice: {error} Take less data or a smaller network.")
             return 2
         except KeyboardInterrupt as error:
             show("error", f"Interrupted. {error}")

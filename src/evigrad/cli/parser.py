@@ -9,11 +9,13 @@ from operator import or_
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from jsonargparse import ActionYesNo, ArgumentParser, Namespace
+from jsonargparse import ActionYesNo, ArgumentParser, Namespace, get_loader, set_loader
+from yaml import YAMLError
 
 from evigrad.cli.messages import show
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.estimators import DEFAULT_ESTIMATOR, STRUCTURES
+from evigrad.training.configuration import check_plain
 
 _HELP_WIDTH = 96
 _HELP_COLUMN = 30
@@ -58,19 +60,46 @@ class Formatter(RawDescriptionHelpFormatter):
         return f"{text} (default: %(default)s)"
 
 
+def _load(text: str) -> Any:
+    """Parse a file of options, or the value of one: YAML that is names with plain values."""
+    check_plain(text)
+    try:
+        return get_loader("yaml")(text)
+    except (ValueError, RecursionError) as error:  # as of a number of ten thousand digits
+        raise ConfigurationError(" ".join(str(error).split())) from error
+
+
+_YAML = "evigrad"
+set_loader(_YAML, _load, (ConfigurationError, YAMLError))
+
+
 class Parser(ArgumentParser):
     """Turns a mistake in the arguments into one sentence with the nearest option's name."""
 
     def __init__(self, **keywords: Any) -> None:
         """Read ``--config FILE``, print ``--print-config``; keywords of ``ArgumentParser``."""
         super().__init__(
-            formatter_class=Formatter, print_config="--print-config", add_help=False, **keywords
+            parser_mode=_YAML,
+            formatter_class=Formatter,
+            print_config="--print-config",
+            add_help=False,
+            **keywords,
         )
         self.add_argument("-h", "--help", action="help", help="Show this help and exit.")
         self.add_argument("--config", action="config", metavar="FILE", help="YAML file of options.")
         for action in self._actions:
             if "--print-config" in action.option_strings:
                 action.help, action.metavar = "Print all options as such a file and exit.", ""
+
+    def parse_args(self, *given: Any, **keywords: Any) -> Any:
+        """As that of ``ArgumentParser``; what it fails at is a CommandLineError too."""
+        try:
+            return super().parse_args(*given, **keywords)
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            if isinstance(error, UnicodeError):
+                raise
+            # As by a file whose "config" is a number: a value that the parser did not expect.
+            raise CommandLineError(f"the options cannot be read ({error})") from error
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise a mistake as a CommandLineError, instead of printing usage and exiting."""

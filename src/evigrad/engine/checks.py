@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from evigrad.blocks import Block
 from evigrad.blocks.partitions import Partition
-from evigrad.errors import ConfigurationError, EvigradError, InputError, nearest
+from evigrad.errors import ConfigurationError, InputError, NotFiniteError, nearest
 from evigrad.inputs import Inputs, Tree, as_inputs, check_integers, each_once, tensors_of
 
 
@@ -97,7 +97,7 @@ def check_gradients(names: Iterable[str], gradients: Iterable[Tensor | None]) ->
     """Refuse gradients that are not finite."""
     for name, gradient in zip(names, gradients, strict=True):
         if gradient is not None and not bool(gradient.isfinite().all()):
-            raise EvigradError(
+            raise NotFiniteError(
                 f"The gradient in {name} is not finite: weights or hyperparameters have diverged"
                 " (lower their learning rates), or a type of rows_dtype, gram_dtype or autocast is"
                 " too coarse."

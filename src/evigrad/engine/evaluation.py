@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from evigrad.curvature import LogDet, RoundingError, rounding_refused
 from evigrad.engine.cotangents import is_one_number, needs_two_passes, root_rows
 from evigrad.engine.kept import KeptPass
+from evigrad.engine.memory import fits
 from evigrad.engine.passes import BlockPass
 from evigrad.engine.problem import Problem
 from evigrad.engine.two_passes import FirstPass, first_pass, log_likelihood_of, second_pass
-from evigrad.errors import ConfigurationError, EvigradError, MemoryBudgetError
+from evigrad.errors import ConfigurationError, NotFiniteError
 
 # The numbers of an estimate that are averaged.
 _TERMS = ("log_evidence", "log_likelihood", "log_prior", "log_det", "log_hyperprior")
@@ -146,10 +147,10 @@ def precisely(
             return result
     except RoundingError:
         precise = problem.plans.in_float64(block_pass.plan)
-    try:
-        return work(replace(block_pass, plan=precise))
-    except MemoryBudgetError:
-        return work(block_pass)
+    wide: list[Found] = []
+    if fits(lambda: wide.append(work(replace(block_pass, plan=precise)))):
+        return wide[0]
+    return work(block_pass)
 
 
 def objective(kept: KeptPass) -> tuple[Estimate, Tensor]:
@@ -275,7 +276,7 @@ def _estimate(
     likelihood, prior, determinant, hyperprior = (float(t.detach()) for t in terms)
     value = likelihood + prior - 0.5 * determinant
     if not math.isfinite(value):
-        raise EvigradError(
+        raise NotFiniteError(
             f"The log evidence is {value} (log likelihood {likelihood:.4g}, log prior"
             f" {prior:.4g}, log-determinant {determinant:.4g}): weights or"
             " hyperparameters have diverged; lower their learning rates."

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from evigrad.curvature.base import Structure
 from evigrad.engine.allocator import give_back
-from evigrad.errors import MemoryBudgetError, is_out_of_memory
+from evigrad.errors import EvigradWarning, MemoryBudgetError, is_out_of_memory
 
 # Part of the free memory to use; the rest is for fragmentation and for other processes.
 FREE_SHARE = 0.7
@@ -172,13 +173,27 @@ class MicroBatches:
         return min(total, self.chosen.get(kind, total))
 
     def halve(self, kind: str, failed: int) -> None:
-        """From here on take half of the number that did not fit; refuse where it was one datum."""
+        """From here on take half of the number that did not fit.
+
+        A warning says so, unless the size is automatic.
+
+        Raises:
+            MemoryBudgetError: Where it was one datum.
+        """
         if failed == 1:
             raise MemoryBudgetError(
                 "A pass over a single datum does not fit into memory. Take a smaller network,"
                 " fewer augmentation samples, or a machine with more memory."
             )
         self.chosen[kind] = failed // 2
+        if self.asked != "auto":
+            warnings.warn(
+                f"Memory did not suffice for a {kind.partition(' of ')[0]} over {failed} data at"
+                f" once: it takes {failed // 2} from here on, which changes no result. Say"
+                f" micro_batch={failed // 2}, or 'auto'.",
+                EvigradWarning,
+                stacklevel=2,
+            )
 
 
 def fits(work: Callable[[], Any]) -> bool:

@@ -153,14 +153,11 @@ def over_chunks(
                     labels=[labels[data] for labels in block_pass.labels],
                     plan=other,
                 )
-                if problem.sizes.asked != "auto":
-                    state = step(state, chunk)
-                else:
-                    found: list[State] = []
-                    if not fits(lambda s=state, c=chunk, f=found: f.append(step(s, c))):
-                        problem.sizes.halve(_memory_key(block_pass, kind, x), stop - start)
-                        continue
-                    (state,) = found
+                found: list[State] = []
+                if not fits(lambda s=state, c=chunk, f=found: f.append(step(s, c))):
+                    problem.sizes.halve(_memory_key(block_pass, kind, x), stop - start)
+                    continue
+                (state,) = found
                 start = stop
             first += len(x)
     if first != expected:
@@ -263,9 +260,9 @@ def check_fits(problem: Problem, plan: InputPlan, block: Block, condensed: bool)
 
 def _chunk_size(block_pass: BlockPass, kind: str, x: Inputs, rest: int, position: int) -> int:
     problem, sizes = block_pass.problem, block_pass.problem.sizes
-    if (at_once := most_at_once(problem, block_pass.plan, block_pass.block, position)) is not None:
-        return min(rest, at_once)
     key = _memory_key(block_pass, kind, x)
+    if (at_once := most_at_once(problem, block_pass.plan, block_pass.block, position)) is not None:
+        return min(rest, at_once, sizes.chosen.get(key, at_once))
     if key in sizes.chosen:
         return min(rest, sizes.chosen[key])
     free = available_bytes(problem.device)

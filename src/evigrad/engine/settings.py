@@ -34,8 +34,8 @@ class Memory:
     Types are given by name or as those of PyTorch.
 
     Attributes:
-        micro_batch: Data in a forward pass of an estimate, or auto, as many as the memory holds,
-            and half of them where that fails; changes memory, not results. Default: all.
+        micro_batch: Data in a forward pass of an estimate, or auto, as many as the memory holds;
+            half of them from where memory fails. It changes memory, not results. Default: all.
         memory_budget: Memory that such a pass may take, with micro_batch auto: bytes, or an amount
             as 8GiB. Default: most of what is free.
         gram_dtype: Type of kernels and factors: float32 or float64. Default: the weights'.

@@ -176,6 +176,8 @@ Inputs = Tensor | Tree | AtPositions
 
 def as_inputs(value: Any) -> Inputs:
     """A tensor as it is, and containers of tensors as a ``Tree``, checked to fit together."""
+    if isinstance(value, Tensor) and value.layout != torch.strided:
+        raise InputError("The inputs are a sparse tensor: give x.to_dense().")
     if isinstance(value, Inputs):
         return value
     if not isinstance(value, Mapping | tuple | list):
@@ -191,6 +193,8 @@ def as_inputs(value: Any) -> Inputs:
                 f"{name} of the inputs is a {type(part).__name__}, not a tensor: convert it, or"
                 " leave it out."
             )
+        if part.layout != torch.strided:
+            raise InputError(f"{name} of the inputs is a sparse tensor: give its to_dense().")
         if part.dim() == 0:
             raise InputError(f"{name} of the inputs has no dimension that counts the data.")
         if part.is_complex():

@@ -101,7 +101,8 @@ def flattened(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Ten
         InputError: If they do not fit, or no position counts.
     """
     if f.dim() == 2 or not is_batch(y, len(f)):
-        check_targets(likelihood, f[..., 0, :].shape if f.dim() > 2 else f.shape, y, f.device)
+        shape = (*f.shape[:-2], f.shape[-1]) if f.dim() > 2 else f.shape
+        check_targets(likelihood, shape, y, f.device)
         return f, y
     targets, counts = targets_at(likelihood, f.shape[1:], y, f.device)
     if not len(targets):

@@ -9,6 +9,7 @@ from typing import Any
 
 from evigrad.errors import ConfigurationError, InputError, require
 from evigrad.plots.runs import History, series
+from evigrad.training.configuration import check_plain
 from evigrad.training.metrics import read_metrics
 from evigrad.training.settings import BASELINES
 
@@ -164,13 +165,14 @@ def _read(path: Path) -> dict[str, Any]:
     """The names and values in a JSON or YAML file; none where there is no file."""
     if not path.is_file():
         return {}
-    parse, refusal = json.loads, ValueError
-    if path.suffix == ".yaml":
-        yaml = require("yaml", f"Reading {path}", extra="cli")
-        parse, refusal = yaml.safe_load, yaml.YAMLError
     try:
-        content = parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, refusal) as error:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".yaml":
+            check_plain(text)
+            content = require("yaml", f"Reading {path}", extra="cli").safe_load(text)
+        else:
+            content = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(
             f"{path} cannot be read: {' '.join(str(error).split())}."
         ) from error

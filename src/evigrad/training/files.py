@@ -30,11 +30,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def replacing(path: Path, before: Path | None = None) -> Iterator[IO[bytes]]:
     """Open a file for writing and reading, so that the old or the new one is whole at every moment.
 
     It is replaced on the way out, left as it is after an exception. The new file is synchronised to
-    the disk before it is renamed: it survives a power cut too.
+    the disk before it is renamed: it survives a power cut too. The old one becomes ``before``, if
+    it is intact by its digest.
 
     Yields:
         The open file.
@@ -46,6 +47,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
+            if before is not None and path.exists() and is_intact(path):
+                os.replace(path, before)
             os.replace(partial, path)
         except BaseException:
             with suppress(OSError):  # as on a read-only disk
@@ -62,13 +65,13 @@ def seal(file: IO[bytes]) -> None:
     file.write(_SEAL + digest)
 
 
-def is_intact(path: Path) -> bool:
-    """Whether content and digest agree; True too for a file that was never sealed."""
+def is_intact(path: Path) -> bool | None:
+    """Whether content and digest agree; None for a file that ends without a digest."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END) - len(_SEAL) - _DIGEST_BYTES
         file.seek(max(size, 0))
         end = file.read()
-        return not end.startswith(_SEAL) or end == _SEAL + _digest(file, size)
+        return end == _SEAL + _digest(file, size) if end.startswith(_SEAL) else None
 
 
 def _digest(file: IO[bytes], size: int) -> bytes:

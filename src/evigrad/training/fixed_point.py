@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.errors import ConfigurationError, NotFiniteError
 from evigrad.evidence import Evidence
 
 # In log precisions the derivative of the update at its fixed point is (1 − r) I − r diag(γ)⁻¹ L for
@@ -75,7 +75,7 @@ class FixedPoint:
 
         Raises:
             ConfigurationError: If there is no gradient.
-            EvigradError: If the gradient is not finite.
+            NotFiniteError: If the gradient is not finite.
         """
         return self._effective_parameters(self._square_norms())
 
@@ -107,7 +107,7 @@ class FixedPoint:
 
         Raises:
             ConfigurationError: If there is no gradient.
-            EvigradError: If the gradient is not finite.
+            NotFiniteError: If the gradient is not finite.
         """
         log_precision = self._log_precision()
         squares = self._square_norms()
@@ -145,7 +145,7 @@ class FixedPoint:
                 " step."
             )
         if not torch.isfinite(gradient).all():
-            raise EvigradError(
+            raise NotFiniteError(
                 "The gradient of the prior's precisions is not finite: weights or hyperparameters"
                 " have diverged; lower their learning rates."
             )

@@ -10,7 +10,15 @@ from evigrad.blocks.partitions import Stream
 from evigrad.engine.evaluation import Estimate
 from evigrad.engine.kept import KeptPass
 from evigrad.engine.problem import PROBE_SIZE
-from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, listed
+from evigrad.errors import (
+    ConfigurationError,
+    EvigradError,
+    EvigradWarning,
+    NotFiniteError,
+    NotPositiveDefiniteError,
+    listed,
+    memory_for,
+)
 from evigrad.evidence import Evidence
 from evigrad.training.data import RunData
 from evigrad.training.fixed_point import FixedPoint
@@ -36,10 +44,12 @@ class Round:
         estimates: One for each step, made before it.
         is_shared: Whether steps used the same data, so that the spread of the estimates says
             nothing about their error.
+        skipped: Steps that were not taken, as an estimate before them failed.
     """
 
     estimates: list[Estimate]
     is_shared: bool
+    skipped: int = 0
 
 
 class Learner:
@@ -124,6 +134,7 @@ class Learner:
         evidence.blocks(self.data)  # raises now what the first round would, epochs later
         self._blocks: Stream | None = None  # of the data, which are checked once
         self._warned = False  # of precisions that nothing determines
+        self._idle = 0  # rounds without a step since the last one that had one
         self.count = 0
 
     @property
@@ -158,7 +169,8 @@ class Learner:
     def learn(self, epoch: int) -> Round:
         """Take the hyperparameter steps that follow an epoch, on a fresh partition of the data.
 
-        ``step`` calls it when it is due.
+        ``step`` calls it when it is due. An estimate that is not finite, or whose matrix has no
+        Cholesky factor, ends its round: the steps that are left are skipped, with a warning.
 
         Args:
             epoch: Counted from 1.
@@ -167,34 +179,58 @@ class Learner:
             The estimates, one for each step.
 
         Raises:
-            EvigradError: If an estimate fails.
+            EvigradError: If an estimate fails in another way, or no step of two rounds on end could
+                be taken.
         """
-        estimates: list[Estimate] = []
-        any_shared = False
+        found = Round([], False)
         try:
             for rounds in self.rounds:
                 if rounds.is_due(epoch):
-                    if self._blocks is None:
-                        self._blocks = self.evidence.blocks(self.data)
-                    prior_blocks = self.schedule.prior_blocks
-                    blocks, is_shared = blocks_of_a_round(
-                        self.evidence,
-                        self._blocks,
-                        self.data.first(PROBE_SIZE)[0],
-                        rounds.names,
-                        rounds.steps,
-                        prior_blocks if rounds is self.rounds[0] else None,
-                    )
-                    any_shared = any_shared or is_shared
-                    estimates += [self._step(rounds, block) for block in blocks]
-                    if "prior.log_precision" in rounds.names and not self._warned:
-                        self._warned = True
-                        warn_of_unused(self.evidence)
+                    found = self._round(rounds, found)
         except EvigradError as error:
             raise type(error)(f"Hyperparameter step after epoch {epoch}: {error}") from error
         finally:
             self._clear_gradients()
-        return Round(estimates, any_shared)
+        return found
+
+    def _round(self, rounds: Rounds, before: Round) -> Round:
+        """Take the steps of one kind; returns them with those ``before`` them."""
+        if self._blocks is None:
+            self._blocks = self.evidence.blocks(self.data)
+        estimates, is_shared, failed = list[Estimate](), False, 0
+        try:
+            blocks, is_shared = blocks_of_a_round(
+                self.evidence,
+                self._blocks,
+                self.data.first(PROBE_SIZE)[0],
+                rounds.names,
+                rounds.steps,
+                self.schedule.prior_blocks if rounds is self.rounds[0] else None,
+            )
+            name = self.evidence.spec.name
+            with memory_for(f"an estimate by {name}", "fewer rows in a block, as its name says"):
+                for block in blocks:
+                    estimates.append(self._step(rounds, block))
+        except (NotFiniteError, NotPositiveDefiniteError) as error:
+            self._idle = 0 if estimates else self._idle + 1
+            # Other ranks have another error, and do not know that this one would go on.
+            if self._idle > 1 or self.evidence.ranks.count > 1:
+                raise
+            failed = rounds.steps - len(estimates)
+            warnings.warn(
+                f"{failed} of {rounds.steps} hyperparameter steps of a round were skipped, as an"
+                f" estimate failed: {error}",
+                EvigradWarning,
+                stacklevel=4,
+            )
+        else:
+            self._idle = 0
+        if "prior.log_precision" in rounds.names and not self._warned:
+            self._warned = True
+            warn_of_unused(self.evidence)
+        return Round(
+            before.estimates + estimates, before.is_shared or is_shared, before.skipped + failed
+        )
 
     def _step(self, rounds: Rounds, block: Block | list[KeptPass]) -> Estimate:
         self._set_rates(rounds.progress)
@@ -227,6 +263,7 @@ class Learner:
             "hyper_optimizer": self.hyper_optimizer.state_dict(),
             "hyper_steps": [rounds.taken for rounds in self.rounds],
             "count": self.count,
+            "idle": self._idle,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -244,6 +281,7 @@ class Learner:
             for rounds, taken in zip(self.rounds, state["hyper_steps"], strict=True):
                 rounds.taken = taken
             self.count = self.data.epoch = state["count"]
+            self._idle = state.get("idle", 0)
         except (RuntimeError, ValueError, TypeError, LookupError) as error:
             raise ConfigurationError(f"The saved state does not fit this run: {error}") from error
 

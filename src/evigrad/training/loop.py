@@ -1,6 +1,7 @@
 """The interleaved scheme: epochs of the weights, and steps of the hyperparameters between them."""
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
-from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, memory_for
 from evigrad.evidence import Evidence
 from evigrad.jacobians.modes import seeded
 from evigrad.models import fixup_scalars
@@ -19,6 +21,9 @@ from evigrad.training.data import RunData, derived_seed, stream
 from evigrad.training.learner import Learner, Round
 from evigrad.training.optimizers import cosine, make_hyper_optimizer, make_weight_optimizer
 from evigrad.training.settings import PlannedSettings
+
+# Part of an epoch's batches, one at least, that may be skipped before training has diverged.
+SKIPPED_SHARE = 0.1
 
 
 class Loop:
@@ -71,15 +76,20 @@ class Loop:
         """Steps on hyperparameters by the evidence so far."""
         return 0 if self.learner is None else self.learner.hyper_steps
 
-    def train_epoch(self, epoch: int) -> float:
-        """Return the mean loss, in nats per datum, of an epoch that trains the weights on all data.
+    def train_epoch(self, epoch: int) -> tuple[float, int]:
+        """Train the weights on all data, by a step for each batch.
 
+        A batch whose loss or gradient is not finite is skipped: its step would spoil the weights.
         The order is drawn from (seed, epoch), with epochs from 1. What the model draws itself
         (dropout) comes from a second stream of (seed, epoch), and what the items of a data set draw
         from others. The loss includes Augerino's regulariser.
 
+        Returns:
+            The mean loss, in nats per datum, and the number of batches that were skipped.
+
         Raises:
-            EvigradError: If the loss or a weight is not finite.
+            EvigradError: If more than a tenth of the batches would be skipped (``SKIPPED_SHARE``),
+                or a weight or a buffer is not finite at the end.
         """
         self._set_weight_rates(epoch)
         self.data.epoch = epoch
@@ -87,28 +97,57 @@ class Loop:
         order = torch.randperm(len(self.data), generator=stream(seed, "shuffle", epoch))
         # Batches of nearly one size: a last batch of one datum would break batch normalisation.
         batches = order.tensor_split(-(-len(order) // self.settings.schedule.batch_size))
-        total = 0.0
+        most = min(max(1, int(SKIPPED_SHARE * len(batches))), len(batches) - 1)
+        finite = self._finite_parts()
+        total, count, skipped = 0.0, 0, 0
         with (
             seeded(derived_seed(seed, "model", epoch), self.device),
             training_mode(self.evidence.model),
         ):
             for batch in batches:
-                loss = self._loss(*self.data.fetch(batch), batch)
-                value = loss.item()
-                if not math.isfinite(value):
-                    raise self._diverged("the loss", value, epoch)
+                step = f"a training step on {len(batch)} data"
                 self.weight_optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                self.weight_optimizer.step()
-                if self.in_loss:
-                    self.loss_optimizer.step()
-                    self.loss_optimizer.zero_grad()
-                total += value * len(batch)
+                with memory_for(step, "a smaller batch_size"):
+                    loss = self._loss(*self.data.fetch(batch), batch)
+                    value = loss.item()
+                    if math.isfinite(value):
+                        loss.backward()
+                if math.isfinite(value) and self._has_finite_gradients():
+                    self.weight_optimizer.step()
+                    if self.in_loss:
+                        self.loss_optimizer.step()
+                    total, count = total + value * len(batch), count + len(batch)
+                else:
+                    skipped += 1
+                    if skipped > most:
+                        what = f"in {skipped} of {len(batches)} batches the loss or its gradient"
+                        raise self._diverged(what, epoch)
+                self.loss_optimizer.zero_grad()
         self.weight_optimizer.zero_grad(set_to_none=True)
-        for name, weight in self.evidence.weights().items():
-            if not torch.isfinite(weight).all():
-                raise self._diverged(f"the weight {name}", float("nan"), epoch)
-        return total / len(order)
+        if spoiled := finite - self._finite_parts():
+            raise self._diverged(min(spoiled), epoch)
+        if skipped:
+            warnings.warn(
+                f"Epoch {epoch}: in {skipped} of {len(batches)} batches the loss or its gradient"
+                " was NaN or infinite. The weights took no step there.",
+                EvigradWarning,
+                stacklevel=2,
+            )
+        return total / count, skipped
+
+    def _has_finite_gradients(self) -> bool:
+        """Whether no gradient that the next step uses is NaN or infinite."""
+        learned = self.evidence.hyperparameters()
+        parameters = [*self.evidence.weights().values(), *(learned[n] for n in self.in_loss)]
+        found = [p.grad for p in parameters if p.grad is not None]
+        return bool(get_total_norm(found, math.inf).isfinite())
+
+    def _finite_parts(self) -> set[str]:
+        """The weights and buffers without NaN and infinite values, in words."""
+        # A mask may be infinite on purpose; running statistics become NaN by a skipped batch.
+        parts = {f"the weight {name}": w for name, w in self.evidence.weights().items()}
+        parts |= {f"the buffer {name}": b for name, b in self.evidence.model.named_buffers()}
+        return {words for words, part in parts.items() if bool(part.detach().isfinite().all())}
 
     def _loss(self, x: Tensor, y: Tensor, indices: Tensor) -> Tensor:
         loss = self.evidence.map_loss(x, y, wrt=self.in_loss, indices=indices)
@@ -174,11 +213,11 @@ class Loop:
         for group in self.loss_optimizer.param_groups:
             group["lr"] = cosine(progress, group["lr_first"], group["lr_last"])
 
-    def _diverged(self, what: str, value: float, epoch: int) -> EvigradError:
+    def _diverged(self, what: str, epoch: int) -> EvigradError:
         rate = self.weight_optimizer.param_groups[0]["lr"]
         return EvigradError(
             f"Training diverged in epoch {epoch} of {self.settings.schedule.epochs}: {what} is"
-            f" {value}. Lower lr (it was {rate:.3g} in this epoch)"
+            f" NaN or infinite. Lower lr (it was {rate:.3g} in this epoch)"
             + ("" if self.hyper_steps == 0 else ", or prior_lr and hyper_lr")
             + "; check the scale of the inputs."
         )

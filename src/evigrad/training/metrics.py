@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.blocks.sources import as_source
-from evigrad.errors import InputError
+from evigrad.engine.memory import fits
+from evigrad.errors import InputError, MemoryBudgetError
 from evigrad.evidence import Evidence
 from evigrad.inputs import Inputs
 from evigrad.invariances.transform import range_values, ranged_modules
@@ -45,7 +46,7 @@ def evaluate(
         model: Maps inputs (m, ...) to outputs (m, C) or (m, …, C). Its mode is restored.
         likelihood: The likelihood of the targets given the outputs.
         data: A pair (x, y) of tensors or a map-style data set, on the model's device.
-        batch_size: Data per forward pass.
+        batch_size: Data per forward pass; half of them from where memory does not suffice.
         generator: Seeds what the model draws, if anything. Default: seed 0.
 
     Returns:
@@ -55,19 +56,35 @@ def evaluate(
 
     Raises:
         InputError: If there are no data, or they do not fit the likelihood.
+        MemoryBudgetError: If memory does not suffice for one datum.
     """
     source = as_source(data)
     totals: dict[str, float] = {}
     count = 0
     generator = generator or torch.Generator().manual_seed(0)
+
+    def add(indices: Tensor) -> None:
+        nonlocal count
+        inputs, targets = source.fetch(indices)
+        f = model_outputs(model, inputs, positions=True)
+        f, targets = flattened(likelihood, f, targets)
+        found = {name: float(each) for name, each in likelihood.metrics(f, targets).items()}
+        count += len(f)
+        totals.update({name: totals.get(name, 0.0) + each for name, each in found.items()})
+
     with evaluation_mode(model, generator), torch.no_grad():
-        for indices in torch.arange(len(source)).split(batch_size):
-            inputs, targets = source.fetch(indices)
-            f = model_outputs(model, inputs, positions=True)
-            f, targets = flattened(likelihood, f, targets)
-            count += len(f)
-            for name, value in likelihood.metrics(f, targets).items():
-                totals[name] = totals.get(name, 0.0) + float(value)
+        start = 0
+        while start < len(source):
+            indices = torch.arange(start, min(start + batch_size, len(source)))
+            if fits(lambda batch=indices: add(batch)):
+                start += len(indices)
+            elif len(indices) > 1:
+                batch_size = len(indices) // 2
+            else:
+                raise MemoryBudgetError(
+                    "Memory does not suffice to evaluate the network on a single datum: take a"
+                    " smaller network, or a machine with more memory."
+                )
     means = {name: value / count for name, value in totals.items()}
     if "correct" in means:
         means["accuracy"] = means.pop("correct")

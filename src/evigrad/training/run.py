@@ -218,10 +218,12 @@ class Run:
                 record.write_checkpoint(self._state())
             if stopped:
                 raise KeyboardInterrupt(f"Stopped after epoch {epoch} of {epochs}.")
+        if record is not None:
+            record.finish()
 
     def _epoch(self, epoch: int) -> Row:
         start = time.perf_counter()
-        loss = self.loop.train_epoch(epoch)
+        loss, skipped = self.loop.train_epoch(epoch)
         lr = self.loop.weight_optimizer.param_groups[0]["lr"]
         learned = self.loop.learn(epoch) if self.loop.is_round(epoch) else None
         self.seconds += time.perf_counter() - start
@@ -229,6 +231,7 @@ class Run:
         if evaluated:
             self._evaluate(epoch)
         row: Row = {"epoch": epoch, "seconds": self.seconds, "lr": lr, "loss": loss}
+        row["skipped_batches"] = skipped
         row |= evidence_columns(learned)
         row["hyper_steps"] = self.loop.hyper_steps
         for part, metrics in self.metrics.items():
@@ -311,6 +314,9 @@ class Run:
         self.seconds = state["seconds"]
         self.metrics = state["metrics"]
         self.history = unpacked_history(state["history"])
+        for row in self.history:  # of a checkpoint of before these were counted
+            row.setdefault("skipped_batches", 0)
+            row.setdefault("skipped_steps", 0)
 
     def _resumed(self) -> str:
         done, epochs = len(self.history), self.schedule.epochs
@@ -334,9 +340,10 @@ class Run:
 
 
 def evidence_columns(learned: Round | None) -> Row:
-    """Means of the log evidence and its log-determinant, and the former's error, nats per datum."""
-    if learned is None:
-        return dict.fromkeys(("log_evidence", "log_det_term", "log_evidence_sem"))
+    """Means of the log evidence and its log-determinant, the former's error, and skipped steps."""
+    skipped: Row = {"skipped_steps": 0 if learned is None else learned.skipped}
+    if learned is None or not learned.estimates:
+        return dict.fromkeys(("log_evidence", "log_det_term", "log_evidence_sem")) | skipped
     estimates = learned.estimates
     values = [e.per_datum for e in estimates]
     many = len(values) > 1 and not learned.is_shared
@@ -344,6 +351,7 @@ def evidence_columns(learned: Round | None) -> Row:
         "log_evidence": mean(values),
         "log_det_term": mean(-0.5 * e.log_det / e.num_data for e in estimates),
         "log_evidence_sem": standard_error(values) if many else None,
+        **skipped,
     }
 
 

@@ -61,6 +61,11 @@ class RunDirectory:
         return self.path / "checkpoint.pt"
 
     @property
+    def checkpoint_before(self) -> Path:
+        """The file of the checkpoint before the last one, for when that is damaged."""
+        return self.path / "checkpoint_before.pt"
+
+    @property
     def metrics(self) -> Path:
         """The file with one row for each epoch."""
         return self.path / "metrics.csv"
@@ -99,8 +104,8 @@ class RunDirectory:
             file.write(text.encode("utf-8"))
 
     def write_checkpoint(self, state: Mapping[str, Any]) -> None:
-        """Replace the checkpoint by tensors and plain values; a whole one is there all the time."""
-        with replacing(self.checkpoint) as file:
+        """Write tensors and plain values; the checkpoint before is kept, and a whole one always."""
+        with replacing(self.checkpoint, self.checkpoint_before) as file:
             try:
                 torch.save(dict(state), file)
             except RuntimeError as error:  # of the unfinished archive, behind the system's own
@@ -109,26 +114,50 @@ class RunDirectory:
             seal(file)
 
     def read_checkpoint(self) -> dict[str, Any] | None:
-        """The state of the last checkpoint, its tensors in the host's memory, or None."""
-        if not self.checkpoint.exists():
-            return None
-        try:
-            intact = is_intact(self.checkpoint)
-            # Not code: a checkpoint of somebody else's can do no harm.
-            state = torch.load(self.checkpoint, "cpu", weights_only=True) if intact else None
-        except Exception as error:  # an older one without a digest may be damaged in any way
-            raise self._unreadable(error) from error
-        if not intact:
-            raise self._unreadable("it is damaged, as its content does not fit its digest")
-        if not isinstance(state, dict):
-            raise self._unreadable("it holds no state of a run")
-        return state
+        """Read the last checkpoint; where that is damaged the one before, with a warning.
 
-    def _unreadable(self, reason: object) -> ConfigurationError:
-        words = str(reason).strip().partition("\n")[0].rstrip(".")
-        return ConfigurationError(
-            f"{self.checkpoint} cannot be read: {words}. Start the run anew in another folder."
-        )
+        Returns:
+            The state of the run, its tensors in the host's memory; None without a checkpoint.
+
+        Raises:
+            ConfigurationError: If there are checkpoints and none can be read.
+        """
+        refused: list[str] = []
+        for path in (self.checkpoint, self.checkpoint_before):
+            if not path.exists():
+                continue
+            try:
+                state = _read_checkpoint(path)
+            except (ConfigurationError, OSError) as error:
+                refused.append(f"{path} cannot be read: {error}.")
+                continue
+            if refused:
+                warnings.warn(
+                    f"{' '.join(refused)} The checkpoint before it is taken, after epoch"
+                    f" {state.get('epoch')}: the epochs since then are repeated.",
+                    EvigradWarning,
+                    stacklevel=2,
+                )
+            return state
+        if refused:
+            raise ConfigurationError(f"{' '.join(refused)} Start the run anew in another folder.")
+        return None
+
+
+def _read_checkpoint(path: Path) -> dict[str, Any]:
+    if is_intact(path) is False:
+        raise ConfigurationError("it is damaged, as its content does not fit its digest")
+    try:
+        # Not code: a checkpoint of somebody else's can do no harm.
+        state = torch.load(path, "cpu", weights_only=True)
+    except Exception as error:  # without a digest it may be damaged in any way
+        if isinstance(error, OSError):
+            raise
+        kind = type(error).__name__
+        raise ConfigurationError(f"it is no checkpoint, or cut off ({kind})") from error
+    if not isinstance(state, dict):
+        raise ConfigurationError("it holds no state of a run")
+    return state
 
 
 class RunRecord:
@@ -166,6 +195,10 @@ class RunRecord:
         self._directory.write_checkpoint(state)
         self._written = time.monotonic()
         self._cost = self._written - start
+
+    def finish(self) -> None:
+        """Remove the checkpoint before the last one, when training is over."""
+        self._directory.checkpoint_before.unlink(missing_ok=True)
 
     def check_readable(self) -> None:
         """Warn at once if a checkpoint holds objects of unknown classes, as nothing can read it."""
