@@ -2,10 +2,12 @@
 
 A tracker is a function of a row, a dictionary of numbers that has the epoch or the step, as the
 rows of ``fit``'s history. So ``fit(..., callbacks=[tracker])`` is all that there is to add, a run
-folder has the same rows as ``metrics.csv`` in any case, and any function will do: that of another
-tool is ``lambda row: run.log(numbers(row), step=row["epoch"])``.
+folder has the same rows as ``metrics.csv`` in any case, and any function will do. `Tracker` is
+what those of this module share; that of another tool has a ``write`` and a ``close`` of its own.
 """
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -13,10 +15,12 @@ from typing import Any, Self
 
 from evigrad.errors import require
 
-__all__ = ["TensorBoard", "numbers"]
+__all__ = ["MLflow", "TensorBoard", "Tracker", "WandB", "numbers"]
 
 # What counts the rows.
 COUNTERS = ("epoch", "round", "step")
+# MLflow takes no more metrics than these in one request.
+_AT_ONCE = 1000
 
 
 def numbers(row: Mapping[str, int | float | None]) -> dict[str, float]:
@@ -31,7 +35,44 @@ def numbers(row: Mapping[str, int | float | None]) -> dict[str, float]:
     return {n: float(v) for n, v in row.items() if v is not None and n not in COUNTERS}
 
 
-class TensorBoard:
+class Tracker(ABC):
+    """A callback of ``fit`` that writes the numbers of each row, and closes in a ``with``."""
+
+    def __call__(self, row: Mapping[str, int | float | None]) -> None:
+        """Write a row, at the number that counts it."""
+        count = next((int(row[name] or 0) for name in COUNTERS if name in row), 0)
+        self.write(numbers(row), count)
+
+    @abstractmethod
+    def write(self, values: dict[str, float], count: int) -> None:
+        """Write the numbers of one row.
+
+        Args:
+            values: The numbers by name.
+            count: The epoch, round or step that they are from.
+        """
+
+    @abstractmethod
+    def close(self, *, failed: bool = False) -> None:
+        """End what is written.
+
+        Args:
+            failed: Whether training ended by an error.
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(failed=error is not None)
+
+
+class TensorBoard(Tracker):
     """Writes each row for TensorBoard: ``tensorboard --logdir FOLDER`` shows them.
 
     It needs ``pip install 'evigrad[tensorboard]'``. Used in a ``with`` statement it closes its file
@@ -50,24 +91,85 @@ class TensorBoard:
         writer: Any = require("torch.utils.tensorboard", "TensorBoard's tracker", "tensorboard")
         self._writer = writer.SummaryWriter(str(folder))
 
-    def __call__(self, row: Mapping[str, int | float | None]) -> None:
-        """Write a row, at the number that counts it."""
-        count = next((int(row[name] or 0) for name in COUNTERS if name in row), None)
-        for name, value in numbers(row).items():
+    def write(self, values: dict[str, float], count: int) -> None:
+        """Write the numbers of one row to the disk."""
+        for name, value in values.items():
             self._writer.add_scalar(name, value, count)
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Close the file."""
         self._writer.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
+class WandB(Tracker):
+    """Writes each row as a run of Weights & Biases, on this machine alone by default.
+
+    It needs ``pip install 'evigrad[wandb]'``. ``wandb sync FOLDER/wandb/offline-run-...`` uploads
+    what was written offline. Used in a ``with`` statement it finishes the run in the end, as failed
+    after an error.
+
+    Args:
+        folder: Where it writes.
+        mode: ``"offline"``, or ``"online"`` to upload while training runs.
+        **settings: More for ``wandb.init``, such as ``project``, ``name`` and ``config``.
+
+    Raises:
+        EvigradError: If Weights & Biases is not installed.
+    """
+
+    def __init__(self, folder: str | Path = ".", mode: str = "offline", **settings: Any) -> None:
+        wandb: Any = require("wandb", "the tracker for Weights & Biases", extra="wandb")
+        self._run = wandb.init(dir=str(folder), mode=mode, **settings)
+
+    def write(self, values: dict[str, float], count: int) -> None:
+        """Write the numbers of one row."""
+        self._run.log(values, step=count)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Finish the run."""
+        self._run.finish(exit_code=int(failed))
+
+
+class MLflow(Tracker):
+    """Writes each row as metrics of a run of MLflow, apart from the script's active run.
+
+    It needs ``pip install 'evigrad[mlflow]'``. Used in a ``with`` statement it ends the run, as
+    failed after an error.
+
+    Args:
+        store: A tracking URI: a server, ``"sqlite:///mlflow.db"``, or a folder, for which MLflow
+            3.13 and newer ask for ``MLFLOW_ALLOW_FILE_STORE=true`` in the environment. None
+            is MLflow's own choice, from the environment too.
+        experiment: The experiment's name; it is made where there is none of that name.
+        name: The run's name. None lets MLflow choose.
+
+    Raises:
+        EvigradError: If MLflow is not installed.
+    """
+
+    def __init__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        store: str | Path | None = None,
+        *,
+        experiment: str = "Default",
+        name: str | None = None,
     ) -> None:
-        self.close()
+        mlflow: Any = require("mlflow", "MLflow's tracker", extra="mlflow")
+        self._metric = mlflow.entities.Metric
+        uri = store.absolute().as_uri() if isinstance(store, Path) else store
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        found = self._client.get_experiment_by_name(experiment)
+        number = found.experiment_id if found else self._client.create_experiment(experiment)
+        self._run = self._client.create_run(number, run_name=name).info.run_id
+
+    def write(self, values: dict[str, float], count: int) -> None:
+        """Write the numbers of one row."""
+        now = int(time.time() * 1000)
+        metrics = [self._metric(name, value, now, count) for name, value in values.items()]
+        for start in range(0, len(metrics), _AT_ONCE):
+            self._client.log_batch(self._run, metrics[start : start + _AT_ONCE])
+
+    def close(self, *, failed: bool = False) -> None:
+        """End the run."""
+        self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
