@@ -12,6 +12,8 @@ PRESET ?= small
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Without --no-compile pip compiles every module of every package, of which few are ever imported.
+INSTALL := $(PIP) install --no-compile -c constraints.txt
 SETTINGS := pyproject.toml constraints.txt
 PATHS := $(wildcard src tests benchmarks examples experiments docs/*.py)
 # One thread for each test process: several on a core each only get in each other's way.
@@ -71,31 +73,33 @@ clean: ## Remove the virtual environment, caches and builds (runs/ stays)
 constraints: ## Pin anew: install the newest versions that fit, and write constraints.txt
 	$(call say,Resolving every package in a fresh environment)
 	@rm -rf build/constraints && $(PYTHON) -m venv build/constraints
+	@build/constraints/bin/python -m pip --quiet install --upgrade pip
 	@build/constraints/bin/python -m pip --quiet install torch==$(TORCH) -e '.[all,hub,dev]'
 	@{ sed -n '/^#/p' constraints.txt; \
 		build/constraints/bin/python -m pip freeze --all --exclude-editable \
-		| grep -vE '^(#|pip==|wheel==)' | sed 's/+[a-z0-9]*$$//' | LC_ALL=C sort -f; \
+		| grep -vE '^(#|wheel==)' | sed 's/+[a-z0-9]*$$//' | LC_ALL=C sort -f; \
 	} > build/constraints.txt
 	@mv build/constraints.txt constraints.txt
 
 $(VENV)/.run: $(SETTINGS) | $(VENV)/.made
 	$(call say,Installing evigrad with the versions of constraints.txt (minutes the first time))
-	@$(PIP) install -c constraints.txt -e '.[all]'
+	@$(INSTALL) -e '.[all]'
 	@touch $@
 
 $(VENV)/.experiments: $(SETTINGS) | $(VENV)/.made
 	$(call say,Installing evigrad and what its experiments need with the versions of constraints.txt)
-	@$(PIP) install -c constraints.txt -e '.[experiments]'
+	@$(INSTALL) -e '.[experiments]'
 	@touch $(VENV)/.run $@
 
 $(VENV)/.docs: $(SETTINGS) | $(VENV)/.made
 	$(call say,Installing evigrad and what its site needs with the versions of constraints.txt)
-	@$(PIP) install -c constraints.txt -e '.[docs]'
+	@$(INSTALL) -e '.[docs]'
 	@touch $@
 
-$(VENV)/.test: $(SETTINGS) | $(VENV)/.made
+$(VENV)/.test: $(SETTINGS) constraints-laplace.txt | $(VENV)/.made
 	$(call say,Installing evigrad and its checkers with the versions of constraints.txt (minutes the first time))
-	@$(PIP) install -c constraints.txt -e '.[all,dev]'
+	@$(INSTALL) -e '.[all,dev]'
+	@$(INSTALL) --no-deps -r constraints-laplace.txt
 	@touch $(VENV)/.run $(VENV)/.experiments $(VENV)/.docs $@
 
 $(VENV)/.made:
@@ -105,4 +109,5 @@ $(VENV)/.made:
 		echo "evigrad needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 ..."; exit 1; }
 	$(call say,Making a virtual environment in $(VENV) with $$($(PYTHON) --version))
 	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) --upgrade pip  # that of Python 3.11 takes twice as long to resolve
 	@touch $@
