@@ -23,7 +23,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from evigrad.blocks.block import Block, padded_columns
-from evigrad.blocks.permutation import Permutation, permutation
+from evigrad.blocks.permutation import WRITTEN, Permutation, permutation
 from evigrad.blocks.sources import Source, class_labels
 from evigrad.distributed import Ranks
 from evigrad.errors import ConfigurationError, InputError
@@ -102,9 +102,11 @@ class Partition:
             build = self._grid_blocks(self._data_order(generator, labels), generator)
         return _LazyBlocks(permutation(self.num_blocks, generator), build)
 
-    def _data_order(self, generator: torch.Generator, labels: Tensor | None) -> Int[Tensor, " N"]:
+    def _data_order(
+        self, generator: torch.Generator, labels: Tensor | None
+    ) -> "Permutation | Int[Tensor, ' N']":
         if not self.spec.grouped:
-            return torch.randperm(self.num_data, generator=generator)
+            return permutation(self.num_data, generator)
         if labels is None:
             raise ConfigurationError(
                 f"'{self.spec}' fills its blocks class by class and needs the class labels."
@@ -115,19 +117,21 @@ class Partition:
         return order[rank[codes[order]].argsort(stable=True)]
 
     def _grid_blocks(
-        self, order: Int[Tensor, " N"], generator: torch.Generator
+        self, order: "Permutation | Int[Tensor, ' N']", generator: torch.Generator
     ) -> Callable[[int], Block]:
         # A seed for each group of data stands for its permutations of the outputs: N*C numbers
         # need not exist at once, and a group's blocks agree in whatever order they are built.
         limit = torch.iinfo(torch.int64).max
-        seeds = torch.randint(limit, (self._data_groups,), generator=generator)
+        few = min(self._data_groups, WRITTEN)
+        seeds = torch.randint(limit, (few,), generator=generator)
 
         def build(number: int) -> Block:
             of_data, of_outputs = divmod(number, self._output_groups)
             indices = order[of_data * self._size : (of_data + 1) * self._size].clone()
             columns = self._fixed_columns(len(indices))
             if self._width is not None:
-                own = torch.Generator().manual_seed(int(seeds[of_data]))
+                # More groups than seeds: those of one seed are WRITTEN groups apart.
+                own = torch.Generator().manual_seed(int(seeds[of_data % few]) ^ of_data // few)
                 outputs = self._output_orders(len(indices), own)
                 first = of_outputs * self._width
                 columns = outputs[:, first : first + self._width].clone()

@@ -42,7 +42,11 @@ class Permutation:
             if not 0 <= index < self._n:
                 raise IndexError(index)
             return int(self[index : index + 1])
-        numbers = self._network(torch.arange(*index.indices(self._n)))
+        return self.at(torch.arange(*index.indices(self._n)))
+
+    def at(self, places: Int[Tensor, " m"]) -> Int[Tensor, " m"]:
+        """The numbers at places 0 … n − 1."""
+        numbers = self._network(places)
         while bool((outside := numbers >= self._n).any()):
             numbers[outside] = self._network(numbers[outside])
         return numbers

@@ -6,6 +6,7 @@ changes no draw. The global random state is restored after every use.
 """
 
 import zlib
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from evigrad.blocks.permutation import permutation
 from evigrad.blocks.sources import Source, as_source
 from evigrad.errors import InputError
 from evigrad.inputs import tensors_of
@@ -53,6 +55,30 @@ def derived_seed(seed: int, use: Use, epoch: int = 0) -> int:
 def stream(seed: int, use: Use, epoch: int = 0) -> torch.Generator:
     """A CPU generator at the start of a stream, with the arguments of ``derived_seed``."""
     return torch.Generator().manual_seed(derived_seed(seed, use, epoch))
+
+
+def batches(
+    seed: int, epoch: int, num_data: int, epoch_size: int, batch_size: int
+) -> Iterator[Int[Tensor, " m"]]:
+    """Yield the positions of the data in each batch of an epoch, counted from 1.
+
+    All data are passed in random order, then again in another: an epoch is the next ``epoch_size``
+    of them. The order is drawn from the seed and the number of the pass; that of very many data is
+    not written out. All batches are about as large: a last one of a single datum would break batch
+    normalisation.
+    """
+    count = -(-epoch_size // batch_size)
+    place, order, present = (epoch - 1) * epoch_size, torch.empty(0), -1
+    for number in range(count):
+        left = epoch_size // count + (number < epoch_size % count)
+        found = []
+        while left:
+            done, start = divmod(place, num_data)
+            if done != present:
+                order, present = permutation(num_data, stream(seed, "shuffle", done + 1)), done
+            found.append(order[start : start + left])
+            place, left = place + len(found[-1]), left - len(found[-1])
+        yield torch.cat(found)
 
 
 class RunData(Source):

@@ -17,7 +17,7 @@ from evigrad.jacobians.modes import seeded
 from evigrad.models import fixup_scalars
 from evigrad.training.augerino import Augerino
 from evigrad.training.checkpoint import load_network
-from evigrad.training.data import RunData, derived_seed, stream
+from evigrad.training.data import RunData, batches, derived_seed
 from evigrad.training.learner import Learner, Round
 from evigrad.training.optimizers import cosine, make_hyper_optimizer, make_weight_optimizer
 from evigrad.training.settings import PlannedSettings
@@ -77,12 +77,12 @@ class Loop:
         return 0 if self.learner is None else self.learner.hyper_steps
 
     def train_epoch(self, epoch: int) -> tuple[float, int]:
-        """Train the weights on all data, by a step for each batch.
+        """Train the weights, by a step for each batch.
 
         A batch whose loss or gradient is not finite is skipped: its step would spoil the weights.
-        The order is drawn from (seed, epoch), with epochs from 1. What the model draws itself
-        (dropout) comes from a second stream of (seed, epoch), and what the items of a data set draw
-        from others. The loss includes Augerino's regulariser.
+        The order of the data is drawn from the seed, with epochs from 1 (see ``batches``). What the
+        model draws itself (dropout) comes from a second stream of (seed, epoch), and what the items
+        of a data set draw from others. The loss includes Augerino's regulariser.
 
         Returns:
             The mean loss, in nats per datum, and the number of batches that were skipped.
@@ -93,18 +93,17 @@ class Loop:
         """
         self._set_weight_rates(epoch)
         self.data.epoch = epoch
-        seed = self.settings.seed
-        order = torch.randperm(len(self.data), generator=stream(seed, "shuffle", epoch))
-        # Batches of nearly one size: a last batch of one datum would break batch normalisation.
-        batches = order.tensor_split(-(-len(order) // self.settings.schedule.batch_size))
-        most = min(max(1, int(SKIPPED_SHARE * len(batches))), len(batches) - 1)
+        seed, schedule, num_data = self.settings.seed, self.settings.schedule, len(self.data)
+        size = min(schedule.epoch_size or num_data, num_data)
+        steps = -(-size // schedule.batch_size)
+        most = min(max(1, int(SKIPPED_SHARE * steps)), steps - 1)
         finite = self._finite_parts()
         total, count, skipped = 0.0, 0, 0
         with (
             seeded(derived_seed(seed, "model", epoch), self.device),
             training_mode(self.evidence.model),
         ):
-            for batch in batches:
+            for batch in batches(seed, epoch, num_data, size, schedule.batch_size):
                 step = f"a training step on {len(batch)} data"
                 self.weight_optimizer.zero_grad(set_to_none=True)
                 with memory_for(step, "a smaller batch_size"):
@@ -120,7 +119,7 @@ class Loop:
                 else:
                     skipped += 1
                     if skipped > most:
-                        what = f"in {skipped} of {len(batches)} batches the loss or its gradient"
+                        what = f"in {skipped} of {steps} batches the loss or its gradient"
                         raise self._diverged(what, epoch)
                 self.loss_optimizer.zero_grad()
         self.weight_optimizer.zero_grad(set_to_none=True)
@@ -128,7 +127,7 @@ class Loop:
             raise self._diverged(min(spoiled), epoch)
         if skipped:
             warnings.warn(
-                f"Epoch {epoch}: in {skipped} of {len(batches)} batches the loss or its gradient"
+                f"Epoch {epoch}: in {skipped} of {steps} batches the loss or its gradient"
                 " was NaN or infinite. The weights took no step there.",
                 EvigradWarning,
                 stacklevel=2,

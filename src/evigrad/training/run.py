@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from evigrad.blocks.pool import Pool
 from evigrad.engine.allocator import kept_memory
 from evigrad.engine.evaluation import standard_error
 from evigrad.errors import ConfigurationError, EvigradError
@@ -264,7 +265,8 @@ class Run:
 
     def _evaluate(self, epoch: int) -> None:
         evidence, seed = self.evidence, self.settings.seed
-        for part, data in {"train": self.loop.data, "test": self.test}.items():
+        train = Pool(len(self.loop.data)).of(self.loop.data)
+        for part, data in {"train": train, "test": self.test}.items():
             if data is not None:
                 generator = stream(seed, "evaluation", epoch)
                 self.metrics[part] = evaluate(

@@ -72,6 +72,8 @@ class Schedule:
     Attributes:
         epochs: Passes over the training data. Default: as many as are 2000 steps of the weights,
             but 100 at least.
+        epoch_size: Data in an epoch, where these are so many that hyperparameters are to be learned
+            and checkpoints written within a pass; the next epoch goes on with others. Default: all.
         batch_size: Data in a step of the weights, at most; all batches are about as large.
         burn_in: Epochs before the first steps on the hyperparameters. Default: a tenth of all.
         every: Epochs from one round of hyperparameter steps to the next. Default: as many as make
@@ -96,6 +98,7 @@ class Schedule:
     """
 
     epochs: int | None = None
+    epoch_size: int | None = None
     batch_size: int = 100
     burn_in: int | None = None
     every: int | None = None
@@ -119,7 +122,8 @@ class Schedule:
         """The schedule with numbers in the place of defaults."""
         epochs, burn_in, every = self.epochs, self.burn_in, self.every
         if epochs is None:
-            epochs = max(FEWEST_EPOCHS, -(-STEPS // -(-num_data // self.batch_size)))
+            size = min(self.epoch_size or num_data, num_data)
+            epochs = max(FEWEST_EPOCHS, -(-STEPS // -(-size // self.batch_size)))
         if burn_in is None:
             burn_in = max(1, int(BURN_IN * epochs))
         if every is None:

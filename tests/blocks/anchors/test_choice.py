@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from evigrad import Evidence
 from evigrad.blocks.anchors.choice import Anchoring, Centres, choose, pivots
 from evigrad.blocks.anchors.selection import OutputMemory
+from evigrad.blocks.pool import Pool
 from evigrad.blocks.sources import as_source
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.likelihoods import Categorical, Gaussian
@@ -112,7 +113,7 @@ def test_the_memory_keeps_the_latest():
 @pytest.mark.parametrize("indices", [[0, 4], [-1, 0]])
 def test_positions_that_do_not_exist(indices: list[int]):
     with pytest.raises(InputError, match="Positions"):
-        OutputMemory(4).update(torch.tensor(indices), torch.zeros(2, 3))
+        Pool(4).find(torch.tensor(indices))
 
 
 def test_as_many_positions_as_outputs():

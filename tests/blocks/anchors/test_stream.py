@@ -33,7 +33,7 @@ def test_guesses_are_of_the_scores_over_the_least_anchors():
     # The tail as a whole: four columns of each of five data.
     wanted.append(5 * 4 * math.log1p(0.005 / 0.5))
     assert made.guesses.tolist() == pytest.approx(wanted, rel=1e-6)
-    assert made.tail is not None
+    assert [tail.count for tail in made.tails] == [10]
     assert made.keys[-1] == 3
     assert made.num_parts == len(made.parts) + 10
 

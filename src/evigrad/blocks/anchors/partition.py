@@ -12,7 +12,7 @@ Given anchors Z, the other rows are partitioned into M parts B_m. With part m dr
   part gets one at random. The parts of a column are then much alike, and the entropy of one
   predicts that of the others.
 - *Tail*: where there are many columns, the unlikely ones, of whose rows there may be millions, are
-  partitioned without any ranks.
+  partitioned without any ranks. So are the rows of data outside of the `Pool`, where data are many.
 """
 
 from collections.abc import Sequence
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from evigrad.blocks.anchors.choice import Kernel
 from evigrad.blocks.block import Anchored, Block, Draw, padded_columns
+from evigrad.blocks.pool import Pool
 
 # Rows considered for each row of a block, those of the largest scores, but no more than MOST_ROWS:
 # their kernel has the square of it.
@@ -32,8 +33,9 @@ ROWS_PER_ROW = 16
 MOST_ROWS = 2048
 # Where those hold a smaller share of all curvature than this, grouping them does not pay.
 LEAST_SHARE = 0.1
-# The calibration key of groups; other parts have that of their column.
-GROUPED = -1
+# The calibration keys of groups and of data outside of the pool; other parts have that of their
+# column.
+GROUPED, OUTSIDE = -1, -2
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +173,7 @@ def _entropies(kernel: Float[Tensor, "r r"], parts: Int[Tensor, "G b"]) -> Float
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """The rows of unlikely columns in parts, without a list of the rows.
+    """Rows in parts, without a list of the rows: of unlikely columns, or of data without scores.
 
     An affine map t ↦ (a t + c) mod T with a random a coprime to T is a permutation; part b holds
     the images of b size, b size + 1, …
@@ -179,7 +181,7 @@ class Tail:
     Attributes:
         first: The first of the columns.
         behind: Number of the columns.
-        num_rows: T.
+        num_rows: T; of ``behind`` rows each, the data are numbered from 0.
         size: Rows in a part.
         factor: a.
         shift: c.
@@ -193,9 +195,11 @@ class Tail:
     shift: int
 
     @classmethod
-    def draw(cls, scores: Scores, size: int, generator: torch.Generator) -> "Tail":
-        """Draw a partition into parts of ``size`` rows."""
-        num_rows = len(scores.tail) * scores.behind
+    def draw(
+        cls, num_data: int, first: int, behind: int, size: int, generator: torch.Generator
+    ) -> "Tail":
+        """Draw a partition of these columns of so many data into parts of ``size`` rows."""
+        num_rows = num_data * behind
 
         def number() -> int:
             return int(torch.randint(num_rows, (), generator=generator))
@@ -203,7 +207,7 @@ class Tail:
         factor, shift = number(), number()
         while gcd(factor, num_rows) != 1:
             factor = number()
-        return cls(scores.head.shape[1], scores.behind, num_rows, size, factor, shift)
+        return cls(first, behind, num_rows, size, factor, shift)
 
     @property
     def count(self) -> int:
@@ -211,7 +215,7 @@ class Tail:
         return -(-self.num_rows // self.size)
 
     def rows(self, number: int) -> tuple[Int[Tensor, " b"], Int[Tensor, " b"]]:
-        """Data and columns of the rows of a part."""
+        """Numbers of data and columns of the rows of a part."""
         stop = min((number + 1) * self.size, self.num_rows)
         # In Python's integers: a t may exceed 64 bits.
         places = range(number * self.size, stop)
@@ -221,25 +225,28 @@ class Tail:
 
 @dataclass(frozen=True, eq=False)
 class AnchoredPartition:
-    """A partition of all rows but the anchors.
+    """A partition of all rows but the anchors; n is the place of a datum in the pool.
 
     Attributes:
         anchors: Rows as n K + d.
         parts: The parts of the first K columns, as rows n K + d.
         num_data: N.
         num_columns: K.
-        tail: The parts of all other columns, or None where there are none.
-        keys: The calibration key of each part, its first column or GROUPED, and of the tail.
-        guesses: The predicted entropy of each part, and of all of the tail; see ``stream``.
+        tails: The parts of all other columns, and of the data outside of the pool, where there are
+            such.
+        keys: The calibration key of each part, its first column or GROUPED, and of each tail.
+        guesses: The predicted entropy of each part, and of all of a tail; see ``stream``.
+        pool: The data that parts and anchors count; None for all.
     """
 
     anchors: Int[Tensor, " Z"]
     parts: list[Int[Tensor, " _"]]
     num_data: int
     num_columns: int
-    tail: Tail | None = None
+    tails: Sequence[Tail] = ()
     keys: Sequence[int] = ()
     guesses: Float[Tensor, " _"] = field(default_factory=lambda: torch.zeros(0).double())
+    pool: Pool | None = None
 
     @classmethod
     def draw(
@@ -249,6 +256,7 @@ class AnchoredPartition:
         num_rows: int,
         generator: torch.Generator,
         groups: Groups | None = None,
+        pool: Pool | None = None,
     ) -> "AnchoredPartition":
         """Draw a partition: the groups, and other rows by columns, stratified by scores."""
         num_data, num_columns = scores.head.shape
@@ -273,18 +281,25 @@ class AnchoredPartition:
         of_groups = groups.shares * _sums(held, groups.parts).sum()
         guesses = torch.cat([of_groups, _sums(held, parts)])
         parts, keys = groups.parts + parts, [GROUPED] * len(groups.parts) + keys
-        tail = None
+        tails, known = [], held.sum()
         if scores.behind:
-            tail = Tail.draw(scores, size, generator)
-            keys.append(tail.first)
-            each = guessed(scores.tail.double() / scores.behind, unit)
-            guesses = torch.cat([guesses, scores.behind * each.sum().reshape(1)])
-        return cls(anchors, parts, num_data, num_columns, tail, keys, guesses)
+            tails.append(Tail.draw(num_data, num_columns, scores.behind, size, generator))
+            keys.append(num_columns)
+            of_tail = scores.behind * guessed(scores.tail.double() / scores.behind, unit).sum()
+            guesses, known = torch.cat([guesses, of_tail.reshape(1)]), known + of_tail
+        if pool is not None and not pool.is_all:
+            others = pool.num_data - num_data
+            tails.append(Tail.draw(others, 0, num_columns + scores.behind, size, generator))
+            keys.append(OUTSIDE)
+            # On average they are like those of the pool.
+            guesses = torch.cat([guesses, known.reshape(1) * others / num_data])
+            num_data = pool.num_data
+        return cls(anchors, parts, num_data, num_columns, tails, keys, guesses, pool)
 
     @property
     def num_parts(self) -> int:
         """Number of parts, M."""
-        return len(self.parts) + (0 if self.tail is None else self.tail.count)
+        return len(self.parts) + sum(tail.count for tail in self.tails)
 
     def block(self, draws: Sequence[Draw], of_likelihood: Int[Tensor, "d u"]) -> Block:
         """Return a block of the anchors and drawn parts, without inputs, by falling number of rows.
@@ -293,7 +308,7 @@ class AnchoredPartition:
         each draw's log likelihood, or for the anchors'.
         """
         numbers = list(dict.fromkeys(draw.part for draw in draws))
-        rows = [(self.anchors // self.num_columns, self.anchors % self.num_columns)]
+        rows = [self._listed(self.anchors)]
         rows += [self.rows(number) for number in numbers]
         of_rows, columns = (torch.cat(each) for each in zip(*rows, strict=True))
         sizes = torch.tensor([len(data) for data, _ in rows])
@@ -316,22 +331,46 @@ class AnchoredPartition:
     @property
     def counts(self) -> Float[Tensor, " _"]:
         """How many parts each of ``keys`` and ``guesses`` stands for."""
-        counts = torch.ones(len(self.keys), dtype=torch.float64)
-        if self.tail is not None:
-            counts[-1] = self.tail.count
-        return counts
+        each = [1] * len(self.parts) + [tail.count for tail in self.tails]
+        return torch.tensor(each, dtype=torch.float64)
+
+    def pick(self, entry: int, generator: torch.Generator) -> tuple[int, int]:
+        """A part of those that an entry of ``keys`` stands for, and how many these are."""
+        own = entry - len(self.parts)
+        if own < 0:
+            return entry, 1
+        count = self.tails[own].count
+        before = len(self.parts) + sum(tail.count for tail in self.tails[:own])
+        return before + int(torch.randint(count, (), generator=generator)), count
 
     def entry(self, number: int) -> int:
-        """The position of a part in ``keys`` and ``guesses``; the tail has one in all."""
-        return min(number, len(self.parts))
+        """The position of a part in ``keys`` and ``guesses``; a tail has one in all."""
+        return self._place(number)[0]
 
     def rows(self, number: int) -> tuple[Tensor, Tensor]:
         """Data and columns of the rows of a part."""
-        if number >= len(self.parts):
-            assert self.tail is not None
-            return self.tail.rows(number - len(self.parts))
-        part = self.parts[number]
-        return part // self.num_columns, part % self.num_columns
+        entry, own = self._place(number)
+        if entry < len(self.parts):
+            return self._listed(self.parts[entry])
+        data, columns = self.tails[entry - len(self.parts)].rows(own)
+        if self.pool is None or self.keys[entry] != OUTSIDE:
+            return self._of_pool(data), columns
+        return self.pool.others(data), columns
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """The entry of a part, and its number among those of a tail."""
+        entry, own = min(number, len(self.parts)), max(0, number - len(self.parts))
+        for tail in self.tails[:-1]:
+            if entry < len(self.parts) or own < tail.count:
+                break
+            entry, own = entry + 1, own - tail.count
+        return entry, own
+
+    def _listed(self, rows: Int[Tensor, " r"]) -> tuple[Tensor, Tensor]:
+        return self._of_pool(rows // self.num_columns), rows % self.num_columns
+
+    def _of_pool(self, places: Int[Tensor, " m"]) -> Int[Tensor, " m"]:
+        return places if self.pool is None else self.pool.data(places)
 
 
 def _together(counts: list[int], size: int) -> list[Int[Tensor, " _"]]:

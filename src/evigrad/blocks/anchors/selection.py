@@ -13,6 +13,7 @@ from evigrad.blocks.anchors.last_layer import LastLayerKernel, Network
 from evigrad.blocks.anchors.partition import AnchoredPartition, Groups, Scores, form_groups
 from evigrad.blocks.anchors.stream import AnchoredStream, EntropyPredictor
 from evigrad.blocks.block import Block
+from evigrad.blocks.pool import Pool
 from evigrad.blocks.sources import Source
 from evigrad.distributed import Ranks
 from evigrad.errors import InputError
@@ -21,7 +22,7 @@ from evigrad.likelihoods.calls import check_finite, log_probabilities
 
 
 class OutputMemory:
-    """The latest outputs of each datum, as training and estimates computed them.
+    """The latest outputs of each datum of a pool, as training and estimates computed them.
 
     They may be some steps old, or those of another random transform: any choice of anchors gives a
     bound.
@@ -33,15 +34,8 @@ class OutputMemory:
         self._seen: Bool[Tensor, " N"] = torch.zeros(num_data, dtype=torch.bool)
 
     def update(self, indices: Tensor, f: Float[Tensor, "m C"]) -> None:
-        """Store outputs (m, C), without a graph, of the data at positions (m,)."""
+        """Store outputs (m, C), without a graph, of the data at places (m,)."""
         where, values = indices.cpu(), f.detach().float().cpu()
-        if where.shape != (len(values),):
-            raise InputError(
-                f"{len(values)} outputs need as many positions in the data set, not"
-                f" {tuple(where.shape)}."
-            )
-        if len(where) and not 0 <= int(where.min()) <= int(where.max()) < self.num_data:
-            raise InputError(f"Positions of data lie in 0 … {self.num_data - 1}.")
         if self._outputs is None or self._outputs.shape[1:] != values.shape[1:]:
             self._outputs = values.new_zeros(self.num_data, values.shape[1])
             self._seen.zero_()
@@ -49,7 +43,7 @@ class OutputMemory:
         self._seen[where] = True
 
     def missing(self) -> Int[Tensor, " n"]:
-        """Positions of the data without outputs."""
+        """Places of the data without outputs."""
         return (~self._seen).nonzero().squeeze(1)
 
     @property
@@ -91,7 +85,8 @@ class AnchorSelection:
     ) -> None:
         self._ranks = ranks or Ranks()
         self.anchoring = anchoring
-        self.memory = OutputMemory(num_data)
+        self.pool = Pool(num_data)
+        self.memory = OutputMemory(len(self.pool))
         self._num_rows, self._root = num_rows, root
         self._likelihood, self._network, self._generator = likelihood, network, generator
         self._anchors: Int[Tensor, " Z"] | None = None
@@ -126,15 +121,22 @@ class AnchorSelection:
             self._predictor.observe(int(key), guess, seen)
 
     def refresh(self, source: Source) -> float:
-        """Choose anchors by present outputs of all data; return log p(D|w,h) in nats."""
-        log_likelihood = self._look(source, torch.arange(self.memory.num_data))
+        """Choose anchors by present outputs; return log p(D|w,h) of all data in nats."""
+        log_likelihood = self._look(source, torch.arange(self.pool.num_data))
         self._anchors = None
         return log_likelihood
 
     def note(self, indices: Tensor, f: Float[Tensor, "m C"]) -> None:
         """Store outputs of the data at positions (m,) that were computed elsewhere."""
+        if indices.shape != (len(f),):
+            raise InputError(
+                f"{len(f)} outputs need as many positions in the data set, not"
+                f" {tuple(indices.shape)}."
+            )
         self._num_outputs = f.shape[1]
-        self.memory.update(indices, self._likelihood.condensed(f.detach(), self._root))
+        found, places = self.pool.find(indices.cpu())
+        own = f.detach()[found.to(f.device)]
+        self.memory.update(places, self._likelihood.condensed(own, self._root))
 
     def scores(self) -> Scores:
         """|R_n[:, d]|² of every row that is not certainly zero, by the stored outputs."""
@@ -172,18 +174,27 @@ class AnchorSelection:
 
     def _prepare(self, source: Source) -> Callable[[], AnchoredPartition]:
         """What draws partitions of all rows but the present anchors."""
-        if self._ranks.count > 1:
-            # Each rank knows the outputs of its own batches alone: all data are passed, in parts.
-            self._look(source, torch.arange(self.memory.num_data))
-        elif len(missing := self.memory.missing()):
-            self._look(source, missing)
+        is_new = self._anchors is None or self._streams >= self.anchoring.refresh
+        # Training may not come to the data of a pool for long, and the outputs of a rank's own
+        # batches are not known to the others.
+        of_all = (is_new and not self.pool.is_all) or self._ranks.count > 1
+        places = torch.arange(len(self.pool)) if of_all else self.memory.missing()
+        if len(places):
+            self._look(source, self.pool.data(places))
         scores = self.scores()
-        if self._anchors is None or self._streams >= self.anchoring.refresh:
-            self._anchors, self._groups = self._chosen(source, scores)
+        if self._anchors is None or is_new:
+            self._anchors, self._groups = self._chosen(self.pool.of(source), scores)
             self._streams = 0
         self._streams += 1
-        rows, generator = self._num_rows, self._generator
-        return partial(AnchoredPartition.draw, self._anchors, scores, rows, generator, self._groups)
+        return partial(
+            AnchoredPartition.draw,
+            self._anchors,
+            scores,
+            self._num_rows,
+            self._generator,
+            self._groups,
+            self.pool,
+        )
 
     def _chosen(self, source: Source, scores: Scores) -> tuple[Int[Tensor, " Z"], Groups]:
         heads = scores.head.numel()
@@ -209,11 +220,13 @@ class AnchorSelection:
                 x, y = source.fetch(batch)
                 f, _ = self._network.last_layer(x)
                 total += float(log_probabilities(self._likelihood, f, y).detach().double().sum())
-                seen.append(self._likelihood.condensed(f, self._root).float().cpu())
+                of_pool = f[self.pool.find(batch)[0].to(f.device)]
+                seen.append(self._likelihood.condensed(of_pool, self._root).float().cpu())
                 num_outputs = f.shape[1]
         # Only now, so that an error in the data changes nothing.
         outputs = torch.cat(seen)[: len(own)]
-        self.memory.update(indices, torch.cat(self._ranks.gather(outputs)))
+        _, places = self.pool.find(indices)
+        self.memory.update(places, torch.cat(self._ranks.gather(outputs)))
         self._num_outputs = num_outputs
         terms = torch.tensor(total if len(own) else 0.0, dtype=torch.float64)
         return float(self._ranks.sum([terms])[0])

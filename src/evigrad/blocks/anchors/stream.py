@@ -211,13 +211,9 @@ class AnchoredStream(Stream):
     def _draw(self, made: AnchoredPartition) -> Draw:
         expected = self._predictor.expected(made.keys, made.guesses)
         chances = probabilities(expected, made.counts)
-        number = int(torch.multinomial(chances, 1, generator=self._generator))
-        chance = float(chances[number])
-        if made.tail is not None and number == len(made.parts):
-            # The tail has one entry: any of its parts.
-            chance /= made.tail.count
-            number += int(torch.randint(made.tail.count, (), generator=self._generator))
-        return self._of_part(made, number, 1.0 / chance, expected)
+        entry = int(torch.multinomial(chances, 1, generator=self._generator))
+        number, count = made.pick(entry, self._generator)
+        return self._of_part(made, number, 1.0 / (float(chances[entry]) / count), expected)
 
     @staticmethod
     def _of_part(

@@ -1,0 +1,81 @@
+"""The data that are looked at again and again: all of them, or a random part of very many.
+
+Anchors are chosen among them, and a run reports its metrics on the training data by them.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from evigrad.blocks.permutation import Permutation
+from evigrad.blocks.sources import Source
+from evigrad.errors import InputError
+
+# More data than MANY have a pool of POOL: to look at all of them would take as long as an epoch of
+# training, and their scores more memory than the network.
+MANY, POOL = 2**16, 2**14
+
+
+class Pool:
+    """A part of the data, each of which has a place 0, 1, … in it; and the others, in theirs.
+
+    It is the same in every run on as many data: the beginning of a random order of them all, which
+    is not written out.
+
+    Args:
+        num_data: N.
+
+    Attributes:
+        num_data: N.
+        is_all: Whether all data belong to it; places are then positions in the data set.
+    """
+
+    def __init__(self, num_data: int) -> None:
+        self.num_data = num_data
+        self.is_all = num_data <= MANY
+        if not self.is_all:
+            self._order = Permutation(num_data, torch.Generator().manual_seed(0))
+            self._data = self._order[:POOL]
+            self._sorted, self._places = self._data.sort()
+
+    def __len__(self) -> int:
+        return self.num_data if self.is_all else POOL
+
+    def data(self, places: Int[Tensor, " m"]) -> Int[Tensor, " m"]:
+        """The positions in the data set of places in the pool."""
+        return places if self.is_all else self._data[places]
+
+    def others(self, places: Int[Tensor, " m"]) -> Int[Tensor, " m"]:
+        """The positions of data outside of the pool, by their places 0 … N − |pool| − 1."""
+        return self._order.at(POOL + places)
+
+    def find(self, data: Int[Tensor, " m"]) -> tuple[Bool[Tensor, " m"], Int[Tensor, " k"]]:
+        """Which of some data are in the pool, and the places of these there."""
+        if len(data) and not 0 <= int(data.min()) <= int(data.max()) < self.num_data:
+            raise InputError(f"Positions of data lie in 0 … {self.num_data - 1}.")
+        if self.is_all:
+            return torch.ones(len(data), dtype=torch.bool), data
+        near = torch.searchsorted(self._sorted, data).clamp(max=POOL - 1)
+        found = self._sorted[near] == data
+        return found, self._places[near[found]]
+
+    def of(self, source: Source) -> Source:
+        """The data of the pool, read by their places."""
+        return source if self.is_all else _Pooled(source, self)
+
+
+class _Pooled(Source):
+    def __init__(self, source: Source, pool: Pool) -> None:
+        self._source, self._pool = source, pool
+        self.is_held = source.is_held
+
+    def __len__(self) -> int:
+        return len(self._pool)
+
+    def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
+        return self._source.fetch(self._pool.data(indices))
+
+    def _targets(self) -> Tensor:
+        return self.fetch(torch.arange(len(self)))[1]
