@@ -4,7 +4,8 @@ A small Wide ResNet is trained for a few epochs; its 500,000 rows are far too ma
 log-determinant. Single draws of ``ntk-k-1`` and of ``ntk-k-rows-anchored`` are compared instead:
 mean and standard deviation over the mean of the tightest estimator, which is a bound itself. What
 the anchors hold, ℓ(Z), is the other side. Seconds are those of a step with its gradient, in rounds
-of ten as in training, the choice of anchors included.
+of ten as in training, the choice of anchors included. ``of a pool`` are anchors chosen among a
+random part of the data, as they are where data are more than these.
 
     python benchmarks/many_data.py --data-dir DIR
 """
@@ -22,6 +23,7 @@ from measure import insert, machine, write_csv
 
 import evigrad
 from evigrad import Evidence, Memory
+from evigrad.blocks import pool
 from evigrad.data import DataSet, load
 from evigrad.likelihoods import Categorical
 from evigrad.models import make_model
@@ -29,8 +31,9 @@ from evigrad.priors import GaussianPrior
 from evigrad.training.settings import grouped
 
 ROWS = (200, 400, 1000)
-ESTIMATORS = ("ntk-{k}-1", "ntk-{k}-rows-anchored")
-DRAWS, ROUND = 12, 10
+OF_A_POOL = ", of a pool"
+ESTIMATORS = ("ntk-{k}-1", "ntk-{k}-rows-anchored", "ntk-{k}-rows-anchored" + OF_A_POOL)
+DRAWS, ROUND, MANY = 12, 10, pool.MANY
 PRECISION = 25.0  # the usual weight decay, 5e-4, of 50,000 data
 MODEL: dict[str, Any] = {"depth": 10, "widen_factor": 1}
 TRAINING: dict[str, Any] = {
@@ -66,7 +69,9 @@ def trained(data: DataSet, epochs: int, path: Path) -> Evidence:
 
 def measured(evidence: Evidence, data: DataSet, name: str, count: int) -> dict[str, Any]:
     """Draws of an estimator, each of a partition of its own, and the time of a step."""
-    other = evidence.with_estimator(name, generator=0, memory=Memory(micro_batch=100))
+    pool.MANY = 0 if name.endswith(OF_A_POOL) else MANY
+    estimator = name.removesuffix(OF_A_POOL)
+    other = evidence.with_estimator(estimator, generator=0, memory=Memory(micro_batch=100))
     values, of_anchors = [], 0.0
     for block in chain.from_iterable(other.blocks(data.train).take(1) for _ in repeat(None, count)):
         estimate = other.estimate(block)

@@ -3,7 +3,8 @@
 A step is ``Evidence.backward`` on one block of the data set, drawn and fetched: flat in N for
 every stochastic estimator, flat in C for one output per block, and in m, width and depth as the
 paper's complexities say: O(m p) for rows, O(m^2 p) for their Gram and O(m^3) for its factor (ntk);
-O(m p) and the cube of a layer's width (kfac).
+O(m p) and the cube of a layer's width (kfac). An anchored estimator is measured by rounds of ten
+steps as in training, each with a new choice of its anchors, among a pool where data are many.
 
     python benchmarks/scaling.py --csv docs/results/scaling.csv
 """
@@ -18,15 +19,17 @@ from measure import machine, seconds, write_csv
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from evigrad import Evidence
+from evigrad import Anchoring, Evidence
 from evigrad.likelihoods import Categorical
 from evigrad.models import make_model
 from evigrad.priors import GaussianPrior
 
 FEATURES = 64
 STRUCTURES = ("ntk", "kfac")
+ROUND = 10  # steps
 AXES: dict[str, Sequence[int]] = {
-    "N": (1_000, 10_000, 100_000, 1_000_000),
+    "N": (1_000, 10_000, 100_000, 1_000_000, 10_000_000),
+    "N, a round": (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000),
     "C": (2, 10, 100, 1000),
     "m": (25, 50, 100, 200, 400, 800),
     "width": (32, 64, 128, 256, 512),
@@ -49,23 +52,32 @@ class Streamed(Dataset[tuple[Tensor, Tensor]]):
 
 
 def step(structure: str, sizes: dict[str, int]) -> Callable[[], None]:
-    """One gradient of one block, drawn from the data set."""
+    """One gradient of one block, drawn from the data set; or a round of an anchored estimator."""
+    estimator = f"{structure}-{sizes['m']}-1"
+    if structure == "anchored":
+        estimator = f"ntk-{sizes['m']}-rows-anchored"
     hidden = [sizes["width"]] * sizes["depth"]
     model = make_model("mlp", (FEATURES,), sizes["C"], seed=0, hidden=hidden)
     evidence = Evidence(
         model,
         Categorical(),
         GaussianPrior("layerwise"),
-        estimator=f"{structure}-{sizes['m']}-1",
+        estimator=estimator,
         num_data=sizes["N"],
+        anchoring=Anchoring(refresh=1) if structure == "anchored" else None,
         generator=0,
     )
-    blocks = iter(evidence.blocks(Streamed(sizes["N"], sizes["C"])))
+    stream = evidence.blocks(Streamed(sizes["N"], sizes["C"]))
+    blocks = iter(stream)
 
     def work() -> None:
         evidence.backward(next(blocks))
 
-    return work
+    def anchored_round() -> None:
+        for block in stream.take(ROUND):
+            evidence.backward(block)
+
+    return anchored_round if structure == "anchored" else work
 
 
 def main() -> None:
@@ -80,12 +92,14 @@ def main() -> None:
     print(machine())
     rows: list[dict[str, Any]] = []
     for axis in arguments.axes:
-        for structure in arguments.structures:
+        rounds = axis == "N, a round"
+        for structure in ["anchored"] if rounds else arguments.structures:
             first = None
             for size in AXES[axis]:
-                sizes = {"N": 10_000, "C": 10, "m": 100, "width": 100, "depth": 2, axis: size}
-                work = step(structure, sizes)
-                taken = seconds(work, arguments.repeats, warmup=4)
+                sizes = {"N": 10_000, "C": 10, "m": 100, "width": 100, "depth": 2}
+                work = step(structure, sizes | {"N" if rounds else axis: size})
+                repeats, warmup = (3, 1) if rounds else (arguments.repeats, 4)
+                taken = seconds(work, repeats, warmup=warmup)
                 first = first or taken
                 row = {"axis": axis, "structure": structure, "size": size}
                 row |= {"milliseconds": f"{1e3 * taken:.2f}", "over_first": f"{taken / first:.2f}"}

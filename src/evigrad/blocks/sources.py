@@ -211,7 +211,8 @@ def as_source(data: Any) -> Source:
         return _tensor_source(data)
     if isinstance(data, DataLoader):
         return _loader_source(data)
-    no_positions = not hasattr(data, "__getitem__") or not hasattr(data, "__len__")
+    by_position = hasattr(data, "__getitem__") or hasattr(data, "__getitems__")
+    no_positions = not by_position or not hasattr(data, "__len__")
     if isinstance(data, Tensor | Mapping | IterableDataset) or no_positions:
         raise InputError(f"Data must be {_ACCEPTED}, not a {type(data).__name__}.")
     length = len(data)
