@@ -527,7 +527,7 @@ TABLE_WAYS: dict[str, Callable[[Task], Any]] = {
 }
 # The ways that others are compared with, split by split.
 REFERENCES = ("map-5e-4", "default")
-TABLE_REFERENCES = ("early stopping", "default")
+TABLE_REFERENCES = ("early stopping", f"default{BY_POSTERIOR}")
 
 
 def random_split(data: DataSet, seed: int) -> DataSet:
@@ -716,7 +716,7 @@ def draw(found: Mapping[str, list[Result]], path: Path) -> None:
                 traces = torch.tensor([run["trace"] for run in own], dtype=torch.float64)
                 traces[:, :, 1] -= torch.tensor([levels[run["seed"]] for run in own])[:, None]
                 axis.plot(*traces.mean(0).T.tolist(), color=colour, linewidth=1.2)
-        lowest, highest = max(min(ends), LOWEST_SHOWN), max(ends)
+        lowest, highest = min(each for each in ends if each >= LOWEST_SHOWN), max(ends)
         margin = 0.1 * (highest - lowest) or 0.01
         axis.set_ylim(lowest - margin, highest + margin)
         axis.axhline(0.0, color="grey", linewidth=0.6)
