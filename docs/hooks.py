@@ -29,6 +29,10 @@ INLINE = r"(?<![\\$\w])\$(?=[^\s$])([^$\n]*[^\s$\\])\$(?![\w$])"
 # not, and no space between a function's name and its argument.
 TIGHT = re.compile(r"<mo>(&#x0007C;|&#x02016;|&#x0002F;)</mo>")
 NAMES = re.compile(r"(<mi>(?:log|exp)</mi>)(?!<mo stretchy)")
+# Short code, and cells of one name or of a number with its error: a phone's line has room for them.
+WHOLE = re.compile(
+    r"<code>[^<>\n]{1,24}</code>|<td>(?:[^<>\s]{1,24}|[^<>\s]{1,8} ± [^<>\s]{1,8})</td>"
+)
 
 
 def mathml(source: str, display: str) -> str:
@@ -121,3 +125,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{words}]({up}{WITHIN.get(name, f'source/{name}.txt')}{anchor})"
 
     return LINK.sub(moved, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Mark what a line should not break at a hyphen, a space or anywhere."""
+    del page, config, files
+    return WHOLE.sub(lambda match: match[0].replace(">", ' class="whole">', 1), html)
