@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from evigrad.errors import require
+from evigrad.training.metrics import known
 
 __all__ = ["MLflow", "TensorBoard", "Tracker", "WandB", "numbers"]
 
@@ -32,7 +33,7 @@ def numbers(row: Mapping[str, int | float | None]) -> dict[str, float]:
     Returns:
         Its values by name.
     """
-    return {n: float(v) for n, v in row.items() if v is not None and n not in COUNTERS}
+    return {name: value for name, value in known(row).items() if name not in COUNTERS}
 
 
 class Tracker(ABC):
