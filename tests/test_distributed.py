@@ -5,6 +5,8 @@ compare it with one process that evaluates the same blocks.
 """
 
 import math
+import os
+import shutil
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -19,14 +21,14 @@ from torch import Tensor, distributed, nn
 from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
-from evigrad import Anchoring, Block, Estimate, Evidence, Learner, Schedule
+from evigrad import Anchoring, Block, Estimate, Evidence, FitResult, Learner, Schedule, fit
 from evigrad.distributed import Ranks
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.invariances import AdditiveNoise, Averaged, InputScale
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
 
-N, SIZE, OUTPUTS, DRAWS = 11, 3, 3, 50
+N, SIZE, OUTPUTS, DRAWS = 11, 3, 3, 36
 RANKS = (2, 4)
 STEPS = {2: 2, 4: 1}  # that are compared
 
@@ -107,6 +109,10 @@ SPLIT: dict[str, dict[str, Any]] = {
     "full-N-C": {"gradient": "one-graph"},
     "kfac-N-C-kept": {"likelihood": "gaussian", "hyperparameters": []},
 }
+# Each structure once for four ranks, to save time.
+FOUR = ["ntk-4-C", "ntk-12-rows-anchored", "full-2-C", "blockdiag-4-1-iid", "kfac-5-1", "diag-3-1"]
+FOUR += ["kfac-N-C", "diag-N-C", "blockdiag-N-C", "full-N-C", "ntk-N-C"]
+CASES: dict[int, list[str]] = {2: [*OWN, *SPLIT], 4: FOUR}
 
 
 def data_of(options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -164,7 +170,7 @@ def claim(function: Claim) -> Claim:
 @claim
 def steps(group: Any) -> Any:
     every = {**OWN, **SPLIT}
-    return {name: of_ranks(name, options, group) for name, options in every.items()}
+    return {name: of_ranks(name, every[name], group) for name in CASES[Ranks(group).count]}
 
 
 @claim
@@ -265,6 +271,89 @@ def failures(group: Any) -> Any:
     return errors
 
 
+# Runs of ``fit``: name -> the network, and what differs in the settings.
+FITS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "map": (lambda: network(), {"estimator": "map"}),
+    "map-noise": (lambda: network(), {"estimator": "map-noise", "likelihood": "gaussian"}),
+    "all data": (lambda: network(), {"estimator": "kfac-N-C", "hyperparameters": ["0"]}),
+    "positions": (lambda: Positions(), {"estimator": "map"}),
+    "anchored": (lambda: network(), {"estimator": "ntk-12-rows-anchored"}),
+    "norm": (lambda: norm(), {"estimator": "diag-3-1", "schedule": Schedule(epochs=2, burn_in=1)}),
+}
+FEW = Schedule(epochs=3, batch_size=5, burn_in=1, every=1, steps=2)
+
+
+class Positions(nn.Module):
+    """The inputs are sequences of SIZE steps, each with a target of its own, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, OUTPUTS)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x[..., None])
+
+
+def norm() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(Ranks(distributed.group.WORLD).rank)  # those of the first count
+        layers = nn.Linear(SIZE, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, OUTPUTS)
+        return nn.Sequential(*layers).double()
+
+
+def fitted(name: str, group: Any, folder: Path | None = None, **options: Any) -> FitResult:
+    make, settings = FITS[name]
+    x, y = data("numbers" if settings.get("likelihood") == "gaussian" else "classes")
+    if name == "positions":
+        y = (torch.arange(N)[:, None] + torch.arange(SIZE)) % OUTPUTS
+        y[:5, 1:] = -100  # some have one target, others three
+    given = {"schedule": FEW, "run_dir": folder, **settings, **options}
+    if name == "norm":
+        y, x = y.repeat(4), x.repeat(4, 1)
+    return fit(make(), (x, y), test=(x, y), progress=False, process_group=group, **given)
+
+
+def outcome(result: FitResult) -> dict[str, Any]:
+    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in result.history]
+    own = {n: p.detach().clone() for n, p in result.evidence.hyperparameters().items()}
+    state = {name: value.clone() for name, value in result.model.state_dict().items()}
+    return {"rows": rows, "learned": own, "model": state, "test": result.test_metrics}
+
+
+@claim
+def fits(group: Any) -> Any:
+    return {name: outcome(fitted(name, group)) for name in FITS}
+
+
+class Full(Exception):
+    pass
+
+
+def full_disk(row: Any) -> None:
+    if row["epoch"] == 2:
+        raise Full("no space left")
+
+
+@claim
+def interrupted_fits(group: Any) -> Any:
+    """A run that ends with an error of the first rank after its second epoch, and goes on."""
+    ranks = Ranks(group)
+    folder = Path(ranks.shared(os.environ["FOLDER"])) / f"run{ranks.count}"
+    with pytest.raises(Exception) as caught:
+        fitted("anchored", group, folder, callbacks=[full_disk])
+    distributed.barrier(group)
+    if ranks.is_first:
+        shutil.copytree(folder, folder.with_name(f"{folder.name}-half"))
+    resumed = fitted("anchored", group, folder, resume=True)
+    return {
+        "error": (type(caught.value).__name__, str(caught.value)),
+        "resumed": outcome(resumed),
+        "run_dir": None if resumed.run_dir is None else str(resumed.run_dir),
+    }
+
+
 @claim
 def seam(group: Any) -> Any:
     """Sums and gathered tensors, and their bytes: by the count, and by the operating system."""
@@ -294,6 +383,7 @@ def written() -> float:
 
 def _rank(rank: int, folder: Path, port: int, count: int) -> None:
     warnings.simplefilter("ignore")
+    os.environ["FOLDER"] = str(folder)
     begin(rank, port, count)
     found = {name: own(distributed.group.WORLD) for name, own in CLAIMS.items()}
     torch.save(found, folder / f"{rank}.pt")
@@ -317,7 +407,7 @@ def alone() -> dict[tuple[str, int], dict[str, Any]]:
     every = {**OWN, **SPLIT}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {(e, c): of_one(e, options, c) for e, options in every.items() for c in RANKS}
+        return {(e, c): of_one(e, every[e], c) for c in RANKS for e in CASES[c]}
 
 
 @pytest.fixture(scope="module")
@@ -334,6 +424,7 @@ def ran(alone: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[
             arguments = (folder, free_port(), count)
             start_processes(_rank, arguments, nprocs=count, start_method="fork")
             found[count] = [torch.load(folder / f"{rank}.pt") for rank in range(count)]
+            found[count][0]["folder"] = str(folder)
     return found
 
 
@@ -342,8 +433,7 @@ def assert_equal(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("count", RANKS)
-@pytest.mark.parametrize("estimator", [*OWN, *SPLIT])
+@pytest.mark.parametrize(("count", "estimator"), [(c, e) for c in RANKS for e in CASES[c]])
 def test_ranks_find_what_one_process_finds(
     alone: Any, ran: Any, estimator: str, count: int
 ) -> None:
@@ -454,9 +544,10 @@ def test_sums_are_equal_on_all_ranks_and_their_bytes_are_counted(ran: Any, count
 def test_a_step_sends_what_the_formula_says(ran: Any, count: int) -> None:
     """Of H hyperparameters: a word of two numbers, and a sum of H + 7 of them."""
     others = count - 1
-    for name, options in OWN.items():
-        if "anchored" in name:
+    for name in CASES[count]:
+        if name not in OWN or "anchored" in name:
             continue
+        options = OWN[name]
         numbers = 7 + sum(p.numel() for p in made(name, **options).hyperparameters().values())
         for rank in ran[count]:
             each = 16 * others + 2 * 8 * numbers * others // count
@@ -469,6 +560,38 @@ def test_a_step_sends_what_the_formula_says(ran: Any, count: int) -> None:
     assert all(
         abs(own - STEPS[count] * (each + 2 * of_layers * others / count)) <= 4 for own in sent
     )
+
+
+@pytest.mark.parametrize("count", RANKS)
+@pytest.mark.parametrize("name", FITS)
+def test_ranks_train_one_network(ran: Any, name: str, count: int) -> None:
+    """Batches of four, which four ranks share unevenly; the sums are rounded differently."""
+    found = [rank["fits"][name] for rank in ran[count]]
+    for rank in found[1:]:
+        assert_equal(rank, found[0])
+    if name not in ("anchored", "norm"):  # others average other blocks, or other batch statistics
+        one = outcome(fitted(name, None))
+        torch.testing.assert_close(found[0], one, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("count", RANKS)
+def test_a_run_goes_on_with_any_number_of_ranks(ran: Any, count: int) -> None:
+    first, *others = (rank["interrupted_fits"] for rank in ran[count])
+    assert first["error"] == ("Full", "no space left")
+    for rank in others:
+        assert rank["error"] == ("RankError", "Rank 0 failed with Full: no space left")
+        assert rank["run_dir"] is None
+    folder = Path(first["run_dir"])
+    assert {path.name for path in folder.iterdir()} == {
+        "checkpoint.pt",
+        "config.json",
+        "metrics.csv",
+    }
+    assert not folder.with_name(f"{folder.name}-2").exists()
+    for rank in (first, *others):
+        assert_equal(rank["resumed"], ran[count][0]["fits"]["anchored"])
+    alone = fitted("anchored", None, folder.with_name(f"{folder.name}-half"), resume=True)
+    assert [row["epoch"] for row in alone.history] == [1, 2, 3]
 
 
 def test_parts_cover_everything_once() -> None:

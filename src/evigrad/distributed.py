@@ -3,6 +3,7 @@
 Each process is a *rank* of R. Wherever there is one process, nothing here does anything.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
@@ -14,12 +15,18 @@ from torch import Tensor, distributed
 
 from evigrad.errors import ConfigurationError, RankError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING or distributed.is_available():
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    Group = ProcessGroup | DeviceMesh
+else:
+    Group = Any
+
 T = TypeVar("T")
 
+# Where in the source of Gloo an error arose, which begins its text.
+_PLACE = re.compile(r"^\[\S*:\d+\] ")
 # Longest text of an error that other ranks are told, in bytes.
 _TEXT = 2000
 
@@ -45,7 +52,7 @@ class Ranks:
         ConfigurationError: If it is no such group, or this process is not in it.
     """
 
-    def __init__(self, group: "ProcessGroup | DeviceMesh | None" = None) -> None:
+    def __init__(self, group: Group | None = None) -> None:
         self.rank, self.count, self.sent = 0, 1, 0
         self._group, self._place = None, torch.device("cpu")
         self._told: BaseException | None = None
@@ -80,8 +87,9 @@ class Ranks:
         return self.rank == 0
 
     def part(self, count: int) -> slice:
-        """This rank's part of ``count`` things; the parts differ by one at most."""
-        return slice(count * self.rank // self.count, count * (self.rank + 1) // self.count)
+        """This rank's part of ``count`` things; the first parts may be longer by one."""
+        start, stop = (-(-count * rank // self.count) for rank in (self.rank, self.rank + 1))
+        return slice(start, stop)
 
     # ------------------------------------------------------------ tensors
 
@@ -102,6 +110,10 @@ class Ranks:
             for i, own in zip(chosen, flat.split([found[i].numel() for i in chosen]), strict=True):
                 found[i] = own.reshape(found[i].shape).to(found[i].device)
         return found
+
+    def any(self, value: bool) -> bool:
+        """Whether a value is true on a rank."""
+        return bool(self.sum([torch.tensor(float(value))])[0] > 0)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Each rank's tensor, in the order of ranks; they may differ in length (dimension 0)."""
@@ -213,7 +225,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0]
+            reason = _PLACE.sub("", str(error)).strip().partition(". ")[0].partition("\n")[0]
             raise RankError(
                 f"Rank {self.rank} of {self.count} has lost the others, as when one of them was"
                 f" killed, or did not answer in time ({reason})."

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from evigrad.blocks.anchors import AnchoredStream, Anchoring, AnchorSelection
 from evigrad.blocks.partitions import BlockStream
 from evigrad.blocks.positions import PositionSource
 from evigrad.curvature import ParameterPartition, partition_names
-from evigrad.distributed import Ranks
+from evigrad.distributed import Group, Ranks
 from evigrad.engine.checks import (
     as_generator,
     check_gradients,
@@ -49,10 +49,6 @@ from evigrad.likelihoods.positions import flattened
 from evigrad.posterior import DEFAULT_STRUCTURE, Posterior, load_posterior, make_posterior
 from evigrad.priors import GaussianPrior
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 class Evidence:
     """The linearised-Laplace log evidence of a model, its estimates and their gradients.
@@ -80,7 +76,7 @@ class Evidence:
         gradient: str = "two-pass",
         anchoring: Anchoring | None = None,
         generator: torch.Generator | int | None = None,
-        process_group: "ProcessGroup | DeviceMesh | None" = None,
+        process_group: Group | None = None,
     ) -> None:
         """Bind a prior and a likelihood to a model.
 

@@ -212,7 +212,7 @@ def test_help_is_complete_and_narrow(capsys, command):
 def test_every_option_of_fit_is_on_the_command_line():
     # Those that only Python can give, or that the command gives itself.
     beside = {"model", "train", "test", "seed", "run_dir", "callbacks", "anchoring"}
-    beside |= {"hyperparameters", "resume"}
+    beside |= {"hyperparameters", "resume", "process_group"}
     options = set(module_of("train").make_parser().get_defaults().keys())
     assert set(inspect.signature(fit).parameters) - {*GROUPS} <= options | beside
     for source in (*GROUPS.values(), set_up):
@@ -444,7 +444,7 @@ def test_options_may_be_typed_with_either_dash():
 
 
 def test_interruption_is_no_traceback(capsys, monkeypatch):
-    def interrupt(setup, options):
+    def interrupt(setup, options, group):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("evigrad.cli.train.prepare_runs", interrupt)
@@ -453,7 +453,7 @@ def test_interruption_is_no_traceback(capsys, monkeypatch):
 
 
 def test_our_warnings_are_one_line_once_and_others_pass(capsys, monkeypatch):
-    def warn(setup, options):
+    def warn(setup, options, group):
         for _ in range(2):
             warnings.warn("The model [has] layers.", EvigradWarning, stacklevel=1)
         raise KeyboardInterrupt
@@ -463,7 +463,7 @@ def test_our_warnings_are_one_line_once_and_others_pass(capsys, monkeypatch):
     assert capsys.readouterr().err.splitlines()[0] == "warning: The model [has] layers."
     shown = warnings.showwarning
 
-    def warn_of_another(setup, options):
+    def warn_of_another(setup, options, group):
         warnings.warn("other", UserWarning, stacklevel=1)
 
     monkeypatch.setattr("evigrad.cli.train.prepare_runs", warn_of_another)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from evigrad.errors import EvigradError, EvigradWarning, is_out_of_memory
+from evigrad.errors import EvigradError, EvigradWarning, RankError, is_out_of_memory
 
 _NEEDS = "The command line needs more packages than the library: pip install 'evigrad[all]'"
 _INTERRUPTED = 130
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{_NEEDS} ({', '.join(missing)} missing).", file=sys.stderr)
         return 2
     from evigrad.cli.commands import run
-    from evigrad.cli.messages import show
+    from evigrad.cli.messages import is_first_process, show
 
     said: set[str] = set()
 
@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return run(arguments)
         except EvigradError as error:
-            show("error", str(error))
+            # Mistakes are those of all processes, and one says them.
+            if is_first_process() or isinstance(error, RankError):
+                show("error", str(error))
             return 2
         except OSError as error:  # as a full disk, of a file that is no run's
             show("error", f"{error.filename or 'A file'}: {error.strerror or error}.")

@@ -1,5 +1,7 @@
 """Messages of the command line besides its results, on standard error."""
 
+import os
+
 from rich.console import Console
 from rich.text import Text
 
@@ -9,8 +11,18 @@ _FILE_WIDTH = 100
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
+def is_first_process() -> bool:
+    """Whether this is the first of the processes that a launcher started, or the only one."""
+    return int(os.environ.get("WORLD_SIZE", "1")) < 2 or os.environ.get("RANK", "0") == "0"
+
+
 def show(kind: str, text: str) -> None:
-    """Print an ``error``, ``warning`` or ``note`` in one line, coloured in a terminal."""
+    """Print an ``error``, ``warning`` or ``note`` in one line, coloured in a terminal.
+
+    Of several processes the first one alone has notes and warnings.
+    """
+    if kind != "error" and not is_first_process():
+        return
     line = " ".join(text.split())
     label = "" if kind == "note" else f"{kind}: "
     # In a Text, brackets are not markup. The terminal wraps long lines.

@@ -1,6 +1,8 @@
 """``evigrad train``: train a network, learn its prior, and compare with plain MAP training."""
 
 import math
+import shlex
+from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +17,7 @@ from rich.table import Table
 from evigrad import plots
 from evigrad.cli.messages import results_console, show
 from evigrad.cli.parser import Options, Parser, chosen
+from evigrad.cli.ranks import started_ranks
 from evigrad.cli.resume import (
     CONFIGURATION,
     RESULTS,
@@ -25,8 +28,9 @@ from evigrad.cli.resume import (
 )
 from evigrad.cli.setup import INVARIANCE, MACHINE, NETWORK, Setup, set_up
 from evigrad.data import DataSet
+from evigrad.distributed import Group, Ranks
 from evigrad.engine.settings import Memory
-from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.errors import ConfigurationError, EvigradError, RankError
 from evigrad.estimators import EstimatorSpec
 from evigrad.priors import STRUCTURES
 from evigrad.training import (
@@ -121,30 +125,50 @@ def add_details(options: Options) -> None:
 
 def run(parser: Parser, options: Namespace) -> int:
     """Train as the options say; one that does not fit is refused before anything is written."""
-    directory = None
-    if file := resumed_configuration(options.resume):
-        directory = RunDirectory(resumed_folder(parser, options, file), resume=True)
-        if is_complete(directory.path, options.figures):
-            show("note", f"The run in {directory.path} is complete: there is nothing left to do.")
-            return 0
-    setup = set_up(**chosen(set_up, options))
-    options.model = setup.model_name
-    if options.evaluate_with != "auto":
-        EstimatorSpec.parse(options.evaluate_with)
-    runs = prepare_runs(setup, options)
-    directory = directory or RunDirectory(options.run_dir or _default_directory(setup, options))
-    with directory.locked(), interruptible(directory.path) as interruption:
-        if file is None:
-            directory.write_text(CONFIGURATION, parser.dump(_recorded(options)))
+    with started_ranks(options.device) as group:
+        return _run(parser, options, group)
+
+
+def _run(parser: Parser, options: Namespace, group: Group | None) -> int:
+    folder, ranks = None, Ranks(group)
+    with ranks.together():
+        if file := resumed_configuration(options.resume):
+            folder = resumed_folder(parser, options, file)
+            if is_complete(folder, options.figures):
+                show("note", f"The run in {folder} is complete: there is nothing left to do.")
+                return 0
+        setup = set_up(**chosen(set_up, options))
+        options.model = setup.model_name
+        if options.evaluate_with != "auto":
+            EstimatorSpec.parse(options.evaluate_with)
+    runs = prepare_runs(setup, options, group)
+    with ExitStack() as stack:
+        directory = None
+        with ranks.together():
+            if ranks.is_first:
+                named = folder or options.run_dir or _default_directory(setup, options)
+                directory = RunDirectory(named, resume=file is not None)
+                stack.enter_context(directory.locked())
+        path = Path(ranks.shared("" if directory is None else str(directory.path)))
+        interruption = stack.enter_context(interruptible(path))
+        with ranks.together():
+            if file is None and directory is not None:
+                directory.write_text(CONFIGURATION, parser.dump(_recorded(options)))
         show("note", f"{setup.data.describe()}; {_describe_model(setup, runs[-1])}")
-        show("note", f"Writing to {directory.path}")
+        together = f", {ranks.count} processes together" if ranks.count > 1 else ""
+        show("note", f"Writing to {path}{together}")
         results = {}
-        for each in runs:
-            main = each is runs[-1]
-            folder = directory if main else RunDirectory(directory.path / "map", resume=True)
-            with interruption.patient() as stop:
-                result = each.train(folder, resume=True, progress=options.progress, stop=stop)
-            results[each.name] = result
+        try:
+            for each in runs:
+                own = path / "map" if each is not runs[-1] else directory or path
+                with interruption.patient() as stop:
+                    result = each.train(own, resume=True, progress=options.progress, stop=stop)
+                results[each.name] = result
+        except RankError as error:
+            words = f"{error} To go on: evigrad train --resume {shlex.quote(str(path))}"
+            raise RankError(words) from error
+        if directory is None:
+            return 0
         report(
             results,
             setup,
@@ -222,7 +246,7 @@ def _draw(results: dict[str, FitResult], directory: RunDirectory) -> None:
     show("note", "Figures: " + ", ".join(map(str, files)))
 
 
-def prepare_runs(setup: Setup, options: Namespace) -> list[Run]:
+def prepare_runs(setup: Setup, options: Namespace, group: Group | None = None) -> list[Run]:
     """The checked runs that options ask for; a MAP baseline, for ``compare_map``, comes first."""
     named = {name: options[name] for name in SETTINGS}
     named["likelihood"] = named["likelihood"] or setup.data.likelihood
@@ -235,7 +259,14 @@ def prepare_runs(setup: Setup, options: Namespace) -> list[Run]:
         wanted.insert(0, replace(settings, estimator=fair))
     data = setup.data
     return [
-        prepare(setup.make_model(), data.train, each, test=data.test, network=setup.network)
+        prepare(
+            setup.make_model(),
+            data.train,
+            each,
+            test=data.test,
+            network=setup.network,
+            process_group=group,
+        )
         for each in wanted
     ]
 

@@ -15,6 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from evigrad.blocks.permutation import permutation
+from evigrad.blocks.positions import PositionSource
 from evigrad.blocks.sources import Source, as_source
 from evigrad.errors import InputError
 from evigrad.inputs import tensors_of
@@ -37,7 +38,7 @@ _USES: dict[Use, int] = {
 }
 
 
-def derived_seed(seed: int, use: Use, epoch: int = 0) -> int:
+def derived_seed(seed: int, use: Use, epoch: int = 0, rank: int = 0) -> int:
     """Return the seed, below 2^63, of one stream of a run.
 
     Args:
@@ -47,8 +48,9 @@ def derived_seed(seed: int, use: Use, epoch: int = 0) -> int:
             evidence (``evidence``), what the model draws on test data (``evaluation``), the
             bounds on the evidence (``bracket``), or what the items of a data set draw (``data``).
         epoch: The epoch, where the stream starts anew in each.
+        rank: The rank, where each has a stream of its own.
     """
-    sequence = np.random.SeedSequence([seed, _USES[use], epoch])
+    sequence = np.random.SeedSequence([seed, _USES[use], epoch, *([rank] if rank else [])])
     return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
@@ -122,6 +124,12 @@ class RunData(Source):
 
     def _targets(self) -> Tensor:
         return self.fetch(torch.arange(len(self)))[1]
+
+    def num_targets(self, indices: Int[Tensor, " m"]) -> int:
+        """How many targets count in a loss at these positions, maybe several for each datum."""
+        if isinstance(self.by_target, PositionSource):
+            return len(self.by_target.of_data(indices))
+        return len(indices)
 
     def fingerprint(self) -> str:
         """Digest of all held data, or of some items of a data set, if equal at a second reading."""

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from evigrad.blocks.anchors import Anchoring
 from evigrad.blocks.positions import by_target
+from evigrad.distributed import Group, Ranks
 from evigrad.engine.checks import check_inputs
 from evigrad.engine.parameters import trainable
 from evigrad.engine.problem import PROBE_SIZE
@@ -70,6 +72,7 @@ def fit(
     resume: bool = False,
     progress: bool = True,
     callbacks: Sequence[Callback] = (),
+    process_group: Group | None = None,
 ) -> FitResult:
     """Train the weights by MAP and, between epochs, the hyperparameters by the evidence.
 
@@ -127,6 +130,10 @@ def fit(
         progress: Whether to show progress on standard error.
         callbacks: Called after every epoch with its row of metrics; after an interruption again
             for the epochs since the last checkpoint.
+        process_group: Processes that train together, as for ``Evidence``, each with a part of every
+            batch. All call ``fit`` with the same model, data and settings and get the same result.
+            The parameters are those of the first one, which alone writes, shows progress and calls
+            back; a run goes on with any number of them.
 
     Returns:
         The trained model, its evidence, the history and the final metrics.
@@ -150,7 +157,7 @@ def fit(
         anchoring=anchoring,
         seed=seed,
     )
-    run = prepare(model, train, settings, test=test)
+    run = prepare(model, train, settings, test=test, process_group=process_group)
     return run.train(run_dir, resume=resume, progress=progress, callbacks=callbacks)
 
 
@@ -161,6 +168,7 @@ def prepare(
     *,
     test: Any = None,
     network: Mapping[str, Any] | None = None,
+    process_group: Group | None = None,
 ) -> Run:
     """Return a checked run, to be started by its ``train``; compute and write nothing.
 
@@ -171,19 +179,27 @@ def prepare(
         ConfigurationError: If a setting does not exist or does not fit.
         InputError: If the data do not fit the model, the likelihood or the estimator.
     """
-    place, seed = place_of(model), settings.seed
-    data = RunData(train, place, seed)
-    held_out = None if test is None else RunData(test, place, seed)
-    evidence, planned = prepare_evidence(model, data, settings)
-    if held_out is not None:  # which is read next when training is over
-        _check_data(evidence, held_out, place, len(held_out))
-    if planned.schedule.bracket_every:
-        check_bracket(evidence.spec)
-    return Run(Loop(evidence, data, planned), held_out, network)
+    place, seed, ranks = place_of(model), settings.seed, Ranks(process_group)
+    tensors = [*model.parameters(), *model.buffers()]
+    with ranks.together() as alike:
+        data = RunData(train, place, seed)
+        held_out = None if test is None else RunData(test, place, seed)
+        alike["model"] = [(tuple(t.shape), t.dtype) for t in tensors if not is_lazy(t)]
+    ranks.share([t for t in tensors if not is_lazy(t)])
+    with ranks.together():
+        evidence, planned = prepare_evidence(model, data, settings, process_group)
+        if held_out is not None:  # which is read next when training is over
+            _check_data(evidence, held_out, place, len(held_out))
+        if planned.schedule.bracket_every:
+            check_bracket(evidence.spec)
+        return Run(Loop(evidence, data, planned), held_out, network)
 
 
 def prepare_evidence(
-    model: nn.Module, data: RunData, settings: Settings
+    model: nn.Module,
+    data: RunData,
+    settings: Settings,
+    process_group: Group | None = None,
 ) -> tuple[Evidence, PlannedSettings]:
     """Return the initial evidence of a run, and its settings for the data, which are checked.
 
@@ -205,7 +221,7 @@ def prepare_evidence(
     if planned.estimator == "augerino":
         ranges = [n for n in range_parameters(model) if not _names(planned.hyperparameters, n)]
         planned = replace(planned, hyperparameters=[*planned.hyperparameters, *ranges])
-    evidence = make_evidence(model, num_data, planned)
+    evidence = make_evidence(model, num_data, planned, process_group)
     if planned.estimator == "map-noise" and not learns_likelihood(evidence.likelihood):
         raise ConfigurationError(
             "map-noise learns the parameters of a likelihood, as a Gaussian's noise, and"
@@ -225,7 +241,12 @@ def learns_likelihood(likelihood: str | Likelihood) -> bool:
     return any(p.requires_grad for p in make_likelihood(likelihood).parameters())
 
 
-def make_evidence(model: nn.Module, num_data: int, settings: Settings) -> Evidence:
+def make_evidence(
+    model: nn.Module,
+    num_data: int,
+    settings: Settings,
+    process_group: Group | None = None,
+) -> Evidence:
     """The initial evidence of a run; a placeholder's for a baseline without an estimator."""
     name, anchoring = settings.estimator, settings.anchoring
     if name is None or settings.baseline is not None:
@@ -241,6 +262,7 @@ def make_evidence(model: nn.Module, num_data: int, settings: Settings) -> Eviden
         memory=settings.memory,
         anchoring=anchoring,
         generator=stream(settings.seed, "evidence"),
+        process_group=process_group,
         **vars(settings.laplace),
     )
 

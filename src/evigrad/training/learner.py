@@ -182,6 +182,10 @@ class Learner:
             EvigradError: If an estimate fails in another way, or no step of two rounds on end could
                 be taken.
         """
+        with self.evidence.ranks.together():
+            return self._learn(epoch)
+
+    def _learn(self, epoch: int) -> Round:
         found = Round([], False)
         try:
             for rounds in self.rounds:

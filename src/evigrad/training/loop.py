@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
@@ -99,17 +100,12 @@ class Loop:
         finite = self._finite_parts()
         total, count, skipped = 0.0, 0, 0
         with (
-            seeded(derived_seed(seed, "model", epoch), self.device),
+            seeded(derived_seed(seed, "model", epoch, self.evidence.ranks.rank), self.device),
             training_mode(self.evidence.model),
         ):
             for batch in batches(seed, epoch, num_data, size, schedule.batch_size):
-                step = f"a training step on {len(batch)} data"
                 self.weight_optimizer.zero_grad(set_to_none=True)
-                with memory_for(step, "a smaller batch_size"):
-                    loss = self._loss(*self.data.fetch(batch), batch)
-                    value = loss.item()
-                    if math.isfinite(value):
-                        loss.backward()
+                value = self._differentiate(batch)
                 if math.isfinite(value) and self._has_finite_gradients():
                     self.weight_optimizer.step()
                     if self.in_loss:
@@ -122,6 +118,8 @@ class Loop:
                         raise self._diverged(what, epoch)
                 self.loss_optimizer.zero_grad()
         self.weight_optimizer.zero_grad(set_to_none=True)
+        # Statistics of normalisation layers, of which each rank has those of its own data.
+        self.evidence.ranks.share(list(self.evidence.model.buffers()))
         if spoiled := finite - self._finite_parts():
             raise self._diverged(min(spoiled), epoch)
         if skipped:
@@ -146,6 +144,34 @@ class Loop:
         parts = {f"the weight {name}": w for name, w in self.evidence.weights().items()}
         parts |= {f"the buffer {name}": b for name, b in self.evidence.model.named_buffers()}
         return {words for words, part in parts.items() if bool(part.detach().isfinite().all())}
+
+    def _differentiate(self, batch: Tensor) -> float:
+        """Return the loss on a batch; where it is finite, its gradient is in ``.grad``.
+
+        Of several ranks each takes a part of the batch, and gradients are summed.
+        """
+        ranks = self.evidence.ranks
+        own, value = batch[ranks.part(len(batch))], 0.0
+        with ranks.together():
+            total = self.data.num_targets(batch)
+            share = self.data.num_targets(own) / total if total else 1.0  # which is refused below
+            if share and len(own):
+                step = f"a training step on {len(own)} data"
+                with memory_for(step, "a smaller batch_size"):
+                    loss = share * self._loss(*self.data.fetch(own), own)
+                    value = loss.item()
+                    if math.isfinite(value):
+                        loss.backward()
+        if ranks.count == 1:
+            return value
+        named = {**self.evidence.weights(), **self.evidence.hyperparameters()}
+        learned = [*self.evidence.weights(), *self.in_loss]
+        parameters = [named[name] for name in learned]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        total, *sums = ranks.sum([torch.tensor(value).to(grads[0]), *grads])
+        for parameter, gradient in zip(parameters, sums, strict=True):
+            parameter.grad = gradient
+        return total.item()
 
     def _loss(self, x: Tensor, y: Tensor, indices: Tensor) -> Tensor:
         loss = self.evidence.map_loss(x, y, wrt=self.in_loss, indices=indices)

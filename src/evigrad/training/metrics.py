@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.blocks.sources import as_source
+from evigrad.distributed import Ranks
 from evigrad.engine.memory import fits
 from evigrad.errors import InputError, MemoryBudgetError
 from evigrad.evidence import Evidence
@@ -39,6 +40,7 @@ def evaluate(
     *,
     batch_size: int = 1000,
     generator: torch.Generator | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, float]:
     """Metrics of a model on a data set, in evaluation mode and at temperature 1.
 
@@ -48,6 +50,7 @@ def evaluate(
         data: A pair (x, y) of tensors or a map-style data set, on the model's device.
         batch_size: Data per forward pass; half of them from where memory does not suffice.
         generator: Seeds what the model draws, if anything. Default: seed 0.
+        ranks: Processes that take a part of the data each.
 
     Returns:
         Means over the data, or over their positions with a target: ``log_likelihood`` (nats) and
@@ -58,7 +61,7 @@ def evaluate(
         InputError: If there are no data, or they do not fit the likelihood.
         MemoryBudgetError: If memory does not suffice for one datum.
     """
-    source = as_source(data)
+    source, ranks = as_source(data), ranks or Ranks()
     totals: dict[str, float] = {}
     count = 0
     generator = generator or torch.Generator().manual_seed(0)
@@ -72,10 +75,11 @@ def evaluate(
         count += len(f)
         totals.update({name: totals.get(name, 0.0) + each for name, each in found.items()})
 
-    with evaluation_mode(model, generator), torch.no_grad():
-        start = 0
-        while start < len(source):
-            indices = torch.arange(start, min(start + batch_size, len(source)))
+    with ranks.together(), evaluation_mode(model, generator), torch.no_grad():
+        part = ranks.part(len(source))
+        start = part.start
+        while start < part.stop:
+            indices = torch.arange(start, min(start + batch_size, part.stop))
             if fits(lambda batch=indices: add(batch)):
                 start += len(indices)
             elif len(indices) > 1:
@@ -85,7 +89,10 @@ def evaluate(
                     "Memory does not suffice to evaluate the network on a single datum: take a"
                     " smaller network, or a machine with more memory."
                 )
-    means = {name: value / count for name, value in totals.items()}
+    names = ranks.shared(list(totals))
+    sums = torch.tensor([count, *(totals.get(name, 0.0) for name in names)], dtype=torch.float64)
+    count, *values = ranks.sum([sums])[0].tolist()
+    means = {name: value / count for name, value in zip(names, values, strict=True)}
     if "correct" in means:
         means["accuracy"] = means.pop("correct")
     return means

@@ -59,7 +59,7 @@ class FitResult:
             datum, ``accuracy`` or ``squared_error``.
         test_metrics: The same on the test data; empty without any.
         seconds: Time of training, without evaluation and files.
-        run_dir: The folder of the run, or None.
+        run_dir: The folder of the run, or None; it is the first rank's.
         estimator: Name of the estimator, or None for a baseline (MAP, Augerino).
     """
 
@@ -119,7 +119,8 @@ class Run:
     ) -> FitResult:
         """Return the result of training for all epochs, or those that are left.
 
-        ``run_dir``, ``resume``, ``progress`` and ``callbacks`` are those of ``fit``. ``stop`` is
+        ``run_dir``, ``resume``, ``progress`` and ``callbacks`` are those of ``fit``: they are for
+        the first rank alone. ``stop`` is
         asked after every epoch: where it returns True before the last one, a checkpoint is written
         and a ``KeyboardInterrupt`` is raised.
 
@@ -132,25 +133,27 @@ class Run:
             raise ConfigurationError("This run is over; prepare another one.")
         if resume and run_dir is None:
             raise ConfigurationError("To go on with a run name its folder: run_dir=...")
-        is_path = isinstance(run_dir, str | Path)
-        directory = RunDirectory(run_dir, resume=resume) if is_path else run_dir
-        if progress and is_path and directory is not None and directory.path != Path(run_dir):
-            words = f"{run_dir} holds something already: this run goes to {directory.path}"
-            print(words, file=sys.stderr, flush=True)
+        ranks = self.evidence.ranks
+        if not ranks.is_first:
+            run_dir, progress, callbacks = None, False, ()
+        directory, state = None, None
         with ExitStack() as stack:
             stack.enter_context(kept_memory())
-            state = None
-            if directory is not None:
-                stack.enter_context(directory.locked())
-                state = directory.read_checkpoint() if resume else None
-            if directory is not None and state is not None:
-                check_format(state, directory.path)
-                stack.enter_context(with_threads(state["machine"]["threads"]))
-                self._restore(state, directory.path)
+            with ranks.together():
+                directory = _directory(run_dir, resume, progress)
+                if directory is not None:
+                    stack.enter_context(directory.locked())
+                    state = directory.read_checkpoint() if resume else None
+                    if state is None:
+                        directory.write_json("config.json", self._configuration())
+            if (state := ranks.shared(state)) is not None:
+                where = ranks.shared("" if directory is None else str(directory.path))
+                with ranks.together():
+                    check_format(state, where)
+                    stack.enter_context(with_threads(state["machine"]["threads"]))
+                    self._restore(state, where)
                 if progress:
                     print(self._resumed(), file=sys.stderr, flush=True)
-            elif directory is not None:
-                directory.write_json("config.json", self._configuration())
             self._run(directory, progress, callbacks, stop)
         self.evidence.model.eval()
         return FitResult(
@@ -202,21 +205,27 @@ class Run:
         stop: Callable[[], bool] | None,
     ) -> None:
         epochs, every = self.schedule.epochs, self.schedule.checkpoint_every
-        if record is not None and not self.history:
-            # Before the first epoch too: the initial weights are kept nowhere else.
-            record.write_checkpoint(self._state())
-            record.check_readable()
+        ranks = self.evidence.ranks
+        with ranks.together():
+            if record is not None and not self.history:
+                # Before the first epoch too: the initial weights are kept nowhere else.
+                record.write_checkpoint(self._state())
+                record.check_readable()
         for epoch in range(len(self.history) + 1, epochs + 1):
             row = self._epoch(epoch)
             self.history.append(row)
-            if record is not None:
-                record.write_row(row)
-            for callback in callbacks:
-                callback(row)
-            stopped = stop is not None and epoch < epochs and stop()
+            with ranks.together():
+                if record is not None:
+                    record.write_row(row)
+                for callback in callbacks:
+                    callback(row)
+                stopped = stop is not None and epoch < epochs and stop()
+            stopped = ranks.any(stopped)
+            is_due = stopped or epoch == epochs
             # After the callbacks, as they may draw or change what the next epoch depends on.
-            if record is not None and (stopped or epoch == epochs or record.is_due(epoch, every)):
-                record.write_checkpoint(self._state())
+            with ranks.together():
+                if record is not None and (is_due or record.is_due(epoch, every)):
+                    record.write_checkpoint(self._state())
             if stopped:
                 raise KeyboardInterrupt(f"Stopped after epoch {epoch} of {epochs}.")
         if record is not None:
@@ -270,7 +279,11 @@ class Run:
             if data is not None:
                 generator = stream(seed, "evaluation", epoch)
                 self.metrics[part] = evaluate(
-                    evidence.model, evidence.likelihood, data, generator=generator
+                    evidence.model,
+                    evidence.likelihood,
+                    data,
+                    generator=generator,
+                    ranks=evidence.ranks,
                 )
 
     def _state(self) -> dict[str, Any]:
@@ -304,7 +317,7 @@ class Run:
             },
         }
 
-    def _restore(self, state: Mapping[str, Any], where: Path) -> None:
+    def _restore(self, state: Mapping[str, Any], where: str) -> None:
         own, here = self._identity, machine(self.loop.device)
         check_settings(state["settings"], own["settings"], where)
         check_data(state["data"], own["data"], where)
@@ -339,6 +352,19 @@ class Run:
             "device": str(self.loop.device),
         }
         return self.settings.as_record() | found
+
+
+def _directory(
+    run_dir: str | Path | RunDirectory | None, resume: bool, progress: bool
+) -> RunDirectory | None:
+    """The run's folder; with ``progress`` it is said if it has another name."""
+    if not isinstance(run_dir, str | Path):
+        return run_dir
+    directory = RunDirectory(run_dir, resume=resume)
+    if progress and directory.path != Path(run_dir):
+        words = f"{run_dir} holds something already: this run goes to {directory.path}"
+        print(words, file=sys.stderr, flush=True)
+    return directory
 
 
 def evidence_columns(learned: Round | None) -> Row:

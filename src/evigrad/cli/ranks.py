@@ -1,0 +1,49 @@
+"""The processes that ``torchrun`` starts: one run of them all."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+from evigrad.cli.setup import device_name
+from evigrad.distributed import Group
+from evigrad.errors import ConfigurationError
+
+# After so long without an answer a rank counts as lost. One that was killed is missed at once; this
+# is for machines that hang, and longer than ranks wait for a checkpoint on a slow disk.
+_PATIENCE = timedelta(minutes=10)
+
+
+@contextmanager
+def started_ranks(device: str) -> Iterator[Group | None]:
+    """The process group of the ranks that a launcher started; None for one process.
+
+    Args:
+        device: As for ``evigrad.cli.setup.set_up``; on ``cuda`` each rank takes a GPU of its own.
+
+    Yields:
+        The group, which ends with the context.
+
+    Raises:
+        ConfigurationError: If the ranks do not find each other.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+        yield None
+        return
+    on_gpu = device_name(device).startswith("cuda")
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    try:
+        distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=_PATIENCE)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigurationError(
+            f"The processes that WORLD_SIZE={os.environ['WORLD_SIZE']} announces could not be"
+            f" connected ({error}). Start them by torchrun."
+        ) from error
+    try:
+        yield distributed.group.WORLD
+    finally:
+        distributed.destroy_process_group()
