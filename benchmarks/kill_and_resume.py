@@ -8,6 +8,14 @@ that learns, in the evaluation of both and in the writing of files. One thread, 
 
     python benchmarks/kill_and_resume.py
     python benchmarks/kill_and_resume.py --trials 5 --kills 3 --options="--invariance rotation"
+
+With --minutes it is a soak: trial after trial, each with random deaths until it is done, on a file
+system that is filled up at random moments, but for a random number of bytes, and emptied when the
+run has ended with a message. Between any two processes the last checkpoint must be readable, and
+no epoch that it had may be lost. --folder names the file system, best a small one:
+
+    mount -t tmpfs -o size=1m tmpfs /mnt/small
+    python benchmarks/kill_and_resume.py --minutes 30 --folder /mnt/small
 """
 
 import argparse
@@ -17,15 +25,20 @@ import os
 import random
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from evigrad.training import RunDirectory
 
 COMMAND = [sys.executable, "-c", "from evigrad.cli import main; raise SystemExit(main())", "train"]
 RUN = (
@@ -35,6 +48,8 @@ RUN = (
 )
 TIMES = "seconds"
 POLL = 0.005
+BLOCK = 4096
+MOST_LEFT = 150_000  # bytes that are left on a full file system
 
 
 def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -66,6 +81,81 @@ def kill(process: subprocess.Popen[bytes], seconds: float) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
     process.communicate()
+
+
+class Ballast:
+    """A file that takes all the room of a file system but a little."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "ballast"
+
+    def fill(self, left: int) -> None:
+        with self.path.open("wb", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(BLOCK)) == BLOCK:
+                pass
+        os.truncate(self.path, max(0, self.path.stat().st_size - left))
+
+    def empty(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def soak(arguments: argparse.Namespace, options: Sequence[str], scratch: Path) -> int:
+    """Trials with many deaths each, for some minutes; returns the exit code."""
+    whole = scratch / "whole"
+    began = time.monotonic()
+    process = start([*options, "--run-dir", str(whole)])
+    wait_for(whole / "config.yaml", process)
+    starting = time.monotonic() - began
+    finish(process)
+    duration = time.monotonic() - began - starting
+    expected, generator = contents(whole), random.Random(arguments.seed)
+    folder = Path(arguments.folder) / "run"
+    ballast, end = Ballast(folder.parent), began + 60 * arguments.minutes
+    names = ("processes", "killed", "ended by a full disk", "finished", "identical", "epochs lost")
+    seen = dict.fromkeys(names, 0)
+    while time.monotonic() < end:
+        again, saved = [*options, "--run-dir", str(folder)], (0, 0)
+        while not (folder / "results.json").exists():
+            seen["processes"] += 1
+            process = start(again)
+            kills = generator.random() < 0.5
+            try:
+                process.wait(starting + duration * generator.random())
+            except subprocess.TimeoutExpired:
+                if kills:
+                    process.kill()
+                else:
+                    ballast.fill(generator.randrange(MOST_LEFT))
+            _, errors = process.communicate()
+            ballast.empty()
+            code, words = process.returncode, errors.decode()
+            is_full = code == 2 and "No space left on device" in words
+            if code not in (0, -signal.SIGKILL) and not is_full:
+                raise SystemExit(f"evigrad ended with {code}:\n{words}")
+            seen["killed"] += code == -signal.SIGKILL
+            seen["ended by a full disk"] += is_full
+            before, saved = saved, (saved_epoch(folder / "map"), saved_epoch(folder))
+            seen["epochs lost"] += sum(max(0, b - s) for b, s in zip(before, saved, strict=True))
+            if (folder / "config.yaml").exists():
+                again = ["--resume", str(folder)]
+        seen["finished"] += 1
+        found = list(differences(expected, contents(folder), ""))
+        seen["identical"] += not found
+        words = f" DIFFERENT in {', '.join(found[:5])}" if found else ""
+        print(", ".join(f"{count} {name}" for name, count in seen.items()) + words, flush=True)
+        shutil.rmtree(folder)
+    print(f"{(time.monotonic() - began) / 60:.1f} minutes")
+    return 0 if seen["identical"] == seen["finished"] and not seen["epochs lost"] else 1
+
+
+def saved_epoch(folder: Path) -> int:
+    """The epoch of the checkpoint that a run would go on from, 0 without one."""
+    if not folder.is_dir():
+        return 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # none was damaged
+        state = RunDirectory(folder, resume=True).read_checkpoint()
+    return 0 if state is None else int(state["epoch"])
 
 
 def progress(folder: Path) -> str:
@@ -134,12 +224,18 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--kills", type=int, default=1, help="in each trial, one after the other")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, help="of a soak")
+    parser.add_argument("--folder", help="the file system of the soak, which is filled up")
     parser.add_argument("--options", default="", help="of evigrad train, after those of this file")
     arguments = parser.parse_args()
     options = [*shlex.split(RUN), *shlex.split(arguments.options)]
     generator = random.Random(arguments.seed)
 
+    if bool(arguments.minutes) != bool(arguments.folder):
+        parser.error("--minutes and --folder go together")
     with tempfile.TemporaryDirectory() as scratch:
+        if arguments.minutes:
+            return soak(arguments, [*options, "--checkpoint-every", "1"], Path(scratch))
         whole = Path(scratch) / "whole"
         process = start([*options, "--run-dir", str(whole)])
         wait_for(whole / "config.yaml", process)

@@ -662,7 +662,8 @@ class Evidence:
         self.prior.load_state_dict(state["prior"])
         self.likelihood.load_state_dict(state["likelihood"])
         self.generator.set_state(state["generator"])
-        self._problem.sizes.chosen = dict(state.get("micro_batches", {}))
+        chosen = state.get("micro_batches", {})
+        self._problem.sizes.chosen = {kind: max(1, int(size)) for kind, size in chosen.items()}
         if "preparation" in state:
             self._problem.plans.load_state_dict(state["preparation"])
         if self._anchors is not None and "anchors" in state:

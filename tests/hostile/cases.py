@@ -22,6 +22,7 @@ def hostile(
     """Make a test of a check, which gets a folder and a case: ``few`` cases, and ``many`` long."""
 
     def decorate(check: Check) -> Callable[..., None]:
+        @pytest.mark.filterwarnings("ignore:Generating overly large repr")
         @pytest.mark.parametrize("number", [few, pytest.param(many, marks=pytest.mark.long)])
         @wraps(check)
         def test(number: int, tmp_path: Path) -> None:

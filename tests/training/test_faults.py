@@ -23,7 +23,7 @@ from evigrad.errors import (
 )
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import Categorical
-from evigrad.training import fit, metrics
+from evigrad.training import RunDirectory, fit, metrics
 from evigrad.training.settings import grouped
 
 # The words of PyTorch's allocators.
@@ -207,7 +207,7 @@ def test_a_run_from_before_there_were_counts_goes_on(blobs, tmp_path):
         columns.pop(index)
         for row in state["history"]["rows"]:
             row.pop(index)
-    torch.save(state, tmp_path / "run" / "checkpoint.pt")
+    RunDirectory(tmp_path / "run", resume=True).write_checkpoint(state)
     again = train("map", blobs, tmp_path / "run", resume=True)
     assert counts(again) == {"skipped_batches": [0] * 5, "skipped_steps": [0] * 5}
 

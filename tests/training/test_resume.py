@@ -19,7 +19,7 @@ from training.small_runs import CASES, SMALL, net, train
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.priors import GaussianPrior
-from evigrad.training import FitResult, Settings, fit, load, prepare
+from evigrad.training import FitResult, RunDirectory, Settings, fit, load, prepare
 from evigrad.training.settings import grouped
 
 
@@ -109,7 +109,7 @@ def test_a_run_from_before_there_were_means_goes_on_with_mean_zero(blobs, tmp_pa
     path = tmp_path / "cut" / "checkpoint.pt"
     state = torch.load(path, weights_only=True)
     del state["settings"]["prior_mean"], state["evidence"]["prior"]["_extra_state"]["mean_of"]
-    torch.save(state, path)
+    RunDirectory(tmp_path / "cut", resume=True).write_checkpoint(state)
     assert load(tmp_path / "cut", net(3)).evidence.prior.means() == {}
     given = {name: value for name, value in SMALL.items() if name != "progress"}
     settings = Settings(**grouped({**state["settings"], **given, "prior_mean": "initial"}))

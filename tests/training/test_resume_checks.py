@@ -104,7 +104,7 @@ def test_functions_and_objects_among_the_settings_are_recognised(blobs, tmp_path
 
 def change(folder: Path, **entries: Any) -> None:
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
-    torch.save({**state, **entries}, folder / "checkpoint.pt")
+    RunDirectory(folder, resume=True).write_checkpoint({**state, **entries})
 
 
 def test_checkpoints_that_cannot_be_read(blobs, begun):

@@ -70,21 +70,12 @@ def test_no_bit_of_a_checkpoint_flips_unseen(tmp_path):
     state = {"epoch": 1, "history": [1.5, None, "x"], "weights": {"w": torch.arange(5.0)}}
     directory.write_checkpoint(state)
     content = directory.checkpoint.read_bytes()
-    refused = 0
     for place in range(len(content)):  # another bit of each byte: data, headers, padding, digest
         broken = bytearray(content)
         broken[place] ^= 1 << place % 8
         directory.checkpoint.write_bytes(broken)
-        try:
-            found = directory.read_checkpoint()
-        except ConfigurationError as error:
-            refused += "cannot be read" in str(error)
-        else:  # what says that there is a digest
-            assert found is not None and torch.equal(
-                found.pop("weights")["w"], state["weights"]["w"]
-            )
-            assert found == {"epoch": 1, "history": [1.5, None, "x"]}
-    assert refused >= len(content) - 20
+        with pytest.raises(ConfigurationError, match="cannot be read"):
+            directory.read_checkpoint()
 
 
 def test_a_checkpoint_that_was_cut_at_any_length_gives_way_to_the_one_before(tmp_path):
@@ -92,12 +83,8 @@ def test_a_checkpoint_that_was_cut_at_any_length_gives_way_to_the_one_before(tmp
     directory.write_checkpoint({"epoch": 1})
     directory.write_checkpoint({"epoch": 2, "weights": torch.arange(3.0)})
     content = directory.checkpoint.read_bytes()
-    digest = len(content) - content.rindex(b"\nevigrad blake2b ")
     for length in range(len(content)):
         directory.checkpoint.write_bytes(content[:length])
-        if length >= len(content) - digest:  # whole, but for its digest
-            assert (directory.read_checkpoint() or {})["epoch"] == 2
-            continue
         with pytest.warns(EvigradWarning, match=r"checkpoint before it is taken, after epoch 1"):
             assert directory.read_checkpoint() == {"epoch": 1}
     # What is damaged does not push out the one that can be read.
@@ -112,10 +99,13 @@ def test_a_checkpoint_that_was_cut_at_any_length_gives_way_to_the_one_before(tmp
         directory.read_checkpoint()
 
 
-def test_a_checkpoint_without_a_digest_is_read(tmp_path):
+def test_a_checkpoint_without_a_digest_is_one_of_an_older_version(tmp_path):
     directory = RunDirectory(tmp_path / "run")
-    torch.save({"epoch": 1}, directory.checkpoint)
-    assert directory.read_checkpoint() == {"epoch": 1}
+    torch.save({"epoch": 1, "format": 3}, directory.checkpoint)
+    assert directory.read_checkpoint() == {"epoch": 1, "format": 3}
+    torch.save({"epoch": 1, "format": 4}, directory.checkpoint)
+    with pytest.raises(ConfigurationError, match="it is damaged, as it has lost its digest"):
+        directory.read_checkpoint()
     directory.checkpoint.write_bytes(b"no archive")
     with pytest.raises(ConfigurationError, match="cannot be read"):
         directory.read_checkpoint()

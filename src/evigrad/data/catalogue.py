@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from evigrad.data.dataset import DataSet
@@ -106,9 +107,11 @@ def load(
             f"{nearest(str(likelihood), LIKELIHOODS)}"
         )
     if name.endswith(SUFFIXES):
-        file = Path(name).expanduser()
-        if not file.is_file():
+        file, there = Path(name), list[str]()
+        with suppress(OSError, RuntimeError, ValueError):  # as of a name that is too long
+            file = file.expanduser()
             there = [str(path) for path in file.parent.glob("*") if path.suffix in SUFFIXES]
+        if str(file) not in there:
             raise ConfigurationError(f"There is no file {file}.{nearest(str(file), there)}")
         return load_table(file.stem, file, subset, seed, split, target, likelihood)
     full_name, (name, variant) = name, split_name(name)
@@ -161,7 +164,7 @@ def _folder(data_dir: str | os.PathLike[str] | None) -> Path | None:
 
 def _is_plain(name: str) -> bool:
     """Whether a name may be part of a file name."""
-    return re.fullmatch(r"\w[\w.-]*", name) is not None
+    return re.fullmatch(r"\w[\w.-]{,59}", name) is not None  # of four bytes each, at most
 
 
 def _table_file(name: str, folder: Path | None) -> Path | None:

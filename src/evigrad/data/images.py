@@ -174,9 +174,18 @@ def _channel_statistics(images: Tensor, largest: int) -> tuple[Tensor, Tensor]:
 def parquet_images(name: str, file: Path) -> Images:
     """The images of a Parquet file, see `table_images`; its metadata may name the classes."""
     table = read_parquet(name, file)
-    metadata = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
-    features = metadata.get("info", {}).get("features", {})
-    names = {column: feature.get("names", ()) for column, feature in features.items()}
+    try:
+        metadata = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
+        features = metadata.get("info", {}).get("features", {})
+        names = {
+            column: [str(name) for name in feature.get("names") or ()]
+            for column, feature in features.items()
+        }
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{file}: its metadata 'huggingface' is none that the hub writes ({error}): write the"
+            " file without it"
+        ) from error
     return table_images(str(file), table, names)
 
 

@@ -136,7 +136,7 @@ def _roles(
     """Names of the target's column and of the features'."""
     columns = table.column_names
     if target is None and b"target" in metadata:
-        target = metadata[b"target"].decode().strip()
+        target = metadata[b"target"].decode(errors="replace").strip()
         if target not in columns:
             raise InputError(_no_column(file, target, "which its metadata names", columns))
     if target is None:
@@ -147,7 +147,9 @@ def _roles(
     if target not in columns:
         raise ConfigurationError(_no_column(file, target, "to be the target", columns))
     if b"features" in metadata:
-        listed = [each.strip() for each in metadata[b"features"].decode().split(",")]
+        listed = [
+            each.strip() for each in metadata[b"features"].decode(errors="replace").split(",")
+        ]
         for column in listed:
             if column not in columns:
                 raise InputError(_no_column(file, column, "which its metadata names", columns))

@@ -191,11 +191,14 @@ class Plans:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state of ``state_dict`` of the same model and settings."""
-        self._passes = state["passes"]
+        self._passes = int(state["passes"])
         self._loaded = {
             key: (JacobianPlan.from_record(record), key not in state["formed"])
             for key, record in state["plans"].items()
         }
+        for made, _ in self._loaded.values():
+            if set(made.describe()) != set(self.weights):
+                raise ConfigurationError("The state has a plan of other weights.")
         for key, each in self._plans.items():
             made, contracts = self._loaded.pop(key, (each.jacobian, key not in state["formed"]))
             self._plans[key] = self._replanned(each, jacobian=made, contracts=contracts)

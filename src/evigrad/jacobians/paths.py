@@ -1,6 +1,6 @@
 """The path by which the rows in each parameter are computed."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -71,9 +71,15 @@ class JacobianPlan:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "JacobianPlan":
         """The plan of a record by ``as_record``."""
-        sets = {name: frozenset(record.get(name, ())) for name in _SETS}
-        uses = {name: tuple(Use(*use) for use in each) for name, each in record["uses"].items()}
+        sets = {name: frozenset(map(str, record.get(name, ()))) for name in _SETS}
+        uses = {name: tuple(map(_use, each)) for name, each in record["uses"].items()}
         return cls(**{**record, **sets, "uses": uses})
+
+
+def _use(record: Sequence[Any]) -> Use:
+    rule, slot, parts, samples, *shapes, settings = record
+    given, made = (tuple(map(int, shape)) for shape in shapes)
+    return Use(str(rule), str(slot), int(parts), int(samples), given, made, str(settings))
 
 
 def demote(plan: JacobianPlan, names: Collection[str]) -> JacobianPlan:

@@ -123,6 +123,10 @@ def _read_with_map(folder: Path, label: str | None) -> list[Run]:
                 " folder of a run."
             )
         settings = _read(path / "config.json")
+        if not isinstance(epochs := settings.get("epochs"), int | None):
+            raise ConfigurationError(
+                f"{path / 'config.json'} has epochs: {epochs!r}, which is no number of epochs."
+            )
         method = _method(settings)
         of_run = results.get(method)
         found.append(

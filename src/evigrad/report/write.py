@@ -114,7 +114,7 @@ def write_report(
         for name, (light, _) in images.items():
             (figures / f"{name}.png").write_bytes(light)
         with replacing(folder / REPORT) as file:
-            file.write(page.encode("utf-8"))
+            file.write(page.encode("utf-8", errors="replace"))  # of half a character in a name
     return folder / REPORT
 
 

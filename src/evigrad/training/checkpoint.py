@@ -1,6 +1,7 @@
 """What a checkpoint records about its run, and the checks that it belongs to the run at hand."""
 
 import hashlib
+import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evigrad.errors import ConfigurationError, EvigradWarning
+from evigrad.errors import (
+    ConfigurationError,
+    EvigradError,
+    EvigradWarning,
+    is_out_of_memory,
+    listed,
+)
 from evigrad.evidence import Evidence
 from evigrad.training.metrics import Row
 
@@ -62,6 +69,61 @@ def with_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextmanager
+def fitting(what: str) -> Iterator[None]:
+    """Make an error of reading a saved state one that says that it does not fit.
+
+    Entries may be missing, or of any type: a state is a file's, and a file is anybody's.
+
+    Raises:
+        ConfigurationError: From any error but those of evigrad, and those of memory.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, EvigradError) or is_out_of_memory(error):
+            raise
+        words = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ConfigurationError(
+            f"{what} does not fit this run, or was damaged ({words.rstrip('.')})."
+        ) from error
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, groups: bool = False
+) -> None:
+    """Load an optimiser's moments and counts; settings stay the run's, unless ``groups``.
+
+    Raises:
+        ConfigurationError: If a tensor is missing, or neither of its parameter's shape nor a number
+            from 0 on.
+    """
+    if groups:  # of an optimiser of the user's own, of which nothing is known
+        optimizer.load_state_dict(dict(saved))
+        return
+    # What such an optimiser keeps, by a step of another one.
+    sample = nn.Parameter(torch.zeros(()))
+    sample.grad = torch.zeros(())
+    twin = type(optimizer)([sample], **optimizer.defaults)
+    twin.step()
+    kinds = {name: type(value) for name, value in twin.state[sample].items()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, state in saved["state"].items():
+        wrong = [
+            name
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+            and value.shape != parameters[index].shape
+            and not (value.ndim == 0 and bool(0 <= value < math.inf))
+        ]
+        if wrong or {name: type(value) for name, value in state.items()} != kinds:
+            raise ConfigurationError(
+                f"The saved state of the optimiser does not fit parameter {index}: it has"
+                f" {listed(list(map(str, state)))}."
+            )
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": saved["state"]})
+
+
 def packed_history(history: Sequence[Row]) -> dict[str, list[Any]]:
     """A history as columns, each named once, and rows; all rows have the same columns."""
     columns = list(history[0]) if history else []
@@ -70,7 +132,11 @@ def packed_history(history: Sequence[Row]) -> dict[str, list[Any]]:
 
 def unpacked_history(packed: Mapping[str, list[Any]]) -> list[Row]:
     """The history that ``packed_history`` packed: one row for each epoch."""
-    return [dict(zip(packed["columns"], row, strict=True)) for row in packed["rows"]]
+    rows = [dict(zip(packed["columns"], row, strict=True)) for row in packed["rows"]]
+    for name, value in (each for row in rows for each in row.items()):
+        if not isinstance(name, str) or not isinstance(value, int | float | None):
+            raise ConfigurationError(f"The saved history holds {value!r} as {name!r}, no number.")
+    return rows
 
 
 def check_format(state: Mapping[str, Any], where: object) -> None:

@@ -20,6 +20,7 @@ from evigrad.errors import (
     memory_for,
 )
 from evigrad.evidence import Evidence
+from evigrad.training.checkpoint import fitting, load_optimizer
 from evigrad.training.data import RunData
 from evigrad.training.fixed_point import FixedPoint
 from evigrad.training.optimizers import cosine, make_hyper_optimizer
@@ -279,15 +280,13 @@ class Learner:
         Raises:
             ConfigurationError: If it does not fit the evidence or the schedule.
         """
-        try:
+        with fitting("The saved state"):
             self.evidence.load_state_dict(state["evidence"])
-            self.hyper_optimizer.load_state_dict(state["hyper_optimizer"])
+            load_optimizer(self.hyper_optimizer, state["hyper_optimizer"])
             for rounds, taken in zip(self.rounds, state["hyper_steps"], strict=True):
-                rounds.taken = taken
-            self.count = self.data.epoch = state["count"]
-            self._idle = state.get("idle", 0)
-        except (RuntimeError, ValueError, TypeError, LookupError) as error:
-            raise ConfigurationError(f"The saved state does not fit this run: {error}") from error
+                rounds.taken = int(taken)
+            self.count = self.data.epoch = int(state["count"])
+            self._idle = int(state.get("idle", 0))
 
 
 def warn_of_unused(evidence: Evidence) -> None:

@@ -18,6 +18,7 @@ from evigrad.priors import STRUCTURES, GaussianPrior
 from evigrad.training.checkpoint import (
     check_format,
     check_network,
+    fitting,
     load_network,
     unpacked_history,
 )
@@ -85,6 +86,18 @@ def load(
     state = RunDirectory(path, resume=True).read_checkpoint()
     if state is None:
         raise ConfigurationError(f"{path} has no checkpoint: no run was begun there.")
+    with fitting(f"The checkpoint in {path}"):
+        return _loaded(path, state, model, likelihood, prior, device)
+
+
+def _loaded(
+    path: Path,
+    state: Mapping[str, Any],
+    model: nn.Module | None,
+    likelihood: Likelihood | None,
+    prior: GaussianPrior | None,
+    device: str | torch.device | None,
+) -> LoadedRun:
     check_format(state, path)
     try:
         configuration = json.loads((path / "config.json").read_text(encoding="utf-8"))

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, memory_for
+from evigrad.errors import EvigradError, EvigradWarning, memory_for
 from evigrad.evidence import Evidence
 from evigrad.jacobians.modes import seeded
 from evigrad.models import fixup_scalars
 from evigrad.training.augerino import Augerino
-from evigrad.training.checkpoint import load_network
+from evigrad.training.checkpoint import fitting, load_network, load_optimizer
 from evigrad.training.data import RunData, batches, derived_seed
 from evigrad.training.learner import Learner, Round
 from evigrad.training.optimizers import cosine, make_hyper_optimizer, make_weight_optimizer
-from evigrad.training.settings import PlannedSettings
+from evigrad.training.settings import OPTIMIZERS, PlannedSettings
 
 # Part of an epoch's batches, one at least, that may be skipped before training has diverged.
 SKIPPED_SHARE = 0.1
@@ -217,14 +217,13 @@ class Loop:
             ConfigurationError: If it does not fit the model, the evidence or an optimiser.
         """
         model = self.evidence.model
-        try:
+        is_own = self.settings.optimization.optimizer not in OPTIMIZERS
+        with fitting("The saved state"):
             load_network(model, state)
-            self.weight_optimizer.load_state_dict(state["weight_optimizer"])
+            load_optimizer(self.weight_optimizer, state["weight_optimizer"], groups=is_own)
             if self.learner is None:
                 self.evidence.load_state_dict(state["evidence"])
-                self.loss_optimizer.load_state_dict(state["hyper_optimizer"])
-        except (RuntimeError, ValueError, TypeError, LookupError) as error:
-            raise ConfigurationError(f"The saved state does not fit this run: {error}") from error
+                load_optimizer(self.loss_optimizer, state["hyper_optimizer"])
         if self.learner is not None:
             # A run counts epochs by its history, and not by calls of ``Learner.step``.
             self.learner.load_state_dict({"count": 0, **state})

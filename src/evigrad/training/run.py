@@ -15,7 +15,7 @@ from torch import nn
 from evigrad.blocks.pool import Pool
 from evigrad.engine.allocator import kept_memory
 from evigrad.engine.evaluation import standard_error
-from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.errors import ConfigurationError, EvigradError, listed
 from evigrad.evidence import Evidence
 from evigrad.inputs import tensors_of, with_tensors
 from evigrad.training.bracket import bracket
@@ -27,6 +27,7 @@ from evigrad.training.checkpoint import (
     check_network,
     check_outputs,
     check_settings,
+    fitting,
     machine,
     packed_history,
     unpacked_history,
@@ -148,9 +149,9 @@ class Run:
                         directory.write_json("config.json", self._configuration())
             if (state := ranks.shared(state)) is not None:
                 where = ranks.shared("" if directory is None else str(directory.path))
-                with ranks.together():
+                with ranks.together(), fitting(f"The checkpoint in {where}"):
                     check_format(state, where)
-                    stack.enter_context(with_threads(state["machine"]["threads"]))
+                    stack.enter_context(with_threads(int(state["machine"]["threads"])))
                     self._restore(state, where)
                 if progress:
                     print(self._resumed(), file=sys.stderr, flush=True)
@@ -213,6 +214,12 @@ class Run:
                 record.check_readable()
         for epoch in range(len(self.history) + 1, epochs + 1):
             row = self._epoch(epoch)
+            if self.history and row.keys() != self.history[0].keys():
+                raise ConfigurationError(
+                    "The checkpoint has a history with other columns than this run"
+                    f" ({listed(sorted(row.keys() ^ self.history[0].keys()))}): it was written by"
+                    " another version of evigrad, or changed. Start the run anew in another folder."
+                )
             self.history.append(row)
             with ranks.together():
                 if record is not None:
@@ -326,8 +333,9 @@ class Run:
         self._probe = with_tensors(self._probe, state["probe"]).to(self.loop.device)
         outputs = probe_outputs(self.evidence.model, self._probe).cpu()
         check_outputs(state["outputs"], outputs, here, state["machine"], where)
-        self.seconds = state["seconds"]
-        self.metrics = state["metrics"]
+        self.seconds = float(state["seconds"])
+        for part in self.metrics:
+            self.metrics[part] = {n: float(value) for n, value in state["metrics"][part].items()}
         self.history = unpacked_history(state["history"])
         for row in self.history:  # of a checkpoint of before these were counted
             row.setdefault("skipped_batches", 0)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from evigrad.errors import ConfigurationError, EvigradWarning
+from evigrad.training.checkpoint import CHECKPOINT_FORMAT
 from evigrad.training.files import PARTIAL, is_intact, replacing, seal, sole_writer
 from evigrad.training.metrics import MetricsFile, Row
 
@@ -145,7 +146,8 @@ class RunDirectory:
 
 
 def _read_checkpoint(path: Path) -> dict[str, Any]:
-    if is_intact(path) is False:
+    intact = is_intact(path)
+    if intact is False:
         raise ConfigurationError("it is damaged, as its content does not fit its digest")
     try:
         # Not code: a checkpoint of somebody else's can do no harm.
@@ -157,6 +159,9 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"it is no checkpoint, or cut off ({kind})") from error
     if not isinstance(state, dict):
         raise ConfigurationError("it holds no state of a run")
+    # Those of older versions may have none.
+    if intact is None and state.get("format") not in range(CHECKPOINT_FORMAT):
+        raise ConfigurationError("it is damaged, as it has lost its digest")
     return state
 
 
