@@ -121,6 +121,21 @@ def test_a_killed_rank_ends_the_others_and_the_run_goes_on(
     assert [row.partition(",")[0] for row in rows[1:]] == [str(e) for e in range(1, 7)]
 
 
+@pytest.mark.long
+def test_a_signal_to_one_rank_stops_all_after_their_epoch(whole: Path, tmp_path: Path) -> None:
+    run, metrics = tmp_path / "run", tmp_path / "run" / "metrics.csv"
+    ranks = started(tmp_path, [*QUICK, "--run-dir", str(run)])
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+        time.sleep(0.01)
+        assert all(rank.is_alive() for rank in ranks)
+    assert ranks[1].pid is not None
+    os.kill(ranks[1].pid, signal.SIGTERM)
+    assert ended(ranks, SOON) == [128 + signal.SIGINT, 128 + signal.SIGTERM]
+    assert "Stopped after epoch" in (tmp_path / "err0").read_text()
+    assert resumed(run, tmp_path) == [0, 0]
+    assert_same_runs(run, whole / "run")
+
+
 def test_a_mistake_is_told_once(tmp_path: Path) -> None:
     ranks = started(tmp_path, [*QUICK, "--estimator", "ntk-999-1"])
     assert ended(ranks, LONG) == [2, 2]

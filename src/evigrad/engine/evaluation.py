@@ -147,6 +147,8 @@ def precisely(
             return result
     except RoundingError:
         precise = problem.plans.in_float64(block_pass.plan)
+    if block_pass.block.shares > 1:  # a rank cannot go back to float32 without the others
+        return work(replace(block_pass, plan=precise))
     wide: list[Found] = []
     if fits(lambda: wide.append(work(replace(block_pass, plan=precise)))):
         return wide[0]
