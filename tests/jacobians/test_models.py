@@ -407,6 +407,8 @@ def test_function_transform_inside() -> None:
     check(net, random(4, 3), {"head.weight": LINEAR})
 
 
+# PyTorch says so of Python 3.13.0 alone.
+@pytest.mark.filterwarnings("ignore:Guards may run slower")
 def test_compiled_model() -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
     check(torch.compile(net, backend="eager"), random(4, 3))
