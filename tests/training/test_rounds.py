@@ -9,7 +9,7 @@ from loops import learner_of, loop_of
 from torch import Tensor, nn
 
 from evigrad.blocks import Block
-from evigrad.errors import ConfigurationError, EvigradError, MemoryBudgetError
+from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, MemoryBudgetError
 from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior, NormalHyperprior
 from evigrad.training import fit
@@ -402,8 +402,11 @@ def test_a_failing_fixed_point_names_the_epoch(make_net, blobs):
     assert log_precision is not None
     with torch.no_grad():
         log_precision.fill_(float("inf"))
-    with pytest.raises(EvigradError, match="after epoch 8"):
-        loop.learn(8)
+    with pytest.warns(EvigradWarning, match="3 of 3 hyperparameter steps"):
+        assert loop.learn(8).skipped == 3
+    assert log_precision.grad is None
+    with pytest.raises(EvigradError, match="after epoch 9"):  # no step in two rounds on end
+        loop.learn(9)
     assert log_precision.grad is None
 
 
