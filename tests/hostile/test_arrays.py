@@ -74,7 +74,7 @@ def test_estimates_are_finite_or_refused(tmp_path: Path, problem: Any) -> None:
             generator=0,
         )
         for verb in (
-            lambda: evidence.map_loss(x, y).item(),
+            lambda: evidence.map_loss(x, y),  # of huge numbers it may be infinite
             lambda: next(iter(evidence.blocks((x, y)).take(1))),
             lambda: evidence.backward(x, y).log_evidence,
         ):

@@ -83,6 +83,8 @@ class _TensorSource(Source):
     is_held = True
 
     def __init__(self, inputs: Inputs, targets: Tensor) -> None:
+        if targets.layout != torch.strided:
+            raise InputError("The targets are a sparse tensor: give y.to_dense().")
         self._inputs, self._all_targets = inputs, targets
 
     def __len__(self) -> int:
