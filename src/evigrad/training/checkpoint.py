@@ -92,11 +92,11 @@ def fitting(what: str) -> Iterator[None]:
 def load_optimizer(
     optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, groups: bool = False
 ) -> None:
-    """Load an optimiser's moments and counts; settings stay the run's, unless ``groups``.
+    """Load an optimiser's moments, counts and rates; settings stay the run's, unless ``groups``.
 
     Raises:
         ConfigurationError: If a tensor is missing, or neither of its parameter's shape nor a number
-            from 0 on.
+            from 0 on, or a rate is no such number.
     """
     if groups:  # of an optimiser of the user's own, of which nothing is known
         optimizer.load_state_dict(dict(saved))
@@ -121,7 +121,13 @@ def load_optimizer(
                 f"The saved state of the optimiser does not fit parameter {index}: it has"
                 f" {listed(list(map(str, state)))}."
             )
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": saved["state"]})
+    known = optimizer.state_dict()["param_groups"]
+    rates = [group["lr"] for group in saved["param_groups"]]
+    for group, rate in zip(known, rates, strict=True):
+        if not isinstance(rate, float) or not 0 <= rate < math.inf:
+            raise ConfigurationError(f"The saved learning rate of the optimiser is {rate!r}.")
+        group["lr"] = rate
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": known})
 
 
 def packed_history(history: Sequence[Row]) -> dict[str, list[Any]]:
