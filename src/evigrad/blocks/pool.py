@@ -61,6 +61,11 @@ class Pool:
         found = self._sorted[near] == data
         return found, self._places[near[found]]
 
+    def restrict(self, data: Int[Tensor, " m"], values: Tensor) -> tuple[Tensor, Tensor]:
+        """The places of those data that are in the pool, and their part of values (m, …)."""
+        found, places = self.find(data)
+        return places, values if self.is_all else values[found.to(values.device)]
+
     def of(self, source: Source) -> Source:
         """The data of the pool, read by their places."""
         return source if self.is_all else _Pooled(source, self)

@@ -94,7 +94,7 @@ class Loop:
         self._set_weight_rates(epoch)
         self.data.epoch = epoch
         seed, schedule, num_data = self.settings.seed, self.settings.schedule, len(self.data)
-        size = min(schedule.epoch_size or num_data, num_data)
+        size = schedule.data_in_epoch(num_data)
         steps = -(-size // schedule.batch_size)
         most = min(max(1, int(SKIPPED_SHARE * steps)), steps - 1)
         finite = self._finite_parts()

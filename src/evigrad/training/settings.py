@@ -118,12 +118,16 @@ class Schedule:
             if value is not None or each.default is not None:
                 check_integer(each.name, value, 0 if each.name in from_zero else 1)
 
+    def data_in_epoch(self, num_data: int) -> int:
+        """How many of all data are in an epoch."""
+        return min(self.epoch_size or num_data, num_data)
+
     def for_data(self, num_data: int) -> "PlannedSchedule":
         """The schedule with numbers in the place of defaults."""
         epochs, burn_in, every = self.epochs, self.burn_in, self.every
         if epochs is None:
-            size = min(self.epoch_size or num_data, num_data)
-            epochs = max(FEWEST_EPOCHS, -(-STEPS // -(-size // self.batch_size)))
+            steps = -(-self.data_in_epoch(num_data) // self.batch_size)
+            epochs = max(FEWEST_EPOCHS, -(-STEPS // steps))
         if burn_in is None:
             burn_in = max(1, int(BURN_IN * epochs))
         if every is None:

@@ -134,8 +134,7 @@ class AnchorSelection:
                 f" {tuple(indices.shape)}."
             )
         self._num_outputs = f.shape[1]
-        found, places = self.pool.find(indices.cpu())
-        own = f.detach()[found.to(f.device)]
+        places, own = self.pool.restrict(indices.cpu(), f.detach())
         self.memory.update(places, self._likelihood.condensed(own, self._root))
 
     def scores(self) -> Scores:
@@ -220,7 +219,7 @@ class AnchorSelection:
                 x, y = source.fetch(batch)
                 f, _ = self._network.last_layer(x)
                 total += float(log_probabilities(self._likelihood, f, y).detach().double().sum())
-                of_pool = f[self.pool.find(batch)[0].to(f.device)]
+                _, of_pool = self.pool.restrict(batch, f)
                 seen.append(self._likelihood.condensed(of_pool, self._root).float().cpu())
                 num_outputs = f.shape[1]
         # Only now, so that an error in the data changes nothing.
