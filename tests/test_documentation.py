@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import distributed
 
 ROOT = Path(__file__).parent.parent
@@ -138,7 +139,7 @@ def test_the_blocks_on_python_converge(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out
 
 
-def test_the_block_on_several_processes_runs(
+def test_the_blocks_on_several_processes_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one of them."""
@@ -148,13 +149,17 @@ def test_the_block_on_several_processes_runs(
     short = {
         "range(20)": "range(2)",
         "epochs=20": "epochs=2, steps=1",
+        "range(30)": "range(2)",
+        "epochs=30": "epochs=2, steps=1",
         "batch_size=50": "batch_size=100",
     }
     try:
         names = run_blocks("docs/machines.md", short)
     finally:
         distributed.destroy_process_group()
-    assert names["learner"].hyper_steps == 2
+    assert names["learner"].hyper_steps == 2  # of the last block, on sharded weights
+    whole, shards = names["model"].parameters(), names["sharded"].parameters()
+    assert all(torch.equal(own, shard.to_local()) for own, shard in zip(whole, shards, strict=True))
     assert capsys.readouterr().out == "1 ranks, 0 bytes sent by this one\n"
 
 

@@ -4,14 +4,16 @@ Each process is a *rank* of R. Wherever there is one process, nothing here does 
 """
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 from zlib import crc32
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from evigrad.errors import ConfigurationError, RankError
 
@@ -45,8 +47,8 @@ class Ranks:
         rank: The number of this process, from 0.
         count: R.
         sent: Bytes that this rank has sent, beside the headers of messages. A sum of n bytes sends
-            2n(R − 1)/R (a ring), a gathered tensor n(R − 1); what rank 0 gives to all is counted
-            there, n(R − 1).
+            2n(R − 1)/R (a ring), a gathered tensor or shard n(R − 1); what rank 0 gives to all is
+            counted there, n(R − 1).
 
     Raises:
         ConfigurationError: If it is no such group, or this process is not in it.
@@ -136,6 +138,26 @@ class Ranks:
                 distributed.broadcast(sent, group=self._group, group_src=0)
                 tensor.copy_(sent)
             self.sent += sent.nbytes * (self.count - 1) if self.is_first else 0
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All of a tensor that is sharded over the ranks (a ``DTensor``); another is returned."""
+        if not is_shard(tensor):
+            return tensor
+        sharded: Any = tensor.detach()
+        with self._contact():
+            found = sharded.full_tensor()
+        # From the outermost dimension of the mesh, as there may be shards of shards. Each is filled
+        # up to the longest for the way.
+        mesh, shape = sharded.device_mesh, list(sharded.shape)
+        for size, own, how in zip(
+            mesh.shape, mesh.get_coordinate(), sharded.placements, strict=True
+        ):
+            if not how.is_replicate():
+                length, longest = shape[how.dim], -(-shape[how.dim] // size)
+                shape[how.dim] = longest
+                self.sent += prod(shape) * sharded.element_size() * (size - 1)
+                shape[how.dim] = min(longest, max(0, length - own * longest))
+        return found
 
     def shared(self, value: T) -> T:
         """Rank 0's tensors and plain values on all ranks; tensors arrive on the CPU."""
@@ -230,3 +252,57 @@ class Ranks:
                 f"Rank {self.rank} of {self.count} has lost the others, as when one of them was"
                 f" killed, or did not answer in time ({reason})."
             ) from error
+
+
+# ------------------------------------------------------------ what is sharded
+
+
+def sharding_of(model: nn.Module) -> str | None:
+    """By what a model's parameters are sharded: ``FSDP1``, ``FSDP2``, ``DTensor``; or None."""
+    modules = list(model.modules())
+    for kind, name in (("FSDP1", "FullyShardedDataParallel"), ("FSDP2", "FSDPModule")):
+        if any(isinstance(module, _class("fsdp", name)) for module in modules):
+            return kind
+    return "DTensor" if any(map(is_shard, model.parameters())) else None
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Whether a process has only its shard of a tensor, or it is managed as if it had."""
+    return isinstance(tensor, _class("tensor", "DTensor"))
+
+
+def num_processes(tensor: Tensor) -> int | None:
+    """Over how many processes a tensor is sharded; None if it is whole."""
+    sharded: Any = tensor
+    return sharded.device_mesh.size() if is_shard(tensor) else None
+
+
+def shards(model: nn.Module) -> dict[str, nn.Parameter]:
+    """A model's parameters by name, in shards under FSDP2, as optimisers have them."""
+    kind = _class("fsdp", "FSDPModule")
+    managed: list[Any] = [module for module in model.modules() if isinstance(module, kind)]
+    for module in managed:
+        module.reshard()  # a pass without a backward one has left it whole, and maybe rounded
+    return dict(model.named_parameters())
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, in the same memory; another tensor is returned."""
+    sharded: Any = tensor
+    return sharded.to_local() if is_shard(tensor) else tensor
+
+
+def part_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """The part of a whole tensor that a rank has of another one of the same shape."""
+    if not is_shard(other):
+        return tensor
+    like: Any = other
+    distribute = sys.modules["torch.distributed.tensor"].distribute_tensor
+    mine = distribute(tensor.detach(), like.device_mesh, like.placements, src_data_rank=None)
+    return mine.to_local().to(like.to_local().device)
+
+
+def _class(module: str, name: str) -> Any:
+    """A class of ``torch.distributed``, or no class where there can be no instance of it yet."""
+    # Importing these modules takes seconds, and who has something sharded has imported them.
+    return getattr(sys.modules.get(f"torch.distributed.{module}"), name, ())

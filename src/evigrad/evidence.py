@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from evigrad.blocks import Block
@@ -15,7 +14,7 @@ from evigrad.blocks.anchors import AnchoredStream, Anchoring, AnchorSelection
 from evigrad.blocks.partitions import BlockStream
 from evigrad.blocks.positions import PositionSource
 from evigrad.curvature import ParameterPartition, partition_names
-from evigrad.distributed import Group, Ranks
+from evigrad.distributed import Group, Ranks, own_part, part_like
 from evigrad.engine.checks import (
     as_generator,
     check_gradients,
@@ -38,6 +37,7 @@ from evigrad.engine.parameters import check_unchanged, divided, held_constant, s
 from evigrad.engine.passes import BlockPass
 from evigrad.engine.problem import ParameterReport, Plans, Problem, parameter_reports
 from evigrad.engine.settings import Memory, Settings
+from evigrad.engine.sharded import check_whole, counterparts, take_up
 from evigrad.engine.two_passes import FirstPass, first_pass
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError
 from evigrad.estimators import EstimatorSpec
@@ -113,11 +113,7 @@ class Evidence:
                 of a process group have other values.
         """
         check_type("model", model, nn.Module, "an nn.Module")
-        if isinstance(model, DistributedDataParallel):
-            raise ConfigurationError(
-                "Give the model inside of DistributedDataParallel, model.module: estimates have"
-                " passes of their own, whose gradients it must not average."
-            )
+        check_whole(model)
         check_type("likelihood", likelihood, Likelihood, "a Likelihood, as Categorical()")
         check_type("prior", prior, GaussianPrior, "a GaussianPrior")
         check_type("estimator", estimator, str, "a name, as 'ntk-100-1'")
@@ -163,6 +159,7 @@ class Evidence:
         self._begin_together()
         warn_of_normalisation(model)
         self._positions: PositionSource | None = None  # of the latest data with positions
+        self._is_behind = False  # the weights, those of a module that is trained in shards
         self._anchors = None
         if self.spec.anchored:
             self._anchors = AnchorSelection(
@@ -269,7 +266,11 @@ class Evidence:
             return {name: factor * p for name, p in self.prior.precisions().items()}
 
     def add_weight_decay(
-        self, optimizer: Optimizer | None = None, *, scale: float | Tensor = 1.0
+        self,
+        optimizer: Optimizer | None = None,
+        *,
+        scale: float | Tensor = 1.0,
+        of: nn.Module | None = None,
     ) -> None:
         """Add (T/N) δ (w − w₀), the prior's part of ``map_loss``, to the weights' ``.grad``.
 
@@ -287,8 +288,17 @@ class Evidence:
                 diverge. Adam's steps do not.
             scale: How many times the negative log likelihood the loss is, up to a constant: 2σ²/C
                 for the mean squared error of C outputs with noise σ.
+            of: The module that is trained in the place of the model, as for ``take_weights``: each
+                rank adds to its shards of the gradients, and nothing is sent. Default: the model.
+
+        Raises:
+            ConfigurationError: If ``of`` is no copy of the model.
         """
-        decay = self.weight_decay()
+        weights: Mapping[str, Tensor] = self._weights
+        if of is not None:
+            weights = counterparts(self.model, of, self._model_hyperparameters, self.ranks)
+            self._is_behind = True
+        decay, means = self.weight_decay(), self.prior.means()
         most = {
             id(weight): 1 / float(group["lr"])
             for group in ([] if optimizer is None else optimizer.param_groups)
@@ -296,11 +306,39 @@ class Evidence:
             if group["lr"] > 0
         }
         with torch.no_grad():
-            for name, d in self.prior.deviations(self._weights).items():
-                weight = self._weights[name]
-                factor = (scale * decay[name]).clamp(max=most.get(id(weight), math.inf))
-                added = (factor * d).to(weight.dtype)
-                weight.grad = added if weight.grad is None else weight.grad.add_(added)
+            for name in self._weights:
+                weight = weights[name]
+                d, factor = own_part(weight), scale * decay[name]
+                if name in means:
+                    d = d - part_like(means[name], weight)
+                if factor.ndim:
+                    factor = part_like(factor, weight)
+                factor = factor.clamp(max=most.get(id(weight), math.inf))
+                if weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
+                own_part(weight.grad).add_((factor * d).to(weight.dtype))
+
+    def take_weights(self, module: nn.Module) -> None:
+        """Take up the weights of a copy of the model that is trained in shards, by FSDP2.
+
+        The evidence keeps its own model, whose weights are whole on each rank. Call this on all
+        ranks before the estimates that follow training, as before a round of a ``Learner``; an
+        estimate after ``add_weight_decay(of=module)`` and without it is refused. Each tensor is
+        gathered by itself; of buffers, as running statistics, those of rank 0 are taken.
+
+        Args:
+            module: The copy, as ``fully_shard`` of ``torch.distributed.fsdp`` has left it. It has
+                the model's names and shapes. Hyperparameters that the evidence learns are the very
+                same parameters in both.
+
+        Raises:
+            ConfigurationError: If it is no copy of the model, is sharded over other processes than
+                those of the evidence, or the ranks have other weights.
+            RankError: If another rank raised an exception, or is lost.
+        """
+        self._is_behind = True
+        take_up(self.model, module, self._model_hyperparameters, self.ranks)
+        self._is_behind = False
 
     # ------------------------------------------------------------ the evidence
 
@@ -426,7 +464,7 @@ class Evidence:
         beside = any(not name.startswith("prior.") for name in changing)
         use = FirstPass(keeps_outputs=beside, condensed=True)
         with torch.no_grad(), self._problem.restored_on_error():
-            check_unchanged(self.model, self._weights, self._model_hyperparameters)
+            self._check_weights()
             given = resolve(self._problem, x, y)
             with held_constant(others):
                 check_keepable(self._problem, given.plan, list(changing))
@@ -485,11 +523,20 @@ class Evidence:
 
         A rank may have nothing to evaluate where others have.
         """
-        check_unchanged(self.model, self._weights, self._model_hyperparameters)
+        self._check_weights()
         if self.ranks.count > 1 and _is_empty(x):
             return []
         kept = as_kept(self._problem, x, self.hyperparameters(), wanted)
         return resolve(self._problem, x, y) if kept is None else kept
+
+    def _check_weights(self) -> None:
+        """Refuse a model with other parameters than at first, or with weights of the past."""
+        check_unchanged(self.model, self._weights, self._model_hyperparameters)
+        if self._is_behind:
+            raise ConfigurationError(
+                "The weights that are trained in shards have moved on: call"
+                " evidence.take_weights(module) before an estimate."
+            )
 
     def _observe(
         self, given: BlockPass | Sequence[KeptPass], estimates: Sequence[Estimate]
@@ -536,7 +583,7 @@ class Evidence:
         """
         if (data is None) == (state is None):
             raise ConfigurationError("posterior takes the data, or state=... in their place.")
-        check_unchanged(self.model, self._weights, self._model_hyperparameters)
+        self._check_weights()
         with torch.no_grad(), self._problem.restored_on_error():
             if state is not None:
                 return load_posterior(self._problem, state)

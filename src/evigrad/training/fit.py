@@ -17,6 +17,7 @@ from evigrad.engine.checks import check_inputs
 from evigrad.engine.parameters import trainable
 from evigrad.engine.problem import PROBE_SIZE
 from evigrad.engine.settings import Memory
+from evigrad.engine.sharded import check_whole
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence
@@ -179,6 +180,7 @@ def prepare(
         ConfigurationError: If a setting does not exist or does not fit.
         InputError: If the data do not fit the model, the likelihood or the estimator.
     """
+    check_whole(model)
     place, seed, ranks = place_of(model), settings.seed, Ranks(process_group)
     tensors = [*model.parameters(), *model.buffers()]
     with ranks.together() as alike:
