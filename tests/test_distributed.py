@@ -21,7 +21,9 @@ from torch import Tensor, distributed, nn
 from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
-from evigrad import Anchoring, Block, Estimate, Evidence, FitResult, Learner, Schedule, fit
+from evigrad import Anchoring, Block, Estimate, Evidence, FitResult, Learner, Memory, Schedule, fit
+from evigrad.curvature.kernel_rows import NtkStatistic
+from evigrad.curvature.split_rows import Split
 from evigrad.distributed import Ranks
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.invariances import AdditiveNoise, Averaged, InputScale
@@ -109,23 +111,47 @@ SPLIT: dict[str, dict[str, Any]] = {
     "full-N-C": {"gradient": "one-graph"},
     "kfac-N-C-kept": {"likelihood": "gaussian", "hyperparameters": []},
 }
+# Shares of every block, the last of a partition with fewer data than ranks.
+SHARED: dict[str, dict[str, Any]] = {
+    "ntk-6-1": {},
+    "ntk-6-C": {"prior": "diagonal"},
+    "ntk-8-rows": {"memory": {"micro_batch": 2}},
+    "ntk-12-rows-anchored": {"anchoring": Anchoring(share=0.5)},
+    "ntk-12-rows-anchored-kept": {"likelihood": "gaussian", "hyperparameters": []},
+    "ntk-5-2": {"likelihood": "gaussian", "noisy": True, "hyperparameters": []},
+    "ntk-N-C": {"memory": {"micro_batch": "auto", "rows_dtype": "float64"}},
+    "kfac-5-1": {},
+    "diag-5-2": {"prior": "diagonal", "root": "fisher"},
+    "full-4-1": {},
+    "blockdiag-5-1-iid": {"parameter_partition": "module"},
+}
+SHARED = {f"{name} shared": options for name, options in SHARED.items()}
 # Each structure once for four ranks, to save time.
 FOUR = ["ntk-4-C", "ntk-12-rows-anchored", "full-2-C", "blockdiag-4-1-iid", "kfac-5-1", "diag-3-1"]
 FOUR += ["kfac-N-C", "diag-N-C", "blockdiag-N-C", "full-N-C", "ntk-N-C"]
-CASES: dict[int, list[str]] = {2: [*OWN, *SPLIT], 4: FOUR}
+CASES: dict[int, list[str]] = {2: [*OWN, *SPLIT, *SHARED], 4: [*FOUR, *SHARED]}
+EVERY = {**OWN, **SPLIT, **SHARED}
 
 
 def data_of(options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     return data("numbers" if options.get("likelihood") else "classes")
 
 
-def of_ranks(estimator: str, options: Mapping[str, Any], group: Any) -> dict[str, Any]:
+def made_for(case: str, group: Any = None) -> Evidence:
+    """The evidence of one of ``EVERY`` case."""
+    options = {**EVERY[case]}
+    memory = Memory(split_blocks=case in SHARED, **options.pop("memory", {}))
+    name = case.removesuffix(" shared").removesuffix("-kept")
+    return made(name, group, memory=memory, **options)
+
+
+def of_ranks(case: str, group: Any) -> dict[str, Any]:
     """What a rank has of some steps: estimates, gradients, bytes, and the generator at the end."""
-    evidence = made(estimator.removesuffix("-kept"), group, **options)
+    evidence, options = made_for(case, group), EVERY[case]
     blocks = iter(evidence.blocks(data_of(options)))
     found, before = [], evidence.ranks.sent
     for block in islice(blocks, STEPS[evidence.ranks.count]):
-        given = [evidence.collect(block)] if estimator.endswith("-kept") else block
+        given = [evidence.collect(block)] if "-kept" in case else block
         estimate = evidence.backward(given)
         found.append((fields(estimate), gradients(evidence)))
     sent = evidence.ranks.sent - before
@@ -133,10 +159,10 @@ def of_ranks(estimator: str, options: Mapping[str, Any], group: Any) -> dict[str
     return {"steps": found, "sent": sent, "value": value, "state": evidence.generator.get_state()}
 
 
-def of_one(estimator: str, options: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """The same in one process: the mean over as many blocks as there are ranks."""
-    evidence = made(estimator.removesuffix("-kept"), **options)
-    at_once = 1 if estimator in SPLIT else count
+def of_one(case: str, count: int) -> dict[str, Any]:
+    """The same in one process: the mean over as many blocks as there are ranks, or one shared."""
+    evidence, options = made_for(case), EVERY[case]
+    at_once = 1 if case in SPLIT or case in SHARED else count
 
     def mean(blocks: list[Any], backward: bool = True) -> tuple[list[float], list[Tensor]]:
         call = evidence.backward if backward else evidence.estimate
@@ -169,8 +195,7 @@ def claim(function: Claim) -> Claim:
 
 @claim
 def steps(group: Any) -> Any:
-    every = {**OWN, **SPLIT}
-    return {name: of_ranks(name, every[name], group) for name in CASES[Ranks(group).count]}
+    return {case: of_ranks(case, group) for case in CASES[Ranks(group).count]}
 
 
 @claim
@@ -195,7 +220,7 @@ def learning(group: Any) -> Any:
     """Hyperparameters after rounds of every kind: kept passes, few parts, one for each step."""
     found = {}
     for name, settings in LEARNED.items():
-        found[name] = learned(name.split()[0], group, settings)
+        found[name] = learned(name, group, settings)
     return found
 
 
@@ -206,11 +231,14 @@ LEARNED: dict[str, dict[str, Any]] = {
     "ntk-12-rows-anchored": {},
     "ntk-12-rows-anchored whole": {"prior_blocks": 3},
     "ntk-40-rows-anchored": {},  # all rows are anchors
+    "ntk-5-C shared": {"prior_blocks": 2},
+    "ntk-12-rows-anchored shared": {"prior_blocks": 3},
 }
 
 
-def learned(estimator: str, group: Any, settings: Mapping[str, Any]) -> list[Tensor]:
-    evidence = made(estimator, group, hyperparameters=[])
+def learned(case: str, group: Any, settings: Mapping[str, Any]) -> list[Tensor]:
+    memory = Memory(split_blocks=case.endswith("shared"))
+    evidence = made(case.split()[0], group, hyperparameters=[], memory=memory)
     schedule = Schedule(epochs=2, burn_in=1, every=1, steps=2, **settings)
     learner = Learner(evidence, data(), schedule)
     for _ in range(2):
@@ -245,6 +273,26 @@ def posteriors(group: Any) -> Any:
 
 
 @claim
+def shares(group: Any) -> Any:
+    """What a rank holds of the rows of a shared block, and sends for it: 10 rows of 34 weights."""
+    evidence = made("ntk-10-1", group, prior="diagonal", memory=Memory(split_blocks=True))
+    block, held = next(iter(evidence.blocks(data()))), []
+
+    def watched(statistic: NtkStatistic, ranks: Ranks) -> NtkStatistic:
+        own = statistic.num_rows
+        found = over(statistic, ranks)
+        held.append((own, {name: tuple(rows.shape) for name, (rows,) in found.rows.items()}))
+        return found
+
+    over, before = NtkStatistic.over, evidence.ranks.sent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NtkStatistic, "over", watched)
+        evidence.backward(block)
+    (found,) = held
+    return *found, evidence.ranks.sent - before
+
+
+@claim
 def draws(group: Any) -> Any:
     evidence = made("ntk-1-1", group, hyperparameters=[])
     return [evidence.estimate(block).log_det for block in evidence.blocks(data()).take(DRAWS)]
@@ -268,7 +316,20 @@ def failures(group: Any) -> Any:
     with pytest.raises(EvigradError) as caught:
         made("ntk-2-1", group, prior="scalar" if ranks.rank else "layerwise")
     errors.append((type(caught.value).__name__, str(caught.value)))
+    # In the midst of what ranks exchange.
+    evidence = made("ntk-11-C", group, prior="diagonal", memory=Memory(split_blocks=True))
+    name, broken = ("own_rows", full_memory) if ranks.rank == ranks.count - 1 else ("_", None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Split, name, broken, raising=False)
+        with pytest.raises(Exception) as caught:
+            evidence.backward(x, y)
+    errors.append((type(caught.value).__name__, str(caught.value)))
+    assert evidence.backward(x, y).log_evidence < 0
     return errors
+
+
+def full_memory(*_: Any) -> None:
+    raise MemoryError("no memory left")
 
 
 # Runs of ``fit``: name -> the network, and what differs in the settings.
@@ -279,6 +340,15 @@ FITS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "positions": (lambda: Positions(), {"estimator": "map"}),
     "anchored": (lambda: network(), {"estimator": "ntk-12-rows-anchored"}),
     "norm": (lambda: norm(), {"estimator": "diag-3-1", "schedule": Schedule(epochs=2, burn_in=1)}),
+    "shared": (
+        lambda: network(),
+        {
+            "estimator": "ntk-4-1",
+            "memory": Memory(split_blocks=True),
+            "hyperparameters": ["0"],
+            "schedule": Schedule(epochs=2, burn_in=1),
+        },
+    ),
 }
 FEW = Schedule(epochs=3, batch_size=5, burn_in=1, every=1, steps=2)
 
@@ -404,10 +474,9 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def alone() -> dict[tuple[str, int], dict[str, Any]]:
     """What one process finds, by the estimator and the number of ranks that it stands for."""
-    every = {**OWN, **SPLIT}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {(e, c): of_one(e, every[e], c) for c in RANKS for e in CASES[c]}
+        return {(case, count): of_one(case, count) for count in RANKS for case in CASES[count]}
 
 
 @pytest.fixture(scope="module")
@@ -469,7 +538,8 @@ def test_ranks_learn_the_same(ran: Any, name: str, count: int) -> None:
         assert_equal(rank, found[0])
     start = made(name.split()[0], hyperparameters=[])
     assert (found[0][0] != next(iter(start.hyperparameters().values()))).all()
-    if name in ("kfac-N-C", "ntk-N-C", "ntk-40-rows-anchored"):  # all data, however many ranks
+    # All data, or blocks that are shared, however many ranks.
+    if name in ("kfac-N-C", "ntk-N-C", "ntk-40-rows-anchored") or name.endswith("shared"):
         alone = learned(name, None, LEARNED[name])
         torch.testing.assert_close(found[0], alone, rtol=1e-12, atol=0)
 
@@ -514,6 +584,8 @@ def test_an_error_of_one_rank_is_one_of_all(ran: Any, count: int) -> None:
     for errors in (*well, ill):
         name, text = errors[2]
         assert name == "ConfigurationError" and "differ in the estimator" in text
+    assert ill[3] == ("MemoryError", "no memory left")
+    assert all("Rank" in text and "no memory left" in text for *_, (_, text) in well)
 
 
 @pytest.mark.parametrize("count", RANKS)
@@ -538,6 +610,25 @@ def test_sums_are_equal_on_all_ranks_and_their_bytes_are_counted(ran: Any, count
         assert number == 0 or of_plain[0] == 0
         for counted, kernel in (of_sums, of_parts, of_none):
             assert math.isnan(kernel) or counted <= kernel <= counted + slack
+
+
+@pytest.mark.parametrize("count", RANKS)
+def test_rows_of_a_shared_block_are_held_once(ran: Any, count: int) -> None:
+    """Bytes are those of docs/machines.md, also of parameters with fewer weights than ranks."""
+    evidence = made("ntk-10-1", prior="diagonal")
+    sizes = {name: weight.numel() for name, weight in evidence.weights().items()}
+    numbers = 7 + sum(p.numel() for p in evidence.hyperparameters().values())
+    assert min(sizes.values()) < 4
+    assert sum(rank["shares"][0] for rank in ran[count]) == 10
+    for number, rank in enumerate(ran[count]):
+        own, held, sent = rank["shares"]
+        assert held == {name: (own, size) for name, size in sizes.items()}
+        moved = 2 * 8 * 10**2 * (count - 1) // count + 2 * 8 * numbers * (count - 1) // count
+        for size in sizes.values():
+            width = len(range(number, size, count))  # the first parts are longer by one
+            moved += 8 * (2 * own * (size - width) + (10 - own) * width)
+        # Numbers of rows, and checks that all is well: as many for any rows.
+        assert 0 < sent - moved < (count - 1) * (16 * 3 * len(sizes) + 200)
 
 
 @pytest.mark.parametrize("count", RANKS)

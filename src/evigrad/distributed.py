@@ -88,9 +88,10 @@ class Ranks:
         """Whether this is rank 0, which alone writes."""
         return self.rank == 0
 
-    def part(self, count: int) -> slice:
-        """This rank's part of ``count`` things; the first parts may be longer by one."""
-        start, stop = (-(-count * rank // self.count) for rank in (self.rank, self.rank + 1))
+    def part(self, count: int, rank: int | None = None) -> slice:
+        """A rank's part of ``count`` things, or this one's; the first may be longer by one."""
+        first = self.rank if rank is None else rank
+        start, stop = (-(-count * each // self.count) for each in (first, first + 1))
         return slice(start, stop)
 
     # ------------------------------------------------------------ tensors
@@ -127,6 +128,28 @@ class Ranks:
         padded[: len(tensor)] = tensor.detach()
         parts = self._gathered(padded)
         return [part[:own].to(tensor.device) for part, own in zip(parts, lengths, strict=True)]
+
+    def exchange(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return what each rank sent here, in their order, and send the r-th part to rank r.
+
+        Tensors are of one type and may be empty; ``shapes`` are those of what arrives.
+        """
+        if self.count == 1:
+            return list(parts)
+        dtype, device = parts[0].dtype, parts[0].device
+        sizes = [dtype.itemsize * prod(shape) for shape in shapes]
+        own = [part.nbytes for part in parts]
+        with self.together():  # an error of one rank until here, or here, is one of all
+            sent = torch.cat([part.detach().reshape(-1) for part in parts]).to(self._place)
+            # As bytes, since not every backend sends every type.
+            found = torch.empty(sum(sizes), dtype=torch.uint8, device=self._place)
+        with self._contact():
+            distributed.all_to_all_single(
+                found, sent.view(torch.uint8), sizes, own, group=self._group
+            )
+        self.sent += sum(own) - own[self.rank]
+        found = found.view(dtype).to(device).split([prod(shape) for shape in shapes])
+        return [part.reshape(*shape) for part, shape in zip(found, shapes, strict=True)]
 
     def share(self, tensors: Sequence[Tensor]) -> None:
         """Give the values of rank 0 to all ranks, in place."""
@@ -184,6 +207,11 @@ class Ranks:
         return found
 
     # ------------------------------------------------------------ errors
+
+    def agree(self) -> None:
+        """Raise what another rank has raised so far, before a call that would wait for it."""
+        with self.together():
+            pass
 
     @contextmanager
     def together(self) -> Iterator[dict[str, object]]:

@@ -152,7 +152,7 @@ class Evidence:
             prior,
             settings,
             self.generator,
-            Plans(model, self._weights, prior, settings),
+            Plans(model, self._weights, prior, settings, self.ranks.count),
             MicroBatches(settings.micro_batch, settings.memory_budget),
             self.ranks,
         )
@@ -171,6 +171,7 @@ class Evidence:
                 self._problem.plans,
                 self.generator,
                 self.ranks,
+                settings.split_blocks,
             )
 
     def _begin_together(self) -> None:

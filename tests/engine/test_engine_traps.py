@@ -317,7 +317,7 @@ def test_rows_of_another_device_lie_by_columns() -> None:
     rows = torch.randn(5, 12, dtype=torch.float64)
     kept = by_columns(rows, torch.empty(0), pinned=False)
     assert torch.equal(kept, rows) and kept.mT.is_contiguous()
-    for columns, slab in slabs((kept,), torch.empty(0, dtype=torch.float64)):
+    for _, columns, slab in slabs((kept,), torch.empty(0, dtype=torch.float64)):
         assert torch.equal(slab, rows[:, columns])
         assert slab.mT.is_contiguous()
 

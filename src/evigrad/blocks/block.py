@@ -113,19 +113,33 @@ class Block:
         """Return some of the data, as one of several shares that ranks have of this block.
 
         Its log likelihood is scaled up to the whole block's, its rows are not: the mean of the
-        shares' log likelihoods, and the sum of their statistics, are those of the block.
+        shares' log likelihoods, and the sum of their statistics, are those of the block. Where
+        there are none of these data, the share is a datum without rows that counts for nothing.
         """
+        counts, columns, anchored = shares, self.columns, self.anchored
+        if not len(self.indices[data]):
+            data, counts = slice(0, 1), 0
+            columns = torch.zeros(len(self.indices), 0, dtype=torch.int64)
 
         def some(values: Any) -> Any:
             return None if values is None else values[data]
 
+        columns = some(columns)
+        if anchored is not None:
+            assert columns is not None
+            anchored = replace(
+                anchored,
+                labels=anchored.labels[data][:, : columns.shape[1]],
+                likelihood_weights=counts * anchored.likelihood_weights[:, data],
+            )
         return replace(
             self,
             indices=self.indices[data],
-            columns=some(self.columns),
-            likelihood_weights=shares * self.likelihood_weights[data],
+            columns=columns,
+            likelihood_weights=counts * self.likelihood_weights[data],
             inputs=some(self.inputs),
             targets=some(self.targets),
+            anchored=anchored,
             origin=torch.arange(len(self.indices))[data],
             shares=shares,
         )

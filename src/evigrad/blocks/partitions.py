@@ -256,6 +256,17 @@ def choose_distinct(n: int, size: int, generator: torch.Generator) -> Int[Tensor
     return torch.tensor(list(chosen)[:size])
 
 
+def fetched(block: Block, source: Source, sharing: Ranks | None = None) -> Block:
+    """Return the block with its data; where ranks share it, with one of every R of them.
+
+    Not with consecutive ones, as data without rows are the last.
+    """
+    if sharing is not None and sharing.count > 1:
+        block = block.share(slice(sharing.rank, None, sharing.count), sharing.count)
+    inputs, targets = source.fetch(block.indices)
+    return replace(block, inputs=inputs, targets=targets)
+
+
 class Stream(Iterable[Block]):
     """Blocks of an estimator with their data, without end.
 
@@ -266,6 +277,7 @@ class Stream(Iterable[Block]):
     Args:
         generator: A CPU generator.
         ranks: The processes that share the blocks. Default: there is one.
+        splits: Whether ranks have shares of every block, instead of blocks of their own.
 
     Attributes:
         is_constant: Whether every block is the same: all data and outputs, with nothing drawn.
@@ -275,8 +287,10 @@ class Stream(Iterable[Block]):
     is_constant: bool = False
     period: int = 1
 
-    def __init__(self, generator: torch.Generator, ranks: Ranks | None = None) -> None:
-        self._generator, self._ranks = generator, ranks or Ranks()
+    def __init__(
+        self, generator: torch.Generator, ranks: Ranks | None = None, splits: bool = False
+    ) -> None:
+        self._generator, self._ranks, self._splits = generator, ranks or Ranks(), splits
 
     def take(self, n: int) -> Iterator[Block]:
         """Return the first n blocks of a new iteration, with data, maybe of several partitions.
@@ -300,9 +314,9 @@ class Stream(Iterable[Block]):
         """
 
     def _own(self, builders: Iterable[Callable[[], Block]]) -> Iterator[Block]:
-        """This rank's blocks, which alone are built: one of every R, with a seed of its own."""
+        """This rank's blocks, which alone are built: all, or one of R, with a seed of its own."""
         rank, count, rest = self._ranks.rank, self._ranks.count, iter(builders)
-        if count == 1:
+        if count == 1 or self._splits:
             yield from (build() for build in rest)
             return
         while some := list(islice(rest, count)):
@@ -322,7 +336,7 @@ class BlockStream(Stream):
         source: The data.
         generator: As for ``Stream``.
         ranks: The same.
-        splits: Whether ranks have shares of every block, instead of blocks of their own.
+        splits: The same.
 
     Raises:
         InputError: If the number of data is not the partition's N, or the estimator is ``grouped``
@@ -337,25 +351,22 @@ class BlockStream(Stream):
         ranks: Ranks | None = None,
         splits: bool = False,
     ) -> None:
-        super().__init__(generator, ranks)
+        super().__init__(generator, ranks, splits)
         if len(source) != partition.num_data:
             raise InputError(
                 f"The estimator was made for {partition.num_data} data, but these are "
                 f"{len(source)}."
             )
-        self._partition, self._source, self._splits = partition, source, splits
+        self._partition, self._source = partition, source
         self._labels = source.labels() if partition.spec.grouped else None
         self.is_constant = partition.num_blocks == 1 and partition.spec.curvature != "mc"
 
     def __iter__(self) -> Iterator[Block]:
-        return self._of(builder for _ in repeat(None) for builder in self._builders())
+        return self._own(builder for _ in repeat(None) for builder in self._builders())
 
     def epoch(self) -> Iterator[Block]:
         """See ``Stream.epoch``."""
-        return self._of(self._builders())
-
-    def _of(self, builders: Iterable[Callable[[], Block]]) -> Iterator[Block]:
-        return (build() for build in builders) if self._splits else self._own(builders)
+        return self._own(self._builders())
 
     def _builders(self) -> Iterator[Callable[[], Block]]:
         """What builds and reads each block of a new partition."""
@@ -363,8 +374,4 @@ class BlockStream(Stream):
         yield from (partial(self._read, blocks, number) for number in range(len(blocks)))
 
     def _read(self, blocks: Sequence[Block], number: int) -> Block:
-        block = blocks[number]
-        if self._splits:
-            block = block.share(self._ranks.part(len(block.indices)), self._ranks.count)
-        inputs, targets = self._source.fetch(block.indices)
-        return replace(block, inputs=inputs, targets=targets)
+        return fetched(blocks[number], self._source, self._ranks if self._splits else None)

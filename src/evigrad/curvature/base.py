@@ -53,6 +53,23 @@ class Statistic(ABC):
         ]
         return cast(Self, self.with_tensors(sums))
 
+    def of_share(self) -> Self:
+        """Of derivatives in a sum of ``over``, those in the share of this rank."""
+        return self
+
+    def of_nothing(self) -> Self:
+        """The statistic of the same form without any rows."""
+        zeros = [torch.zeros_like(tensor) for tensor in self.tensors()]
+        return cast(Self, self.with_tensors(zeros))
+
+    def of_rows(self, values: Tensor) -> Tensor:
+        """A number for each row, from those of the rows in the share of this rank."""
+        return values
+
+    def form(self) -> object:
+        """What shares of one block have in common, to compare."""
+        return [tuple(tensor.shape) for tensor in self.tensors()]
+
 
 StatisticT = TypeVar("StatisticT", bound=Statistic)
 
@@ -204,6 +221,15 @@ class Structure(ABC, Generic[StatisticT]):
         It never holds what ``condense`` would drop. Only the root's scale may have a graph.
         """
         return self.condense(self.accumulate(None, linearization, root))
+
+    def summarise_over(
+        self, ranks: Ranks, linearization: Linearization, root: RootRows
+    ) -> StatisticT:
+        """``summarise`` of a block that ranks share, whose data here are one micro-batch.
+
+        Only where ``condenses`` says so: the rows of one parameter at a time are exchanged.
+        """
+        raise NotImplementedError(f"{self.name} has no form that ranks could exchange by layers")
 
     def condense(self, statistic: StatisticT) -> StatisticT:
         """A smaller statistic (or the same) with the same ℓ, for steps on prior and scale."""

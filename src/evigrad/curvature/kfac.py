@@ -133,6 +133,12 @@ class KfacStatistic(Statistic):
         }
         return KfacStatistic(factors, dict(zip(self.blocks, rest, strict=True)))
 
+    def of_nothing(self) -> "KfacStatistic":
+        """See ``Statistic.of_nothing``: no examples either."""
+        zeros = super().of_nothing()
+        factors = {n: replace(each, count=0, num_rows=0) for n, each in zeros.factors.items()}
+        return replace(zeros, factors=factors)
+
     def over(self, ranks: Ranks) -> "KfacStatistic":
         """See ``Statistic.over``; the counts are summed too."""
         summed, names = super().over(ranks), list(self.factors)

@@ -24,6 +24,7 @@ from evigrad.curvature.conditional import Conditioning, LogDet, log_det_conditio
 from evigrad.curvature.kernel_rows import SLAB_BYTES, MixedGrams, NtkStatistic, RowsGram, Storage
 from evigrad.curvature.linalg import log_det_identity_plus
 from evigrad.curvature.spectra import MatrixSpectrum
+from evigrad.distributed import Ranks
 from evigrad.errors import ConfigurationError
 from evigrad.jacobians import Linearization, MatrixUse
 from evigrad.likelihoods import RootRows
@@ -204,7 +205,7 @@ class Ntk(Structure[NtkStatistic]):
         """Bytes of the rows, and of the factors in their place, on the weights' device."""
         if self._storage.device not in (None, self._device):
             return 0
-        numbers = sum(self._numel[name] for name in self.formed)
+        numbers = -(-sum(self._numel[name] for name in self.formed) // self._storage.ranks)
         numbers += sum(use.numbers for uses in self._contracted.values() for use in uses)
         return (self._storage.dtype or self._dtype).itemsize * num_rows * numbers
 
@@ -221,7 +222,7 @@ class Ntk(Structure[NtkStatistic]):
         if not self.condenses(num_rows):
             return self.predicted_bytes(num_rows)
         widest = max((self._numel[name] for name in self.formed), default=0)
-        rows = self._dtype.itemsize * num_rows * widest
+        rows = self._dtype.itemsize * num_rows * -(-widest // self._storage.ranks)
         square = self._like().element_size() * num_rows**2
         return rows + self._gram_bytes(num_rows) + self._copies * square
 
@@ -237,9 +238,16 @@ class Ntk(Structure[NtkStatistic]):
 
     def summarise(self, linearization: Linearization, root: RootRows) -> NtkStatistic:
         """See ``Structure.summarise``: one parameter's rows at a time, and never all of them."""
-        empty = _without_rows(root)
-        if not self.condenses(empty.num_rows):
+        if not self.condenses(_without_rows(root).num_rows):
             return super().summarise(linearization, root)
+        return self.summarise_over(Ranks(), linearization, root)
+
+    def summarise_over(
+        self, ranks: Ranks, linearization: Linearization, root: RootRows
+    ) -> NtkStatistic:
+        """See ``Structure.summarise_over``."""
+        empty = _without_rows(root)
+        whole, empty = empty.over(ranks), replace(empty, scale=None)
         with torch.no_grad():
             factors = self._factors(linearization, root)
             # All that have no closed form in one call, as each call repeats the backward passes.
@@ -248,15 +256,17 @@ class Ntk(Structure[NtkStatistic]):
 
             def part(name: str) -> NtkStatistic:
                 if name in factors:
-                    return replace(empty, factors={name: (factors[name],)})
+                    return whole.taking(replace(empty, factors={name: (factors[name],)}))
                 rows = found.get(name)
                 if rows is None:
                     rows = linearization.rows(root.vectors, [name])[name]
-                return replace(empty, rows={name: (_present_rows(rows, empty),)})
+                own = {name: (_present_rows(rows, empty),)}
+                del rows
+                return whole.taking(replace(empty, rows=own))
 
             for names in self._groups.values():
-                empty.kept_gram(names, self._like(), part)
-        return empty
+                whole.kept_gram(names, self._like(), part)
+        return whole
 
     def condense(self, statistic: NtkStatistic) -> NtkStatistic:
         """Return a statistic with the groups' Grams instead of the rows, whose memory it frees.
@@ -290,7 +300,7 @@ class Ntk(Structure[NtkStatistic]):
         keep: bool,
     ) -> Float[Tensor, "R R"]:
         """A P0^{-1} Aᵀ of a block's rows, with a graph."""
-        parts: list[Tensor] = []
+        parts, separate = list[Tensor](), list[Tensor]()
         alone = [name for name in self._varying if name in block]
         groups = self._shared_groups(precisions, block)
         if keep and groups:
@@ -303,10 +313,11 @@ class Ntk(Structure[NtkStatistic]):
             precision = precisions[name].reshape(-1)
             if name in self._contracted:
                 gram = statistic.gram(name, like)
-                parts.append(gram * precision.to(like).reciprocal())
+                separate.append(gram * precision.to(like).reciprocal())
             else:
-                parts.append(RowsGram.apply(like, precision, *statistic.rows[name]))
-        return _sum(parts)
+                rows = statistic.rows[name]
+                separate.append(RowsGram.apply(like, statistic.split, precision, *rows))
+        return _sum(parts + ([statistic.summed(_sum(separate))] if separate else []))
 
     def _differentiate_block(
         self,
@@ -320,7 +331,7 @@ class Ntk(Structure[NtkStatistic]):
         total = like.new_zeros(statistic.num_rows, statistic.num_rows)
         for name in block:
             total += statistic.gram(name, like, precisions[name].detach())
-        leaf = total.requires_grad_()
+        leaf = statistic.summed(total).requires_grad_()
         leaves = [leaf] if scale is None else [leaf, scale.detach().to(like).requires_grad_()]
         with torch.enable_grad():
             scaled = leaf if scale is None else leaves[1][:, None] * leaf * leaves[1]

@@ -134,7 +134,7 @@ def check_block(block: Block, partition: Partition) -> None:
     if columns is None or partition.spec.curvature != "ggn":
         return
     last = partition.num_outputs - 1
-    if columns.min() < -1 or columns.max() > last:
+    if bool(((columns < -1) | (columns > last)).any()):
         raise InputError(f"The block's columns must be 0 to {last}, or -1 for padding.")
 
 

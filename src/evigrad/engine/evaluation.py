@@ -194,7 +194,8 @@ def _two_passes(
     # The check in the first pass may have replaced the plan.
     again = replace(block_pass, plan=kept.plan)
     # The mean over the shares of a block is to be the sum of their terms.
-    pulled = second_pass(again, differential.cotangent, scale * kept.block.shares, of_passes)
+    cotangent = differential.cotangent.of_share()
+    pulled = second_pass(again, cotangent, scale * kept.block.shares, of_passes)
     of_log_det = [None if g is None else -0.5 * scale * g for g in differential.gradients]
     in_prior = [_sum(a, b) for a, b in zip(direct, of_log_det, strict=True)]
     found = dict(zip(map(id, [*of_prior, *of_passes]), [*in_prior, *pulled], strict=True))

@@ -176,9 +176,9 @@ def _given_subset(problem: Problem, x: Inputs, y: Tensor | None) -> BlockPass:
                 " evidence.blocks(data).take(n)."
             )
     if problem.splits(plan):
-        part = problem.ranks.part(len(x))
-        block = plan.partition.subset(len(x), problem.generator).share(part, problem.ranks.count)
-        return new_pass(problem, plan, [(x[part], y[part])], block)
+        whole = replace(plan.partition.subset(len(x), problem.generator), inputs=x, targets=y)
+        own = whole.share(problem.ranks.part(len(x)), problem.ranks.count)
+        return new_pass(problem, plan, [cast(Batch, (own.inputs, own.targets))], own)
     block = _own_subset(problem, plan, len(x))
     return new_pass(problem, plan, [(x, y)], block)
 

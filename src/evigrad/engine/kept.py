@@ -52,14 +52,17 @@ class KeptPass:
         columns, anchored = self.block.columns, self.block.anchored
         if anchored is None or columns is None:
             return None
-        return Conditioning(anchored.labels[columns >= 0], anchored.weights, anchored.offset)
+        labels = self.statistic.of_rows(anchored.labels[columns >= 0])
+        return Conditioning(labels, anchored.weights, anchored.offset)
 
     @cached_property
     def is_bound(self) -> bool:
         """Whether the expectation of the log-determinant is at least ℓ(I)."""
         columns, settings = self.block.columns, self.problem.settings
-        splits_outputs = columns is not None and (
-            columns.shape[1] < self.plan.partition.num_outputs or bool((columns < 0).any())
+        splits_outputs = (
+            columns is not None
+            and bool(columns.numel())
+            and (columns.shape[1] < self.plan.partition.num_outputs or bool((columns < 0).any()))
         )
         coupled = self.problem.likelihood.couples_outputs and splits_outputs
         return settings.spec.is_bound(settings.root, coupled)

@@ -113,6 +113,8 @@ def new_pass(
         f = torch.cat(over_chunks(fresh, "outputs", collect, []))
     if block.seed is not None:  # the shared generator stays where that of other ranks is
         generator = torch.Generator().manual_seed(seed)
+    elif block.shares > 1:
+        generator = torch.Generator().manual_seed(seed + problem.ranks.rank)
     sample = problem.likelihood.sample
     return replace(fresh, labels=[sample(f, generator) for _ in range(spec.outputs or 1)])
 
@@ -254,7 +256,7 @@ def check_fits(problem: Problem, plan: InputPlan, block: Block, condensed: bool)
     formed = [weights[name] for name in structure.formed]
     pass_bytes = at_once * sum(w.numel() * w.element_size() for w in formed)
     summarised = condensed and most is not None and most >= size
-    rows = size * width if block.num_rows is None else block.num_rows
+    rows = block.shares * (size * width if block.num_rows is None else block.num_rows)
     check_memory(structure, rows, problem.device, pass_bytes, summarised)
 
 
@@ -267,7 +269,8 @@ def _chunk_size(block_pass: BlockPass, kind: str, x: Inputs, rest: int, position
         return min(rest, sizes.chosen[key])
     free = available_bytes(problem.device)
     if free is not None and kind != "second":  # the statistic is still to come
-        rows = block_pass.block.num_rows or block_pass.plan.partition.block_rows
+        block = block_pass.block
+        rows = block.shares * (block.num_rows or 0) or block_pass.plan.partition.block_rows
         free -= block_pass.plan.structure.predicted_bytes(rows)
     return sizes.size(key, rest, lambda: bytes_per_datum(block_pass, kind, x), free)
 

@@ -93,7 +93,7 @@ class InputPlan:
 
 
 class Plans:
-    """The plans for the latest shapes of inputs."""
+    """The plans for the latest shapes of inputs, where so many ``ranks`` work together."""
 
     def __init__(
         self,
@@ -101,11 +101,13 @@ class Plans:
         weights: Mapping[str, nn.Parameter],
         prior: GaussianPrior,
         settings: Settings,
+        ranks: int = 1,
     ) -> None:
         self.model = model
         self.weights = dict(weights)
         self.prior = prior
         self.settings = settings
+        self._shares = ranks if settings.split_blocks else 1
         self._drawing = stochastic_modules(model)
         self._plans: dict[str, InputPlan] = {}
         # Of a checkpoint, for inputs not seen since: how to differentiate, and ``contracts``.
@@ -278,7 +280,7 @@ class Plans:
             sharing=settings.sharing,
             gram_dtype=gram_dtype,
             contracted=contracted(uses, data, max(1, rows // data)),
-            storage=Storage(settings.rows_dtype, settings.rows_device),
+            storage=Storage(settings.rows_dtype, settings.rows_device, self._shares),
             num_rows=None if plain or spec.curvature == "hessian" else rows,
         )
 
@@ -352,9 +354,10 @@ class Problem:
         return self.plans.of(check_inputs(x, self.device))
 
     def splits(self, plan: InputPlan) -> bool:
-        """Whether ranks have shares of every block: sums over all data, which are no rows."""
-        full_data = self.settings.spec.subset is None and not plan.structure.keeps_rows
-        return full_data and 1 < self.ranks.count <= self.settings.num_data
+        """Whether ranks have shares of every block: if asked for, or of sums over all data."""
+        sums = self.settings.spec.subset is None and not plan.structure.keeps_rows
+        shared = self.settings.split_blocks or sums
+        return shared and 1 < self.ranks.count <= self.settings.num_data
 
     @contextmanager
     def restored_on_error(self) -> Iterator[None]:

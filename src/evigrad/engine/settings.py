@@ -45,6 +45,8 @@ class Memory:
             Default: where the weights are.
         autocast: Type of mixed-precision passes, as bfloat16; kernels and factors keep theirs.
             Default: none.
+        split_blocks: Whether the ranks of a process group share every block, for rows that one
+            cannot hold: each has those of its part of the data. Default: blocks of their own.
     """
 
     micro_batch: int | Literal["auto"] | None = None
@@ -53,6 +55,7 @@ class Memory:
     rows_dtype: torch.dtype | Literal["bfloat16", "float32", "float64"] | None = None
     rows_device: torch.device | str | None = None
     autocast: torch.dtype | Literal["bfloat16"] | None = None
+    split_blocks: bool = False
 
     def resolved(self) -> dict[str, Any]:
         """Return the fields for ``Settings``: types and devices for names, amounts in bytes.
@@ -67,6 +70,7 @@ class Memory:
             "rows_dtype": as_dtype("rows_dtype", self.rows_dtype),
             "rows_device": as_device("rows_device", self.rows_device),
             "autocast": as_dtype("autocast", self.autocast),
+            "split_blocks": self.split_blocks,
         }
 
 
@@ -116,6 +120,7 @@ class Settings:
     autocast: torch.dtype | None = None
     gradient: str = "two-pass"
     anchoring: Anchoring | None = None
+    split_blocks: bool = False
 
     def __post_init__(self) -> None:
         check_count("num_data", self.num_data)

@@ -69,12 +69,49 @@ def first_pass(block_pass: BlockPass, use: FirstPass) -> KeptPass:
     if block_pass.block.shares == 1:
         return _own_pass(block_pass, use)
     ranks = block_pass.problem.ranks
+    by_layers = use.condensed and block_pass.plan.structure.condenses(1)
+    if by_layers:
+        ranks.agree()
+        by_layers = not ranks.any(not _takes_layers(block_pass))
     with ranks.together() as alike:
         # Only sums can be added up over ranks, not what is condensed of them.
-        kept = _own_pass(block_pass, replace(use, condensed=False))
-        alike["form of the curvature"] = [tuple(t.shape) for t in kept.statistic.tensors()]
+        kept = _own_pass(block_pass, replace(use, condensed=by_layers))
+        if by_layers:
+            return kept
+        if kept.statistic is None:
+            kept = replace(kept, statistic=_of_no_rows(block_pass, use))
+        alike["form of the curvature"] = kept.statistic.form()
     structure, statistic = kept.plan.structure, kept.statistic.over(ranks)
     return replace(kept, statistic=structure.condense(statistic) if use.condensed else statistic)
+
+
+def _takes_layers(block_pass: BlockPass) -> bool:
+    """Return whether a share is one micro-batch, so that a layer's rows can be made at a time.
+
+    Not with sizes of micro-batches that each rank finds for itself.
+    """
+    problem, block = block_pass.problem, block_pass.block
+    if problem.sizes.asked is not None or problem.sizes.chosen or block.num_draws > 1:
+        return False
+    padded = problem.settings.spec.facts.counts_data
+    first = next(iter([] if padded else block.cuts()), len(block.indices))
+    num_rows = block.num_rows or len(block.indices) * block_pass.plan.partition.num_outputs
+    return (
+        block.num_rows != 0
+        and block.has_all_rows(slice(0, first))
+        and block_pass.plan.structure.condenses(block.shares * num_rows)
+    )
+
+
+def _of_no_rows(block_pass: BlockPass, use: FirstPass) -> Statistic:
+    """The statistic of a share without rows, from any row of its first datum."""
+    x, y = next(iter(block_pass.batches))
+    columns = torch.zeros(1, 1, dtype=torch.int64)
+    block = replace(block_pass.block.share(slice(0, 1), 1), columns=columns, anchored=None)
+    labels = [own[:1] for own in block_pass.labels]
+    one = replace(block_pass, batches=[(x[:1], y[:1])], block=block, labels=labels)
+    with torch.no_grad():
+        return _own_pass(one, replace(use, condensed=False)).statistic.of_nothing()
 
 
 def _own_pass(block_pass: BlockPass, use: FirstPass) -> KeptPass:
@@ -158,6 +195,8 @@ def _add_rows(
         and block_pass.block.has_all_rows(chunk.data)
         and not root.vectors.requires_grad
     ):
+        if block_pass.block.shares > 1:
+            return structure.summarise_over(block_pass.problem.ranks, linearization, root), f
         return structure.summarise(linearization, root), f
     return structure.accumulate(statistic, linearization, root), f
 

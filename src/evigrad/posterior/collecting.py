@@ -64,6 +64,7 @@ def posterior_problem(
         rows_dtype=settings.rows_dtype if spec.facts.keeps_rows else None,
         rows_device=settings.rows_device if spec.facts.keeps_rows else None,
         anchoring=None,
+        split_blocks=False,
         parameter_partition="tensor",  # of all weights, which may be others
         # Without shortcuts: rows that can be multiplied with others, and H instead of their kernel.
         gradient="one-graph",

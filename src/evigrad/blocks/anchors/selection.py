@@ -82,8 +82,9 @@ class AnchorSelection:
         network: Network,
         generator: torch.Generator,
         ranks: Ranks | None = None,
+        splits: bool = False,
     ) -> None:
-        self._ranks = ranks or Ranks()
+        self._ranks, self._splits = ranks or Ranks(), splits
         self.anchoring = anchoring
         self.pool = Pool(num_data)
         self.memory = OutputMemory(len(self.pool))
@@ -106,6 +107,7 @@ class AnchorSelection:
             self._predictor,
             self._generator,
             self._ranks,
+            self._splits,
         )
 
     def observe(self, evaluated: Iterable[tuple[Block, Sequence[float]]]) -> None:
@@ -116,8 +118,9 @@ class AnchorSelection:
             if block.anchored is not None
             for draw in block.anchored.draws
         ]
-        table = torch.tensor(found, dtype=torch.float64).reshape(-1, 3)
-        for key, guess, seen in torch.cat(self._ranks.gather(table)).tolist():
+        tables = self._ranks.gather(torch.tensor(found, dtype=torch.float64).reshape(-1, 3))
+        # Of a block that they share all ranks have the same.
+        for key, guess, seen in torch.cat(tables[:1] if self._splits else tables).tolist():
             self._predictor.observe(int(key), guess, seen)
 
     def refresh(self, source: Source) -> float:

@@ -9,7 +9,7 @@ whatever they are.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from evigrad.blocks.anchors.partition import AnchoredPartition
 from evigrad.blocks.block import Block, Draw
-from evigrad.blocks.partitions import Stream, choose_distinct
+from evigrad.blocks.partitions import Stream, choose_distinct, fetched
 from evigrad.blocks.sources import Source
 from evigrad.distributed import Ranks
 
@@ -103,12 +103,14 @@ class DrawnParts:
         partition: The partition that was drawn from.
         draws: The draws.
         of_likelihood: The data of each draw's log likelihood; of the anchors' where none is drawn.
+        sharing: The ranks that have a share of every block, if any.
     """
 
     source: Source
     partition: AnchoredPartition
     draws: list[Draw]
     of_likelihood: Int[Tensor, "d u"]
+    sharing: Ranks | None = None
 
     def blocks(self, at_once: int) -> Iterator[Block]:
         """The draws in blocks of ``at_once``; the anchors alone where all rows are anchors."""
@@ -120,8 +122,7 @@ class DrawnParts:
         """``count`` draws at most, from ``start`` on, in a block with its data; see ``blocks``."""
         some = slice(start, start + count)
         block = self.partition.block(self.draws[some], self.of_likelihood[some])
-        inputs, targets = self.source.fetch(block.indices)
-        return replace(block, inputs=inputs, targets=targets)
+        return fetched(block, self.source, self.sharing)
 
 
 class AnchoredStream(Stream):
@@ -139,6 +140,7 @@ class AnchoredStream(Stream):
         predictor: Predicts the entropies of parts.
         generator: A CPU generator.
         ranks: As for ``Stream``; their draws are of one partition, given the same anchors.
+        splits: As for ``Stream``.
     """
 
     is_constant = False
@@ -152,8 +154,9 @@ class AnchoredStream(Stream):
         predictor: EntropyPredictor,
         generator: torch.Generator,
         ranks: Ranks | None = None,
+        splits: bool = False,
     ) -> None:
-        super().__init__(generator, ranks)
+        super().__init__(generator, ranks, splits)
         self.period = period
         self._source, self._num_rows, self._prepare = source, num_rows, prepare
         self._predictor = predictor
@@ -190,16 +193,16 @@ class AnchoredStream(Stream):
         ``whole`` takes each part once instead, where the partition has no more than n. With several
         ranks n counts the draws of each.
         """
-        made, total = self._prepare()(), n * self._ranks.count
+        made, total = self._prepare()(), n if self._splits else n * self._ranks.count
         if whole and made.num_parts <= total:
             draws = list(self._each(made))
         else:
             draws = [self._draw(made) for _ in range(total if made.num_parts else 0)]
         of_likelihood = self._likelihood_data(made, max(1, len(draws)))
-        if draws:
+        if draws and not self._splits:
             own = slice(self._ranks.rank, None, self._ranks.count)
             draws, of_likelihood = draws[own], of_likelihood[own]
-        return DrawnParts(self._source, made, draws, of_likelihood)
+        return self._parts(made, draws, of_likelihood)
 
     def _each(self, made: AnchoredPartition) -> Iterator[Draw]:
         count = made.num_parts
@@ -227,8 +230,14 @@ class AnchoredStream(Stream):
         return Draw(number, weight, offset, guess, made.keys[entry])
 
     def _builder(self, made: AnchoredPartition, draws: list[Draw]) -> Callable[[], Block]:
-        parts = DrawnParts(self._source, made, draws, self._likelihood_data(made, 1))
+        parts = self._parts(made, draws, self._likelihood_data(made, 1))
         return partial(parts.block, 0, 1)
+
+    def _parts(
+        self, made: AnchoredPartition, draws: list[Draw], of_likelihood: Int[Tensor, "d u"]
+    ) -> DrawnParts:
+        sharing = self._ranks if self._splits else None
+        return DrawnParts(self._source, made, draws, of_likelihood, sharing)
 
     def _likelihood_data(self, made: AnchoredPartition, count: int) -> Int[Tensor, "d u"]:
         """The data of each draw's log likelihood; together they cover the data evenly."""
