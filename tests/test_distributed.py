@@ -22,7 +22,9 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from evigrad import Anchoring, Block, Estimate, Evidence, FitResult, Learner, Memory, Schedule, fit
+from evigrad.curvature import RoundingError, kfac
 from evigrad.curvature.kernel_rows import NtkStatistic
+from evigrad.curvature.kfac import Kfac
 from evigrad.curvature.split_rows import Split
 from evigrad.distributed import Ranks
 from evigrad.errors import ConfigurationError, EvigradError
@@ -290,6 +292,120 @@ def shares(group: Any) -> Any:
         evidence.backward(block)
     (found,) = held
     return *found, evidence.ranks.sent - before
+
+
+@claim
+def owners(group: Any) -> Any:
+    """Of steps on a kept pass, and in two passes: what a rank holds, factors and sends."""
+    evidence, factored = made("kfac-N-C", group), []
+    block = next(iter(evidence.blocks(data())))
+
+    def watched(matrix: Tensor, *options: Any) -> Tensor:
+        factored.append(float(matrix.detach().diagonal(dim1=-2, dim2=-1).sum()))
+        return eigenvalues(matrix, *options)
+
+    eigenvalues, sent = kfac.psd_eigenvalues, evidence.ranks.sent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kfac, "psd_eigenvalues", watched)
+        evidence.backward(block)
+        in_two, factored = list(factored), []
+        sent = evidence.ranks.sent
+        kept = evidence.collect(block, wrt="prior")
+        sent = evidence.ranks.sent - sent
+        for _ in range(2):
+            evidence.backward([kept], wrt="prior")
+    held = [list(kept.statistic.factors), list(kept.statistic.blocks)]
+    return {"two passes": in_two, "kept": factored, "held": held, "sent": sent}
+
+
+@claim
+def a_single_layer(group: Any) -> Any:
+    """Only one rank owns a layer: steps on the network alone, on all, and an estimate."""
+    layer = nn.Linear(SIZE, OUTPUTS, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.arange(SIZE * OUTPUTS).view(OUTPUTS, SIZE).sin())
+    evidence = Evidence(
+        nn.Sequential(InputScale(SIZE), layer).double(),
+        Categorical(),
+        GaussianPrior("layerwise"),
+        estimator="kfac-N-C",
+        num_data=N,
+        hyperparameters=["0"],
+        process_group=group,
+    )
+    estimates = [evidence.backward(*data(), wrt=names) for names in ("model", None)]
+    return [*map(fields, [*estimates, evidence.estimate(*data())])], gradients(evidence)
+
+
+def in_float32(group: Any) -> Evidence:
+    """One layer's precision is so small that rounding hides its eigenvalues."""
+    evidence = Evidence(
+        network().float(),
+        Categorical(),
+        GaussianPrior("layerwise"),
+        estimator="kfac-N-C",
+        num_data=N,
+        hyperparameters=["0"],
+        process_group=group,
+    )
+    (precisions,) = evidence.prior.parameters()
+    with torch.no_grad():
+        precisions[list(evidence.weights()).index("3.weight")] = math.log(1e-9)
+    return evidence
+
+
+def in_every_way(evidence: Evidence) -> list[Callable[[], Any]]:
+    x, y = data()
+    x = x.to(next(evidence.model.parameters()))
+    return [
+        lambda: evidence.estimate(x, y),
+        lambda: evidence.backward(x, y),
+        lambda: evidence.backward(x, y, wrt="prior"),
+        lambda: evidence.estimate(evidence.collect(x, y, wrt="prior")),
+    ]
+
+
+@claim
+def rounding(group: Any) -> Any:
+    """Estimates in float32, the bytes, and whether each log-determinant was refused or not."""
+    evidence, refused, found = in_float32(group), [], []
+
+    def watched(*given: Any) -> Tensor:
+        refused.append(True)
+        value = log_det(*given)
+        refused[-1] = False
+        return value
+
+    log_det = Kfac._log_det
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Kfac, "_log_det", watched)
+        for call in in_every_way(evidence):
+            before = evidence.ranks.sent
+            value, sent = fields(call()), evidence.ranks.sent - before
+            found.append((value, gradients(evidence), sent, refused.copy()))
+            refused.clear()
+    return found
+
+
+@claim
+def failures_of_owners(group: Any) -> Any:
+    """The errors where the last rank fails, while rounding is too much for the first, or not."""
+    ranks, errors = Ranks(group), []
+
+    def rounded(*_: Any) -> None:
+        raise RoundingError("rounded")
+
+    for evidence, rounds in ((made("kfac-N-C", group), False), (in_float32(group), True)):
+        last = ranks.rank == ranks.count - 1
+        for call in in_every_way(evidence):
+            with pytest.MonkeyPatch.context() as patch:
+                if last or (rounds and ranks.is_first):
+                    patch.setattr(Kfac, "_log_det", full_memory if last else rounded)
+                with pytest.raises(Exception) as caught:
+                    call()
+            errors.append((type(caught.value).__name__, str(caught.value)))
+            assert call().log_evidence < 0
+    return errors
 
 
 @claim
@@ -643,14 +759,83 @@ def test_a_step_sends_what_the_formula_says(ran: Any, count: int) -> None:
         for rank in ran[count]:
             each = 16 * others + 2 * 8 * numbers * others // count
             assert rank["steps"][name]["sent"] == STEPS[count] * each
-    # Shares of all data also send their statistic: of kfac the factors, their counts, and biases.
-    of_layers = sum((i * i + o * o + o * o) * 8 + 2 * 8 for i, o in ((SIZE, 4), (4, OUTPUTS)))
-    numbers = 7 + 4 + SIZE
-    each = 2 * 16 * others + 2 * 8 * numbers * others // count
-    sent = [rank["steps"]["kfac-N-C"]["sent"] for rank in ran[count]]
-    assert all(
-        abs(own - STEPS[count] * (each + 2 * of_layers * others / count)) <= 4 for own in sent
-    )
+    # Shares of all data: diagonals are summed up.
+    numbers = 7 + sum(p.numel() for p in made_for("diag-N-C").hyperparameters().values())
+    of_data = 8 * sum(w.numel() for w in made_for("diag-N-C").weights().values())
+    each = 2 * 16 * others + 2 * 8 * numbers * others // count + 2 * of_data * others // count
+    for rank in ran[count]:
+        if "diag-N-C" in rank["steps"]:
+            assert rank["steps"]["diag-N-C"]["sent"] == STEPS[count] * each
+    # Of kfac, counts are; factors and biases go to their owners, and derivatives in them back.
+    whole = 8 * sum(map(numbers_of, SIZES))
+    for rank in ran[count]:
+        own = 8 * sum(numbers_of(name) for names in rank["owners"]["held"] for name in names)
+        counts = 2 * 2 * 16 * others // count
+        assert rank["owners"]["sent"] == 2 * 16 * others + counts + whole - own
+        each = 4 * 16 * others + 2 * 8 * (7 + 4 + SIZE) * others // count
+        each += counts + whole - own + others * own
+        assert rank["steps"]["kfac-N-C"]["sent"] == STEPS[count] * each
+
+
+# Of each parameter of the network the sizes of its matrices.
+SIZES = {"1.weight": (SIZE, 4), "1.bias": (4,), "3.weight": (4, OUTPUTS), "3.bias": (OUTPUTS,)}
+
+
+def numbers_of(name: str) -> int:
+    return sum(size**2 for size in SIZES[name])
+
+
+@pytest.mark.parametrize("count", RANKS)
+def test_each_layer_has_an_owner(ran: Any, count: int) -> None:
+    """Two ranks have a layer each; of four, two have biases alone, and no eigenvalues to take."""
+    one = owners(None)
+    assert len(one["two passes"]) == 4
+    found = [rank["owners"] for rank in ran[count]]
+    held = [[*layers, *biases] for layers, biases in (each["held"] for each in found)]
+    assert sorted(sum(held, [])) == sorted(SIZES)
+    assert [len(names) for names in held] == [4 // count] * count
+    assert sorted(len(each["held"][0]) for each in found) == [0] * (count - 2) + [1, 1]
+    for way in ("two passes", "kept"):
+        assert [len(each[way]) for each in found] == [2 * len(each["held"][0]) for each in found]
+        taken = sorted(sum((each[way] for each in found), []))
+        torch.testing.assert_close(taken, sorted(one["two passes"]), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("count", RANKS)
+def test_ranks_that_own_nothing(ran: Any, count: int) -> None:
+    alone = a_single_layer(None)
+    for rank in ran[count]:
+        assert_equal(rank["a_single_layer"], ran[count][0]["a_single_layer"])
+        torch.testing.assert_close(rank["a_single_layer"], alone, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("count", RANKS)
+def test_all_ranks_repeat_in_float64_what_one_has_to(ran: Any, count: int) -> None:
+    alone = rounding(None)
+    for number, (value, grads, _, refused) in enumerate(alone):
+        assert refused[:2] == [True, False] and not any(refused[2:])
+        found = [rank["rounding"][number] for rank in ran[count]]
+        for values, own, _, called in found:
+            torch.testing.assert_close(values, value, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(own, grads, rtol=1e-4, atol=1e-5)
+            assert called[1:] == refused[1:]
+        assert sum(called[0] for *_, called in found) == 1
+    # An estimate sends the sums in float32 and in float64, and once asks whether one was refused.
+    others, whole = count - 1, sum(map(numbers_of, SIZES))
+    each = 6 * 16 * others + 2 * (2 * 2 * 16 * others // count)
+    each += 2 * 4 * others // count + 2 * 8 * 7 * others // count
+    for rank in ran[count]:
+        own = sum(numbers_of(name) for names in rank["owners"]["held"] for name in names)
+        assert rank["rounding"][0][2] == each + (4 + 8) * (whole - own)
+
+
+@pytest.mark.parametrize("count", RANKS)
+def test_an_error_of_one_owner_is_one_of_all(ran: Any, count: int) -> None:
+    *well, ill = (rank["failures_of_owners"] for rank in ran[count])
+    assert ill == [("MemoryError", "no memory left")] * 8
+    for errors in well:
+        text = f"Rank {count - 1} failed with MemoryError: no memory left"
+        assert errors == [("RankError", text)] * 8
 
 
 @pytest.mark.parametrize("count", RANKS)

@@ -53,8 +53,12 @@ class Statistic(ABC):
         ]
         return cast(Self, self.with_tensors(sums))
 
+    def to_owners(self, ranks: Ranks) -> Self:
+        """Return what ``over`` does; or a part, without a graph, such that ℓ has the same mean."""
+        return self.over(ranks)
+
     def of_share(self) -> Self:
-        """Of derivatives in a sum of ``over``, those in the share of this rank."""
+        """Of derivatives in sums of ``over`` or ``to_owners``, those in the share of this rank."""
         return self
 
     def of_nothing(self) -> Self:
@@ -186,7 +190,11 @@ class Structure(ABC, Generic[StatisticT]):
         with torch.enable_grad():
             leaf_statistic = cast(StatisticT, statistic.with_tensors(leaves))
             log_det = self.evaluate(leaf_statistic, precisions, conditioning)
-            found = torch.autograd.grad(log_det.value, [*leaves, *arguments], allow_unused=True)
+            wanted = [*leaves, *arguments]
+            if log_det.value.requires_grad:
+                found = torch.autograd.grad(log_det.value, wanted, allow_unused=True)
+            else:  # of a rank that owns no sums
+                found = [None] * len(wanted)
         of_leaves, of_arguments = found[: len(leaves)], found[len(leaves) :]
         filled = [
             torch.zeros_like(leaf) if gradient is None else gradient

@@ -57,6 +57,11 @@ def rounding_refused() -> Iterator[None]:
         _refused.reset(token)
 
 
+def rounding_is_refused() -> bool:
+    """Whether this is within ``rounding_refused``."""
+    return _refused.get()
+
+
 def check_rounding(error: Tensor, value: Tensor, dtype: torch.dtype) -> None:
     """Warn, or raise within ``rounding_refused``, where rounding of a matrix of ``dtype`` matters.
 
@@ -78,7 +83,7 @@ def is_tolerated(nats: float, value: float) -> bool:
 
 
 def _doubt(message: str) -> None:
-    if _refused.get():
+    if rounding_is_refused():
         raise RoundingError(message)
     warnings.warn(message, EvigradWarning, stacklevel=3)
 

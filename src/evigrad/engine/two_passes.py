@@ -64,7 +64,8 @@ class _Sums:
 def first_pass(block_pass: BlockPass, use: FirstPass) -> KeptPass:
     """Return the log likelihood and the statistic of one pass over a block's data.
 
-    The statistic is that of the whole block, where ranks have shares of it.
+    Where ranks have shares of the block, the statistic is that of the whole block; or, where no
+    graph is wanted, what ``Statistic.to_owners`` makes of it.
     """
     if block_pass.block.shares == 1:
         return _own_pass(block_pass, use)
@@ -81,7 +82,9 @@ def first_pass(block_pass: BlockPass, use: FirstPass) -> KeptPass:
         if kept.statistic is None:
             kept = replace(kept, statistic=_of_no_rows(block_pass, use))
         alike["form of the curvature"] = kept.statistic.form()
-    structure, statistic = kept.plan.structure, kept.statistic.over(ranks)
+    with_graph = block_pass.problem.settings.gradient == "one-graph"
+    structure, share = kept.plan.structure, kept.statistic
+    statistic = share.over(ranks) if with_graph else share.to_owners(ranks)
     return replace(kept, statistic=structure.condense(statistic) if use.condensed else statistic)
 
 

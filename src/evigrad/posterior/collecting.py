@@ -66,7 +66,8 @@ def posterior_problem(
         anchoring=None,
         split_blocks=False,
         parameter_partition="tensor",  # of all weights, which may be others
-        # Without shortcuts: rows that can be multiplied with others, and H instead of their kernel.
+        # Without shortcuts: rows that can be multiplied with others, H instead of their kernel, and
+        # sums that every rank has.
         gradient="one-graph",
     )
     weights = {name: problem.weights[name] for name in names}
