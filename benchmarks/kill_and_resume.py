@@ -107,7 +107,9 @@ def soak(arguments: argparse.Namespace, options: Sequence[str], scratch: Path) -
     wait_for(whole / "config.yaml", process)
     starting = time.monotonic() - began
     finish(process)
-    duration = time.monotonic() - began - starting
+    # The first process of all starts slowly: the fastest says when there is work to kill.
+    fastest = time.monotonic() - began
+    start_of_work = starting / fastest
     expected, generator = contents(whole), random.Random(arguments.seed)
     folder = Path(arguments.folder) / "run"
     ballast, end = Ballast(folder.parent), began + 60 * arguments.minutes
@@ -117,10 +119,10 @@ def soak(arguments: argparse.Namespace, options: Sequence[str], scratch: Path) -
         again, saved = [*options, "--run-dir", str(folder)], (0, 0)
         while not (folder / "results.json").exists():
             seen["processes"] += 1
-            process = start(again)
-            kills = generator.random() < 0.5
+            process, started = start(again), time.monotonic()
+            kills, is_fresh = generator.random() < 0.5, "--resume" not in again
             try:
-                process.wait(starting + duration * generator.random())
+                process.wait(fastest * generator.uniform(start_of_work, 1))
             except subprocess.TimeoutExpired:
                 if kills:
                     process.kill()
@@ -128,6 +130,8 @@ def soak(arguments: argparse.Namespace, options: Sequence[str], scratch: Path) -
                     ballast.fill(generator.randrange(MOST_LEFT))
             _, errors = process.communicate()
             ballast.empty()
+            if process.returncode == 0 and is_fresh:
+                fastest = min(fastest, time.monotonic() - started)
             code, words = process.returncode, errors.decode()
             is_full = code == 2 and "No space left on device" in words
             if code not in (0, -signal.SIGKILL) and not is_full:

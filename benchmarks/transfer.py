@@ -13,7 +13,8 @@ weights and take the same steps; they differ in how the two decays are chosen:
 * ``last layer``: the backbone stays as it is, and six decays of the last layer are tried;
 * ``default-2``, ``default``: ``fit`` learns two precisions, one of the backbone and one of the last
   layer, or one for each tensor, by its default estimator, on one block in each round
-  (``Schedule(prior_blocks=1)``), without held-out data;
+  (``Schedule(prior_blocks=1)``), without held-out data; ``…, posterior``: the same network,
+  predicting by the posterior of its last layer (``structure="last-layer"``);
 * ``diag-ef``: two precisions by the evidence with a diagonal empirical Fisher of all data.
 
 ``seconds`` are process time of all that a way needed but the pretraining; ``trace`` has, after each
@@ -37,6 +38,7 @@ import torch.nn.functional as F
 from learning import Result, Results, make_parser, parse
 from measure import Clock, mean_and_error, show, summaries, with_error
 from rivals import (
+    BY_POSTERIOR,
     USUAL,
     Decay,
     Search,
@@ -169,10 +171,32 @@ def run_last(task: Transfer) -> Result:
     return search.finish()
 
 
-def run_learned(task: Transfer, structure: Any, **options: Any) -> Result:
-    """Precisions by the evidence."""
+def learned_prior(structure: Any) -> GaussianPrior:
+    """A precision for each tensor or for each of two groups."""
     mean: Any = MEAN if structure == "layerwise" else {"backbone": "initial"}
-    return run_once(task, prior=GaussianPrior(structure, mean=mean), **options)
+    return GaussianPrior(structure, mean=mean)
+
+
+def run_fisher(task: Transfer) -> Result:
+    """Two precisions by the evidence with a diagonal empirical Fisher."""
+    return run_once(task, prior=learned_prior(GROUPS), estimator="diag-N-1-ef")
+
+
+def run_learned(task: Transfer, structure: Any) -> list[Result]:
+    """Precisions by ``fit``'s default; and the same network, predicting by its posterior."""
+    with Clock() as clock:
+        fitted = train(task, prior=learned_prior(structure))
+    columns = judged(task, fitted) | {"seconds": clock.seconds, "decay": fitted.decay}
+    x, y = task.data.test
+    assert fitted.evidence is not None
+    with clock:
+        predictive = fitted.evidence.posterior(task.data.train, structure="last-layer")(x)
+    found = {
+        "log_likelihood": float(predictive.log_prob(y).double().mean()),
+        "accuracy": float((predictive.probabilities.argmax(1) == y).double().mean()),
+        "seconds": clock.seconds,
+    }
+    return [columns, columns | found]
 
 
 # Each makes the columns of its row, or those of all rows that it stands beside, in their order.
@@ -182,9 +206,11 @@ WAYS: dict[str, Callable[[Transfer], Any]] = {
     "grid": run_grid,
     "tpe-12": run_tpe,
     "tpe-36": run_tpe,
-    "diag-ef": partial(run_learned, structure=GROUPS, estimator="diag-N-1-ef"),
-    "default-2": partial(run_learned, structure=GROUPS),
-    "default": partial(run_learned, structure="layerwise"),
+    "diag-ef": run_fisher,
+    "default-2": (two := partial(run_learned, structure=GROUPS)),
+    f"default-2{BY_POSTERIOR}": two,
+    "default": (layerwise := partial(run_learned, structure="layerwise")),
+    f"default{BY_POSTERIOR}": layerwise,
 }
 
 
@@ -244,6 +270,8 @@ def main(arguments: list[str] | None = None) -> None:
             if results[size].has(row, seed):  # some ways make two rows
                 continue
             for run in run_way(make_task(data, size, seed, weights), row):
+                if results[size].has(run["row"], seed):
+                    continue
                 results[size].add(run | {"threads": given.threads})
                 print({key: run[key] for key in ("row", "seed", *METRICS, "seconds")}, flush=True)
     for size in SIZES:

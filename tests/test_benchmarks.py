@@ -508,10 +508,14 @@ def test_transfer(monkeypatch, tmp_path):
     common = ["--seeds", "0", "--results", str(tmp_path), "--backbone", str(backbone)]
     script.main([*common, "--sizes", "20", "--rows", *rows, "--pages", str(page)])
     runs = runs_of(tmp_path / "transfer_20.csv")
-    assert list(runs) == [(row, 0) for row in rows]
+    beside = [f"{row}{script.BY_POSTERIOR}" for row in rows[-2:]]
+    assert [row for row, _ in runs] == [*rows[:-1], beside[0], rows[-1], beside[1]]
+    for row, other in zip(rows[-2:], beside, strict=True):
+        assert runs[row, 0]["decay"] == runs[other, 0]["decay"]
+        assert runs[row, 0]["log_likelihood"] != runs[other, 0]["log_likelihood"]
     assert set(json.loads(runs["grid", 0]["decay"])) == {"backbone", "head"}
     assert len(json.loads(runs["grid", 0]["trace"])) == 2 * 2 + 1
-    assert page.read_text().count("\n| 20 | ") == len(rows)
+    assert page.read_text().count("\n| 20 | ") == len(runs)
     # Weights begin at the pretrained ones, and with the last layer alone the others stay there.
     weights = script.pretrained(data, backbone)
     task = script.make_task(script.of_classes(script.read(None), old=False), 20, 0, weights)
