@@ -8,8 +8,8 @@ matrix that acts at T positions takes 3 T multiplications a weight (forward, bac
 of outer products), and B for the kernel of B rows.
 
 * ``replicas``: each rank has a block of its own, in float32, a layer at a time;
-* ``shared``: all have one block, rows in bfloat16, a layer at a time (``Memory(split_blocks=True,
-  rows_dtype="bfloat16")``).
+* ``shared``: all have one block, rows in float32, a layer at a time, products in bfloat16
+  (``Memory(split_blocks=True)``).
 
     python benchmarks/cluster.py --pages docs/performance.md
 """
@@ -37,7 +37,7 @@ class Network:
 
 CASES = (
     ("replicas", Network("86 million weights, 197 positions", 86e6, 768 * 3072, 50, 197), 400, 4),
-    ("shared", Network("a billion weights, 512 positions", 1e9, 2048 * 8192, 150, 512), 1000, 2),
+    ("shared", Network("a billion weights, 512 positions", 1e9, 2048 * 8192, 150, 512), 1000, 4),
 )
 
 

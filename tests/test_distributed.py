@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from evigrad import Anchoring, Block, Estimate, Evidence, FitResult, Learner, Memory, Schedule, fit
 from evigrad.curvature import RoundingError, kfac
@@ -123,6 +124,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "ntk-5-2": {"likelihood": "gaussian", "noisy": True, "hyperparameters": []},
     "ntk-N-C": {"memory": {"micro_batch": "auto", "rows_dtype": "float64"}},
     "kfac-5-1": {},
+    "kfac-5-C": {"likelihood": "gaussian", "hyperparameters": []},
     "diag-5-2": {"prior": "diagonal", "root": "fisher"},
     "full-4-1": {},
     "blockdiag-5-1-iid": {"parameter_partition": "module"},
@@ -272,6 +274,53 @@ def posteriors(group: Any) -> Any:
         made("ntk-3-1", group).posterior(data(), structure=structure)(x).variance
         for structure in ("kfac", "diag", "full", "ntk")
     ]
+
+
+class Bag(nn.Module):
+    """Means of embedded words; longer inputs make it dearer not to form the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.words = nn.Embedding(8, 12, padding_idx=7)
+            self.hidden, self.out = nn.Linear(12, 12), nn.Linear(12, OUTPUTS)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.tanh(self.hidden(self.words(x) * self.scale)) * (x < 7)[..., None]
+        return self.out(found.sum(1) / (x < 7).sum(1, keepdim=True))
+
+
+def padded_to_the_longest(items: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    x, y = zip(*items, strict=True)
+    return nn.utils.rnn.pad_sequence(list(x), batch_first=True, padding_value=7), torch.stack(y)
+
+
+@claim
+def padded(group: Any) -> Any:
+    """Shared blocks whose shares are padded to lengths of their own."""
+    own, found = torch.Generator().manual_seed(1), []
+    lengths = [2, 30, 3, 28, 2, 40, 3, 35, 2, 30, 4, 33]
+    items = [(torch.randint(7, (n,), generator=own), torch.tensor(n % 3)) for n in lengths]
+    loader = DataLoader(items, batch_size=4, collate_fn=padded_to_the_longest)  # type: ignore[arg-type]
+    for hyperparameters in (["scale"], []):
+        model = Bag().double()
+        model.scale.requires_grad_(bool(hyperparameters))
+        evidence = Evidence(
+            model,
+            Categorical(),
+            GaussianPrior("layerwise"),
+            estimator="ntk-6-1",
+            num_data=len(items),
+            hyperparameters=hyperparameters,
+            generator=3,
+            memory=Memory(split_blocks=True),
+            process_group=group,
+        )
+        for block in evidence.blocks(loader).take(2):
+            found.append((fields(evidence.backward(block)), gradients(evidence)))
+    return found
 
 
 @claim
@@ -729,6 +778,13 @@ def test_sums_are_equal_on_all_ranks_and_their_bytes_are_counted(ran: Any, count
 
 
 @pytest.mark.parametrize("count", RANKS)
+def test_shares_that_are_padded_to_lengths_of_their_own(ran: Any, count: int) -> None:
+    alone = padded(None)
+    for rank in ran[count]:
+        torch.testing.assert_close(rank["padded"], alone, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", RANKS)
 def test_rows_of_a_shared_block_are_held_once(ran: Any, count: int) -> None:
     """Bytes are those of docs/machines.md, also of parameters with fewer weights than ranks."""
     evidence = made("ntk-10-1", prior="diagonal")
@@ -822,7 +878,7 @@ def test_all_ranks_repeat_in_float64_what_one_has_to(ran: Any, count: int) -> No
         assert sum(called[0] for *_, called in found) == 1
     # An estimate sends the sums in float32 and in float64, and once asks whether one was refused.
     others, whole = count - 1, sum(map(numbers_of, SIZES))
-    each = 6 * 16 * others + 2 * (2 * 2 * 16 * others // count)
+    each = 7 * 16 * others + 2 * (2 * 2 * 16 * others // count)
     each += 2 * 4 * others // count + 2 * 8 * 7 * others // count
     for rank in ran[count]:
         own = sum(numbers_of(name) for names in rank["owners"]["held"] for name in names)

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -183,6 +184,10 @@ class Evidence:
             values = [parameter.detach() for parameter in named.values()]
             alike["estimator"], alike["number of data"] = self.spec.name, self.num_data
             alike["names of parameters"] = list(named)
+            settings = self._problem.settings
+            for name in ("temperature", "root", "sharing", "gradient", "split_blocks"):
+                alike[name] = getattr(settings, name)
+            alike["types"] = (settings.gram_dtype, settings.rows_dtype, settings.autocast)
             alike["parameters"] = checksums(values, self._problem.device)
         state = self.generator.get_state()
         self.ranks.share([state])
@@ -466,11 +471,14 @@ class Evidence:
         use = FirstPass(keeps_outputs=beside, condensed=True)
         with torch.no_grad(), self._problem.restored_on_error():
             self._check_weights()
-            given = resolve(self._problem, x, y)
-            with held_constant(others):
-                check_keepable(self._problem, given.plan, list(changing))
-                # The trial finds rounding under this prior now, as it would recur in every step.
-                kept = precisely(given, lambda given: first_pass(given, use), trial=objective)
+            # Of blocks of their own ranks may collect different numbers.
+            shared = self._problem.settings.split_blocks
+            with self.ranks.together() if shared else nullcontext():
+                given = resolve(self._problem, x, y)
+                with held_constant(others):
+                    check_keepable(self._problem, given.plan, list(changing))
+                    # The trial finds rounding under this prior now; every step would meet it.
+                    kept = precisely(given, lambda given: first_pass(given, use), trial=objective)
         return kept.following(self.hyperparameters(), changing)
 
     def check_collect(self, x: Any, *, wrt: str | Sequence[str] | None = None) -> None:

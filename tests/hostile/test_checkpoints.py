@@ -81,6 +81,13 @@ def put(state: Any, path: tuple[Any, ...], change: Any) -> Any:
     return found
 
 
+def entries_of(old: Any) -> int:
+    """How long a list or a tensor is; 0 for what has no length."""
+    if isinstance(old, torch.Tensor) and not old.dim():
+        return 0
+    return len(old) if isinstance(old, list | torch.Tensor) else 0
+
+
 _LEFT_OUT = object()
 _CHANGES = st.one_of(
     st.just(_LEFT_OUT),
@@ -90,7 +97,7 @@ _CHANGES = st.one_of(
             lambda old: torch.tensor(float("nan")),
             lambda old: torch.zeros(2, 3, dtype=torch.int64),
             lambda old: old * float("nan") if torch.is_tensor(old) else None,
-            lambda old: old[:-1] if isinstance(old, list | torch.Tensor) and len(old) else {},
+            lambda old: old[:-1] if entries_of(old) else {},
             lambda old: old.double() if torch.is_tensor(old) else str(old),
             lambda old: [old],
         ]

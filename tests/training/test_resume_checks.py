@@ -12,6 +12,7 @@ from training.small_runs import SMALL, net, train
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.evidence import Evidence
 from evigrad.training import FitResult, RunDirectory, fit
+from evigrad.training.checkpoint import unpacked_history
 from evigrad.training.settings import grouped
 
 
@@ -161,3 +162,8 @@ def test_two_writers_are_one_too_many(blobs, tmp_path):
     with directory.locked(), directory.locked():
         intrude(None)
     train("ntk", blobs, folder, resume=True)
+
+
+def test_a_history_has_names_that_can_be_written() -> None:
+    with pytest.raises(ConfigurationError, match="no number"):
+        unpacked_history({"columns": ["\ud800"], "rows": [[1.0]]})

@@ -212,6 +212,13 @@ def _rescaled(kept: KeptPass, precisions: Mapping[str, Tensor]) -> tuple[Any, Ma
             return kept.statistic, precisions
         scales.append(root.scale if root.present is None else root.scale[root.present])
     scale = torch.cat([each.flatten() for each in scales])
+    if not len(scale) and not hasattr(kept.statistic, "with_scale"):
+        # A share without rows: any row has the scale, if it is one number.
+        (chunk, f), *_ = kept.outputs
+        column = torch.zeros(len(f), 1, dtype=torch.int64)
+        scale = root_rows(problem, f, replace(chunk, columns=column)).scale
+        assert scale is not None
+        scale = scale.flatten()
     if hasattr(kept.statistic, "with_scale"):
         return kept.statistic.with_scale(scale), precisions
     # r² H under the precisions P0 has the log-determinant of H under P0 / r².

@@ -176,6 +176,8 @@ def _given_subset(problem: Problem, x: Inputs, y: Tensor | None) -> BlockPass:
                 " evidence.blocks(data).take(n)."
             )
     if problem.splits(plan):
+        with problem.ranks.together() as alike:
+            alike["data given"] = _signature(x, y)
         whole = replace(plan.partition.subset(len(x), problem.generator), inputs=x, targets=y)
         own = whole.share(problem.ranks.part(len(x)), problem.ranks.count)
         return new_pass(problem, plan, [cast(Batch, (own.inputs, own.targets))], own)

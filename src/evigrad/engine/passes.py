@@ -33,6 +33,8 @@ from evigrad.likelihoods.calls import check_finite
 Batch = tuple[Inputs, Tensor]
 State = TypeVar("State")
 
+# A pass whose steps exchange rows with other ranks.
+SHARED = "shared first"
 # The memory of a pass is measured on one datum and on two; the difference is what each adds.
 _MEASURED = 2
 
@@ -156,7 +158,9 @@ def over_chunks(
                     plan=other,
                 )
                 found: list[State] = []
-                if not fits(lambda s=state, c=chunk, f=found: f.append(step(s, c))):
+                if kind == SHARED:  # other ranks wait for this one, which cannot try again alone
+                    found.append(step(state, chunk))
+                elif not fits(lambda s=state, c=chunk, f=found: f.append(step(s, c))):
                     problem.sizes.halve(_memory_key(block_pass, kind, x), stop - start)
                     continue
                 (state,) = found

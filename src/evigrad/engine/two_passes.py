@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -16,7 +17,15 @@ from torch import Tensor
 from evigrad.curvature import Statistic, exact_hessian, inner_product
 from evigrad.engine.cotangents import root_rows
 from evigrad.engine.kept import KeptPass, weighted
-from evigrad.engine.passes import BlockPass, Chunk, check_fits, linearized, outputs, over_chunks
+from evigrad.engine.passes import (
+    SHARED,
+    BlockPass,
+    Chunk,
+    check_fits,
+    linearized,
+    outputs,
+    over_chunks,
+)
 from evigrad.engine.problem import InputPlan, Problem
 from evigrad.jacobians import linearize
 from evigrad.likelihoods.calls import log_probabilities
@@ -70,6 +79,8 @@ def first_pass(block_pass: BlockPass, use: FirstPass) -> KeptPass:
     if block_pass.block.shares == 1:
         return _own_pass(block_pass, use)
     ranks = block_pass.problem.ranks
+    if block_pass.plan.structure.keeps_rows:
+        block_pass = _contracting_alike(block_pass)
     by_layers = use.condensed and block_pass.plan.structure.condenses(1)
     if by_layers:
         ranks.agree()
@@ -86,6 +97,16 @@ def first_pass(block_pass: BlockPass, use: FirstPass) -> KeptPass:
     structure, share = kept.plan.structure, kept.statistic
     statistic = share.over(ranks) if with_graph else share.to_owners(ranks)
     return replace(kept, statistic=structure.condense(statistic) if use.condensed else statistic)
+
+
+def _contracting_alike(block_pass: BlockPass) -> BlockPass:
+    """Form all rows where ranks would contract different weights, as with inputs of other sizes."""
+    problem, names = block_pass.problem, sorted(block_pass.plan.structure.contracted)
+    problem.ranks.agree()
+    digests = problem.ranks.gather(torch.tensor([crc32(repr(names).encode())]))
+    if len(torch.cat(digests).unique()) == 1:
+        return block_pass
+    return replace(block_pass, plan=problem.plans.without_contraction(block_pass.plan))
 
 
 def _takes_layers(block_pass: BlockPass) -> bool:
@@ -126,7 +147,9 @@ def _own_pass(block_pass: BlockPass, use: FirstPass) -> KeptPass:
         due = problem.plans.check_is_due()
         block_pass = replace(block_pass, suspicious=due)
         start = _Sums(block_pass.plan, zero, to_check=due)
-        sums = over_chunks(block_pass, "first", partial(_add, block_pass, use), start)
+        shared = use.condensed and block_pass.block.shares > 1
+        kind = SHARED if shared else "first"
+        sums = over_chunks(block_pass, kind, partial(_add, block_pass, use), start)
         if sums.is_closed:
             break
         # The model uses a weight differently for these data: form all rows from here on.
@@ -183,7 +206,12 @@ def _add_rows(
     """The statistic with a micro-batch's rows, and its outputs; None without a closed form."""
     structure = block_pass.plan.structure
     linearization = linearized(block_pass, chunk, use.differentiable)
-    if not all(map(linearization.is_closed, structure.contracted)):
+    is_closed = all(map(linearization.is_closed, structure.contracted))
+    if use.condensed and block_pass.block.shares > 1:
+        ranks = block_pass.problem.ranks
+        ranks.agree()
+        is_closed = not ranks.any(not is_closed)
+    if not is_closed:
         return None
     root = root_rows(block_pass.problem, linearization.outputs, chunk)
     if root.vectors.requires_grad and not use.differentiable:

@@ -140,7 +140,8 @@ def unpacked_history(packed: Mapping[str, list[Any]]) -> list[Row]:
     """The history that ``packed_history`` packed: one row for each epoch."""
     rows = [dict(zip(packed["columns"], row, strict=True)) for row in packed["rows"]]
     for name, value in (each for row in rows for each in row.items()):
-        if not isinstance(name, str) or not isinstance(value, int | float | None):
+        is_name = isinstance(name, str) and name.isprintable()
+        if not is_name or not isinstance(value, int | float | None):
             raise ConfigurationError(f"The saved history holds {value!r} as {name!r}, no number.")
     return rows
 
