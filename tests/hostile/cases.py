@@ -13,13 +13,20 @@ from hypothesis import strategies as st
 
 from evigrad.errors import EvigradError, EvigradWarning
 
-Check = Callable[[Path, Any], None]
+Check = Callable[[Path, Any], object]
+# Cases so far in which something was refused.
+REFUSED = [0]
 
 
 def hostile(
-    cases: st.SearchStrategy[Any], few: int, many: int
+    cases: st.SearchStrategy[Any], few: int, many: int, well: float = 0.0
 ) -> Callable[[Check], Callable[..., None]]:
-    """Make a test of a check, which gets a folder and a case: ``few`` cases, and ``many`` long."""
+    """Make a test of a check, which gets a folder and a case: ``few`` cases, and ``many`` long.
+
+    In a share ``well`` of them at least nothing is refused, and the check does not return False:
+    else it would pass where everything is refused. It is about half of what was measured, and 0
+    where that was hardly anything.
+    """
 
     def decorate(check: Check) -> Callable[..., None]:
         @pytest.mark.filterwarnings("ignore:Generating overly large repr")
@@ -37,9 +44,12 @@ def hostile(
             )
             @given(cases)
             def every(case: Any) -> None:
-                check(tmp_path, case)
+                before = REFUSED[0]
+                found.append(check(tmp_path, case) is not False and before == REFUSED[0])
 
+            found: list[bool] = []
             every()
+            assert sum(found) >= well * len(found), f"{sum(found)} of {len(found)} are not refused"
 
         del test.__wrapped__  # pytest would take the arguments of the check for fixtures
         return test
@@ -55,6 +65,7 @@ def errors_of_ours():
         try:
             yield
         except EvigradError as error:
+            REFUSED[0] += 1
             assert str(error).strip(), "an error says what to do"
 
 

@@ -137,7 +137,7 @@ def test_bytes(tmp_path: Path, content: bytes) -> None:
         assert str(found) in (str(RUN["state"]), str(RUN["before"])) or found["format"] != 4
 
 
-@hostile(st.tuples(st.integers(0, 10**6), _CHANGES), 120, 4_000)
+@hostile(st.tuples(st.integers(0, 10**6), _CHANGES), 120, 4_000, 0.1)
 def test_entries(tmp_path: Path, case: tuple[int, Any]) -> None:
     """Sealed by a digest that fits: what was changed on purpose is refused by name, or harmless."""
     number, change = case

@@ -35,7 +35,7 @@ NAMES = st.one_of(
 )
 
 
-@hostile(NAMES, 500, 20_000)
+@hostile(NAMES, 500, 20_000, 0.03)
 def test_a_name_that_is_read_is_written_the_same(tmp_path: Path, name: str) -> None:
     with errors_of_ours():
         spec = EstimatorSpec.parse(name)
@@ -45,7 +45,7 @@ def test_a_name_that_is_read_is_written_the_same(tmp_path: Path, name: str) -> N
 X, Y = torch.linspace(-1, 1, 14).reshape(7, 2), torch.arange(7) % 3
 
 
-@hostile(st.one_of(NAMES, values()), 200, 4_000)
+@hostile(st.one_of(NAMES, values()), 200, 4_000, 0.015)
 def test_a_name_estimates_a_finite_number_or_is_refused(tmp_path: Path, name: Any) -> None:
     model = nn.Sequential(nn.Linear(2, 3))
     with errors_of_ours():

@@ -107,6 +107,7 @@ def test_names_are_shown_and_never_run(tmp_path: Path) -> None:
     ),
     150,
     4_000,
+    0.2,
 )
 def test_files_of_a_run(tmp_path: Path, case: tuple[str, bytes]) -> None:
     name, content = case

@@ -59,14 +59,14 @@ def check(data: DataSet) -> None:
         assert x.shape[1:] == data.input_shape
 
 
-@hostile(mutated(as_parquet(TABLE)), 200, 5_000)
+@hostile(mutated(as_parquet(TABLE)), 200, 5_000, 0.04)
 def test_bytes_of_a_table(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "table.parquet").write_bytes(content)
     with errors_of_ours():
         check(load(str(tmp_path / "table.parquet"), target="y"))
 
 
-@hostile(mutated(as_parquet(IMAGES)), 200, 5_000)
+@hostile(mutated(as_parquet(IMAGES)), 200, 5_000, 0.03)
 def test_bytes_of_images(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "shades_train.parquet").write_bytes(content)
     (tmp_path / "shades_test.parquet").write_bytes(as_parquet(IMAGES))
@@ -74,7 +74,7 @@ def test_bytes_of_images(tmp_path: Path, content: bytes) -> None:
         check(load("shades", data_dir=tmp_path))
 
 
-@hostile(mutated(CSV), 200, 5_000)
+@hostile(mutated(CSV), 200, 5_000, 0.07)
 def test_bytes_of_a_text(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "table.csv").write_bytes(content)
     with errors_of_ours():
