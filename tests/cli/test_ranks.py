@@ -30,6 +30,8 @@ QUICK = (
 ).split()
 # Seconds in which a rank ends after another one was killed; and those of a whole run.
 SOON, LONG = 60, 300
+# Seconds that a killed rank lives on after a row of metrics: about an epoch, of four that are left.
+WITHIN = 0.1
 
 
 def _rank(rank: int, count: int, port: int, folder: Path, arguments: Sequence[str]) -> None:
@@ -38,13 +40,15 @@ def _rank(rank: int, count: int, port: int, folder: Path, arguments: Sequence[st
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{name}{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-    code = main(["train", *arguments])
+    code = main([*arguments])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def started(folder: Path, arguments: Sequence[str], count: int = 2) -> list[ForkProcess]:
+def started(
+    folder: Path, arguments: Sequence[str], count: int = 2, command: str = "train"
+) -> list[ForkProcess]:
     """The ranks of a run, as ``torchrun`` starts them, but without the time of imports."""
     folder.mkdir(exist_ok=True)
     with socket.socket() as free:
@@ -55,7 +59,7 @@ def started(folder: Path, arguments: Sequence[str], count: int = 2) -> list[Fork
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of forks
         for rank in range(count):
-            given = (rank, count, port, folder, arguments)
+            given = (rank, count, port, folder, [command, *arguments])
             ranks.append(context.Process(target=_rank, args=given))
             ranks[-1].start()
     return ranks
@@ -101,15 +105,21 @@ def test_a_killed_rank_ends_the_others_and_the_run_goes_on(
 ) -> None:
     run, metrics = tmp_path / "run", tmp_path / "run" / "metrics.csv"
     ranks = started(tmp_path, [*QUICK, "--run-dir", str(run)])
-    epoch = random.Random(victim).randrange(1, 4)
+    # Another moment in every run, inside an epoch or between two.
+    seed = random.SystemRandom().randrange(2**32)
+    moment = random.Random(seed)
+    epoch, later = moment.randrange(1, 3), moment.uniform(0, WITHIN)
+    when = f"seed {seed}: {later:.4f} s after epoch {epoch}"
     while not metrics.exists() or len(metrics.read_text().splitlines()) <= epoch:
         time.sleep(0.01)
-        assert all(rank.is_alive() for rank in ranks)
+        assert all(rank.is_alive() for rank in ranks), when
+    time.sleep(later)
     ranks[victim].kill()
     codes = ended(ranks, SOON)
-    assert codes[victim] == -signal.SIGKILL and codes[1 - victim] == 2
+    assert codes[victim] == -signal.SIGKILL and codes[1 - victim] == 2, when
     message = (tmp_path / f"err{1 - victim}").read_text()
-    assert f"error: Rank {1 - victim} of 2 has lost the others" in message
+    # In a round its epoch is said first.
+    assert "error: " in message and f"Rank {1 - victim} of 2 has lost the others" in message, when
     assert "--resume" in message
     shutil.copytree(run, tmp_path / "again" / "run")
     assert resumed(run, tmp_path) == [0, 0]
@@ -134,6 +144,15 @@ def test_a_signal_to_one_rank_stops_all_after_their_epoch(whole: Path, tmp_path:
     assert "Stopped after epoch" in (tmp_path / "err0").read_text()
     assert resumed(run, tmp_path) == [0, 0]
     assert_same_runs(run, whole / "run")
+
+
+def test_the_doctor_counts_processes_and_connects_them(tmp_path: Path) -> None:
+    arguments = "--data digits --subset 20 --model mlp --estimator ntk-3-1 --device cpu"
+    ranks = started(tmp_path, arguments.split(), command="doctor")
+    assert ended(ranks, LONG) == [0, 0], (tmp_path / "err0").read_text()
+    assert "2 processes, connected by gloo" in (tmp_path / "err0").read_text()
+    assert "Cost of ntk-3-1" in (tmp_path / "out0").read_text()
+    assert not (tmp_path / "out1").read_text() and not (tmp_path / "err1").read_text()
 
 
 def test_a_mistake_is_told_once(tmp_path: Path) -> None:

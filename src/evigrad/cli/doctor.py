@@ -8,8 +8,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from evigrad.cli.messages import results_console, show
+from evigrad.cli.messages import is_first_process, results_console, show
 from evigrad.cli.parser import Options, Parser, chosen
+from evigrad.cli.ranks import described_ranks, started_ranks
 from evigrad.cli.setup import MACHINE, set_up
 from evigrad.cli.train import SETTINGS, add_details, add_problem
 from evigrad.engine.evaluation import Estimate
@@ -64,6 +65,10 @@ def run(parser: Parser, options: Namespace) -> int:
         raise ConfigurationError("The doctor examines an estimator: name one, as ntk-100-1.")
     if options.batch_size < 1:
         raise ConfigurationError(f"batch_size must be at least 1, not {options.batch_size}.")
+    with started_ranks(options.device) as group:
+        processes = described_ranks(group)
+    if not is_first_process():
+        return 0
     setup = set_up(**chosen(set_up, options))
     data = setup.data.train
 
@@ -84,6 +89,7 @@ def run(parser: Parser, options: Namespace) -> int:
     )
     batch_size = min(options.batch_size, len(data[0]))
     console = results_console()
+    show("note", processes)
     show("note", f"{setup.data.describe()}; {setup.describe_model()} on {setup.device}")
     console.print(_parameter_table(evidence, evidence.describe(data[0])))
     memory = evidence.predicted_bytes(data[0])

@@ -9,7 +9,7 @@ import torch
 from torch import distributed
 
 from evigrad.cli.setup import device_name
-from evigrad.distributed import Group
+from evigrad.distributed import Group, Ranks
 from evigrad.errors import ConfigurationError
 
 # After so long without an answer a rank counts as lost. One that was killed is missed at once; this
@@ -47,3 +47,13 @@ def started_ranks(device: str) -> Iterator[Group | None]:
         yield distributed.group.WORLD
     finally:
         distributed.destroy_process_group()
+
+
+def described_ranks(group: Group | None) -> str:
+    """How many processes there are and how they are connected, which is tried."""
+    if group is None:
+        works = "works" if distributed.is_available() else "is missing in this PyTorch"
+        return f"1 process; torch.distributed, for several, {works}"
+    ranks = Ranks(group)
+    ranks.agree()
+    return f"{ranks.count} processes, connected by {distributed.get_backend()}"
