@@ -22,12 +22,24 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from evigrad import Anchoring, Block, Estimate, Evidence, FitResult, Learner, Memory, Schedule, fit
+from evigrad import (
+    Anchoring,
+    Block,
+    Estimate,
+    Evidence,
+    FitResult,
+    Learner,
+    Memory,
+    Optimization,
+    Schedule,
+    fit,
+)
 from evigrad.curvature import RoundingError, kfac
 from evigrad.curvature.kernel_rows import NtkStatistic
 from evigrad.curvature.kfac import Kfac
 from evigrad.curvature.split_rows import Split
 from evigrad.distributed import Ranks
+from evigrad.engine import problem
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.invariances import AdditiveNoise, Averaged, InputScale
 from evigrad.likelihoods import Categorical, Gaussian
@@ -56,7 +68,9 @@ def network(noisy: bool = False) -> nn.Module:
 
 
 def made(estimator: str, group: Any = None, noisy: bool = False, **options: Any) -> Evidence:
-    likelihood = Gaussian(noise=0.7) if options.pop("likelihood", None) else Categorical()
+    kind = options.pop("likelihood", None)
+    noise, learnable = options.pop("noise", 0.7), kind != "fixed"
+    likelihood = Gaussian(noise=noise, learnable=learnable) if kind else Categorical()
     structure = options.pop("prior", "layerwise")
     return Evidence(
         network(noisy),
@@ -153,12 +167,13 @@ def of_ranks(case: str, group: Any) -> dict[str, Any]:
     """What a rank has of some steps: estimates, gradients, bytes, and the generator at the end."""
     evidence, options = made_for(case, group), EVERY[case]
     blocks = iter(evidence.blocks(data_of(options)))
-    found, before = [], evidence.ranks.sent
+    found, sent = [], 0
     for block in islice(blocks, STEPS[evidence.ranks.count]):
+        before = evidence.ranks.sent
         given = [evidence.collect(block)] if "-kept" in case else block
         estimate = evidence.backward(given)
         found.append((fields(estimate), gradients(evidence)))
-    sent = evidence.ranks.sent - before
+        sent += evidence.ranks.sent - before
     value = fields(evidence.estimate(next(blocks)))
     return {"steps": found, "sent": sent, "value": value, "state": evidence.generator.get_state()}
 
@@ -234,6 +249,7 @@ LEARNED: dict[str, dict[str, Any]] = {
     "ntk-4-C": {"prior_blocks": 2},
     "ntk-12-rows-anchored": {},
     "ntk-12-rows-anchored whole": {"prior_blocks": 3},
+    "ntk-18-rows-anchored few": {"prior_blocks": 2},  # three parts, for any number of ranks
     "ntk-40-rows-anchored": {},  # all rows are anchors
     "ntk-5-C shared": {"prior_blocks": 2},
     "ntk-12-rows-anchored shared": {"prior_blocks": 3},
@@ -490,7 +506,103 @@ def failures(group: Any) -> Any:
             evidence.backward(x, y)
     errors.append((type(caught.value).__name__, str(caught.value)))
     assert evidence.backward(x, y).log_evidence < 0
+    # Where the others wait for an answer, or compare what they have; and before anything is drawn.
+    wrong = y.clone()
+    if ranks.rank == ranks.count - 1:
+        wrong[-1] = OUTPUTS
+    for call in (
+        lambda: ranks.any(False) if (wrong < OUTPUTS).all() else full_memory(),
+        lambda: ranks.same(0) if (wrong < OUTPUTS).all() else full_memory(),
+        lambda: made("ntk-2-1", group).blocks((x, wrong)),
+        lambda: Learner(made("ntk-2-1", group), (x, wrong), FEW),
+        lambda: made("ntk-2-1", group).posterior((x, wrong)),
+        lambda: made("ntk-2-1", group).posterior((x, wrong), structure="ntk"),
+        lambda: made("ntk-12-rows-anchored", group).refresh_anchors((x, wrong)),
+    ):
+        with pytest.raises(Exception) as caught, ranks.together():
+            call()
+        errors.append((type(caught.value).__name__, str(caught.value)))
     return errors
+
+
+@claim
+def differences(group: Any) -> Any:
+    """What the error names, where the last rank has something else than the others."""
+    ranks, found = Ranks(group), []
+    last = ranks.rank == ranks.count - 1
+    (x, y), folded = data(), torch.arange(N).roll(1)
+    order = folded if last else torch.arange(N)
+    lists = [(x[i], y[i]) for i in order.split(3)]
+    optimizers = [lambda w: torch.optim.Adam(w.values(), 1e-3), named_adam]
+    for names, call in {
+        "the likelihood": lambda: made("ntk-2-C", group, likelihood="fixed", noise=0.7 + last),
+        "the anchoring": lambda: made(
+            "ntk-9-rows-anchored", group, anchoring=Anchoring(share=0.8 if last else 0.5)
+        ),
+        "the parameters": lambda: made_with_frozen(group, 1.0 + last),
+        "the data": lambda: made("ntk-2-1", group).blocks((x[order], y[order])),
+        "the batches (": lambda: made("kfac-N-C", group).estimate(lists),
+        "the steps": lambda: Learner(made("ntk-2-1", group), data(), replace(FEW, steps=2 + last)),
+        "the data:": lambda: Learner(
+            made("ntk-2-1", group), [(x[i], y[i]) for i in order.tolist()], FEW
+        ),
+        "the seed, lr": lambda: fitted(
+            "map", group, seed=int(last), optimization=Optimization(lr=0.1 if last else 0.2)
+        ),
+        "the optimizer": lambda: fitted(
+            "map", group, optimization=Optimization(optimizer=optimizers[last])
+        ),
+        "the test data": lambda: fitted("map", group, test=(x[order], y[order])),
+    }.items():
+        with pytest.raises(ConfigurationError) as caught:
+            call()
+        found.append((names, str(caught.value)))
+    return found
+
+
+def named_adam(weights: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(weights.values(), 1e-3)
+
+
+def made_with_frozen(group: Any, value: float) -> Evidence:
+    scale, layer = InputScale(SIZE), nn.Linear(SIZE, OUTPUTS)
+    scale.requires_grad_(False)
+    with torch.no_grad():
+        scale.log_scale.fill_(value)
+        layer.weight.zero_()
+        layer.bias.zero_()
+    return Evidence(
+        nn.Sequential(scale, layer),
+        Categorical(),
+        GaussianPrior(),
+        estimator="ntk-2-1",
+        num_data=N,
+        process_group=group,
+    )
+
+
+@claim
+def wrong_derivatives(group: Any) -> Any:
+    """Steps on shared blocks, where one rank alone finds a closed form of a layer to be wrong."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, OUTPUTS)).double()
+        x, y = torch.randn(24, 64, dtype=torch.float64), torch.arange(24) % OUTPUTS
+    evidence = Evidence(
+        model,
+        Categorical(),
+        GaussianPrior("layerwise"),
+        estimator="ntk-12-1",
+        num_data=24,
+        generator=0,
+        memory=Memory(split_blocks=group is not None),
+        process_group=group,
+    )
+    wrong = {"0.weight"} if evidence.ranks.rank else set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(problem, "spot_check", lambda *_: wrong)
+        values = [fields(evidence.backward(b)) for b in evidence.blocks((x, y)).take(2)]
+    return {"values": values, "paths": [report.rows for report in evidence.describe()]}
 
 
 def full_memory(*_: Any) -> None:
@@ -544,10 +656,11 @@ def fitted(name: str, group: Any, folder: Path | None = None, **options: Any) ->
     if name == "positions":
         y = (torch.arange(N)[:, None] + torch.arange(SIZE)) % OUTPUTS
         y[:5, 1:] = -100  # some have one target, others three
-    given = {"schedule": FEW, "run_dir": folder, **settings, **options}
+    given = {"schedule": FEW, "run_dir": folder, "test": (x, y), **settings, **options}
     if name == "norm":
         y, x = y.repeat(4), x.repeat(4, 1)
-    return fit(make(), (x, y), test=(x, y), progress=False, process_group=group, **given)
+        given["test"] = x, y
+    return fit(make(), (x, y), progress=False, process_group=group, **given)
 
 
 def outcome(result: FitResult) -> dict[str, Any]:
@@ -707,6 +820,9 @@ def test_ranks_learn_the_same(ran: Any, name: str, count: int) -> None:
     if name in ("kfac-N-C", "ntk-N-C", "ntk-40-rows-anchored") or name.endswith("shared"):
         alone = learned(name, None, LEARNED[name])
         torch.testing.assert_close(found[0], alone, rtol=1e-12, atol=0)
+    if name.endswith("few"):  # each part once, whoever has it, and a rank maybe none
+        alone = learned(name, None, {"prior_blocks": 2 * count})
+        torch.testing.assert_close(found[0], alone, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("count", RANKS)
@@ -748,9 +864,31 @@ def test_an_error_of_one_rank_is_one_of_all(ran: Any, count: int) -> None:
             assert errors[number] == ("RankError", f"Rank {count - 1} failed with {name}: {text}")
     for errors in (*well, ill):
         name, text = errors[2]
-        assert name == "ConfigurationError" and "differ in the estimator" in text
-    assert ill[3] == ("MemoryError", "no memory left")
-    assert all("Rank" in text and "no memory left" in text for *_, (_, text) in well)
+        assert name == "ConfigurationError" and "differ in the prior:" in text
+    assert ill[3] == ill[4] == ill[5] == ("MemoryError", "no memory left")
+    assert len(ill) == 11 and all(name == "InputError" for name, _ in ill[6:])
+    assert all(f"Target {OUTPUTS}" in text for _, text in ill[6:])
+    for errors in well:
+        for (name, text), (theirs, words) in zip(errors[3:], ill[3:], strict=True):
+            assert name == "RankError"
+            assert text.endswith(f"Rank {count - 1} failed with {theirs}: {words}")
+
+
+@pytest.mark.parametrize("count", RANKS)
+def test_ranks_with_something_else_are_refused_by_name(ran: Any, count: int) -> None:
+    for rank in ran[count]:
+        assert rank["differences"] == ran[count][0]["differences"]
+        for names, text in rank["differences"]:
+            assert f"The {count} ranks differ in {names}" in text
+
+
+@pytest.mark.parametrize("count", RANKS)
+def test_what_one_rank_finds_wrong_is_wrong_for_all(ran: Any, count: int) -> None:
+    alone = wrong_derivatives(None)
+    for rank in ran[count]:
+        found = rank["wrong_derivatives"]
+        torch.testing.assert_close(found["values"], alone["values"], rtol=1e-12, atol=0)
+        assert found["paths"] == ["generic: loop", *alone["paths"][1:]]
 
 
 @pytest.mark.parametrize("count", RANKS)
@@ -808,20 +946,24 @@ def test_a_step_sends_what_the_formula_says(ran: Any, count: int) -> None:
     """Of H hyperparameters: a word of two numbers, and a sum of H + 7 of them."""
     others = count - 1
     for name in CASES[count]:
-        if name not in OWN or "anchored" in name:
+        if name not in OWN:
             continue
         options = OWN[name]
         numbers = 7 + sum(p.numel() for p in made(name, **options).hyperparameters().values())
         for rank in ran[count]:
             each = 16 * others + 2 * 8 * numbers * others // count
+            each += others * (8 + 24) if "anchored" in name else 0  # one draw
             assert rank["steps"][name]["sent"] == STEPS[count] * each
-    # Shares of all data: diagonals are summed up.
-    numbers = 7 + sum(p.numel() for p in made_for("diag-N-C").hyperparameters().values())
-    of_data = 8 * sum(w.numel() for w in made_for("diag-N-C").weights().values())
-    each = 2 * 16 * others + 2 * 8 * numbers * others // count + 2 * of_data * others // count
-    for rank in ran[count]:
-        if "diag-N-C" in rank["steps"]:
-            assert rank["steps"]["diag-N-C"]["sent"] == STEPS[count] * each
+    # Shares of all data: diagonals or blocks are summed up.
+    for name in ("diag-N-C", "blockdiag-N-C", "full-N-C"):
+        evidence = made_for(name)
+        numbers = 7 + sum(p.numel() for p in evidence.hyperparameters().values())
+        sizes = [w.numel() for w in evidence.weights().values()]
+        squares = {"diag": sum(sizes), "full": sum(sizes) ** 2}
+        of_data = 8 * squares.get(evidence.spec.structure, sum(size**2 for size in sizes))
+        each = 2 * 16 * others + 2 * 8 * numbers * others // count + 2 * of_data * others // count
+        for rank in ran[count]:
+            assert rank["steps"][name]["sent"] == STEPS[count] * each
     # Of kfac, counts are; factors and biases go to their owners, and derivatives in them back.
     whole = 8 * sum(map(numbers_of, SIZES))
     for rank in ran[count]:
@@ -878,8 +1020,8 @@ def test_all_ranks_repeat_in_float64_what_one_has_to(ran: Any, count: int) -> No
         assert sum(called[0] for *_, called in found) == 1
     # An estimate sends the sums in float32 and in float64, and once asks whether one was refused.
     others, whole = count - 1, sum(map(numbers_of, SIZES))
-    each = 7 * 16 * others + 2 * (2 * 2 * 16 * others // count)
-    each += 2 * 4 * others // count + 2 * 8 * 7 * others // count
+    each = 8 * 16 * others + 2 * (2 * 2 * 16 * others // count)
+    each += 2 * 8 * 7 * others // count
     for rank in ran[count]:
         own = sum(numbers_of(name) for names in rank["owners"]["held"] for name in names)
         assert rank["rounding"][0][2] == each + (4 + 8) * (whole - own)

@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 # Where in the source of Gloo an error arose, which begins its text.
 _PLACE = re.compile(r"^\[\S*:\d+\] ")
+# The attribute of an error that other ranks were told of, whichever object did so.
+_TOLD = "_evigrad_told"
 # Longest text of an error that other ranks are told, in bytes.
 _TEXT = 2000
 
@@ -57,7 +59,6 @@ class Ranks:
     def __init__(self, group: Group | None = None) -> None:
         self.rank, self.count, self.sent = 0, 1, 0
         self._group, self._place = None, torch.device("cpu")
-        self._told: BaseException | None = None
         if group is None:
             return
         if not distributed.is_available() or not distributed.is_initialized():
@@ -115,8 +116,12 @@ class Ranks:
         return found
 
     def any(self, value: bool) -> bool:
-        """Whether a value is true on a rank."""
-        return bool(self.sum([torch.tensor(float(value))])[0] > 0)
+        """Whether a value is true on a rank; raises what another rank has raised before."""
+        return value if self.count == 1 else any(self._exchange(b"", int(value)))
+
+    def same(self, value: object) -> bool:
+        """Whether all ranks have this value, by its ``repr``; raises as ``any`` does."""
+        return self.count == 1 or len(set(self._exchange(b"", _digest(value)))) == 1
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Each rank's tensor, in the order of ranks; they may differ in length (dimension 0)."""
@@ -224,7 +229,7 @@ class Ranks:
             A dictionary to put in, by name, what has to be the same on all ranks.
 
         Raises:
-            ConfigurationError: On all ranks, if something is not the same.
+            ConfigurationError: On all ranks, with the names of what is not the same.
             RankError: If another rank raised an exception.
         """
         alike: dict[str, object] = {}
@@ -235,15 +240,23 @@ class Ranks:
             yield alike
         except Exception as error:
             if not self._is_known(error):
-                self._told = error
-                self._exchange(f"{type(error).__name__}: {error}".encode()[:_TEXT], alike)
+                vars(error)[_TOLD] = True
+                self._exchange(f"{type(error).__name__}: {error}".encode()[:_TEXT], 0)
             raise
-        self._exchange(b"", alike)
+        own = [_digest(value) for value in alike.values()]
+        if self.same(own):
+            return
+        found = torch.stack(self.gather(torch.tensor(own)))
+        names = [n for n, same in zip(alike, (found == found[0]).all(0), strict=True) if not same]
+        raise ConfigurationError(
+            f"The {self.count} ranks differ in the {', '.join(names)}: all have to make"
+            " the same calls, with the same model, data and settings."
+        )
 
-    def _exchange(self, text: bytes, alike: dict[str, object]) -> None:
-        """Learn whether all ranks are well; ``text`` says what is wrong here."""
-        seen = torch.tensor([len(text), crc32(repr(alike).encode())], device=self._place)
-        lengths, digests = torch.stack(self._gathered(seen)).mT.tolist()
+    def _exchange(self, text: bytes, number: int) -> list[int]:
+        """The numbers of all ranks, if all are well; ``text`` says what is wrong here."""
+        seen = torch.tensor([len(text), number], device=self._place)
+        lengths, numbers = torch.stack(self._gathered(seen)).mT.tolist()
         if any(lengths):
             padded = torch.tensor(list(text.ljust(max(lengths), b" ")), dtype=torch.uint8)
             texts = self._gathered(padded.to(self._place))
@@ -255,16 +268,13 @@ class Ranks:
                         if lengths[rank]
                     )
                 )
-        elif len(set(digests)) > 1:
-            raise ConfigurationError(
-                f"The {self.count} ranks differ in the {', '.join(alike)}: all have to work on the"
-                " same evidence, with the same values."
-            )
+        return numbers
 
-    def _is_known(self, error: BaseException | None) -> bool:
+    @staticmethod
+    def _is_known(error: BaseException | None) -> bool:
         """Whether the other ranks know of an error, or cannot be told."""
         while error is not None:
-            if isinstance(error, RankError) or error is self._told:
+            if isinstance(error, RankError) or _TOLD in vars(error):
                 return True
             error = error.__cause__
         return False
@@ -280,6 +290,10 @@ class Ranks:
                 f"Rank {self.rank} of {self.count} has lost the others, as when one of them was"
                 f" killed, or did not answer in time ({reason})."
             ) from error
+
+
+def _digest(value: object) -> int:
+    return crc32(repr(value).encode())
 
 
 # ------------------------------------------------------------ what is sharded

@@ -32,7 +32,7 @@ from evigrad.engine.evaluation import (
     precisely,
 )
 from evigrad.engine.intake import CheckedSource, Data, resolve
-from evigrad.engine.kept import KeptPass, as_kept, check_keepable, checksums
+from evigrad.engine.kept import KeptPass, as_kept, check_keepable, checksums, contents
 from evigrad.engine.memory import MicroBatches
 from evigrad.engine.parameters import check_unchanged, divided, held_constant, select, trainable
 from evigrad.engine.passes import BlockPass
@@ -49,6 +49,9 @@ from evigrad.likelihoods.calls import log_probabilities
 from evigrad.likelihoods.positions import flattened
 from evigrad.posterior import DEFAULT_STRUCTURE, Posterior, load_posterior, make_posterior
 from evigrad.priors import GaussianPrior
+
+# Settings that ranks may have of their own, as they change no number; others are compared by name.
+_OF_A_RANK = ("spec", "num_data", "micro_batch", "memory_budget", "rows_device")
 
 
 class Evidence:
@@ -180,15 +183,16 @@ class Evidence:
         if self.ranks.count == 1:
             return
         with self.ranks.together() as alike:
-            named = {**self._weights, **self.hyperparameters()}
-            values = [parameter.detach() for parameter in named.values()]
             alike["estimator"], alike["number of data"] = self.spec.name, self.num_data
-            alike["names of parameters"] = list(named)
-            settings = self._problem.settings
-            for name in ("temperature", "root", "sharing", "gradient", "split_blocks"):
-                alike[name] = getattr(settings, name)
-            alike["types"] = (settings.gram_dtype, settings.rows_dtype, settings.autocast)
-            alike["parameters"] = checksums(values, self._problem.device)
+            alike["names of parameters"] = [list(self._weights), list(self.hyperparameters())]
+            of_all = vars(self._problem.settings).items()
+            alike.update((name, value) for name, value in of_all if name not in _OF_A_RANK)
+            device = self._problem.device
+            alike["likelihood"] = contents(self.likelihood, device)
+            alike["prior"] = [self.prior.group_of, *contents(self.prior, device)]
+            # Not the buffers: each rank may have running statistics of its own.
+            values = [p for p in self.model.parameters() if p.layout == torch.strided]
+            alike["parameters"] = checksums(values, device)
         state = self.generator.get_state()
         self.ranks.share([state])
         self.generator.set_state(state)
@@ -369,7 +373,7 @@ class Evidence:
                 given = self._given(x, y, ())
                 estimates = estimates_of(given)
             self._observe(given, estimates)
-            return over_ranks(self._problem, estimates)[0]
+            return over_ranks(self._problem, _blocks_of(given), estimates)[0]
 
     def backward(
         self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
@@ -410,7 +414,8 @@ class Evidence:
                     estimates, found = gradients_of(given, learnable)
             pairs = zip(learnable.values(), found, strict=True)
             gradients = [torch.zeros_like(p) if g is None else g for p, g in pairs]
-            estimate, gradients = over_ranks(self._problem, estimates, gradients)
+            blocks = _blocks_of(given)
+            estimate, gradients = over_ranks(self._problem, blocks, estimates, gradients)
         check_gradients(learnable, gradients)
         for parameter, gradient in zip(learnable.values(), gradients, strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -436,12 +441,13 @@ class Evidence:
             InputError: If ``data`` does not hold N data, or they do not fit the model and the
                 likelihood. Targets in memory are all checked here, other data as they are read.
         """
-        source = CheckedSource(self._problem, data)
-        self._positions = source.positions
-        if self._anchors is not None:
-            return self._anchors.stream(source)
-        splits = self._problem.splits(source.plan)
-        return BlockStream(source.plan.partition, source, self.generator, self.ranks, splits)
+        with self.ranks.together():
+            source = CheckedSource(self._problem, data)
+            self._positions = source.positions
+            if self._anchors is not None:
+                return self._anchors.stream(source)
+            splits = self._problem.splits(source.plan)
+            return BlockStream(source.plan.partition, source, self.generator, self.ranks, splits)
 
     def collect(
         self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
@@ -552,9 +558,8 @@ class Evidence:
     ) -> None:
         """From anchored blocks, learn what to expect of the next ones."""
         if self._anchors is not None:
-            evaluated = [given] if isinstance(given, BlockPass) else given
-            pairs = zip(evaluated, estimates, strict=True)
-            self._anchors.observe((each.block, e.entropies) for each, e in pairs)
+            pairs = zip(_blocks_of(given), estimates, strict=True)
+            self._anchors.observe((block, e.entropies) for block, e in pairs)
 
     # ------------------------------------------------------------ predictions
 
@@ -592,11 +597,13 @@ class Evidence:
         """
         if (data is None) == (state is None):
             raise ConfigurationError("posterior takes the data, or state=... in their place.")
-        self._check_weights()
         with torch.no_grad(), self._problem.restored_on_error():
             if state is not None:
+                self._check_weights()
                 return load_posterior(self._problem, state)
-            return make_posterior(self._problem, data, structure, rows)
+            with self.ranks.together():
+                self._check_weights()
+                return make_posterior(self._problem, data, structure, rows)
 
     # ------------------------------------------------------------ other views of the same model
 
@@ -660,7 +667,8 @@ class Evidence:
         """
         if self._anchors is None:
             raise ConfigurationError(f"{self.spec.name} has no anchors.")
-        return self._anchors.refresh(CheckedSource(self._problem, data)) / self.temperature
+        with self.ranks.together():
+            return self._anchors.refresh(CheckedSource(self._problem, data)) / self.temperature
 
     # ------------------------------------------------------------ telling and keeping
 
@@ -724,6 +732,11 @@ class Evidence:
             self._problem.plans.load_state_dict(state["preparation"])
         if self._anchors is not None and "anchors" in state:
             self._anchors.load_state_dict(state["anchors"])
+
+
+def _blocks_of(given: BlockPass | Sequence[KeptPass]) -> list[Block]:
+    """The block of each estimate on what is given."""
+    return [given.block] if isinstance(given, BlockPass) else [each.block for each in given]
 
 
 def _is_empty(x: Data) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from evigrad.blocks import Block
 from evigrad.curvature import LogDet, RoundingError, rounding_refused
 from evigrad.engine.cotangents import is_one_number, needs_two_passes, root_rows
 from evigrad.engine.kept import KeptPass
@@ -245,18 +246,22 @@ def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def over_ranks(
-    problem: Problem, estimates: Sequence[Estimate], gradients: Sequence[Tensor] = ()
+    problem: Problem,
+    blocks: Sequence[Block],
+    estimates: Sequence[Estimate],
+    gradients: Sequence[Tensor] = (),
 ) -> tuple[Estimate, list[Tensor]]:
     """Return the mean of the estimates of all ranks, and that of the gradients of ``estimates``.
 
-    Every estimate counts the same. A rank may have none, but for the first; its gradients are
-    zero. With H numbers in the gradients a rank sends 2 (R − 1)/R · 8 (H + 7) bytes.
+    Each is on one of the ``blocks``. A rank counts as often as these have draws of anchored blocks
+    (others have one). It may have none, but for the first; its gradients are zero. With H numbers
+    in the gradients a rank sends 2 (R − 1)/R · 8 (H + 7) bytes.
     """
     if problem.ranks.count == 1:
         return mean_estimate(estimates), list(gradients)
-    count, settings = len(estimates), problem.settings
-    unbound = sum(not estimate.is_bound for estimate in estimates)
-    terms = [sum(getattr(estimate, name) for estimate in estimates) for name in _TERMS]
+    count, settings = sum(max(1, block.num_draws) for block in blocks), problem.settings
+    unbound, each = sum(not e.is_bound for e in estimates), count / max(1, len(estimates))
+    terms = [each * sum(getattr(e, name) for e in estimates) for name in _TERMS]
     scalars = torch.tensor([count, unbound, *terms], dtype=torch.float64)
     sums = problem.ranks.sum([scalars, *(count * g.to(scalars) for g in gradients)])
     count, unbound, *terms = sums[0].tolist()

@@ -13,7 +13,7 @@ from evigrad.blocks.positions import PositionSource, by_target
 from evigrad.blocks.sources import Source, as_source
 from evigrad.engine.checks import as_pair, check_block, check_inputs, not_data
 from evigrad.engine.cotangents import rehearse
-from evigrad.engine.kept import KeptPass
+from evigrad.engine.kept import KeptPass, checksums
 from evigrad.engine.passes import Batch, BlockPass, new_pass
 from evigrad.engine.problem import PROBE_SIZE, InputPlan, Problem
 from evigrad.errors import InputError
@@ -27,8 +27,8 @@ Data = Any
 
 # Outputs at which a user's own density is tried in one call.
 _NUMBERS_AT_ONCE = 2**22
-# Its multiples modulo one spread evenly.
-_GOLDEN_RATIO = 0.6180339887498949
+# Data in memory that ranks compare at most, and how many of them are read at once.
+_COMPARED, _AT_ONCE = 4096, 64
 
 
 class Batches:
@@ -43,10 +43,10 @@ class Batches:
         self._problem = problem
         once = isinstance(batches, Iterator)
         self.given = [as_pair(batch) for batch in batches] if once else batches
-        self._seen: list[tuple[int, float]] | None = None
+        self._seen: list[list[int]] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        signatures: list[tuple[int, float]] = []
+        signatures: list[list[int]] = []
         for index, batch in enumerate(self.given):
             x, y, _ = checked(self._problem, *as_pair(batch))
             signatures.append(_signature(x, y))
@@ -60,16 +60,25 @@ class Batches:
             yield x, y
         self._seen = self._seen or signatures
 
+    def compare(self) -> None:
+        """Refuse batches that are others on other ranks, after the first iteration.
+
+        Raises:
+            ConfigurationError: On all ranks.
+        """
+        with self._problem.ranks.together() as alike:
+            alike["batches (a loader that shuffles needs the same seed on each)"] = self._seen
+
 
 class CheckedSource(Source):
     """All N data of a user, as for ``as_source``, each checked for model and likelihood when read.
 
     The constructor checks what needs no reading: their number, the first few data, all targets
     that are in memory, and whether the likelihood can make rows at these. ``plan`` is the plan for
-    their inputs.
+    their inputs. All ranks make one together, and compare some of the data that are in memory.
 
     Raises:
-        ConfigurationError: If the likelihood cannot make rows.
+        ConfigurationError: If the likelihood cannot make rows, or ranks have other data.
         InputError: If the data do not fit.
     """
 
@@ -103,6 +112,15 @@ class CheckedSource(Source):
                 self._try_density(some)
         f = self.plan.outputs
         rehearse(problem, f, y[torch.arange(len(f)) % len(y)])
+        if problem.ranks.count > 1:
+            with problem.ranks.together() as alike:
+                alike["data"] = self._signatures() if self.is_held else None
+
+    def _signatures(self) -> list[list[int]]:
+        """Those of up to ``_COMPARED`` data, evenly spaced."""
+        count = min(len(self), _COMPARED)
+        chosen = torch.arange(count) * len(self) // count
+        return [_signature(*self._source.fetch(some)) for some in chosen.split(_AT_ONCE)]
 
     def _try_density(self, y: Tensor) -> None:
         """Take the density and its derivatives at all targets, for a few outputs."""
@@ -221,6 +239,7 @@ class _Share:
 
     def __init__(self, batches: Batches, part: slice, num_data: int, name: str) -> None:
         self._batches, self._part, self._num_data, self._name = batches, part, num_data, name
+        self._compared = False
 
     def __iter__(self) -> Iterator[Batch]:
         first = 0
@@ -235,6 +254,9 @@ class _Share:
             raise InputError(
                 f"The batches hold {first} data, but {self._name} needs all {self._num_data}."
             )
+        if not self._compared:
+            self._compared = True
+            self._batches.compare()
 
 
 def checked(problem: Problem, x: Inputs, y: Tensor) -> tuple[Inputs, Tensor, InputPlan]:
@@ -250,12 +272,6 @@ def checked(problem: Problem, x: Inputs, y: Tensor) -> tuple[Inputs, Tensor, Inp
     return x, y, plan
 
 
-def _signature(x: Inputs, y: Tensor) -> tuple[int, float]:
-    """The length, and a number that other data, another order or flipped images would change."""
-    total = 0.0
-    for tensor in (*tensors_of(each_once(x)), y):
-        values = tensor.reshape(-1).double()
-        # Irregular weights, so that exchanging entries changes the sum.
-        position = torch.arange(len(values), dtype=torch.float64, device=x.device)
-        total += float((values * (1.0 + (position * _GOLDEN_RATIO).frac())).sum())
-    return len(x), total
+def _signature(x: Inputs, y: Tensor) -> list[int]:
+    """The length, and numbers that other data, another order or flipped images would change."""
+    return [len(x), *checksums([*tensors_of(each_once(x)), y], x.device)]

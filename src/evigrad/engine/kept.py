@@ -187,6 +187,17 @@ def checksums(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
     return torch.stack([_checksum(tensor).to(device) for tensor in tensors]).tolist()
 
 
+def contents(module: nn.Module, device: torch.device) -> list[object]:
+    """Classes, plain attributes and numbers of a module and of those in it, to compare them."""
+    plain: list[object] = [
+        (type(each).__qualname__, name, value)
+        for each in module.modules()
+        for name, value in vars(each).items()
+        if name != "training" and isinstance(value, bool | int | float | str | None)
+    ]
+    return [*plain, *checksums([*module.parameters(), *module.buffers()], device)]
+
+
 def _checksum(tensor: Tensor) -> Tensor:
     """A position-weighted sum of bits, since writing through ``.data`` leaves no other trace."""
     whole = tensor.detach().reshape(-1)

@@ -292,16 +292,25 @@ class Plans:
         is_due = self._passes & (self._passes - 1) == 0
         return is_due and self.settings.spec.curvature != "hessian"
 
-    def checked(self, plan: InputPlan, linearization: Linearization) -> InputPlan:
+    def checked(
+        self, plan: InputPlan, linearization: Linearization, ranks: Ranks | None = None
+    ) -> InputPlan:
         """Return the plan without the fast derivatives that are wrong for one datum of a pass.
 
-        They are compared with plain automatic differentiation of that datum alone.
+        They are compared with plain automatic differentiation of that datum alone. ``ranks`` that
+        share the pass leave out what is wrong on one of them.
         """
         own = torch.Generator().manual_seed(self._passes)  # the evidence's draws are not shifted
         f = linearization.outputs
         vectors = torch.randn(len(f), 1, f.shape[1], generator=own).to(f)
         index = int(torch.randint(len(f), (), generator=own))
         wrong = spot_check(linearization, vectors, index)
+        if ranks is not None:
+            ranks.agree()
+            (found,) = ranks.sum([torch.tensor([float(name in wrong) for name in self.weights])])
+            wrong = {
+                name for name, count in zip(self.weights, found.tolist(), strict=True) if count
+            }
         if not wrong:
             return plan
         warnings.warn(

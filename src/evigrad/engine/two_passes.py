@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -83,7 +82,6 @@ def first_pass(block_pass: BlockPass, use: FirstPass) -> KeptPass:
         block_pass = _contracting_alike(block_pass)
     by_layers = use.condensed and block_pass.plan.structure.condenses(1)
     if by_layers:
-        ranks.agree()
         by_layers = not ranks.any(not _takes_layers(block_pass))
     with ranks.together() as alike:
         # Only sums can be added up over ranks, not what is condensed of them.
@@ -102,9 +100,7 @@ def first_pass(block_pass: BlockPass, use: FirstPass) -> KeptPass:
 def _contracting_alike(block_pass: BlockPass) -> BlockPass:
     """Form all rows where ranks would contract different weights, as with inputs of other sizes."""
     problem, names = block_pass.problem, sorted(block_pass.plan.structure.contracted)
-    problem.ranks.agree()
-    digests = problem.ranks.gather(torch.tensor([crc32(repr(names).encode())]))
-    if len(torch.cat(digests).unique()) == 1:
+    if problem.ranks.same(names):
         return block_pass
     return replace(block_pass, plan=problem.plans.without_contraction(block_pass.plan))
 
@@ -145,9 +141,11 @@ def _own_pass(block_pass: BlockPass, use: FirstPass) -> KeptPass:
     zero = torch.zeros((), dtype=torch.float64, device=problem.device)
     while True:
         due = problem.plans.check_is_due()
+        shared = use.condensed and block_pass.block.shares > 1
+        if shared:  # a rank may have passed over other data, alone
+            due = problem.ranks.any(due)
         block_pass = replace(block_pass, suspicious=due)
         start = _Sums(block_pass.plan, zero, to_check=due)
-        shared = use.condensed and block_pass.block.shares > 1
         kind = SHARED if shared else "first"
         sums = over_chunks(block_pass, kind, partial(_add, block_pass, use), start)
         if sums.is_closed:
@@ -170,7 +168,8 @@ def _add(block_pass: BlockPass, use: FirstPass, sums: _Sums, chunk: Chunk) -> _S
     if not sums.is_closed:
         return sums
     if sums.to_check:
-        plan = _spot_checked(block_pass.problem, sums.plan, chunk)
+        shared = use.condensed and block_pass.block.shares > 1
+        plan = _spot_checked(block_pass.problem, sums.plan, chunk, shared)
         sums = replace(sums, plan=plan, to_check=False)
     block_pass = replace(block_pass, plan=sums.plan)
     spec, likelihood = block_pass.problem.settings.spec, block_pass.problem.likelihood
@@ -208,9 +207,7 @@ def _add_rows(
     linearization = linearized(block_pass, chunk, use.differentiable)
     is_closed = all(map(linearization.is_closed, structure.contracted))
     if use.condensed and block_pass.block.shares > 1:
-        ranks = block_pass.problem.ranks
-        ranks.agree()
-        is_closed = not ranks.any(not is_closed)
+        is_closed = not block_pass.problem.ranks.any(not is_closed)
     if not is_closed:
         return None
     root = root_rows(block_pass.problem, linearization.outputs, chunk)
@@ -252,11 +249,11 @@ def _add_hessian(
         return plan.structure.accumulate_hessian(statistic, hessian), f
 
 
-def _spot_checked(problem: Problem, plan: InputPlan, chunk: Chunk) -> InputPlan:
-    """The plan, without derivatives that are wrong at the first micro-batch."""
+def _spot_checked(problem: Problem, plan: InputPlan, chunk: Chunk, shared: bool) -> InputPlan:
+    """The plan, without derivatives that are wrong at the first micro-batch, of any rank."""
     with torch.enable_grad():
         linearization = linearize(plan.model, problem.weights, chunk.x, plan.jacobian, False)
-    return problem.plans.checked(plan, linearization)
+    return problem.plans.checked(plan, linearization, problem.ranks if shared else None)
 
 
 def log_likelihood_of(problem: Problem, f: Tensor, chunk: Chunk) -> Tensor:

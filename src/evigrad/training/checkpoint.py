@@ -24,6 +24,8 @@ from evigrad.training.metrics import Row
 CHECKPOINT_FORMAT = 4
 # Settings that change no result. All others must be the same when a run goes on.
 FREE_SETTINGS = ("checkpoint_every",)
+# Settings that ranks may have of their own, as each has a memory of its own.
+OF_A_RANK = (*FREE_SETTINGS, "micro_batch", "memory_budget", "rows_device")
 
 # Data that are digested at once, as data on a GPU are copied to the host for it.
 _DIGESTED = 4096
@@ -168,6 +170,11 @@ def check_settings(saved: Mapping[str, Any], own: Mapping[str, Any], where: obje
         )
 
 
+def shared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are the same on all ranks, comparable by their ``repr``."""
+    return {n: _comparable(value) for n, value in settings.items() if n not in OF_A_RANK}
+
+
 def check_data(
     saved: Mapping[str, str | None], own: Mapping[str, str | None], where: object
 ) -> None:
@@ -274,11 +281,11 @@ def _listed(found: Sequence[str]) -> str:
 
 
 def _comparable(value: Any) -> Any:
-    """A recorded setting without the memory addresses in the ``repr`` of functions and objects."""
+    """A setting without the memory addresses in the ``repr`` of functions and objects."""
     if isinstance(value, str):
         return re.sub(r" at 0x[0-9a-fA-F]+", "", value)
     if isinstance(value, Mapping):
         return {name: _comparable(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return [_comparable(part) for part in value]
-    return value
+    return value if isinstance(value, bool | int | float | None) else _comparable(str(value))

@@ -138,6 +138,7 @@ class RunData(Source):
             x, y = self.fetch(torch.arange(count))
             return digest([*tensors_of(x), y])
         positions = torch.linspace(0, count - 1, min(count, _COMPARED)).long()
+        positions = positions.clamp(max=count - 1)  # linspace rounds in float32
         epoch, self.epoch = self.epoch, 0
         once, again = ([*tensors_of(x), y] for x, y in (self.fetch(positions) for _ in range(2)))
         self.epoch = epoch

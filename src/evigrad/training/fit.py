@@ -33,6 +33,7 @@ from evigrad.likelihoods.positions import flattened
 from evigrad.priors import GaussianPrior, matches
 from evigrad.training.augerino import range_parameters
 from evigrad.training.bracket import check_bracket
+from evigrad.training.checkpoint import shared_settings
 from evigrad.training.data import RunData, stream
 from evigrad.training.loop import Loop
 from evigrad.training.metrics import probe_outputs
@@ -187,6 +188,10 @@ def prepare(
         data = RunData(train, place, seed)
         held_out = None if test is None else RunData(test, place, seed)
         alike["model"] = [(tuple(t.shape), t.dtype) for t in tensors if not is_lazy(t)]
+        alike.update(shared_settings(settings.as_record()))
+        if ranks.count > 1:
+            alike["training data"] = data.fingerprint()
+            alike["test data"] = None if held_out is None else held_out.fingerprint()
     ranks.share([t for t in tensors if not is_lazy(t)])
     with ranks.together():
         evidence, planned = prepare_evidence(model, data, settings, process_group)

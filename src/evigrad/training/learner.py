@@ -20,7 +20,7 @@ from evigrad.errors import (
     memory_for,
 )
 from evigrad.evidence import Evidence
-from evigrad.training.checkpoint import fitting, load_optimizer
+from evigrad.training.checkpoint import fitting, load_optimizer, shared_settings
 from evigrad.training.data import RunData
 from evigrad.training.fixed_point import FixedPoint
 from evigrad.training.optimizers import cosine, make_hyper_optimizer
@@ -89,7 +89,8 @@ class Learner:
         count: Calls of ``step`` so far.
 
     Raises:
-        ConfigurationError: If a setting does not fit, or there is nothing to learn.
+        ConfigurationError: If a setting does not fit, there is nothing to learn, or the ranks have
+            other settings or data.
         InputError: If the data do not fit the evidence.
     """
 
@@ -101,38 +102,43 @@ class Learner:
         optimization: Optimization | None = None,
         seed: int = 0,
     ) -> None:
-        hyperparameters = evidence.hyperparameters()
-        if not hyperparameters:
-            raise ConfigurationError(
-                "There is nothing for the estimator to learn: prior and likelihood are fixed and no"
-                " parameter of the model is named in hyperparameters. Make the prior learnable, or"
-                " train by MAP alone, which is estimator=None of fit."
+        with evidence.ranks.together() as alike:
+            hyperparameters = evidence.hyperparameters()
+            if not hyperparameters:
+                raise ConfigurationError(
+                    "There is nothing for the estimator to learn: prior and likelihood are fixed"
+                    " and no parameter of the model is named in hyperparameters. Make the prior"
+                    " learnable, or train by MAP alone, which is estimator=None of fit."
+                )
+            if schedule.epochs is None:
+                raise ConfigurationError(
+                    "The schedule needs epochs=..., how often step() will be called: rounds and"
+                    " their rates are spread over them."
+                )
+            check_burn_in(schedule.burn_in, schedule.epochs)
+            device = next(iter(evidence.weights().values())).device
+            self.evidence = evidence
+            self.data = data if isinstance(data, RunData) else RunData(data, device, seed)
+            optimization = optimization or Optimization()
+            alike.update(shared_settings({**vars(schedule), **vars(optimization), "seed": seed}))
+            if evidence.ranks.count > 1 and not isinstance(data, RunData):  # which fit has compared
+                alike["data"] = self.data.fingerprint()
+            self.schedule = schedule.for_data(evidence.num_data)
+            optimization = optimization.for_data(
+                evidence.likelihood.is_classification, evidence.prior
             )
-        if schedule.epochs is None:
-            raise ConfigurationError(
-                "The schedule needs epochs=..., how often step() will be called: rounds and their"
-                " rates are spread over them."
-            )
-        check_burn_in(schedule.burn_in, schedule.epochs)
-        device = next(iter(evidence.weights().values())).device
-        self.evidence = evidence
-        self.data = data if isinstance(data, RunData) else RunData(data, device, seed)
-        self.schedule = schedule.for_data(evidence.num_data)
-        optimization = (optimization or Optimization()).for_data(
-            evidence.likelihood.is_classification, evidence.prior
-        )
-        self.hyper_optimizer = make_hyper_optimizer(hyperparameters, optimization)
-        self.rounds = make_rounds(self.schedule, hyperparameters)
-        self.fixed_point: FixedPoint | None = None
-        if optimization.prior_update == "fixed_point":
-            self.fixed_point = FixedPoint(evidence, FIRST_RATE)
-            if self.schedule.burn_in:
-                num_data = evidence.num_data
-                self.fixed_point.start(BURN_IN_DECAY * num_data, PRETRAINED_DECAY * num_data)
-        if self.schedule.prior_blocks is not None:
-            x, _ = self.data.first(PROBE_SIZE)
-            evidence.check_collect(x, wrt=self.rounds[0].names)
-        evidence.blocks(self.data)  # raises now what the first round would, epochs later
+            self.hyper_optimizer = make_hyper_optimizer(hyperparameters, optimization)
+            self.rounds = make_rounds(self.schedule, hyperparameters)
+            self.fixed_point: FixedPoint | None = None
+            if optimization.prior_update == "fixed_point":
+                self.fixed_point = FixedPoint(evidence, FIRST_RATE)
+                if self.schedule.burn_in:
+                    num_data = evidence.num_data
+                    self.fixed_point.start(BURN_IN_DECAY * num_data, PRETRAINED_DECAY * num_data)
+            if self.schedule.prior_blocks is not None:
+                x, _ = self.data.first(PROBE_SIZE)
+                evidence.check_collect(x, wrt=self.rounds[0].names)
+            evidence.blocks(self.data)  # raises now what the first round would, epochs later
         self._blocks: Stream | None = None  # of the data, which are checked once
         self._warned = False  # of precisions that nothing determines
         self._idle = 0  # rounds without a step since the last one that had one

@@ -121,7 +121,8 @@ def passes_over(
         evidence.generator.set_state(state)
         return kept
 
-    number, start = len(drawn.draws) or 1, 0
+    # Where all rows are anchors, these alone; of few parts a rank may have none.
+    number, start = len(drawn.draws) if drawn.partition.num_parts else 1, 0
     at_once = draws_at_once(evidence, x, number)
     while start < number:
         block, found = drawn.block(start, at_once), list[KeptPass]()
