@@ -63,7 +63,8 @@ def run(name: str, way: str, start: float, seed: int, data_dir: str | None) -> R
     """One training and its judgement."""
     model, train, test, likelihood = problem(name, seed, data_dir)
     decay = start if way == "fixed point" else learner.BURN_IN_DECAY
-    with Clock() as clock, patch.object(learner, "BURN_IN_DECAY", decay):
+    start_of_burn_in = {"BURN_IN_DECAY": decay, "BURN_IN_PRECISION": math.inf}
+    with Clock() as clock, patch.multiple(learner, **start_of_burn_in):
         result = evigrad.fit(
             model,
             train,

@@ -8,8 +8,8 @@ precisions of the start the curve is too smooth and the band among the data too 
     python examples/uncertainty.py
     python examples/uncertainty.py --figure uncertainty.png
 
-It takes a quarter of a minute of one core. The noise is learned as 0.24 (the true one is 0.2); the
-curve is known to ±0.09 among the data, and to ±0.28 in the gap.
+It takes a quarter of a minute of one core. The noise is learned as 0.25 (the true one is 0.2); the
+curve is known to ±0.09 among the data, and to ±0.24 in the gap.
 """
 
 import argparse

@@ -204,6 +204,27 @@ def test_rivals_on_a_table(monkeypatch, tmp_path, capsys):
     assert "| yacht | map-noise |" in capsys.readouterr().out
 
 
+def test_noise_steps(monkeypatch, tmp_path):
+    rivals = short_rivals(monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 3, generator=generator)
+    y = x[:, :1] + 0.1 * torch.randn(60, 1, generator=generator)
+    line = rivals.DataSet(
+        "line", (x[:40], y[:40]), (x[40:], y[40:]), 1, (3,), "gaussian", (), x[0], x[0]
+    )
+    monkeypatch.setattr(rivals, "load", lambda *_, **__: line)
+    script = load_script("noise_steps", monkeypatch)
+    monkeypatch.setattr(script, "make_task", rivals.make_task)
+    monkeypatch.setattr(script, "run_default_posterior", rivals.run_default_posterior)
+    (page := tmp_path / "page.md").write_text("<!-- noise_steps -->\n<!-- end noise_steps -->\n")
+    script.main(
+        ["--sets", "yacht", "--seeds", "0", "--results", str(tmp_path), "--pages", str(page)]
+    )
+    scaled, plain = runs_of(tmp_path / "noise_steps.csv").values()
+    assert scaled["rmse"] != plain["rmse"]  # the loss is another one
+    assert page.read_text().count("\n| yacht |") == 3
+
+
 def test_metrics_of_rivals(monkeypatch):
     script = load_script("rivals", monkeypatch)
     generator = torch.Generator().manual_seed(0)

@@ -211,6 +211,17 @@ def test_a_loop_that_is_resumed_gives_the_same_numbers(blobs, make_net, estimato
     assert again["learner"]["hyper_steps"] == whole["learner"]["hyper_steps"] == [9]
 
 
+@pytest.mark.parametrize(("number", "precision"), [(60, 0.6), (10_000, 15.0)])
+def test_the_burn_in_of_many_data_has_no_stronger_prior_than_that_of_few(
+    blobs, make_net, number, precision
+):
+    x, y = (part.repeat(-(-number // 60), *[1] * (part.ndim - 1))[:number] for part in blobs[0])
+    evidence = evidence_of(make_net(), num_data=number)
+    Learner(evidence, (x, y), Schedule(epochs=10))
+    for each in evidence.prior.precisions().values():
+        assert each.item() == pytest.approx(precision)
+
+
 def test_the_unit_of_the_schedule_is_a_call(blobs, make_net):
     """Steps of an optimiser, for example; after the last of them the rates stay."""
     learner = Learner(evidence_of(make_net()), blobs[0], Schedule(epochs=50, steps=1))

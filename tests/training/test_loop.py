@@ -1,3 +1,4 @@
+import math
 from typing import Any
 
 import pytest
@@ -134,6 +135,42 @@ def test_an_epoch_is_plain_gradient_descent_on_the_map_loss(blobs, make_net):
         torch.testing.assert_close(w.detach(), start.detach() - 0.1 * gradient)
         assert w.grad is None
     assert torch.equal(log_precision_of(loop).detach(), before)
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_steps_of_the_weights_are_as_long_however_small_the_noise_becomes(blobs, make_net, outputs):
+    # A round may divide the noise by ten, and the gradients of the likelihood grow a hundredfold.
+    x = blobs[0][0]
+    data = (x, x[:, :3].clone())
+
+    def distance(jump: float) -> float:
+        likelihood = Gaussian(num_outputs=outputs if outputs > 1 else None)
+        loop = make_loop(make_net(), data, likelihood, epochs=100, batch_size=6, lr=0.001)
+        for epoch in range(1, 31):  # Adam's running means settle
+            loop.train_epoch(epoch)
+        with torch.no_grad():
+            likelihood.log_noise -= math.log(jump)
+        before = [w.detach().clone() for w in loop.evidence.weights().values()]
+        loop.train_epoch(31)
+        after = loop.evidence.weights().values()
+        return math.sqrt(
+            sum((a - b).square().sum().item() for a, b in zip(after, before, strict=True))
+        )
+
+    assert 0.5 < distance(10.0) / distance(1.0) < 2
+
+
+def test_the_loss_that_is_reported_has_the_noise_in_it(blobs, make_net):
+    x = blobs[0][0]
+    data = (x, x[:, :3].clone())
+    loop = make_loop(make_net(), data, Gaussian(noise=0.1), optimizer="sgd", batch_size=60, lr=1e-3)
+    expected = loop.evidence.map_loss(*data)
+    gradients = torch.autograd.grad(expected, list(loop.evidence.weights().values()))
+    before = [w.detach().clone() for w in loop.evidence.weights().values()]
+    mean, _ = loop.train_epoch(1)
+    assert mean == pytest.approx(expected.item(), rel=1e-5)
+    for w, start, gradient in zip(loop.evidence.weights().values(), before, gradients, strict=True):
+        torch.testing.assert_close(w.detach(), start - 1e-3 * 0.1**2 * gradient)
 
 
 def test_learning_rates_follow_their_cosines(blobs, make_net):

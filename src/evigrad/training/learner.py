@@ -27,6 +27,7 @@ from evigrad.training.optimizers import cosine, make_hyper_optimizer
 from evigrad.training.rounds import Rounds, blocks_of_a_round, make_rounds
 from evigrad.training.settings import (
     BURN_IN_DECAY,
+    BURN_IN_PRECISION,
     PRETRAINED_DECAY,
     Optimization,
     Schedule,
@@ -134,7 +135,8 @@ class Learner:
                 self.fixed_point = FixedPoint(evidence, FIRST_RATE)
                 if self.schedule.burn_in:
                     num_data = evidence.num_data
-                    self.fixed_point.start(BURN_IN_DECAY * num_data, PRETRAINED_DECAY * num_data)
+                    zero = min(BURN_IN_DECAY * num_data, BURN_IN_PRECISION)
+                    self.fixed_point.start(zero, PRETRAINED_DECAY * num_data)
             if self.schedule.prior_blocks is not None:
                 x, _ = self.data.first(PROBE_SIZE)
                 evidence.check_collect(x, wrt=self.rounds[0].names)

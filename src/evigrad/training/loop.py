@@ -14,6 +14,7 @@ from torch.nn.utils import get_total_norm
 from evigrad.errors import EvigradError, EvigradWarning, memory_for
 from evigrad.evidence import Evidence
 from evigrad.jacobians.modes import seeded
+from evigrad.likelihoods import Gaussian
 from evigrad.models import fixup_scalars
 from evigrad.training.augerino import Augerino
 from evigrad.training.checkpoint import fitting, load_network, load_optimizer
@@ -161,7 +162,7 @@ class Loop:
                     loss = share * self._loss(*self.data.fetch(own), own)
                     value = loss.item()
                     if math.isfinite(value):
-                        loss.backward()
+                        (self._noise_variance() * loss).backward()
         if ranks.count == 1:
             return value
         named = {**self.evidence.weights(), **self.evidence.hyperparameters()}
@@ -172,6 +173,19 @@ class Loop:
         for parameter, gradient in zip(parameters, sums, strict=True):
             parameter.grad = gradient
         return total.item()
+
+    def _noise_variance(self) -> float:
+        """σ² of normal noise that rounds learn, the geometric mean over outputs; 1 without.
+
+        The gradient of the negative log likelihood grows as 1/σ², and a round can divide σ² by ten.
+        The running mean of squared gradients that Adam divides by follows that within a thousand
+        steps; until then its steps would be several times too long, and networks die of it
+        (docs/start.md). On the loss times σ² a round changes no more than the share of the prior.
+        """
+        if self.learner is None:
+            return 1.0
+        found = [m for m in self.evidence.likelihood.modules() if isinstance(m, Gaussian)]
+        return found[0].log_noise.detach().double().mul(2).mean().exp().item() if found else 1.0
 
     def _loss(self, x: Tensor, y: Tensor, indices: Tensor) -> Tensor:
         loss = self.evidence.map_loss(x, y, wrt=self.in_loss, indices=indices)

@@ -25,6 +25,8 @@ LEARNED_PRECISION = 1.0
 # one, noisy labels and targets are fitted before their noise is known, and precisions are slow to
 # come back; from a much stronger one, networks on few data end at zero (benchmarks/start.py).
 BURN_IN_DECAY = 1e-2
+# The burn-in's precision at most: what many data say must not be held back by a decay for few.
+BURN_IN_PRECISION = 15.0
 # The same for weights that the prior draws to other values than zero, as pretrained ones: from a
 # weak decay few data are fitted wherever that leads, before it is known how close to stay.
 PRETRAINED_DECAY = 1.0

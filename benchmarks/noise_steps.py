@@ -1,0 +1,78 @@
+"""What do the weights' steps do when a round lowers the noise?
+
+The gradient of a normal negative log likelihood grows as 1/σ². ``fit`` steps on σ² times the loss;
+here are the same runs with steps on the loss itself. Networks, splits and predictions are those of
+``rivals.py``'s ``default, posterior``. Every run is kept as it ends: the script goes on where it
+was stopped.
+
+    python benchmarks/noise_steps.py --data-dir DIR --results docs/results --pages docs/start.md
+"""
+
+from itertools import product
+from unittest.mock import patch
+
+from learning import Result, Results, make_parser, parse
+from measure import mean_and_error, show, with_error
+from rivals import make_task, run_default_posterior
+
+from evigrad.training.loop import Loop
+
+SETS = ("yacht", "boston", "energy", "wine_red", "power", "naval")
+WAYS = ("σ² times the loss", "the loss itself")
+KEYS = ("plug_in", "posterior", "rmse")
+COLUMNS = ("row", "seed", *KEYS, "threads")
+
+
+def run(name: str, way: str, seed: int, data_dir: str | None) -> Result:
+    """One training by the defaults, and how well network and posterior predict the test data."""
+    task = make_task(name, seed, data_dir)
+    if way == WAYS[0]:
+        plug_in, posterior = run_default_posterior(task)
+    else:
+        with patch.object(Loop, "_noise_variance", return_value=1.0):
+            plug_in, posterior = run_default_posterior(task)
+    both = {"plug_in": plug_in["log_likelihood"], "posterior": posterior["log_likelihood"]}
+    return both | {"rmse": plug_in["rmse"]}
+
+
+def table_of(runs: list[Result]) -> str:
+    """Means over the splits, and the differences split by split, as Markdown."""
+    lines = [
+        "| table | steps on | test log likelihood, network | posterior | largest RMSE | splits |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in SETS:
+        found = {way: {r["seed"]: r for r in runs if r["row"] == f"{name}: {way}"} for way in WAYS}
+        for way, own in found.items():
+            if own:
+                cells = [_mean([r[key] for r in own.values()]) for key in KEYS[:2]]
+                cells += [f"{max(r['rmse'] for r in own.values()):.3f}", str(len(own))]
+                lines.append(f"| {name} | {way} | {' | '.join(cells)} |")
+        first, second = found.values()
+        if both := sorted(first.keys() & second.keys()):
+            cells = [_mean([first[s][key] - second[s][key] for s in both]) for key in KEYS[:2]]
+            lines.append(f"| {name} | *difference* | {' | '.join(cells)} | | {len(both)} |")
+    return "\n".join(lines)
+
+
+def _mean(values: list[float]) -> str:
+    return with_error(*mean_and_error(values), 3)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what is missing, then print the table and insert it into the pages."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
+    given = parse(parser, arguments)
+    results = Results(given.results / "noise_steps.csv", COLUMNS)
+    for seed, name, way in product(given.seeds, given.sets, WAYS):
+        row = f"{name}: {way}"
+        if not results.has(row, seed):
+            found = run(name, way, seed, given.data_dir)
+            results.add({"row": row, "seed": seed, "threads": given.threads} | found)
+            print(row, seed, {key: found[key] for key in KEYS}, flush=True)
+    show("noise_steps", table_of(results.read()), given.pages)
+
+
+if __name__ == "__main__":
+    main()
