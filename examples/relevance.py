@@ -6,8 +6,8 @@ enter the target; and the progression of diabetes in 442 patients (scikit-learn'
 columns of random numbers beside the ten measured ones. Of the latter, in every fold the whole
 procedure starts anew; what is held out is only evaluated.
 
-On Friedman's table the five others end at 0.03 or less. On the patients, whose target is mostly noise,
-random columns keep up to a half of the largest relevance.
+On Friedman's table the five others end at 0.03 or less. On the patients, whose target is mostly
+noise, random columns keep up to a half of the largest relevance.
 
     python examples/relevance.py
     python examples/relevance.py --figure relevance.png

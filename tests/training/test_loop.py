@@ -149,7 +149,7 @@ def test_steps_of_the_weights_are_as_long_however_small_the_noise_becomes(blobs,
         for epoch in range(1, 31):  # Adam's running means settle
             loop.train_epoch(epoch)
         with torch.no_grad():
-            likelihood.log_noise -= math.log(jump)
+            likelihood.log_noise.sub_(math.log(jump))
         before = [w.detach().clone() for w in loop.evidence.weights().values()]
         loop.train_epoch(31)
         after = loop.evidence.weights().values()

@@ -181,6 +181,9 @@ class Loop:
         The running mean of squared gradients that Adam divides by follows that within a thousand
         steps; until then its steps would be several times too long, and networks die of it
         (docs/start.md). On the loss times σ² a round changes no more than the share of the prior.
+
+        Returns:
+            A factor of the loss.
         """
         if self.learner is None:
             return 1.0
