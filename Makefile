@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 JOBS ?= 2
-CONFIG ?= experiments/mnist5k.yaml
+CONFIG ?= experiments/mnist5k.yaml experiments/autompg.yaml
 TORCH ?= 2.13.0
 PYTEST_ARGS ?=
 FIGURE ?= fig4
@@ -28,12 +28,14 @@ help: ## Show this list
 	@echo "make TARGET, with TARGET one of"
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | \
 		while IFS='|' read -r name words; do printf '%-16s%s\n' "$$name" "$$words"; done
-	@echo "Settings: PYTHON=$(PYTHON) JOBS=$(JOBS) CONFIG=$(CONFIG) FIGURE=$(FIGURE) PRESET=$(PRESET)"
-	@echo "          PYTEST_ARGS='$(PYTEST_ARGS)'"
+	@echo "Settings: PYTHON=$(PYTHON) JOBS=$(JOBS) FIGURE=$(FIGURE) PRESET=$(PRESET) PYTEST_ARGS='$(PYTEST_ARGS)'"
+	@echo "          CONFIG='$(CONFIG)'"
 
-run: $(VENV)/.run ## Install, then train a network on digits and learn its weight decay per layer
-	$(call say,Training a network on real digits and learning its weight decay ($(CONFIG)))
-	@$(BIN)/evigrad train --config $(CONFIG)
+run: $(VENV)/.run ## Install, then learn the weight decay of networks on digits and on a small table
+	@for file in $(CONFIG); do \
+		echo "==> Training a network and learning its weight decay ($$file)"; \
+		$(BIN)/evigrad train --config $$file || exit; \
+	done
 
 reproduce: $(VENV)/.experiments ## Install, then run a figure or table of the paper: FIGURE=fig4 PRESET=small
 	$(call say,Reproducing $(FIGURE)$(comma) preset $(PRESET): what is done already is not done again)

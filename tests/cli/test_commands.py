@@ -162,14 +162,17 @@ def test_the_shipped_experiments_are_valid(capsys, file):
     assert {name: options[name] for name in written} == written
 
 
-def test_make_run_shows_real_digits_beside_map(capsys):
+def test_make_run_shows_real_data_beside_map(capsys):
     # Where learning pays: loose bounds and 8x8 digits show MAP ahead.
-    makefile = Path(__file__).parent.parent.parent / "Makefile"
-    assert "CONFIG ?= experiments/mnist5k.yaml" in makefile.read_text()
-    run("train", "--config", makefile.parent / "experiments" / "mnist5k.yaml", "--print-config")
-    options = yaml.safe_load(capsys.readouterr().out)
-    assert options["compare_map"] and options["estimator"] == "ntk-400-rows-anchored"
-    assert (options["data"], options["model"]) == ("mnist5k", "mininet")
+    folder = Path(__file__).parent.parent.parent
+    shown = {"mnist5k": "mininet", "autompg": None}
+    files = " ".join(f"experiments/{name}.yaml" for name in shown)
+    assert f"CONFIG ?= {files}\n" in (folder / "Makefile").read_text()
+    for data, model in shown.items():
+        run("train", "--config", folder / "experiments" / f"{data}.yaml", "--print-config")
+        options = yaml.safe_load(capsys.readouterr().out)
+        assert options["compare_map"] and options["estimator"] == "ntk-400-rows-anchored"
+        assert (options["data"], options["model"]) == (data, model)
 
 
 def test_the_doctor_lists_every_parameter_and_the_cost(capsys, tmp_path, monkeypatch):

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +13,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 from evigrad.cli import main
+from evigrad.cli.train import _gain
 from evigrad.cli.trainings import kept, resolved
 from evigrad.errors import ConfigurationError
 
@@ -108,3 +111,34 @@ def test_an_option_that_is_younger_than_results_names_no_other_folder_at_its_def
     assert resolved({"prior-mean": "zero", "seed": 3}) == resolved({"seed": 3})
     assert "prior_mean" not in resolved({})
     assert resolved({"prior_mean": "initial"})["prior_mean"] == "initial"
+
+
+@pytest.mark.parametrize(
+    ("base", "learned", "words"),
+    [
+        (
+            {"log_likelihood": -0.3, "accuracy": 0.94},
+            {"log_likelihood": -0.2, "accuracy": 0.95},
+            "raised the test log likelihood by 0.100 nats per datum: a test target is 11 % more"
+            " probable (geometric mean) than under MAP, for 2.0 times its training time.",
+        ),
+        (
+            {"log_likelihood": -9.0, "accuracy": 0.4},
+            {"log_likelihood": -2.0, "accuracy": 0.4},
+            "raised the test log likelihood by 7.000 nats per datum against MAP, for 2.0",
+        ),
+        (
+            {"log_likelihood": -500.0, "squared_error": 1.0},
+            {"log_likelihood": -1.0, "squared_error": 0.81},
+            "by 499.000 nats per datum and lowered the test RMSE by 10 % against MAP, for 2.0",
+        ),
+        ({"log_likelihood": -math.inf}, {"log_likelihood": -1.0}, ""),
+    ],
+)
+def test_what_learning_won_in_a_sentence(base, learned, words):
+    results = {
+        "MAP": SimpleNamespace(test_metrics=base, seconds=5.0),
+        "ntk-10-1": SimpleNamespace(test_metrics=learned, seconds=10.0),
+    }
+    sentence = _gain(results)  # pyright: ignore[reportArgumentType]
+    assert words in sentence and bool(words) == bool(sentence)

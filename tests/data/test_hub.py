@@ -141,10 +141,16 @@ def test_available(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "uci").mkdir()
     for file in ("mnist_train", "mnist_test", "fish_train", "fish_test", "uci/crab"):
         (tmp_path / f"{file}.parquet").touch()
-    assert available() == ["digits", "mnist5k", *sorted(HUB)]
-    assert available(tmp_path) == ["digits", "mnist5k", *sorted([*HUB, "fish"]), "uci/crab"]
+    assert available() == ["digits", "mnist5k", "autompg", *sorted(HUB)]
+    assert available(tmp_path) == [
+        "digits",
+        "mnist5k",
+        "autompg",
+        *sorted([*HUB, "fish"]),
+        "uci/crab",
+    ]
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert available() == ["digits", "mnist5k"]
+    assert available() == ["digits", "mnist5k", "autompg"]
 
 
 @pytest.mark.parametrize("folder", [True, False])

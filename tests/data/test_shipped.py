@@ -73,6 +73,21 @@ def test_mnist5k_shows_digits() -> None:
     assert inked.any(1).sum() > 1.5 * inked.any(0).sum()
 
 
+def test_autompg_is_a_table_of_cars() -> None:
+    data, other = load("autompg"), load("autompg", seed=1)
+    assert data.likelihood == "gaussian" and data.input_shape == (9,)  # three of them origins
+    assert [len(part[0]) for part in (data.train, data.test)] == [314, 78]
+    assert not torch.equal(data.test[0], other.test[0])
+    assert data.target_mean is not None and data.target_std is not None
+    miles = torch.cat([data.train[1], data.test[1]]) * data.target_std + data.target_mean
+    assert 8.9 < miles.min() < 9.1 and 46 < miles.max() < 47
+    weight = data.train[0][:, 3]  # heavy cars drink more
+    assert torch.corrcoef(torch.stack([weight, data.train[1][:, 0]]))[0, 1] < -0.7
+    assert len(load("autompg", subset=50).train[0]) == 50
+    with pytest.raises(ConfigurationError, match="'autompg' is a table"):
+        load("autompg:scaled")
+
+
 def test_subset_is_drawn_from_the_train_set_alone() -> None:
     whole = load("digits")
     small, large = load("digits", subset=50, seed=3), load("digits", subset=200, seed=3)

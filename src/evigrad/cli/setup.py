@@ -187,11 +187,11 @@ def set_up(
     """Load data and choose a device.
 
     Args:
-        data: Data set: digits, mnist5k, or the NAME of Parquet files in the data folder; mnist,
-            fashion_mnist, cifar10, cifar100 and tiny_imagenet come from the Hugging Face hub where
-            the folder lacks them. NAME:rotated90, NAME:rotated180, NAME:translated8 and NAME:scaled
-            are image sets with every image transformed once. A path that ends in .csv, .tsv or
-            .parquet is a table, whose features and real targets are standardised.
+        data: Data set: digits, mnist5k, autompg (a table), or the NAME of Parquet files in the data
+            folder; mnist, fashion_mnist, cifar10, cifar100 and tiny_imagenet come from the Hugging
+            Face hub where the folder lacks them. NAME:rotated90, NAME:rotated180, NAME:translated8
+            and NAME:scaled are image sets with every image transformed once. A path that ends in
+            .csv, .tsv or .parquet is a table, whose features and real targets are standardised.
         data_dir: Folder with NAME_train.parquet and NAME_test.parquet. Default: the environment
             variable EVIGRAD_DATA.
         target: Column of a table that is to be predicted. Default: the one that the file names.

