@@ -78,8 +78,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--page",
         type=Path,
         metavar="FILE",
-        help="Markdown file to put all into that was run of the presets paper and small; without a"
-        " NAME nothing is run for it",
+        help="Markdown file to put all into that was run, of --preset, or of paper, cpu and small;"
+        " without a NAME nothing is run for it",
     )
     add("--results", default="results", metavar="DIR", help="folder of all results")
     add(
@@ -110,7 +110,7 @@ def _run(options: argparse.Namespace) -> int:
                 "Name what to reproduce, as in python -m experiments fig4; --list says what there"
                 " is."
             )
-        return _write_page(options.page, store)
+        return _write_page(options.page, store, options.preset)
     experiment = read_experiment(options.name, options.preset)
     if options.seeds is not None:
         experiment = experiment.with_seeds(options.seeds)
@@ -122,7 +122,7 @@ def _run(options: argparse.Namespace) -> int:
         _say(f"{len(left)} of {len(jobs)} jobs are missing.")
         return 0
     code = reproduce(experiment, place, options.cluster)
-    return code if options.page is None else max(code, _write_page(options.page, store))
+    return code if options.page is None else max(code, _write_page(options.page, store, options.preset))
 
 
 def reproduce(experiment: Experiment, place: Place, cluster: Path | None = None) -> int:
@@ -194,8 +194,8 @@ def _left_out(experiment: Experiment, place: Place) -> set[str]:
     return forbidden
 
 
-def _write_page(page: Path, store: Store) -> int:
-    shown = write_page(page, store)
+def _write_page(page: Path, store: Store, preset: str | None) -> int:
+    shown = write_page(page, store) if preset is None else write_page(page, store, [preset])
     _say(f"{page} shows {', '.join(shown) or 'nothing, as nothing was run'}")
     return 0
 

@@ -12,7 +12,14 @@ import yaml
 
 from evigrad.errors import ConfigurationError
 from experiments.cases import Case, Row, coverage, rows_of, seeds_of
-from experiments.definition import PAPER, SMALL, Experiment, paper_experiments, read_experiment
+from experiments.definition import (
+    CPU,
+    PAPER,
+    SMALL,
+    Experiment,
+    paper_experiments,
+    read_experiment,
+)
 from experiments.jobs import Store
 
 _MOST_NAMES = 12  # in a sentence
@@ -125,7 +132,9 @@ def _enumerated(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + more
 
 
-def write_page(page: Path, store: Store, presets: Sequence[str] = (PAPER, SMALL)) -> list[str]:
+def write_page(
+    page: Path, store: Store, presets: Sequence[str] = (PAPER, CPU, SMALL)
+) -> list[str]:
     """Put all that was run into a page of Markdown, and its figures beside it.
 
     Args:
