@@ -133,6 +133,7 @@ def test_the_blocks_on_python_converge(capsys: pytest.CaptureFixture[str]) -> No
     # Digits rotated by up to 90 degrees, ±1.57 radians: half of that is plainly learned.
     assert 0.8 <= names["angle"] <= 2.4
     assert names["majority"].train_metrics["accuracy"] >= 0.9
+    assert names["streamed"].train_metrics["accuracy"] >= 0.97
     assert names["counting"].train_metrics["accuracy"] >= 0.98
     assert names["turned"].test_metrics["accuracy"] >= 0.85
     assert names["tuned"].test_metrics["accuracy"] >= 0.85

@@ -429,20 +429,27 @@ class Evidence:
         missing outputs are computed.
 
         Args:
-            data: All N data: a pair (x, y), a map-style data set of (x, y) items, or a
-                ``DataLoader`` of one.
+            data: All N data: a pair (x, y), a map-style data set of (x, y) items, a ``DataLoader``
+                of one, or an ``evigrad.data.Streamed``, whose blocks are the next data of the
+                stream, with outputs drawn for them; their ``indices`` say nothing.
 
         Returns:
             An endless stream of blocks; ``.take(n)`` ends it, ``.epoch()`` is one partition.
 
         Raises:
             ConfigurationError: If the likelihood cannot make rows, as where its Hessian depends on
-                the targets.
+                the targets; or the estimator needs more of a stream than its next data.
             InputError: If ``data`` does not hold N data, or they do not fit the model and the
                 likelihood. Targets in memory are all checked here, other data as they are read.
         """
         with self.ranks.together():
             source = CheckedSource(self._problem, data)
+            if source.is_stream and self.spec.subset is None:
+                raise ConfigurationError(
+                    f"A block of {self.spec.name} holds all {self.num_data} data, which a stream is"
+                    " for not holding: give batches of all the data, estimate(batches), or take a"
+                    " name with a number."
+                )
             self._positions = source.positions
             if self._anchors is not None:
                 return self._anchors.stream(source)

@@ -2,7 +2,7 @@
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,10 @@ _ACCEPTED = (
     "a pair (x, y) of tensors, a TensorDataset of two tensors, a map-style dataset of (x, y), or a"
     " DataLoader of one; x may also be a dictionary or a tuple of tensors"
 )
+_STREAM = (
+    "An IterableDataset does not say how many data there are: give evigrad.data.Streamed(data,"
+    " num_data=N), of it or of its DataLoader."
+)
 
 
 # Data that are read at once where only their targets are kept.
@@ -37,10 +41,12 @@ class Source(ABC):
 
     Attributes:
         is_held: Whether the data are tensors in memory, the same at every reading.
+        is_stream: Whether ``fetch`` gives the next data, whatever positions it is asked for.
         by_target: Their positions with targets as data, once these were looked for.
     """
 
     is_held = False
+    is_stream = False
     by_target: "Source | None" = None
 
     @abstractmethod
@@ -54,6 +60,10 @@ class Source(ABC):
     def first(self, count: int) -> tuple[Any, Tensor]:
         """The first data, ``count`` at most; see ``fetch``."""
         return self.fetch(torch.arange(min(count, len(self))))
+
+    def anew(self) -> "Source":
+        """The same data, a stream from its beginning; reading one does not move the other."""
+        return self
 
     @abstractmethod
     def _targets(self) -> Tensor:
@@ -108,9 +118,7 @@ class _DatasetSource(Source):
 
     def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
         positions = indices.tolist()
-        pairs = [_pair(each, n) for each, n in zip(self._items(positions), positions, strict=True)]
-        inputs, targets = zip(*pairs, strict=True)
-        return as_inputs(stacked(list(inputs), "x")), stacked(list(targets), "y")
+        return put_together(self._items(positions), positions)
 
     def _items(self, positions: list[int]) -> list[Any]:
         together = getattr(self._dataset, "__getitems__", None)  # as DataLoader asks for a batch
@@ -135,19 +143,7 @@ class _LoaderSource(_DatasetSource):
         super().__init__(loader.dataset, length)
 
     def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
-        batch = self._loader.collate_fn(self._items(indices.tolist()))
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
-            raise InputError(
-                f"The collate_fn of the DataLoader makes a {type(batch).__name__}, not a pair"
-                " (x, y); let it return the inputs and the targets."
-            )
-        x, y = as_inputs(batch[0]), batch[1]
-        if not isinstance(y, Tensor) or y.dim() == 0 or not len(x) == len(y) == len(indices):
-            raise InputError(
-                f"For {len(indices)} items the collate_fn of the DataLoader must make as many"
-                " inputs, and a tensor of as many targets."
-            )
-        return x, y
+        return collated(self._loader, self._items(indices.tolist()))
 
     def _items(self, positions: list[int]) -> list[Any]:
         loader, workers = self._loader, self._loader.num_workers
@@ -164,6 +160,30 @@ class _LoaderSource(_DatasetSource):
             generator=self._generator,
         )
         return [item for part in reader for item in part]
+
+
+def put_together(items: list[Any], positions: Sequence[int]) -> tuple[Any, Tensor]:
+    """Inputs and targets of items (x, y); ``positions`` are for errors."""
+    pairs = [_pair(each, n) for each, n in zip(items, positions, strict=True)]
+    inputs, targets = zip(*pairs, strict=True)
+    return as_inputs(stacked(list(inputs), "x")), stacked(list(targets), "y")
+
+
+def collated(loader: DataLoader[Any], items: list[Any]) -> tuple[Any, Tensor]:
+    """Inputs and targets as the ``collate_fn`` of a loader makes them of items."""
+    batch = loader.collate_fn(items)
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise InputError(
+            f"The collate_fn of the DataLoader makes a {type(batch).__name__}, not a pair"
+            " (x, y); let it return the inputs and the targets."
+        )
+    x, y = as_inputs(batch[0]), batch[1]
+    if not isinstance(y, Tensor) or y.dim() == 0 or not len(x) == len(y) == len(items):
+        raise InputError(
+            f"For {len(items)} items the collate_fn of the DataLoader must make as many"
+            " inputs, and a tensor of as many targets."
+        )
+    return x, y
 
 
 def _pair(item: Any, index: int) -> tuple[Any, Tensor]:
@@ -193,11 +213,11 @@ def as_source(data: Any) -> Source:
     Args:
         data: A tuple or list (x, y) of two tensors whose first dimension counts the data, a
             `TensorDataset` of two tensors, a map-style data set (anything with a length and
-            positions) of pairs (x, y), a `DataLoader` of one, or a `Source`, which is returned as
-            it is. In the place of one tensor x may be dictionaries, tuples or lists of tensors, of
-            any dtype (token ids too); the items' y may be numbers. Items are read each time that
-            they are needed, so that random transforms draw anew; a data set with
-            ``__getitems__`` is asked for a batch at once. Of a loader the data set, its
+            positions) of pairs (x, y), a `DataLoader` of one, or a `Source`, as `Streamed` is,
+            which is returned as it is. In the place of one tensor x may be dictionaries, tuples or
+            lists of tensors, of any dtype (token ids too); the items' y may be numbers. Items are
+            read each time that they are needed, so that random transforms draw anew; a data set
+            with ``__getitems__`` is asked for a batch at once. Of a loader the data set, its
             ``collate_fn`` and its workers are used, and not what it says of order and batches.
 
     Raises:
@@ -213,9 +233,11 @@ def as_source(data: Any) -> Source:
         return _tensor_source(data)
     if isinstance(data, DataLoader):
         return _loader_source(data)
+    if isinstance(data, IterableDataset):
+        raise InputError(_STREAM)
     by_position = hasattr(data, "__getitem__") or hasattr(data, "__getitems__")
     no_positions = not by_position or not hasattr(data, "__len__")
-    if isinstance(data, Tensor | Mapping | IterableDataset) or no_positions:
+    if isinstance(data, Tensor | Mapping) or no_positions:
         raise InputError(f"Data must be {_ACCEPTED}, not a {type(data).__name__}.")
     length = len(data)
     if length == 0:
@@ -225,7 +247,9 @@ def as_source(data: Any) -> Source:
 
 def _loader_source(loader: DataLoader[Any]) -> Source:
     dataset: Any = loader.dataset
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+    if isinstance(dataset, IterableDataset):
+        raise InputError(_STREAM)
+    if not hasattr(dataset, "__len__"):
         raise InputError(
             "The blocks of an estimator need the data by position: give a DataLoader of a map-style"
             " data set, with a length."

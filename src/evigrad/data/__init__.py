@@ -1,5 +1,6 @@
 """Data sets by name, in memory, normalised with the statistics of their train split."""
 
+from evigrad.blocks.streamed import Streamed
 from evigrad.data.catalogue import DATA_DIR_VARIABLE, SHIPPED, available, load
 from evigrad.data.dataset import DataSet, Scaling, Split
 from evigrad.data.hub import HUB
@@ -13,6 +14,7 @@ __all__ = [
     "DataSet",
     "Scaling",
     "Split",
+    "Streamed",
     "available",
     "load",
 ]

@@ -120,8 +120,9 @@ class _Batches:
         self._source = source
 
     def __iter__(self) -> Iterator[Batch]:
-        for indices in torch.arange(len(self._source)).split(_AT_ONCE):
-            yield self._source.fetch(indices)
+        source = self._source.anew()
+        for indices in torch.arange(len(source)).split(_AT_ONCE):
+            yield source.fetch(indices)
 
 
 def last_layer(problem: Problem, data: object) -> list[str]:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-import torch
-
 from evigrad.blocks.anchors import Anchoring
 from evigrad.blocks.sources import as_source
 from evigrad.engine.checks import check_count
@@ -104,7 +102,7 @@ def bracket(
         check_count("blocks", blocks)
     check_bracket(evidence.spec)
     source = as_source(data)
-    x, _ = source.fetch(torch.arange(min(PROBE_SIZE, len(source))))
+    x, _ = source.first(PROBE_SIZE)
     rows = min(rows, len(source) * evidence.num_outputs(x))
     other = evidence.with_estimator(
         f"ntk-{rows}-rows-anchored",

@@ -5,8 +5,9 @@ depends on how much another has consumed: evaluating more often, or continuing f
 changes no draw. The global random state is restored after every use.
 """
 
+import copy
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 from evigrad.blocks.permutation import permutation
 from evigrad.blocks.positions import PositionSource
 from evigrad.blocks.sources import Source, as_source
+from evigrad.blocks.streamed import Streamed
 from evigrad.errors import InputError
 from evigrad.inputs import tensors_of
 from evigrad.jacobians.modes import seeded
@@ -90,19 +92,54 @@ class RunData(Source):
     from the global generators of PyTorch, NumPy and Python is seeded by the run's seed, the
     present ``epoch`` (0 before the first) and the positions that are read together. So a block is
     the same at every reading in an epoch, another one in the next, and an interrupted run goes on
-    with the same draws.
+    with the same draws. A stream is read from its beginning, with seeds of its passes.
     """
 
     def __init__(self, data: Any, device: torch.device, seed: int = 0) -> None:
         self._device, self._seed, self.epoch = device, seed, 0
         with seeded(derived_seed(seed, "data"), device):
             self._source = as_source(data)
+            if isinstance(self._source, Streamed):
+                self._source = self._source.anew(derived_seed(seed, "data"))
         if self._source.is_held:
             self._source = as_source(self.fetch(torch.arange(len(self))))
-        self.is_held = self._source.is_held
+        self.is_held, self.is_stream = self._source.is_held, self._source.is_stream
 
     def __len__(self) -> int:
         return len(self._source)
+
+    def anew(self) -> "RunData":
+        """See ``Source.anew``."""
+        if not self.is_stream:
+            return self
+        found = copy.copy(self)
+        found._source = self._source.anew()
+        return found
+
+    @property
+    def place(self) -> dict[str, dict[str, int]]:
+        """Where a stream is, as an entry of a state; nothing for other data."""
+        return {"stream": self._source.place} if isinstance(self._source, Streamed) else {}
+
+    def go_to(self, state: Mapping[str, Any]) -> None:
+        """Put a stream where ``place`` of a state says; other data stay as they are."""
+        if isinstance(self._source, Streamed):
+            self._source.place = state["stream"]
+
+    def first(self, count: int) -> tuple[Any, Tensor]:
+        """See ``Source.first``."""
+        if not self.is_stream:
+            return super().first(count)
+        with seeded(derived_seed(self._seed, "data"), self._device):
+            x, y = self._source.first(count)
+        return x.to(self._device), y.to(self._device)
+
+    def spread(self, count: int) -> tuple[Any, Tensor]:
+        """Data from all over the data set, ``count`` at most; of a stream the first."""
+        if self.is_stream:
+            return self.first(count)
+        positions = torch.linspace(0, len(self) - 1, min(len(self), count)).long()
+        return self.fetch(positions.clamp(max=len(self) - 1))  # linspace rounds in float32
 
     def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
         """See ``Source.fetch``."""
@@ -137,10 +174,9 @@ class RunData(Source):
         if self._source.is_held:
             x, y = self.fetch(torch.arange(count))
             return digest([*tensors_of(x), y])
-        positions = torch.linspace(0, count - 1, min(count, _COMPARED)).long()
-        positions = positions.clamp(max=count - 1)  # linspace rounds in float32
         epoch, self.epoch = self.epoch, 0
-        once, again = ([*tensors_of(x), y] for x, y in (self.fetch(positions) for _ in range(2)))
+        readings = (self.anew().spread(_COMPARED) for _ in range(2))
+        once, again = ([*tensors_of(x), y] for x, y in readings)
         self.epoch = epoch
         pairs = zip(once, again, strict=True)
         return f"{count} items {digest([a if torch.equal(a, b) else a[:0] for a, b in pairs])}"

@@ -172,7 +172,7 @@ def describe_estimator(estimator: str, blocks: int) -> str:
 
 def default_memory(evidence: Evidence, data: Any) -> Memory:
     """As many data in a pass, at least one, as keep its Jacobian rows below 100 MB."""
-    x, _ = as_source(data).fetch(torch.arange(2))
+    x, _ = as_source(data).first(2)
     num_outputs = probe_outputs(evidence.model, x).shape[-1]
     num_weights = sum(w.numel() for w in evidence.weights().values())
     return Memory(micro_batch=max(1, int(_NUMBERS_IN_A_PASS / (num_outputs * num_weights))))

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from evigrad.blocks.anchors import Anchoring
 from evigrad.blocks.positions import by_target
+from evigrad.blocks.streamed import check_single
 from evigrad.distributed import Group, Ranks
 from evigrad.engine.checks import check_inputs
 from evigrad.engine.parameters import trainable
@@ -94,8 +95,9 @@ def fit(
             stay as they are.
         train: Training data: a pair (x, y) of tensors, a ``TensorDataset``, or a map-style data
             set of (x, y) items, which is read anew in every epoch, and for blocks of the evidence
-            their own data. Random transforms that draw from the global generators of PyTorch,
-            NumPy or Python are seeded by ``seed``.
+            their own data; or, of data in an order alone, an ``evigrad.data.Streamed``. Random
+            transforms that draw from the global generators of PyTorch, NumPy or Python are seeded
+            by ``seed``.
         likelihood: Of the targets: categorical, bernoulli, gaussian, heteroscedastic (normal noise
             that depends on the input; the outputs are a mean and a log variance of each target),
             natural-gaussian (the same in parameters that small tables can bear) or poisson (counts;
@@ -187,6 +189,9 @@ def prepare(
     with ranks.together() as alike:
         data = RunData(train, place, seed)
         held_out = None if test is None else RunData(test, place, seed)
+        for each in (data, held_out):
+            if each is not None:
+                check_single(each, ranks.count)
         alike["model"] = [(tuple(t.shape), t.dtype) for t in tensors if not is_lazy(t)]
         alike.update(shared_settings(settings.as_record()))
         if ranks.count > 1:
@@ -199,6 +204,12 @@ def prepare(
             _check_data(evidence, held_out, place, len(held_out))
         if planned.schedule.bracket_every:
             check_bracket(evidence.spec)
+            if data.is_stream:
+                raise ConfigurationError(
+                    "bracket_every: the bounds have anchors, data that are read again and again,"
+                    " and a stream gives each once in a pass. Leave it away, or give data that are"
+                    " read by position."
+                )
         return Run(Loop(evidence, data, planned), held_out, network)
 
 
@@ -310,8 +321,9 @@ def _check_data(evidence: Evidence, data: RunData, device: torch.device, count: 
         f = probe_outputs(evidence.model, probe)
     check_targets(likelihood, f.shape, y, f.device)
     log_probabilities(likelihood, f, y)
+    read = data.anew()
     for indices in torch.arange(min(count, len(data))).split(count if data.is_held else _AT_ONCE):
-        x, y = data.fetch(indices)
+        x, y = read.fetch(indices)
         check_inputs(x, device)
         if source is data:
             check_targets(likelihood, (len(x), f.shape[1]), y, f.device)
@@ -333,8 +345,7 @@ def _warn_of_probabilities(f: Tensor) -> None:
 
 def _warn_of_scale(evidence: Evidence, data: RunData) -> None:
     """Warn of real targets far from unit scale, for which networks, rates and priors are made."""
-    positions = torch.linspace(0, len(data) - 1, min(len(data), _COMPARED)).long()
-    x, y = data.fetch(positions)
+    x, y = data.spread(_COMPARED)
     f, y = flattened(evidence.likelihood, probe_outputs(evidence.model, x), y)
     found = moments(evidence.likelihood, f, torch.zeros_like(f).diag_embed())
     if found is None:  # a subclass with another density

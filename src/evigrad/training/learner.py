@@ -195,7 +195,7 @@ class Learner:
             return self._learn(epoch)
 
     def _learn(self, epoch: int) -> Round:
-        found = Round([], False)
+        found, self.data.epoch = Round([], False), epoch
         try:
             for rounds in self.rounds:
                 if rounds.is_due(epoch):
@@ -277,6 +277,7 @@ class Learner:
             "hyper_steps": [rounds.taken for rounds in self.rounds],
             "count": self.count,
             "idle": self._idle,
+            **self.data.place,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -295,6 +296,7 @@ class Learner:
                 rounds.taken = int(taken)
             self.count = self.data.epoch = int(state["count"])
             self._idle = int(state.get("idle", 0))
+            self.data.go_to(state)
 
 
 def warn_of_unused(evidence: Evidence) -> None:

@@ -57,7 +57,9 @@ class Loop:
         self.learner: Learner | None = None
         rates = settings.optimization
         if settings.baseline is None:
-            self.learner = Learner(evidence, data, settings.schedule, rates, settings.seed)
+            # A stream is read for blocks from its beginning too.
+            own = data.anew()
+            self.learner = Learner(evidence, own, settings.schedule, rates, settings.seed)
         elif settings.estimator == "augerino":
             self.augerino = Augerino(evidence, rates.augerino_weight)
             self.in_loss = self.augerino.names
@@ -216,6 +218,7 @@ class Loop:
             "buffers": {n: b for n, b in model.named_buffers() if n not in state},
             "weight_optimizer": self.weight_optimizer.state_dict(),
             **self._hyper_state(),
+            **({"batches": self.data.place} if self.data.is_stream else {}),
         }
 
     def _hyper_state(self) -> dict[str, Any]:
@@ -241,6 +244,8 @@ class Loop:
             if self.learner is None:
                 self.evidence.load_state_dict(state["evidence"])
                 load_optimizer(self.loss_optimizer, state["hyper_optimizer"])
+            if self.data.is_stream:
+                self.data.go_to(state["batches"])
         if self.learner is not None:
             # A run counts epochs by its history, and not by calls of ``Learner.step``.
             self.learner.load_state_dict({"count": 0, **state})

@@ -281,14 +281,14 @@ class Run:
 
     def _evaluate(self, epoch: int) -> None:
         evidence, seed = self.evidence, self.settings.seed
-        train = Pool(len(self.loop.data)).of(self.loop.data)
+        train = Pool(len(self.loop.data)).of(self.loop.data.anew())
         for part, data in {"train": train, "test": self.test}.items():
             if data is not None:
                 generator = stream(seed, "evaluation", epoch)
                 self.metrics[part] = evaluate(
                     evidence.model,
                     evidence.likelihood,
-                    data,
+                    data.anew(),
                     generator=generator,
                     ranks=evidence.ranks,
                 )
