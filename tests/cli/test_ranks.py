@@ -132,6 +132,33 @@ def test_a_killed_rank_ends_the_others_and_the_run_goes_on(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 2])
+def test_of_four_ranks_three_end_where_one_is_killed(tmp_path: Path, victim: int) -> None:
+    """Before the first epoch is over, or in a later one; a run of half as many ranks goes on."""
+    run, metrics = tmp_path / "run", tmp_path / "run" / "metrics.csv"
+    ranks = started(tmp_path, [*QUICK, "--run-dir", str(run)], 4)
+    seed = random.SystemRandom().randrange(2**32)
+    moment = random.Random(seed)
+    lines, later = moment.randrange(1, 4), moment.uniform(0, WITHIN)
+    when = f"seed {seed}: {later:.4f} s after line {lines}"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < lines:
+        time.sleep(0.01)
+        assert all(rank.is_alive() for rank in ranks), when
+    time.sleep(later)
+    ranks[victim].kill()
+    codes = ended(ranks, SOON)
+    assert codes.pop(victim) == -signal.SIGKILL and codes == [2, 2, 2], when
+    for number in {0, 1, 2, 3} - {victim}:
+        message = (tmp_path / f"err{number}").read_text()
+        # The next one to end may have been lost, or the killed one.
+        assert "has lost the others" in message or "failed with" in message, when
+        assert "--resume" in message, when
+    assert resumed(run, tmp_path, 2) == [0, 0], when
+    rows = metrics.read_text().splitlines()
+    assert [row.partition(",")[0] for row in rows[1:]] == [str(e) for e in range(1, 7)], when
+
+
+@pytest.mark.long
 def test_a_signal_to_one_rank_stops_all_after_their_epoch(whole: Path, tmp_path: Path) -> None:
     run, metrics = tmp_path / "run", tmp_path / "run" / "metrics.csv"
     ranks = started(tmp_path, [*QUICK, "--run-dir", str(run)])
