@@ -98,7 +98,7 @@ def test_the_number_of_data_has_to_be_right() -> None:
         numbers(Streamed(Numbers(0), 9), 1)
     shorter = Streamed(Numbers(5), N)
     shorter.place = {"passes": 3, "taken": 7}
-    with pytest.raises(InputError, match="gave 5 data"):
+    with pytest.raises(InputError, match="ended after 5 data, and 7 of this pass had been read"):
         numbers(shorter, 1)
 
 

@@ -4,6 +4,7 @@ import copy
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -51,9 +52,9 @@ class Streamed(Source):
     is_stream = True
 
     def __init__(self, data: Any, num_data: int) -> None:
-        if not isinstance(num_data, int) or isinstance(num_data, bool) or num_data < 1:
+        if not isinstance(num_data, Integral) or isinstance(num_data, bool) or num_data < 1:
             raise ConfigurationError(f"num_data must be a positive integer, not {num_data!r}.")
-        self.num_data = num_data
+        self.num_data = int(num_data)
         self._loader = data if isinstance(data, DataLoader) else None
         self._dataset: Any = data if self._loader is None else self._loader.dataset
         if isinstance(self._dataset, Iterator):
@@ -156,7 +157,10 @@ class Streamed(Source):
         items = iter(self._reader(seed))
         for number in range(self._taken):
             if next(items, _OVER) is _OVER:
-                raise self._wrong_number(number)
+                raise InputError(
+                    f"The stream has ended after {number} data, and {self._taken} of this pass had"
+                    " been read before: it gives other data than the first time."
+                )
         return items
 
     def _reader(self, seed: int) -> Any:
