@@ -1,4 +1,7 @@
-"""``EvidenceCallback``, a callback of Lightning's ``Trainer``."""
+"""Learned weight decay, noise and hyperparameters in a Lightning ``Trainer``.
+
+It needs Lightning, ``pip install 'evigrad[lightning]'``; nothing else in evigrad imports it.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -19,6 +22,8 @@ from evigrad.priors import GaussianPrior
 from evigrad.training.hosted import HostedLearner, as_pair, loader_of_pairs
 from evigrad.training.metrics import Row, known
 from evigrad.training.settings import Laplace, Optimization, Schedule, Settings
+
+__all__ = ["EvidenceCallback"]
 
 # Without its types, so that type checkers need not read all of Lightning.
 pl: Any = require(

@@ -1,4 +1,7 @@
-"""``EvidenceCallback``, a callback of the ``Trainer`` of Transformers."""
+"""Learned weight decay and hyperparameters in the ``Trainer`` of Hugging Face's Transformers.
+
+It needs Transformers, ``pip install 'evigrad[transformers]'``; nothing else in evigrad imports it.
+"""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +29,8 @@ from evigrad.training.files import replacing
 from evigrad.training.hosted import HostedLearner, as_pair, loader_of_pairs
 from evigrad.training.metrics import Row, known, probe_outputs
 from evigrad.training.settings import Laplace, Optimization, Schedule, Settings
+
+__all__ = ["EvidenceCallback"]
 
 # Without its types, so that type checkers need not read all of Transformers.
 _transformers: Any = require("transformers", "evigrad.transformers", extra="transformers")
