@@ -1,6 +1,94 @@
 """Networks by name: small ones, the paper's residual networks with Fixup, and sequences."""
 
-from evigrad.models.catalogue import MODELS, make_model, make_network
-from evigrad.models.residual import fixup_scalars
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from evigrad.errors import ConfigurationError, nearest
+from evigrad.invariances import AffineInvariance, Averaged
+from evigrad.jacobians.modes import seeded
+from evigrad.models.feedforward import cnn, digitsnet, lenet, mininet, mlp
+from evigrad.models.residual import fixup_scalars, resnet18, resnet50, wide_resnet, wrn16_4
+from evigrad.models.sequences import Recurrent, Transformer
 
 __all__ = ["MODELS", "fixup_scalars", "make_model", "make_network"]
+
+# Each takes (input_shape, num_outputs = C) and settings of its own, and maps inputs
+# (m, *input_shape) to outputs (m, C).
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "mlp": mlp,
+    "digitsnet": digitsnet,
+    "mininet": mininet,
+    "lenet": lenet,
+    "cnn": cnn,
+    "resnet18": resnet18,
+    "resnet50": resnet50,
+    "wrn16-4": wrn16_4,
+    "wide_resnet": wide_resnet,
+    "transformer": Transformer,
+    "gru": Recurrent,
+}
+
+
+def make_model(
+    name: str,
+    input_shape: Sequence[int],
+    num_outputs: int,
+    seed: int | None = None,
+    **settings: Any,
+) -> nn.Module:
+    """A network with random initial weights, on the CPU.
+
+    Args:
+        name: A key of `MODELS`.
+        input_shape: Shape of one input.
+        num_outputs: Number of outputs C.
+        seed: Seed of the initial weights, which leaves the global random state untouched; None
+            draws from that state, as PyTorch does.
+        **settings: The network's own settings, for example ``hidden=[100]`` of ``mlp``.
+
+    Returns:
+        A module (m, *input_shape) -> (m, C).
+
+    Raises:
+        ConfigurationError: If the name or a setting is unknown, or the network does not fit the
+            shapes.
+    """
+    if name not in MODELS:
+        raise ConfigurationError(
+            f"Unknown network '{name}'.{nearest(name, MODELS)} Choose one of {', '.join(MODELS)}"
+        )
+    known = list(inspect.signature(MODELS[name]).parameters)[2:]
+    for setting in settings:
+        if setting not in known:
+            raise ConfigurationError(
+                f"'{name}' has no setting '{setting}'.{nearest(setting, known)} "
+                + (f"It has {', '.join(known)}" if known else "It has none")
+            )
+    if not input_shape or min(input_shape) < 1 or num_outputs < 1:
+        raise ConfigurationError(
+            f"input_shape={tuple(input_shape)}, num_outputs={num_outputs}: all sizes must be 1 or "
+            "more"
+        )
+    # On the CPU, so that a seed gives the same weights for every device.
+    cpu = torch.device("cpu")
+    with cpu, nullcontext() if seed is None else seeded(seed, cpu):
+        return MODELS[name](input_shape, num_outputs, **settings)
+
+
+def make_network(record: Mapping[str, Any], seed: int = 0) -> nn.Module:
+    """Return the network of a run, on the CPU, by its record in the run's configuration.
+
+    The record has ``model``, the arguments of ``make_model``; and ``invariance``, None or
+    ``transform``, those of ``AffineInvariance``, ``num_samples`` and ``average``.
+    """
+    model = make_model(**record["model"], seed=seed)
+    averaged = record["invariance"]
+    if averaged is None:
+        return model
+    transform = AffineInvariance(**averaged["transform"])
+    return Averaged(model, transform, averaged["num_samples"], averaged["average"])
