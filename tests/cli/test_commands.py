@@ -18,8 +18,7 @@ pytest.importorskip("sklearn")
 
 import yaml
 
-from evigrad.cli import main
-from evigrad.cli.commands import COMMANDS, module_of
+from evigrad.cli import COMMANDS, main, module_of
 from evigrad.cli.parser import NEEDS, argument_descriptions, check_needs, check_null, with_hyphens
 from evigrad.cli.setup import Setup, set_up
 from evigrad.data import DataSet

@@ -23,8 +23,7 @@ pytest.importorskip("PIL")
 
 from image_files import pixels, png, write
 
-from evigrad.cli import main
-from evigrad.cli.commands import COMMANDS
+from evigrad.cli import COMMANDS, main
 
 TRAINING = "--test-subset 20 --epochs 2 --burn-in 1 --every 1 --steps 1 --device cpu --threads 1"
 TRAIN = f"{TRAINING} --subset 105 --evaluate-with ntk-50-C --no-progress --no-figures"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evigrad.cli import commands
+from evigrad import cli
 from evigrad.engine import allocator
 from evigrad.engine.allocator import kept_memory
 
@@ -146,8 +146,8 @@ def test_a_command_keeps_memory(options_set, capsys):
         return 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commands.module_of("doctor"), "run", run)
-        assert commands.run(["doctor"]) == 0
+        patch.setattr(cli.module_of("doctor"), "run", run)
+        assert cli.run(["doctor"]) == 0
     assert seen == [[allocator._KEEPING]] and options_set[-1] == "given back"
 
 

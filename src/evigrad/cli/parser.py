@@ -9,6 +9,7 @@ from operator import or_
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
+import docstring_parser
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace, get_loader, set_loader
 from yaml import YAMLError
 
@@ -189,18 +190,8 @@ def _is_plain(kind: Any) -> bool:
 
 def argument_descriptions(function: Callable[..., Any]) -> dict[str, str]:
     """Name to description, in one line each, from a Google docstring."""
-    found: dict[str, str] = {}
-    name = ""
-    inside = False
-    for line in inspect.cleandoc(function.__doc__ or "").splitlines():
-        if re.fullmatch(r"\w+:", line):
-            inside = line in ("Args:", "Attributes:")
-        elif inside and (match := re.match(r"    (\w+): (.*)", line)):
-            name = match[1]
-            found[name] = match[2]
-        elif inside and name and line.strip():
-            found[name] += f" {line.strip()}"
-    return found
+    found = docstring_parser.parse(function.__doc__ or "", docstring_parser.DocstringStyle.GOOGLE)
+    return {each.arg_name: " ".join((each.description or "").split()) for each in found.params}
 
 
 def with_hyphens(arguments: Sequence[str]) -> list[str]:
