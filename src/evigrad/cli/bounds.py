@@ -23,7 +23,6 @@ from evigrad.cli.trainings import (
     resolved,
     run_folder,
     trained,
-    training_options,
     write_results,
 )
 from evigrad.engine.evaluation import standard_error
@@ -121,7 +120,7 @@ def run(parser: Parser, options: Namespace) -> int:
     wanted = {spec.name: spec for spec in map(EstimatorSpec.parse, options.curves)}
     if not wanted or not options.seeds:
         raise ConfigurationError("Name an estimator or more to draw a curve of, and a seed.")
-    setup, training = named_setup(training_options(options), place)
+    setup, training = named_setup(options, place)
     names, problems = [], []
     for name, spec in wanted.items():
         try:

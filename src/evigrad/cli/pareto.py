@@ -23,7 +23,6 @@ from evigrad.cli.trainings import (
     resolved,
     run_folder,
     trained,
-    training_options,
     write_results,
 )
 from evigrad.engine.evaluation import standard_error
@@ -116,7 +115,7 @@ def run(parser: Parser, options: Namespace) -> int:
     if len(specs) < 2 or not options.seeds:
         raise ConfigurationError("Name two estimators or more to compare, and a seed or more.")
     judge = None if options.judge is None else EstimatorSpec.parse(options.judge).name
-    _, training = named_setup(training_options(options), place)
+    _, training = named_setup(options, place)
     configs = [
         resolved({**training, "estimator": name, "seed": seed})
         for name in specs

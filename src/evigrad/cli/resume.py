@@ -101,23 +101,11 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interruption:
-    """SIGINT and SIGTERM end a command at once, and a training after its epoch."""
+    """What a signal does: it ends a command at once, and a training after its epoch."""
 
     def __init__(self) -> None:
         self.number: int | None = None
         self._patient = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "Interruption":
-        """Handle the signals; Python lets only the main thread do so."""
-        if threading.current_thread() is threading.main_thread():
-            self._before = {n: signal.signal(n, self._take) for n in _SIGNALS}
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Restore the earlier handlers."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     @contextmanager
     def patient(self) -> Iterator[Callable[[], bool]]:
@@ -137,7 +125,8 @@ class Interruption:
         if self.number is not None:
             raise KeyboardInterrupt
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
+    def take(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
         first, self.number = self.number is None, number
         if not (first and self._patient):
             raise KeyboardInterrupt
@@ -149,9 +138,14 @@ class Interruption:
 @contextmanager
 def interruptible(folder: Path) -> Iterator[Interruption]:
     """Handle the signals for a run in a folder, and say in an ``Interrupted`` how to resume it."""
-    with Interruption() as interruption:
-        try:
-            yield interruption
-        except KeyboardInterrupt as error:
-            words = f"{error} To go on: evigrad train --resume {shlex.quote(str(folder))}"
-            raise Interrupted(words, interruption.number or signal.SIGINT) from error
+    interruption, before = Interruption(), dict[int, Any]()
+    if threading.current_thread() is threading.main_thread():  # others may not handle signals
+        before = {number: signal.signal(number, interruption.take) for number in _SIGNALS}
+    try:
+        yield interruption
+    except KeyboardInterrupt as error:
+        words = f"{error} To go on: evigrad train --resume {shlex.quote(str(folder))}"
+        raise Interrupted(words, interruption.number or signal.SIGINT) from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -34,12 +34,8 @@ LIMIT = "max"
 class Invariance:
     """An average over affine transforms that a network can be wrapped in.
 
-    Attributes:
-        ranges: Initial ranges by generator; may be empty where images are flipped.
-        learn: Whether the ranges are learned.
-        flip: Whether images are mirrored at random.
-        samples: Transforms of each input.
-        average: ``logits`` or ``probabilities``.
+    ``ranges`` are the initial ones by generator, none where images are only flipped; the other
+    fields are options of ``set_up``.
     """
 
     ranges: dict[str, float]
@@ -114,15 +110,10 @@ def _range(name: str, text: str) -> float:
 
 @dataclass(frozen=True)
 class Setup:
-    """Data and the way to make networks for it.
+    """A data set on its device, and the way to make networks for it.
 
-    Attributes:
-        data: The data set, on the device.
-        device: Where to compute.
-        model_name: Name of the network.
-        seed: Seed of initial weights.
-        sizes: Depth and width of the network, where they differ from its defaults.
-        invariance: The average that the network is wrapped in, or None.
+    ``sizes`` are depth and width of the network where they differ from its defaults, and
+    ``invariance`` is the average that it is wrapped in.
     """
 
     data: DataSet

@@ -101,12 +101,6 @@ def place_from(options: Namespace) -> Place:
     return place_of(**chosen(place_of, options))
 
 
-def training_options(options: Namespace) -> dict[str, Any]:
-    """The options of a training among those of a command with ``cli.train.add_training``."""
-    known = {*NETWORK, *INVARIANCE, *SETTINGS} - {"data_dir"}
-    return {name: options[name] for name in known if name in options}
-
-
 def resolved(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return all options that a training's result may depend on, typed, names with underscores.
 
@@ -196,8 +190,8 @@ def each_done(
     """
     found: list[dict[str, Any] | None] = [None] * len(configs)
     attempt = partial(_attempt, work, place, options)
-    outcomes = _outcomes(attempt, list(enumerate(configs)), place.jobs)
-    for over, (number, result, words) in enumerate(outcomes, 1):
+    outcomes = _outcomes(attempt, configs, place.jobs)
+    for over, (number, (result, words)) in enumerate(outcomes, 1):
         found[number] = result
         config = configs[number]
         name = f"{config['estimator'] or 'map'}, seed {config['seed']}"
@@ -208,20 +202,20 @@ def each_done(
     return found
 
 
-Numbered = tuple[int, dict[str, Any]]
-Outcome = tuple[int, dict[str, Any] | None, str]
+Outcome = tuple[dict[str, Any] | None, str]
 
 
 def _outcomes(
-    attempt: Callable[[Numbered], Outcome], numbered: Sequence[Numbered], jobs: int
-) -> Iterator[Outcome]:
-    """Number, result and words of each, as they are over."""
-    if jobs == 1 or len(numbered) == 1:
-        yield from map(attempt, numbered)
+    attempt: Callable[[dict[str, Any]], Outcome], configs: Sequence[dict[str, Any]], jobs: int
+) -> Iterator[tuple[int, Outcome]]:
+    """The position of each, with its result and words, as they are over."""
+    if jobs == 1 or len(configs) == 1:
+        yield from enumerate(map(attempt, configs))
         return
-    with processes(min(jobs, len(numbered))) as pool:
-        for future in as_completed([pool.submit(attempt, each) for each in numbered]):
-            yield future.result()
+    with processes(min(jobs, len(configs))) as pool:
+        positions = {pool.submit(attempt, config): at for at, config in enumerate(configs)}
+        for future in as_completed(positions):
+            yield positions[future], future.result()
 
 
 @contextmanager
@@ -234,23 +228,26 @@ def processes(count: int) -> Iterator[ProcessPoolExecutor]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _attempt(work: Work, place: Place, options: Mapping[str, Any], numbered: Numbered) -> Outcome:
-    number, config = numbered
+def _attempt(
+    work: Work, place: Place, options: Mapping[str, Any], config: dict[str, Any]
+) -> Outcome:
     start = time.perf_counter()
     try:
         with kept_memory():
             found = work(config, place, **options)
     except EvigradError as error:
-        return number, None, str(error)
+        return None, str(error)
     except RuntimeError as error:  # as PyTorch's own, out of memory
-        return number, None, f"{type(error).__name__}: {error}"
-    return number, found, f"{time.perf_counter() - start:.0f} s"
+        return None, f"{type(error).__name__}: {error}"
+    return found, f"{time.perf_counter() - start:.0f} s"
 
 
-def named_setup(training: Mapping[str, Any], place: Place) -> tuple[Setup, dict[str, Any]]:
-    """Data and network of a training's options, and these with the network's name."""
-    known = signature(set_up).parameters
-    setup = _set_up_at(place, {name: each for name, each in training.items() if name in known})
+def named_setup(options: Namespace, place: Place) -> tuple[Setup, dict[str, Any]]:
+    """Data and network of a command with ``cli.train.add_training``, and its training's options."""
+    known = {*NETWORK, *INVARIANCE, *SETTINGS} - {"data_dir"}
+    training = {name: options[name] for name in known if name in options}
+    keywords = signature(set_up).parameters
+    setup = _set_up_at(place, {name: v for name, v in training.items() if name in keywords})
     return setup, {**training, "model": setup.model_name}
 
 
