@@ -19,7 +19,7 @@ from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import make_likelihood
 from evigrad.priors import GaussianPrior
-from evigrad.training.evaluation import median_seconds
+from evigrad.training.evaluation import median_seconds, step_seconds
 from evigrad.training.settings import BASELINES, LEARNED_PRECISION, Schedule, grouped
 
 _DESCRIPTION = """\
@@ -100,23 +100,17 @@ def run(parser: Parser, options: Namespace) -> int:
 def measure(evidence: Evidence, data: tuple[Tensor, Tensor], batch_size: int) -> Cost:
     """Median times of a training step, an estimate and its gradient; the weights stay."""
     x, y = data
-    weights = list(evidence.weights().values())
     (block,) = evidence.blocks(data).take(1)
     chosen = block.indices.to(x.device)
-
-    def step(inputs: Tensor, targets: Tensor) -> None:
-        loss = evidence.map_loss(inputs, targets)
-        torch.autograd.grad(loss, weights, allow_unused=True)
 
     def backward() -> None:
         evidence.backward(block)
         for parameter in evidence.hyperparameters().values():
             parameter.grad = None
 
-    batch, same = (x[:batch_size], y[:batch_size]), (x[chosen], y[chosen])
     return Cost(
-        batch_step=median_seconds(lambda: step(*batch), x.device),
-        block_step=median_seconds(lambda: step(*same), x.device),
+        batch_step=step_seconds(evidence, x[:batch_size], y[:batch_size]),
+        block_step=step_seconds(evidence, x[chosen], y[chosen]),
         estimate=median_seconds(lambda: evidence.estimate(block), x.device),
         backward=median_seconds(backward, x.device),
         first=evidence.estimate(block),

@@ -312,30 +312,32 @@ class StepTimes:
 def time_steps(
     evidence: Evidence, data: tuple[Tensor, Tensor], batch_size: int, steps: int
 ) -> StepTimes:
-    """Return the times of what a training repeats; the gradients of ``evidence`` change.
+    """Return the times of what a training repeats, in rounds of ``steps`` that share a draw.
 
-    Args:
-        evidence: The model's evidence.
-        data: Training data on the model's device.
-        batch_size: Data in a step of the weights.
-        steps: Estimates in a round, which share a draw.
+    The gradients of ``evidence`` change.
     """
     x, y = data
     stream = evidence.blocks(data)
     blocks = iter(stream)
-    weights = list(evidence.weights().values())
 
     def draw() -> None:
         for _ in range(stream.period):
             next(iter(stream))
 
-    def step() -> None:
-        loss = evidence.map_loss(x[:batch_size], y[:batch_size])
-        torch.autograd.grad(loss, weights, allow_unused=True)
-
     drawn = median_seconds(draw, x.device) / stream.period
     estimate = median_seconds(lambda: evidence.backward(next(blocks)), x.device)
-    return StepTimes(estimate + drawn / steps, drawn, median_seconds(step, x.device))
+    step = step_seconds(evidence, x[:batch_size], y[:batch_size])
+    return StepTimes(estimate + drawn / steps, drawn, step)
+
+
+def step_seconds(evidence: Evidence, x: Tensor, y: Tensor) -> float:
+    """Median time of the training loss of a batch and its gradient."""
+    weights = list(evidence.weights().values())
+
+    def step() -> None:
+        torch.autograd.grad(evidence.map_loss(x, y), weights, allow_unused=True)
+
+    return median_seconds(step, x.device)
 
 
 def median_seconds(action: Callable[[], Any], device: torch.device) -> float:
