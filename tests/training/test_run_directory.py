@@ -8,6 +8,7 @@ import torch
 
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError
 from evigrad.training import RunDirectory, read_metrics
+from evigrad.training.metrics import MetricsFile
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path):
@@ -32,7 +33,7 @@ def test_a_place_that_cannot_be_written_is_an_error_of_ours(tmp_path):
 
 def test_metrics_are_on_the_disk_before_the_file_is_closed(tmp_path):
     directory = RunDirectory(tmp_path / "run")
-    file = directory.open_metrics(["epoch", "loss"])
+    file = MetricsFile(directory.metrics, ["epoch", "loss"])
     file.write({"epoch": 1, "loss": None})
     file.write({"epoch": 2, "loss": 0.123456789})
     assert read_metrics(directory.metrics) == [
@@ -169,9 +170,9 @@ def test_known_rows_come_first_and_a_file_that_has_them_stays(tmp_path):
     directory = RunDirectory(tmp_path / "run")
     rows = [{"epoch": 1, "loss": 0.5}, {"epoch": 2, "loss": None}]
     directory.metrics.write_text("epoch,loss\n1,0.5\n2,\n3,0.1\n4,0.")  # of epochs to come
-    directory.open_metrics(["epoch", "loss"], rows).close()
+    MetricsFile(directory.metrics, ["epoch", "loss"], rows).close()
     before = directory.metrics.stat()
-    file = directory.open_metrics(["epoch", "loss"], rows)
+    file = MetricsFile(directory.metrics, ["epoch", "loss"], rows)
     assert directory.metrics.stat().st_ino == before.st_ino
     file.write({"epoch": 3, "loss": 0.25})
     file.close()

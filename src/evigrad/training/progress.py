@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 
-from evigrad.training.metrics import Row
+from evigrad.training.metrics import Row, known
 
 # Plain output gets about this many lines, whatever the number of epochs.
 _PLAIN_LINES = 10
@@ -17,11 +17,12 @@ class PlainProgress:
     def __init__(self, title: str, epochs: int) -> None:
         self.title, self.epochs = title, epochs
         self.interval = max(1, -(-epochs // _PLAIN_LINES))
+        # The last value of each metric: not all are computed in every epoch.
         self.known: Row = {}
 
     def update(self, row: Row) -> None:
         """Print an epoch's metrics where a line is due."""
-        _remember(self.known, row)
+        self.known |= known(row)
         epoch = int(row["epoch"] or 0)
         if epoch == 1 or epoch == self.epochs or epoch % self.interval == 0:
             count = f"{epoch:>{len(str(self.epochs))}}/{self.epochs}"
@@ -62,7 +63,7 @@ class RichProgress:
 
     def update(self, row: Row) -> None:
         """Show an epoch's metrics."""
-        _remember(self._known, row)
+        self._known |= known(row)
         values = summary(self._known)
         self._progress.update(self._task, completed=row["epoch"] or 0, values=values)
 
@@ -91,11 +92,6 @@ def summary(row: Row) -> str:
         parts.append(f"precision {text}")
     parts.append(_part(row, "test_log_likelihood", "test log lik.", ".3f"))
     return "  ".join(part for part in parts if part)
-
-
-def _remember(known: Row, row: Row) -> None:
-    """Keep the last known value of metrics that are not computed in every epoch."""
-    known.update({name: value for name, value in row.items() if value is not None})
 
 
 def _part(row: Row, name: str, label: str, form: str) -> str:

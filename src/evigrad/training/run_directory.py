@@ -32,6 +32,9 @@ class RunDirectory:
 
     Attributes:
         path: The folder that was made, maybe a numbered one.
+        checkpoint: The file of the last checkpoint.
+        checkpoint_before: The file of the one before, for when that is damaged.
+        metrics: The file with one row for each epoch.
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
@@ -42,6 +45,9 @@ class RunDirectory:
                 anything but a run.
         """
         self.path = Path(path) if resume else _unused(Path(path))
+        self.checkpoint = self.path / "checkpoint.pt"
+        self.checkpoint_before = self.path / "checkpoint_before.pt"
+        self.metrics = self.path / "metrics.csv"
         self._lock: ExitStack | None = None
         if resume and _holds_something_else(self.path):
             raise ConfigurationError(
@@ -55,21 +61,6 @@ class RunDirectory:
             raise ConfigurationError(
                 f"The run directory {self.path} cannot be made ({error.strerror}); name another."
             ) from error
-
-    @property
-    def checkpoint(self) -> Path:
-        """The file of the last checkpoint."""
-        return self.path / "checkpoint.pt"
-
-    @property
-    def checkpoint_before(self) -> Path:
-        """The file of the checkpoint before the last one, for when that is damaged."""
-        return self.path / "checkpoint_before.pt"
-
-    @property
-    def metrics(self) -> Path:
-        """The file with one row for each epoch."""
-        return self.path / "metrics.csv"
 
     @property
     def figures(self) -> Path:
@@ -90,10 +81,6 @@ class RunDirectory:
                 yield
             finally:
                 self._lock = None
-
-    def open_metrics(self, columns: Sequence[str], rows: Sequence[Row] = ()) -> MetricsFile:
-        """Start ``metrics.csv`` with the rows that are known already."""
-        return MetricsFile(self.metrics, columns, rows)
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a file of settings or results."""
@@ -175,13 +162,13 @@ class RunRecord:
         self._written = time.monotonic()  # when the last checkpoint was
         self._cost = 0.0  # seconds that it took
         if history:
-            self._metrics = directory.open_metrics(list(history[0]), history)
+            self._metrics = MetricsFile(directory.metrics, list(history[0]), history)
         else:
             directory.metrics.unlink(missing_ok=True)
 
     def write_row(self, row: Row) -> None:
         """Append an epoch's metrics."""
-        self._metrics = self._metrics or self._directory.open_metrics(list(row))
+        self._metrics = self._metrics or MetricsFile(self._directory.metrics, list(row))
         self._metrics.write(row)
 
     def is_due(self, epoch: int, every: int | None) -> bool:
