@@ -14,10 +14,15 @@ from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior, NormalHyperprior
 from evigrad.training import fit
 from evigrad.training.fixed_point import FixedPoint
-from evigrad.training.learner import FIRST_RATE, LAST_RATE
+from evigrad.training.learner import (
+    FIRST_RATE,
+    LAST_RATE,
+    blocks_of_a_round,
+    count_rounds,
+    is_round,
+)
 from evigrad.training.loop import Loop
 from evigrad.training.optimizers import cosine, make_hyper_optimizer
-from evigrad.training.rounds import blocks_of_a_round, count_rounds, is_round
 from evigrad.training.settings import grouped
 
 SETTINGS: dict[str, Any] = {

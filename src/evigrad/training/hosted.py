@@ -15,9 +15,8 @@ from evigrad.evidence import Evidence
 from evigrad.likelihoods import Gaussian
 from evigrad.training.data import RunData
 from evigrad.training.fit import place_of, prepare_evidence
-from evigrad.training.learner import Learner
-from evigrad.training.metrics import Row, hyperparameter_values
-from evigrad.training.run import evidence_columns
+from evigrad.training.learner import Learner, round_columns
+from evigrad.training.metrics import Row
 from evigrad.training.settings import Settings, check_burn_in
 
 LOSSES = ("nll", "mse")
@@ -83,12 +82,7 @@ class HostedLearner:
     ) -> None:
         """Make the evidence, and take over the optimiser's decay of its weights.
 
-        Args:
-            network: The network, with the weights that training begins with, on its device.
-            data: All training data, as for ``fit``.
-            optimizer: That of the trainer.
-            steps: Steps that the optimiser will take.
-            epoch: Steps of an epoch.
+        The optimiser will take ``steps`` steps, ``epoch`` of them in an epoch.
 
         Raises:
             ConfigurationError: If a setting or the optimiser does not fit.
@@ -107,7 +101,13 @@ class HostedLearner:
         settings = replace(self.settings, schedule=schedule)
         evidence, planned = prepare_evidence(network, data, settings)
         self._outputs = evidence.num_outputs(data.first(2)[0])
-        self._check_loss(evidence)
+        if self.loss == "mse" and not (
+            isinstance(evidence.likelihood, Gaussian) and evidence.likelihood.log_noise.ndim == 0
+        ):
+            raise ConfigurationError(
+                "loss='mse' is for a Gaussian likelihood with one noise for all outputs, as"
+                " likelihood='gaussian'."
+            )
         take_over(optimizer, evidence)
         self._optimizer = optimizer
         self._learner = Learner(evidence, data, planned.schedule, planned.optimization)
@@ -137,9 +137,7 @@ class HostedLearner:
             with torch.no_grad():
                 for parameter in self.evidence.hyperparameters().values():
                     distributed.broadcast(parameter, 0)
-        row: Row = {"step": self.learner.count, **evidence_columns(found)}
-        row["hyper_steps"] = self.learner.hyper_steps
-        self.history.append(row | hyperparameter_values(self.evidence))
+        self.history.append({"step": self.learner.count, **round_columns(self.learner, found)})
         return self.history[-1]
 
     def state_dict(self) -> dict[str, Any]:
@@ -151,16 +149,6 @@ class HostedLearner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep a state for when training begins; an empty one changes nothing."""
         self._state = state or None
-
-    def _check_loss(self, evidence: Evidence) -> None:
-        likelihood = evidence.likelihood
-        if self.loss == "mse" and not (
-            isinstance(likelihood, Gaussian) and likelihood.log_noise.ndim == 0
-        ):
-            raise ConfigurationError(
-                "loss='mse' is for a Gaussian likelihood with one noise for all outputs, as"
-                " likelihood='gaussian'."
-            )
 
     def _loss_scale(self) -> float | Tensor:
         likelihood = self.evidence.likelihood
@@ -189,17 +177,7 @@ def take_over(optimizer: Optimizer, evidence: Evidence) -> None:
 
 
 def as_pair(batch: Any) -> tuple[Any, Tensor]:
-    """Split a batch into inputs and targets: a pair, or a dictionary with ``labels`` or ``label``.
-
-    Args:
-        batch: A batch of the trainer's loader.
-
-    Returns:
-        Inputs and targets.
-
-    Raises:
-        InputError: If it is neither.
-    """
+    """Inputs and targets of a pair, or of a dictionary with ``labels`` or ``label``."""
     if isinstance(batch, Mapping):
         for key in TARGETS:
             if key in batch:

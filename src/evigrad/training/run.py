@@ -7,14 +7,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from torch import nn
 
 from evigrad.blocks.pool import Pool
 from evigrad.engine.allocator import kept_memory
-from evigrad.engine.evaluation import standard_error
 from evigrad.errors import ConfigurationError, EvigradError, listed
 from evigrad.evidence import Evidence
 from evigrad.inputs import tensors_of, with_tensors
@@ -34,7 +32,7 @@ from evigrad.training.checkpoint import (
     with_threads,
 )
 from evigrad.training.data import RunData, derived_seed, stream
-from evigrad.training.learner import Round
+from evigrad.training.learner import evidence_columns
 from evigrad.training.loop import Loop
 from evigrad.training.metrics import Row, evaluate, hyperparameter_values, probe_outputs
 from evigrad.training.progress import make_progress
@@ -373,22 +371,6 @@ def _directory(
         words = f"{run_dir} holds something already: this run goes to {directory.path}"
         print(words, file=sys.stderr, flush=True)
     return directory
-
-
-def evidence_columns(learned: Round | None) -> Row:
-    """Means of the log evidence and its log-determinant, the former's error, and skipped steps."""
-    skipped: Row = {"skipped_steps": 0 if learned is None else learned.skipped}
-    if learned is None or not learned.estimates:
-        return dict.fromkeys(("log_evidence", "log_det_term", "log_evidence_sem")) | skipped
-    estimates = learned.estimates
-    values = [e.per_datum for e in estimates]
-    many = len(values) > 1 and not learned.is_shared
-    return {
-        "log_evidence": mean(values),
-        "log_det_term": mean(-0.5 * e.log_det / e.num_data for e in estimates),
-        "log_evidence_sem": standard_error(values) if many else None,
-        **skipped,
-    }
 
 
 def is_evaluated(epoch: int, epochs: int, every: int | None) -> bool:

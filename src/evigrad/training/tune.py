@@ -15,9 +15,9 @@ from evigrad.evidence import Evidence
 from evigrad.likelihoods import Likelihood
 from evigrad.priors import GaussianPrior
 from evigrad.training.fit import prepare
-from evigrad.training.metrics import Row, hyperparameter_values
+from evigrad.training.learner import round_columns
+from evigrad.training.metrics import Row
 from evigrad.training.progress import summary
-from evigrad.training.run import evidence_columns
 from evigrad.training.settings import (
     BASELINES,
     Laplace,
@@ -118,16 +118,14 @@ def tune(
         seed=seed,
     )
     with kept_memory():
-        loop = prepare(model, data, settings).loop
-        _check_deviations(loop.evidence)
+        learner = prepare(model, data, settings).loop.learner
+        assert learner is not None  # as there is an estimator
+        _check_deviations(learner.evidence)
         history: list[Row] = []
         for number in range(1, rounds + 1):
-            loop.data.epoch = number
-            learned = loop.learn(number)
-            row: Row = {"round": number, **evidence_columns(learned)}
-            row["hyper_steps"] = loop.hyper_steps
-            history.append(row | hyperparameter_values(loop.evidence))
-    return TuneResult(loop.evidence, history)
+            found = learner.step()
+            history.append({"round": number, **round_columns(learner, found)})
+    return TuneResult(learner.evidence, history)
 
 
 def _check_deviations(evidence: Evidence) -> None:
