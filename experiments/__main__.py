@@ -122,7 +122,11 @@ def _run(options: argparse.Namespace) -> int:
         _say(f"{len(left)} of {len(jobs)} jobs are missing.")
         return 0
     code = reproduce(experiment, place, options.cluster)
-    return code if options.page is None else max(code, _write_page(options.page, store, options.preset))
+    return (
+        code
+        if options.page is None
+        else max(code, _write_page(options.page, store, options.preset))
+    )
 
 
 def reproduce(experiment: Experiment, place: Place, cluster: Path | None = None) -> int:

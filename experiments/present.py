@@ -132,9 +132,7 @@ def _enumerated(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + more
 
 
-def write_page(
-    page: Path, store: Store, presets: Sequence[str] = (PAPER, CPU, SMALL)
-) -> list[str]:
+def write_page(page: Path, store: Store, presets: Sequence[str] = (PAPER, CPU, SMALL)) -> list[str]:
     """Put all that was run into a page of Markdown, and its figures beside it.
 
     Args:

@@ -73,7 +73,9 @@ def test_a_file_does_not_extend_itself(tmp_path):
 def test_mistakes_are_named(tmp_path):
     with pytest.raises(ConfigurationError, match="Did you mean 'fig4'"):
         read_experiment("fgi4")
-    with pytest.raises(ConfigurationError, match="presets paper, cpu, small, tiny, not 'smal'. Did you"):
+    with pytest.raises(
+        ConfigurationError, match="presets paper, cpu, small, tiny, not 'smal'. Did you"
+    ):
         read_experiment("fig4", "smal")
     path = tmp_path / "b.yaml"
     path.write_text("a: [")

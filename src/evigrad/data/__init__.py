@@ -5,12 +5,13 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from evigrad.blocks.streamed import Streamed
 from evigrad.data.dataset import DataSet, Scaling, Split
 from evigrad.data.hub import HUB, hub_images, hub_is_installed
 from evigrad.data.images import Images, digits, image_data_set, mnist5k, parquet_images
-from evigrad.data.tables import LIKELIHOODS, SUFFIXES, load_table
+from evigrad.data.tables import LIKELIHOODS, SUFFIXES, autompg, load_table, table_data_set
 from evigrad.data.variants import VARIANTS, split_name
 from evigrad.errors import ConfigurationError, nearest
 

@@ -86,12 +86,11 @@ class _EvidenceEstimator(BaseEstimator):
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """The table as numbers, the targets, and weights where they are not all the same."""
         check_choice("handle_unknown", self.handle_unknown, UNKNOWN)
+        self._columns = Columns(X, self.handle_unknown == "ignore")
         if is_frame(X):
             validate_data(self, X, y, skip_check_array=True)
-            self._columns = Columns(X, self.handle_unknown == "ignore")
             X, y = check_X_y(self._columns.numbers(X), y, estimator=self, **checks)
         else:
-            self._columns = Columns(X, self.handle_unknown == "ignore")
             X, y = validate_data(self, X, y, dtype=np.float64, **checks)
         if sample_weight is None:
             return X, y, None

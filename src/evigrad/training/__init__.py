@@ -3,7 +3,6 @@
 from evigrad.training.evaluation import (
     PRECISION,
     EvidenceValue,
-    StepTimes,
     describe_estimator,
     evaluate_evidence,
     evidence_along,
@@ -27,7 +26,6 @@ __all__ = [
     "Run",
     "RunDirectory",
     "Settings",
-    "StepTimes",
     "TuneResult",
     "describe_estimator",
     "evaluate",

@@ -42,7 +42,7 @@ class Augerino:
         self._transforms = [
             (module, learnable_ranges(module)) for module in ranged_modules(model).values()
         ]
-        ids = {id(p) for name in range_parameters(model) for p in [model.get_parameter(name)]}
+        ids = {id(model.get_parameter(name)) for name in range_parameters(model)}
         self.names = [name for name, p in evidence.hyperparameters().items() if id(p) in ids]
 
     def regulariser(self) -> Tensor:

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -85,16 +85,12 @@ def _digest(file: IO[bytes], size: int) -> bytes:
 
 def _sync_names(folder: Path) -> None:
     """Write a folder's directory entries to the disk, where the system can."""
-    try:
+    with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager
@@ -102,33 +98,23 @@ def sole_writer(folder: Path) -> Iterator[None]:
     """Keep other processes, and other runs of this one, from writing into an existing folder.
 
     The operating system's lock on the folder itself leaves no file, and ends with the process.
-    Where the file system has no locks, nothing is locked; a locked folder is a ConfigurationError.
+    Where the file system has no locks, nothing is locked.
+
+    Raises:
+        ConfigurationError: If the folder is locked.
     """
-    descriptor = _locked(folder)
-    try:
+    with ExitStack() as stack:
+        try:
+            import fcntl
+
+            descriptor = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigurationError(
+                f"Another process is writing into {folder}: the run goes on there. Wait until it is"
+                " done, or end it first."
+            ) from None
+        except (ImportError, OSError):  # not a POSIX system, or no locks
+            pass
         yield
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _locked(folder: Path) -> int | None:
-    """A descriptor that holds the lock until it is closed, or None where there are no locks."""
-    try:
-        import fcntl
-
-        descriptor = os.open(folder, os.O_RDONLY)
-    except (ImportError, OSError):  # not a POSIX system
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ConfigurationError(
-            f"Another process is writing into {folder}: the run goes on there. Wait until it is"
-            " done, or end it first."
-        ) from None
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor

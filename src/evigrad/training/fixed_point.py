@@ -65,7 +65,11 @@ class FixedPoint:
 
     def __init__(self, evidence: Evidence, rate: float | int = DAMPING) -> None:
         self.evidence = evidence
-        self.rate = checked_rate(rate)
+        if isinstance(rate, bool) or not isinstance(rate, float | int) or not 0 < rate <= 1:
+            raise ConfigurationError(
+                f"The rate of the fixed-point update lies in (0, 1], not {rate}."
+            )
+        self.rate = float(rate)
         self._log_precision()
 
     def effective_parameters(self) -> Float[Tensor, " G"]:
@@ -178,10 +182,3 @@ class FixedPoint:
     def _index(self) -> Tensor:
         group_of = self.evidence.prior.group_of
         return torch.tensor([group_of[name] for name in self.evidence.weights()])
-
-
-def checked_rate(rate: float | int) -> float:
-    """The damping as given; ConfigurationError unless it is in (0, 1]."""
-    if isinstance(rate, bool) or not isinstance(rate, float | int) or not 0 < rate <= 1:
-        raise ConfigurationError(f"The rate of the fixed-point update lies in (0, 1], not {rate}.")
-    return float(rate)

@@ -213,21 +213,20 @@ class Loop:
         """
         model = self.evidence.model
         state = model.state_dict()
+        if self.learner is not None:
+            learned = self.learner.state_dict()
+        else:
+            learned = {
+                "evidence": self.evidence.state_dict(),
+                "hyper_optimizer": self.loss_optimizer.state_dict(),
+                "hyper_steps": [],
+            }
         return {
             "model": state,
             "buffers": {n: b for n, b in model.named_buffers() if n not in state},
             "weight_optimizer": self.weight_optimizer.state_dict(),
-            **self._hyper_state(),
+            **learned,
             **({"batches": self.data.place} if self.data.is_stream else {}),
-        }
-
-    def _hyper_state(self) -> dict[str, Any]:
-        if self.learner is not None:
-            return self.learner.state_dict()
-        return {
-            "evidence": self.evidence.state_dict(),
-            "hyper_optimizer": self.loss_optimizer.state_dict(),
-            "hyper_steps": [],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

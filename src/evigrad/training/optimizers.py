@@ -45,9 +45,7 @@ def make_weight_optimizer(
             groups.append({"params": [w for w in weights.values() if id(w) in slow], "lr": rate})
         if settings.optimizer == "adam":
             return Adam(groups, lr=settings.lr)
-        if settings.optimizer == "sgd":
-            return SGD(groups, lr=settings.lr, momentum=MOMENTUM)
-        raise ConfigurationError(f"Unknown optimizer '{settings.optimizer}'.")
+        return SGD(groups, lr=settings.lr, momentum=MOMENTUM)
     optimizer = settings.optimizer(weights)
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if sorted(held) != sorted(id(p) for p in weights.values()):

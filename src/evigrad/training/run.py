@@ -249,8 +249,9 @@ class Run:
         row["skipped_batches"] = skipped
         row |= evidence_columns(learned)
         row["hyper_steps"] = self.loop.hyper_steps
+        classifies = self.evidence.likelihood.is_classification
         for part, metrics in self.metrics.items():
-            for name in self._metric_names:
+            for name in ("log_likelihood", "accuracy" if classifies else "squared_error"):
                 row[f"{part}_{name}"] = metrics.get(name) if evaluated else None
         row |= self._bracket(epoch)
         return row | hyperparameter_values(self.evidence)
@@ -271,11 +272,6 @@ class Run:
         lower_error = found.lower_error / found.num_data
         values = (found.lower_per_datum, lower_error, found.upper_per_datum)
         return dict(zip(BRACKET_COLUMNS, values, strict=True))
-
-    @property
-    def _metric_names(self) -> tuple[str, str]:
-        classifies = self.evidence.likelihood.is_classification
-        return ("log_likelihood", "accuracy" if classifies else "squared_error")
 
     def _evaluate(self, epoch: int) -> None:
         evidence, seed = self.evidence, self.settings.seed
