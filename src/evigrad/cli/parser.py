@@ -326,14 +326,6 @@ def _uses(part: str) -> Callable[[Namespace], bool]:
     return uses
 
 
-def _transforms(options: Namespace) -> bool:
-    return bool(options.invariance)
-
-
-def _averages(options: Namespace) -> bool:
-    return bool(options.invariance or options.flip)
-
-
 def _evidence(options: Namespace) -> bool:
     """Whether a training takes steps on an estimate of the evidence."""
     return options.get("estimator", "ntk") not in (None, "map", "augerino")
@@ -352,8 +344,12 @@ def _adam(options: Namespace) -> bool:
 _Need = tuple[tuple[str, ...], str, Callable[[Namespace], bool]]
 # Options, what they work with, and whether that is there. The first failure is reported.
 NEEDS: tuple[_Need, ...] = (
-    (("initial_range", "learn_invariance"), "with --invariance", _transforms),
-    (("samples", "average"), "with --invariance or --flip", _averages),
+    (("initial_range", "learn_invariance"), "with --invariance", lambda o: bool(o.invariance)),
+    (
+        ("samples", "average"),
+        "with --invariance or --flip",
+        lambda o: bool(o.invariance or o.flip),
+    ),
     (
         (
             *("burn_in", "every", "steps", "prior_blocks", "hyper_every", "hyper_steps"),

@@ -3,7 +3,7 @@
 import math
 import shlex
 from contextlib import ExitStack
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -73,11 +73,10 @@ _WORDS = {
     "likelihood": "Of the targets: categorical, gaussian, heteroscedastic or natural-gaussian"
     " (noise that depends on the input) or poisson (counts). Default: what the data set is for.",
 }
-# Options of ``fit`` itself, those of what is recorded, and those of the command's own results.
+# Options of ``fit`` itself, and those of what is recorded.
 PRIOR = ("estimator", "likelihood", "prior", "precision")
 _MEAN = ("prior_mean",)  # in Python that of a ``GaussianPrior``
 _RECORD = ("eval_every", "bracket_every", "checkpoint_every")
-OWN = ("compare_map", "evaluate_with", "run_dir", "figures")
 _PRIOR_TYPES = {"likelihood": str | None, "prior": Literal[STRUCTURES]}
 # All options that settings are made of.
 SETTINGS = (*PRIOR, *_MEAN, *(each.name for kind in GROUPS.values() for each in fields(kind)))
@@ -94,7 +93,7 @@ def make_parser() -> Parser:
     options = Options(parser)
     add_training(options)
     options.add_group("interrupted runs", resumed_configuration)
-    options.add_group("results", report, OWN)
+    options.add_group("results", Results)
     options.add_group("record", Schedule, _RECORD)
     options.add_group("record", fit, ("progress",))
     options.add_group("machine", set_up, MACHINE)
@@ -171,33 +170,15 @@ def _run(parser: Parser, options: Namespace, group: Group | None) -> int:
             raise RankError(words) from error
         if directory is None:
             return 0
-        report(
-            results,
-            setup,
-            directory,
-            compare_map=options.compare_map,
-            evaluate_with=options.evaluate_with,
-            figures=options.figures,
-        )
+        report(results, setup, directory, options.evaluate_with, options.figures)
     return 0
 
 
-def report(
-    results: dict[str, FitResult],
-    setup: Setup,
-    directory: RunDirectory,
-    *,
-    compare_map: bool = False,
-    evaluate_with: str = "auto",
-    run_dir: str | None = None,
-    figures: bool = True,
-) -> None:
-    """Evaluate trained networks with one common estimator, print the table, draw the figures.
+@dataclass(frozen=True)
+class Results:
+    """The options of the command's own results.
 
-    Args:
-        results: Name of each run to its result.
-        setup: Data and network.
-        directory: Where the results go.
+    Attributes:
         compare_map: Whether to train by MAP first, with the same settings and no hyperparameter
             steps, and to show both. The noise of a gaussian is learned there by the training loss.
         evaluate_with: Estimator of the log evidence in the final table, the same for all rows.
@@ -206,6 +187,21 @@ def report(
             ... is taken then. Default: runs/DATA-MODEL-ESTIMATOR.
         figures: Whether to draw learning curves and precisions into the folder.
     """
+
+    compare_map: bool = False
+    evaluate_with: str = "auto"
+    run_dir: str | None = None
+    figures: bool = True
+
+
+def report(
+    results: dict[str, FitResult],
+    setup: Setup,
+    directory: RunDirectory,
+    evaluate_with: str,
+    figures: bool,
+) -> None:
+    """Evaluate trained networks with one common estimator, print the table, draw the figures."""
     if figures:
         _draw(results, directory)
     if (directory.path / RESULTS).exists():

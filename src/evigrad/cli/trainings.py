@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from inspect import signature
 from multiprocessing import get_context
@@ -32,7 +32,7 @@ from evigrad.cli.setup import (
     device_name,
     set_up,
 )
-from evigrad.cli.train import OWN, SETTINGS, make_parser, prepare_runs
+from evigrad.cli.train import SETTINGS, Results, make_parser, prepare_runs
 from evigrad.engine.allocator import kept_memory
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.plots import save
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 # Where things are, how they are shown, and on what they run: no result depends on these.
 _FREE = {"data_dir", "device", "threads", "progress", "checkpoint_every"}
-_FREE |= {"config", "resume", *OWN}
+_FREE |= {"config", "resume", *(each.name for each in fields(Results))}
 # Beside the options of a training, which name the folder of the data already.
 PLACE_OF_TRAINING = ("results", "jobs", "device", "threads")
 # Runs side by side where nothing is said: more of them may be too much for the memory.
