@@ -8,23 +8,10 @@ from jsonargparse import Namespace
 
 from evigrad import plots
 from evigrad.blocks.partitions import Partition
+from evigrad.cli import trainings
 from evigrad.cli.messages import show
 from evigrad.cli.parser import Options, Parser, add_list, chosen
 from evigrad.cli.train import add_training, folder_name
-from evigrad.cli.trainings import (
-    PLACE_OF_TRAINING,
-    Place,
-    digest,
-    each_done,
-    kept,
-    named_setup,
-    place_from,
-    place_of,
-    resolved,
-    run_folder,
-    trained,
-    write_results,
-)
 from evigrad.engine.evaluation import standard_error
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimators import EstimatorSpec
@@ -54,7 +41,7 @@ def make_parser() -> Parser:
     add_list(group, "--seeds", int, [0], "Each is a training of its own.")
     options = Options(parser)
     options.add_group("along what", grid_along, types=_TYPES)
-    options.add_group("where", place_of, PLACE_OF_TRAINING)
+    options.add_group("where", trainings.place_of, trainings.PLACE_OF_TRAINING)
     add_training(options)
     return parser
 
@@ -90,15 +77,20 @@ def grid_along(
 
 
 def curves(
-    config: dict[str, Any], place: Place, *, names: list[str], along: str, grid: list[float]
+    config: dict[str, Any],
+    place: trainings.Place,
+    *,
+    names: list[str],
+    along: str,
+    grid: list[float],
 ) -> dict[str, Any]:
     """Train once, and evaluate each bound along the hyperparameter; see ``evidence_along``."""
-    folder = run_folder(config, place)
-    setup, result = trained(config, folder, place)
+    folder = trainings.run_folder(config, place)
+    setup, result = trainings.trained(config, folder, place)
     found = {}
     for name in names:
-        file = f"curve-{digest([name, along, grid])}.json"
-        found[name] = kept(
+        file = f"curve-{trainings.digest([name, along, grid])}.json"
+        found[name] = trainings.kept(
             folder / file,
             lambda name=name, file=file: evidence_along(
                 result.evidence,
@@ -115,12 +107,12 @@ def curves(
 
 def run(parser: Parser, options: Namespace) -> int:
     """Draw the bounds; the exit code is 1 where a curve is missing."""
-    place, along = place_from(options), options.along
+    place, along = trainings.place_from(options), options.along
     grid = grid_along(**chosen(grid_along, options))
     wanted = {spec.name: spec for spec in map(EstimatorSpec.parse, options.curves)}
     if not wanted or not options.seeds:
         raise ConfigurationError("Name an estimator or more to draw a curve of, and a seed.")
-    setup, training = named_setup(options, place)
+    setup, training = trainings.named_setup(options, place)
     names, problems = [], []
     for name, spec in wanted.items():
         try:
@@ -132,8 +124,8 @@ def run(parser: Parser, options: Namespace) -> int:
         raise ConfigurationError(" ".join(problems))
     for reason in problems:
         show("warning", f"A curve is left out: {reason}")
-    configs = [resolved({**training, "seed": seed}) for seed in options.seeds]
-    done = each_done(curves, configs, place, names=names, along=along, grid=grid)
+    configs = [trainings.resolved({**training, "seed": seed}) for seed in options.seeds]
+    done = trainings.each_done(curves, configs, place, names=names, along=along, grid=grid)
     known = [found for found in done if found is not None]
     if not known:
         return 1
@@ -157,5 +149,5 @@ def run(parser: Parser, options: Namespace) -> int:
     heads = ["estimator", "highest, nats per datum", "standard error", f"there, {along}"]
     folder = folder_name("bounds", along, training["data"], training["model"])
     figure = plots.panels([[panel]], mark_tops=True)
-    write_results(place, folder, [configs, names, along, grid], figure, heads, rows)
+    trainings.write_results(place, folder, [configs, names, along, grid], figure, heads, rows)
     return 1 if problems or len(known) < len(done) else 0

@@ -8,23 +8,10 @@ from typing import Any
 from jsonargparse import Namespace
 
 from evigrad import plots
+from evigrad.cli import trainings
 from evigrad.cli.messages import show
 from evigrad.cli.parser import Options, Parser, add_list
 from evigrad.cli.train import add_training, folder_name
-from evigrad.cli.trainings import (
-    PLACE_OF_TRAINING,
-    Place,
-    digest,
-    each_done,
-    kept,
-    named_setup,
-    place_from,
-    place_of,
-    resolved,
-    run_folder,
-    trained,
-    write_results,
-)
 from evigrad.engine.evaluation import standard_error
 from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
@@ -60,12 +47,14 @@ def make_parser() -> Parser:
     add_list(group, "--seeds", int, [0], "Each is a training of its own for each estimator.")
     options = Options(parser)
     options.add_group("a common measure", evaluated, ("judge",))
-    options.add_group("where", place_of, PLACE_OF_TRAINING)
+    options.add_group("where", trainings.place_of, trainings.PLACE_OF_TRAINING)
     add_training(options, with_estimator=False)
     return parser
 
 
-def evaluated(config: dict[str, Any], place: Place, *, judge: str | None = None) -> dict[str, Any]:
+def evaluated(
+    config: dict[str, Any], place: trainings.Place, *, judge: str | None = None
+) -> dict[str, Any]:
     """Return values at the end of a training, in nats per datum.
 
     They are ``value``, the log evidence by the training's own estimator, ``log_likelihood`` of the
@@ -77,14 +66,14 @@ def evaluated(config: dict[str, Any], place: Place, *, judge: str | None = None)
         judge: Estimator by which the log evidence of all trained networks is evaluated too, for
             the table. Default: none.
     """
-    folder = run_folder(config, place)
-    setup, result = trained(config, folder, place)
+    folder = trainings.run_folder(config, place)
+    setup, result = trainings.trained(config, folder, place)
     found = {"log_likelihood": result.test_metrics["log_likelihood"]}
     for key, name, blocks in (("value", config["estimator"], _BLOCKS), ("judge", judge, None)):
         if name is None:
             continue
-        value = kept(
-            folder / f"evidence-{digest([name, blocks])}.json",
+        value = trainings.kept(
+            folder / f"evidence-{trainings.digest([name, blocks])}.json",
             lambda name=name, blocks=blocks: asdict(
                 evaluate_evidence(
                     result.evidence, setup.data.train, name, seed=config["seed"], blocks=blocks
@@ -95,35 +84,35 @@ def evaluated(config: dict[str, Any], place: Place, *, judge: str | None = None)
     return found
 
 
-def timed(config: dict[str, Any], place: Place) -> dict[str, Any]:
+def timed(config: dict[str, Any], place: trainings.Place) -> dict[str, Any]:
     """Time an estimate by the estimator of a finished training; nothing may run beside it."""
-    folder = run_folder(config, place)
+    folder = trainings.run_folder(config, place)
 
     def compute() -> dict[str, Any]:
-        setup, result = trained(config, folder, place)
+        setup, result = trainings.trained(config, folder, place)
         steps = config["hyper_steps"] or config["steps"]
         times = time_steps(result.evidence, setup.data.train, config["batch_size"], steps)
         return asdict(times)
 
-    return kept(folder / "times.json", compute)
+    return trainings.kept(folder / "times.json", compute)
 
 
 def run(parser: Parser, options: Namespace) -> int:
     """Compare the estimators; the exit code is 1 where one is missing."""
-    place = place_from(options)
+    place = trainings.place_from(options)
     specs = {spec.name: spec for spec in map(EstimatorSpec.parse, options.estimators)}
     if len(specs) < 2 or not options.seeds:
         raise ConfigurationError("Name two estimators or more to compare, and a seed or more.")
     judge = None if options.judge is None else EstimatorSpec.parse(options.judge).name
-    _, training = named_setup(options, place)
+    _, training = trainings.named_setup(options, place)
     configs = [
-        resolved({**training, "estimator": name, "seed": seed})
+        trainings.resolved({**training, "estimator": name, "seed": seed})
         for name in specs
         for seed in options.seeds
     ]
-    done = each_done(evaluated, configs, place, judge=judge)
+    done = trainings.each_done(evaluated, configs, place, judge=judge)
     left = [config for config, found in zip(configs, done, strict=True) if found is not None]
-    times = each_done(timed, left, replace(place, jobs=1))
+    times = trainings.each_done(timed, left, replace(place, jobs=1))
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
     pairs = zip(left, filter(None, done), times, strict=True)
     for config, values, seconds in pairs:
@@ -162,7 +151,7 @@ def run(parser: Parser, options: Namespace) -> int:
     heads += ["test log likelihood", *([] if judge is None else [f"− log evidence by {judge}"])]
     heads.append("on the frontier")
     folder = folder_name("pareto", training["data"], training["model"])
-    write_results(place, folder, [configs, judge], figure, heads, rows)
+    trainings.write_results(place, folder, [configs, judge], figure, heads, rows)
     front = ", ".join(rows[number][0] for number in corners)
     show("note", f"On the frontier, by their time: {front}.")
     return 0 if all(map(len, found.values())) and len(left) == len(configs) else 1
