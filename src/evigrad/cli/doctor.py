@@ -13,7 +13,6 @@ from evigrad.cli.parser import Options, Parser, chosen
 from evigrad.cli.ranks import described_ranks, started_ranks
 from evigrad.cli.setup import MACHINE, set_up
 from evigrad.cli.train import SETTINGS, add_details, add_problem
-from evigrad.engine.evaluation import Estimate
 from evigrad.engine.problem import ParameterReport
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
@@ -37,14 +36,14 @@ class Cost:
 
     ``batch_step`` and ``block_step`` are a forward and backward pass of the training loss over a
     batch, and over a block of ``block_size`` data; ``estimate`` and ``backward`` an estimate
-    without and with its gradient; ``first`` is the estimate itself.
+    without and with its gradient.
     """
 
     batch_step: float
     block_step: float
     estimate: float
     backward: float
-    first: Estimate
+    is_bound: bool
     block_size: int
 
 
@@ -113,7 +112,7 @@ def measure(evidence: Evidence, data: tuple[Tensor, Tensor], batch_size: int) ->
         block_step=step_seconds(evidence, x[chosen], y[chosen]),
         estimate=median_seconds(lambda: evidence.estimate(block), x.device),
         backward=median_seconds(backward, x.device),
-        first=evidence.estimate(block),
+        is_bound=evidence.estimate(block).is_bound,
         block_size=len(chosen),
     )
 
@@ -145,7 +144,7 @@ def _parameter_table(evidence: Evidence, reports: list[ParameterReport]) -> Tabl
 
 def _cost_table(evidence: Evidence, cost: Cost, memory: int, batch_size: int) -> Table:
     name = evidence.spec.name
-    bound = "is a lower bound" if cost.first.is_bound else "is not a guaranteed lower bound"
+    bound = "is a lower bound" if cost.is_bound else "is not a guaranteed lower bound"
     table = Table(
         box=SIMPLE_HEAD,
         title=f"Cost of {name}",
