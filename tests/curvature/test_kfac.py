@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from evigrad.curvature import BlockDiagonal, Kfac, make_structure
 from evigrad.errors import ConfigurationError
-from evigrad.jacobians.linearization import linearize
+from evigrad.jacobians.linearization import Linearization
 from evigrad.jacobians.plan import plan
 
 M, C, K = 3, 2, 2
@@ -163,7 +163,7 @@ def statistics_of(model: nn.Module, x: Tensor, structures, sizes=(), vectors=Non
         structure = make_structure(name, weights, made, **settings)
         statistic = None
         for part in x.split(sizes or len(x)):
-            linearization = linearize(model, weights, part, made, False)
+            linearization = Linearization(model, weights, part, made, False)
             outputs = linearization.outputs.shape[1]
             eye = torch.eye(outputs, dtype=x.dtype).expand(len(part), outputs, outputs)
             statistic = structure.accumulate(statistic, linearization, Root(eye))

@@ -13,7 +13,7 @@ from jacobians.dense import assert_rows, jacobian, random, rows, weights_of
 from torch import Tensor, nn
 
 from evigrad.invariances.noise import sampled
-from evigrad.jacobians import linearize, plan, spot_check
+from evigrad.jacobians import Linearization, plan, spot_check
 from evigrad.jacobians.layers import RULES
 
 M = 4
@@ -201,7 +201,7 @@ def check_folded(model: Any, x: Tensor, word: str | None) -> Any:
     jac = jacobian(model, weights, x)
     for m, k in ((len(x), 1), (2, 3), (1, 1)):
         vectors = random(m, k, 2, seed=k)
-        linearization = linearize(model, weights, x[:m], made, differentiable=False)
+        linearization = Linearization(model, weights, x[:m], made, differentiable=False)
         assert all(linearization.is_closed(name) for name in made.uses)
         expected = rows({name: j[:m] for name, j in jac.items()}, vectors)
         assert any(e.norm() > 1e-3 for e in expected.values())

@@ -8,7 +8,7 @@ from jacobians.dense import random, weights_of
 from torch import Tensor, nn
 
 from evigrad.invariances.noise import sampled
-from evigrad.jacobians import linearize, plan, spot_check
+from evigrad.jacobians import Linearization, plan, spot_check
 
 M, C = 6, 4
 
@@ -57,9 +57,9 @@ def test_bfloat16(samples: int, inside: bool) -> None:
     vectors = random(M, 2, C).float()
     cotangents = {n: 1e-12 * random(M, 2, *w.shape).float() for n, w in weights.items()}
 
-    exact = linearize(model, weights, x, made, differentiable=True)
+    exact = Linearization(model, weights, x, made, differentiable=True)
     with torch.autocast("cpu", torch.bfloat16):
-        coarse = linearize(model, weights, x, made, differentiable=True)
+        coarse = Linearization(model, weights, x, made, differentiable=True)
     assert coarse.mixed and not exact.mixed
     assert coarse.outputs.dtype == torch.float32
     assert all(coarse.is_closed(name) for name in weights)
@@ -108,7 +108,7 @@ def test_spot_checks_are_exact() -> None:
     made = plan(model, weights, x)
     vectors = random(M, 2, C).float()
     with torch.autocast("cpu", torch.bfloat16):
-        linearization = linearize(model, weights, x, made, differentiable=False)
+        linearization = Linearization(model, weights, x, made, differentiable=False)
         assert not spot_check(linearization, vectors, 3)
     assert not spot_check(linearization, vectors, 3)
 
@@ -120,8 +120,8 @@ def test_generic_rows_are_exact() -> None:
     assert made.describe()["0.weight"].startswith("generic")
     vectors = random(M, 2, C).float()
     with torch.autocast("cpu", torch.bfloat16):
-        rows = linearize(model, weights, x, made, False).rows(vectors)
-    expected = linearize(model, weights, x, made, False).rows(vectors)
+        rows = Linearization(model, weights, x, made, False).rows(vectors)
+    expected = Linearization(model, weights, x, made, False).rows(vectors)
     for name, row in rows.items():
         assert relative(row, expected[name]) < (1e-6 if name.startswith("0") else 0.04), name
 

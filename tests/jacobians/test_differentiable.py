@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from zoo import CASES, HYPERPARAMETERS
 
-from evigrad.jacobians import linearize, plan
+from evigrad.jacobians import Linearization, plan
 
 
 def functional(parts: dict[str, Tensor]) -> Tensor:
@@ -40,7 +40,7 @@ def test_gradients_equal_those_of_the_dense_rows(case: str) -> None:
     if x.is_floating_point():
         arguments.append(x.requires_grad_())
 
-    linearization = linearize(model, weights, x, made, differentiable=True)
+    linearization = Linearization(model, weights, x, made, differentiable=True)
     actual = linearization.rows(vectors)
     expected = rows(jacobian(model, weights, x, graph=True), vectors)
     torch.testing.assert_close(functional(actual), functional(expected), rtol=1e-10, atol=0)
@@ -70,7 +70,7 @@ def test_gradients_equal_finite_differences(case: str) -> None:
     weights = weights_of(model, HYPERPARAMETERS)
     made = plan(model, weights, x)
     vectors = random(3, 2, 3)
-    value = functional(linearize(model, weights, x, made, True).rows(vectors))
+    value = functional(Linearization(model, weights, x, made, True).rows(vectors))
     names = [n for n in HYPERPARAMETERS if hasattr(model, n)]
     for name, gradient in zip(
         names, gradients(value, [getattr(model, n) for n in names]), strict=True
@@ -81,7 +81,7 @@ def test_gradients_equal_finite_differences(case: str) -> None:
         for step in (1e-5, -1e-5):
             with torch.no_grad():
                 hyperparameter += step * direction
-            values.append(functional(linearize(model, weights, x, made, False).rows(vectors)))
+            values.append(functional(Linearization(model, weights, x, made, False).rows(vectors)))
             with torch.no_grad():
                 hyperparameter -= step * direction
         slope = (values[0] - values[1]) / 2e-5
@@ -97,7 +97,7 @@ def test_convolution_rows_have_right_derivatives_both_ways(columns: int) -> None
     made = plan(model, weights, x)
     assert made.describe()["0.0.weight"] == "conv2d"
     vectors = random(3, columns, 3)
-    actual = functional(linearize(model, weights, x, made, True).rows(vectors))
+    actual = functional(Linearization(model, weights, x, made, True).rows(vectors))
     expected = functional(rows(jacobian(model, weights, x, graph=True), vectors))
     torch.testing.assert_close(*(gradients(v, [x])[0] for v in (actual, expected)))
 
@@ -118,7 +118,7 @@ def test_first_derivatives_do_not_vouch_for_second_ones() -> None:
     """Rows of a layer norm under vmap are right, but in torch 2.13 their derivatives are not."""
     model, x = NormalisedInside().double(), random(3, 2, 4).requires_grad_()
     weights, vectors = weights_of(model), random(3, 2, 3)
-    actual = linearize(model, weights, x, plan(model, weights, x), True).rows(vectors)
+    actual = Linearization(model, weights, x, plan(model, weights, x), True).rows(vectors)
     expected = rows(jacobian(model, weights, x, graph=True), vectors)
     for name, e in expected.items():
         a = actual[name]
@@ -137,7 +137,7 @@ def test_factors_have_the_derivatives_of_the_rows() -> None:
     weights = weights_of(model, HYPERPARAMETERS)
     made = plan(model, weights, x)
     vectors = random(3, 2, 3)
-    linearization = linearize(model, weights, x, made, differentiable=True)
+    linearization = Linearization(model, weights, x, made, differentiable=True)
     name, arguments = "body.weight", [model.gate, model.input_scale]
     (use,) = linearization.factors(vectors, [name])[name]
     product = torch.einsum("nkgto,ngti->nkgoi", use.gradients, use.inputs)
@@ -157,7 +157,7 @@ def test_without_derivatives_everything_is_detached(case: str) -> None:
     model.eval()
     weights = weights_of(model, HYPERPARAMETERS)
     made = plan(model, weights, x)
-    linearization = linearize(model, weights, x.requires_grad_(), made, differentiable=False)
+    linearization = Linearization(model, weights, x.requires_grad_(), made, differentiable=False)
     vectors = random(3, 2, 3).requires_grad_()
     assert not linearization.outputs.requires_grad
     assert not any(r.requires_grad for r in linearization.rows(vectors).values())
@@ -174,7 +174,7 @@ def test_inside_no_grad(differentiable: bool) -> None:
     expected = rows(jacobian(model, weights, x), vectors)
     with torch.no_grad():
         made = plan(model, weights, x)
-        linearization = linearize(model, weights, x, made, differentiable)
+        linearization = Linearization(model, weights, x, made, differentiable)
         actual = linearization.rows(vectors)
     for name, e in expected.items():
         torch.testing.assert_close(actual[name], e)

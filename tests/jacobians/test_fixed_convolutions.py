@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evigrad.jacobians import linearize, plan
+from evigrad.jacobians import Linearization, plan
 from evigrad.jacobians.convolutions import Geometry, fixed_convolution
 
 GEOMETRIES = {
@@ -52,7 +52,7 @@ def test_rows_never_share_memory() -> None:
     model = Branches().eval()
     weights, x = dict(model.named_parameters()), random(4, 3)
     made = plan(model, weights, x)
-    rows = linearize(model, weights, x, made, False).rows(random(4, 1, 3))
+    rows = Linearization(model, weights, x, made, False).rows(random(4, 1, 3))
     kept = rows["second"].clone()
     rows["first"].zero_()
     torch.testing.assert_close(rows["second"], kept)

@@ -10,7 +10,7 @@ from jacobians.calls import Folded, M, called, check_folded
 from jacobians.dense import assert_rows, jacobian, random, rows, weights_of
 from torch import Tensor, nn
 
-from evigrad.jacobians import convolutions, linearize, plan
+from evigrad.jacobians import Linearization, convolutions, plan
 
 
 @pytest.mark.parametrize("name", ["conv1d", "conv2d", "conv3d"])
@@ -53,7 +53,7 @@ def test_a_length_that_does_not_grow_with_the_data() -> None:
     for m in (6, 3, 2, 1):
         vectors = random(m, 2, 2)
         expected = rows(jacobian(model, weights, x[:m]), vectors)
-        assert_rows(linearize(model, weights, x[:m], made, False).rows(vectors), expected)
+        assert_rows(Linearization(model, weights, x[:m], made, False).rows(vectors), expected)
 
 
 def test_another_number_of_parts_than_planned_is_not_closed() -> None:
@@ -61,7 +61,7 @@ def test_another_number_of_parts_than_planned_is_not_closed() -> None:
     weights = weights_of(model, ["gate"])
     made = plan(model, weights, x)
     model.parts = 2
-    linearization = linearize(model, weights, x, made, False)
+    linearization = Linearization(model, weights, x, made, False)
     assert not linearization.is_closed("body.weight")
     vectors = random(M, 2, 2)
     assert_rows(linearization.rows(vectors), rows(jacobian(model, weights, x), vectors))
@@ -75,7 +75,7 @@ def test_derivatives() -> None:
     arguments = [vectors, model.gate]
     cotangents = {name: random(M, 2, *w.shape, seed=4) for name, w in weights.items()}
     expected = rows(jacobian(model, weights, x, graph=True), vectors)
-    linearization = linearize(model, weights, x, made, True)
+    linearization = Linearization(model, weights, x, made, True)
     actual = linearization.rows(vectors)
     values = [
         sum(((r[name] * c).sum() for name, c in cotangents.items()), start=torch.zeros(()))
@@ -97,7 +97,7 @@ def test_factors_over_samples(body: str, index: int, parts: int, samples: int) -
     x, vectors, weights = random(M, *shape), random(M, 2, 2), weights_of(model, ["gate"])
     made = plan(model, weights, x)
     assert "body.weight" in made.kronecker
-    linearization = linearize(model, weights, x, made, False)
+    linearization = Linearization(model, weights, x, made, False)
     (use,) = linearization.factors(vectors, ["body.weight"])["body.weight"]
     seen: list[Tensor] = []
     handle = model.body.register_forward_hook(lambda _, args, out: seen.extend((args[0], out)))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zoo import CASES, HYPERPARAMETERS
 
 from evigrad.errors import ConfigurationError
-from evigrad.jacobians import convolutions, linearize, plan
+from evigrad.jacobians import Linearization, convolutions, plan
 
 
 def gradients(value: Tensor, arguments: Sequence[Tensor]) -> list[Tensor]:
@@ -42,7 +42,7 @@ def test_zoo(case: str, each: bool) -> None:
         for i, (name, w) in enumerate(weights.items())
     }
     with mock.patch.object(convolutions, "_WORTH_A_CALL", 0 if each else 2**62):
-        linearization = linearize(model, weights, x, made, differentiable=True)
+        linearization = Linearization(model, weights, x, made, differentiable=True)
         rows = linearization.rows(vectors)
         for names in (list(weights), *([name] for name in weights)):
             some = {name: cotangents[name] for name in names}
@@ -56,7 +56,7 @@ def test_zoo(case: str, each: bool) -> None:
             assert not any(g.any() for g in gradients(actual, list(some.values())))
 
         with torch.no_grad():
-            detached = linearize(model, weights, x, made, differentiable=False)
+            detached = Linearization(model, weights, x, made, differentiable=False)
             value = detached.inner(vectors, cotangents)
         assert not value.requires_grad
         torch.testing.assert_close(value, linearization.inner(vectors, cotangents).detach())
@@ -65,7 +65,7 @@ def test_zoo(case: str, each: bool) -> None:
 def test_nothing_asked_for() -> None:
     model, x = CASES["linear"].build(4)
     weights = weights_of(model.eval(), HYPERPARAMETERS)
-    linearization = linearize(model, weights, x, plan(model, weights, x), True)
+    linearization = Linearization(model, weights, x, plan(model, weights, x), True)
     assert linearization.inner(random(4, 2, 3), {}) == 0
     with pytest.raises(ConfigurationError, match="no weight named"):
         linearization.inner(random(4, 2, 3), {"body.0.weigth": random(4, 2, 4, 3)})
@@ -77,14 +77,14 @@ def test_channels_last() -> None:
     weights, x, vectors = weights_of(model), random(3, 3, 4, 4), random(3, 2, 3)
     made = plan(model, weights, x)
     cotangents = {name: random(3, 2, *w.shape) for name, w in weights.items()}
-    rows = linearize(model, weights, x, made, False).rows(vectors)
+    rows = Linearization(model, weights, x, made, False).rows(vectors)
     for p in model.parameters():
         if p.dim() == 4:
             p.data = p.contiguous(memory_format=torch.channels_last)
     x = x.contiguous(memory_format=torch.channels_last)
     for way in (0, 2**62):
         with mock.patch.object(convolutions, "_WORTH_A_CALL", way):
-            linearization = linearize(model, weights, x, made, True)
+            linearization = Linearization(model, weights, x, made, True)
             assert all(linearization.is_closed(name) for name in weights)
             torch.testing.assert_close(linearization.rows(vectors), rows)
             value = torch.stack([(rows[n] * c).sum() for n, c in cotangents.items()]).sum()

@@ -12,7 +12,7 @@ from jacobians.dense import random, weights_of
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
-from evigrad.jacobians import KroneckerUse, linearize, patch_grams, plan
+from evigrad.jacobians import KroneckerUse, Linearization, patch_grams, plan
 from evigrad.jacobians.convolutions import Geometry
 from evigrad.jacobians.kronecker import ConvolutionUse
 
@@ -182,7 +182,7 @@ def test_of_a_linearization(way: str) -> None:
     weights = weights_of(model, ["0.weight"])
     x, vectors = random(3, 2, 4, 4), random(3, 2, 3)
     made = plan(model, weights, x)
-    linearization = linearize(model, weights, x, made, differentiable=True)
+    linearization = Linearization(model, weights, x, made, differentiable=True)
     name, slopes, values = "1.2.weight", [], []
     with mock.patch.dict(vars(patch_grams), WAYS[way]):
         (use,) = linearization.factors(vectors, [name])[name]

@@ -17,7 +17,6 @@ from evigrad.jacobians import (
     Linearization,
     MatrixUse,
     Recorder,
-    linearize,
     matrix_uses,
     plan,
 )
@@ -61,7 +60,7 @@ def check(layer: nn.Module, x: Tensor, word: str, *, k: int = K, first: bool = F
     vectors = random(len(x), k, C, seed=1)
     expected = rows(jacobian(model, weights, x), vectors)
     assert any(e.norm() > 1e-3 for name, e in expected.items() if name in words)
-    linearization = linearize(model, weights, x, made, differentiable=False)
+    linearization = Linearization(model, weights, x, made, differentiable=False)
     assert_rows(linearization.rows(vectors), expected)
     check_factors(linearization, made, vectors, expected)
 
@@ -105,7 +104,7 @@ def test_every_closed_form(function: Callable[..., Tensor], case: Case, parts: i
     weights = weights_of(model, ["gate"])
     assert made.kronecker == {f"body.{slot}" for slot in rule.kronecker}
     vectors = random(M, K, 2)
-    linearization = linearize(model, weights, x, made, differentiable=False)
+    linearization = Linearization(model, weights, x, made, differentiable=False)
     expected = rows(jacobian(model, weights, x), vectors)
     check_factors(linearization, made, vectors, expected)
     for name, (use,) in matrix_uses(made, weights).items():
@@ -201,7 +200,7 @@ def test_a_sparse_embedding() -> None:
     layer.sparse = True
     made = plan(model, weights, x)
     assert made.describe()["layer.weight"] == "embedding"
-    assert_rows(linearize(model, weights, x, made, False).rows(vectors), expected)
+    assert_rows(Linearization(model, weights, x, made, False).rows(vectors), expected)
 
 
 class Operator(nn.Module):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import CASES, HYPERPARAMETERS
 
 from evigrad.errors import InputError
-from evigrad.jacobians import linearize, plan
+from evigrad.jacobians import Linearization, plan
 
 LINEAR = "linear"
 VMAP, LOOP = "generic: vmap", "generic: loop"
@@ -32,7 +32,7 @@ def check(model: Any, x: Tensor, expected_words: dict[str, str] | None = None) -
     jac = jacobian(model, weights, x)
     for m, k in ((len(x), 1), (2, 4), (1, 2)):
         vectors = random(m, k, f.shape[1], seed=k)
-        linearization = linearize(model, weights, x[:m], made, differentiable=False)
+        linearization = Linearization(model, weights, x[:m], made, differentiable=False)
         torch.testing.assert_close(linearization.outputs, f[:m], rtol=1e-12, atol=1e-12)
         expected = rows({name: j[:m] for name, j in jac.items()}, vectors)
         assert_rows(linearization.rows(vectors), expected)
@@ -332,7 +332,7 @@ def test_sequence_first_inside(positions: int) -> None:
     # A single datum has them too.
     model, x = net.double().eval(), random(3, positions, 2)
     weights = weights_of(model)
-    one = linearize(model, weights, x[:1], plan(model, weights, x), differentiable=False)
+    one = Linearization(model, weights, x[:1], plan(model, weights, x), differentiable=False)
     assert all(one.is_closed(name) for name in weights)
 
 
@@ -452,7 +452,7 @@ def test_float32() -> None:
     made = plan(net, weights, x)
     assert set(made.describe().values()) == {"conv2d", "linear"}
     vectors = random(5, 2, 4).float()
-    actual = linearize(net, weights, x, made, False).rows(vectors)
+    actual = Linearization(net, weights, x, made, False).rows(vectors)
     expected = rows(jacobian(net, weights, x), vectors)
     for name, e in expected.items():
         assert actual[name].dtype == torch.float32

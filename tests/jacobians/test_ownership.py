@@ -14,7 +14,7 @@ from zoo import CASES, HYPERPARAMETERS
 
 from evigrad import Evidence, Memory
 from evigrad.errors import ConfigurationError
-from evigrad.jacobians import check_separate, linearize, plan
+from evigrad.jacobians import Linearization, check_separate, plan
 from evigrad.jacobians import linearization as linearizing
 from evigrad.jacobians.linearization import uses_of
 from evigrad.jacobians.ownership import probed, traced
@@ -154,7 +154,7 @@ def test_rows_of_data_in_any_order(way: Any, differentiable: bool) -> None:
     for order in (torch.arange(7), x[:, 0].argsort(), x[:, 0].argsort(descending=True)):
         for m in (1, 2, 4, 7):
             vectors, part = random(m, 2, 3), order[:m]
-            pass_ = linearize(model, weights, x[part], made, differentiable)
+            pass_ = Linearization(model, weights, x[part], made, differentiable)
             expected = rows({name: of[part] for name, of in jac.items()}, vectors)
             assert_rows({n: r.detach() for n, r in pass_.rows(vectors).items()}, expected)
 
@@ -173,7 +173,7 @@ def test_ordinary_networks_are_known_by_their_graph(
     assert traced(f, calls)[0] <= probed(f, calls, False) <= everyone
     made = plan(model, weights, x[:3])
     monkeypatch.setattr(linearizing, "probed", lambda *_: pytest.fail("not known by the graph"))
-    pass_ = linearize(model, weights, x, made, True)
+    pass_ = Linearization(model, weights, x, made, True)
     assert all(map(pass_.is_closed, made.uses)) and not pass_.may_mix
 
 
@@ -223,7 +223,7 @@ def test_one_position_of_each_datum_is_known_by_the_graph(is_own: bool) -> None:
     assert layers["last.weight"] in found
     assert (layers["layer.weight"] in found) == (layers["first.weight"] in found) == is_own
     vectors = random(4, 2, 3)
-    linearization = linearize(net, weights, x, plan(net, weights, x), differentiable=False)
+    linearization = Linearization(net, weights, x, plan(net, weights, x), differentiable=False)
     assert_rows(linearization.rows(vectors), rows(jacobian(net, weights, x), vectors))
 
 

@@ -10,7 +10,7 @@ from jacobians.dense import assert_rows, jacobian, random, rows, weights_of
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, InputError
-from evigrad.jacobians import linearize, plan
+from evigrad.jacobians import Linearization, plan
 from evigrad.jacobians.layers import RULES, Linear, Match
 
 
@@ -32,7 +32,7 @@ class Function(nn.Module):
 def check_rows(model: nn.Module, made: Any, x: Tensor) -> None:
     weights, vectors = weights_of(model), random(len(x), 2, 2)
     expected = rows(jacobian(model, weights, x), vectors)
-    assert_rows(linearize(model, weights, x, made, False).rows(vectors), expected)
+    assert_rows(Linearization(model, weights, x, made, False).rows(vectors), expected)
 
 
 class Doubled(Linear):
@@ -84,7 +84,7 @@ def test_names_keep_the_order_of_the_weights() -> None:
     model, x = two_layers(), random(4, 3)
     weights = dict(reversed(weights_of(model).items()))
     made = plan(model, weights, x)
-    linearization = linearize(model, weights, x, made, False)
+    linearization = Linearization(model, weights, x, made, False)
     assert list(made.describe()) == list(linearization.rows(random(4, 1, 2))) == list(weights)
 
 
@@ -94,7 +94,7 @@ def test_subset_of_the_weights() -> None:
     made = plan(model, weights, x)
     vectors = random(4, 2, 2)
     expected = rows(jacobian(model, weights, x), vectors)
-    assert_rows(linearize(model, weights, x, made, False).rows(vectors), expected)
+    assert_rows(Linearization(model, weights, x, made, False).rows(vectors), expected)
 
 
 def test_parameter_used_otherwise_than_planned() -> None:
@@ -112,7 +112,7 @@ def test_parameter_used_otherwise_than_planned() -> None:
     assert made.describe()["model.0.weight"] == "linear"
     for shift in (0, 200, -200):
         check_rows(model, made, x + shift)
-    linearization = linearize(model, weights_of(model), x + 200, made, False)
+    linearization = Linearization(model, weights_of(model), x + 200, made, False)
     linearization.factors(random(4, 1, 2), ["model.2.weight"])
     with pytest.raises(InputError, match="used otherwise"):
         linearization.factors(random(4, 1, 2), ["model.0.weight"])
@@ -136,7 +136,7 @@ def test_inputs_of_another_shape_than_planned() -> None:
 def test_rows_may_be_taken_again_and_again(k: int) -> None:
     model, x = two_layers(), random(4, 3)
     weights = weights_of(model)
-    linearization = linearize(model, weights, x, plan(model, weights, x), False)
+    linearization = Linearization(model, weights, x, plan(model, weights, x), False)
     first = linearization.rows(random(4, k, 2))
     linearization.factors(random(4, k, 2), ["0.weight"])
     linearization.rows(random(4, k, 2, seed=1))
@@ -149,7 +149,7 @@ def test_one_forward_pass_where_everything_is_closed() -> None:
     weights = weights_of(model)
     made = plan(model, weights, x)
     model.register_forward_hook(lambda *_: passes.append(1))
-    linearization = linearize(model, weights, x, made, False)
+    linearization = Linearization(model, weights, x, made, False)
     linearization.rows(random(4, 2, 2))
     linearization.factors(random(4, 2, 2), ["0.weight"])
     assert len(passes) == 1
@@ -158,7 +158,7 @@ def test_one_forward_pass_where_everything_is_closed() -> None:
 def test_unknown_name() -> None:
     model, x = two_layers(), random(4, 3)
     weights = weights_of(model)
-    linearization = linearize(model, weights, x, plan(model, weights, x), False)
+    linearization = Linearization(model, weights, x, plan(model, weights, x), False)
     with pytest.raises(ConfigurationError, match=r"'0\.wieght'.*'0\.weight'"):
         linearization.rows(random(4, 1, 2), ["0.wieght"])
     with pytest.raises(ConfigurationError, match="no Kronecker factors"):
@@ -184,7 +184,7 @@ def test_outputs_of_another_shape(forward: Callable, message: str) -> None:
     made = plan(model, weights_of(model), random(5, 3))
     model.function = made_of
     with pytest.raises(InputError, match=message):
-        linearize(model, weights_of(model), random(5, 3), made, False)
+        Linearization(model, weights_of(model), random(5, 3), made, False)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_no_data() -> None:
         with pytest.raises(InputError, match="no data"):
             plan(model, weights, x)
     with pytest.raises(InputError, match="no data"):
-        linearize(model, weights, random(0, 3), plan(model, weights, random(3, 3)), False)
+        Linearization(model, weights, random(0, 3), plan(model, weights, random(3, 3)), False)
 
 
 def test_weights_that_are_none() -> None:
@@ -222,20 +222,23 @@ def test_weights_that_are_none() -> None:
         {"0.wieght": model.get_parameter("0.weight")},
         {"0.weight": nn.Parameter(model.get_parameter("0.weight").detach())},
     ):
-        for call in (lambda w: plan(model, w, x), lambda w: linearize(model, w, x, made, False)):
+        for call in (
+            lambda w: plan(model, w, x),
+            lambda w: Linearization(model, w, x, made, False),
+        ):
             with pytest.raises(ConfigurationError, match="not that parameter"):
                 call(weights)
     weights = weights_of(model)
     weights["0.weight"].requires_grad_(False)
     with pytest.raises(ConfigurationError, match="requires a gradient"):
-        linearize(model, weights, x, made, False)
+        Linearization(model, weights, x, made, False)
 
 
 def test_no_gradients_in_inference_mode() -> None:
     model, x = two_layers(), random(4, 3)
     made = plan(model, weights_of(model), x)
     with torch.inference_mode(), pytest.raises(ConfigurationError, match="inference_mode"):
-        linearize(model, weights_of(model), x, made, False)
+        Linearization(model, weights_of(model), x, made, False)
 
 
 def test_hook_on_a_gradient() -> None:

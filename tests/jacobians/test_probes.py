@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from evigrad.errors import ConfigurationError, InputError
-from evigrad.jacobians import linearize, plan
+from evigrad.jacobians import Linearization, plan
 from evigrad.jacobians.layers import RULES, Linear, Match
 
 
@@ -48,7 +48,7 @@ def by_name(net: Any, x: Tensor) -> Tensor:
 def check_rows(model: nn.Module, made: Any, x: Tensor) -> None:
     weights, vectors = weights_of(model), random(len(x), 2, 3)
     expected = rows(jacobian(model, weights, x), vectors)
-    assert_rows(linearize(model, weights, x, made, False).rows(vectors), expected)
+    assert_rows(Linearization(model, weights, x, made, False).rows(vectors), expected)
 
 
 @pytest.mark.parametrize(

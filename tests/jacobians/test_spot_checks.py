@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zoo import CASES, HYPERPARAMETERS
 
 from evigrad.errors import ConfigurationError
-from evigrad.jacobians import demote, linearize, plan, spot_check
+from evigrad.jacobians import Linearization, demote, plan, spot_check
 from evigrad.jacobians.layers import RULES, Linear, Match
 
 
@@ -42,7 +42,7 @@ def sorting(net: Any, x: Tensor) -> Tensor:
 
 def check(model: nn.Module, x: Tensor, made: Any, index: int, k: int = 2) -> set[str]:
     weights = weights_of(model, HYPERPARAMETERS)
-    linearization = linearize(model, weights, x, made, False)
+    linearization = Linearization(model, weights, x, made, False)
     vectors = random(len(x), k, linearization.outputs.shape[1]).to(linearization.outputs)
     return spot_check(linearization, vectors, index)
 
@@ -63,7 +63,7 @@ def test_sorted_data_that_were_tied_in_planning(differentiable: bool) -> None:
     weights = weights_of(model)
     made = plan(model, weights, tied[:3])
     assert made.words["last.weight"] == "linear"
-    linearization = linearize(model, weights, x, made, differentiable)
+    linearization = Linearization(model, weights, x, made, differentiable)
     vectors, found = random(6, 2, 3), {"last.weight", "last.bias"}
     # The rows are right in the pass itself, whose owners are known: there is nothing to be found.
     assert {name for name in made.uses if not linearization.is_closed(name)} == found
@@ -75,7 +75,7 @@ def test_sorted_data_that_were_tied_in_planning(differentiable: bool) -> None:
     assert mended.words == {**made.words, **dict.fromkeys(found, "generic: loop")}
     assert mended.kronecker == made.kronecker - {"last.weight"} == {"first.weight"}
     assert not found & set(mended.uses)
-    actual = linearize(model, weights, x, mended, False).rows(vectors)
+    actual = Linearization(model, weights, x, mended, False).rows(vectors)
     assert_rows(actual, rows(jacobian(model, weights, x), vectors))
     assert check(model, x, mended, 0) == set()
 
@@ -149,7 +149,7 @@ def test_nothing_is_run_where_all_goes_through_the_loop() -> None:
     weights = weights_of(model)
     made = demote(plan(model, weights, x[:3]), list(weights))
     assert set(made.describe().values()) == {"generic: loop"}
-    linearization = linearize(model, weights, x, made, False)
+    linearization = Linearization(model, weights, x, made, False)
     passes = []
     model.register_forward_hook(lambda *_: passes.append(1))
     assert spot_check(linearization, random(5, 2, 3), 0) == set()
@@ -163,7 +163,7 @@ def test_one_pass_of_one_datum() -> None:
     model, x = Net(plain), random(5, 3)
     weights = weights_of(model)
     made = plan(model, weights, x[:3])
-    linearization = linearize(model, weights, x, made, False)
+    linearization = Linearization(model, weights, x, made, False)
     sizes = []
     model.register_forward_hook(lambda module, args, output: sizes.append(len(args[0])))
     assert spot_check(linearization, random(5, 2, 3), 2) == set()
@@ -177,7 +177,7 @@ def test_demoting_an_unused_parameter() -> None:
     assert check(model, x, made, 0) == set()
     mended = demote(made, {"shift"})
     vectors = random(5, 2, 3)
-    actual = linearize(model, weights_of(model), x, mended, False).rows(vectors)
+    actual = Linearization(model, weights_of(model), x, mended, False).rows(vectors)
     assert_rows(actual, rows(jacobian(model, weights_of(model), x), vectors))
 
 

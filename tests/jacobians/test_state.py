@@ -13,7 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from zoo import CASES, HYPERPARAMETERS
 
 from evigrad.errors import InputError
-from evigrad.jacobians import linearize, plan
+from evigrad.jacobians import Linearization, plan
 from evigrad.jacobians.generic import vmap_rows
 from evigrad.jacobians.modes import model_run
 
@@ -72,7 +72,7 @@ class Talkative(nn.Module):
 def run(model: nn.Module, x: Tensor, differentiable: bool) -> None:
     weights = weights_of(model, HYPERPARAMETERS)
     made = plan(model, weights, x)
-    linearization = linearize(model, weights, x, made, differentiable)
+    linearization = Linearization(model, weights, x, made, differentiable)
     parts = linearization.rows(random(len(x), 2, linearization.outputs.shape[1]))
     if differentiable:
         targets = [p for n, p in model.named_parameters() if n in HYPERPARAMETERS]
@@ -124,8 +124,8 @@ def test_model_is_as_before_after_an_exception() -> None:
     before, around = snapshot(model), global_state()
     for call in (
         lambda: plan(model, weights, x),
-        lambda: linearize(model, weights, x, made, False),
-        lambda: linearize(model, weights, x, made, True),
+        lambda: Linearization(model, weights, x, made, False),
+        lambda: Linearization(model, weights, x, made, True),
     ):
         with pytest.raises(InputError, match="on the way"):
             call()
@@ -209,7 +209,7 @@ def test_exception_in_the_cotangents_leaves_the_model_as_it_was() -> None:
     model, x = CASES["transposed"].build(3)
     model.eval()
     weights = weights_of(model, HYPERPARAMETERS)
-    linearization = linearize(model, weights, x, plan(model, weights, x), False)
+    linearization = Linearization(model, weights, x, plan(model, weights, x), False)
     before = snapshot(model)
     with pytest.raises(RuntimeError):
         linearization.rows(random(3, 1, 5))
@@ -225,7 +225,7 @@ def test_graph_goes_with_the_linearization(differentiable: bool) -> None:
     model, x = CASES["conv2d"].build(3)
     model.eval()
     weights = weights_of(model, HYPERPARAMETERS)
-    linearization = linearize(model, weights, x, plan(model, weights, x), differentiable)
+    linearization = Linearization(model, weights, x, plan(model, weights, x), differentiable)
     linearization.rows(random(3, 2, 3))
     node = weakref.ref(linearization)
     gc.disable()  # it must not take the garbage collector to free the memory

@@ -9,7 +9,7 @@ from jacobians.dense import random
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from evigrad.jacobians import Recorder, linearize, plan
+from evigrad.jacobians import Linearization, Recorder, plan
 
 M, T, D = 3, 4, 6
 
@@ -130,6 +130,6 @@ def test_packed_sequences_take_the_loop() -> None:
     made = plan(model, weights, x)
     assert made.describe()["rnn.weight_hh_l0"] == "generic: loop"
     vectors = random(M, 1, 2)
-    rows = linearize(model, weights, x, made, differentiable=False).rows(vectors)
+    rows = Linearization(model, weights, x, made, differentiable=False).rows(vectors)
     (expected,) = torch.autograd.grad(model(x[:1]), [weights["rnn.weight_hh_l0"]], vectors[:1, 0])
     torch.testing.assert_close(rows["rnn.weight_hh_l0"][0, 0], expected)

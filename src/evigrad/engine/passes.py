@@ -23,7 +23,6 @@ from evigrad.jacobians import (
     Linearization,
     Recorder,
     check_separate,
-    linearize,
     model_outputs,
     model_run,
 )
@@ -188,7 +187,7 @@ def linearized(block_pass: BlockPass, chunk: Chunk, differentiable: bool) -> Lin
     """The forward pass of a micro-batch; its rows have a graph if ``differentiable``."""
     plan = chunk.plan or block_pass.plan
     with _autocast(block_pass.problem):
-        linearization = linearize(
+        linearization = Linearization(
             plan.model, block_pass.problem.weights, chunk.x, plan.jacobian, differentiable
         )
     _check_outputs(chunk.plan or plan, linearization.outputs)
@@ -313,7 +312,7 @@ def _pass_bytes(block_pass: BlockPass, kind: str, x: Inputs) -> int:
         HeldBytes() as held,
     ):
         second, graph = kind == "second", None
-        lin = linearize(plan.model, weights, packed, plan.jacobian, second)
+        lin = Linearization(plan.model, weights, packed, plan.jacobian, second)
         if second:
             shape = (len(x), width)
             zeros = {n: w.new_zeros(1).expand(*shape, *w.shape) for n, w in weights.items()}

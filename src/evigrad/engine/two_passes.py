@@ -26,7 +26,7 @@ from evigrad.engine.passes import (
     over_chunks,
 )
 from evigrad.engine.problem import InputPlan, Problem
-from evigrad.jacobians import linearize
+from evigrad.jacobians import Linearization
 from evigrad.likelihoods.calls import log_probabilities
 
 
@@ -252,7 +252,7 @@ def _add_hessian(
 def _spot_checked(problem: Problem, plan: InputPlan, chunk: Chunk, shared: bool) -> InputPlan:
     """The plan, without derivatives that are wrong at the first micro-batch, of any rank."""
     with torch.enable_grad():
-        linearization = linearize(plan.model, problem.weights, chunk.x, plan.jacobian, False)
+        linearization = Linearization(plan.model, problem.weights, chunk.x, plan.jacobian, False)
     return problem.plans.checked(plan, linearization, problem.ranks if shared else None)
 
 

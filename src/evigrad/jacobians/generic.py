@@ -1,8 +1,8 @@
 """Rows of any module, one datum at a time.
 
 ``loop_rows`` is the reference: one forward pass of the model for each datum and one backward pass
-for each row. ``vmap_rows`` computes the same for all data at once, where the module's operations
-can be vectorised.
+for each row. Other ways have to agree with it up to rounding (``close``). ``vmap_rows`` computes
+the same for all data at once, where the module's operations can be vectorised.
 """
 
 import warnings
@@ -15,6 +15,13 @@ from torch.func import functional_call, vjp, vmap
 
 from evigrad.inputs import scores_of
 from evigrad.jacobians.arguments import check_output, model_outputs
+
+# Largest relative difference, and the part of the largest norm below which all is rounding (a
+# bias in front of a normalisation, say, has no rows but that).
+_TOLERANCES = {torch.float64: (1e-6, 1e-12), torch.float32: (1e-3, 1e-6)}
+_COARSE_TOLERANCES = (5e-2, 1e-3)
+# Convolutions on a GPU round to TF32 unless told otherwise.
+_TF32_FACTOR = 10.0
 
 
 def loop_rows(
@@ -108,3 +115,30 @@ def vmap_rows(
         # vmap loops over operations without a batching rule, which still beats ``loop_rows``.
         warnings.filterwarnings("ignore", message="There is a performance drop")
         return vmap(rows_of_datum)(x.clone(), vectors)
+
+
+# ------------------------------------------------------------ how nearly numbers have to agree
+
+
+def close(value: Tensor, expected: Tensor, norm: Tensor | float = 0.0, factor: float = 1.0) -> bool:
+    """Whether two tensors agree in norm up to rounding; False where one is not finite."""
+    # ``norm`` belongs to the tensors that rounding errors came from, where it is larger.
+    relative, rounding = tolerances(expected)
+    allowed = relative * expected.norm() + rounding * norm
+    return value.shape == expected.shape and bool((value - expected).norm() <= factor * allowed)
+
+
+def close_outputs(value: Tensor, expected: Tensor, scale: Tensor) -> bool:
+    """Whether outputs (n, C) agree up to rounding of the largest norm ``scale`` of the batch."""
+    if value.shape != expected.shape:
+        return False
+    allowed = tolerances(expected)[0] * torch.maximum(expected.norm(dim=1), scale)
+    return bool(((value - expected).norm(dim=1) <= allowed).all())
+
+
+def tolerances(like: Tensor) -> tuple[float, float]:
+    """Relative tolerance in this type, and the part of the largest norm that is rounding."""
+    relative, rounding = _TOLERANCES.get(like.dtype, _COARSE_TOLERANCES)
+    if like.is_cuda and like.dtype == torch.float32:
+        relative *= _TF32_FACTOR
+    return relative, rounding

@@ -31,13 +31,26 @@ def uses_of(calls: Sequence[Call]) -> dict[str, list[tuple[Call, str]]]:
 class Linearization:
     """One forward pass of a model over m data, and the rows of its Jacobian.
 
-    Made by ``linearize``, with its arguments as attributes. It holds the autograd graph of the pass
-    for as long as it lives.
+    The model must be in evaluation mode; its attributes, buffers, hooks and gradients stay as they
+    are. The autograd graph of the pass is held for as long as this lives.
+
+    Args:
+        model: Maps m inputs to (m, C).
+        weights: Name → trainable parameter of the model, the coordinates of the Jacobian.
+        x: The m inputs; dim 0 counts the data.
+        plan: From ``plan`` for the same model and weights.
+        differentiable: Whether outputs and rows get a graph into x and the model's parameters that
+            are not in ``weights`` (outputs possibly into weights too). Else they are detached.
 
     Attributes:
         outputs: f(x), in the weights' type; has a graph only if ``differentiable``.
         mixed: Whether the pass ran under autocast. Closed forms then have its precision and the
             weights' type; the other rows are computed without autocast.
+
+    Raises:
+        InputError: If there are no data, or the outputs are not of shape (m, C).
+        ConfigurationError: If a weight is not a parameter of the model that requires a gradient,
+            or gradients are off.
     """
 
     outputs: Float[Tensor, "m C"]
@@ -51,6 +64,7 @@ class Linearization:
         plan: JacobianPlan,
         differentiable: bool,
     ) -> None:
+        check_call(model, weights, x)
         self.model, self.weights, self.x, self.plan = model, weights, x, plan
         self._differentiable = differentiable
         # Where nothing has a closed form there is nothing to record, and recording might disturb.
@@ -112,7 +126,7 @@ class Linearization:
             gradients = self._gradients(vectors)
             for name in closed:
                 cotangent = cotangents[name].detach()
-                for call, slot, gradient in joined(self._with_gradients(name, gradients)):
+                for call, slot, gradient in self._joined_uses(name, gradients):
                     total = total + call.inner(slot, gradient, cotangent)
             for name, rows in self._generic_rows(vectors, generic).items():
                 total = total + (cotangents[name].detach() * rows).sum()
@@ -175,7 +189,17 @@ class Linearization:
                 )
         with self._computing():
             gradients = self._gradients(vectors)
-            return {name: self._factors_of(name, gradients, vectors, average) for name in names}
+            found = {
+                name: [
+                    call.factors(gradient, average)
+                    for call, _, gradient in self._joined_uses(name, gradients, vectors)
+                ]
+                for name in names
+            }
+        # Detached, because a view of the recorded input requires a gradient if that input does.
+        if self._differentiable:
+            return found
+        return {name: [use.detach() for use in uses] for name, uses in found.items()}
 
     def products(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
@@ -194,11 +218,10 @@ class Linearization:
             found = {
                 name: [
                     call.products(gradient)
-                    for call, _, gradient in self._at_positions(name, gradients, vectors)
+                    for call, _, gradient in self._joined_uses(name, gradients, vectors)
                 ]
                 for name in names
             }
-        # A view of the recorded input requires a gradient if that input does.
         if self._differentiable:
             return found
         return {n: [(a.detach(), g.detach()) for a, g in each] for n, each in found.items()}
@@ -281,21 +304,32 @@ class Linearization:
         """Rows of all data, or of one, from the gradients in the outputs of calls."""
         rows: dict[str, Tensor] = {}
         for name in names:
-            for call, slot, gradient in joined(self._with_gradients(name, gradients)):
+            for call, slot, gradient in self._joined_uses(name, gradients):
                 if index is not None:
                     call, gradient = call.datum(index), gradient[index : index + 1]
                 part = call.rows(slot, gradient)
                 rows[name] = rows[name] + part if name in rows else part
         return rows
 
-    def _with_gradients(
-        self, name: str, gradients: Mapping[int, Tensor | None]
-    ) -> Iterator[tuple[Call, str, Tensor]]:
-        """The uses of a parameter that the outputs depend on."""
+    def _joined_uses(
+        self,
+        name: str,
+        gradients: Mapping[int, Tensor | None],
+        vectors: Float[Tensor, "m k C"] | None = None,
+    ) -> list[tuple[Call, str, Tensor]]:
+        """Return the ``joined`` uses of a parameter.
+
+        Those that the outputs do not depend on are left out, or have zeros like the ``vectors``.
+        """
+        uses = []
         for call, slot in self._uses[name]:
             gradient = gradients[id(call)]
+            if gradient is None and vectors is not None:
+                shape = (*vectors.shape[:2], call.parts, *call.output_shape[1:])
+                gradient = vectors.new_zeros(shape)
             if gradient is not None:
-                yield call, slot, gradient
+                uses.append((call, slot, gradient))
+        return joined(uses)
 
     def _gradients(self, vectors: Float[Tensor, "m k C"]) -> dict[int, Tensor | None]:
         """id(call) → gradients of the k rows in the call's output, (m, k, F, *out)."""
@@ -331,31 +365,6 @@ class Linearization:
             for call, of_call in zip(calls, zip(*columns, strict=True), strict=True)
         }
 
-    def _factors_of(
-        self,
-        name: str,
-        gradients: Mapping[int, Tensor | None],
-        vectors: Float[Tensor, "m k C"],
-        average: bool,
-    ) -> list[KroneckerUse]:
-        uses = self._at_positions(name, gradients, vectors)
-        found = [call.factors(gradient, average) for call, _, gradient in uses]
-        # Detached, because a view of the recorded input requires a gradient if that input does.
-        return found if self._differentiable else [use.detach() for use in found]
-
-    def _at_positions(
-        self, name: str, gradients: Mapping[int, Tensor | None], vectors: Float[Tensor, "m k C"]
-    ) -> list[tuple[Call, str, Tensor]]:
-        """The ``joined`` uses of a parameter, with zeros where the outputs depend on none."""
-        uses = []
-        for call, slot in self._uses[name]:
-            gradient = gradients[id(call)]
-            if gradient is None:
-                shape = (*vectors.shape[:2], call.parts, *call.output_shape[1:])
-                gradient = vectors.new_zeros(shape)
-            uses.append((call, slot, gradient))
-        return joined(uses)
-
     def _generic_rows(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
     ) -> dict[str, Tensor]:
@@ -385,35 +394,3 @@ def _by_datum(call: Call, gradient: Tensor) -> Float[Tensor, "m F *out"]:
 def _stacked(columns: Sequence[Tensor]) -> Tensor:
     """Stack along a new dim 1; a single column gives a view."""
     return columns[0].unsqueeze(1) if len(columns) == 1 else torch.stack(list(columns), dim=1)
-
-
-def linearize(
-    model: nn.Module,
-    weights: Mapping[str, nn.Parameter],
-    x: Tensor,
-    plan: JacobianPlan,
-    differentiable: bool,
-) -> Linearization:
-    """Run the model over a micro-batch and keep what the rows of its Jacobian need.
-
-    The model must be in evaluation mode. Its attributes, buffers, hooks and gradients stay as they
-    are.
-
-    Args:
-        model: Maps m inputs to (m, C).
-        weights: Name → trainable parameter of the model, the coordinates of the Jacobian.
-        x: The m inputs; dim 0 counts the data.
-        plan: From ``plan`` for the same model and weights.
-        differentiable: Whether outputs and rows get a graph into x and the model's parameters that
-            are not in ``weights`` (outputs possibly into weights too). Else they are detached.
-
-    Returns:
-        The linearization, which holds the graph of this one forward pass.
-
-    Raises:
-        InputError: If there are no data, or the outputs are not of shape (m, C).
-        ConfigurationError: If a weight is not a parameter of the model that requires a gradient,
-            or gradients are off.
-    """
-    check_call(model, weights, x)
-    return Linearization(model, weights, x, plan, differentiable)

@@ -114,16 +114,9 @@ def seeded(seed: int, device: torch.device) -> Iterator[Callable[[], bool]]:
             np.random.set_state(numpy_state)
 
 
-def normalisation_layers(model: nn.Module) -> list[str]:
-    """Names of the layers that make outputs invariant to the scale of other weights."""
-    return [
-        name for name, module in model.named_modules() if isinstance(module, _NORMALISATION_LAYERS)
-    ]
-
-
 def warn_of_normalisation(model: nn.Module) -> None:
     """Warn once of what normalisation layers mean for a Gaussian prior, if there are any."""
-    layers = normalisation_layers(model)
+    layers = [n for n, each in model.named_modules() if isinstance(each, _NORMALISATION_LAYERS)]
     if not layers:
         return
     named = ", ".join(layers[:3]) + (", …" if len(layers) > 3 else "")

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from evigrad.jacobians.convolutions import is_convolution
+from evigrad.jacobians.generic import tolerances
 from evigrad.jacobians.recorder import Call
-from evigrad.jacobians.verification import tolerances
 
 # Distance of the coefficients c, in tolerances.
 _APART = 16.0

@@ -16,7 +16,7 @@ from evigrad.jacobians.arguments import (
     check_storage,
     model_outputs,
 )
-from evigrad.jacobians.generic import vmap_rows
+from evigrad.jacobians.generic import close, vmap_rows
 from evigrad.jacobians.linearization import Linearization, uses_of
 from evigrad.jacobians.modes import model_run, without_autocast
 from evigrad.jacobians.ownership import placed
@@ -24,7 +24,6 @@ from evigrad.jacobians.paths import LOOP, JacobianPlan, Use
 from evigrad.jacobians.recorder import Recorder, reachable
 from evigrad.jacobians.verification import (
     Reference,
-    close,
     distinct_probe,
     moved_copy,
     refuse_reentrant,

@@ -1,4 +1,10 @@
-"""Checking fast paths on a probe of data that differ and moved weights, against plain autograd."""
+"""Checking fast paths against plain automatic differentiation.
+
+A plan is checked on a probe of a few data that differ, with weights that are moved a little
+(``Reference``). What it could not see there (a branch that only other inputs take, data that mix
+only in larger batches) shows on the data and weights of real passes, which ``spot_check`` and
+``check_separate`` look at.
+"""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -9,8 +15,11 @@ from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, is_out_of_memory
 from evigrad.inputs import called, scores_of
-from evigrad.jacobians.generic import loop_rows
-from evigrad.jacobians.modes import held_tensors, model_run
+from evigrad.jacobians.arguments import DATA_MIX, model_outputs
+from evigrad.jacobians.generic import close, close_outputs, datum_rows, loop_rows, tolerances
+from evigrad.jacobians.linearization import Linearization
+from evigrad.jacobians.modes import held_tensors, model_run, without_autocast
+from evigrad.jacobians.paths import LOOP
 from evigrad.jacobians.recorder import graph_nodes, reachable
 
 # (names, x, vectors, differentiable) → rows; names may be missing in the result.
@@ -19,12 +28,6 @@ Rows = Callable[[list[str], Tensor, Tensor, bool], dict[str, Tensor]]
 # With one column, mistakes in the dimension of a datum's rows would not show.
 _COLUMNS = 2
 
-# Largest relative difference, and the part of the largest norm below which all is rounding (a
-# bias in front of a normalisation, say, has no rows but that).
-_TOLERANCES = {torch.float64: (1e-6, 1e-12), torch.float32: (1e-3, 1e-6)}
-_COARSE_TOLERANCES = (5e-2, 1e-3)
-# Convolutions on a GPU round to TF32 unless told otherwise.
-_TF32_FACTOR = 10.0
 # Second derivatives are sums of more terms.
 _SECOND_ORDER_FACTOR = 10.0
 
@@ -37,30 +40,9 @@ _SMALL = 0.01
 _REENTRANT = "CheckpointFunctionBackward"
 # How far weights are moved, relative to their root mean square.
 _MOVE = 0.1
-
-
-def close(value: Tensor, expected: Tensor, norm: Tensor | float = 0.0, factor: float = 1.0) -> bool:
-    """Whether two tensors agree in norm up to rounding; False where one is not finite."""
-    # ``norm`` belongs to the tensors that rounding errors came from, where it is larger.
-    relative, rounding = tolerances(expected)
-    allowed = relative * expected.norm() + rounding * norm
-    return value.shape == expected.shape and bool((value - expected).norm() <= factor * allowed)
-
-
-def close_outputs(value: Tensor, expected: Tensor, scale: Tensor) -> bool:
-    """Whether outputs (n, C) agree up to rounding of the largest norm ``scale`` of the batch."""
-    if value.shape != expected.shape:
-        return False
-    allowed = tolerances(expected)[0] * torch.maximum(expected.norm(dim=1), scale)
-    return bool(((value - expected).norm(dim=1) <= allowed).all())
-
-
-def tolerances(like: Tensor) -> tuple[float, float]:
-    """Relative tolerance in this type, and the part of the largest norm that is rounding."""
-    relative, rounding = _TOLERANCES.get(like.dtype, _COARSE_TOLERANCES)
-    if like.is_cuda and like.dtype == torch.float32:
-        relative *= _TF32_FACTOR
-    return relative, rounding
+# Factor on the part of the largest rows below which all is rounding: trained networks cancel more
+# than those on which plans are made.
+_TRAINED_ROUNDING_FACTOR = 10.0
 
 
 class Reference:
@@ -259,3 +241,107 @@ def refuse_reentrant(model: nn.Module, x: Tensor) -> None:
             "The model uses torch.utils.checkpoint with use_reentrant=True, which cannot give the"
             " gradient in chosen parameters. Pass use_reentrant=False, which computes the same."
         )
+
+
+# ------------------------------------------------------------ the data of real passes
+
+
+def spot_check(
+    linearization: Linearization, vectors: Float[Tensor, "m k C"], index: int
+) -> set[str]:
+    """Return the names whose rows of one datum disagree with differentiating that datum alone.
+
+    Takes a forward pass of the datum alone and k backward passes, and k backward passes of the
+    batch; nothing at all where every parameter goes through the loop. The model is in the same mode
+    as in the pass; ``vectors`` are the cotangents of its rows. Below double precision they must
+    disagree for the next datum too: a rounding error can carry a unit across the kink of its
+    activation.
+
+    Raises:
+        ConfigurationError: If the output for the datum differs from that in the batch.
+    """
+    x, f = linearization.x, linearization.outputs
+    if all(word == LOOP for word in linearization.plan.words.values()):
+        return set()
+    if linearization.mixed:
+        # Rounding would hide errors, or look like one: repeat the pass in full precision.
+        with without_autocast(x.device):
+            settings = (linearization.model, linearization.weights, x, linearization.plan)
+            return spot_check(Linearization(*settings, differentiable=False), vectors, index)
+    found = _disagreeing(linearization, vectors, index)
+    if found and f.dtype != torch.float64 and len(x) > 1:
+        found &= _disagreeing(linearization, vectors, (index + 1) % len(x))
+    return found
+
+
+def _disagreeing(
+    linearization: Linearization, vectors: Float[Tensor, "m k C"], index: int
+) -> set[str]:
+    """The names whose rows of one datum are not those of the loop."""
+    one, x, f = slice(index, index + 1), linearization.x, linearization.outputs.detach()
+    model, weights = linearization.model, linearization.weights
+    names = [name for name, word in linearization.plan.words.items() if word != LOOP]
+    with model_run(model):
+        alone, expected = datum_rows(
+            model, weights, names, x[one].detach(), vectors[one].detach(), False
+        )
+    if not f.isfinite().all():  # the comparison would say nothing about the paths
+        return set()
+    if not close_outputs(f[one], alone, f.norm(dim=1).max()):
+        _refuse_mixing(model, x, [torch.arange(len(x))[one]])
+    rows = linearization.fast_rows_of_datum(vectors, index)
+    stacked = {name: torch.stack(expected[name])[None] for name in names}
+    largest = torch.stack([r.norm().to(f.dtype) for r in stacked.values()]).max()
+    # Names that are missing among the rows take the loop in this pass, against the plan.
+    return {
+        name
+        for name, row in rows.items()
+        if name in stacked
+        and (row is None or not close(row, stacked[name], largest * _TRAINED_ROUNDING_FACTOR))
+    }
+
+
+def check_separate(
+    model: nn.Module, x: Tensor, outputs: Float[Tensor, "m C"], generator: torch.Generator
+) -> None:
+    """Raise if an output depends on other data of its batch.
+
+    The data go through the model again in random parts of 1, 2, 4, …: they may mix because of any
+    single datum, of many, or of their number. Takes one forward pass without a graph in all, in the
+    same mode as for the ``outputs`` f(x), in the type of the weights.
+    """
+    order, parts = torch.randperm(len(x), generator=generator), list[Tensor]()
+    while len(order):
+        size = 2 ** len(parts)
+        parts.append(order[:size])
+        order = order[size:]
+    outputs = outputs.detach()
+    if outputs.isfinite().all() and not _is_separate(model, x, outputs, parts):
+        _refuse_mixing(model, x, parts)
+
+
+def _is_separate(
+    model: nn.Module, x: Tensor, outputs: Float[Tensor, "m C"], parts: Sequence[Tensor]
+) -> bool:
+    scale = outputs.norm(dim=1).max()
+    with model_run(model), torch.no_grad():
+        return all(
+            close_outputs(model_outputs(model, x[part]).to(outputs), outputs[part], scale)
+            for part in parts
+        )
+
+
+def _refuse_mixing(model: nn.Module, x: Tensor, parts: Sequence[Tensor]) -> None:
+    """Raise for outputs that differ, unless they agree in double precision."""
+    # Where numbers choose between experts, say, rounding may choose one in the batch and another in
+    # a part of it. In double precision no datum is so near the border.
+    try:
+        with model_run(model), torch.no_grad(), without_autocast(x.device):
+            exact = copy.deepcopy(model).double()
+            x = x.double() if x.is_floating_point() else x
+            if _is_separate(exact, x, model_outputs(exact, x), parts):
+                return
+    except Exception as error:  # any error means that there is no such copy
+        if is_out_of_memory(error):
+            raise
+    raise ConfigurationError(DATA_MIX)
