@@ -35,9 +35,9 @@ from evigrad import (
     fit,
 )
 from evigrad.curvature import RoundingError, kfac
+from evigrad.curvature.between_ranks import Split
 from evigrad.curvature.kernel_rows import NtkStatistic
 from evigrad.curvature.kfac import Kfac
-from evigrad.curvature.split_rows import Split
 from evigrad.distributed import Ranks
 from evigrad.engine import problem
 from evigrad.errors import ConfigurationError, EvigradError

@@ -173,6 +173,7 @@ def test_diverged_weights() -> None:
         (lambda: build(root="fischer"), "fisher"),
         (lambda: build(sharing="reduced"), "reduce"),
         (lambda: build("blockdiag-4-1", parameter_partition="tensors"), "tensor"),
+        (lambda: build("ntk-4-1", parameter_partition="tensors"), "tensor"),
         (lambda: build(temperature=0.0), "temperature must be a positive number"),
         (lambda: build(memory=Memory(micro_batch=0)), "micro_batch must be a positive integer"),
         (lambda: build(num_data=0), "num_data must be a positive integer"),

@@ -380,11 +380,10 @@ def test_describe():
         ([["a", "b", "scalar"], []], "without any: '1'"),
     ],
 )
-def test_a_partition_that_is_none_is_refused_whatever_the_structure(partition, message):
+def test_a_partition_that_is_none_is_refused(partition, message):
     weights = weights_of(make_fake(M, C))
-    for structure in ("blockdiag", "ntk"):
-        with pytest.raises(ConfigurationError, match=message):
-            make_structure(structure, weights, Plan(), parameter_partition=partition)
+    with pytest.raises(ConfigurationError, match=message):
+        make_structure("blockdiag", weights, Plan(), parameter_partition=partition)
 
 
 def test_groups_take_prefixes_patterns_and_lists():
@@ -409,8 +408,6 @@ def test_unknown_names_get_the_nearest():
     weights = weights_of(make_fake(M, C))
     with pytest.raises(ConfigurationError, match="Did you mean 'diag'"):
         make_structure("diga", weights, Plan())
-    with pytest.raises(ConfigurationError, match="Did you mean 'reduce'"):
-        make_structure("ntk", weights, Plan(), sharing="redcue")
 
 
 def test_each_name_has_its_class():

@@ -198,7 +198,7 @@ def test_contraction_against_rows(positions: int, k: int) -> None:
     inputs = random(M, positions, 4, seed=1).requires_grad_()
     gradients = random(M, k, positions, 3, seed=2).requires_grad_()
     rows = torch.einsum("mkto,mti->mkoi", gradients, inputs).flatten(0, 1).flatten(1)
-    gram = contraction_gram(inputs, gradients)
+    gram = contraction_gram((inputs, gradients), (inputs, gradients))
     torch.testing.assert_close(gram, rows @ rows.mT)
     cotangent = random(M * k, M * k, seed=3)
     cotangent = cotangent + cotangent.mT

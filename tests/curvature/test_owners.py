@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from evigrad.curvature.owners import balanced
+from evigrad.curvature.between_ranks import balanced
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])

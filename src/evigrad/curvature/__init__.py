@@ -24,7 +24,7 @@ from evigrad.curvature.conditional import Conditioning, LogDet
 from evigrad.curvature.diagonal import Diagonal
 from evigrad.curvature.hessian import exact_hessian
 from evigrad.curvature.kernel_rows import Storage, contracted
-from evigrad.curvature.kfac import DENSE_LIMIT, Kfac, check_sharing
+from evigrad.curvature.kfac import DENSE_LIMIT, Kfac
 from evigrad.curvature.linalg import RoundingError, rounding_refused
 from evigrad.curvature.ntk import BlockKernel, Ntk
 from evigrad.errors import ConfigurationError, nearest
@@ -89,10 +89,8 @@ def make_structure(
         dense_limit: Largest parameter without Kronecker factors to get a dense block (kfac).
 
     Raises:
-        ConfigurationError: A setting is unknown or does not fit, even if this structure ignores it.
+        ConfigurationError: The structure is unknown, or a setting does not fit it.
     """
-    check_sharing(sharing)
-    partition_names(list(weights), parameter_partition)
     labels = {name: name for name in weights} if precision_groups is None else precision_groups
     constant = {name: name in labels for name in weights}
     if structure == "ntk":

@@ -8,7 +8,7 @@ it was given and nothing else (no factor N/m). The temperature is part of ``scal
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar, Generic, Self, TypeVar, cast
@@ -21,7 +21,7 @@ from evigrad.curvature.conditional import Conditioning, LogDet
 from evigrad.curvature.hessian import ExactHessian
 from evigrad.distributed import Ranks
 from evigrad.errors import ConfigurationError
-from evigrad.jacobians import Linearization
+from evigrad.jacobians import Linearization, MatrixUse
 from evigrad.likelihoods import RootRows
 
 # Copies of a dense n x n block beside the statistic while a log-determinant is differentiated: the
@@ -107,7 +107,7 @@ class Structure(ABC, Generic[StatisticT]):
         keeps_rows: Whether the statistic holds the rows themselves.
         takes_anchors: Whether ``evaluate`` and ``differentiate`` can condition on anchors.
         formed: The weights whose rows ``accumulate`` forms, for ``engine.passes.check_fits``.
-        contracted: Parameters that enter ℓ through closed forms in place of their rows
+        contracted: The uses of parameters that enter ℓ through closed forms in place of their rows
             (``kernel_rows``), which every pass needs; not those that a structure leaves out.
     """
 
@@ -116,7 +116,7 @@ class Structure(ABC, Generic[StatisticT]):
     keeps_rows: ClassVar[bool] = False
     takes_anchors: bool = False
     formed: Sequence[str]
-    contracted: Collection[str] = ()
+    contracted: Mapping[str, Sequence[MatrixUse]] = {}
 
     # ------------------------------------------------------------ what a structure writes
 
@@ -223,21 +223,16 @@ class Structure(ABC, Generic[StatisticT]):
         """
         return inner_product(cotangent, self.accumulate(None, linearization, root))
 
-    def summarise(self, linearization: Linearization, root: RootRows) -> StatisticT:
+    def summarise(
+        self, linearization: Linearization, root: RootRows, ranks: Ranks | None = None
+    ) -> StatisticT:
         """Return the ``condense``d statistic of a block that is a single micro-batch.
 
         It never holds what ``condense`` would drop. Only the root's scale may have a graph.
+        ``ranks`` share the block, each with one micro-batch; only where ``condenses`` says so.
         """
+        assert ranks is None
         return self.condense(self.accumulate(None, linearization, root))
-
-    def summarise_over(
-        self, ranks: Ranks, linearization: Linearization, root: RootRows
-    ) -> StatisticT:
-        """``summarise`` of a block that ranks share, whose data here are one micro-batch.
-
-        Only where ``condenses`` says so: the rows of one parameter at a time are exchanged.
-        """
-        raise NotImplementedError(f"{self.name} has no form that ranks could exchange by layers")
 
     def condense(self, statistic: StatisticT) -> StatisticT:
         """A smaller statistic (or the same) with the same ℓ, for steps on prior and scale."""

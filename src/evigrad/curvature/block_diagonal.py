@@ -18,8 +18,7 @@ from evigrad.curvature.base import (
     working_dtype,
 )
 from evigrad.curvature.hessian import ExactHessian
-from evigrad.curvature.linalg import log_det_dense
-from evigrad.curvature.spectra import Spectra
+from evigrad.curvature.linalg import Spectra, log_det_dense
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.jacobians import Linearization
 from evigrad.likelihoods import RootRows

@@ -12,7 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd import Function
 
-from evigrad.curvature.linalg import factor_identity_plus, first_order_only
+from evigrad.curvature.linalg import factor_identity_plus
+from evigrad.jacobians.kronecker import first_order_only
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ overwrite the rows.
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 from zlib import crc32
 
@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from evigrad.curvature.base import Statistic
-from evigrad.curvature.linalg import first_order_only
-from evigrad.curvature.spectra import MatrixSpectrum, Spectra
-from evigrad.curvature.split_rows import Split
+from evigrad.curvature.between_ranks import Split
+from evigrad.curvature.linalg import MatrixSpectrum, Spectra
 from evigrad.distributed import Ranks
 from evigrad.errors import ConfigurationError
 from evigrad.jacobians import MatrixUse
+from evigrad.jacobians.kronecker import first_order_only
 from evigrad.jacobians.patch_grams import add_gram, mirrored
 
 # Bytes of a slab of columns: enough for matrix products at full speed, little beside the rows.
@@ -95,7 +95,7 @@ class NtkStatistic(Statistic):
     split: Split | None = None
     share: "NtkStatistic | None" = None
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """R, the number of rows so far."""
         return sum(int(part.sum()) for part in self.present)
@@ -508,8 +508,8 @@ def uses_gram(uses: Sequence[tuple[Tensor, Tensor]]) -> Float[Tensor, "R R"]:
     """The Gram of a weight's rows, the sum of its uses (``Rule.products``), not forming them."""
     products = [use for use in uses if use[0].is_floating_point()]
     lookups = [use for use in uses if not use[0].is_floating_point()]
-    crossed = [_products(a, b) for i, a in enumerate(products) for b in products[:i]]
-    own = [contraction_gram(*use) for use in products]
+    crossed = [contraction_gram(a, b) for i, a in enumerate(products) for b in products[:i]]
+    own = [contraction_gram(use, use) for use in products]
     if lookups:  # several are one with more positions
         numbers, gradients = zip(*lookups, strict=True)
         lookup = torch.cat(numbers, 1), torch.cat(gradients, 2)
@@ -518,7 +518,18 @@ def uses_gram(uses: Sequence[tuple[Tensor, Tensor]]) -> Float[Tensor, "R R"]:
     return reduce(torch.add, [*own, *(product + product.mT for product in crossed)])
 
 
-def _products(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Float[Tensor, "R R"]:
+def contraction_gram(
+    one: tuple[Float[Tensor, "m T i"], Float[Tensor, "m k T o"]],
+    other: tuple[Float[Tensor, "m U i"], Float[Tensor, "m k U o"]],
+) -> Float[Tensor, "R R"]:
+    """Return products of a matrix's rows Σ_t g_(n,j,t) ⊗ a_(n,t) in two uses, not forming them.
+
+    Σ_(t,t') (a_(n,t)·a_(n',t')) (g_(n,j,t)·g_(n',j',t')) over positions t is, for few positions and
+    a large matrix, far cheaper than the rows, in operations and in memory. *Jacobian contraction*
+    and *NTK-vector products by structured derivatives* in Novak, Sohl-Dickstein, Schoenholz (2022),
+    *Fast Finite Width Neural Tangent Kernel*; the choice by operation count (``contracted``) is
+    theirs too. R = m k, the rows of a datum side by side.
+    """
     (a, g), (b, h) = one, other
     k, total = g.shape[1], a.new_zeros(())
     for t in range(a.shape[1]):
@@ -609,26 +620,12 @@ def uses_cotangents(
     return [(next(found) if a.requires_grad else None, next(found)) for a, _ in leaves]
 
 
-def contraction_gram(
-    inputs: Float[Tensor, "m T i"], gradients: Float[Tensor, "m k T o"]
-) -> Float[Tensor, "R R"]:
-    """Return the Gram of a matrix-like weight's rows Σ_t g_(n,j,t) ⊗ a_(n,t), not forming them.
-
-    Σ_(t,t') (a_(n,t)·a_(n',t')) (g_(n,j,t)·g_(n',j',t')) over positions t is, for few positions and
-    a large matrix, far cheaper than the rows, in operations and in memory. *Jacobian contraction*
-    and *NTK-vector products by structured derivatives* in Novak, Sohl-Dickstein, Schoenholz (2022),
-    *Fast Finite Width Neural Tangent Kernel*; the choice by operation count (``contracted``) is
-    theirs too. R = m k, the rows of a datum side by side.
-    """
-    return _products((inputs, gradients), (inputs, gradients))
-
-
 def contraction_cotangents(
     inputs: Float[Tensor, "m T i"],
     gradients: Float[Tensor, "m k T o"],
     cotangent: Float[Tensor, "R R"],
 ) -> tuple[Float[Tensor, "m T i"], Float[Tensor, "m k T o"]]:
-    """Cotangents of the inputs and gradients of ``contraction_gram``; the Gram's is symmetric."""
+    """Cotangents of a use whose ``contraction_gram`` with itself has this symmetric one."""
     (m, k), positions = gradients.shape[:2], inputs.shape[1]
     twice = 2 * cotangent
     of_inputs, of_gradients = torch.zeros_like(inputs), torch.zeros_like(gradients)

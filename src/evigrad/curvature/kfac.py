@@ -31,8 +31,10 @@ from evigrad.curvature.base import (
     scaled_rows,
     working_dtype,
 )
+from evigrad.curvature.between_ranks import Owners, balanced
 from evigrad.curvature.block_diagonal import add_outer_products
 from evigrad.curvature.linalg import (
+    Spectra,
     check_rounding,
     is_tolerated,
     kronecker_rounding,
@@ -42,15 +44,11 @@ from evigrad.curvature.linalg import (
     log_det_kronecker,
     psd_eigenvalues,
 )
-from evigrad.curvature.owners import Owners, balanced
-from evigrad.curvature.spectra import Spectra
 from evigrad.distributed import Ranks
-from evigrad.errors import ConfigurationError, nearest
+from evigrad.errors import ConfigurationError
 from evigrad.jacobians import JacobianPlan, KroneckerUse, Linearization
 from evigrad.jacobians.kronecker import inner_gram
 from evigrad.likelihoods import RootRows
-
-SHARINGS = ("expand", "reduce")
 
 # Parameters without Kronecker factors (biases, scales of normalisation layers) get an exact dense
 # block up to this size: the widest layers of the paper's ResNets have 512 channels, and a block of
@@ -194,7 +192,7 @@ class Kfac(Structure[KfacStatistic]):
         dense_limit: Other parameters get a dense block up to this size, and a diagonal beyond.
 
     Raises:
-        ConfigurationError: ``sharing`` is unknown, or a precision varies inside a Kronecker block.
+        ConfigurationError: A precision varies inside a Kronecker block.
     """
 
     name = "kfac"
@@ -209,7 +207,6 @@ class Kfac(Structure[KfacStatistic]):
         gram_dtype: torch.dtype | None = None,
         dense_limit: int = DENSE_LIMIT,
     ) -> None:
-        check_sharing(sharing)
         self._shapes = {name: weight.shape for name, weight in weights.items()}
         self._itemsize = max((weight.dtype.itemsize for weight in weights.values()), default=4)
         self._sharing = sharing
@@ -231,10 +228,12 @@ class Kfac(Structure[KfacStatistic]):
                 factors[name] = factors[name] + found if name in factors else found
         return KfacStatistic(factors, self._add_others(statistic.blocks, linearization, root))
 
-    def summarise(self, linearization: Linearization, root: RootRows) -> KfacStatistic:
+    def summarise(
+        self, linearization: Linearization, root: RootRows, ranks: Ranks | None = None
+    ) -> KfacStatistic:
         """See ``Structure.summarise``; for few examples it diagonalises their (smaller) Gram."""
         if root.scale is not None and root.scale.requires_grad:
-            return super().summarise(linearization, root)
+            return super().summarise(linearization, root, ranks)
         statistic = KfacStatistic()
         for name, examples in self._examples(linearization, root).items():
             if len(examples) > 1:
@@ -265,7 +264,8 @@ class Kfac(Structure[KfacStatistic]):
             if name in self._dense:
                 added[name] = add_outer_products(old, flat)
             else:
-                added[name] = _sum(old, flat.square().sum(0))
+                diagonal = flat.square().sum(0)
+                added[name] = diagonal if old is None else old + diagonal
         return added
 
     def log_det(
@@ -395,15 +395,6 @@ class Kfac(Structure[KfacStatistic]):
             )
 
 
-def check_sharing(sharing: str) -> None:
-    """Refuse a kind of weight sharing that is not one of ``SHARINGS``."""
-    if sharing not in SHARINGS:
-        raise ConfigurationError(
-            f"sharing={sharing!r} is unknown: take 'expand' or 'reduce'."
-            f"{nearest(sharing, SHARINGS)}"
-        )
-
-
 def _check_rounding(used: Sequence[tuple[Spectrum, Tensor]], value: Tensor) -> None:
     """See ``check_rounding``; a cheap bound spares most steps the estimate."""
     factors = torch.stack([factor.detach() for _, factor in used]).tolist()
@@ -411,10 +402,6 @@ def _check_rounding(used: Sequence[tuple[Spectrum, Tensor]], value: Tensor) -> N
     if not is_tolerated(bound, float(value)):
         errors = [kronecker_rounding(found.left, found.right, factor) for found, factor in used]
         check_rounding(torch.stack(errors).sum(), value, errors[0].dtype)
-
-
-def _sum(old: Tensor | None, new: Tensor) -> Tensor:
-    return new if old is None else old + new
 
 
 def _gradient_rows(use: KroneckerUse) -> Float[Tensor, "G R o"]:

@@ -1,14 +1,14 @@
-"""Log-determinants: of I + S by one Cholesky, and of I + τ A ⊗ B from eigenvalues.
+"""Log-determinants of I + S by one Cholesky, and of I + S/δ or I + τ A ⊗ B from eigenvalues.
 
 The cotangents are closed forms, so that one factorisation serves value and gradient. They have no
 derivatives themselves: ``create_graph=True`` is an error rather than a wrong second derivative.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from functools import wraps
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.linalg import LinAlgError  # pyright: ignore[reportAttributeAccessIssue]
 
-from evigrad.errors import ConfigurationError, EvigradWarning, NotPositiveDefiniteError
+from evigrad.errors import EvigradWarning, NotPositiveDefiniteError
+from evigrad.jacobians.kronecker import first_order_only
 
 # The elements of a Gram matrix are known to a few roundings relative to the norms of their rows,
 # and its smallest eigenvalue to a few eps * trace. A jitter below that repairs rounding; a larger
@@ -86,24 +87,6 @@ def _doubt(message: str) -> None:
     if rounding_is_refused():
         raise RoundingError(message)
     warnings.warn(message, EvigradWarning, stacklevel=3)
-
-
-def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the backward pass of an autograd function, refusing ``create_graph=True``.
-
-    ``once_differentiable`` would let it pass silently where no cotangent has a graph.
-    """
-
-    @wraps(backward)
-    def wrapped(ctx: Any, *cotangents: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise ConfigurationError(
-                "the log-determinants of evigrad have first derivatives only: leave out"
-                " create_graph=True."
-            )
-        return backward(ctx, *cotangents)
-
-    return wrapped
 
 
 def log_det_identity_plus(
@@ -354,3 +337,48 @@ def _eigen(decompose: Callable[[Tensor], Any], matrix: Tensor) -> Sequence[Tenso
         if bool(found[0].isfinite().all()):
             return found
     return [part.to(matrix.dtype) for part in decompose(matrix.to(torch.float64))]
+
+
+# ------------------------------------------------------------ one matrix, many precisions
+
+
+@dataclass(frozen=True)
+class MatrixSpectrum:
+    """The eigenvalues of a symmetric positive semidefinite matrix.
+
+    Attributes:
+        values: In float64, where they are as exact as the matrix allows.
+        dtype: The type of the matrix.
+        largest: Its largest diagonal element.
+    """
+
+    values: Float[Tensor, " n"]
+    dtype: torch.dtype
+    largest: Tensor
+
+    def log_det(self, precision: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        """log|I + matrix / precision| in nats, differentiable in the precision."""
+        ratios = self.values / precision.to(self.values.dtype)
+        value = ratios.log1p().sum()
+        with torch.no_grad():  # the matrix's own rounding, as of the pivots of a factorisation
+            unit = PIVOT_ROUNDINGS * torch.finfo(self.dtype).eps
+            error = unit * (1 + self.largest.double() / precision.detach().double())
+            check_rounding((error / (1 + ratios)).log1p().sum(), value, self.dtype)
+        return value.to(self.dtype)
+
+
+class Spectra(dict[Hashable, MatrixSpectrum | None]):
+    """A cache of the spectra of matrices without a graph."""
+
+    def at_second_use(self, key: Hashable, matrix: Callable[[], Tensor]) -> MatrixSpectrum | None:
+        """The spectrum of a matrix; None at the first call, where one Cholesky is cheaper."""
+        # Eigenvalues take the time of four to five factorisations, those of a step and a half with
+        # its gradient.
+        if key not in self:
+            self[key] = None
+            return None
+        if (found := self[key]) is None:
+            own = matrix().detach()
+            values = psd_eigenvalues(own.double())
+            found = self[key] = MatrixSpectrum(values, own.dtype, own.diagonal().amax())
+        return found

@@ -22,8 +22,7 @@ from evigrad.curvature.base import Differential, Structure, flatten_rows, workin
 from evigrad.curvature.block_diagonal import BlockDiagonal
 from evigrad.curvature.conditional import Conditioning, LogDet, log_det_conditional
 from evigrad.curvature.kernel_rows import SLAB_BYTES, MixedGrams, NtkStatistic, RowsGram, Storage
-from evigrad.curvature.linalg import log_det_identity_plus
-from evigrad.curvature.spectra import MatrixSpectrum
+from evigrad.curvature.linalg import MatrixSpectrum, log_det_identity_plus
 from evigrad.distributed import Ranks
 from evigrad.errors import ConfigurationError
 from evigrad.jacobians import Linearization, MatrixUse
@@ -87,9 +86,8 @@ class Ntk(Structure[NtkStatistic]):
                 self._groups.setdefault(precision_groups[name], []).append(name)
         self._varying = [name for name in weights if name not in precision_groups]
         given = contracted or {}
-        self._contracted = {n: u for n, u in given.items() if n in precision_groups}
-        self.contracted = list(self._contracted)
-        self.formed = [name for name in weights if name not in self._contracted]
+        self.contracted = {name: uses for name, uses in given.items() if name in precision_groups}
+        self.formed = [name for name in weights if name not in self.contracted]
         self._blocks = [list(weights)] if blocks is None else [list(names) for names in blocks]
         self.takes_anchors = len(self._blocks) == 1
         self._copies = GRAM_WORKING_COPIES + GRAM_BLOCK_COPIES * (len(self._blocks) - 1)
@@ -176,8 +174,8 @@ class Ntk(Structure[NtkStatistic]):
             wanted = rows.to(root.vectors.device, self._dtype)
             if not bool(flat.all()):
                 wanted = wanted.new_zeros(m * k, rows.shape[1]).index_put((flat,), wanted)
-            whole[name] = wanted
-        terms = [linearization.inner(root.vectors, self._shaped(whole, m, k))]
+            whole[name] = wanted.reshape(m, k, *self._shapes[name])
+        terms = [linearization.inner(root.vectors, whole)]
         for name, tensors in self._factors(linearization, root).items():
             (of_tensors,) = part.factors[name]
             for tensor, of_tensor in zip(tensors, of_tensors, strict=True):
@@ -206,7 +204,7 @@ class Ntk(Structure[NtkStatistic]):
         if self._storage.device not in (None, self._device):
             return 0
         numbers = -(-sum(self._numel[name] for name in self.formed) // self._storage.ranks)
-        numbers += sum(use.numbers for uses in self._contracted.values() for use in uses)
+        numbers += sum(use.numbers for uses in self.contracted.values() for use in uses)
         return (self._storage.dtype or self._dtype).itemsize * num_rows * numbers
 
     def predicted_bytes(self, num_rows: int) -> int:
@@ -232,22 +230,19 @@ class Ntk(Structure[NtkStatistic]):
         for group, names in self._groups.items():
             shared = f" of group {group!r}" if len(names) > 1 else ""
             words.update(dict.fromkeys(names, f"gram{shared}"))
-        for name in self._contracted:
+        for name in self.contracted:
             words[name] += ", contracted"
         return {name: words[name] for name in self._numel}
 
-    def summarise(self, linearization: Linearization, root: RootRows) -> NtkStatistic:
-        """See ``Structure.summarise``: one parameter's rows at a time, and never all of them."""
-        if not self.condenses(_without_rows(root).num_rows):
-            return super().summarise(linearization, root)
-        return self.summarise_over(Ranks(), linearization, root)
-
-    def summarise_over(
-        self, ranks: Ranks, linearization: Linearization, root: RootRows
+    def summarise(
+        self, linearization: Linearization, root: RootRows, ranks: Ranks | None = None
     ) -> NtkStatistic:
-        """See ``Structure.summarise_over``."""
+        """See ``Structure.summarise``: one parameter's rows at a time, and never all of them."""
         empty = _without_rows(root)
-        whole, empty = empty.over(ranks), replace(empty, scale=None)
+        if ranks is None and not self.condenses(empty.num_rows):
+            return super().summarise(linearization, root)
+        whole = empty if ranks is None else empty.over(ranks)
+        empty = replace(empty, scale=None)
         with torch.no_grad():
             factors = self._factors(linearization, root)
             # All that have no closed form in one call, as each call repeats the backward passes.
@@ -311,7 +306,7 @@ class Ntk(Structure[NtkStatistic]):
             alone += [name for names in groups for name in names]
         for name in alone:
             precision = precisions[name].reshape(-1)
-            if name in self._contracted:
+            if name in self.contracted:
                 gram = statistic.gram(name, like)
                 separate.append(gram * precision.to(like).reciprocal())
             else:
@@ -351,13 +346,10 @@ class Ntk(Structure[NtkStatistic]):
         self, linearization: Linearization, root: RootRows
     ) -> dict[str, tuple[Tensor, ...]]:
         """What the rows of each use of the contracted parameters are products of, in pairs."""
-        if not self._contracted:
+        if not self.contracted:
             return {}
-        uses = linearization.products(root.vectors, list(self._contracted))
+        uses = linearization.products(root.vectors, list(self.contracted))
         return {name: tuple(t for pair in pairs for t in pair) for name, pairs in uses.items()}
-
-    def _shaped(self, rows: Mapping[str, Tensor], m: int, k: int) -> dict[str, Tensor]:
-        return {name: flat.reshape(m, k, *self._shapes[name]) for name, flat in rows.items()}
 
     def _shared_groups(
         self, precisions: Mapping[str, Tensor], block: Collection[str]

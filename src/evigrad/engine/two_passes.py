@@ -223,9 +223,8 @@ def _add_rows(
         and block_pass.block.has_all_rows(chunk.data)
         and not root.vectors.requires_grad
     ):
-        if block_pass.block.shares > 1:
-            return structure.summarise_over(block_pass.problem.ranks, linearization, root), f
-        return structure.summarise(linearization, root), f
+        ranks = block_pass.problem.ranks if block_pass.block.shares > 1 else None
+        return structure.summarise(linearization, root, ranks), f
     return structure.accumulate(statistic, linearization, root), f
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -150,11 +151,22 @@ def _gram_pull(a: Float[Tensor, "G R i"], matrix: Float[Tensor, "G i i"]) -> Ten
 _Pull = Callable[[Tensor, Tensor], Tensor]
 
 
-def _refuse_a_graph() -> None:
-    if torch.is_grad_enabled():
-        raise ConfigurationError(
-            "Sums of Kronecker factors have first derivatives only: leave out create_graph=True."
-        )
+def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the backward pass of an autograd function, refusing ``create_graph=True``.
+
+    ``once_differentiable`` would let it pass silently where no cotangent has a graph.
+    """
+
+    @wraps(backward)
+    def wrapped(ctx: Any, *cotangents: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise ConfigurationError(
+                "Log-determinants and sums of Kronecker factors have first derivatives only: leave"
+                " out create_graph=True."
+            )
+        return backward(ctx, *cotangents)
+
+    return wrapped
 
 
 class _Gram(torch.autograd.Function):
@@ -167,9 +179,9 @@ class _Gram(torch.autograd.Function):
         return gram(x)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_a_graph()
-        (x,), (cotangent,) = ctx.saved_tensors, cotangents
+    @first_order_only
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
         return 2 * ctx.pull(x, _symmetric(cotangent)), None, None
 
 
@@ -186,7 +198,7 @@ class _Form(torch.autograd.Function):
         return inner_product(x, pulled)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_a_graph()
-        (pulled,), (cotangent,) = ctx.saved_tensors, cotangents
+    @first_order_only
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        (pulled,) = ctx.saved_tensors
         return 2 * cotangent * pulled, None, None
