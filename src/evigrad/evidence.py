@@ -172,7 +172,7 @@ class Evidence:
                 self.spec.subset or 0,
                 settings.root,
                 likelihood,
-                self._problem.plans,
+                self._problem.plans.last_layer,
                 self.generator,
                 self.ranks,
                 settings.split_blocks,

@@ -150,10 +150,8 @@ def precisely(
         precise = problem.plans.in_float64(block_pass.plan)
     if block_pass.block.shares > 1:  # a rank cannot go back to float32 without the others
         return work(replace(block_pass, plan=precise))
-    wide: list[Found] = []
-    if fits(lambda: wide.append(work(replace(block_pass, plan=precise)))):
-        return wide[0]
-    return work(block_pass)
+    wide = fits(lambda: work(replace(block_pass, plan=precise)))
+    return wide[0] if wide else work(block_pass)
 
 
 def objective(kept: KeptPass) -> tuple[Estimate, Tensor]:

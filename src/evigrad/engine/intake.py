@@ -37,19 +37,36 @@ class Batches:
     """Checked batches of all the data, which must be the same in every iteration.
 
     An iterable that can be iterated again is not copied. A batch that does not fit, or later
-    differs from that of the first iteration, is an InputError. ``given`` is the user's, or a copy
-    of what can be iterated only once.
+    differs from that of the first iteration, is an InputError. Where ranks have shares of the
+    data, only this rank's is yielded, and the first iteration compares the batches of all ranks.
+
+    Args:
+        problem: Whose data they are.
+        batches: The user's.
+
+    Attributes:
+        plan: The plan for the first batch.
+        part: This rank's share of the positions of all data, or None for all.
+
+    Raises:
+        InputError: If there is no batch.
     """
 
     def __init__(self, problem: Problem, batches: Iterable[Batch]) -> None:
         self._problem = problem
         once = isinstance(batches, Iterator)
-        self.given = [as_pair(batch) for batch in batches] if once else batches
+        self._given = [as_pair(batch) for batch in batches] if once else batches
         self._seen: list[list[int]] | None = None
+        first = next((as_pair(batch) for batch in self._given), None)
+        if first is None:
+            raise InputError("The set is empty: there is no batch of data.")
+        _, _, self.plan = checked(problem, *first)
+        num_data = problem.settings.num_data
+        self.part = problem.ranks.part(num_data) if problem.splits(self.plan) else None
 
     def __iter__(self) -> Iterator[Batch]:
-        signatures: list[list[int]] = []
-        for index, batch in enumerate(self.given):
+        signatures, count, part = list[list[int]](), 0, self.part
+        for index, batch in enumerate(self._given):
             x, y, _ = checked(self._problem, *as_pair(batch))
             signatures.append(_signature(x, y))
             known = self._seen
@@ -59,17 +76,26 @@ class Batches:
                     " do for the gradient in hyperparameters of the forward pass: do not shuffle"
                     " or augment in the loader, or give a list of batches."
                 )
-            yield x, y
-        self._seen = self._seen or signatures
-
-    def compare(self) -> None:
-        """Refuse batches that are others on other ranks, after the first iteration.
-
-        Raises:
-            ConfigurationError: On all ranks.
-        """
-        with self._problem.ranks.together() as alike:
-            alike["batches (a loader that shuffles needs the same seed on each)"] = self._seen
+            if part is None:
+                yield x, y
+            else:
+                ends = (min(max(end - count, 0), len(x)) for end in (part.start, part.stop))
+                own = slice(*ends)
+                if own.start < own.stop:
+                    yield x[own], y[own]
+            count += len(x)
+        if part is not None and count != self._problem.settings.num_data:
+            raise InputError(
+                f"The batches hold {count} data, but {self._problem.settings.spec.name} needs all"
+                f" {self._problem.settings.num_data}."
+            )
+        if self._seen is None:
+            self._seen = signatures
+            if part is not None:
+                with self._problem.ranks.together() as alike:
+                    alike["batches (a loader that shuffles needs the same seed on each)"] = (
+                        signatures
+                    )
 
 
 class CheckedSource(Source):
@@ -247,43 +273,13 @@ def _given_batches(problem: Problem, given: Iterable[Batch]) -> BlockPass:
             f"{problem.settings.spec.name} takes one subset, estimate(x, y), or a block of"
             " blocks(data); batches of all the data are for names with N."
         )
-    batches = Batches(problem, given)
-    first = next((as_pair(batch) for batch in batches.given), None)
-    if first is None:
-        raise InputError("The set is empty: there is no batch of data.")
-    _, _, plan = checked(problem, *first)
-    num_data, ranks = problem.settings.num_data, problem.ranks
-    if problem.splits(plan):
-        block = plan.partition.subset(num_data, problem.generator)
-        part = ranks.part(num_data)
-        share = _Share(batches, part, num_data, problem.settings.spec.name)
-        return new_pass(problem, plan, share, block.share(part, ranks.count))
-    return new_pass(problem, plan, batches, _own_subset(problem, plan, num_data))
-
-
-class _Share:
-    """The data of batches in a range of all of their positions."""
-
-    def __init__(self, batches: Batches, part: slice, num_data: int, name: str) -> None:
-        self._batches, self._part, self._num_data, self._name = batches, part, num_data, name
-        self._compared = False
-
-    def __iter__(self) -> Iterator[Batch]:
-        first = 0
-        for x, y in self._batches:
-            start, stop = (
-                min(max(end - first, 0), len(x)) for end in (self._part.start, self._part.stop)
-            )
-            if start < stop:
-                yield x[start:stop], y[start:stop]
-            first += len(x)
-        if first != self._num_data:
-            raise InputError(
-                f"The batches hold {first} data, but {self._name} needs all {self._num_data}."
-            )
-        if not self._compared:
-            self._compared = True
-            self._batches.compare()
+    batches, num_data = Batches(problem, given), problem.settings.num_data
+    if batches.part is None:
+        block = _own_subset(problem, batches.plan, num_data)
+    else:
+        block = batches.plan.partition.subset(num_data, problem.generator)
+        block = block.share(batches.part, problem.ranks.count)
+    return new_pass(problem, batches.plan, batches, block)
 
 
 def checked(problem: Problem, x: Inputs, y: Tensor) -> tuple[Inputs, Tensor, InputPlan]:

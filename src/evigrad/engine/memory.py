@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 from evigrad.curvature.base import Structure
 from evigrad.engine.allocator import give_back
 from evigrad.errors import EvigradWarning, MemoryBudgetError, is_out_of_memory
+
+T = TypeVar("T")
 
 # Part of the free memory to use; the rest is for fragmentation and for other processes.
 FREE_SHARE = 0.7
@@ -196,20 +198,18 @@ class MicroBatches:
             )
 
 
-def fits(work: Callable[[], Any]) -> bool:
-    """Return whether memory sufficed for ``work``; if not, free what it took.
+def fits(work: Callable[[], T]) -> list[T]:
+    """Return a list of what ``work`` returns; an empty one, and free memory, where that is full.
 
     ``work`` must be repeatable, and leave nothing behind where it fails.
     """
     try:
-        work()
+        return [work()]
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-    else:
-        return True
     # Outside of the handler, whose traceback kept the tensors of the failed pass.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return False
+    return []

@@ -5,9 +5,10 @@ every size of micro-batch sees the same.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -24,9 +25,8 @@ from evigrad.jacobians import (
     Recorder,
     check_separate,
     model_outputs,
-    model_run,
 )
-from evigrad.jacobians.modes import evaluation_mode
+from evigrad.jacobians.modes import evaluation_run
 from evigrad.likelihoods.calls import check_finite
 
 Batch = tuple[Inputs, Tensor]
@@ -48,7 +48,7 @@ class BlockPass:
         batches: The block's data, in its order, the same in every iteration.
         block: Columns and scale factors.
         seed: For what the model draws from global generators.
-        noise: What modules draw through the evidence, or None.
+        noise: What modules draw through the evidence.
         labels: Sampled labels of all data, one tensor for each sample (curvature ``mc``).
         suspicious: Whether to check in every micro-batch that the model mixes no data.
     """
@@ -58,7 +58,7 @@ class BlockPass:
     batches: Iterable[Batch]
     block: Block
     seed: int
-    noise: Noise | None
+    noise: Noise
     labels: Sequence[Tensor] = ()
     suspicious: bool = False
 
@@ -102,8 +102,7 @@ def new_pass(
     seed = block.seed
     if seed is None:
         seed = int(torch.randint(2**62, (), generator=generator))
-    noise = plans.noise(seed, block.origin) if plans.draws else None
-    fresh = BlockPass(problem, plan, batches, block, seed, noise)
+    fresh = BlockPass(problem, plan, batches, block, seed, plans.noise(seed, block.origin))
     if spec.curvature != "mc":
         return fresh
 
@@ -156,13 +155,13 @@ def over_chunks(
                     labels=[labels[data] for labels in block_pass.labels],
                     plan=other,
                 )
-                found: list[State] = []
                 if kind == SHARED:  # other ranks wait for this one, which cannot try again alone
-                    found.append(step(state, chunk))
-                elif not fits(lambda s=state, c=chunk, f=found: f.append(step(s, c))):
+                    state = step(state, chunk)
+                elif found := fits(partial(step, state, chunk)):
+                    (state,) = found
+                else:
                     problem.sizes.halve(_memory_key(block_pass, kind, x), stop - start)
                     continue
-                (state,) = found
                 start = stop
             first += len(x)
     if first != expected:
@@ -172,15 +171,10 @@ def over_chunks(
     return state
 
 
-@contextmanager
-def evaluating(block_pass: BlockPass) -> Iterator[None]:
+def evaluating(block_pass: BlockPass) -> AbstractContextManager[object]:
     """The context of every forward pass of a block: evaluation mode and seeds."""
-    model = block_pass.plan.model
-    seeded = (
-        torch.Generator().manual_seed(block_pass.seed) if block_pass.plan.draws_globally else None
-    )
-    with evaluation_mode(model, seeded), model_run(model):
-        yield
+    plan = block_pass.plan
+    return evaluation_run(plan.model, block_pass.seed if plan.draws_globally else None)
 
 
 def linearized(block_pass: BlockPass, chunk: Chunk, differentiable: bool) -> Linearization:
@@ -291,14 +285,11 @@ def _width(block_pass: BlockPass) -> int:
 
 def bytes_per_datum(block_pass: BlockPass, kind: str, x: Inputs) -> float:
     """Bytes that each further datum of a pass holds, measured on the first of ``x``."""
-    totals: list[int] = []
-    if not fits(lambda: totals.append(_pass_bytes(block_pass, kind, x[:1]))):
+    of_one = fits(lambda: _pass_bytes(block_pass, kind, x[:1]))
+    if not of_one:
         return math.inf
-    if len(x) < _MEASURED or not fits(
-        lambda: totals.append(_pass_bytes(block_pass, kind, x[:_MEASURED]))
-    ):
-        return float(totals[0])
-    return float(max(totals[1] - totals[0], 1))
+    more = len(x) >= _MEASURED and fits(lambda: _pass_bytes(block_pass, kind, x[:_MEASURED]))
+    return float(max(more[0] - of_one[0], 1) if more else of_one[0])
 
 
 def _pass_bytes(block_pass: BlockPass, kind: str, x: Inputs) -> int:

@@ -29,11 +29,10 @@ from evigrad.jacobians import (
     demote,
     matrix_uses,
     model_outputs,
-    model_run,
     plan,
     spot_check,
 )
-from evigrad.jacobians.modes import evaluation_mode
+from evigrad.jacobians.modes import evaluation_run
 from evigrad.likelihoods import Likelihood
 from evigrad.priors import GaussianPrior
 
@@ -71,11 +70,10 @@ class InputPlan:
     gram_dtype: torch.dtype | None
     positions: tuple[int, ...] = ()
 
-    def pack(self, x: Inputs, noise: Noise | None, data: slice) -> Tensor:
+    def pack(self, x: Inputs, noise: Noise, data: slice) -> Tensor:
         """The inputs as ``model`` takes them: several parts and their noise as one tensor."""
         if isinstance(self.model, PackedModel):
-            drawn = [] if noise is None else noise.slice(data.start, data.stop)
-            return self.model.pack(x, drawn)
+            return self.model.pack(x, noise.slice(data.start, data.stop))
         assert isinstance(x, Tensor)
         return x
 
@@ -139,17 +137,15 @@ class Plans:
             first = torch.zeros(len(few), dtype=torch.int64, device=x.device)
             return self.of(AtPositions(few, None, first))
         probe, model = x[:PROBE_SIZE].detach(), self.model
-        if self.draws or not isinstance(probe, Tensor):
-            noise = self.noise(seed=0).slice(0, len(probe)) if self.draws else []
+        if self._drawing or not isinstance(probe, Tensor):
+            noise = self.noise(seed=0).slice(0, len(probe))
             if isinstance(probe, AtPositions):
                 probe = probe.alone()
                 probe.count = prod(positions)
             model = PackedModel(model, probe, noise, layer)
             probe = model.pack(probe, noise)
         made, contracts = self._loaded.get(key, (None, True))
-        # A separate generator: planning must not advance the evidence's.
-        own = torch.Generator().manual_seed(0)
-        with evaluation_mode(model, own) as has_drawn, model_run(model):
+        with evaluation_run(model) as has_drawn:
             with torch.no_grad():
                 f = model_outputs(model, probe)
             plans = [each.jacobian for each in reversed(self._plans.values())]
@@ -172,9 +168,9 @@ class Plans:
 
     def _output_layer(self, x: Tensor | Tree) -> tuple[tuple[int, ...], nn.Linear | None]:
         """The shape … of outputs (m, …, C), and the layer that makes them, by a small pass."""
-        own, model, few = torch.Generator().manual_seed(0), self.model, x[:PROBE_SIZE].detach()
-        with evaluation_mode(model, own), model_run(model), torch.no_grad():
-            f, layer = output_layer(model, few)
+        few = x[:PROBE_SIZE].detach()
+        with evaluation_run(self.model), torch.no_grad():
+            f, layer = output_layer(self.model, few)
             return tuple(check_output(f, len(few), positions=True).shape[1:-1]), layer
 
     def state_dict(self) -> dict[str, Any]:
@@ -207,13 +203,8 @@ class Plans:
 
     def last_layer(self, x: Inputs) -> tuple[Tensor, LastLayer | None]:
         """Outputs (m, C) without a graph, and their last layer, or None where none is linear."""
-        own, model = torch.Generator().manual_seed(0), self.model  # not the evidence's generator
-        with (
-            evaluation_mode(model, own),
-            model_run(model),
-            torch.no_grad(),
-            watched(model, self.weights) as call,
-        ):
+        model = self.model
+        with evaluation_run(model), torch.no_grad(), watched(model, self.weights) as call:
             f = model_outputs(model, each_once(x), positions=True)
         temperature, shape = self.settings.temperature, f.shape[:-1]
         f = f.flatten(0, -2)
@@ -225,11 +216,6 @@ class Plans:
                 layer = replace(layer, features=features)
         return f, layer
 
-    @property
-    def draws(self) -> bool:
-        """Whether the model draws noise."""
-        return bool(self._drawing)
-
     def latest(self) -> InputPlan | None:
         """The plan that was used last, if any."""
         return next(reversed(self._plans.values()), None)
@@ -240,17 +226,13 @@ class Plans:
 
     def without_contraction(self, plan: InputPlan) -> InputPlan:
         """Replace a plan by one that forms all rows, where some pass lacks a closed form."""
-        return self._replaced(plan, self._replanned(plan, contracts=False))
+        formed = self._replanned(plan, contracts=False)
+        self._plans = {key: formed if each is plan else each for key, each in self._plans.items()}
+        return formed
 
     def in_float64(self, plan: InputPlan) -> InputPlan:
         """The plan with products and factors in float64, for one evaluation."""
         return self._replanned(plan, gram_dtype=torch.float64)
-
-    def _replaced(self, old: InputPlan, new: InputPlan) -> InputPlan:
-        for key, known in self._plans.items():
-            if known is old:
-                self._plans[key] = new
-        return new
 
     def _replanned(self, plan: InputPlan, **changes: Any) -> InputPlan:
         """The plan with changes, and the structure that they ask for."""

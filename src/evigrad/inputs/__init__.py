@@ -7,6 +7,7 @@ from evigrad.inputs.calls import (
     called,
     called_at,
     inside,
+    noted_calls,
     output_layer,
     scores_of,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "inside",
     "layout",
     "mapped",
+    "noted_calls",
     "output_layer",
     "scores_of",
     "stacked",

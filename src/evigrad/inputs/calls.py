@@ -1,7 +1,8 @@
 """Calls of a model with inputs of any kind, and what of its result are the outputs."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -48,6 +49,19 @@ def _result(model: nn.Module, x: Tensor | Tree) -> Any:
         return model(*positional, **named)
 
 
+@contextmanager
+def noted_calls(
+    modules: Iterable[nn.Module], note: Callable[[nn.Module, tuple[Any, ...], Any], None]
+) -> Iterator[None]:
+    """Give each call of one of the modules inside, its arguments and its result, to ``note``."""
+    handles = [module.register_forward_hook(note) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def output_layer(model: nn.Module, x: Tensor | Tree) -> tuple[object, nn.Linear | None]:
     """Call a model, and find the linear layer whose result it returns.
 
@@ -65,12 +79,8 @@ def output_layer(model: nn.Module, x: Tensor | Tree) -> tuple[object, nn.Linear 
         seen.setdefault(module, []).append((len(inputs), output))
 
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    handles = [layer.register_forward_hook(note) for layer in layers]
-    try:
+    with noted_calls(layers, note):
         f = called(model, x)
-    finally:
-        for handle in handles:
-            handle.remove()
     made = [
         layer
         for layer, ((count, output), *more) in seen.items()

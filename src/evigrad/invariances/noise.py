@@ -94,6 +94,8 @@ class Noise:
 
     def slice(self, start: int, stop: int) -> list[Tensor]:
         """The noise of the data in positions start … stop - 1, a tensor for each module."""
+        if not self._modules:
+            return []
         if self._positions is None:
             return self._between(start, stop)
         chosen = self._positions[start:stop]

@@ -160,6 +160,14 @@ def model_run(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def evaluation_run(model: nn.Module, seed: int | None = 0) -> Iterator[Callable[[], bool]]:
+    """``evaluation_mode`` with a generator of this seed, or with None, and ``model_run``."""
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    with evaluation_mode(model, generator) as has_drawn, model_run(model):
+        yield has_drawn
+
+
+@contextmanager
 def without_autocast(device: torch.device) -> Iterator[None]:
     """Switch off the caller's autocast, if any."""
     if not torch.is_autocast_enabled(device.type):

@@ -46,9 +46,8 @@ def _three_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kernel(evidence: Evidence, x: Tensor, data: Tensor, columns: Tensor, root: str) -> Any:
-    network = evidence._problem.plans
     source = as_source((x, torch.zeros(len(x), dtype=torch.int64)))
-    ask = LastLayerKernel(network, evidence.likelihood, root, source, 3)
+    ask = LastLayerKernel(evidence._problem.plans.last_layer, evidence.likelihood, root, source, 3)
     rows = 3 * data + columns
     ask(rows[: len(rows) // 2])  # some data are known already when the others are asked for
     found = ask(rows)

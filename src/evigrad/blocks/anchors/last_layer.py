@@ -10,10 +10,10 @@ layer's are as good as those by the whole one (``benchmarks/anchor_search.py``).
 free choice; any kernel leaves the estimate a bound.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -21,17 +21,8 @@ from torch import Tensor, nn
 
 from evigrad.blocks.anchors.choice import AT_ONCE
 from evigrad.blocks.sources import Source
-from evigrad.inputs import Inputs
+from evigrad.inputs import Inputs, noted_calls
 from evigrad.likelihoods import Likelihood
-
-
-@runtime_checkable
-class Network(Protocol):
-    """What the choice of anchors needs of a network."""
-
-    def last_layer(self, x: Inputs) -> "tuple[Float[Tensor, 'm C'], LastLayer | None]":
-        """Outputs without a graph, and the last layer where there is a linear one."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +45,10 @@ class LastLayer:
         return inputs.add_(self.of_bias).mul_(vectors @ vectors.mT)
 
 
+# The outputs (m, C) for some inputs without a graph, and their last layer, where that is linear.
+Look = Callable[[Inputs], tuple[Tensor, LastLayer | None]]
+
+
 @contextmanager
 def watched(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[list[Any]]:
     """Watch which linear layer with one of the weights is called last: module, input, output."""
@@ -64,16 +59,9 @@ def watched(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[list[An
         if inputs and isinstance(output, Tensor):
             last[:] = [module, inputs[0], output]
 
-    handles = [
-        module.register_forward_hook(note)
-        for module in model.modules()
-        if isinstance(module, nn.Linear) and id(module.weight) in own
-    ]
-    try:
+    layers = [each for each in model.modules() if isinstance(each, nn.Linear)]
+    with noted_calls([each for each in layers if id(each.weight) in own], note):
         yield last
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def last_layer(
@@ -111,13 +99,13 @@ class LastLayerKernel:
 
     def __init__(
         self,
-        network: Network,
+        look: Look,
         likelihood: Likelihood,
         root: str,
         source: Source,
         num_columns: int,
     ) -> None:
-        self._network, self._likelihood, self._root = network, likelihood, root
+        self._look_at, self._likelihood, self._root = look, likelihood, root
         self._source, self._num_columns = source, num_columns
         self._place = torch.full((len(source),), -1)  # each datum's place in the lists below
         self._seen = 0
@@ -143,7 +131,7 @@ class LastLayerKernel:
         listed = torch.arange(self._num_columns)
         new = data[self._place[data] < 0]
         for batch in new.split(AT_ONCE) if len(new) else ():
-            f, layer = self._network.last_layer(self._source.fetch(batch)[0])
+            f, layer = self._look_at(self._source.fetch(batch)[0])
             if layer is None:
                 self._is_there = False
                 return

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from evigrad.blocks.anchors.choice import AT_ONCE, Anchoring, Centres, choose
-from evigrad.blocks.anchors.last_layer import LastLayerKernel, Network
+from evigrad.blocks.anchors.last_layer import LastLayerKernel, Look
 from evigrad.blocks.anchors.partition import AnchoredPartition, Groups, Scores, form_groups
 from evigrad.blocks.anchors.stream import AnchoredStream, EntropyPredictor
 from evigrad.blocks.block import Block
@@ -67,9 +67,8 @@ class OutputMemory:
 class AnchorSelection:
     """Chooses anchors, and chooses them anew on a schedule.
 
-    ``num_rows`` counts a block's; ``root`` is the kind of the likelihood's root. The likelihood
-    gives the norms of rows, the network outputs and the last layer; the generator is the
-    evidence's.
+    ``num_rows`` counts a block's; ``root`` is the kind of the likelihood's root, which gives the
+    norms of rows; ``look`` gives outputs and the last layer; the generator is the evidence's.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class AnchorSelection:
         num_rows: int,
         root: str,
         likelihood: Likelihood,
-        network: Network,
+        look: Look,
         generator: torch.Generator,
         ranks: Ranks | None = None,
         splits: bool = False,
@@ -89,7 +88,7 @@ class AnchorSelection:
         self.pool = Pool(num_data)
         self.memory = OutputMemory(len(self.pool))
         self._num_rows, self._root = num_rows, root
-        self._likelihood, self._network, self._generator = likelihood, network, generator
+        self._likelihood, self._look_at, self._generator = likelihood, look, generator
         self._anchors: Int[Tensor, " Z"] | None = None
         self._groups = Groups()
         self._streams = 0  # begun since the last choice
@@ -204,7 +203,7 @@ class AnchorSelection:
         if self._num_rows >= scores.num_rows:
             count = heads  # all rows fit: nothing is drawn, or the tail as a whole
         kernel = LastLayerKernel(
-            self._network, self._likelihood, self._root, source, scores.head.shape[1]
+            self._look_at, self._likelihood, self._root, source, scores.head.shape[1]
         )
         centres = partial(self._centres.first, source)
         anchors = choose(self.anchoring, scores.head, count, self._generator, centres, kernel)
@@ -220,7 +219,7 @@ class AnchorSelection:
             own = indices[self._ranks.part(len(indices))]
             for batch in (own if len(own) else indices[:1]).split(AT_ONCE):
                 x, y = source.fetch(batch)
-                f, _ = self._network.last_layer(x)
+                f, _ = self._look_at(x)
                 total += float(log_probabilities(self._likelihood, f, y).detach().double().sum())
                 _, of_pool = self.pool.restrict(batch, f)
                 seen.append(self._likelihood.condensed(of_pool, self._root).float().cpu())
