@@ -135,11 +135,8 @@ class Evidence:
             anchoring=anchoring,
             **(memory or Memory()).resolved(),
         )
-        self.root, self.num_data, self.temperature = (
-            settings.root,
-            int(num_data),
-            float(temperature),
-        )
+        self.root, self.num_data = settings.root, int(num_data)
+        self.temperature = float(temperature)
         self.model, self.likelihood, self.prior = model, likelihood, prior
         self.generator = as_generator(generator)
         self.ranks = Ranks(process_group)

@@ -201,7 +201,6 @@ class GaussianPrior(nn.Module):
         return order, {name: order.index(group) for name, group in owners.items()}
 
     def _initial(self, names: Sequence[str], shapes: Mapping[str, torch.Size]) -> Tensor:
-        """Initial log precisions, in float64."""
         precision = self._precision
         count = len(names) or sum(shape.numel() for shape in shapes.values())
         if not isinstance(precision, dict):
@@ -278,13 +277,6 @@ class GaussianPrior(nn.Module):
         if not len(self._learned_index):
             return self.log_precision
         return self._all_groups.index_copy(0, self._learned_index, self.log_precision)
-
-    def _check_known(self, name: str) -> None:
-        self._log_precisions()
-        if name not in self._shapes:
-            raise ConfigurationError(
-                f"The prior has no weight '{name}'.{nearest(name, self._shapes)}"
-            )
 
     # ------------------------------------------------------------------ what it says
 
@@ -417,8 +409,12 @@ class GaussianPrior(nn.Module):
         Raises:
             ConfigurationError: If there is no such weight.
         """
-        self._check_known(name)
-        return self.constant_groups().get(name, name)
+        groups = self.constant_groups()
+        if name not in self._shapes:
+            raise ConfigurationError(
+                f"The prior has no weight '{name}'.{nearest(name, self._shapes)}"
+            )
+        return groups.get(name, name)
 
     # ------------------------------------------------------------------ keeping
 
@@ -548,7 +544,6 @@ def _in_words(mean: object) -> str:
 
 
 def _check_names(what: str, given: Iterable[str], known: Sequence[str]) -> None:
-    """Refuse names of groups that do not exist."""
     for name in given:
         if name not in known:
             raise ConfigurationError(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice, repeat
-from typing import overload
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -178,27 +178,13 @@ class Partition:
         indices = (
             torch.arange(m) if m == self.num_data else choose_distinct(self.num_data, m, generator)
         )
+        columns, scale = self._fixed_columns(m), self.num_data / m
         if self.spec.rows:
-            return self._subset_block(
-                indices,
-                self._row_columns(choose_distinct(m * self.num_outputs, self._size, generator), m),
-            )
-        columns = self._fixed_columns(m)
-        if self._width is not None:
-            columns = self._output_orders(m, generator)[:, : self._width].clone()
-        return self._subset_block(indices, columns)
-
-    def _row_columns(self, pairs: Int[Tensor, " r"], m: int) -> Int[Tensor, "m k"]:
-        return padded_columns(pairs // self.num_outputs, pairs % self.num_outputs, m)
-
-    def _subset_block(
-        self, indices: Int[Tensor, " m"], columns: Int[Tensor, "m k"] | None
-    ) -> Block:
-        m = len(indices)
-        scale = self.num_data / m
-        if self.spec.rows:
+            pairs = choose_distinct(m * self.num_outputs, self._size, generator)
+            columns = padded_columns(pairs // self.num_outputs, pairs % self.num_outputs, m)
             scale = self.num_data * self.num_outputs / self._size
         elif self._width is not None:
+            columns = self._output_orders(m, generator)[:, : self._width].clone()
             scale = self.num_data * self.num_outputs / (m * self._width)
         weights = torch.full((m,), self.num_data / m, dtype=torch.float64)
         return Block(indices, columns, scale, weights)
@@ -235,11 +221,7 @@ class _LazyBlocks(Sequence[Block]):
     def __len__(self) -> int:
         return len(self._order)
 
-    @overload
-    def __getitem__(self, index: int) -> Block: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Block]: ...
-    def __getitem__(self, index: int | slice) -> Block | list[Block]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self._build(number) for number in self._order[index].tolist()]
         return self._build(int(self._order[index]))
@@ -291,6 +273,7 @@ class Stream(Iterable[Block]):
         self, generator: torch.Generator, ranks: Ranks | None = None, splits: bool = False
     ) -> None:
         self._generator, self._ranks, self._splits = generator, ranks or Ranks(), splits
+        self._sharing = self._ranks if splits else None
 
     def take(self, n: int) -> Iterator[Block]:
         """Return the first n blocks of a new iteration, with data, maybe of several partitions.
@@ -374,4 +357,4 @@ class BlockStream(Stream):
         yield from (partial(self._read, blocks, number) for number in range(len(blocks)))
 
     def _read(self, blocks: Sequence[Block], number: int) -> Block:
-        return fetched(blocks[number], self._source, self._ranks if self._splits else None)
+        return fetched(blocks[number], self._source, self._sharing)

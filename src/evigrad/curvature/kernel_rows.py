@@ -328,32 +328,30 @@ class NtkStatistic(Statistic):
     ) -> list[tuple[Tensor, Tensor]]:
         """The pairs of each use, of all data; with padding, every row is a datum of its own."""
         each = [list(tensors) for tensors in zip(*chunks, strict=True)]  # of all micro-batches
-        return [
-            self._whole(inputs, gradients, like)
-            for inputs, gradients in zip(each[::2], each[1::2], strict=True)
-        ]
-
-    def _whole(
-        self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], like: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        pairs = [
-            (a.to(like) if a.is_floating_point() else a.to(like.device), g.to(like))
-            for a, g in zip(inputs, gradients, strict=True)
-        ]
         widths = {part.shape[1] for part in self.present}
-        if len(widths) > 1 or not all(bool(part.all()) for part in self.present):
+        is_padded = len(widths) > 1 or not all(bool(part.all()) for part in self.present)
+        found: list[tuple[Tensor, Tensor]] = []
+        for inputs, gradients in zip(each[::2], each[1::2], strict=True):
             pairs = [
-                (a[present.nonzero()[:, 0]], g[present][:, None])
-                for (a, g), present in zip(pairs, self.present, strict=True)
+                (a.to(like) if a.is_floating_point() else a.to(like.device), g.to(like))
+                for a, g in zip(inputs, gradients, strict=True)
             ]
-        # Data of fewer positions have zeros in the others, which add nothing.
-        most = max(a.shape[1] for a, _ in pairs)
-        return (
-            torch.cat(
-                [F.pad(a, (*[0, 0] * (a.dim() - 2), 0, most - a.shape[1])) for a, _ in pairs]
-            ),
-            torch.cat([F.pad(g, (0, 0, 0, most - g.shape[2])) for _, g in pairs]),
-        )
+            if is_padded:
+                pairs = [
+                    (a[present.nonzero()[:, 0]], g[present][:, None])
+                    for (a, g), present in zip(pairs, self.present, strict=True)
+                ]
+            # Data of fewer positions have zeros in the others, which add nothing.
+            most = max(a.shape[1] for a, _ in pairs)
+            pairs = [
+                (
+                    F.pad(a, (*[0, 0] * (a.dim() - 2), 0, most - a.shape[1])),
+                    F.pad(g, (0, 0, 0, most - g.shape[2])),
+                )
+                for a, g in pairs
+            ]
+            found.append((torch.cat([a for a, _ in pairs]), torch.cat([g for _, g in pairs])))
+        return found
 
 
 def slabs(

@@ -242,7 +242,7 @@ def most_at_once(problem: Problem, plan: InputPlan, block: Block, position: int 
 def check_fits(problem: Problem, plan: InputPlan, block: Block, condensed: bool) -> None:
     """Refuse a block that would not fit; ``condensed`` keeps only what log-determinants need."""
     structure, size, weights = plan.structure, len(block.indices), problem.weights
-    width = plan.partition.num_outputs if block.columns is None else block.columns.shape[1]
+    width = _width(plan, block)
     most = most_at_once(problem, plan, block)
     at_once = min(most or 1, size) * width
     if block.num_draws > 1:
@@ -274,13 +274,14 @@ def _chunk_size(block_pass: BlockPass, kind: str, x: Inputs, rest: int, position
 
 def _memory_key(block_pass: BlockPass, kind: str, x: Inputs) -> str:
     """In words, what the memory of a pass depends on besides the number of data."""
-    numbers, rows = block_pass.plan.numbers(x), _width(block_pass)
-    return f"{kind} pass of {numbers:,} numbers and {rows} rows for each"
+    plan = block_pass.plan
+    rows = _width(plan, block_pass.block)
+    return f"{kind} pass of {plan.numbers(x):,} numbers and {rows} rows for each"
 
 
-def _width(block_pass: BlockPass) -> int:
-    columns = block_pass.block.columns
-    return block_pass.plan.partition.num_outputs if columns is None else columns.shape[1]
+def _width(plan: InputPlan, block: Block) -> int:
+    """Most rows of a datum."""
+    return plan.partition.num_outputs if block.columns is None else block.columns.shape[1]
 
 
 def bytes_per_datum(block_pass: BlockPass, kind: str, x: Inputs) -> float:
@@ -295,7 +296,7 @@ def bytes_per_datum(block_pass: BlockPass, kind: str, x: Inputs) -> float:
 def _pass_bytes(block_pass: BlockPass, kind: str, x: Inputs) -> int:
     plan, weights = block_pass.plan, block_pass.problem.weights
     packed = plan.pack(x, block_pass.noise, slice(0, len(x)))
-    width = _width(block_pass)
+    width = _width(plan, block_pass.block)
     with (
         evaluating(block_pass),
         torch.enable_grad(),

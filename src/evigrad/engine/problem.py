@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evigrad.blocks.anchors.last_layer import LastLayer, last_layer, watched
+from evigrad.blocks.anchors.choice import LastLayer, last_layer, watched
 from evigrad.blocks.partitions import Partition
 from evigrad.curvature import Storage, Structure, contracted, make_structure
 from evigrad.distributed import Ranks

@@ -129,7 +129,6 @@ def _plain(name: str) -> str:
 
 
 def _check_names(what: str, own: Iterable[str], theirs: Iterable[str]) -> None:
-    """Refuse different names."""
     own, theirs = dict.fromkeys(own), dict.fromkeys(theirs)
     missing = [name for name in own if name not in theirs]
     more = [name for name in theirs if name not in own]

@@ -168,8 +168,11 @@ def _add(block_pass: BlockPass, use: FirstPass, sums: _Sums, chunk: Chunk) -> _S
     if not sums.is_closed:
         return sums
     if sums.to_check:
+        problem, plan = block_pass.problem, sums.plan
+        with torch.enable_grad():
+            found = Linearization(plan.model, problem.weights, chunk.x, plan.jacobian, False)
         shared = use.condensed and block_pass.block.shares > 1
-        plan = _spot_checked(block_pass.problem, sums.plan, chunk, shared)
+        plan = problem.plans.checked(plan, found, problem.ranks if shared else None)
         sums = replace(sums, plan=plan, to_check=False)
     block_pass = replace(block_pass, plan=sums.plan)
     spec, likelihood = block_pass.problem.settings.spec, block_pass.problem.likelihood
@@ -246,13 +249,6 @@ def _add_hessian(
         (chunk.plan or plan).model, weights, chunk.x, negative_log_likelihood, graph
     ) as hessian:
         return plan.structure.accumulate_hessian(statistic, hessian), f
-
-
-def _spot_checked(problem: Problem, plan: InputPlan, chunk: Chunk, shared: bool) -> InputPlan:
-    """The plan, without derivatives that are wrong at the first micro-batch, of any rank."""
-    with torch.enable_grad():
-        linearization = Linearization(plan.model, problem.weights, chunk.x, plan.jacobian, False)
-    return problem.plans.checked(plan, linearization, problem.ranks if shared else None)
 
 
 def log_likelihood_of(problem: Problem, f: Tensor, chunk: Chunk) -> Tensor:

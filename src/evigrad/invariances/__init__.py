@@ -7,8 +7,7 @@ outputs over random transformations of it. The width of these is a hyperparamete
 
 from evigrad.invariances.affine import GENERATORS, AffineInvariance
 from evigrad.invariances.averaged import AVERAGES, Averaged
-from evigrad.invariances.features import AdditiveNoise, InputScale
-from evigrad.invariances.transform import Transform
+from evigrad.invariances.transform import AdditiveNoise, InputScale, Transform
 
 __all__ = [
     "AVERAGES",

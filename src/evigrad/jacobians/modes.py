@@ -250,7 +250,6 @@ def _unchanged_attributes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Put back the values of buffers that were changed in place."""
     before = [(b, b.detach().clone(), b._version) for b in model.buffers()]
     try:
         yield

@@ -244,7 +244,6 @@ def covariance_of(
 def _rows(
     linearization: Linearization, vectors: Tensor, blocks: Iterable[Block]
 ) -> Iterator[tuple[Block, dict[str, Tensor]]]:
-    """Each block with its rows."""
     blocks = list(blocks)
     # All that have no closed form in one call, as each call repeats the backward passes.
     names = [name for block in blocks for name in block.names]

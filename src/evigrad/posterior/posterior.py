@@ -412,7 +412,6 @@ def last_layer(problem: Problem, data: object) -> list[str]:
 
 
 def _is_below(name: str, other: str) -> bool:
-    """Whether a module lies below another one."""
     return name != other and (not other or name.startswith(other + "."))
 
 

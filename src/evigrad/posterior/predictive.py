@@ -97,7 +97,6 @@ class Predictive:
 
     @property
     def _variance(self) -> Float[Tensor, "m ... C"]:
-        """That of the outputs."""
         return self.covariance.diagonal(dim1=-2, dim2=-1).clamp(min=0.0)
 
     @cached_property
@@ -123,7 +122,6 @@ class Predictive:
         return self._at(torch.ones(self.outputs.shape[:-1], dtype=torch.bool))
 
     def _at(self, where: Bool[Tensor, "m ..."]) -> "Predictive":
-        """Some positions, each as a datum."""
         where = where.to(self.outputs.device)
         return replace(self, outputs=self.outputs[where], covariance=self.covariance[where])
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 from evigrad import Evidence
-from evigrad.blocks.anchors import Anchoring, last_layer
-from evigrad.blocks.anchors.last_layer import LastLayerKernel, watched
+from evigrad.blocks.anchors import Anchoring
+from evigrad.blocks.anchors.choice import LastLayerKernel, watched
 from evigrad.blocks.sources import as_source
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Categorical
@@ -42,7 +42,7 @@ def images(count: int) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _three_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(last_layer, "AT_ONCE", 3)
+    monkeypatch.setattr("evigrad.blocks.anchors.choice.AT_ONCE", 3)
 
 
 def kernel(evidence: Evidence, x: Tensor, data: Tensor, columns: Tensor, root: str) -> Any:

@@ -202,7 +202,7 @@ class AnchoredStream(Stream):
         if draws and not self._splits:
             own = slice(self._ranks.rank, None, self._ranks.count)
             draws, of_likelihood = draws[own], of_likelihood[own]
-        return self._parts(made, draws, of_likelihood)
+        return DrawnParts(self._source, made, draws, of_likelihood, self._sharing)
 
     def _each(self, made: AnchoredPartition) -> Iterator[Draw]:
         count = made.num_parts
@@ -230,14 +230,9 @@ class AnchoredStream(Stream):
         return Draw(number, weight, offset, guess, made.keys[entry])
 
     def _builder(self, made: AnchoredPartition, draws: list[Draw]) -> Callable[[], Block]:
-        parts = self._parts(made, draws, self._likelihood_data(made, 1))
+        of_likelihood = self._likelihood_data(made, 1)
+        parts = DrawnParts(self._source, made, draws, of_likelihood, self._sharing)
         return partial(parts.block, 0, 1)
-
-    def _parts(
-        self, made: AnchoredPartition, draws: list[Draw], of_likelihood: Int[Tensor, "d u"]
-    ) -> DrawnParts:
-        sharing = self._ranks if self._splits else None
-        return DrawnParts(self._source, made, draws, of_likelihood, sharing)
 
     def _likelihood_data(self, made: AnchoredPartition, count: int) -> Int[Tensor, "d u"]:
         """The data of each draw's log likelihood; together they cover the data evenly."""
