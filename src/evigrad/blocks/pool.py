@@ -85,6 +85,3 @@ class _Pooled(Source):
 
     def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
         return self._source.fetch(self._pool.data(indices))
-
-    def _targets(self) -> Tensor:
-        return self.fetch(torch.arange(len(self)))[1]

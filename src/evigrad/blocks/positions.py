@@ -65,9 +65,6 @@ class PositionSource(Source):
         """The shape of positions: sequences may have another length in every batch."""
         return tuple(y.shape[1:2]) if self._dims == 1 and y.ndim > 1 else self._shape
 
-    def _targets(self) -> Tensor:
-        return torch.cat([self.fetch(n)[1] for n in torch.arange(len(self)).split(AT_ONCE)])
-
     def of_data(self, indices: Int[Tensor, " m"]) -> Int[Tensor, " n"]:
         """The numbers of the positions of whole data, datum by datum."""
         indices = indices.cpu()

@@ -65,9 +65,9 @@ class Source(ABC):
         """The same data, a stream from its beginning; reading one does not move the other."""
         return self
 
-    @abstractmethod
     def _targets(self) -> Tensor:
         """All targets (N, ...)."""
+        return torch.cat([self.fetch(n)[1] for n in torch.arange(len(self)).split(AT_ONCE)])
 
     def labels(self) -> Int[Tensor, " N"]:
         """Labels (N,) as of ``class_labels``, for classification; may read all the data."""
@@ -123,9 +123,6 @@ class _DatasetSource(Source):
     def _items(self, positions: list[int]) -> list[Any]:
         together = getattr(self._dataset, "__getitems__", None)  # as DataLoader asks for a batch
         return together(positions) if together else [self._dataset[n] for n in positions]
-
-    def _targets(self) -> Tensor:
-        return torch.cat([self.fetch(n)[1] for n in torch.arange(len(self)).split(AT_ONCE)])
 
     def labels(self) -> Int[Tensor, " N"]:
         if self._labels is None:  # a whole pass over the data set: once is enough
