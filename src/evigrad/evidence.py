@@ -408,9 +408,7 @@ class Evidence:
             with self.ranks.together():
                 given = self._given(x, y, learnable)
                 with held_constant(others):
-                    estimates, found = gradients_of(given, learnable)
-            pairs = zip(learnable.values(), found, strict=True)
-            gradients = [torch.zeros_like(p) if g is None else g for p, g in pairs]
+                    estimates, gradients = gradients_of(given, learnable)
             blocks = _blocks_of(given)
             estimate, gradients = over_ranks(self._problem, blocks, estimates, gradients)
         check_gradients(learnable, gradients)

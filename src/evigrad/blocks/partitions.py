@@ -178,13 +178,27 @@ class Partition:
         indices = (
             torch.arange(m) if m == self.num_data else choose_distinct(self.num_data, m, generator)
         )
-        columns, scale = self._fixed_columns(m), self.num_data / m
         if self.spec.rows:
-            pairs = choose_distinct(m * self.num_outputs, self._size, generator)
-            columns = padded_columns(pairs // self.num_outputs, pairs % self.num_outputs, m)
+            return self._subset_block(
+                indices,
+                self._row_columns(choose_distinct(m * self.num_outputs, self._size, generator), m),
+            )
+        columns = self._fixed_columns(m)
+        if self._width is not None:
+            columns = self._output_orders(m, generator)[:, : self._width].clone()
+        return self._subset_block(indices, columns)
+
+    def _row_columns(self, pairs: Int[Tensor, " r"], m: int) -> Int[Tensor, "m k"]:
+        return padded_columns(pairs // self.num_outputs, pairs % self.num_outputs, m)
+
+    def _subset_block(
+        self, indices: Int[Tensor, " m"], columns: Int[Tensor, "m k"] | None
+    ) -> Block:
+        m = len(indices)
+        scale = self.num_data / m
+        if self.spec.rows:
             scale = self.num_data * self.num_outputs / self._size
         elif self._width is not None:
-            columns = self._output_orders(m, generator)[:, : self._width].clone()
             scale = self.num_data * self.num_outputs / (m * self._width)
         weights = torch.full((m,), self.num_data / m, dtype=torch.float64)
         return Block(indices, columns, scale, weights)

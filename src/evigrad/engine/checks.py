@@ -93,10 +93,10 @@ def as_device(what: str, device: torch.device | str | None) -> torch.device | No
         ) from error
 
 
-def check_gradients(names: Iterable[str], gradients: Iterable[Tensor | None]) -> None:
+def check_gradients(names: Iterable[str], gradients: Iterable[Tensor]) -> None:
     """Refuse gradients that are not finite."""
     for name, gradient in zip(names, gradients, strict=True):
-        if gradient is not None and not bool(gradient.isfinite().all()):
+        if not bool(gradient.isfinite().all()):
             raise NotFiniteError(
                 f"The gradient in {name} is not finite: weights or hyperparameters have diverged"
                 " (lower their learning rates), or a type of rows_dtype, gram_dtype or autocast is"

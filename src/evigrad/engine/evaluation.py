@@ -30,7 +30,6 @@ from evigrad.errors import ConfigurationError, NotFiniteError
 # The numbers of an estimate that are averaged.
 _TERMS = ("log_evidence", "log_likelihood", "log_prior", "log_det", "log_hyperprior")
 
-Gradients = list[Tensor | None]
 Found = TypeVar("Found")
 
 
@@ -91,19 +90,19 @@ def estimates_of(given: BlockPass | Sequence[KeptPass]) -> list[Estimate]:
 
 def gradients_of(
     given: BlockPass | Sequence[KeptPass], learnable: Mapping[str, nn.Parameter]
-) -> tuple[list[Estimate], Gradients]:
+) -> tuple[list[Estimate], list[Tensor]]:
     """Return the estimates of ``estimates_of``, and the gradient of their mean.
 
     It is in the ``learnable`` hyperparameters, in their order; no other requires a gradient.
     """
     parameters = list(learnable.values())
     if not isinstance(given, BlockPass):
-        estimates, total = list[Estimate](), list[Tensor | None]([None] * len(parameters))
+        estimates, total = list[Estimate](), [torch.zeros_like(p) for p in parameters]
         for kept in given:
             estimate, value = objective(kept)
             estimates.append(estimate)
-            found = torch.autograd.grad(value / len(given), parameters, allow_unused=True)
-            total = [_sum(a, b) for a, b in zip(total, found, strict=True)]
+            found = _gradients(value / len(given), parameters)
+            total = [a + b for a, b in zip(total, found, strict=True)]
         return estimates, total
     problem = given.problem
     if problem.settings.gradient == "one-graph":
@@ -116,9 +115,9 @@ def gradients_of(
         beside = any(not name.startswith("prior.") for name in learnable)
         use = FirstPass(keeps_outputs=beside, condensed=True)
 
-    def one_pass(block_pass: BlockPass) -> tuple[Estimate, Gradients]:
+    def one_pass(block_pass: BlockPass) -> tuple[Estimate, list[Tensor]]:
         estimate, value = objective(first_pass(block_pass, use))
-        return estimate, list(torch.autograd.grad(value, parameters, allow_unused=True))
+        return estimate, _gradients(value, parameters)
 
     estimate, found = precisely(given, one_pass)
     return [estimate], found
@@ -172,7 +171,7 @@ def objective(kept: KeptPass) -> tuple[Estimate, Tensor]:
 
 def _two_passes(
     block_pass: BlockPass, learnable: Mapping[str, nn.Parameter]
-) -> tuple[Estimate, Gradients]:
+) -> tuple[Estimate, list[Tensor]]:
     """The gradient in two passes over the block, one micro-batch at a time."""
     problem = block_pass.problem
     of_prior = [p for name, p in learnable.items() if name.startswith("prior.")]
@@ -185,21 +184,19 @@ def _two_passes(
     )
     with torch.enable_grad():
         log_prior, log_hyperprior = _prior_terms(problem)
-        direct: Gradients = [None] * len(of_prior)
-        if of_prior:
-            value = log_prior + log_hyperprior
-            direct = list(torch.autograd.grad(value, of_prior, allow_unused=True))
+        direct = _gradients(log_prior + log_hyperprior, of_prior)
     estimate = _estimate(kept, kept.log_likelihood, differential.log_det, log_prior, log_hyperprior)
     # The check in the first pass may have replaced the plan.
     again = replace(block_pass, plan=kept.plan)
     # The mean over the shares of a block is to be the sum of their terms.
     cotangent = differential.cotangent.of_share()
     pulled = second_pass(again, cotangent, scale * kept.block.shares, of_passes)
-    of_log_det = [None if g is None else -0.5 * scale * g for g in differential.gradients]
-    in_prior = [_sum(a, b) for a, b in zip(direct, of_log_det, strict=True)]
+    in_prior = [
+        own if g is None else own - 0.5 * scale * g
+        for own, g in zip(direct, differential.gradients, strict=True)
+    ]
     found = dict(zip(map(id, [*of_prior, *of_passes]), [*in_prior, *pulled], strict=True))
-    gradients = [found[id(p)] for p in learnable.values()]
-    return estimate, [None if g is None else -g / problem.settings.num_data for g in gradients]
+    return estimate, [-found[id(p)] / problem.settings.num_data for p in learnable.values()]
 
 
 def _rescaled(kept: KeptPass, precisions: Mapping[str, Tensor]) -> tuple[Any, Mapping[str, Tensor]]:
@@ -307,7 +304,9 @@ def _estimate(
     )
 
 
-def _sum(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    if left is None or right is None:
-        return right if left is None else left
-    return left + right
+def _gradients(value: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """The gradient of a number in each of the parameters, zeros where it does not depend on one."""
+    if not parameters:
+        return []
+    found = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
+    return list(found)
