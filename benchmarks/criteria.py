@@ -43,6 +43,7 @@ from evigrad import Optimization
 from evigrad.data import DataSet, load
 from evigrad.models import make_model
 
+SETS = ("digits", "mnist")
 SUBSET, TEST = 500, 1000
 SETTINGS = (*(f"decay {decay:g}" for decay in DECAYS), "fixed point", "adam")
 TEMPERATURES = (0.5, 0.25)
@@ -297,7 +298,7 @@ def tables_of(runs: list[Result]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then print the tables and insert them into the pages."""
     parser = make_parser(__doc__)
-    parser.add_argument("--sets", nargs="+", choices=list(IMAGES), default=list(IMAGES))
+    parser.add_argument("--sets", nargs="+", choices=list(IMAGES), default=SETS)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS)
     parser.add_argument("--subset", type=int, default=SUBSET)
     given = parse(parser, arguments)
