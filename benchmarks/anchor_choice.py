@@ -75,7 +75,8 @@ def whitened(evidence: Evidence, data: DataSet) -> dict[str, Tensor]:
     weights = {name: w.detach() for name, w in evidence.weights().items()}
     with torch.no_grad():
         f = model(x)
-    rows = evidence.likelihood.root(f, None, "eigen").scaled
+    every = torch.arange(f.shape[1]).expand(len(f), -1)
+    rows = evidence.likelihood.root(f, every, "eigen").scaled
 
     def of_one(point: Tensor) -> dict[str, Tensor]:
         return jacrev(lambda w: functional_call(model, w, (point[None],))[0])(weights)

@@ -153,7 +153,7 @@ class Evidence:
             prior,
             settings,
             self.generator,
-            Plans(model, self._weights, prior, settings, self.ranks.count),
+            Plans(model, self._weights, likelihood, prior, settings, self.ranks.count),
             MicroBatches(settings.micro_batch, settings.memory_budget),
             self.ranks,
         )

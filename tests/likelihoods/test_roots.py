@@ -83,6 +83,11 @@ def random_columns(seed: int, m: int, c: int, k: int) -> Tensor:
     return columns.masked_fill(torch.rand(m, k, generator=generator) < 0.3, -1)
 
 
+def every(f: Tensor) -> Tensor:
+    """All columns, listed."""
+    return torch.arange(f.shape[1]).expand(len(f), -1)
+
+
 def scaled(likelihood: Likelihood, f: Tensor, columns: Tensor | None, kind: str) -> Tensor:
     """The columns of R as rows (m, k, C), scale included."""
     root = likelihood.root(f, columns, kind)
@@ -120,9 +125,18 @@ def same_gradient(one: Tensor, other: Tensor, inputs: list[Tensor], tolerance: f
 @given(seed=SEEDS, c=st.integers(2, 6))
 def test_all_columns_multiply_to_the_hessian(maker, kind: str, seed: int, c: int) -> None:
     likelihood, f = maker(c).double(), random_outputs(seed, 3, c)
-    torch.testing.assert_close(
-        product(scaled(likelihood, f, None, kind)), likelihood.hessian(f), rtol=1e-9, atol=1e-12
-    )
+    for columns in (None, every(f)):
+        rows = scaled(likelihood, f, columns, kind)
+        torch.testing.assert_close(product(rows), likelihood.hessian(f), rtol=1e-9, atol=1e-12)
+        assert rows.shape[1] == (c if columns is not None else likelihood.rank(c))
+
+
+@given(seed=SEEDS, c=st.integers(2, 6))
+def test_a_softmax_has_no_more_rows_than_its_rank(seed: int, c: int) -> None:
+    f = random_outputs(seed, 2, c)
+    rows = Categorical().root(f).vectors
+    assert rows.shape[1] == c - 1
+    torch.testing.assert_close(rows.sum(-1), torch.zeros(2, c - 1, dtype=f.dtype))
 
 
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=list(MAKERS))
@@ -142,11 +156,11 @@ def test_listed_columns_multiply_to_the_sub_block(maker, seed: int, c: int, data
 def test_listed_columns_are_of_the_whole_root(maker, kind: str, seed: int, c: int, data) -> None:
     k = data.draw(st.integers(1, c))
     likelihood, f, columns = maker(c), random_outputs(seed, 4, c), random_columns(seed, 4, c, k)
-    every, listed = scaled(likelihood, f, None, kind), scaled(likelihood, f, columns, kind)
+    whole, listed = scaled(likelihood, f, every(f), kind), scaled(likelihood, f, columns, kind)
     for n in range(4):
         for j in range(k):
             d = int(columns[n, j])
-            oracle = every[n, d] if d >= 0 else torch.zeros(c, dtype=torch.float64)
+            oracle = whole[n, d] if d >= 0 else torch.zeros(c, dtype=torch.float64)
             torch.testing.assert_close(listed[n, j], oracle, rtol=1e-10, atol=1e-13)
 
 
@@ -154,7 +168,7 @@ def test_listed_columns_are_of_the_whole_root(maker, kind: str, seed: int, c: in
 def test_fisher_columns_are_scores(seed: int, c: int) -> None:
     f = random_outputs(seed, 1, c)
     p = f.softmax(1)
-    rows = Categorical().root(f, None, "fisher").vectors
+    rows = Categorical().root(f, every(f), "fisher").vectors
     for d in range(c):
         score = Categorical().score(f, torch.tensor([d]))
         torch.testing.assert_close(rows[:, d], p[:, d : d + 1].sqrt() * score)
@@ -164,7 +178,7 @@ def test_fisher_columns_are_scores(seed: int, c: int) -> None:
 @given(seed=SEEDS, c=st.integers(2, 6))
 def test_eigen_columns_are_orthogonal_and_descend(maker, seed: int, c: int) -> None:
     f = random_outputs(seed, 3, c)
-    rows = maker().root(f, None, "eigen").vectors
+    rows = maker().root(f, every(f), "eigen").vectors
     values = torch.linalg.eigvalsh(Categorical().hessian(f)).flip(-1).clamp(min=0)
     torch.testing.assert_close(rows @ rows.mT, values.diag_embed(), rtol=1e-9, atol=1e-12)
 
@@ -223,14 +237,13 @@ def test_softmax_vectors_against_finite_differences(kind: str, columns) -> None:
 @pytest.mark.parametrize("columns", [None, [[0, 2], [-1, 1]]])
 def test_eigen_rotation_is_constant_in_derivatives(columns) -> None:
     f = random_outputs(0, 2, 3)
-    picked = None if columns is None else torch.tensor(columns)
-    fisher = Categorical().root(f, None, "fisher").vectors
+    picked = every(f) if columns is None else torch.tensor(columns)
+    fisher = Categorical().root(f, every(f), "fisher").vectors
     rotation = torch.linalg.eigh(fisher @ fisher.mT).eigenvectors.flip(-1)
     frozen = f.clone().requires_grad_()
-    oracle = rotation.mT @ Categorical().root(frozen, None, "fisher").vectors
-    if picked is not None:
-        oracle = oracle.gather(1, picked.clamp(min=0)[..., None].expand(-1, -1, 3))
-        oracle = oracle * (picked >= 0)[..., None]
+    oracle = rotation.mT @ Categorical().root(frozen, every(f), "fisher").vectors
+    oracle = oracle.gather(1, picked.clamp(min=0)[..., None].expand(-1, -1, 3))
+    oracle = oracle * (picked >= 0)[..., None]
     variable = f.clone().requires_grad_()
     rows = Categorical().root(variable, picked, "eigen").vectors
     torch.testing.assert_close(rows, oracle)
@@ -404,7 +417,7 @@ def three_turned(monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.parametrize("c", [4, 6, 9])
 def test_a_root_of_many_classes(three_turned: int, c: int) -> None:
     likelihood, f = Categorical(), random_outputs(c, 5, c)
-    whole = likelihood.root(f, None, "eigen").vectors
+    whole = likelihood.root(f, every(f), "eigen").vectors
     torch.testing.assert_close(whole.mT @ whole, likelihood.hessian(f))
     # The first ones are orthogonal, largest first; the others are scores of the unlikely labels.
     gram = whole[:, :three_turned] @ whole[:, :three_turned].mT
@@ -426,7 +439,7 @@ def test_the_derivative_of_a_root_of_many_classes(three_turned: int, c: int) -> 
     del three_turned
     likelihood, f = Categorical(), random_outputs(1, 3, c).requires_grad_()
     weights = random_outputs(2, 3 * c, c).reshape(3, c, c)
-    rows = likelihood.root(f, None, "eigen").vectors
+    rows = likelihood.root(f, every(f), "eigen").vectors
     (found,) = torch.autograd.grad((weights * (rows.mT @ rows)).sum(), f)
     (wanted,) = torch.autograd.grad((weights * likelihood.hessian(f)).sum(), f)
     torch.testing.assert_close(found, wanted)
@@ -436,7 +449,7 @@ def test_the_derivative_of_a_root_of_many_classes(three_turned: int, c: int) -> 
 @pytest.mark.parametrize("c", [2, 3, 4, 8])
 def test_norms_of_rows(three_turned: int, kind: str, c: int) -> None:
     likelihood, f = Categorical(), random_outputs(3, 6, c)
-    wanted = likelihood.root(f, None, kind).vectors.square().sum(-1)
+    wanted = likelihood.root(f, every(f), kind).vectors.square().sum(-1)
     torch.testing.assert_close(likelihood.row_norms(f, kind), wanted, atol=1e-12, rtol=1e-6)
     condensed = likelihood.condensed(f, kind)
     head, tail = likelihood.row_scores(condensed, kind)

@@ -43,8 +43,10 @@ class Partition:
         spec: The estimator. A SUBSET of more rows than there are takes them all.
         num_data: N.
         num_outputs: C.
+        rank: Rows of a datum whose outputs are all in one block; None: C.
 
     Attributes:
+        rows_per_datum: Rows of a datum in a block, unless the estimator counts rows.
         num_blocks: M, the number of blocks in a partition.
         splits_outputs: Whether the rows of one datum are spread over several blocks. False for an
             integer OUTPUTS that is C; such blocks have `columns` ``None``.
@@ -54,7 +56,9 @@ class Partition:
         ConfigurationError: If OUTPUTS is larger than C.
     """
 
-    def __init__(self, spec: EstimatorSpec, num_data: int, num_outputs: int) -> None:
+    def __init__(
+        self, spec: EstimatorSpec, num_data: int, num_outputs: int, rank: int | None = None
+    ) -> None:
         if num_data < 1 or num_outputs < 1:
             raise InputError(
                 f"An estimate needs data and outputs, not {num_data} data, {num_outputs} outputs."
@@ -78,6 +82,9 @@ class Partition:
         # ef and mc have their own rows for each datum, not the outputs': nothing is split.
         draws_outputs = spec.curvature == "ggn" and (spec.outputs or num_outputs) < num_outputs
         self._width = spec.outputs if draws_outputs else None
+        whole = num_outputs if rank is None else rank
+        own = self._width if spec.curvature == "ggn" else spec.outputs
+        self.rows_per_datum = own or whole
         self._output_groups = -(-num_outputs // self._width) if self._width else 1
         self.num_blocks = self._data_groups * self._output_groups
         self.splits_outputs = spec.rows or draws_outputs
@@ -85,9 +92,7 @@ class Partition:
     @property
     def block_rows(self) -> int:
         """Number of rows in a full block."""
-        if self.spec.rows or self.spec.curvature == "ef":
-            return self._size
-        return self._size * (self.spec.outputs or self.num_outputs)
+        return self._size if self.spec.rows else self._size * self.rows_per_datum
 
     def blocks(self, generator: torch.Generator, labels: Tensor | None = None) -> Sequence[Block]:
         """Return one random partition of the index set, in random order: each (datum, output) once.

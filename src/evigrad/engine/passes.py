@@ -281,7 +281,7 @@ def _memory_key(block_pass: BlockPass, kind: str, x: Inputs) -> str:
 
 def _width(plan: InputPlan, block: Block) -> int:
     """Most rows of a datum."""
-    return plan.partition.num_outputs if block.columns is None else block.columns.shape[1]
+    return plan.partition.rows_per_datum if block.columns is None else block.columns.shape[1]
 
 
 def bytes_per_datum(block_pass: BlockPass, kind: str, x: Inputs) -> float:

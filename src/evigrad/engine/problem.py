@@ -97,12 +97,14 @@ class Plans:
         self,
         model: nn.Module,
         weights: Mapping[str, nn.Parameter],
+        likelihood: Likelihood,
         prior: GaussianPrior,
         settings: Settings,
         ranks: int = 1,
     ) -> None:
         self.model = model
         self.weights = dict(weights)
+        self.likelihood = likelihood
         self.prior = prior
         self.settings = settings
         self._shares = ranks if settings.split_blocks else 1
@@ -155,7 +157,8 @@ class Plans:
                 or plan(model, self.weights, probe)
             )
             draws_globally = has_drawn()
-        partition = Partition(self.settings.spec, self.settings.num_data, f.shape[1])
+        rank = self.likelihood.rank(f.shape[1])
+        partition = Partition(self.settings.spec, self.settings.num_data, f.shape[1], rank)
         dtype = self.settings.gram_dtype
         structure = self._structure(made, partition, contracts, dtype)
         self._loaded.pop(key, None)

@@ -115,7 +115,7 @@ def _takes_layers(block_pass: BlockPass) -> bool:
         return False
     padded = problem.settings.spec.facts.counts_data
     first = next(iter([] if padded else block.cuts()), len(block.indices))
-    num_rows = block.num_rows or len(block.indices) * block_pass.plan.partition.num_outputs
+    num_rows = block.num_rows or len(block.indices) * block_pass.plan.partition.rows_per_datum
     return (
         block.num_rows != 0
         and block.has_all_rows(slice(0, first))

@@ -331,7 +331,8 @@ class Likelihood(nn.Module, ABC):
         Args:
             f: Outputs.
             columns: The root columns of each datum, distinct in each row, in 0 … C − 1; −1 is
-                padding and gives a row of zeros. None takes all C in their order.
+                padding and gives a row of zeros. None takes a root of the whole Λ of any kind,
+                with ``rank`` columns.
             kind: One of ``ROOTS`` (see ``evigrad.likelihoods.roots``). Where outputs are not
                 coupled, all kinds give the column e_d √λ_d for output d.
 
@@ -359,6 +360,16 @@ class Likelihood(nn.Module, ABC):
         root = torch.where(positive, diagonal, 1.0).sqrt() * positive
         return RootRows(diagonal_rows(f, root, columns))
 
+    def rank(self, num_outputs: int) -> int:
+        """Columns of ``root`` without a list of columns: C, or fewer where Λ has a smaller rank.
+
+        Memory is planned by it; the log-determinant does not depend on it.
+
+        Args:
+            num_outputs: C.
+        """
+        return num_outputs
+
     def row_norms(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m C"]:
         """|R[:, d]|² of each column of a root of Λ: how much curvature each row can hold.
 
@@ -369,8 +380,9 @@ class Likelihood(nn.Module, ABC):
         Returns:
             One number for each row, without a graph.
         """
+        every = torch.arange(f.shape[1], device=f.device).expand(len(f), -1)
         with torch.no_grad():
-            return self.root(f, None, kind).scaled.square().sum(-1)
+            return self.root(f, every, kind).scaled.square().sum(-1)
 
     def condensed(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m D"]:
         """Return what ``row_scores`` needs of the outputs, small enough to keep for every datum.

@@ -108,6 +108,10 @@ class Categorical(Likelihood):
         check_root(kind)
         return RootRows(softmax_rows(f, columns, kind))
 
+    def rank(self, num_outputs: int) -> int:
+        """C − 1: a constant added to all logits changes nothing."""
+        return max(num_outputs - 1, 1)
+
     def row_norms(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m C"]:
         """Closed forms; see ``Likelihood.row_norms``."""
         check_root(kind)

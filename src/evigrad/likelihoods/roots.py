@@ -1,7 +1,7 @@
 """Roots of Λ = −∇²_f log p(y|f): matrices R with R Rᵀ = Λ, whose columns give the rows of the Gram.
 
-Three kinds, named in ``ROOTS``. They give the same log-determinant when a block holds all outputs,
-and differ in how Λ is split when it does not:
+Where a block holds all outputs every root gives the same log-determinant, and the one with the
+fewest columns is taken. Where Λ is split there are three kinds, named in ``ROOTS``:
 
 - ``"subblock"``: a root of Λ restricted to the datum's listed outputs (the paper's output-wise
   estimators). Where Λ couples the outputs, the sum over its blocks is no bound.
@@ -97,8 +97,16 @@ def softmax_rows(
     For a sub-block O with q the probability of the outputs outside O and u = √p_O,
     R = D^{1/2} (I − u uᵀ/(1+√q)) has R Rᵀ = D − p_O p_Oᵀ, D = diag(p_O); its column j is
     u_j (e_j − p_O/(1+√q)). For O all outputs, q = 0, it is the Fisher root.
+
+    Without ``columns`` C − 1 rows do, as Λ has no larger rank: those of the sub-block of all
+    outputs but the last, whose own entries −u_j √q make each row sum to zero, as Λ 1 = 0.
     """
     log_p = f.log_softmax(dim=1)
+    if columns is None:
+        others = one_hot(f, None)[:, :-1]
+        rows = _label_rows(log_p, others, others.sum(dim=1) == 0)
+        last = -(0.5 * (log_p[:, :-1] + log_p[:, -1:])).exp()
+        return torch.cat([rows[..., :-1], last.unsqueeze(-1)], dim=-1)
     pick = one_hot(f, columns)
     if kind == "eigen" and f.shape[1] > TOP_CLASSES:
         return _top_rows(log_p, columns)
@@ -107,15 +115,11 @@ def softmax_rows(
         fisher = _label_rows(log_p, one_hot(f, None), None)
         frozen = fisher.detach()
         _, rotation = _descending_eigh(frozen @ frozen.mT)
-        rows = rotation.mT.to(f.dtype) @ fisher
-        return rows if columns is None else pick @ rows
-    whole = columns is None or kind == "fisher"
-    return _label_rows(log_p, pick, None if whole else pick.sum(dim=1) == 0)
+        return pick @ rotation.mT.to(f.dtype) @ fisher
+    return _label_rows(log_p, pick, None if kind == "fisher" else pick.sum(dim=1) == 0)
 
 
-def _top_rows(
-    log_p: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None
-) -> Float[Tensor, "m k C"]:
+def _top_rows(log_p: Float[Tensor, "m C"], columns: Int[Tensor, "m k"]) -> Float[Tensor, "m k C"]:
     """Return rows of R · diag(Q, I): the Fisher rows of the likeliest classes made orthogonal.
 
     ``columns`` count classes in descending order of probability; those behind the first
@@ -126,9 +130,6 @@ def _top_rows(
     frozen = first.detach()
     _, rotation = _descending_eigh(frozen @ frozen.mT)
     turned = rotation.mT.to(log_p.dtype) @ first
-    if columns is None:
-        rest = _label_rows(log_p, one_hot(log_p, order[:, TOP_CLASSES:]), None)
-        return torch.cat([turned, rest], dim=1)
     is_turned = columns < TOP_CLASSES
     labels = order.gather(1, columns.clamp(min=0)).masked_fill(is_turned, -1)
     numbers = torch.arange(TOP_CLASSES, device=log_p.device)

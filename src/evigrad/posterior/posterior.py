@@ -332,7 +332,7 @@ def posterior_problem(
         problem,
         weights=weights,
         settings=settings,
-        plans=Plans(problem.model, weights, problem.prior, settings),
+        plans=Plans(problem.model, weights, problem.likelihood, problem.prior, settings),
         # All data at once are too many.
         sizes=MicroBatches(settings.micro_batch or "auto", settings.memory_budget),
     )

@@ -71,7 +71,7 @@ def test_the_kernel_is_the_share_of_the_last_layer(root: str, temperature: float
     found = kernel(evidence, x, data, columns, root)
     weights = {n: w.detach() for n, w in evidence.weights().items()}
     f = model(x).detach()
-    vectors = evidence.likelihood.root(f, None, root).vectors[data, columns]
+    vectors = evidence.likelihood.root(f[data], columns[:, None], root).vectors[:, 0]
     wanted = torch.zeros(6, 6, dtype=torch.float64)
     for name, precision in evidence.prior.precisions().items():
         if name.startswith("3."):
