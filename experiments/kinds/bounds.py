@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from evigrad import plots
+from evigrad.estimators import EstimatorSpec
 from evigrad.training import make_grid
 from experiments.cases import Case, Mean, Row
 from experiments.definition import Experiment, Options
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 # Of a value in nats per datum: less than this is rounding in single precision.
 _ROUNDING = 2e-6
+# Ends the labels of bounds on subsets that are filled class by class.
+_GROUPED = ", grouped"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +83,23 @@ class Bounds(Experiment):
         return [(name, panel.training) for name, panel in self.panels.items()]
 
     def figure(self, rows: list[Row]) -> "Figure":
-        """Panels side by side, one line for each estimator."""
+        """Panels side by side, one line for each estimator; those on grouped subsets below."""
+        is_grouped = {name: EstimatorSpec.parse(name).grouped for name in self.curves}
+        drawn = [self._panels([row for row in rows if not is_grouped[row["estimator"]]])]
+        if any(is_grouped.values()):
+            of_both = [
+                r for r in rows if is_grouped[r["estimator"]] or r["label"] in self.reference
+            ]
+            drawn.append(self._panels(of_both, _GROUPED))
+        return plots.panels(drawn, reference=self.reference, ordered=self.ordered, mark_tops=True)
+
+    def _panels(self, rows: list[Row], ending: str = "") -> list[plots.Panel]:
+        """A panel for each hyperparameter with these rows, whose labels lose their ending."""
         drawn = []
         for name, panel in self.panels.items():
             curves = [
                 plots.Curve(
-                    row["label"],
+                    row["label"].removesuffix(ending),
                     panel.grid.values(),
                     row["log_evidence"].mean,
                     row["draw_error"].mean,
@@ -94,9 +108,10 @@ class Bounds(Experiment):
                 if row["panel"] == name
             ]
             unit = "" if drawn else "log marginal likelihood bound\n(nats per datum)"
-            made = plots.Panel(panel.title or name, panel.axis, unit, curves, panel.grid.log, True)
+            title = (panel.title or name) + ending
+            made = plots.Panel(title, panel.axis, unit, curves, panel.grid.log, True)
             drawn += [made] if curves else []
-        return plots.panels([drawn], reference=self.reference, ordered=self.ordered, mark_tops=True)
+        return drawn
 
     def table(self, rows: list[Row]) -> Table:
         """Where each bound is highest, and how high, in the order of the legend."""

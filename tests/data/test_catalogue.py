@@ -29,6 +29,9 @@ def test_available(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert available(folder) == ["digits", "mnist5k", "autompg", "fish", "uci/crab"]
     monkeypatch.setenv("EVIGRAD_DATA", str(folder))
     assert available() == available(folder)
+    for half in ("train", "test"):  # the shipped one hides it
+        (folder / f"autompg_{half}.parquet").touch()
+    assert available() == ["digits", "mnist5k", "autompg", "fish", "uci/crab"]
 
 
 def test_unknown_name_without_a_folder() -> None:

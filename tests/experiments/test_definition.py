@@ -28,7 +28,10 @@ NEEDED = {
     *("fig_train_invariance_grouped", "fig_train_prior_grouped", "fig_train_prior_doubly"),
     *("table1", "table2", "model_selection"),
 }
-CPU = {"fig3", "fig4", "fig5", "fig6", "fig_grouped"}
+CPU = {
+    *("fig3", "fig4", "fig5", "fig6", "fig_grouped", "fig_pareto_prior"),
+    *("fig_train_prior", "fig_train_prior_doubly", "fig_train_prior_grouped"),
+}
 PANEL = {"axis": "p", "hyperparameter": "precision", "grid": GRID}
 
 

@@ -11,7 +11,7 @@ from evigrad.blocks.streamed import Streamed
 from evigrad.data.dataset import DataSet, Scaling, Split
 from evigrad.data.hub import HUB, hub_images, hub_is_installed
 from evigrad.data.images import Images, digits, image_data_set, mnist5k, parquet_images
-from evigrad.data.tables import LIKELIHOODS, SUFFIXES, autompg, load_table, table_data_set
+from evigrad.data.tables import LIKELIHOODS, SUFFIXES, autompg, read_table, table_data_set
 from evigrad.data.variants import VARIANTS, split_name
 from evigrad.errors import ConfigurationError, nearest
 
@@ -63,7 +63,8 @@ def available(data_dir: str | os.PathLike[str] | None = None) -> list[str]:
         tables = {
             f"{TABLE_FOLDER}/{file.stem}" for file in (folder / TABLE_FOLDER).glob("*.parquet")
         }
-    return [*SHIPPED, *SHIPPED_TABLES, *sorted(images - SHIPPED.keys()), *sorted(tables)]
+    shipped = SHIPPED.keys() | SHIPPED_TABLES.keys()
+    return [*SHIPPED, *SHIPPED_TABLES, *sorted(images - shipped), *sorted(tables)]
 
 
 def load(
@@ -130,19 +131,21 @@ def load(
             there = [str(path) for path in file.parent.glob("*") if path.suffix in SUFFIXES]
         if str(file) not in there:
             raise ConfigurationError(f"There is no file {file}.{nearest(str(file), there)}")
-        return load_table(file.stem, file, subset, seed, split, target, likelihood)
+        table = read_table(file.stem, file)
+        return table_data_set(file.stem, file, table, subset, seed, split, target, likelihood)
     full_name, (name, variant) = name, split_name(name)
     folder = _folder(data_dir)
-    table = _table_file(name, folder)
-    if variant is not None and (table is not None or name in SHIPPED_TABLES):
+    file = _table_file(name, folder)
+    if variant is not None and (file is not None or name in SHIPPED_TABLES):
         raise ConfigurationError(
             f"'{full_name}': '{name}' is a table, and only image sets have variants; say '{name}'"
         )
     if name in SHIPPED_TABLES:
-        file, content = SHIPPED_TABLES[name]()
-        return table_data_set(name, file, content, subset, seed, split, target, likelihood)
-    if table is not None:
-        return load_table(name, table, subset, seed, split, target, likelihood)
+        file, table = SHIPPED_TABLES[name]()
+        return table_data_set(name, file, table, subset, seed, split, target, likelihood)
+    if file is not None:
+        table = read_table(name, file)
+        return table_data_set(name, file, table, subset, seed, split, target, likelihood)
     other = None if likelihood == "categorical" else likelihood
     for option, value in {"split": split, "target": target, "likelihood": other}.items():
         if value is not None:

