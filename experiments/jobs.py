@@ -24,7 +24,7 @@ class Job:
     """A piece of work with a result that is kept, known by all that this depends on.
 
     Attributes:
-        kind: ``train``; or ``evaluate``, ``curve`` and ``time``, of a trained network.
+        kind: ``train``; or ``evaluate``, ``curve``, ``curves`` and ``time``, of a trained network.
         training: All options of the training, as of ``evigrad train``.
         options: Of what is done with it.
     """
@@ -54,6 +54,8 @@ class Job:
         of = self.training
         data = of["data"] if of["subset"] is None else f"{of['subset']} of {of['data']}"
         own = [str(self.options[n]) for n in ("estimator", "hyperparameter") if n in self.options]
+        if "estimators" in self.options:
+            own.insert(0, f"{len(self.options['estimators'])} estimators")
         names = [of["estimator"] or "map", data, of["model"] or "default network"]
         return f"{self.kind} {' along '.join(own)}{' of ' if own else ''}" + ", ".join(
             [*names, f"seed {of['seed']}"]
@@ -111,6 +113,18 @@ def timing(of: Job) -> Job:
     return Job("time", of.training)
 
 
+def curves(of: Job, estimators: list[str], along: str, grid: list[float]) -> Job:
+    """Several bounds along a hyperparameter of the model, which one kernel serves.
+
+    Args:
+        of: The training.
+        estimators: The bounds.
+        along: The name of a range.
+        grid: Its values.
+    """
+    return Job("curves", of.training, {"estimators": estimators, **_along(along, grid)})
+
+
 def curve(of: Job, estimator: str, along: str, grid: list[float], blocks: int | None) -> Job:
     """A bound along a hyperparameter, for the weights of a training.
 
@@ -121,8 +135,12 @@ def curve(of: Job, estimator: str, along: str, grid: list[float], blocks: int | 
         grid: Its values.
         blocks: Of a partition, at most; None for all.
     """
-    options = {"estimator": estimator, "hyperparameter": along, "grid": grid, "blocks": blocks}
+    options = {"estimator": estimator, **_along(along, grid), "blocks": blocks}
     return Job("curve", of.training, options)
+
+
+def _along(hyperparameter: str, grid: list[float]) -> dict[str, Any]:
+    return {"hyperparameter": hyperparameter, "grid": grid}
 
 
 def distinct(jobs: Iterable[Job]) -> list[Job]:

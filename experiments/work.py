@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from evigrad.cli.trainings import Place, trained
-from evigrad.training import FitResult, evaluate_evidence, evidence_along, time_steps
+from evigrad.training import FitResult, all_along, evaluate_evidence, evidence_along, time_steps
 from experiments.jobs import Job, Store
 
 RUN = "run"  # the folder of a training inside that of its job
@@ -49,10 +49,12 @@ def _result(job: Job, folder: Path, run: Path, place: Place) -> dict[str, Any]:
         steps = job.training["hyper_steps"] or job.training["steps"]
         times = time_steps(result.evidence, data, job.training["batch_size"], steps)
         return {f"{name}_seconds": value for name, value in asdict(times).items()}
+    partial = folder / "partial.json"
+    if job.kind == "curves":
+        return all_along(result.evidence, data, seed=seed, partial=partial, **options)
     name = options.pop("estimator")
     if job.kind == "evaluate":
         return asdict(evaluate_evidence(result.evidence, data, name, seed=seed, **options))
-    partial = folder / "partial.json"
     return evidence_along(result.evidence, data, name, seed=seed, partial=partial, **options)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from evigrad import plots
@@ -9,7 +10,7 @@ from evigrad.estimators import EstimatorSpec
 from evigrad.training import make_grid
 from experiments.cases import Case, Mean, Row
 from experiments.definition import Experiment, Options
-from experiments.jobs import curve, training
+from experiments.jobs import curve, curves, training
 from experiments.tables import Column, Table
 
 if TYPE_CHECKING:
@@ -40,13 +41,19 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundPanel:
-    """A panel: the hyperparameter that bounds are drawn along, and what its training has alone."""
+    """A panel: the hyperparameter that bounds are drawn along, and what its training has alone.
+
+    Attributes:
+        together: Estimators of one job, which one kernel serves at each point; the same in all
+            experiments that are to share it.
+    """
 
     axis: str
     hyperparameter: str
     grid: Grid
     title: str = ""
     training: Options = field(default_factory=dict)
+    together: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +80,14 @@ class Bounds(Experiment):
             for seed in self.seeds:
                 trained = training(self.training, panel.training, seed=seed)
                 for estimator, label in self.curves.items():
-                    job = curve(trained, estimator, panel.hyperparameter, grid, self.blocks)
+                    if estimator in panel.together:
+                        job = curves(trained, panel.together, panel.hyperparameter, grid)
+                        read = partial(_read, of=estimator)
+                    else:
+                        job = curve(trained, estimator, panel.hyperparameter, grid, self.blocks)
+                        read = _read
                     keys = {"panel": name, "estimator": estimator, "label": label or estimator}
-                    found.append(Case(keys, seed, {"curve": job}, _read))
+                    found.append(Case(keys, seed, {"curve": job}, read))
         return found
 
     def own_settings(self) -> list[tuple[str, Options]]:
@@ -148,8 +160,9 @@ class Bounds(Experiment):
         return found
 
 
-def _read(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    return {"log_evidence": results["curve"]["mean"], "draw_error": results["curve"]["sem"]}
+def _read(results: Mapping[str, dict[str, Any]], of: str | None = None) -> dict[str, Any]:
+    found = results["curve"] if of is None else results["curve"][of]
+    return {"log_evidence": found["mean"], "draw_error": found["sem"]}
 
 
 def _gaps(above: Mean, below: Mean) -> tuple[set[int], int, list[float]]:

@@ -610,13 +610,19 @@ class Evidence:
     # ------------------------------------------------------------ other views of the same model
 
     def with_estimator(
-        self, estimator: str, *, prior: GaussianPrior | None = None, **changes: Any
+        self,
+        estimator: str,
+        *,
+        prior: GaussianPrior | None = None,
+        likelihood: Likelihood | None = None,
+        **changes: Any,
     ) -> "Evidence":
         """The same model, likelihood and prior, which are shared, under another estimator.
 
         Args:
             estimator: Its name.
             prior: Another prior on the same weights. Default: the same one.
+            likelihood: Another likelihood of the same outputs. Default: the same one.
             **changes: Other keywords of ``Evidence``. Without them the temperature and the sizes
                 of micro-batches stay as they are here; all else has its default.
 
@@ -635,7 +641,7 @@ class Evidence:
             warnings.simplefilter("ignore", EvigradWarning)
             return Evidence(
                 self.model,
-                self.likelihood,
+                self.likelihood if likelihood is None else likelihood,
                 self.prior if prior is None else prior,
                 estimator=estimator,
                 num_data=self.num_data,

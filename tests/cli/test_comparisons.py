@@ -68,7 +68,7 @@ def test_bounds_of_two_seeds(capsys, tmp_path):
     assert float(rows[0][1]) < float(rows[1][1]) and float(rows[0][2]) > 0
     assert table.with_name("figure.png").stat().st_size > 10_000
     kinds = [path.name.partition("-")[0] for path in tmp_path.glob("train/*/*.json")]
-    assert kinds.count("curve") == 4
+    assert kinds.count("curves") == 4
     # Nothing is done again, and other curves do not take the place of these.
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("train/**/*")}
     run("bounds", "--curves", "ntk-N-C", *options[4:])
@@ -78,11 +78,15 @@ def test_bounds_of_two_seeds(capsys, tmp_path):
 
 def test_bounds_along_a_range(capsys, tmp_path):
     options = ("--invariance", "rotation", "--samples", 2, "--along", "rotation", "--points", 2)
-    curves = ("--curves", "ntk-10-1", "ntk-N-1")
+    curves = ("--curves", "ntk-10-C", "ntk-N-C", "kfac-10-1")
     run("bounds", *options, *curves, *QUICK, "--estimator", "ntk-20-1", "--results", tmp_path)
-    assert "ntk-N-1" in capsys.readouterr().out
-    results = [json.loads(file.read_text()) for file in tmp_path.glob("train/*/curve-*.json")]
-    assert [result["grid"] for result in results] == [[0.0, 3.14159]] * 2
+    assert "ntk-N-C" in capsys.readouterr().out
+    (file,) = tmp_path.glob("train/*/curves-*.json")
+    found = json.loads(file.read_text())
+    assert list(found) == ["ntk-10-C", "ntk-N-C", "kfac-10-1"]
+    assert [each["grid"] for each in found.values()] == [[0.0, 3.14159]] * 3
+    pairs = zip(found["ntk-10-C"]["mean"], found["ntk-N-C"]["mean"], strict=True)
+    assert all(lower < upper for lower, upper in pairs)
 
 
 def test_pareto(capsys, tmp_path):

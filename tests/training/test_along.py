@@ -9,8 +9,9 @@ from evigrad import Evidence
 from evigrad.errors import ConfigurationError
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Categorical
+from evigrad.likelihoods.weighted import Weighted
 from evigrad.priors import GaussianPrior
-from evigrad.training import evaluation, evidence_along, make_grid, time_steps
+from evigrad.training import all_along, along, evidence_along, make_grid, time_steps
 
 
 @pytest.fixture
@@ -39,14 +40,14 @@ def evidence():
 def test_a_curve_is_the_mean_over_a_partition_at_each_point(evidence, images):
     found = evidence_along(evidence, images, "diag-4-C", "rotation", [0.0, 2.0])
     assert found["blocks"] == 3 and all(sem > 0 for sem in found["sem"])
-    evaluation.set_hyperparameter(evidence, "rotation", 0.0)  # where nothing is drawn
+    along.set_hyperparameter(evidence, "rotation", 0.0)  # where nothing is drawn
     one = evidence.with_estimator("diag-4-C", generator=0)
     values = [one.estimate(block).per_datum for block in one.blocks(images).epoch()]
     assert found["mean"][0] == pytest.approx(sum(values) / 3, rel=1e-5)
 
 
 def test_a_curve_along_the_precision_has_one_for_all_weights(evidence, images):
-    evaluation.set_hyperparameter(evidence, "rotation", 0.0)
+    along.set_hyperparameter(evidence, "rotation", 0.0)
     found = evidence_along(evidence, images, "ntk-N-C", "precision", [0.5, 2.0])
     for value, mean in zip([0.5, 2.0], found["mean"], strict=True):
         prior = GaussianPrior("scalar", precision=value)
@@ -56,7 +57,7 @@ def test_a_curve_along_the_precision_has_one_for_all_weights(evidence, images):
 
 
 def test_a_curve_along_the_precision_keeps_the_mean(evidence, images):
-    evaluation.set_hyperparameter(evidence, "rotation", 0.0)
+    along.set_hyperparameter(evidence, "rotation", 0.0)
     tuned = evidence.with_estimator("ntk-4-C", prior=GaussianPrior(mean="initial"))
     start = {name: w.detach().clone() for name, w in tuned.weights().items()}
     with torch.no_grad():
@@ -83,8 +84,8 @@ def test_an_interrupted_curve_goes_on_to_the_same_numbers(evidence, images, monk
     partial = tmp_path / "partial.json"
     arguments = (evidence, images, "ntk-2-1", "rotation", [0.0, 1.0])
     whole = evidence_along(*arguments)
-    monkeypatch.setattr(evaluation, "_SAVE_EVERY", 0.0)
-    count, real = 0, evaluation.set_hyperparameter
+    monkeypatch.setattr(along, "_SAVE_EVERY", 0.0)
+    count, real = 0, along.set_hyperparameter
 
     def stop(*given):
         nonlocal count
@@ -93,13 +94,111 @@ def test_an_interrupted_curve_goes_on_to_the_same_numbers(evidence, images, monk
             raise KeyboardInterrupt
         real(*given)
 
-    monkeypatch.setattr(evaluation, "set_hyperparameter", stop)
+    monkeypatch.setattr(along, "set_hyperparameter", stop)
     with pytest.raises(KeyboardInterrupt):
         evidence_along(*arguments, partial=partial)
     assert len(json.loads(partial.read_text())) == 3
-    monkeypatch.setattr(evaluation, "set_hyperparameter", real)
+    monkeypatch.setattr(along, "set_hyperparameter", real)
     assert evidence_along(*arguments, partial=partial) == whole
     assert not partial.exists()
+
+
+MANY = [
+    *("ntk-N-C", "ntk-4-C", "ntk-5-1", "ntk-4-2-iid", "ntk-7-rows", "ntk-N-1", "ntk-4-C-grouped"),
+    *("blockdiag-4-C", "blockdiag-N-C", "blockdiag-3-1", "kfac-4-C", "ntk-6-rows-anchored"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_one_kernel_serves_many_estimators(evidence, images, dtype, is_weighted, monkeypatch):
+    """Where nothing is drawn it gives the numbers of each estimator alone."""
+    x, y = images[0].to(dtype), images[1]
+    model, likelihood = evidence.model.to(dtype), Categorical()
+    if is_weighted:
+        likelihood = Weighted(likelihood)
+        y = likelihood.targets(y, torch.rand(12, generator=torch.Generator().manual_seed(1)))
+    tempered = Evidence(
+        model,
+        likelihood,
+        GaussianPrior("layerwise"),
+        estimator="ntk-N-C",
+        num_data=12,
+        hyperparameters=["invariance"],
+        temperature=0.7,
+    )
+    with torch.no_grad():
+        tempered.prior.log_precision.copy_(torch.tensor([0.3, -0.5]))
+    names = [name for name in MANY if not is_weighted or "grouped" not in name]
+    expected = {n: evidence_along(tempered, (x, y), n, "rotation", [0.0]) for n in names}
+    alone = []
+    monkeypatch.setattr(along, "evidence_along", lambda e, d, n, *_, **__: alone.append(n))
+    found = all_along(tempered, (x, y), names, "rotation", [0.0])
+    assert alone == ["kfac-4-C", "ntk-6-rows-anchored"] and list(found) == names
+    for name in names:
+        if name not in alone:
+            tolerance = 1e-5 if dtype == torch.float32 else 1e-10
+            assert found[name]["mean"] == pytest.approx(expected[name]["mean"], rel=tolerance)
+            assert found[name]["sem"] == pytest.approx(expected[name]["sem"], rel=1e-3, abs=1e-9)
+            assert found[name]["blocks"] == expected[name]["blocks"]
+
+
+def test_bounds_of_one_kernel_are_in_order_where_transforms_are_drawn(evidence, images):
+    names = ["ntk-N-C", "ntk-6-C", "ntk-3-C", "blockdiag-N-C", "blockdiag-6-C"]
+    found = all_along(evidence, images, names, "rotation", [0.5, 2.0], seed=3)
+    for point in range(2):
+        value = {name: found[name]["mean"][point] for name in names}
+        assert value["ntk-N-C"] > value["ntk-6-C"] > value["ntk-3-C"]
+        assert value["ntk-N-C"] > value["blockdiag-N-C"] > value["blockdiag-6-C"]
+        assert value["ntk-6-C"] > value["blockdiag-6-C"]
+    assert found == all_along(evidence, images, names, "rotation", [0.5, 2.0], seed=3)
+    assert found != all_along(evidence, images, names, "rotation", [0.5, 2.0], seed=4)
+
+
+@pytest.mark.parametrize("names", [["ntk-4-C", "ntk-2-C"], ["ntk-N-C"]])
+def test_estimators_alone_where_no_kernel_serves(evidence, images, names):
+    along_what = "precision" if "ntk-N-C" in names else "rotation"
+    found = all_along(evidence, images, names, along_what, [0.5])
+    for name in names:
+        assert found[name] == evidence_along(evidence, images, name, along_what, [0.5])
+
+
+def test_a_kernel_that_rounds_too_much_is_made_in_float64(evidence, images, monkeypatch):
+    with torch.no_grad():
+        evidence.prior.log_precision.fill_(-21.0)
+    twice = (torch.cat([images[0][:6]] * 2), torch.cat([images[1][:6]] * 2))
+    names, types, real = ["ntk-N-C", "ntk-6-C"], [], along._Kernels.of
+
+    def of(*given):
+        types.append(given[3:])
+        return real(*given)
+
+    monkeypatch.setattr(along._Kernels, "of", of)
+    found = all_along(evidence, twice, names, "rotation", [0.0])
+    assert types == [(), (torch.float64,)]
+    for name in names:
+        expected = evidence_along(evidence, twice, name, "rotation", [0.0])
+        assert found[name]["mean"] == pytest.approx(expected["mean"], rel=1e-4)
+
+
+def test_many_curves_go_on_to_the_same_numbers(evidence, images, monkeypatch, tmp_path):
+    partial = tmp_path / "partial.json"
+    arguments = (evidence, images, ["ntk-N-C", "ntk-4-1", "diag-4-C"], "rotation", [0.0, 1.0, 2.0])
+    whole = all_along(*arguments)
+    real = along.set_hyperparameter
+
+    def stop(one, name, value):
+        if value == 2.0:
+            raise KeyboardInterrupt
+        real(one, name, value)
+
+    monkeypatch.setattr(along, "set_hyperparameter", stop)
+    with pytest.raises(KeyboardInterrupt):
+        all_along(*arguments, partial=partial)
+    assert list(json.loads(partial.read_text())) == ["0", "1"]
+    monkeypatch.setattr(along, "set_hyperparameter", real)
+    assert all_along(*arguments, partial=partial) == whole
+    assert not list(tmp_path.iterdir())
 
 
 def test_times_are_positive(evidence, images, monkeypatch):

@@ -16,7 +16,7 @@ from evigrad.engine.evaluation import standard_error
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimators import EstimatorSpec
 from evigrad.invariances import GENERATORS
-from evigrad.training.evaluation import PRECISION, evidence_along, make_grid
+from evigrad.training.along import PRECISION, all_along, make_grid
 
 _DESCRIPTION = """\
 Train a network once, with --estimator, and evaluate bounds on its log evidence along one
@@ -84,18 +84,19 @@ def curves(
     along: str,
     grid: list[float],
 ) -> dict[str, Any]:
-    """Train once, and evaluate each bound along the hyperparameter; see ``evidence_along``."""
+    """Train once, and evaluate the bounds along the hyperparameter; see ``all_along``."""
     folder = trainings.run_folder(config, place)
     setup, result = trainings.trained(config, folder, place)
     found = {}
-    for name in names:
-        file = f"curve-{trainings.digest([name, along, grid])}.json"
-        found[name] = trainings.kept(
+    # Along the precision no pass is shared, and a curve that is added later leaves others alone.
+    for some in [[name] for name in names] if along == PRECISION else [names]:
+        file = f"curves-{trainings.digest([some, along, grid])}.json"
+        found |= trainings.kept(
             folder / file,
-            lambda name=name, file=file: evidence_along(
+            lambda some=some, file=file: all_along(
                 result.evidence,
                 setup.data.train,
-                name,
+                some,
                 along,
                 grid,
                 seed=config["seed"],

@@ -367,6 +367,9 @@ class Likelihood(nn.Module, ABC):
 
         Args:
             num_outputs: C.
+
+        Returns:
+            By default C.
         """
         return num_outputs
 

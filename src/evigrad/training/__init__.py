@@ -1,12 +1,10 @@
 """Training: the interleaved scheme of weights and hyperparameters, and what it records."""
 
+from evigrad.training.along import PRECISION, all_along, evidence_along, make_grid
 from evigrad.training.evaluation import (
-    PRECISION,
     EvidenceValue,
     describe_estimator,
     evaluate_evidence,
-    evidence_along,
-    make_grid,
     tight_estimator,
     time_steps,
 )
@@ -27,6 +25,7 @@ __all__ = [
     "RunDirectory",
     "Settings",
     "TuneResult",
+    "all_along",
     "describe_estimator",
     "evaluate",
     "evaluate_evidence",

@@ -1,0 +1,343 @@
+"""Bounds along a hyperparameter, the weights being fixed, as in Figures 3 to 6 of the paper.
+
+Along a hyperparameter of the model every point needs a pass over the data for each estimator. But
+the Gram matrix of any block is R K Rᵀ, with K the kernel of all outputs of all data under the prior
+and R roots of Λ at the block's data: where K is formed anyway, one pass and one K at each point
+serve every estimator by rows.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from evigrad.blocks import Block
+from evigrad.curvature import RoundingError, rounding_refused
+from evigrad.curvature.linalg import log_det_identity_plus
+from evigrad.engine.evaluation import standard_error
+from evigrad.errors import ConfigurationError
+from evigrad.estimators import EstimatorSpec
+from evigrad.evidence import Evidence
+from evigrad.invariances import Averaged
+from evigrad.likelihoods import Gaussian
+from evigrad.priors import GaussianPrior
+from evigrad.training.data import derived_seed
+from evigrad.training.evaluation import default_memory
+from evigrad.training.files import replacing
+from evigrad.training.metrics import probe_outputs
+
+# The hyperparameter that is no range of an invariance: one precision for all weights.
+PRECISION = "precision"
+# The estimator that forms the kernel of all rows.
+_WHOLE = "ntk-N-C"
+_SAVE_EVERY = 15.0  # seconds
+
+
+def evidence_along(
+    evidence: Evidence,
+    data: tuple[Tensor, Tensor],
+    estimator: str,
+    hyperparameter: str,
+    grid: Sequence[float],
+    *,
+    seed: int = 0,
+    blocks: int | None = None,
+    partial: Path | None = None,
+) -> dict[str, Any]:
+    """Evaluate all blocks of one partition at each point of a grid.
+
+    The partition, and the random transforms of each of its blocks, are the same at all points.
+
+    Args:
+        evidence: The evidence of a trained model; left as it is.
+        data: All training data, on the model's device.
+        estimator: Name of the bound.
+        hyperparameter: ``precision``, one for all weights, or the name of a range of the model's
+            invariance.
+        grid: Its values.
+        seed: Seed of the partition.
+        blocks: How many of its blocks are looked at, at most. Default: all.
+        partial: File that keeps the blocks that are done, so that an interrupted call goes on to
+            the same numbers. Default: none.
+
+    Returns:
+        ``grid``; for each point the ``mean`` over the blocks and its standard error ``sem``, in
+        nats per datum; and the number of ``blocks``.
+
+    Raises:
+        ConfigurationError: If there is no such hyperparameter.
+    """
+    is_precision = hyperparameter == PRECISION
+    one = evidence.with_estimator(
+        estimator,
+        prior=GaussianPrior("scalar", mean=evidence.prior.means()) if is_precision else None,
+        memory=default_memory(evidence, data),
+        generator=seed,
+    )
+    found: dict[str, list[float]] = {}
+    if partial is not None and partial.exists():
+        found = json.loads(partial.read_text(encoding="utf-8"))
+    drawn = list(one.blocks(data).epoch())[:blocks]
+    saved = time.monotonic()
+    with _kept_ranges(evidence.model):
+        for number, block in enumerate(drawn):
+            if str(number) in found:
+                continue
+            values, kept = [], None
+            for value in grid:
+                set_hyperparameter(one, hyperparameter, value)
+                # Of its own for each block, so that an interruption changes no draw.
+                one.generator.manual_seed(derived_seed(seed, "evidence", number + 1))
+                if is_precision:
+                    kept = kept or one.collect(block, wrt="prior")
+                values.append(one.estimate(kept or block).per_datum)
+            found[str(number)] = values
+            if partial is not None and time.monotonic() - saved > _SAVE_EVERY:
+                with replacing(partial) as file:
+                    file.write(json.dumps(found).encode())
+                saved = time.monotonic()
+    columns = list(zip(*(found[str(number)] for number in range(len(drawn))), strict=True))
+    if partial is not None:
+        partial.unlink(missing_ok=True)
+    return {
+        "grid": list(grid),
+        "mean": [fmean(column) for column in columns],
+        "sem": [standard_error(column) for column in columns],
+        "blocks": len(drawn),
+    }
+
+
+def make_grid(start: float, stop: float, count: int, log: bool = False) -> list[float]:
+    """``count`` values, with six digits, that a curve is drawn over; refuses what is no grid."""
+    if count < 2:
+        raise ConfigurationError(f"A grid has 2 points or more, not {count}.")
+    if not math.isfinite(start) or not math.isfinite(stop) or not start < stop:
+        raise ConfigurationError(f"A grid goes up, not from {start:g} to {stop:g}.")
+    if log and start <= 0:
+        raise ConfigurationError(f"A logarithmic grid begins above 0, not at {start:g}.")
+    values = np.geomspace(start, stop, count) if log else np.linspace(start, stop, count)
+    return [float(f"{value:.6g}") for value in values]
+
+
+def set_hyperparameter(evidence: Evidence, name: str, value: float) -> None:
+    """Set ``precision``, of a scalar prior, or a range of the model's transforms by its name."""
+    with torch.no_grad():
+        if name == PRECISION:
+            assert evidence.prior.log_precision is not None
+            evidence.prior.log_precision.fill_(math.log(value))
+            return
+        model = evidence.model
+        known = model.invariance.named_ranges() if isinstance(model, Averaged) else {}
+        if name not in known:
+            raise ConfigurationError(
+                f"A curve is along {PRECISION}, or a range of the model's invariance"
+                f" ({', '.join(known) or 'it has none'}), not '{name}'."
+            )
+        getattr(model.invariance, name).fill_(value)
+
+
+@contextmanager
+def _kept_ranges(model: nn.Module) -> Iterator[None]:
+    """Put the ranges of a model back on the way out."""
+    tensors = [*model.parameters(), *model.buffers()]
+    small = [(t, t.detach().clone()) for t in tensors if t.dim() == 0]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in small:
+                tensor.copy_(value)
+
+
+def all_along(
+    evidence: Evidence,
+    data: tuple[Tensor, Tensor],
+    estimators: Sequence[str],
+    hyperparameter: str,
+    grid: Sequence[float],
+    *,
+    seed: int = 0,
+    partial: Path | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Evaluate several estimators at each point of a grid, each on all blocks of one partition.
+
+    If ``ntk-N-C`` is one of them and the hyperparameter is the model's, all bounds by ``ntk``,
+    ``full`` and ``blockdiag`` without anchors are taken from its kernel, with the same random
+    transforms: those that theory orders are then ordered at every point. Others are evaluated by
+    ``evidence_along``.
+
+    Args:
+        evidence: As for ``evidence_along``, and so are all other arguments.
+        data: All training data.
+        estimators: Their names.
+        hyperparameter: Its name.
+        grid: Its values.
+        seed: Seed of the partitions.
+        partial: File that keeps what is done.
+
+    Returns:
+        The results of ``evidence_along`` by the estimators' names.
+
+    Raises:
+        ConfigurationError: If there is no such hyperparameter.
+    """
+    specs = {name: EstimatorSpec.parse(name) for name in estimators}
+    shared = [name for name, spec in specs.items() if _is_of_rows(spec)]
+    is_whole = _WHOLE in {specs[name].name for name in shared}
+    is_one_number = all(p.ndim == 0 for p in evidence.prior.precisions().values())
+    has_positions = probe_outputs(evidence.model, data[0]).ndim > 2
+    if hyperparameter == PRECISION or not is_whole or not is_one_number or has_positions:
+        shared = []
+    found = _of_kernels(evidence, data, shared, hyperparameter, grid, seed, partial)
+    for name in estimators:
+        if name not in found:
+            own = None if partial is None else partial.with_name(f"{name}-{partial.name}")
+            found[name] = evidence_along(
+                evidence, data, name, hyperparameter, grid, seed=seed, partial=own
+            )
+    if partial is not None:
+        partial.unlink(missing_ok=True)
+    return {name: found[name] for name in estimators}
+
+
+def _is_of_rows(spec: EstimatorSpec) -> bool:
+    """Whether its log-determinants are those of Gram matrices of rows that a block lists."""
+    is_exact = spec.structure in ("ntk", "full", "blockdiag")
+    return is_exact and spec.curvature == "ggn" and not spec.anchored
+
+
+def _of_kernels(
+    evidence: Evidence,
+    data: tuple[Tensor, Tensor],
+    estimators: Sequence[str],
+    hyperparameter: str,
+    grid: Sequence[float],
+    seed: int,
+    partial: Path | None,
+) -> dict[str, dict[str, Any]]:
+    """Return the results of estimators that one kernel at each point serves."""
+    if not estimators:
+        return {}
+    drawn = {}
+    for name in estimators:
+        one = evidence.with_estimator(name, generator=seed)
+        drawn[name] = one.spec, list(one.blocks(data).epoch())
+    found: dict[str, dict[str, list[float]]] = {}
+    if partial is not None and partial.exists():
+        found = json.loads(partial.read_text(encoding="utf-8"))
+    with _kept_ranges(evidence.model), torch.no_grad():
+        for value in grid:
+            if f"{value:.6g}" in found:
+                continue
+            set_hyperparameter(evidence, hyperparameter, value)
+            try:
+                with rounding_refused():
+                    values = _Kernels.of(evidence, data, seed).estimates(drawn)
+            except RoundingError:
+                values = _Kernels.of(evidence, data, seed, torch.float64).estimates(drawn)
+            found[f"{value:.6g}"] = values
+            if partial is not None:
+                with replacing(partial) as file:
+                    file.write(json.dumps(found).encode())
+    points = [found[f"{value:.6g}"] for value in grid]
+    return {
+        name: {
+            "grid": list(grid),
+            "mean": [fmean(point[name]) for point in points],
+            "sem": [standard_error(point[name]) for point in points],
+            "blocks": len(drawn[name][1]),
+        }
+        for name in estimators
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class _Kernels:
+    """The kernel of all outputs of all data, under the present prior and hyperparameters.
+
+    Attributes:
+        evidence: Of the model.
+        outputs: f.
+        targets: y.
+        of_tensors: J P0^{-1} Jᵀ of each parameter tensor.
+    """
+
+    evidence: Evidence
+    outputs: Float[Tensor, "N C"]
+    targets: Tensor
+    of_tensors: Sequence[Float[Tensor, "N C N C"]]
+
+    @classmethod
+    def of(
+        cls,
+        evidence: Evidence,
+        data: tuple[Tensor, Tensor],
+        seed: int,
+        dtype: torch.dtype | None = None,
+    ) -> "_Kernels":
+        """Pass over the data once; ``seed`` gives what the model draws."""
+        (x, y), first = data, next(iter(evidence.weights().values()))
+        shape, dtype = (len(x), evidence.num_outputs(x[:2])), dtype or first.dtype
+        # Rows under unit noise are those of the Jacobian.
+        unit = evidence.with_estimator(
+            _WHOLE,
+            likelihood=Gaussian(1.0),
+            prior=GaussianPrior("layerwise"),
+            temperature=1.0,
+            memory=replace(default_memory(evidence, data), gram_dtype=dtype),
+            generator=seed,
+        )
+        changing = [name for name in unit.hyperparameters() if not name.startswith("model.")]
+        kept = unit.collect(x, first.new_zeros(shape), wrt=changing)
+        outputs = torch.cat([f for _, f in kept.outputs])
+        like, of_tensors = first.new_empty(0, dtype=dtype), list[Tensor]()
+        for name, precision in evidence.prior.precisions().items():
+            gram = kept.statistic.kept_gram([name], like)
+            of_tensors.append(gram.div_(precision).reshape(*shape, *shape))
+        return cls(evidence, outputs, y, of_tensors)
+
+    def estimates(
+        self, drawn: Mapping[str, tuple[EstimatorSpec, Sequence[Block]]]
+    ) -> dict[str, list[float]]:
+        """Return the log evidence per datum by each block of each estimator."""
+        whole = reduce(torch.add, self.of_tensors)
+        found = {}
+        for name, (spec, blocks) in drawn.items():
+            kernels = self.of_tensors if spec.structure == "blockdiag" else [whole]
+            found[name] = [self._estimate(spec, block, kernels) for block in blocks]
+        return found
+
+    def _estimate(self, spec: EstimatorSpec, block: Block, kernels: Sequence[Tensor]) -> float:
+        evidence, likelihood = self.evidence, self.evidence.likelihood
+        data = block.indices.to(self.outputs.device)
+        f, y = self.outputs[data], self.targets[data]
+        columns = None if block.columns is None else block.columns.to(f.device)
+        rows = likelihood.root(f, columns, spec.default_root).scaled
+        own = likelihood.weights(y)
+        if own is not None:
+            rows = rows * own.to(f).sqrt()[:, None, None]
+        rows = rows.to(kernels[0].dtype) * evidence.temperature**-0.5
+        log_det = sum(_log_det(kernel[data][:, :, data], rows) for kernel in kernels)
+        weights = block.likelihood_weights.to(f.device)
+        log_likelihood = (weights * likelihood.log_prob(f, y).double()).sum()
+        log_prior = -0.5 * evidence.prior.quadratic(evidence.weights())
+        total = log_likelihood / evidence.temperature + log_prior - 0.5 * block.scale * log_det
+        return float(total) / evidence.num_data
+
+
+def _log_det(kernel: Float[Tensor, "m C m C"], rows: Float[Tensor, "m k C"]) -> Float[Tensor, ""]:
+    """log|I + R K Rᵀ| of the rows of a block; rows of zeros add nothing."""
+    m, k, c = rows.shape
+    left = (rows @ kernel.flatten(2)).reshape(m * k, m, c)
+    return log_det_identity_plus((left.transpose(0, 1) @ rows.mT).transpose(0, 1).flatten(1))
