@@ -101,9 +101,10 @@ def _check(estimator: str | None, training: Mapping[str, Any]) -> None:
 
 
 def _check_options(job: Job) -> None:
-    if "estimator" in job.options:
-        _check(job.options["estimator"], job.training)
-    if job.kind != "curve":
+    own = [job.options["estimator"]] if "estimator" in job.options else []
+    for estimator in job.options.get("estimators", own):
+        _check(estimator, job.training)
+    if job.kind not in ("curve", "curves"):
         return
     name, least = job.options["hyperparameter"], min(job.options["grid"])
     if name == PRECISION:

@@ -135,6 +135,10 @@ def fake(experiment: Experiment, store: Store) -> None:
         elif job.kind == "curve":
             grid = job.options["grid"]
             result |= {"mean": [value - abs(x) for x in grid], "sem": [0.01] * len(grid)}
+        elif job.kind == "curves":
+            curve = {"mean": [value - abs(x) for x in job.options["grid"]]}
+            curve["sem"] = [0.01] * len(curve["mean"])
+            result |= dict.fromkeys(job.options["estimators"], curve)
         else:
             result |= {"estimate_seconds": 0.1 * (1 + number % 7), "step_seconds": 0.05}
         store.finish(job, result)
