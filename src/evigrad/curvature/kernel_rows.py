@@ -253,6 +253,12 @@ class NtkStatistic(Statistic):
             self.grams[key] = self.summed(gram)
         return self.grams[key]
 
+    def taken_gram(self, names: Sequence[str], like: Tensor) -> Float[Tensor, "R R"]:
+        """``kept_gram``, which is then kept no longer and may be overwritten."""
+        gram = self.kept_gram(names, like)
+        del self.grams[(*names, like.dtype)]
+        return gram
+
     def spectrum(self, names: Sequence[str], like: Tensor) -> MatrixSpectrum | None:
         """The eigenvalues of ``kept_gram``; None at the first call (``Spectra.at_second_use``)."""
         key = (*names, like.dtype)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import reduce
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -233,6 +232,7 @@ def _of_kernels(
     for name in estimators:
         one = evidence.with_estimator(name, generator=seed)
         drawn[name] = one.spec, list(one.blocks(data).epoch())
+    by_tensor = any(spec.structure == "blockdiag" for spec, _ in drawn.values())
     found: dict[str, dict[str, list[float]]] = {}
     if partial is not None and partial.exists():
         found = json.loads(partial.read_text(encoding="utf-8"))
@@ -243,9 +243,10 @@ def _of_kernels(
             set_hyperparameter(evidence, hyperparameter, value)
             try:
                 with rounding_refused():
-                    values = _Kernels.of(evidence, data, seed).estimates(drawn)
+                    values = _Kernels.of(evidence, data, seed, by_tensor).estimates(drawn)
             except RoundingError:
-                values = _Kernels.of(evidence, data, seed, torch.float64).estimates(drawn)
+                wide = _Kernels.of(evidence, data, seed, by_tensor, torch.float64)
+                values = wide.estimates(drawn)
             found[f"{value:.6g}"] = values
             if partial is not None:
                 with replacing(partial) as file:
@@ -270,12 +271,14 @@ class _Kernels:
         evidence: Of the model.
         outputs: f.
         targets: y.
-        of_tensors: J P0^{-1} Jᵀ of each parameter tensor.
+        whole: J P0^{-1} Jᵀ.
+        of_tensors: Its term of each parameter tensor; empty where no estimator needs them.
     """
 
     evidence: Evidence
     outputs: Float[Tensor, "N C"]
     targets: Tensor
+    whole: Float[Tensor, "N C N C"]
     of_tensors: Sequence[Float[Tensor, "N C N C"]]
 
     @classmethod
@@ -284,6 +287,7 @@ class _Kernels:
         evidence: Evidence,
         data: tuple[Tensor, Tensor],
         seed: int,
+        by_tensor: bool,
         dtype: torch.dtype | None = None,
     ) -> "_Kernels":
         """Pass over the data once; ``seed`` gives what the model draws."""
@@ -301,20 +305,21 @@ class _Kernels:
         changing = [name for name in unit.hyperparameters() if not name.startswith("model.")]
         kept = unit.collect(x, first.new_zeros(shape), wrt=changing)
         outputs = torch.cat([f for _, f in kept.outputs])
-        like, of_tensors = first.new_empty(0, dtype=dtype), list[Tensor]()
+        whole, of_tensors = first.new_zeros(*shape, *shape, dtype=dtype), list[Tensor]()
         for name, precision in evidence.prior.precisions().items():
-            gram = kept.statistic.kept_gram([name], like)
-            of_tensors.append(gram.div_(precision).reshape(*shape, *shape))
-        return cls(evidence, outputs, y, of_tensors)
+            gram = kept.statistic.taken_gram([name], whole).div_(precision).reshape(whole.shape)
+            whole += gram
+            if by_tensor:
+                of_tensors.append(gram)
+        return cls(evidence, outputs, y, whole, of_tensors)
 
     def estimates(
         self, drawn: Mapping[str, tuple[EstimatorSpec, Sequence[Block]]]
     ) -> dict[str, list[float]]:
         """Return the log evidence per datum by each block of each estimator."""
-        whole = reduce(torch.add, self.of_tensors)
         found = {}
         for name, (spec, blocks) in drawn.items():
-            kernels = self.of_tensors if spec.structure == "blockdiag" else [whole]
+            kernels = self.of_tensors if spec.structure == "blockdiag" else [self.whole]
             found[name] = [self._estimate(spec, block, kernels) for block in blocks]
         return found
 
