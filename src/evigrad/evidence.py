@@ -218,6 +218,7 @@ class Evidence:
         *,
         wrt: str | Sequence[str] = (),
         indices: Tensor | None = None,
+        largest_decay: float = math.inf,
     ) -> Tensor:
         """Training loss of the weights: mean NLL + (T/2N) (w−w₀)ᵀP0(w−w₀), nats per datum.
 
@@ -233,6 +234,8 @@ class Evidence:
                 ``backward``. The evidence needs none; Augerino learns its invariances so.
             indices: Positions (m,) of the data in the data set. An anchored estimator keeps their
                 outputs, and then needs no pass of its own to choose anchors.
+            largest_decay: What a larger (T/N) δ is lowered to, as 1/lr for SGD: a step with that
+                one leads to the prior's mean, and steps with twice that and more diverge.
 
         Returns:
             The scalar loss.
@@ -254,7 +257,8 @@ class Evidence:
         if indices is not None and self._anchors is not None:
             self._anchors.note(indices, f)
         with torch.no_grad():
-            precisions = self.prior.precisions()
+            most = largest_decay * self.num_data / self.temperature
+            precisions = {n: p.clamp(max=most) for n, p in self.prior.precisions().items()}
         deviations = self.prior.deviations(self._weights)
         decay = sum((precisions[name] * d.square()).sum() for name, d in deviations.items())
         return -log_prob.mean() + 0.5 * self.temperature / self.num_data * decay

@@ -116,6 +116,19 @@ def test_hyperparameters_without_a_gradient_stay(blobs, make_net, monkeypatch):
     assert torch.equal(log_precision.detach(), torch.full_like(log_precision, 3.0))
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_precisions_without_bound_do_not_let_weights_diverge(blobs, make_net, optimizer) -> None:
+    """With a decay of more than 2(1 + momentum)/lr, plain steps of SGD pass the mean by more."""
+    loop = make_loop(make_net(), blobs[0], optimizer=optimizer, batch_size=20, lr=0.1)
+    with torch.no_grad():
+        log_precision_of(loop).fill_(18.0)  # a decay of a million
+    sizes = []
+    for epoch in range(1, 31):
+        assert math.isfinite(loop.train_epoch(epoch)[0])
+        sizes.append(max(float(w.detach().abs().max()) for w in loop.evidence.weights().values()))
+    assert sizes[-1] < sizes[0] < 2.0, sizes
+
+
 def test_an_epoch_is_plain_gradient_descent_on_the_map_loss(blobs, make_net):
     # One batch of all data, before there is momentum: the step can be written down.
     data = blobs[0]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
+from torch.optim import SGD
 
 from evigrad.errors import EvigradError, EvigradWarning, memory_for
 from evigrad.evidence import Evidence
@@ -193,7 +194,12 @@ class Loop:
         return found[0].log_noise.detach().double().mul(2).mean().exp().item() if found else 1.0
 
     def _loss(self, x: Tensor, y: Tensor, indices: Tensor) -> Tensor:
-        loss = self.evidence.map_loss(x, y, wrt=self.in_loss, indices=indices)
+        most = math.inf
+        if isinstance(self.weight_optimizer, SGD):
+            # Precisions of weights that the data do not determine grow without bounds.
+            rate = max(group["lr"] for group in self.weight_optimizer.param_groups)
+            most = 1.0 / (rate * self._noise_variance()) if rate else math.inf
+        loss = self.evidence.map_loss(x, y, wrt=self.in_loss, indices=indices, largest_decay=most)
         return loss if self.augerino is None else loss + self.augerino.regulariser()
 
     def is_round(self, epoch: int) -> bool:
