@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -140,18 +140,30 @@ def with_error(mean: float, error: float, digits: int) -> str:
     return f"{mean:.{digits}f}{spread}"
 
 
+def spans(numbers: Iterable[int]) -> str:
+    """Whole numbers in words, as ``0-2, 5``."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and found[-1][-1] == number - 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(f"{each[0]}-{each[-1]}" if len(each) > 1 else f"{each[0]}" for each in found)
+
+
 def summaries(
     results: Sequence[Mapping[str, Any]], rows: Sequence[str], keys: Sequence[str]
 ) -> list[dict[str, Any]]:
     """For each row that has results the mean of every key over its seeds, and ``KEY_error``.
 
-    None, as the seconds of a run that was suspended, does not count.
+    None, as the seconds of a run that was suspended, does not count. ``named`` are the seeds.
     """
     found = []
     for row in rows:
         runs = [r for r in results if r["row"] == row]
         if runs:
-            summary: dict[str, Any] = {"row": row, "seeds": len(runs)}
+            named = spans(r["seed"] for r in runs)
+            summary: dict[str, Any] = {"row": row, "seeds": len(runs), "named": named}
             for key in keys:
                 known = [r[key] for r in runs if r[key] is not None]
                 summary[key], summary[f"{key}_error"] = mean_and_error(known)

@@ -55,7 +55,7 @@ import argparse
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -650,7 +650,7 @@ def table_of(name: str, runs: list[Result]) -> list[str]:
             *judged,
             f"{r['seconds']:.3g}",
             "–" if math.isnan(baseline) else f"{r['seconds'] / baseline:.1f}",
-            str(r["seeds"]),
+            r["named"],
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -673,10 +673,13 @@ def head_of(table: bool) -> list[str]:
     return [f"| {' | '.join(cells)} |", "|" + "---|" * len(cells)]
 
 
-def draw(found: Mapping[str, list[Result]], path: Path) -> None:
+def draw(
+    found: Mapping[str, list[Result]], references: Sequence[str], rows: Iterable[str], path: Path
+) -> None:
     """Test log likelihood over seconds: lines for searches, points for what each way ends with.
 
-    Both are differences to the first of the references, seed by seed.
+    Both are differences to the reference of the set, seed by seed. ``found`` has the runs of each
+    set, and ``rows`` all that may be drawn.
     """
     import matplotlib
 
@@ -689,16 +692,16 @@ def draw(found: Mapping[str, list[Result]], path: Path) -> None:
     figure, axes = pyplot.subplots(
         height, columns, figsize=(4.6 * columns, 3.4 * height + 0.8), squeeze=False
     )
-    every = list(dict.fromkeys(row.removesuffix(BY_POSTERIOR) for row in [*WAYS, *TABLE_WAYS]))
+    rows = list(dict.fromkeys(rows))
+    every = list(dict.fromkeys(row.removesuffix(BY_POSTERIOR) for row in rows))
     colours = [*pyplot.get_cmap("tab10").colors, "none", "navy"]
     handles: dict[str, Any] = {}
     for axis in axes.flat[len(found) :]:
         axis.set_axis_off()
-    for axis, (name, runs) in zip(axes.flat, found.items(), strict=False):
-        reference = (TABLE_REFERENCES if name in UCI else REFERENCES)[0]
+    for axis, (name, runs), reference in zip(axes.flat, found.items(), references, strict=False):
         levels = likelihoods_of(runs, reference)
         ends = [0.0]
-        for row in ways_of(name):
+        for row in rows:
             own = [run for run in runs if run["row"] == row and run["seed"] in levels]
             if not own:
                 continue
@@ -756,8 +759,9 @@ def show(given: argparse.Namespace) -> None:
         print(f"{marker}\n{table}\n")
         for page in given.pages:
             insert(page, marker, table)
+    references = [(TABLE_REFERENCES if name in UCI else REFERENCES)[0] for name in found]
     for page in given.pages:
-        draw(found, page.parent / FIGURE)
+        draw(found, references, [*WAYS, *TABLE_WAYS], page.parent / FIGURE)
 
 
 def check_extras(rows: Sequence[str]) -> None:

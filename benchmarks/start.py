@@ -17,12 +17,12 @@ as it ends: the script goes on where it was stopped.
 import math
 from collections.abc import Sequence
 from itertools import product
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from unittest.mock import patch
 
 import torch
 from learning import Result, Results, make_parser, parse
-from measure import Clock, mean_and_error, show, with_error
+from measure import Clock, mean_and_error, show, spans, with_error
 from rivals import SCHEDULE, make_task
 from torch import Tensor, nn
 
@@ -131,12 +131,34 @@ def table_of(runs: list[Result]) -> str:
                 third = f"{100 * fmean(run['accuracy'] for run in own):.1f}"
             else:
                 third = f"{fmean(run['rmse'] for run in own):.3f}"
-            cells = [name, way, f"{start:g}", evidence, likelihood, third, str(len(own))]
+            seeds = spans(run["seed"] for run in own)
+            cells = [name, way, f"{start:g}", evidence, likelihood, third, seeds]
             lines.append(f"| {' | '.join(cells)} |")
         differences = [spread(runs, rows, key) for key in ("log_evidence", "log_likelihood")]
         if not math.isnan(differences[0][0]):
             cells = [with_error(*difference, 3) for difference in differences]
             lines.append(f"| {name} | {way} | *spread* | {' | '.join(cells)} | | |")
+    return "\n".join(lines)
+
+
+def precisions_of(runs: list[Result]) -> str:
+    """Each start's precisions of the weight tensors, geometric means over the seeds, as Markdown.
+
+    Those of the biases are in the file of the runs.
+    """
+    lines = ["| set | way | start | prior precisions of the weights |", "|---|---|---|---|"]
+    for name, (way, starts) in product(SETS, WAYS.items()):
+        for start in starts:
+            own = [r["precisions"] for r in runs if r["row"] == row_of(name, way, start)]
+            if not own:
+                continue
+            found = {
+                layer.removesuffix(".weight"): geometric_mean(each[layer] for each in own)
+                for layer in own[0]
+                if layer.endswith(".weight")
+            }
+            words = ", ".join(f"{layer} {value:.2g}" for layer, value in found.items())
+            lines.append(f"| {name} | {way} | {start:g} | {words} |")
     return "\n".join(lines)
 
 
@@ -156,8 +178,8 @@ def main(arguments: list[str] | None = None) -> None:
             found = run(name, way, start, seed, given.data_dir)
             results.add({"row": row, "seed": seed, "threads": given.threads} | found)
             print(row, seed, {key: found[key] for key in KEYS}, flush=True)
-    table = table_of(results.read())
-    show("start", table, given.pages)
+    show("start", table_of(results.read()), given.pages)
+    show("start precisions", precisions_of(results.read()), given.pages)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ from rivals import (
     Task,
     check_extras,
     columns_of,
+    draw,
     judged,
     likelihoods_of,
     study,
@@ -75,6 +76,7 @@ BACKBONE = ("conv1", "bias1", "stages", "bias2")
 GROUPS = {"backbone": BACKBONE, "head": ("output",)}
 MEAN = dict.fromkeys(BACKBONE, "initial")
 METRICS = ("log_likelihood", "accuracy")
+FIGURE = "images/transfer.png"
 COLUMNS = ("row", "seed", *METRICS, "seconds", "decay", "trace", "threads")
 
 
@@ -242,7 +244,7 @@ def table_of(size: int, runs: Sequence[Result]) -> str:
             with_error(100 * r["accuracy"], 100 * r["accuracy_error"], 1),
             f"{r['seconds']:.0f}",
             "–" if grid is None else f"{r['seconds'] / grid:.3f}",
-            str(r["seeds"]),
+            r["named"],
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -276,6 +278,9 @@ def main(arguments: list[str] | None = None) -> None:
                 print({key: run[key] for key in ("row", "seed", *METRICS, "seconds")}, flush=True)
     for size in SIZES:
         show(f"transfer {size}", table_of(size, results[size].read()), given.pages)
+    found = {f"{size} images": results[size].read() for size in SIZES}
+    for page in given.pages:
+        draw(found, ["grid"] * len(SIZES), WAYS, page.parent / FIGURE)
 
 
 if __name__ == "__main__":

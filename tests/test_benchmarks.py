@@ -390,7 +390,8 @@ def test_start(monkeypatch, tmp_path):
     script = load_script("start", monkeypatch)
     monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=3, eval_every=0))
     arguments = ["--sets", "noisy table", "--seeds", "0", "1", "--results", str(tmp_path)]
-    (page := tmp_path / "page.md").write_text("<!-- start -->\n<!-- end start -->\n")
+    markers = "\n".join(f"<!-- {n} -->\n<!-- end {n} -->" for n in ("start", "start precisions"))
+    (page := tmp_path / "page.md").write_text(f"{markers}\n")
     script.main([*arguments, "--pages", str(page)])
     runs = runs_of(tmp_path / "start.csv")
     assert len(runs) == 2 * (3 + 4)
@@ -403,6 +404,9 @@ def test_start(monkeypatch, tmp_path):
         max(v) - min(v) for v in (decays, [found[k, 0] for k, s in found if s and "fixed" in k])
     ]
     assert float(spread.split("|")[4].split("±")[0]) == pytest.approx(sum(both) / 2, abs=1e-3)
+    (precisions,) = [line for line in lines if "| fixed point | 0.003 | linear1 " in line]
+    own = [json.loads(runs[k]["precisions"])["linear1.weight"] for k in runs if "0.003" in k[0]]
+    assert f"linear1 {(own[0] * own[1]) ** 0.5:.2g}, " in precisions and "0-1" in page.read_text()
 
 
 class Logistic:
@@ -537,6 +541,7 @@ def test_transfer(monkeypatch, tmp_path):
     assert set(json.loads(runs["grid", 0]["decay"])) == {"backbone", "head"}
     assert len(json.loads(runs["grid", 0]["trace"])) == 2 * 2 + 1
     assert page.read_text().count("\n| 20 | ") == len(runs)
+    assert (tmp_path / "images" / "transfer.png").stat().st_size > 1000
     # Weights begin at the pretrained ones, and with the last layer alone the others stay there.
     weights = script.pretrained(data, backbone)
     task = script.make_task(script.of_classes(script.read(None), old=False), 20, 0, weights)
