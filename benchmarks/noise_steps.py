@@ -12,8 +12,8 @@ from itertools import product
 from unittest.mock import patch
 
 from learning import Result, Results, make_parser, parse
-from measure import mean_and_error, show, with_error
-from rivals import make_task, run_default_posterior
+from measure import mean_and_error, show, spans, with_error
+from rivals import SEEDS, make_task, run_default_posterior
 
 from evigrad.training.loop import Loop
 
@@ -46,12 +46,12 @@ def table_of(runs: list[Result]) -> str:
         for way, own in found.items():
             if own:
                 cells = [_mean([r[key] for r in own.values()]) for key in KEYS[:2]]
-                cells += [f"{max(r['rmse'] for r in own.values()):.3f}", str(len(own))]
+                cells += [f"{max(r['rmse'] for r in own.values()):.3f}", spans(own)]
                 lines.append(f"| {name} | {way} | {' | '.join(cells)} |")
         first, second = found.values()
         if both := sorted(first.keys() & second.keys()):
             cells = [_mean([first[s][key] - second[s][key] for s in both]) for key in KEYS[:2]]
-            lines.append(f"| {name} | *difference* | {' | '.join(cells)} | | {len(both)} |")
+            lines.append(f"| {name} | *difference* | {' | '.join(cells)} | | {spans(both)} |")
     return "\n".join(lines)
 
 
@@ -61,13 +61,15 @@ def _mean(values: list[float]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then print the table and insert it into the pages."""
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, seeds=None)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
     given = parse(parser, arguments)
     results = Results(given.results / "noise_steps.csv", COLUMNS)
-    for seed, name, way in product(given.seeds, given.sets, WAYS):
+    for name, way in product(given.sets, WAYS):
         row = f"{name}: {way}"
-        if not results.has(row, seed):
+        for seed in SEEDS[name] if given.seeds is None else given.seeds:
+            if results.has(row, seed):
+                continue
             found = run(name, way, seed, given.data_dir)
             results.add({"row": row, "seed": seed, "threads": given.threads} | found)
             print(row, seed, {key: found[key] for key in KEYS}, flush=True)

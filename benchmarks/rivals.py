@@ -102,9 +102,9 @@ IMAGES: dict[str, tuple[str, int | None, range]] = {
 }
 HIDDEN = (50, 50)
 BY_POSTERIOR = ", posterior"
-FEW_SPLITS = ("power", "naval")  # many data: five splits instead of twenty
+FEW_SPLITS = ("power", "naval")  # many data: three splits instead of twenty
 SEEDS = {name: seeds for name, (_, _, seeds) in IMAGES.items()} | {
-    name: range(5 if name in FEW_SPLITS else 20) for name in UCI
+    name: range(3 if name in FEW_SPLITS else 20) for name in UCI
 }
 METRICS = ("log_likelihood", "accuracy", "rmse", "ece", "scaled")
 SETTINGS = ("decay", "noise", "temperature")

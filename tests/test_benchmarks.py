@@ -386,6 +386,29 @@ def test_sklearn_tables_by_optuna(monkeypatch, tmp_path):
     assert found["trials"] == 1 and found["settings"]["hidden_layer_sizes"] in script.LAYERS
 
 
+def test_first_run(monkeypatch, tmp_path):
+    pytest.importorskip("jsonargparse")
+    pytest.importorskip("mlxtend")
+    script = load_script("first_run", monkeypatch)
+    short = "epochs: 3\ncompare_map: true\nestimator: ntk-20-1\nevaluate_with: ntk-20-1\n"
+    for name, own in {"mnist5k": "subset: 60\ntest_subset: 50\n", "autompg": ""}.items():
+        text = f"data: {name}\nmodel: mlp\n{own}{short}"
+        (tmp_path / f"{name}.yaml").write_text(text)
+    monkeypatch.setattr(script, "CONFIGURATIONS", tmp_path)
+    (page := tmp_path / "page.md").write_text("<!-- first_run -->\n<!-- end first_run -->\n")
+    arguments = ["--seeds", "0", "1", "--results", str(tmp_path), "--pages", str(page)]
+    script.main(arguments)
+    runs = runs_of(tmp_path / "first_run.csv")
+    assert len(runs) == 2 * 2 * 2
+    # In miles: the targets' standard deviation is about eight.
+    assert 1 < float(runs["autompg: learned", 0]["rmse"]) < 30
+    assert 0 <= float(runs["mnist5k: MAP", 1]["accuracy"]) <= 1
+    assert page.read_text().count("| 0-1 |") == 4
+    before = (tmp_path / "first_run.csv").read_text()
+    script.main(arguments)  # all is there
+    assert (tmp_path / "first_run.csv").read_text() == before
+
+
 def test_start(monkeypatch, tmp_path):
     script = load_script("start", monkeypatch)
     monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=3, eval_every=0))

@@ -1,0 +1,90 @@
+"""What ``make run`` shows, on further seeds: learned weight decay beside plain MAP.
+
+Each run is ``evigrad train --config experiments/NAME.yaml --seed SEED``, in a folder of its own.
+Every run is kept as it ends: the script goes on where it was stopped.
+
+    python benchmarks/first_run.py --results docs/results --pages docs/results.md
+"""
+
+import json
+import math
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from learning import Result, Results, make_parser, parse
+from measure import show, spans, summaries, with_error
+
+from evigrad.cli import main as evigrad
+from evigrad.data import load
+
+CONFIGURATIONS = Path(__file__).parents[1] / "experiments"
+NAMES = ("mnist5k", "autompg")
+WAYS = ("MAP", "learned")
+KEYS = ("log_likelihood", "accuracy", "rmse", "seconds")
+COLUMNS = ("row", "seed", *KEYS, "threads")
+
+
+def run(name: str, seed: int, threads: int) -> dict[str, Result]:
+    """The columns of both rows of a seed; errors of the regression are in miles per gallon."""
+    with TemporaryDirectory() as folder:
+        config = CONFIGURATIONS / f"{name}.yaml"
+        own = ["--seed", str(seed), "--run-dir", folder, "--threads", str(threads)]
+        if evigrad(["train", "--config", str(config), *own, "--no-progress"]):
+            raise SystemExit(f"{name}, seed {seed} failed.")
+        results: dict[str, Any] = json.loads(Path(folder, "results.json").read_text())
+    found = {}
+    for way, result in zip(WAYS, results.values(), strict=True):
+        test, rmse = result["test"], None
+        if "squared_error" in test:
+            std = load(name).target_std
+            assert std is not None
+            rmse = math.sqrt(test["squared_error"]) * std.item()
+        columns = {"log_likelihood": test["log_likelihood"], "accuracy": test.get("accuracy")}
+        found[way] = columns | {"rmse": rmse, "seconds": result["seconds"]}
+    return found
+
+
+def table_of(runs: list[Result]) -> str:
+    """The means over the seeds, as Markdown."""
+    lines = [
+        "| data | | test log likelihood | accuracy, %, or error in miles per gallon | seconds"
+        " | seeds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, way in product(NAMES, WAYS):
+        own = [run for run in runs if run["row"] == f"{name}: {way}"]
+        if not own:
+            continue
+        key, factor, digits = ("accuracy", 100, 1) if own[0]["rmse"] is None else ("rmse", 1, 2)
+        (r,) = summaries(own, [f"{name}: {way}"], ("log_likelihood", key, "seconds"))
+        cells = [
+            name,
+            way,
+            with_error(r["log_likelihood"], r["log_likelihood_error"], 3),
+            with_error(factor * r[key], factor * r[f"{key}_error"], digits),
+            f"{r['seconds']:.0f}",
+            spans(run["seed"] for run in own),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what is missing, then print the table and insert it into the pages."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--sets", nargs="+", choices=NAMES, default=NAMES)
+    given = parse(parser, arguments)
+    results = Results(given.results / "first_run.csv", COLUMNS)
+    for seed, name in product(given.seeds, given.sets):
+        if results.has(f"{name}: {WAYS[-1]}", seed):
+            continue
+        for way, columns in run(name, seed, given.threads).items():
+            common = {"row": f"{name}: {way}", "seed": seed, "threads": given.threads}
+            results.add(common | columns)
+    show("first_run", table_of(results.read()), given.pages)
+
+
+if __name__ == "__main__":
+    main()
