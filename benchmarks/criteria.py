@@ -14,7 +14,8 @@ by the kernel of all rows,
 
 and on the test data the log likelihood of the plug-in network and that of the linearised posterior,
 the mean of 256 draws. The first table has the rank correlation of each criterion with both over
-the settings; the test data are used for nothing else.
+the settings, and the network's test log likelihood at the setting that the criterion is highest
+for (``chosen``); the test data are used for nothing else.
 
 ``slopes`` are the derivatives of the evidence in the logarithm of a decay for all weights. MacKay's
 update, and the gradient of the paper, hold the weights: ``partial``. The weights follow the decay,
@@ -275,15 +276,27 @@ def correlation(runs: Sequence[Result], criterion: str, judge: str) -> float:
     return fmean(found)
 
 
+def chosen(runs: Sequence[Result], criterion: str) -> float:
+    """The network's test log likelihood at the setting with the highest criterion, over seeds."""
+    seeds = sorted({run["seed"] for run in runs})
+    best = [max((r for r in runs if r["seed"] == s), key=lambda r: r[criterion]) for s in seeds]
+    return fmean(run["plug-in"] for run in best)
+
+
 def tables_of(runs: list[Result]) -> str:
-    """Rank correlations, then all values, as Markdown."""
+    """Rank correlations and what a criterion chooses, then all values, as Markdown."""
     names = [n for n in IMAGES if any(run["row"].startswith(f"{n}: ") for run in runs)]
     of = {n: [run for run in runs if run["row"].startswith(f"{n}: ")] for n in names}
-    heads = [f"{n}, {judge}" for n in names for judge in JUDGES]
+    heads = [f"{n}, {judge}" for n in names for judge in (*JUDGES, "chosen")]
     lines = [f"| criterion | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for criterion in CRITERIA:
-        cells = [f"{correlation(of[n], criterion, j):+.2f}" for n in names for j in JUDGES]
+        cells = []
+        for n in names:
+            cells += [f"{correlation(of[n], criterion, judge):+.2f}" for judge in JUDGES]
+            cells.append(f"{chosen(of[n], criterion):.3f}")
         lines.append(f"| {criterion} | {' | '.join(cells)} |")
+    best = [cell for n in names for cell in ("", "", f"{chosen(of[n], JUDGES[0]):.3f}")]
+    lines.append(f"| *the test data themselves* | {' | '.join(best)} |")
     lines += ["", f"| | accuracy, % | {' | '.join(KEYS)} |", "|---" * (len(KEYS) + 2) + "|"]
     for n in names:
         for setting in SETTINGS:
