@@ -157,7 +157,9 @@ def precisions_of(runs: list[Result]) -> str:
                 for layer in own[0]
                 if layer.endswith(".weight")
             }
-            words = ", ".join(f"{layer} {value:.2g}" for layer, value in found.items())
+            words = ", ".join(
+                f"{layer} {float(f'{value:.2g}'):g}" for layer, value in found.items()
+            )
             lines.append(f"| {name} | {way} | {start:g} | {words} |")
     return "\n".join(lines)
 

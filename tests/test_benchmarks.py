@@ -429,7 +429,8 @@ def test_start(monkeypatch, tmp_path):
     assert float(spread.split("|")[4].split("±")[0]) == pytest.approx(sum(both) / 2, abs=1e-3)
     (precisions,) = [line for line in lines if "| fixed point | 0.003 | linear1 " in line]
     own = [json.loads(runs[k]["precisions"])["linear1.weight"] for k in runs if "0.003" in k[0]]
-    assert f"linear1 {(own[0] * own[1]) ** 0.5:.2g}, " in precisions and "0-1" in page.read_text()
+    rounded = float(f"{(own[0] * own[1]) ** 0.5:.2g}")
+    assert f"linear1 {rounded:g}, " in precisions and "0-1" in page.read_text()
 
 
 class Logistic:
