@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from evigrad import Evidence
+from evigrad.curvature import Ntk
 from evigrad.errors import ConfigurationError
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Categorical
@@ -141,6 +142,23 @@ def test_one_kernel_serves_many_estimators(evidence, images, dtype, is_weighted,
             assert found[name]["mean"] == pytest.approx(expected[name]["mean"], rel=tolerance)
             assert found[name]["sem"] == pytest.approx(expected[name]["sem"], rel=1e-3, abs=1e-9)
             assert found[name]["blocks"] == expected[name]["blocks"]
+
+
+def test_narrow_tensors_are_rows(evidence, images, monkeypatch):
+    names = ["ntk-N-C", "blockdiag-N-C", "blockdiag-4-C", "blockdiag-2-1"]
+    expected = all_along(evidence, images, names, "rotation", [0.5])
+    kept, real = [], along._Kernels.estimates
+    monkeypatch.setattr(Ntk, "_keeps_grams", lambda self, num_rows: False)
+
+    def estimates(self, drawn):
+        kept.append([part.ndim for part in self.of_tensors])
+        return real(self, drawn)
+
+    monkeypatch.setattr(along._Kernels, "estimates", estimates)
+    found = all_along(evidence, images, names, "rotation", [0.5])
+    assert kept == [[4, 3]]  # 108 weights, and 3 biases, against 36 rows
+    for name in names:
+        assert found[name]["mean"] == pytest.approx(expected[name]["mean"], rel=1e-5)
 
 
 def test_bounds_of_one_kernel_are_in_order_where_transforms_are_drawn(evidence, images):

@@ -272,14 +272,15 @@ class _Kernels:
         outputs: f.
         targets: y.
         whole: J P0^{-1} Jᵀ.
-        of_tensors: Its term of each parameter tensor; empty where no estimator needs them.
+        of_tensors: Its term of each parameter tensor, or of a narrow one the rows J P0^{-1/2} that
+            it is the product of; empty where no estimator needs them.
     """
 
     evidence: Evidence
     outputs: Float[Tensor, "N C"]
     targets: Tensor
     whole: Float[Tensor, "N C N C"]
-    of_tensors: Sequence[Float[Tensor, "N C N C"]]
+    of_tensors: Sequence[Float[Tensor, "N C N C"] | Float[Tensor, "N C n"]]
 
     @classmethod
     def of(
@@ -310,6 +311,9 @@ class _Kernels:
             gram = kept.statistic.taken_gram([name], whole).div_(precision).reshape(whole.shape)
             whole += gram
             if by_tensor:
+                rows = kept.statistic.rows.get(name)
+                if rows is not None and rows[0].shape[1] < gram.shape[0] * gram.shape[1] / 2:
+                    gram = torch.cat(rows).to(dtype).div_(precision.sqrt()).reshape(*shape, -1)
                 of_tensors.append(gram)
         return cls(evidence, outputs, y, whole, of_tensors)
 
@@ -333,7 +337,7 @@ class _Kernels:
         if own is not None:
             rows = rows * own.to(f).sqrt()[:, None, None]
         rows = rows.to(kernels[0].dtype) * evidence.temperature**-0.5
-        log_det = sum(_log_det(kernel[data][:, :, data], rows) for kernel in kernels)
+        log_det = sum(_log_det(kernel, data, rows) for kernel in kernels)
         weights = block.likelihood_weights.to(f.device)
         log_likelihood = (weights * likelihood.log_prob(f, y).double()).sum()
         log_prior = -0.5 * evidence.prior.quadratic(evidence.weights())
@@ -341,8 +345,12 @@ class _Kernels:
         return float(total) / evidence.num_data
 
 
-def _log_det(kernel: Float[Tensor, "m C m C"], rows: Float[Tensor, "m k C"]) -> Float[Tensor, ""]:
-    """log|I + R K Rᵀ| of the rows of a block; rows of zeros add nothing."""
+def _log_det(kernel: Tensor, data: Tensor, rows: Float[Tensor, "m k C"]) -> Float[Tensor, ""]:
+    """log|I + R K Rᵀ| of the rows of a block, K or its factor; rows of zeros add nothing."""
+    if kernel.ndim == 3:
+        own = (rows @ kernel[data]).flatten(0, 1)
+        small = own.mT @ own if own.shape[1] < own.shape[0] else own @ own.mT
+        return log_det_identity_plus(small)
     m, k, c = rows.shape
-    left = (rows @ kernel.flatten(2)).reshape(m * k, m, c)
+    left = (rows @ kernel[data][:, :, data].flatten(2)).reshape(m * k, m, c)
     return log_det_identity_plus((left.transpose(0, 1) @ rows.mT).transpose(0, 1).flatten(1))
