@@ -38,7 +38,7 @@ def run(name: str, seed: int, threads: int) -> dict[str, Result]:
     for way, result in zip(WAYS, results.values(), strict=True):
         test, rmse = result["test"], None
         if "squared_error" in test:
-            std = load(name).target_std
+            std = load(name, seed=seed).target_std  # the seed chooses the split
             assert std is not None
             rmse = math.sqrt(test["squared_error"]) * std.item()
         columns = {"log_likelihood": test["log_likelihood"], "accuracy": test.get("accuracy")}

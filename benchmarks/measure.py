@@ -141,7 +141,7 @@ def with_error(mean: float, error: float, digits: int) -> str:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Whole numbers in words, as ``0-2, 5``."""
+    """Whole numbers as ranges, ``0-2, 5``."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and found[-1][-1] == number - 1:
@@ -156,14 +156,14 @@ def summaries(
 ) -> list[dict[str, Any]]:
     """For each row that has results the mean of every key over its seeds, and ``KEY_error``.
 
-    None, as the seconds of a run that was suspended, does not count. ``named`` are the seeds.
+    None, as the seconds of a run that was suspended, does not count. ``seed_spans`` are the seeds.
     """
     found = []
     for row in rows:
         runs = [r for r in results if r["row"] == row]
         if runs:
-            named = spans(r["seed"] for r in runs)
-            summary: dict[str, Any] = {"row": row, "seeds": len(runs), "named": named}
+            found_spans = spans(r["seed"] for r in runs)
+            summary: dict[str, Any] = {"row": row, "seeds": len(runs), "seed_spans": found_spans}
             for key in keys:
                 known = [r[key] for r in runs if r[key] is not None]
                 summary[key], summary[f"{key}_error"] = mean_and_error(known)

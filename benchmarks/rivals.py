@@ -650,7 +650,7 @@ def table_of(name: str, runs: list[Result]) -> list[str]:
             *judged,
             f"{r['seconds']:.3g}",
             "–" if math.isnan(baseline) else f"{r['seconds'] / baseline:.1f}",
-            r["named"],
+            r["seed_spans"],
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines

@@ -135,7 +135,7 @@ def table_of(runs: Sequence[Result]) -> str:
             with_error(100 * r["accuracy"], 100 * r["accuracy_error"], 1),
             turned,
             f"{r['seconds']:.0f}",
-            r["named"],
+            r["seed_spans"],
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -244,7 +244,7 @@ def table_of(size: int, runs: Sequence[Result]) -> str:
             with_error(100 * r["accuracy"], 100 * r["accuracy_error"], 1),
             f"{r['seconds']:.0f}",
             "–" if grid is None else f"{r['seconds'] / grid:.3f}",
-            r["named"],
+            r["seed_spans"],
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -279,8 +279,9 @@ def main(arguments: list[str] | None = None) -> None:
     for size in SIZES:
         show(f"transfer {size}", table_of(size, results[size].read()), given.pages)
     found = {f"{size} images": results[size].read() for size in SIZES}
+    found = {name: runs for name, runs in found.items() if runs}
     for page in given.pages:
-        draw(found, ["grid"] * len(SIZES), WAYS, page.parent / FIGURE)
+        draw(found, ["grid"] * len(found), WAYS, page.parent / FIGURE)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from evigrad.cli.trainings import Place, trained
-from evigrad.training import FitResult, all_along, evaluate_evidence, evidence_along, time_steps
+from evigrad.training import FitResult, curves_along, evaluate_evidence, evidence_along, time_steps
 from experiments.jobs import Job, Store
 
 RUN = "run"  # the folder of a training inside that of its job
@@ -51,7 +51,7 @@ def _result(job: Job, folder: Path, run: Path, place: Place) -> dict[str, Any]:
         return {f"{name}_seconds": value for name, value in asdict(times).items()}
     partial = folder / "partial.json"
     if job.kind == "curves":
-        return all_along(result.evidence, data, seed=seed, partial=partial, **options)
+        return curves_along(result.evidence, data, seed=seed, partial=partial, **options)
     name = options.pop("estimator")
     if job.kind == "evaluate":
         return asdict(evaluate_evidence(result.evidence, data, name, seed=seed, **options))

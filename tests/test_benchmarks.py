@@ -6,7 +6,7 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -386,6 +386,11 @@ def test_sklearn_tables_by_optuna(monkeypatch, tmp_path):
     assert found["trials"] == 1 and found["settings"]["hidden_layer_sizes"] in script.LAYERS
 
 
+def test_spans(monkeypatch):
+    script = load_script("measure", monkeypatch)
+    assert script.spans([5, 0, 2, 1]) == "0-2, 5" and script.spans([3]) == "3"
+
+
 def test_first_run(monkeypatch, tmp_path):
     pytest.importorskip("jsonargparse")
     pytest.importorskip("mlxtend")
@@ -397,11 +402,21 @@ def test_first_run(monkeypatch, tmp_path):
     monkeypatch.setattr(script, "CONFIGURATIONS", tmp_path)
     (page := tmp_path / "page.md").write_text("<!-- first_run -->\n<!-- end first_run -->\n")
     arguments = ["--seeds", "0", "1", "--results", str(tmp_path), "--pages", str(page)]
+    errors, real = [], json.loads
+
+    def read(text):
+        found = real(text)
+        learned = list(found.values())[-1]["test"]
+        errors.extend([learned["squared_error"] ** 0.5] if "squared_error" in learned else [])
+        return found
+
+    monkeypatch.setattr(script, "json", SimpleNamespace(loads=read))
     script.main(arguments)
     runs = runs_of(tmp_path / "first_run.csv")
     assert len(runs) == 2 * 2 * 2
-    # In miles: the targets' standard deviation is about eight.
-    assert 1 < float(runs["autompg: learned", 0]["rmse"]) < 30
+    for seed in (0, 1):  # which has a split of its own, and so another standard deviation
+        std = script.load("autompg", seed=seed).target_std.item()
+        assert float(runs["autompg: learned", seed]["rmse"]) == pytest.approx(std * errors[seed])
     assert 0 <= float(runs["mnist5k: MAP", 1]["accuracy"]) <= 1
     assert page.read_text().count("| 0-1 |") == 4
     before = (tmp_path / "first_run.csv").read_text()
@@ -555,7 +570,15 @@ def test_transfer(monkeypatch, tmp_path):
     rows = ["usual", "last layer", "grid", "diag-ef", "default-2", "default"]
     backbone = tmp_path / "backbone.pt"
     common = ["--seeds", "0", "--results", str(tmp_path), "--backbone", str(backbone)]
+    drawn, real = [], script.draw
+
+    def draw(found, *rest):
+        drawn.append(found)
+        real(found, *rest)
+
+    monkeypatch.setattr(script, "draw", draw)
     script.main([*common, "--sizes", "20", "--rows", *rows, "--pages", str(page)])
+    assert list(drawn[0]) == ["20 images"]
     runs = runs_of(tmp_path / "transfer_20.csv")
     beside = [f"{row}{script.BY_POSTERIOR}" for row in rows[-2:]]
     assert [row for row, _ in runs] == [*rows[:-1], beside[0], rows[-1], beside[1]]

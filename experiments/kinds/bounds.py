@@ -80,7 +80,7 @@ class Bounds(Experiment):
             for seed in self.seeds:
                 trained = training(self.training, panel.training, seed=seed)
                 for estimator, label in self.curves.items():
-                    if estimator in panel.together:
+                    if estimator in panel.together and self.blocks is None:
                         job = curves(trained, panel.together, panel.hyperparameter, grid)
                         read = partial(_read, of=estimator)
                     else:
@@ -103,6 +103,7 @@ class Bounds(Experiment):
                 r for r in rows if is_grouped[r["estimator"]] or r["label"] in self.reference
             ]
             drawn.append(self._panels(of_both, _GROUPED))
+        drawn = [row for row in drawn if row]
         return plots.panels(drawn, reference=self.reference, ordered=self.ordered, mark_tops=True)
 
     def _panels(self, rows: list[Row], ending: str = "") -> list[plots.Panel]:

@@ -218,7 +218,8 @@ class Evidence:
         *,
         wrt: str | Sequence[str] = (),
         indices: Tensor | None = None,
-        largest_decay: float = math.inf,
+        optimizer: Optimizer | None = None,
+        scale: float = 1.0,
     ) -> Tensor:
         """Training loss of the weights: mean NLL + (T/2N) (w−w₀)ᵀP0(w−w₀), nats per datum.
 
@@ -234,8 +235,8 @@ class Evidence:
                 ``backward``. The evidence needs none; Augerino learns its invariances so.
             indices: Positions (m,) of the data in the data set. An anchored estimator keeps their
                 outputs, and then needs no pass of its own to choose anchors.
-            largest_decay: What a larger (T/N) δ is lowered to, as 1/lr for SGD: a step with that
-                one leads to the prior's mean, and steps with twice that and more diverge.
+            optimizer: As for ``add_weight_decay``: no decay is larger than 1/lr.
+            scale: A factor of the loss that its gradients are taken of.
 
         Returns:
             The scalar loss.
@@ -257,11 +258,14 @@ class Evidence:
         if indices is not None and self._anchors is not None:
             self._anchors.note(indices, f)
         with torch.no_grad():
-            most = largest_decay * self.num_data / self.temperature
-            precisions = {n: p.clamp(max=most) for n, p in self.prior.precisions().items()}
+            precisions, most = dict(self.prior.precisions()), _largest_decays(optimizer)
+            factor = self.temperature / self.num_data
+            for name in [name for name, w in self._weights.items() if id(w) in most]:
+                limit = most[id(self._weights[name])] / (factor * scale)
+                precisions[name] = precisions[name].clamp(max=limit)
         deviations = self.prior.deviations(self._weights)
         decay = sum((precisions[name] * d.square()).sum() for name, d in deviations.items())
-        return -log_prob.mean() + 0.5 * self.temperature / self.num_data * decay
+        return -log_prob.mean() + 0.5 * factor * decay
 
     def weight_decay(self) -> dict[str, Tensor]:
         """The present decay (T/N) δ of each weight tensor, of a loss that is a mean over the data.
@@ -310,12 +314,7 @@ class Evidence:
             weights = counterparts(self.model, of, self._model_hyperparameters, self.ranks)
             self._is_behind = True
         decay, means = self.weight_decay(), self.prior.means()
-        most = {
-            id(weight): 1 / float(group["lr"])
-            for group in ([] if optimizer is None else optimizer.param_groups)
-            for weight in group["params"]
-            if group["lr"] > 0
-        }
+        most = _largest_decays(optimizer)
         with torch.no_grad():
             for name in self._weights:
                 weight = weights[name]
@@ -588,7 +587,7 @@ class Evidence:
             structure: What is taken of H. ``kfac``: Kronecker factors, for networks of any size;
                 ``last-layer``: all of the last layer's weights, the others being certain;
                 ``diag``: its diagonal; ``full``: all of it, for a few thousand weights; ``ntk``:
-                the same by a kernel of all N·C rows, for few data.
+                the same by a kernel of all rows, for few data.
             rows: For ``ntk`` and many data: how many rows to keep, chosen as for
                 ``ntk-ROWS-rows-anchored``. The variance is then an upper bound on the exact one.
             state: What ``state_dict`` of a posterior returned, in the place of the data.
@@ -754,3 +753,9 @@ def _blocks_of(given: BlockPass | Sequence[KeptPass]) -> list[Block]:
 def _is_empty(x: Data) -> bool:
     """Whether this is what a stream, or ``collect`` of it, leaves to a rank without blocks."""
     return (isinstance(x, Block) and not len(x.indices)) or (isinstance(x, list) and not x)
+
+
+def _largest_decays(optimizer: Optimizer | None) -> dict[int, float]:
+    """1/lr by the identity of each weight that an optimiser moves."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return {id(w): 1 / float(g["lr"]) for g in groups for w in g["params"] if g["lr"] > 0}

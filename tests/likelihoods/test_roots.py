@@ -128,7 +128,7 @@ def test_all_columns_multiply_to_the_hessian(maker, kind: str, seed: int, c: int
     for columns in (None, every(f)):
         rows = scaled(likelihood, f, columns, kind)
         torch.testing.assert_close(product(rows), likelihood.hessian(f), rtol=1e-9, atol=1e-12)
-        assert rows.shape[1] == (c if columns is not None else likelihood.rank(c))
+        assert rows.shape[1] == (c if columns is not None else likelihood.num_rows(c))
 
 
 @given(seed=SEEDS, c=st.integers(2, 6))

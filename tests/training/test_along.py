@@ -12,7 +12,8 @@ from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Categorical
 from evigrad.likelihoods.weighted import Weighted
 from evigrad.priors import GaussianPrior
-from evigrad.training import all_along, along, evidence_along, make_grid, time_steps
+from evigrad.training import along, curves_along, evidence_along, make_grid, time_steps
+from evigrad.training.along import served_together
 
 
 @pytest.fixture
@@ -128,13 +129,14 @@ def test_one_kernel_serves_many_estimators(evidence, images, dtype, is_weighted,
         hyperparameters=["invariance"],
         temperature=0.7,
     )
-    with torch.no_grad():
-        tempered.prior.log_precision.copy_(torch.tensor([0.3, -0.5]))
+    log_precision = tempered.prior.log_precision
+    assert log_precision is not None
+    log_precision.data.copy_(torch.tensor([0.3, -0.5]))
     names = [name for name in MANY if not is_weighted or "grouped" not in name]
     expected = {n: evidence_along(tempered, (x, y), n, "rotation", [0.0]) for n in names}
     alone = []
     monkeypatch.setattr(along, "evidence_along", lambda e, d, n, *_, **__: alone.append(n))
-    found = all_along(tempered, (x, y), names, "rotation", [0.0])
+    found = curves_along(tempered, (x, y), names, "rotation", [0.0])
     assert alone == ["kfac-4-C", "ntk-6-rows-anchored"] and list(found) == names
     for name in names:
         if name not in alone:
@@ -146,7 +148,7 @@ def test_one_kernel_serves_many_estimators(evidence, images, dtype, is_weighted,
 
 def test_narrow_tensors_are_rows(evidence, images, monkeypatch):
     names = ["ntk-N-C", "blockdiag-N-C", "blockdiag-4-C", "blockdiag-2-1"]
-    expected = all_along(evidence, images, names, "rotation", [0.5])
+    expected = curves_along(evidence, images, names, "rotation", [0.5])
     kept, real = [], along._Kernels.estimates
     monkeypatch.setattr(Ntk, "_keeps_grams", lambda self, num_rows: False)
 
@@ -155,7 +157,7 @@ def test_narrow_tensors_are_rows(evidence, images, monkeypatch):
         return real(self, drawn)
 
     monkeypatch.setattr(along._Kernels, "estimates", estimates)
-    found = all_along(evidence, images, names, "rotation", [0.5])
+    found = curves_along(evidence, images, names, "rotation", [0.5])
     assert kept == [[4, 3]]  # 108 weights, and 3 biases, against 36 rows
     for name in names:
         assert found[name]["mean"] == pytest.approx(expected[name]["mean"], rel=1e-5)
@@ -163,20 +165,20 @@ def test_narrow_tensors_are_rows(evidence, images, monkeypatch):
 
 def test_bounds_of_one_kernel_are_in_order_where_transforms_are_drawn(evidence, images):
     names = ["ntk-N-C", "ntk-6-C", "ntk-3-C", "blockdiag-N-C", "blockdiag-6-C"]
-    found = all_along(evidence, images, names, "rotation", [0.5, 2.0], seed=3)
+    found = curves_along(evidence, images, names, "rotation", [0.5, 2.0], seed=3)
     for point in range(2):
         value = {name: found[name]["mean"][point] for name in names}
         assert value["ntk-N-C"] > value["ntk-6-C"] > value["ntk-3-C"]
         assert value["ntk-N-C"] > value["blockdiag-N-C"] > value["blockdiag-6-C"]
         assert value["ntk-6-C"] > value["blockdiag-6-C"]
-    assert found == all_along(evidence, images, names, "rotation", [0.5, 2.0], seed=3)
-    assert found != all_along(evidence, images, names, "rotation", [0.5, 2.0], seed=4)
+    assert found == curves_along(evidence, images, names, "rotation", [0.5, 2.0], seed=3)
+    assert found != curves_along(evidence, images, names, "rotation", [0.5, 2.0], seed=4)
 
 
 @pytest.mark.parametrize("names", [["ntk-4-C", "ntk-2-C"], ["ntk-N-C"]])
 def test_estimators_alone_where_no_kernel_serves(evidence, images, names):
     along_what = "precision" if "ntk-N-C" in names else "rotation"
-    found = all_along(evidence, images, names, along_what, [0.5])
+    found = curves_along(evidence, images, names, along_what, [0.5])
     for name in names:
         assert found[name] == evidence_along(evidence, images, name, along_what, [0.5])
 
@@ -192,31 +194,79 @@ def test_a_kernel_that_rounds_too_much_is_made_in_float64(evidence, images, monk
         return real(*given)
 
     monkeypatch.setattr(along._Kernels, "of", of)
-    found = all_along(evidence, twice, names, "rotation", [0.0])
-    assert types == [(), (torch.float64,)]
+    found = curves_along(evidence, twice, names, "rotation", [0.0])
+    assert types == [(None,), (torch.float64,)]
     for name in names:
         expected = evidence_along(evidence, twice, name, "rotation", [0.0])
         assert found[name]["mean"] == pytest.approx(expected["mean"], rel=1e-4)
 
 
 def test_many_curves_go_on_to_the_same_numbers(evidence, images, monkeypatch, tmp_path):
-    partial = tmp_path / "partial.json"
-    arguments = (evidence, images, ["ntk-N-C", "ntk-4-1", "diag-4-C"], "rotation", [0.0, 1.0, 2.0])
-    whole = all_along(*arguments)
-    real = along.set_hyperparameter
+    partial, grid = tmp_path / "partial.json", [0.0, 1.0000001, 1.0000004]
+    arguments = (evidence, images, ["diag-4-C", "ntk-N-C", "ntk-4-1"], "rotation", grid)
+    whole = curves_along(*arguments)
+    real, alone = along.set_hyperparameter, along.evidence_along
+    count, names = 0, []
 
     def stop(one, name, value):
-        if value == 2.0:
+        nonlocal count
+        count += 1
+        if count > 3 * 3 + 2:  # diagonal blocks at each point, then the kernel at two points
             raise KeyboardInterrupt
         real(one, name, value)
 
+    def recorded(*given, **options):
+        names.append(given[2])
+        return alone(*given, **options)
+
     monkeypatch.setattr(along, "set_hyperparameter", stop)
+    monkeypatch.setattr(along, "evidence_along", recorded)
     with pytest.raises(KeyboardInterrupt):
-        all_along(*arguments, partial=partial)
-    assert list(json.loads(partial.read_text())) == ["0", "1"]
+        curves_along(*arguments, partial=partial)
+    assert list(json.loads(partial.read_text())) == ["diag-4-C"]
+    begun = json.loads((tmp_path / "together-partial.json").read_text())
+    assert list(begun) == ["0.0", "1.0000001"]
     monkeypatch.setattr(along, "set_hyperparameter", real)
-    assert all_along(*arguments, partial=partial) == whole
+    assert curves_along(*arguments, partial=partial) == whole
+    assert names == ["diag-4-C"]  # which is not evaluated again
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["diagonal prior", "positions"])
+def test_no_kernel_where_it_would_be_wrong(images, kind):
+    layers = [torch.nn.Flatten(), torch.nn.Linear(36, 6 if kind == "positions" else 3)]
+    if kind == "positions":
+        layers.append(torch.nn.Unflatten(1, (2, 3)))
+    model = Averaged(torch.nn.Sequential(*layers), AffineInvariance({"rotation": 0.3}), 2)
+    prior = GaussianPrior("diagonal" if kind == "diagonal prior" else "layerwise")
+    names, (x, y) = ["ntk-N-C", "ntk-4-C"], images
+    y = torch.stack([y, y], 1) if kind == "positions" else y
+    evidence = Evidence(
+        model,
+        Categorical(),
+        prior,
+        estimator="ntk-N-C",
+        num_data=y.numel(),
+        hyperparameters=["invariance"],
+    )
+    assert served_together(evidence, (x, y), names, "rotation") == []
+    assert served_together(evidence, (x, y), names, "precision") == []
+
+
+def test_half_precision_has_a_kernel_in_single(evidence, images):
+    half = Evidence(
+        evidence.model.bfloat16(),
+        Categorical(),
+        GaussianPrior("layerwise"),
+        estimator="ntk-N-C",
+        num_data=12,
+        hyperparameters=["invariance"],
+    )
+    data = (images[0].bfloat16(), images[1])
+    found = curves_along(half, data, ["ntk-N-C", "ntk-4-C"], "rotation", [0.0])
+    for name, each in found.items():
+        alone = evidence_along(half, data, name, "rotation", [0.0])
+        assert each["mean"] == pytest.approx(alone["mean"], rel=0.02)
 
 
 def test_times_are_positive(evidence, images, monkeypatch):

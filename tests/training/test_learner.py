@@ -142,6 +142,22 @@ def test_a_step_of_sgd_does_not_pass_the_mean(make_net):
     assert torch.equal(net[0].weight, before)
 
 
+def test_the_loss_has_no_larger_decay_than_the_optimiser_can_take(blobs, make_net):
+    """Of each group by its own rate; in units of the loss, whose gradients are scaled."""
+    net, (x, y) = make_net(), blobs[0]
+    evidence = evidence_of(net, GaussianPrior("scalar", precision=1e6), temperature=0.5)
+    groups = [{"params": net[0].parameters(), "lr": 0.01}, {"params": net[3].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    plain = torch.nn.functional.cross_entropy(net(x), y)
+    limits = {"0": 100.0 / 3.0, "3": 10.0 / 3.0}  # 1/(lr scale)
+    decay = sum(0.5 * limits[n[0]] * w.square().sum() for n, w in net.named_parameters())
+    torch.testing.assert_close(
+        evidence.map_loss(x, y, optimizer=optimizer, scale=3.0), plain + decay
+    )
+    whole = sum(0.5 * (0.5 / 60) * 1e6 * w.square().sum() for w in net.parameters())
+    torch.testing.assert_close(evidence.map_loss(x, y), plain + whole)
+
+
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_decoupled_decay_ends_elsewhere_than_at_the_map(blobs, decoupled):
     x, y = blobs[0]

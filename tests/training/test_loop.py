@@ -116,10 +116,9 @@ def test_hyperparameters_without_a_gradient_stay(blobs, make_net, monkeypatch):
     assert torch.equal(log_precision.detach(), torch.full_like(log_precision, 3.0))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_precisions_without_bound_do_not_let_weights_diverge(blobs, make_net, optimizer) -> None:
+def test_precisions_without_bound_do_not_let_weights_diverge(blobs, make_net) -> None:
     """With a decay of more than 2(1 + momentum)/lr, plain steps of SGD pass the mean by more."""
-    loop = make_loop(make_net(), blobs[0], optimizer=optimizer, batch_size=20, lr=0.1)
+    loop = make_loop(make_net(), blobs[0], optimizer="sgd", batch_size=20, lr=0.1)
     with torch.no_grad():
         log_precision_of(loop).fill_(18.0)  # a decay of a million
     sizes = []

@@ -43,7 +43,7 @@ class Partition:
         spec: The estimator. A SUBSET of more rows than there are takes them all.
         num_data: N.
         num_outputs: C.
-        rank: Rows of a datum whose outputs are all in one block; None: C.
+        num_rows: Rows of a datum whose outputs are all in one block; None: C.
 
     Attributes:
         rows_per_datum: Rows of a datum in a block, unless the estimator counts rows.
@@ -57,7 +57,7 @@ class Partition:
     """
 
     def __init__(
-        self, spec: EstimatorSpec, num_data: int, num_outputs: int, rank: int | None = None
+        self, spec: EstimatorSpec, num_data: int, num_outputs: int, num_rows: int | None = None
     ) -> None:
         if num_data < 1 or num_outputs < 1:
             raise InputError(
@@ -82,7 +82,7 @@ class Partition:
         # ef and mc have their own rows for each datum, not the outputs': nothing is split.
         draws_outputs = spec.curvature == "ggn" and (spec.outputs or num_outputs) < num_outputs
         self._width = spec.outputs if draws_outputs else None
-        whole = num_outputs if rank is None else rank
+        whole = num_outputs if num_rows is None else num_rows
         own = self._width if spec.curvature == "ggn" else spec.outputs
         self.rows_per_datum = own or whole
         self._output_groups = -(-num_outputs // self._width) if self._width else 1

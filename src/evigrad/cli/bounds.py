@@ -16,7 +16,7 @@ from evigrad.engine.evaluation import standard_error
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimators import EstimatorSpec
 from evigrad.invariances import GENERATORS
-from evigrad.training.along import PRECISION, all_along, make_grid
+from evigrad.training.along import PRECISION, curves_along, make_grid, served_together
 
 _DESCRIPTION = """\
 Train a network once, with --estimator, and evaluate bounds on its log evidence along one
@@ -84,18 +84,20 @@ def curves(
     along: str,
     grid: list[float],
 ) -> dict[str, Any]:
-    """Train once, and evaluate the bounds along the hyperparameter; see ``all_along``."""
+    """Train once, and evaluate the bounds along the hyperparameter; see ``curves_along``."""
     folder = trainings.run_folder(config, place)
     setup, result = trainings.trained(config, folder, place)
+    data = setup.data.train
+    together = served_together(result.evidence, data, names, along)
     found = {}
-    # Along the precision no pass is shared, and a curve that is added later leaves others alone.
-    for some in [[name] for name in names] if along == PRECISION else [names]:
+    # A curve that is added later leaves those alone that are evaluated by themselves.
+    for some in [*([together] if together else []), *([n] for n in names if n not in together)]:
         file = f"curves-{trainings.digest([some, along, grid])}.json"
         found |= trainings.kept(
             folder / file,
-            lambda some=some, file=file: all_along(
+            lambda some=some, file=file: curves_along(
                 result.evidence,
-                setup.data.train,
+                data,
                 some,
                 along,
                 grid,

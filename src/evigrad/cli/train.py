@@ -208,12 +208,11 @@ def report(
         return
     name = evaluate_with
     if name == "auto":
-        weights = next(iter(results.values())).evidence.weights().values()
-        x, _ = setup.data.train
+        evidence, (x, _) = next(iter(results.values())).evidence, setup.data.train
         name = tight_estimator(
-            sum(w.numel() for w in weights),
+            sum(w.numel() for w in evidence.weights().values()),
             len(x),
-            setup.data.num_outputs,
+            evidence.likelihood.num_rows(setup.data.num_outputs),
             max(_LEAST_SECONDS, _EVALUATION * fmean(r.seconds for r in results.values())),
         )
     values: dict[str, EvidenceValue] = {}

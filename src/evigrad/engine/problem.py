@@ -157,8 +157,9 @@ class Plans:
                 or plan(model, self.weights, probe)
             )
             draws_globally = has_drawn()
-        rank = self.likelihood.rank(f.shape[1])
-        partition = Partition(self.settings.spec, self.settings.num_data, f.shape[1], rank)
+        num_outputs = f.shape[1]
+        num_rows = self.likelihood.num_rows(num_outputs)
+        partition = Partition(self.settings.spec, self.settings.num_data, num_outputs, num_rows)
         dtype = self.settings.gram_dtype
         structure = self._structure(made, partition, contracts, dtype)
         self._loaded.pop(key, None)

@@ -332,7 +332,7 @@ class Likelihood(nn.Module, ABC):
             f: Outputs.
             columns: The root columns of each datum, distinct in each row, in 0 … C − 1; −1 is
                 padding and gives a row of zeros. None takes a root of the whole Λ of any kind,
-                with ``rank`` columns.
+                with ``num_rows`` columns.
             kind: One of ``ROOTS`` (see ``evigrad.likelihoods.roots``). Where outputs are not
                 coupled, all kinds give the column e_d √λ_d for output d.
 
@@ -360,7 +360,7 @@ class Likelihood(nn.Module, ABC):
         root = torch.where(positive, diagonal, 1.0).sqrt() * positive
         return RootRows(diagonal_rows(f, root, columns))
 
-    def rank(self, num_outputs: int) -> int:
+    def num_rows(self, num_outputs: int) -> int:
         """Columns of ``root`` without a list of columns: C, or fewer where Λ has a smaller rank.
 
         Memory is planned by it; the log-determinant does not depend on it.

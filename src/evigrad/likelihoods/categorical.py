@@ -108,9 +108,10 @@ class Categorical(Likelihood):
         check_root(kind)
         return RootRows(softmax_rows(f, columns, kind))
 
-    def rank(self, num_outputs: int) -> int:
-        """C − 1: a constant added to all logits changes nothing."""
-        return max(num_outputs - 1, 1)
+    def num_rows(self, num_outputs: int) -> int:
+        """C − 1, as a constant added to all logits changes nothing; C of a subclass's own root."""
+        is_own = type(self).root is not Categorical.root
+        return num_outputs if is_own else max(num_outputs - 1, 1)
 
     def row_norms(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m C"]:
         """Closed forms; see ``Likelihood.row_norms``."""

@@ -1,7 +1,7 @@
 """Roots of Λ = −∇²_f log p(y|f): matrices R with R Rᵀ = Λ, whose columns give the rows of the Gram.
 
-Where a block holds all outputs every root gives the same log-determinant, and the one with the
-fewest columns is taken. Where Λ is split there are three kinds, named in ``ROOTS``:
+Where a block holds all outputs every root gives the same log-determinant, and for a softmax one of
+C − 1 columns is taken. Where it lists some columns there are three kinds, named in ``ROOTS``:
 
 - ``"subblock"``: a root of Λ restricted to the datum's listed outputs (the paper's output-wise
   estimators). Where Λ couples the outputs, the sum over its blocks is no bound.

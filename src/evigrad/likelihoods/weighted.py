@@ -121,9 +121,9 @@ class Weighted(Likelihood):
         """That of the other likelihood, at weight one."""
         return self.likelihood.root(f, columns, kind)
 
-    def rank(self, num_outputs: int) -> int:
-        """That of the other likelihood."""
-        return self.likelihood.rank(num_outputs)
+    def num_rows(self, num_outputs: int) -> int:
+        """Those of the other likelihood."""
+        return self.likelihood.num_rows(num_outputs)
 
     def row_norms(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m C"]:
         """Those of the other likelihood."""

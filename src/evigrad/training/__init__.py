@@ -1,6 +1,6 @@
 """Training: the interleaved scheme of weights and hyperparameters, and what it records."""
 
-from evigrad.training.along import PRECISION, all_along, evidence_along, make_grid
+from evigrad.training.along import PRECISION, curves_along, evidence_along, make_grid
 from evigrad.training.evaluation import (
     EvidenceValue,
     describe_estimator,
@@ -25,7 +25,7 @@ __all__ = [
     "RunDirectory",
     "Settings",
     "TuneResult",
-    "all_along",
+    "curves_along",
     "describe_estimator",
     "evaluate",
     "evaluate_evidence",

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,8 +24,10 @@ from torch import Tensor, nn
 
 from evigrad.blocks import Block
 from evigrad.curvature import RoundingError, rounding_refused
+from evigrad.curvature.base import working_dtype
 from evigrad.curvature.linalg import log_det_identity_plus
 from evigrad.engine.evaluation import standard_error
+from evigrad.engine.memory import fits
 from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from evigrad.evidence import Evidence
@@ -103,8 +106,7 @@ def evidence_along(
                 values.append(one.estimate(kept or block).per_datum)
             found[str(number)] = values
             if partial is not None and time.monotonic() - saved > _SAVE_EVERY:
-                with replacing(partial) as file:
-                    file.write(json.dumps(found).encode())
+                _write(partial, found)
                 saved = time.monotonic()
     columns = list(zip(*(found[str(number)] for number in range(len(drawn))), strict=True))
     if partial is not None:
@@ -159,7 +161,7 @@ def _kept_ranges(model: nn.Module) -> Iterator[None]:
                 tensor.copy_(value)
 
 
-def all_along(
+def curves_along(
     evidence: Evidence,
     data: tuple[Tensor, Tensor],
     estimators: Sequence[str],
@@ -171,10 +173,8 @@ def all_along(
 ) -> dict[str, dict[str, Any]]:
     """Evaluate several estimators at each point of a grid, each on all blocks of one partition.
 
-    If ``ntk-N-C`` is one of them and the hyperparameter is the model's, all bounds by ``ntk``,
-    ``full`` and ``blockdiag`` without anchors are taken from its kernel, with the same random
-    transforms: those that theory orders are then ordered at every point. Others are evaluated by
-    ``evidence_along``.
+    ``served_together`` names those that one kernel at each point serves, with the same random
+    transforms. Others are evaluated by ``evidence_along``.
 
     Args:
         evidence: As for ``evidence_along``, and so are all other arguments.
@@ -183,7 +183,7 @@ def all_along(
         hyperparameter: Its name.
         grid: Its values.
         seed: Seed of the partitions.
-        partial: File that keeps what is done.
+        partial: File that keeps the results so far, beside files of what has begun.
 
     Returns:
         The results of ``evidence_along`` by the estimators' names.
@@ -191,23 +191,59 @@ def all_along(
     Raises:
         ConfigurationError: If there is no such hyperparameter.
     """
-    specs = {name: EstimatorSpec.parse(name) for name in estimators}
-    shared = [name for name, spec in specs.items() if _is_of_rows(spec)]
-    is_whole = _WHOLE in {specs[name].name for name in shared}
-    is_one_number = all(p.ndim == 0 for p in evidence.prior.precisions().values())
-    has_positions = probe_outputs(evidence.model, data[0]).ndim > 2
-    if hyperparameter == PRECISION or not is_whole or not is_one_number or has_positions:
-        shared = []
-    found = _of_kernels(evidence, data, shared, hyperparameter, grid, seed, partial)
+    together = served_together(evidence, data, estimators, hyperparameter)
+    shared = None if partial is None else partial.with_name(f"together-{partial.name}")
+    found: dict[str, dict[str, Any]] = {}
+    if partial is not None and partial.exists():
+        found = json.loads(partial.read_text(encoding="utf-8"))
     for name in estimators:
-        if name not in found:
+        if name in found:
+            continue
+        if name in together:
+            found |= _of_kernels(evidence, data, together, hyperparameter, grid, seed, shared)
+        else:
             own = None if partial is None else partial.with_name(f"{name}-{partial.name}")
             found[name] = evidence_along(
                 evidence, data, name, hyperparameter, grid, seed=seed, partial=own
             )
+        if partial is not None:
+            _write(partial, found)
     if partial is not None:
-        partial.unlink(missing_ok=True)
+        partial.unlink()
     return {name: found[name] for name in estimators}
+
+
+def served_together(
+    evidence: Evidence,
+    data: tuple[Tensor, Tensor],
+    estimators: Sequence[str],
+    hyperparameter: str,
+) -> list[str]:
+    """Return the estimators that ``curves_along`` evaluates from one kernel.
+
+    Along a hyperparameter of the model, where ``ntk-N-C`` is among them and forms the kernel
+    anyway, these are all by ``ntk``, ``full`` and ``blockdiag`` with the GGN and without anchors;
+    none where a precision varies inside a tensor, or an output has positions. On a partition that
+    refines another one the bound is then lower at every point, and not only in expectation.
+
+    Args:
+        evidence: Of the model.
+        data: All training data.
+        estimators: Names.
+        hyperparameter: What the curves are drawn along.
+    """
+    specs = {name: EstimatorSpec.parse(name) for name in estimators}
+    found = [name for name, spec in specs.items() if _is_of_rows(spec)]
+    if hyperparameter == PRECISION or _WHOLE not in {specs[name].name for name in found}:
+        return []
+    is_one_number = all(p.ndim == 0 for p in evidence.prior.precisions().values())
+    has_positions = probe_outputs(evidence.model, data[0][:2]).ndim > 2
+    return found if is_one_number and not has_positions else []
+
+
+def _write(path: Path, found: Mapping[str, Any]) -> None:
+    with replacing(path) as file:
+        file.write(json.dumps(found).encode())
 
 
 def _is_of_rows(spec: EstimatorSpec) -> bool:
@@ -226,32 +262,36 @@ def _of_kernels(
     partial: Path | None,
 ) -> dict[str, dict[str, Any]]:
     """Return the results of estimators that one kernel at each point serves."""
-    if not estimators:
-        return {}
-    drawn = {}
+    drawn: dict[str, tuple[EstimatorSpec, list[Block]]] = {}
     for name in estimators:
         one = evidence.with_estimator(name, generator=seed)
-        drawn[name] = one.spec, list(one.blocks(data).epoch())
+        blocks = one.blocks(data).epoch()
+        drawn[name] = one.spec, [replace(each, inputs=None, targets=None) for each in blocks]
     by_tensor = any(spec.structure == "blockdiag" for spec, _ in drawn.values())
+
+    def estimates(dtype: torch.dtype | None = None) -> dict[str, list[float]]:
+        return _Kernels.of(evidence, data, seed, by_tensor, dtype).estimates(drawn)
+
     found: dict[str, dict[str, list[float]]] = {}
     if partial is not None and partial.exists():
         found = json.loads(partial.read_text(encoding="utf-8"))
     with _kept_ranges(evidence.model), torch.no_grad():
         for value in grid:
-            if f"{value:.6g}" in found:
+            if repr(value) in found:
                 continue
             set_hyperparameter(evidence, hyperparameter, value)
             try:
                 with rounding_refused():
-                    values = _Kernels.of(evidence, data, seed, by_tensor).estimates(drawn)
+                    values = estimates()
             except RoundingError:
-                wide = _Kernels.of(evidence, data, seed, by_tensor, torch.float64)
-                values = wide.estimates(drawn)
-            found[f"{value:.6g}"] = values
+                wide = fits(lambda: estimates(torch.float64))
+                values = wide[0] if wide else estimates()
+            found[repr(value)] = values
             if partial is not None:
-                with replacing(partial) as file:
-                    file.write(json.dumps(found).encode())
-    points = [found[f"{value:.6g}"] for value in grid]
+                _write(partial, found)
+    points = [found[repr(value)] for value in grid]
+    if partial is not None:
+        partial.unlink(missing_ok=True)
     return {
         name: {
             "grid": list(grid),
@@ -292,8 +332,10 @@ class _Kernels:
         dtype: torch.dtype | None = None,
     ) -> "_Kernels":
         """Pass over the data once; ``seed`` gives what the model draws."""
-        (x, y), first = data, next(iter(evidence.weights().values()))
-        shape, dtype = (len(x), evidence.num_outputs(x[:2])), dtype or first.dtype
+        (x, y), weights = data, list(evidence.weights().values())
+        shape, first = (len(x), evidence.num_outputs(x[:2])), weights[0]
+        own = reduce(torch.promote_types, (w.dtype for w in weights))
+        dtype = dtype or working_dtype(own, None)
         # Rows under unit noise are those of the Jacobian.
         unit = evidence.with_estimator(
             _WHOLE,

@@ -62,19 +62,20 @@ class EvidenceValue:
 
 
 def tight_estimator(
-    num_weights: int, num_data: int, num_outputs: int, seconds: float = math.inf
+    num_weights: int, num_data: int, num_rows: int, seconds: float = math.inf
 ) -> str:
     """Return the name of the tightest estimator that evaluates all the data within a given time.
 
-    ``full-N-C`` and ``ntk-N-C`` both compute the exact log-determinant; the sizes P, N and C decide
-    which is cheaper. Where neither is affordable, it is the estimator with all outputs on the
-    largest subsets of which a whole partition is affordable. ``seconds`` are those of one core, by
-    a rough count of operations; default, and most: a minute or two.
+    ``full-N-C`` and ``ntk-N-C`` both compute the exact log-determinant; the weights, the data and
+    the rows of a datum (``Likelihood.num_rows``) decide which is cheaper. Where neither is
+    affordable, it is the estimator with all outputs on the largest subsets of which a whole
+    partition is affordable. ``seconds`` are those of one core, by a rough count of operations;
+    default, and most: a minute or two.
     """
     most, most_of_subsets = (
         min(_MAX_OPERATIONS, rate * seconds) for rate in (_EXACT_RATE, _SUBSET_RATE)
     )
-    p, n, c = float(num_weights), float(num_data), float(num_outputs)
+    p, n, c = float(num_weights), float(num_data), float(num_rows)
     full = (2 * n * c * p**2 + p**3 / 3, 3 * p**2)
     ntk = (2 * (n * c) ** 2 * p + (n * c) ** 3 / 3, n * c * p + 3 * (n * c) ** 2)
     affordable = [

@@ -194,12 +194,16 @@ class Loop:
         return found[0].log_noise.detach().double().mul(2).mean().exp().item() if found else 1.0
 
     def _loss(self, x: Tensor, y: Tensor, indices: Tensor) -> Tensor:
-        most = math.inf
-        if isinstance(self.weight_optimizer, SGD):
-            # Precisions of weights that the data do not determine grow without bounds.
-            rate = max(group["lr"] for group in self.weight_optimizer.param_groups)
-            most = 1.0 / (rate * self._noise_variance()) if rate else math.inf
-        loss = self.evidence.map_loss(x, y, wrt=self.in_loss, indices=indices, largest_decay=most)
+        # Precisions of weights that the data do not determine grow without bound.
+        is_sgd = isinstance(self.weight_optimizer, SGD)
+        loss = self.evidence.map_loss(
+            x,
+            y,
+            wrt=self.in_loss,
+            indices=indices,
+            optimizer=self.weight_optimizer if is_sgd else None,
+            scale=self._noise_variance() if is_sgd else 1.0,
+        )
         return loss if self.augerino is None else loss + self.augerino.regulariser()
 
     def is_round(self, epoch: int) -> bool:
