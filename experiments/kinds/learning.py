@@ -1,12 +1,12 @@
 """Trainings over their epochs, by many estimators (the training figures of the Appendix)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from evigrad import plots
 from experiments.cases import Case, Mean, Row
-from experiments.definition import Experiment
+from experiments.definition import Experiment, Options
 from experiments.jobs import training
 from experiments.tables import Column, Table
 
@@ -21,24 +21,29 @@ class Learning(Experiment):
     Attributes:
         quantities: Name of a metric to the words of its axis.
         groups: Columns of the figure: estimators with their labels.
+        exceptions: Estimator to options that its trainings have alone.
     """
 
     quantities: dict[str, str]
     groups: dict[str, dict[str, str | None]]
+    exceptions: dict[str, Options] = field(default_factory=dict)
 
     def cases(self) -> list[Case]:
         """A training for each group, estimator and seed."""
-        return [
-            Case(
-                {"group": group, "estimator": name, "label": label or name},
-                seed,
-                {"train": training(self.training, {"estimator": name}, seed=seed)},
-                self._read,
-            )
-            for group, estimators in self.groups.items()
-            for name, label in estimators.items()
-            for seed in self.seeds
-        ]
+        found = []
+        for group, estimators in self.groups.items():
+            for name, label in estimators.items():
+                options = (self.training, {"estimator": name}, self.exceptions.get(name, {}))
+                keys = {"group": group, "estimator": name, "label": label or name}
+                for seed in self.seeds:
+                    jobs = {"train": training(*options, seed=seed)}
+                    found.append(Case(keys, seed, jobs, self._read))
+        return found
+
+    def own_settings(self) -> list[tuple[str, Options]]:
+        """Those of the exceptions."""
+        known = {name for estimators in self.groups.values() for name in estimators}
+        return [item for item in self.exceptions.items() if item[0] in known]
 
     def _read(self, results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         trained = results["train"]

@@ -9,7 +9,7 @@ from evigrad import plots
 from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from experiments.cases import Case, Row
-from experiments.definition import Experiment
+from experiments.definition import Experiment, Options
 from experiments.jobs import evaluation, timing, training
 from experiments.tables import Column, Table
 
@@ -35,10 +35,12 @@ class Pareto(Experiment):
 
     Attributes:
         estimators: What is compared: names, or the parts of names.
+        exceptions: Estimator to options that its trainings have alone.
         judge: A common estimator of all trained networks, for the table.
     """
 
     estimators: list[str] | Names
+    exceptions: dict[str, Options] = field(default_factory=dict)
     judge: str | None = None
 
     def specs(self) -> dict[str, EstimatorSpec]:
@@ -57,7 +59,8 @@ class Pareto(Experiment):
         found = []
         for name in self.specs():
             for seed in self.seeds:
-                trained = training(self.training, {"estimator": name}, seed=seed)
+                own = self.exceptions.get(name, {})
+                trained = training(self.training, {"estimator": name}, own, seed=seed)
                 jobs = {
                     "train": trained,
                     "estimate": evaluation(trained, blocks=_BLOCKS),
@@ -67,6 +70,10 @@ class Pareto(Experiment):
                     jobs["judge"] = evaluation(trained, self.judge)
                 found.append(Case({"estimator": name}, seed, jobs, _read))
         return found
+
+    def own_settings(self) -> list[tuple[str, Options]]:
+        """Those of the exceptions."""
+        return [item for item in self.exceptions.items() if item[0] in self.specs()]
 
     def figure(self, rows: list[Row]) -> "Figure":
         """A point for each estimator, and the frontier; full-batch estimators in black."""

@@ -48,10 +48,12 @@ def steps(evidence: evigrad.Evidence, given: list) -> Iterator[tuple[float, torc
         yield estimate.log_evidence, slope.clone()
 
 
+@pytest.mark.parametrize("limit", [2**30, 0])
 @pytest.mark.parametrize("estimator, structure, m", CASES)
 def test_values_and_gradients_are_those_of_factorisations(
-    estimator: str, structure: str, m: int
+    estimator: str, structure: str, m: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("evigrad.curvature.ntk.GRAM_CACHE_BYTES", limit)
     evidence, x, y = made(estimator, structure, m)
     kept = evidence.collect(x, y)
     expected = list(steps(evidence, [x, y]))
@@ -63,8 +65,12 @@ def test_values_and_gradients_are_those_of_factorisations(
             torch.testing.assert_close(slope, right_slope, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("limit", [2**30, 0])
 @pytest.mark.parametrize("estimator, structure, m", CASES)
-def test_later_steps_factorise_nothing(estimator: str, structure: str, m: int) -> None:
+def test_later_steps_factorise_nothing(
+    estimator: str, structure: str, m: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evigrad.curvature.ntk.GRAM_CACHE_BYTES", limit)
     evidence, x, y = made(estimator, structure, m)
     kept = evidence.collect(x, y)
     list(steps(evidence, [kept]))
@@ -73,6 +79,19 @@ def test_later_steps_factorise_nothing(estimator: str, structure: str, m: int) -
         mock.patch.object(torch.linalg, "eigvalsh", side_effect=AssertionError),
     ):
         list(steps(evidence, [kept]))
+
+
+def test_of_few_outer_products_only_their_span_is_diagonalised() -> None:
+    rows = torch.randn(60, 4, dtype=torch.float64)
+    known = linalg.Spectra()
+    assert known.at_second_use("a", lambda: rows @ rows.mT, 4) is None
+    found = known.at_second_use("a", lambda: rows @ rows.mT, 4)
+    assert found is not None and len(found.values) == 4 + linalg.OVERSAMPLING
+    precision = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    value, exact = found.log_det(precision), linalg.log_det_dense(rows @ rows.mT, precision)
+    torch.testing.assert_close(value, exact, rtol=1e-12, atol=0)
+    slopes = [torch.autograd.grad(each, precision) for each in (value, exact)]
+    torch.testing.assert_close(*slopes, rtol=1e-11, atol=0)
 
 
 def test_several_precisions_of_a_block_factorise() -> None:

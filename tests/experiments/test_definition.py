@@ -28,10 +28,7 @@ NEEDED = {
     *("fig_train_invariance_grouped", "fig_train_prior_grouped", "fig_train_prior_doubly"),
     *("table1", "table2", "model_selection"),
 }
-CPU = {
-    *("fig3", "fig4", "fig5", "fig6", "fig_grouped", "fig_pareto_prior"),
-    *("fig_train_prior", "fig_train_prior_doubly", "fig_train_prior_grouped"),
-}
+CPU = NEEDED - {"fig2", "table2", "model_selection"}
 PANEL = {"axis": "p", "hyperparameter": "precision", "grid": GRID}
 
 

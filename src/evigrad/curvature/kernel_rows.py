@@ -7,7 +7,7 @@ overwrite the rows.
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from typing import Any
 from zlib import crc32
 
@@ -259,10 +259,15 @@ class NtkStatistic(Statistic):
         del self.grams[(*names, like.dtype)]
         return gram
 
-    def spectrum(self, names: Sequence[str], like: Tensor) -> MatrixSpectrum | None:
-        """The eigenvalues of ``kept_gram``; None at the first call (``Spectra.at_second_use``)."""
-        key = (*names, like.dtype)
-        return self.spectra.at_second_use(key, lambda: self.kept_gram(names, like))
+    def spectrum(
+        self, names: Sequence[str], like: Tensor, rank: int, keep: bool
+    ) -> MatrixSpectrum | None:
+        """Return the eigenvalues of ``kept_gram``, which is not kept without ``keep``.
+
+        None at the first call; ``rank`` as for ``Spectra.at_second_use``.
+        """
+        gram = partial(self.kept_gram if keep else self.taken_gram, names, like)
+        return self.spectra.at_second_use((*names, like.dtype), gram, rank)
 
     def write_cotangent(
         self, name: str, cotangent: Float[Tensor, "R R"], precision: Tensor

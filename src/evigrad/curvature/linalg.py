@@ -347,7 +347,7 @@ class MatrixSpectrum:
     """The eigenvalues of a symmetric positive semidefinite matrix.
 
     Attributes:
-        values: In float64, where they are as exact as the matrix allows.
+        values: In float64, where they are as exact as the matrix allows. Zeros may be missing.
         dtype: The type of the matrix.
         largest: Its largest diagonal element.
     """
@@ -370,8 +370,13 @@ class MatrixSpectrum:
 class Spectra(dict[Hashable, MatrixSpectrum | None]):
     """A cache of the spectra of matrices without a graph."""
 
-    def at_second_use(self, key: Hashable, matrix: Callable[[], Tensor]) -> MatrixSpectrum | None:
-        """The spectrum of a matrix; None at the first call, where one Cholesky is cheaper."""
+    def at_second_use(
+        self, key: Hashable, matrix: Callable[[], Tensor], rank: int | None = None
+    ) -> MatrixSpectrum | None:
+        """Return the spectrum of a matrix; None at the first call, where a Cholesky is cheaper.
+
+        ``rank`` is an upper bound, of a sum of few outer products.
+        """
         # Eigenvalues take the time of four to five factorisations, those of a step and a half with
         # its gradient.
         if key not in self:
@@ -379,6 +384,6 @@ class Spectra(dict[Hashable, MatrixSpectrum | None]):
             return None
         if (found := self[key]) is None:
             own = matrix().detach()
-            values = psd_eigenvalues(own.double())
+            values = psd_eigenvalues(own.double(), rank)
             found = self[key] = MatrixSpectrum(values, own.dtype, own.diagonal().amax())
         return found

@@ -126,8 +126,8 @@ class Ntk(Structure[NtkStatistic]):
         keep = not statistic.carries_graph and self._keeps_grams(statistic.num_rows)
         terms: list[LogDet] = []
         for names in self._blocks:
-            if keep and scale is None and conditioning is None:
-                found = self._spectrum(statistic, precisions, names, like)
+            if not statistic.carries_graph and scale is None and conditioning is None:
+                found = self._spectrum(statistic, precisions, names, like, keep)
                 if found is not None:
                     terms.append(LogDet(found.log_det(precisions[names[0]])))
                     continue
@@ -280,11 +280,13 @@ class Ntk(Structure[NtkStatistic]):
         precisions: Mapping[str, Tensor],
         block: Sequence[str],
         like: Tensor,
+        keep: bool,
     ) -> MatrixSpectrum | None:
         """The spectrum of a block with a single precision, from its second use on."""
         groups = self._shared_groups(precisions, block)
         alone = len(groups) == 1 and len(groups[0]) == len(block)
-        return statistic.spectrum(groups[0], like) if alone else None
+        rank = sum(self._numel[name] for name in block)
+        return statistic.spectrum(groups[0], like, rank, keep) if alone else None
 
     def _differentiable_gram(
         self,
