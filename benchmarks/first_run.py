@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from learning import Result, Results, make_parser, parse
-from measure import show, spans, summaries, with_error
+from measure import show, summaries, with_error
 
 from evigrad.cli import main as evigrad
 from evigrad.data import load
@@ -65,7 +65,7 @@ def table_of(runs: list[Result]) -> str:
             with_error(r["log_likelihood"], r["log_likelihood_error"], 3),
             with_error(factor * r[key], factor * r[f"{key}_error"], digits),
             f"{r['seconds']:.0f}",
-            spans(run["seed"] for run in own),
+            r["seed_spans"],
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

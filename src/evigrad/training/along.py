@@ -363,13 +363,16 @@ class _Kernels:
         self, drawn: Mapping[str, tuple[EstimatorSpec, Sequence[Block]]]
     ) -> dict[str, list[float]]:
         """Return the log evidence per datum by each block of each estimator."""
-        found = {}
+        evidence, found = self.evidence, dict[str, list[float]]()
+        log_prior = -0.5 * evidence.prior.quadratic(evidence.weights())
         for name, (spec, blocks) in drawn.items():
             kernels = self.of_tensors if spec.structure == "blockdiag" else [self.whole]
-            found[name] = [self._estimate(spec, block, kernels) for block in blocks]
+            totals = [log_prior + self._of_data(spec, block, kernels) for block in blocks]
+            found[name] = [float(total) / evidence.num_data for total in totals]
         return found
 
-    def _estimate(self, spec: EstimatorSpec, block: Block, kernels: Sequence[Tensor]) -> float:
+    def _of_data(self, spec: EstimatorSpec, block: Block, kernels: Sequence[Tensor]) -> Tensor:
+        """The log evidence by a block, but for the log prior, in nats."""
         evidence, likelihood = self.evidence, self.evidence.likelihood
         data = block.indices.to(self.outputs.device)
         f, y = self.outputs[data], self.targets[data]
@@ -382,9 +385,7 @@ class _Kernels:
         log_det = sum(_log_det(kernel, data, rows) for kernel in kernels)
         weights = block.likelihood_weights.to(f.device)
         log_likelihood = (weights * likelihood.log_prob(f, y).double()).sum()
-        log_prior = -0.5 * evidence.prior.quadratic(evidence.weights())
-        total = log_likelihood / evidence.temperature + log_prior - 0.5 * block.scale * log_det
-        return float(total) / evidence.num_data
+        return log_likelihood / evidence.temperature - 0.5 * block.scale * log_det
 
 
 def _log_det(kernel: Tensor, data: Tensor, rows: Float[Tensor, "m k C"]) -> Float[Tensor, ""]:

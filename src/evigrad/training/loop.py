@@ -155,17 +155,17 @@ class Loop:
         Of several ranks each takes a part of the batch, and gradients are summed.
         """
         ranks = self.evidence.ranks
-        own, value = batch[ranks.part(len(batch))], 0.0
+        own, value, scale = batch[ranks.part(len(batch))], 0.0, self._noise_variance()
         with ranks.together():
             total = self.data.num_targets(batch)
             share = self.data.num_targets(own) / total if total else 1.0  # which is refused below
             if share and len(own):
                 step = f"a training step on {len(own)} data"
                 with memory_for(step, "a smaller batch_size"):
-                    loss = share * self._loss(*self.data.fetch(own), own)
+                    loss = share * self._loss(*self.data.fetch(own), own, scale)
                     value = loss.item()
                     if math.isfinite(value):
-                        (self._noise_variance() * loss).backward()
+                        (scale * loss).backward()
         if ranks.count == 1:
             return value
         named = {**self.evidence.weights(), **self.evidence.hyperparameters()}
@@ -193,7 +193,7 @@ class Loop:
         found = [m for m in self.evidence.likelihood.modules() if isinstance(m, Gaussian)]
         return found[0].log_noise.detach().double().mul(2).mean().exp().item() if found else 1.0
 
-    def _loss(self, x: Tensor, y: Tensor, indices: Tensor) -> Tensor:
+    def _loss(self, x: Tensor, y: Tensor, indices: Tensor, scale: float) -> Tensor:
         # Precisions of weights that the data do not determine grow without bound.
         is_sgd = isinstance(self.weight_optimizer, SGD)
         loss = self.evidence.map_loss(
@@ -202,7 +202,7 @@ class Loop:
             wrt=self.in_loss,
             indices=indices,
             optimizer=self.weight_optimizer if is_sgd else None,
-            scale=self._noise_variance() if is_sgd else 1.0,
+            scale=scale,
         )
         return loss if self.augerino is None else loss + self.augerino.regulariser()
 
