@@ -225,12 +225,13 @@ def _section(experiment: Experiment, store: Store, folder: Path) -> str:
 
 
 def _settings(experiment: Experiment) -> str:
-    """What all trainings have in common, and what is of a panel, a block or a row alone."""
-    found = [_in_line(experiment.training)]
+    """What all trainings have in common, and what is of some panels, blocks or rows alone."""
+    names: dict[str, list[str]] = {}
     for name, options in experiment.own_settings():
         if own := {key: value for key, value in options.items() if key != "estimator"}:
-            found.append(f"{name}: {_in_line(own)}")
-    return "; ".join(found)
+            names.setdefault(_in_line(own), []).append(name)
+    own_lines = [f"{', '.join(those)}: {line}" for line, those in names.items()]
+    return "; ".join([_in_line(experiment.training), *own_lines])
 
 
 def _in_line(options: Mapping[str, Any]) -> str:
