@@ -239,6 +239,17 @@ def blank_figures(monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: Path(path).write_bytes(b""))
 
 
+def test_options_that_several_rows_share_are_said_once(tmp_path, blank_figures):
+    experiment, store = read_experiment("fig_train_prior", "cpu").with_seeds([0]), Store(tmp_path)
+    fake(experiment, store)
+    present(experiment, store)
+    write_page(tmp_path / "page.md", store, ["cpu"])
+    text = (tmp_path / "page.md").read_text()
+    (settings,) = [line for line in text.splitlines() if line.startswith("- Settings: ")]
+    assert settings.count("prior_update: fixed_point") == 1
+    assert "; ntk-250-C, ntk-500-C, full-N-C, blockdiag-N-C: `prior_update" in settings
+
+
 def test_a_page_holds_what_was_run_and_names_the_rest(tmp_path, blank_figures):
     store, page = Store(tmp_path / "results"), tmp_path / "docs" / "page.md"
     fake(fig6 := read_experiment("fig6", "small"), store)
