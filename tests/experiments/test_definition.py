@@ -195,11 +195,10 @@ def test_options_of_a_training_are_those_of_the_file():
     ],
 )
 def test_an_exception_has_options_of_its_own(parts):
-    own = {"every": 2, "prior_lr": None}
-    content = {"title": "Mine", "seeds": [0], "training": TRAINING | {"prior_lr": 0.1}, **parts}
+    own = {"every": 2}
+    content = {"title": "Mine", "seeds": [0], "training": TRAINING, **parts}
     made = make_experiment("mine", content | {"exceptions": {"ntk-N-C": own, "diag-N-C": own}})
     found = {job.training["estimator"]: job.training for job in made.jobs() if job.kind == "train"}
     assert found["ntk-20-1"]["every"] == TRAINING["every"] and found["ntk-N-C"]["every"] == 2
-    assert found["ntk-20-1"]["prior_lr"] == 0.1 and found["ntk-N-C"]["prior_lr"] is None
     # Of estimators that are not run nothing is said.
     assert made.own_settings() == [("ntk-N-C", own)]
