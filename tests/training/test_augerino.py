@@ -62,7 +62,7 @@ def test_the_loss_is_that_of_the_weights_less_the_width_of_learned_ranges(images
     x, y = images
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        loss = loop._loss(x, y, torch.arange(len(x)))
+        loss = loop._loss(x, y, torch.arange(len(x)), 1.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         plain = F.cross_entropy(loop.evidence.model(x), y)
@@ -124,7 +124,7 @@ def test_there_is_no_reward_for_very_wide_ranges(images):
 
 def test_a_range_of_zero_has_a_gradient(images):
     loop = loop_of(network(AffineInvariance({"rotation": 0.0})), images, **SMALL)
-    loop._loss(*images, indices=torch.arange(12)).backward()
+    loop._loss(*images, indices=torch.arange(12), scale=1.0).backward()
     gradient = loop.evidence.model.get_parameter("invariance.rotation").grad
     assert gradient is not None and bool(torch.isfinite(gradient).all())
     assert float(gradient.abs()) > 0
