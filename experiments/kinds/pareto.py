@@ -73,7 +73,8 @@ class Pareto(Experiment):
 
     def own_settings(self) -> list[tuple[str, Options]]:
         """Those of the exceptions."""
-        return [item for item in self.exceptions.items() if item[0] in self.specs()]
+        known = self.specs()
+        return [item for item in self.exceptions.items() if item[0] in known]
 
     def figure(self, rows: list[Row]) -> "Figure":
         """A point for each estimator, and the frontier; full-batch estimators in black."""

@@ -123,10 +123,11 @@ class Ntk(Structure[NtkStatistic]):
         self.check_conditioning(conditioning)
         like = self._like()
         scale = None if statistic.scale is None else statistic.scale.to(like)
-        keep = not statistic.carries_graph and self._keeps_grams(statistic.num_rows)
+        is_fixed = not statistic.carries_graph
+        keep = is_fixed and self._keeps_grams(statistic.num_rows)
         terms: list[LogDet] = []
         for names in self._blocks:
-            if not statistic.carries_graph and scale is None and conditioning is None:
+            if is_fixed and scale is None and conditioning is None:
                 found = self._spectrum(statistic, precisions, names, like, keep)
                 if found is not None:
                     terms.append(LogDet(found.log_det(precisions[names[0]])))
