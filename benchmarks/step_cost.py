@@ -143,9 +143,10 @@ def measure(
             if not p.any():
                 p.normal_(std=0.05)
     y = torch.randint(10, (num_data,), device=device)
-    if arguments.channels_last:
-        network = network.to(memory_format=torch.channels_last)
-        x = x.to(memory_format=torch.channels_last)
+    layout = torch.channels_last if arguments.channels_last else torch.contiguous_format
+    network = network.to(memory_format=layout)
+    if x.dim() == 4:
+        x = x.to(memory_format=layout)
     images = arguments.images or num_data * samples
     micro_batch = max(1, images // samples)
     repeated = x.repeat_interleave(samples, 0)

@@ -52,7 +52,7 @@ def make_model(
         **settings: The network's own settings, for example ``hidden=[100]`` of ``mlp``.
 
     Returns:
-        A module (m, *input_shape) -> (m, C).
+        A module (m, *input_shape) -> (m, C), weights of convolutions with channels last in memory.
 
     Raises:
         ConfigurationError: If the name or a setting is unknown, or the network does not fit the
@@ -77,7 +77,9 @@ def make_model(
     # On the CPU, so that a seed gives the same weights for every device.
     cpu = torch.device("cpu")
     with cpu, nullcontext() if seed is None else seeded(seed, cpu):
-        return MODELS[name](input_shape, num_outputs, **settings)
+        model = MODELS[name](input_shape, num_outputs, **settings)
+    # Of convolutions alone: training steps take .6 to .8 of the time (docs/performance.md).
+    return model.to(memory_format=torch.channels_last)
 
 
 def make_network(record: Mapping[str, Any], seed: int = 0) -> nn.Module:
