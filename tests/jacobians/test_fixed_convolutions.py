@@ -35,6 +35,15 @@ def test_value_and_two_derivatives(name: str, bias: bool) -> None:
     assert torch.autograd.gradgradcheck(lambda x: ours(x).sin(), x, fast_mode=True)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("channels", [1, 4])  # of one channel the layout is seen in strides alone
+def test_layout_is_that_of_the_input(channels: int, layout: torch.memory_format) -> None:
+    x = random(2, channels, 6, 6).clone(memory_format=layout)
+    weight = random(6, channels, 3, 3).clone(memory_format=torch.channels_last)
+    found = fixed_convolution(x, weight, None, GEOMETRIES["same"])
+    assert found.is_contiguous(memory_format=layout)
+
+
 class Branches(nn.Module):
     """Two parameters of which each datum's rows are the same gradients."""
 

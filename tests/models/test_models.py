@@ -49,6 +49,13 @@ def test_can_be_pickled(name: str) -> None:
     assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
 
 
+@pytest.mark.parametrize("name", ["mininet", "resnet18"])
+def test_convolutions_have_channels_last(name: str) -> None:
+    model = make_model(name, SHAPES[name], 10, seed=0)
+    kernels = [p for p in model.parameters() if p.dim() == 4]
+    assert kernels and all(p.stride(1) == 1 for p in kernels if p.shape[1] > 1)
+
+
 def test_mininet_is_the_papers() -> None:
     model = make_model("mininet", (1, 28, 28), 10)
     assert num_parameters(model) == 14_538

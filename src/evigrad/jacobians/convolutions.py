@@ -263,6 +263,9 @@ def fixed_convolution(
     # PyTorch's second derivative of a convolution also computes the one in the weight, wanted or
     # not: one convolution in three of a gradient through rows. With a fixed weight there are two
     # linear maps, and each is the other's derivative, any number of times.
+    # The layout in memory is that of x: gradients of many outputs are faster with channels first,
+    # which networks that train with channels last would leave at every layer.
+    weight = weight.clone(memory_format=torch.contiguous_format)
     return _Convolve.apply(x, weight, bias, g)
 
 

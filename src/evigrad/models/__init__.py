@@ -78,7 +78,7 @@ def make_model(
     cpu = torch.device("cpu")
     with cpu, nullcontext() if seed is None else seeded(seed, cpu):
         model = MODELS[name](input_shape, num_outputs, **settings)
-    # Of convolutions alone: training steps take .6 to .8 of the time (docs/performance.md).
+    # Training steps of convolutions take less time so (docs/performance.md).
     return model.to(memory_format=torch.channels_last)
 
 
