@@ -2,7 +2,8 @@
 
 The yardstick is the forward and backward pass of the training loss of the weights on m images, or
 on m times S where the network averages over S transforms, in the same process and in turns with
-the gradient; both by the same micro-batches. "precisions" learns layerwise precisions alone,
+the gradient; both by the same micro-batches, and both with channels first in memory where
+``--channels-last`` is not given. "precisions" learns layerwise precisions alone,
 "invariances" the ranges of an affine invariance as well, exactly, in two passes.
 
     python benchmarks/step_cost.py --model mininet --csv docs/results/step_cost_mininet.csv

@@ -52,7 +52,7 @@ def make_model(
         **settings: The network's own settings, for example ``hidden=[100]`` of ``mlp``.
 
     Returns:
-        A module (m, *input_shape) -> (m, C), weights of convolutions with channels last in memory.
+        A module (m, *input_shape) -> (m, C).
 
     Raises:
         ConfigurationError: If the name or a setting is unknown, or the network does not fit the
@@ -77,18 +77,18 @@ def make_model(
     # On the CPU, so that a seed gives the same weights for every device.
     cpu = torch.device("cpu")
     with cpu, nullcontext() if seed is None else seeded(seed, cpu):
-        model = MODELS[name](input_shape, num_outputs, **settings)
-    # Training steps of convolutions take less time so (docs/performance.md).
-    return model.to(memory_format=torch.channels_last)
+        return MODELS[name](input_shape, num_outputs, **settings)
 
 
 def make_network(record: Mapping[str, Any], seed: int = 0) -> nn.Module:
     """Return the network of a run, on the CPU, by its record in the run's configuration.
 
     The record has ``model``, the arguments of ``make_model``; and ``invariance``, None or
-    ``transform``, those of ``AffineInvariance``, ``num_samples`` and ``average``.
+    ``transform``, those of ``AffineInvariance``, ``num_samples`` and ``average``. Convolutions have
+    channels last in memory, with which they train faster (docs/performance.md).
     """
-    model = make_model(**record["model"], seed=seed)
+    # Not in make_model: FSDP2 takes contiguous weights alone.
+    model = make_model(**record["model"], seed=seed).to(memory_format=torch.channels_last)
     averaged = record["invariance"]
     if averaged is None:
         return model
