@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 # Part of the free memory to use; the rest is for fragmentation and for other processes.
 FREE_SHARE = 0.7
-# Peak memory of a pass over what autograd holds: gradients are as large as the activations, and
-# kernels need workspace.
+# Memory of a pass over what its tensors hold at most: kernels need workspace, and allocators keep
+# what is free in pieces.
 PEAK_FACTOR = 2.0
 GIB = 2**30
 MEMINFO = Path("/proc/meminfo")
@@ -105,22 +105,21 @@ def _cgroup_bytes() -> int | None:
         return None
 
 
-class HeldBytes(TorchDispatchMode):
-    """Counts the memory of tensors made inside that is still held, each storage once.
+class PeakBytes(TorchDispatchMode):
+    """Counts the most memory that tensors made inside held at once, each storage once.
 
     It works on every device, and sees the operations themselves: what autograd keeps counts also
     inside function transforms, where hooks on saved tensors are an error.
+
+    Attributes:
+        most: Bytes, after any of the operations so far.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.most = self._sum = 0
         self._made: dict[StorageWeakRef, int] = {}
         self._given: set[StorageWeakRef] = set()
-
-    @property
-    def total(self) -> int:
-        """Bytes held now."""
-        return sum(size for storage, size in self._made.items() if not storage.expired())
 
     def __torch_dispatch__(
         self,
@@ -135,7 +134,12 @@ class HeldBytes(TorchDispatchMode):
         result = func(*args, **kwargs)
         for storage, size in _storages(result).items():
             if storage not in self._given:
+                self._sum += size - self._made.get(storage, 0)
                 self._made[storage] = size
+        if self._sum > self.most:  # maybe, as some of them may be gone
+            self._made = {s: size for s, size in self._made.items() if not s.expired()}
+            self._sum = sum(self._made.values())
+            self.most = max(self.most, self._sum)
         return result
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from evigrad.blocks import Block
-from evigrad.engine.memory import HeldBytes, available_bytes, check_memory, fits
+from evigrad.engine.memory import PeakBytes, available_bytes, check_memory, fits
 from evigrad.engine.problem import InputPlan, Problem
 from evigrad.errors import InputError
 from evigrad.inputs import Inputs
@@ -133,8 +133,7 @@ def over_chunks(
     """
     problem, plan, block = block_pass.problem, block_pass.plan, block_pass.block
     expected, first = len(block.indices), 0
-    padded = problem.settings.spec.facts.counts_data
-    cuts = [] if padded else block.cuts()
+    cuts = [] if problem.settings.spec.facts.counts_data else block.cuts()
     with evaluating(block_pass):
         for x, y in block_pass.batches:
             if first + len(x) > expected:
@@ -142,33 +141,49 @@ def over_chunks(
             other = None if plan.fits(x) else problem.plan_of(x)
             start = 0
             while start < len(x):
-                stop = start + _chunk_size(block_pass, kind, x, len(x) - start, first + start)
+                part = partial(_chunk, block_pass, (x, y), other, first, start)
+                peak = partial(_peak_bytes, block_pass, partial(step, state), part)
                 cut = next((c for c in cuts if c > first + start), expected)
-                stop = min(stop, cut - first)
-                data = slice(first + start, first + stop)
-                chunk = Chunk(
-                    x=(other or plan).pack(x[start:stop], block_pass.noise, data),
-                    y=y[start:stop],
-                    data=data,
-                    columns=block.columns_of(data, padded),
-                    likelihood_weights=block.likelihood_weights[data],
-                    labels=[labels[data] for labels in block_pass.labels],
-                    plan=other,
-                )
+                rest = min(len(x), cut - first) - start
+                size = _chunk_size(block_pass, kind, x, rest, first + start, peak)
                 if kind == SHARED:  # other ranks wait for this one, which cannot try again alone
-                    state = step(state, chunk)
-                elif found := fits(partial(step, state, chunk)):
+                    state = step(state, part(size))
+                elif found := fits(partial(step, state, part(size))):
                     (state,) = found
                 else:
-                    problem.sizes.halve(_memory_key(block_pass, kind, x), stop - start)
+                    problem.sizes.halve(_memory_key(block_pass, kind, x), size)
                     continue
-                start = stop
+                start += size
             first += len(x)
     if first != expected:
         raise InputError(
             f"The batches hold {first} data, but {problem.settings.spec.name} needs all {expected}."
         )
     return state
+
+
+def _chunk(
+    block_pass: BlockPass,
+    batch: Batch,
+    plan: InputPlan | None,
+    position: int,
+    start: int,
+    size: int,
+) -> Chunk:
+    """So many data of a batch from ``start`` on, the first of which has this position."""
+    x, y = batch
+    own = slice(start, start + size)
+    data = slice(position + start, position + start + size)
+    block, padded = block_pass.block, block_pass.problem.settings.spec.facts.counts_data
+    return Chunk(
+        x=(plan or block_pass.plan).pack(x[own], block_pass.noise, data),
+        y=y[own],
+        data=data,
+        columns=block.columns_of(data, padded),
+        likelihood_weights=block.likelihood_weights[data],
+        labels=[labels[data] for labels in block_pass.labels],
+        plan=plan,
+    )
 
 
 def evaluating(block_pass: BlockPass) -> AbstractContextManager[object]:
@@ -257,7 +272,14 @@ def check_fits(problem: Problem, plan: InputPlan, block: Block, condensed: bool)
     check_memory(structure, rows, problem.device, pass_bytes, summarised)
 
 
-def _chunk_size(block_pass: BlockPass, kind: str, x: Inputs, rest: int, position: int) -> int:
+def _chunk_size(
+    block_pass: BlockPass,
+    kind: str,
+    x: Inputs,
+    rest: int,
+    position: int,
+    peak: Callable[[int], int],
+) -> int:
     problem, sizes = block_pass.problem, block_pass.problem.sizes
     key = _memory_key(block_pass, kind, x)
     if (at_once := most_at_once(problem, block_pass.plan, block_pass.block, position)) is not None:
@@ -269,7 +291,7 @@ def _chunk_size(block_pass: BlockPass, kind: str, x: Inputs, rest: int, position
         block = block_pass.block
         rows = block.shares * (block.num_rows or 0) or block_pass.plan.partition.block_rows
         free -= block_pass.plan.structure.predicted_bytes(rows)
-    return sizes.size(key, rest, lambda: bytes_per_datum(block_pass, kind, x), free)
+    return sizes.size(key, rest, lambda: bytes_per_datum(peak, rest), free)
 
 
 def _memory_key(block_pass: BlockPass, kind: str, x: Inputs) -> str:
@@ -284,33 +306,22 @@ def _width(plan: InputPlan, block: Block) -> int:
     return plan.partition.rows_per_datum if block.columns is None else block.columns.shape[1]
 
 
-def bytes_per_datum(block_pass: BlockPass, kind: str, x: Inputs) -> float:
-    """Bytes that each further datum of a pass holds, measured on the first of ``x``."""
-    of_one = fits(lambda: _pass_bytes(block_pass, kind, x[:1]))
+def _peak_bytes(
+    block_pass: BlockPass,
+    step: Callable[[Chunk], object],
+    part: Callable[[int], Chunk],
+    size: int,
+) -> int:
+    """Return the most bytes that a step over so many data holds, and leave no trace of it."""
+    with evaluating(block_pass), PeakBytes() as held:
+        step(part(size))
+    return held.most
+
+
+def bytes_per_datum(peak: Callable[[int], int], rest: int) -> float:
+    """Bytes that each further datum takes; ``peak`` is for so many, up to ``rest``."""
+    of_one = fits(partial(peak, 1))
     if not of_one:
         return math.inf
-    more = len(x) >= _MEASURED and fits(lambda: _pass_bytes(block_pass, kind, x[:_MEASURED]))
+    more = rest >= _MEASURED and fits(partial(peak, _MEASURED))
     return float(max(more[0] - of_one[0], 1) if more else of_one[0])
-
-
-def _pass_bytes(block_pass: BlockPass, kind: str, x: Inputs) -> int:
-    plan, weights = block_pass.plan, block_pass.problem.weights
-    packed = plan.pack(x, block_pass.noise, slice(0, len(x)))
-    width = _width(plan, block_pass.block)
-    with (
-        evaluating(block_pass),
-        torch.enable_grad(),
-        _autocast(block_pass.problem),
-        HeldBytes() as held,
-    ):
-        second, graph = kind == "second", None
-        lin = Linearization(plan.model, weights, packed, plan.jacobian, second)
-        if second:
-            shape = (len(x), width)
-            zeros = {n: w.new_zeros(1).expand(*shape, *w.shape) for n, w in weights.items()}
-            vectors = lin.outputs.detach()[:, None].expand(-1, width, -1)
-            graph = lin.inner(vectors.clone().requires_grad_(), zeros)
-        total = held.total  # while what was made above is there
-        del graph
-    formed = sum(w.numel() * w.element_size() for w in weights.values()) * len(x) * width
-    return total + formed

@@ -88,7 +88,8 @@ def make_network(record: Mapping[str, Any], seed: int = 0) -> nn.Module:
     channels last in memory, with which they train faster (docs/performance.md).
     """
     # Not in make_model: FSDP2 takes contiguous weights alone.
-    model = make_model(**record["model"], seed=seed).to(memory_format=torch.channels_last)
+    model: Any = make_model(**record["model"], seed=seed)
+    model = model.to(memory_format=torch.channels_last)  # which the types of ``to`` do not know
     averaged = record["invariance"]
     if averaged is None:
         return model
