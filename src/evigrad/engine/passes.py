@@ -170,7 +170,7 @@ def _chunk(
     start: int,
     size: int,
 ) -> Chunk:
-    """So many data of a batch from ``start`` on, the first of which has this position."""
+    """Data of a batch, ``size`` of them from ``start`` on; ``position`` is that of its first one."""
     x, y = batch
     own = slice(start, start + size)
     data = slice(position + start, position + start + size)
