@@ -170,7 +170,7 @@ def _chunk(
     start: int,
     size: int,
 ) -> Chunk:
-    """Data of a batch, ``size`` of them from ``start`` on; ``position`` is that of its first one."""
+    """``size`` data of a batch from ``start`` on; ``position`` is that of its first one."""
     x, y = batch
     own = slice(start, start + size)
     data = slice(position + start, position + start + size)
