@@ -232,8 +232,6 @@ def test_peak_bytes_count_each_storage_once() -> None:
 class Convolutional(nn.Module):
     """Two layers of which activations are much larger than weights."""
 
-    numbers = 2 * (4 + 4) * 16**2  # in the outputs of layers and of their activations
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
