@@ -79,9 +79,24 @@ def make_parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="Markdown file to put all into that was run, of --preset, or of paper, cpu and small;"
-        " without a NAME nothing is run for it",
+        " without a NAME nothing is run for it; what it shows of others stays",
     )
     add("--results", default="results", metavar="DIR", help="folder of all results")
+    add(
+        "--import",
+        dest="imported",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="results that --export wrote, as on another machine, to begin with",
+    )
+    add(
+        "--export",
+        type=Path,
+        metavar="FILE",
+        help="write all results, without the trained networks, into a file (.jsonl.gz)",
+    )
     add(
         "--jobs",
         type=int,
@@ -100,17 +115,19 @@ def _run(options: argparse.Namespace) -> int:
     given = (options.results, options.jobs, options.data_dir, options.device, options.threads)
     place = place_of(*given)
     store = Store(place.results)
+    for file in options.imported:
+        _say(f"{store.take(file)} results of {file} are new in {place.results}")
     if options.list:
         names = [options.name] if options.name else list(paper_experiments())
         _console().print(_overview(names, store))
         return 0
     if options.name is None:
-        if options.page is None:
+        if not (options.page or options.export or options.imported):
             raise ConfigurationError(
                 "Name what to reproduce, as in python -m experiments fig4; --list says what there"
                 " is."
             )
-        return _write_page(options.page, store, options.preset)
+        return _keep(options, store)
     experiment = read_experiment(options.name, options.preset)
     if options.seeds is not None:
         experiment = experiment.with_seeds(options.seeds)
@@ -121,12 +138,7 @@ def _run(options: argparse.Namespace) -> int:
             print(f"{job.id}  {job.label}{', begun' if store.folder(job).exists() else ''}")
         _say(f"{len(left)} of {len(jobs)} jobs are missing.")
         return 0
-    code = reproduce(experiment, place, options.cluster)
-    return (
-        code
-        if options.page is None
-        else max(code, _write_page(options.page, store, options.preset))
-    )
+    return max(reproduce(experiment, place, options.cluster), _keep(options, store))
 
 
 def reproduce(experiment: Experiment, place: Place, cluster: Path | None = None) -> int:
@@ -198,9 +210,14 @@ def _left_out(experiment: Experiment, place: Place) -> set[str]:
     return forbidden
 
 
-def _write_page(page: Path, store: Store, preset: str | None) -> int:
-    shown = write_page(page, store) if preset is None else write_page(page, store, [preset])
-    _say(f"{page} shows {', '.join(shown) or 'nothing, as nothing was run'}")
+def _keep(options: argparse.Namespace, store: Store) -> int:
+    """The page and the file of results that are asked for."""
+    page, preset = options.page, options.preset
+    if page is not None:
+        shown = write_page(page, store) if preset is None else write_page(page, store, [preset])
+        _say(f"{page} shows {', '.join(shown) or 'nothing, as nothing was run'}")
+    if options.export is not None:
+        _say(f"{options.export} holds {store.export(options.export)} results")
     return 0
 
 

@@ -1,5 +1,6 @@
 """What experiments are made of: jobs, each a state point of a signac project, and their results."""
 
+import gzip
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -186,6 +187,55 @@ class Store:
     def fail(self, job: Job, reason: str) -> None:
         """Keep why a job could not be done."""
         self._opened(job).document["failure"] = reason
+
+    def export(self, file: Path) -> int:
+        """Write all results, without the trained networks, which may be large.
+
+        Args:
+            file: A line of JSON for each, compressed by gzip; the same results make the same file.
+
+        Returns:
+            How many.
+
+        Raises:
+            ConfigurationError: If there is none.
+            OSError: If the file cannot be written.
+        """
+        found = [
+            {"job": each.statepoint(), "result": each.document["result"]()}
+            for each in (self.project() if self.path.exists() else ())
+            if "result" in each.document
+        ]
+        if not found:
+            raise ConfigurationError(f"There is no result in {self.path}; run an experiment first.")
+        text = "".join(sorted(json.dumps(each, sort_keys=True) + "\n" for each in found))
+        file.write_bytes(gzip.compress(text.encode("utf-8"), mtime=0))
+        return len(found)
+
+    def take(self, file: Path) -> int:
+        """Keep results that ``export`` has written, those of them that are not here.
+
+        Args:
+            file: As ``export`` writes it.
+
+        Returns:
+            How many were not here.
+
+        Raises:
+            ConfigurationError: If the file cannot be read.
+        """
+        try:
+            lines = gzip.decompress(file.read_bytes()).decode("utf-8").splitlines()
+            known = [(each["job"], each["result"]) for each in map(json.loads, lines)]
+            jobs = [(Job(of.pop("kind"), of.pop("training"), of), found) for of, found in known]
+        except (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigurationError(
+                f"{file} holds no results that can be read ({error}). Give one that --export wrote."
+            ) from error
+        new = [(job, result) for job, result in jobs if self.result(job) is None]
+        for job, result in new:
+            self.finish(job, result)
+        return len(new)
 
     def _opened(self, job: Job) -> SignacJob:
         return self.project().open_job(job.statepoint).init()

@@ -1,6 +1,7 @@
 """What is shown of an experiment: its figure, its table, and a page of all that was run."""
 
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -136,8 +137,9 @@ def write_page(page: Path, store: Store, presets: Sequence[str] = (PAPER, CPU, S
     """Put all that was run into a page of Markdown, and its figures beside it.
 
     Args:
-        page: The file. What stands between its markers is replaced; without such, or without the
-            file, they come to its end.
+        page: The file. Between its markers the sections of what is in the store are replaced, and
+            those of other experiments stay; without markers, or without the file, they come to its
+            end.
         store: Results.
         presets: Which are shown.
 
@@ -147,13 +149,17 @@ def write_page(page: Path, store: Store, presets: Sequence[str] = (PAPER, CPU, S
     Raises:
         ConfigurationError: If the page cannot be read.
     """
+    before, sections, after = _read_page(page)
     parts, shown, left, reduced = [], [], [], []
     for name in paper_experiments():
-        found = [each for preset in presets if (each := _if_shown(name, preset, store))]
+        known = [each for preset in presets if (each := _if_known(name, preset))]
+        texts = [(each, _section_or(sections, each, store, page.parent)) for each in known]
+        found = [(each, text) for each, text in texts if text is not None]
         if found:
             shown.append(name)
-            parts += [_section(each, store, page.parent) for each in found]
-            if found[0].preset != PAPER and found[0].jobs():
+            parts += [text for _, text in found]
+            first, _ = found[0]
+            if first.preset != PAPER and first.jobs():
                 reduced.append(f"`{name}`")
         else:
             experiment = read_experiment(name)
@@ -162,44 +168,65 @@ def write_page(page: Path, store: Store, presets: Sequence[str] = (PAPER, CPU, S
         said = [f"At the paper's settings: {', '.join(reduced)}."] if reduced else []
         said += [f"Not at all: {', '.join(left)}."] if left else []
         parts.append("### Not run\n\n" + "\n\n".join(said) + "\n")
-    before, after = "", "\n"
-    if page.exists():
-        try:
-            before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN + "\n")
-        except UnicodeDecodeError as error:
-            raise ConfigurationError(
-                f"{page} is no text in UTF-8 ({error}). Save it as UTF-8, or name another file."
-            ) from error
-        _, end, behind = rest.partition(END)
-        if begin and end:
-            after = behind
-        else:
-            before = before.rstrip("\n") + "\n\n"
     page.parent.mkdir(parents=True, exist_ok=True)
     text = "\n".join(parts)
     page.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
     return shown
 
 
-def _if_shown(name: str, preset: str, store: Store) -> Experiment | None:
-    """One that was shown before, and still is: some of its jobs may be those of another one."""
+def _read_page(page: Path) -> tuple[str, dict[str, str], str]:
+    """What stands before the markers, the sections between them by their commands, and the rest."""
     try:
-        experiment = read_experiment(name, preset)
+        content = page.read_text(encoding="utf-8") if page.exists() else ""
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"{page} is no text in UTF-8 ({error}). Save it as UTF-8, or name another file."
+        ) from error
+    before, begin, rest = content.partition(BEGIN + "\n")
+    between, end, after = rest.partition(END)
+    if not (begin and end):
+        return content.rstrip("\n") + "\n\n" if content else "", {}, "\n"
+    sections: dict[str, str] = {}
+    for text in re.split(r"^(?=### )", between, flags=re.MULTILINE):
+        if command := re.search(r"^ {4}(.+)$", text, flags=re.MULTILINE):
+            sections[command[1]] = text.rstrip("\n") + "\n"
+    return before, sections, after
+
+
+def _section_or(
+    kept: Mapping[str, str], experiment: Experiment, store: Store, folder: Path
+) -> str | None:
+    """The section of an experiment: of its results, else the one that is kept, if there is one."""
+    if _is_shown(experiment, store):
+        return _section(experiment, store, folder)
+    return kept.get(_command(experiment))
+
+
+def _if_known(name: str, preset: str) -> Experiment | None:
+    try:
+        return read_experiment(name, preset)
     except ConfigurationError:  # it has no such preset
         return None
+
+
+def _is_shown(experiment: Experiment, store: Store) -> bool:
+    """Whether it was shown before, and still is: some of its jobs may be those of another one."""
     if not (shown_in(experiment, store) / _SUMMARY).exists():
-        return None
+        return False
     cases = experiment.cases()
-    return experiment if not cases or rows_of(cases, store) else None
+    return not cases or bool(rows_of(cases, store))
+
+
+def _command(experiment: Experiment) -> str:
+    preset = "" if experiment.preset == SMALL else f" --preset {experiment.preset}"
+    return f"python -m experiments {experiment.name}{preset}"
 
 
 def _section(experiment: Experiment, store: Store, folder: Path) -> str:
     shown = present(experiment, store)
     summary, (done, total) = shown.summary, shown.summary["jobs"]
-    command = f"python -m experiments {experiment.name}"
-    command += "" if experiment.preset == SMALL else f" --preset {experiment.preset}"
     caption = " ".join(experiment.caption.split())
-    lines = [f"### {experiment.title}", "", f"    {command}", "", caption]
+    lines = [f"### {experiment.title}", "", f"    {_command(experiment)}", "", caption]
     if shown.figure is not None:
         target = folder / _IMAGES / f"{experiment.name}-{experiment.preset}.png"
         target.parent.mkdir(parents=True, exist_ok=True)

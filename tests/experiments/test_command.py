@@ -45,6 +45,13 @@ def test_figure_4_from_nothing(capsys, tmp_path, small_figure_4):
     again = capsys.readouterr()
     assert "6 of 6 jobs are done" in again.err and "[1/" not in again.err
     assert again.out == captured.out
+    # On another machine the results alone draw the same.
+    run("--export", tmp_path / "r.jsonl.gz", "--results", tmp_path)
+    assert "holds 6 results" in capsys.readouterr().err
+    other = ("--results", tmp_path / "other", *where[2:])
+    run("fig4", "--preset", "tiny", "--import", tmp_path / "r.jsonl.gz", *other)
+    there = capsys.readouterr()
+    assert "6 results of" in there.err and "[1/" not in there.err and there.out == captured.out
     run("fig5", "--preset", "tiny", "--dry-run", "--results", tmp_path)
     left = capsys.readouterr()
     # The trainings and the exact curves are those of Figure 4, whose kernels served both figures.

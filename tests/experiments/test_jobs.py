@@ -1,5 +1,6 @@
 """A job's identity: all that its result depends on, and nothing else."""
 
+import gzip
 import json
 
 import pytest
@@ -92,6 +93,38 @@ def test_what_is_done_has_no_failure(tmp_path):
     assert store.result(job) is None and store.failure(job) == "out of memory"
     store.finish(job, {"v": 1.5})
     assert store.result(job) == {"v": 1.5} and store.failure(job) is None
+
+
+def test_results_go_from_one_folder_to_another(tmp_path):
+    first, second, file = Store(tmp_path / "a"), Store(tmp_path / "b"), tmp_path / "r.jsonl.gz"
+    with pytest.raises(ConfigurationError, match="There is no result"):
+        first.export(file)
+    trained = training(TRAINING, seed=0)
+    known = {"a": 1.5, "history": {"x": [1, 2]}}
+    first.finish(trained, known)
+    first.finish(evaluation(trained), {"b": [None]})
+    first.fail(evaluation(trained, "ntk-N-C"), "out of memory")
+    assert first.export(file) == 2
+    content = file.read_bytes()
+    assert first.export(file) == 2 and file.read_bytes() == content
+    second.finish(trained, {"a": 9.0})
+    assert second.take(file) == 1
+    assert second.result(evaluation(trained)) == {"b": [None]}
+    assert second.result(trained) == {"a": 9.0}  # its own stays
+    assert (third := Store(tmp_path / "c")).take(file) == 2 and third.take(file) == 0
+    assert third.result(trained) == known
+    assert third.export(tmp_path / "again") == 2
+    assert (tmp_path / "again").read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "content", [b"no gzip", gzip.compress(b"no json"), gzip.compress(b"{}"), gzip.compress(b"[1]")]
+)
+def test_a_file_that_holds_no_results_is_named(content, tmp_path):
+    (file := tmp_path / "r.jsonl.gz").write_bytes(content)
+    with pytest.raises(ConfigurationError, match=r"r\.jsonl\.gz holds no results"):
+        Store(tmp_path / "new").take(file)
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,19 @@ def test_a_page_holds_what_was_run_and_names_the_rest(tmp_path, blank_figures):
     assert "![" in text and (page.parent / "images/experiments/fig6-small.png").exists()
     assert "### Not run" in text and "`table2` (Table 2)" in text and "`fig6` (" not in text
     assert "At the paper's settings: `fig6`.\n" in text
+    # What another folder of results knows stays, and what is known here is replaced.
+    old = {
+        name: f"### A figure\n\n    python -m experiments {name}\n\nold {name}\n"
+        for name in ("fig5", "fig6", "fig99")
+    }
+    both = "\n".join(old.values())
+    page.write_text(f"# Mine\n\n{BEGIN}\n{both}{END}\n\nafter\n")
+    assert write_page(page, store) == ["fig5", "fig6"]
+    kept = page.read_text()
+    assert old["fig5"] + "\n### " in kept and "old fig6" not in kept and "fig99" not in kept
+    assert "`fig5` (" not in kept and "At the paper's settings: `fig5`, `fig6`.\n" in kept
+    write_page(page, store)
+    assert page.read_text() == kept
     page.write_text(f"# Mine\n\n{BEGIN}\nold\n{END}\n\nafter\n")
     write_page(page, store)
     again = page.read_text()
