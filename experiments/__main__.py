@@ -86,10 +86,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--import",
         dest="imported",
         type=Path,
-        nargs="+",
+        action="append",
         default=[],
         metavar="FILE",
-        help="results that --export wrote, as on another machine, to begin with",
+        help="results that --export wrote, as on another machine, to begin with; may be repeated",
     )
     add(
         "--export",
@@ -120,7 +120,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.list:
         names = [options.name] if options.name else list(paper_experiments())
         _console().print(_overview(names, store))
-        return 0
+        return _keep(options, store)
     if options.name is None:
         if not (options.page or options.export or options.imported):
             raise ConfigurationError(
@@ -137,7 +137,7 @@ def _run(options: argparse.Namespace) -> int:
         for job in left:
             print(f"{job.id}  {job.label}{', begun' if store.folder(job).exists() else ''}")
         _say(f"{len(left)} of {len(jobs)} jobs are missing.")
-        return 0
+        return _keep(options, store)
     return max(reproduce(experiment, place, options.cluster), _keep(options, store))
 
 

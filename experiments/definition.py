@@ -1,6 +1,7 @@
 """An experiment as it is written down: a YAML file with presets."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -183,7 +184,7 @@ def make_experiment(name: str, content: Mapping[str, Any], preset: str = PAPER) 
         ConfigurationError: If there is no such preset or kind, or a key is missing, unknown, or of
             a value that makes no sense.
     """
-    rest = dict(content)
+    rest = deepcopy(dict(content))  # the parser writes into what it is given
     presets = rest.pop("presets", {}) or {}
     if preset != PAPER:
         if preset not in presets:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -14,6 +15,7 @@ from signac.job import calc_id
 
 from evigrad.cli.trainings import resolved, stored
 from evigrad.errors import ConfigurationError
+from evigrad.training.files import replacing
 from evigrad.training.settings import BASELINES
 
 # Estimators of trainings that have no estimate of the evidence.
@@ -144,6 +146,12 @@ def _along(hyperparameter: str, grid: list[float]) -> dict[str, Any]:
     return {"hyperparameter": hyperparameter, "grid": grid}
 
 
+def _of(statepoint: Mapping[str, Any]) -> Job:
+    """The job that signac knows by this."""
+    options = dict(statepoint)
+    return Job(options.pop("kind"), options.pop("training"), options)
+
+
 def distinct(jobs: Iterable[Job]) -> list[Job]:
     """All jobs with what they need, each once, in an order in which they can be done."""
     chains = ([job] if job.needs is None else [job.needs, job] for job in jobs)
@@ -198,18 +206,20 @@ class Store:
             How many.
 
         Raises:
-            ConfigurationError: If there is none.
+            ConfigurationError: If there is none, or one cannot be read.
             OSError: If the file cannot be written.
         """
-        found = [
-            {"job": each.statepoint(), "result": each.document["result"]()}
-            for each in (self.project() if self.path.exists() else ())
-            if "result" in each.document
-        ]
+        known = (_of(each.cached_statepoint) for each in (self.project() if self.path.exists() else ()))
+        found = [(job, result) for job in known if (result := self.result(job)) is not None]
         if not found:
             raise ConfigurationError(f"There is no result in {self.path}; run an experiment first.")
-        text = "".join(sorted(json.dumps(each, sort_keys=True) + "\n" for each in found))
-        file.write_bytes(gzip.compress(text.encode("utf-8"), mtime=0))
+        lines = [
+            json.dumps({"job": job.statepoint, "result": result}, sort_keys=True) + "\n"
+            for job, result in found
+        ]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as opened:
+            opened.write(gzip.compress("".join(sorted(lines)).encode("utf-8"), mtime=0))
         return len(found)
 
     def take(self, file: Path) -> int:
@@ -226,13 +236,12 @@ class Store:
         """
         try:
             lines = gzip.decompress(file.read_bytes()).decode("utf-8").splitlines()
-            known = [(each["job"], each["result"]) for each in map(json.loads, lines)]
-            jobs = [(Job(of.pop("kind"), of.pop("training"), of), found) for of, found in known]
-        except (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError) as error:
+            known = [(_of(each["job"]), dict(each["result"])) for each in map(json.loads, lines)]
+        except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError) as error:
             raise ConfigurationError(
                 f"{file} holds no results that can be read ({error}). Give one that --export wrote."
             ) from error
-        new = [(job, result) for job, result in jobs if self.result(job) is None]
+        new = [(job, result) for job, result in known if self.result(job) is None]
         for job, result in new:
             self.finish(job, result)
         return len(new)

@@ -16,6 +16,7 @@ from experiments.cases import Case, Row, coverage, rows_of, seeds_of
 from experiments.definition import (
     CPU,
     PAPER,
+    PRESETS,
     SMALL,
     Experiment,
     paper_experiments,
@@ -138,10 +139,10 @@ def write_page(page: Path, store: Store, presets: Sequence[str] = (PAPER, CPU, S
 
     Args:
         page: The file. Between its markers the sections of what is in the store are replaced, and
-            those of other experiments stay; without markers, or without the file, they come to its
-            end.
-        store: Results.
-        presets: Which are shown.
+            those of other experiments and presets stay; without markers, or without the file, they
+            come to its end.
+        store: Results. Of these it shows what ``present`` has shown before.
+        presets: Of which presets.
 
     Returns:
         Names of the experiments that are shown.
@@ -152,9 +153,14 @@ def write_page(page: Path, store: Store, presets: Sequence[str] = (PAPER, CPU, S
     before, sections, after = _read_page(page)
     parts, shown, left, reduced = [], [], [], []
     for name in paper_experiments():
-        known = [each for preset in presets if (each := _if_known(name, preset))]
-        texts = [(each, _section_or(sections, each, store, page.parent)) for each in known]
-        found = [(each, text) for each, text in texts if text is not None]
+        known = [each for preset in PRESETS if (each := _if_known(name, preset))]
+        texts = [
+            _section(each, store, page.parent)
+            if each.preset in presets and _is_shown(each, store)
+            else sections.get(_command(each))
+            for each in known
+        ]
+        found = [(each, text) for each, text in zip(known, texts, strict=True) if text]
         if found:
             shown.append(name)
             parts += [text for _, text in found]
@@ -191,15 +197,6 @@ def _read_page(page: Path) -> tuple[str, dict[str, str], str]:
         if command := re.search(r"^ {4}(.+)$", text, flags=re.MULTILINE):
             sections[command[1]] = text.rstrip("\n") + "\n"
     return before, sections, after
-
-
-def _section_or(
-    kept: Mapping[str, str], experiment: Experiment, store: Store, folder: Path
-) -> str | None:
-    """The section of an experiment: of its results, else the one that is kept, if there is one."""
-    if _is_shown(experiment, store):
-        return _section(experiment, store, folder)
-    return kept.get(_command(experiment))
 
 
 def _if_known(name: str, preset: str) -> Experiment | None:

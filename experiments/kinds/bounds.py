@@ -1,9 +1,9 @@
 """Bounds on the log evidence along a hyperparameter, for weights trained once (Figures 3 to 6)."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from evigrad import plots
 from evigrad.estimators import EstimatorSpec
@@ -46,6 +46,7 @@ class BoundPanel:
     Attributes:
         together: Estimators of one job, which one kernel serves at each point; the same in all
             experiments that are to share it.
+        seeds: Where they are not the experiment's.
     """
 
     axis: str
@@ -54,6 +55,7 @@ class BoundPanel:
     title: str = ""
     training: Options = field(default_factory=dict)
     together: list[str] = field(default_factory=list)
+    seeds: list[int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,7 @@ class Bounds(Experiment):
         found = []
         for name, panel in self.panels.items():
             grid = panel.grid.values()
-            for seed in self.seeds:
+            for seed in panel.seeds or self.seeds:
                 trained = training(self.training, panel.training, seed=seed)
                 for estimator, label in self.curves.items():
                     if estimator in panel.together and self.blocks is None:
@@ -89,6 +91,11 @@ class Bounds(Experiment):
                     keys = {"panel": name, "estimator": estimator, "label": label or estimator}
                     found.append(Case(keys, seed, {"curve": job}, read))
         return found
+
+    def with_seeds(self, seeds: Sequence[int]) -> Self:
+        """The same with other seeds, in panels that have their own as well."""
+        panels = {name: replace(panel, seeds=None) for name, panel in self.panels.items()}
+        return replace(self, seeds=list(seeds), panels=panels)
 
     def own_settings(self) -> list[tuple[str, Options]]:
         """Those of the panels."""

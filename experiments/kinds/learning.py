@@ -40,6 +40,13 @@ class Learning(Experiment):
                     found.append(Case(keys, seed, jobs, self._read))
         return found
 
+    def remarks(self, rows: list[Row]) -> list[str]:
+        """What its log evidence is."""
+        return [
+            "The log evidence is that of each step, of one subset where there are several; the"
+            " figure leaves out its lowest values."
+        ]
+
     def own_settings(self) -> list[tuple[str, Options]]:
         """Those of the exceptions."""
         known = {name for estimators in self.groups.values() for name in estimators}

@@ -127,6 +127,9 @@ def test_keys_that_make_no_sense(content, words):
 
 def test_other_seeds_are_those_of_all_blocks():
     assert {job.training["seed"] for job in bounds().with_seeds([7]).jobs()} == {7}
+    own = bounds(seeds=[0, 1], panels={"prior": BOUNDS["panels"]["prior"] | {"seeds": [3]}})
+    assert {job.training["seed"] for job in own.jobs()} == {3}
+    assert {job.training["seed"] for job in own.with_seeds([7]).jobs()} == {7}
     table = read_experiment("table1", "small").with_seeds([7])
     assert {job.training["seed"] for job in table.jobs()} == {7}
 

@@ -118,7 +118,16 @@ def test_results_go_from_one_folder_to_another(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"no gzip", gzip.compress(b"no json"), gzip.compress(b"{}"), gzip.compress(b"[1]")]
+    "content",
+    [
+        b"no gzip",
+        gzip.compress(b"no json"),
+        gzip.compress(b"{}"),
+        gzip.compress(b"[1]"),
+        gzip.compress(bytes(range(200)))[:-9] + bytes(9),
+        gzip.compress(b"{}")[:-2],
+        gzip.compress(b'{"job": {"kind": "train", "training": {}}, "result": 3}'),
+    ],
 )
 def test_a_file_that_holds_no_results_is_named(content, tmp_path):
     (file := tmp_path / "r.jsonl.gz").write_bytes(content)
