@@ -209,8 +209,9 @@ class Store:
             ConfigurationError: If there is none, or one cannot be read.
             OSError: If the file cannot be written.
         """
-        known = (_of(each.cached_statepoint) for each in (self.project() if self.path.exists() else ()))
-        found = [(job, result) for job in known if (result := self.result(job)) is not None]
+        there = self.project() if self.path.exists() else ()
+        jobs = [_of(each.cached_statepoint) for each in there]
+        found = [(job, result) for job in jobs if (result := self.result(job)) is not None]
         if not found:
             raise ConfigurationError(f"There is no result in {self.path}; run an experiment first.")
         lines = [
