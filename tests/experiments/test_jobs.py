@@ -128,6 +128,7 @@ def test_results_go_from_one_folder_to_another(tmp_path):
         gzip.compress(b"{}")[:-2],
         gzip.compress(b'{"job": {"kind": "train", "training": {}}, "result": 3}'),
     ],
+    ids=["no gzip", "no JSON", "no job", "a list", "damaged", "cut off", "no result"],
 )
 def test_a_file_that_holds_no_results_is_named(content, tmp_path):
     (file := tmp_path / "r.jsonl.gz").write_bytes(content)
