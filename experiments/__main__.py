@@ -117,17 +117,29 @@ def _run(options: argparse.Namespace) -> int:
     store = Store(place.results)
     for file in options.imported:
         _say(f"{store.take(file)} results of {file} are new in {place.results}")
+    code = _done(options, place, store)
+    if options.page is not None:
+        presets = () if options.preset is None else ([options.preset],)
+        shown = write_page(options.page, store, *presets)
+        _say(f"{options.page} shows {', '.join(shown) or 'nothing, as nothing was run'}")
+    if options.export is not None:
+        _say(f"{options.export} holds {store.export(options.export)} results")
+    return code
+
+
+def _done(options: argparse.Namespace, place: Place, store: Store) -> int:
+    """What is listed or run before results are written elsewhere; the exit code."""
     if options.list:
         names = [options.name] if options.name else list(paper_experiments())
         _console().print(_overview(names, store))
-        return _keep(options, store)
+        return 0
     if options.name is None:
         if not (options.page or options.export or options.imported):
             raise ConfigurationError(
                 "Name what to reproduce, as in python -m experiments fig4; --list says what there"
                 " is."
             )
-        return _keep(options, store)
+        return 0
     experiment = read_experiment(options.name, options.preset)
     if options.seeds is not None:
         experiment = experiment.with_seeds(options.seeds)
@@ -137,8 +149,8 @@ def _run(options: argparse.Namespace) -> int:
         for job in left:
             print(f"{job.id}  {job.label}{', begun' if store.folder(job).exists() else ''}")
         _say(f"{len(left)} of {len(jobs)} jobs are missing.")
-        return _keep(options, store)
-    return max(reproduce(experiment, place, options.cluster), _keep(options, store))
+        return 0
+    return reproduce(experiment, place, options.cluster)
 
 
 def reproduce(experiment: Experiment, place: Place, cluster: Path | None = None) -> int:
@@ -208,17 +220,6 @@ def _left_out(experiment: Experiment, place: Place) -> set[str]:
         for job in jobs:
             store.fail(job, reason)
     return forbidden
-
-
-def _keep(options: argparse.Namespace, store: Store) -> int:
-    """The page and the file of results that are asked for."""
-    page, preset = options.page, options.preset
-    if page is not None:
-        shown = write_page(page, store) if preset is None else write_page(page, store, [preset])
-        _say(f"{page} shows {', '.join(shown) or 'nothing, as nothing was run'}")
-    if options.export is not None:
-        _say(f"{options.export} holds {store.export(options.export)} results")
-    return 0
 
 
 def _overview(names: Sequence[str], store: Store) -> Table:

@@ -153,23 +153,21 @@ def write_page(page: Path, store: Store, presets: Sequence[str] = (PAPER, CPU, S
     before, sections, after = _read_page(page)
     parts, shown, left, reduced = [], [], [], []
     for name in paper_experiments():
-        known = [each for preset in PRESETS if (each := _if_known(name, preset))]
-        texts = [
-            _section(each, store, page.parent)
-            if each.preset in presets and _is_shown(each, store)
-            else sections.get(_command(each))
-            for each in known
-        ]
-        found = [(each, text) for each, text in zip(known, texts, strict=True) if text]
-        if found:
-            shown.append(name)
-            parts += [text for _, text in found]
-            first, _ = found[0]
-            if first.preset != PAPER and first.jobs():
-                reduced.append(f"`{name}`")
-        else:
-            experiment = read_experiment(name)
+        found = []
+        for preset in PRESETS:
+            command = _command(name, preset)
+            if preset in presets and (known := _if_shown(name, preset, store)):
+                sections[command] = _section(known, store, page.parent)
+            if command in sections:
+                found.append(preset)
+                parts.append(sections[command])
+        experiment = read_experiment(name)
+        if not found:
             left.append(f"`{name}` ({experiment.shows or experiment.title})")
+            continue
+        shown.append(name)
+        if found[0] != PAPER and experiment.cases():
+            reduced.append(f"`{name}`")
     if left or reduced:
         said = [f"At the paper's settings: {', '.join(reduced)}."] if reduced else []
         said += [f"Not at all: {', '.join(left)}."] if left else []
@@ -199,31 +197,28 @@ def _read_page(page: Path) -> tuple[str, dict[str, str], str]:
     return before, sections, after
 
 
-def _if_known(name: str, preset: str) -> Experiment | None:
+def _if_shown(name: str, preset: str, store: Store) -> Experiment | None:
+    """One that was shown before, and still is: some of its jobs may be those of another one."""
     try:
-        return read_experiment(name, preset)
+        experiment = read_experiment(name, preset)
     except ConfigurationError:  # it has no such preset
         return None
-
-
-def _is_shown(experiment: Experiment, store: Store) -> bool:
-    """Whether it was shown before, and still is: some of its jobs may be those of another one."""
     if not (shown_in(experiment, store) / _SUMMARY).exists():
-        return False
+        return None
     cases = experiment.cases()
-    return not cases or bool(rows_of(cases, store))
+    return experiment if not cases or rows_of(cases, store) else None
 
 
-def _command(experiment: Experiment) -> str:
-    preset = "" if experiment.preset == SMALL else f" --preset {experiment.preset}"
-    return f"python -m experiments {experiment.name}{preset}"
+def _command(name: str, preset: str) -> str:
+    return f"python -m experiments {name}" + ("" if preset == SMALL else f" --preset {preset}")
 
 
 def _section(experiment: Experiment, store: Store, folder: Path) -> str:
     shown = present(experiment, store)
     summary, (done, total) = shown.summary, shown.summary["jobs"]
+    command = _command(experiment.name, experiment.preset)
     caption = " ".join(experiment.caption.split())
-    lines = [f"### {experiment.title}", "", f"    {_command(experiment)}", "", caption]
+    lines = [f"### {experiment.title}", "", f"    {command}", "", caption]
     if shown.figure is not None:
         target = folder / _IMAGES / f"{experiment.name}-{experiment.preset}.png"
         target.parent.mkdir(parents=True, exist_ok=True)

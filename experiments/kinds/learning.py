@@ -42,6 +42,8 @@ class Learning(Experiment):
 
     def remarks(self, rows: list[Row]) -> list[str]:
         """What its log evidence is."""
+        if "log_evidence" not in self.quantities:
+            return []
         return [
             "The log evidence is that of each step, of one subset where there are several; the"
             " figure leaves out its lowest values."
