@@ -17,7 +17,7 @@ from experiments import kinds  # noqa: F401  # what files may name
 from experiments.checks import problems
 from experiments.definition import PRESETS, Experiment, paper_experiments, read_experiment
 from experiments.jobs import Store
-from experiments.present import present, state_of, write_page
+from experiments.present import PAGE_PRESETS, present, state_of, write_page
 from experiments.runner import missing, run
 
 _DESCRIPTION = """\
@@ -119,8 +119,8 @@ def _run(options: argparse.Namespace) -> int:
         _say(f"{store.take(file)} results of {file} are new in {place.results}")
     code = _done(options, place, store)
     if options.page is not None:
-        presets = () if options.preset is None else ([options.preset],)
-        shown = write_page(options.page, store, *presets)
+        presets = [options.preset] if options.preset else PAGE_PRESETS
+        shown = write_page(options.page, store, presets)
         _say(f"{options.page} shows {', '.join(shown) or 'nothing, as nothing was run'}")
     if options.export is not None:
         _say(f"{options.export} holds {store.export(options.export)} results")

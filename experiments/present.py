@@ -24,9 +24,11 @@ from experiments.definition import (
 )
 from experiments.jobs import Store
 
+PAGE_PRESETS = (PAPER, CPU, SMALL)  # that a page shows if nobody names one
+BEGIN, END = "<!-- experiments -->", "<!-- end experiments -->"
+
 _MOST_NAMES = 12  # in a sentence
 _SUMMARY = "summary.json"
-BEGIN, END = "<!-- experiments -->", "<!-- end experiments -->"
 _IMAGES = "images/experiments"
 
 
@@ -134,7 +136,7 @@ def _enumerated(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + more
 
 
-def write_page(page: Path, store: Store, presets: Sequence[str] = (PAPER, CPU, SMALL)) -> list[str]:
+def write_page(page: Path, store: Store, presets: Sequence[str] = PAGE_PRESETS) -> list[str]:
     """Put all that was run into a page of Markdown, and its figures beside it.
 
     Args:
