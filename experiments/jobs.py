@@ -18,6 +18,10 @@ from evigrad.errors import ConfigurationError
 from evigrad.training.files import replacing
 from evigrad.training.settings import BASELINES
 
+# Of a partition, that the estimate at the end of a training is the mean of, for Figure 1 and the
+# training figures, which have trainings in common.
+BLOCKS = 30
+RANGE = "range/"  # what the metrics of learned ranges begin with
 # Estimators of trainings that have no estimate of the evidence.
 WITHOUT_ESTIMATE = (None, *BASELINES)
 

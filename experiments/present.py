@@ -171,7 +171,7 @@ def write_page(page: Path, store: Store, presets: Sequence[str] = PAGE_PRESETS) 
         if found[0] != PAPER and experiment.cases():
             reduced.append(f"`{name}`")
     if left or reduced:
-        said = [f"At the paper's settings: {', '.join(reduced)}."] if reduced else []
+        said = [f"With every setting as published: {', '.join(reduced)}."] if reduced else []
         said += [f"Not at all: {', '.join(left)}."] if left else []
         parts.append("### Not run\n\n" + "\n\n".join(said) + "\n")
     page.parent.mkdir(parents=True, exist_ok=True)

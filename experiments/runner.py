@@ -14,7 +14,7 @@ from evigrad import EvigradError, kept_memory
 from evigrad.cli.trainings import Place, processes
 from evigrad.errors import ConfigurationError
 from experiments.jobs import Job, Store, distinct
-from experiments.work import perform
+from experiments.work import RUN, perform
 
 # Called with what happened to a job, in words, and how many of how many are over.
 Tell = Callable[[str, int, int], None]
@@ -31,8 +31,15 @@ class Failure:
 
 
 def missing(jobs: Sequence[Job], store: Store) -> list[Job]:
-    """The jobs without a result, and what they need, each once, in an order to do them in."""
-    return [job for job in distinct(jobs) if store.result(job) is None]
+    """The jobs without a result, and what they need, each once, in an order to do them in.
+
+    An imported training has a result but no network: it is trained again where that is needed.
+    """
+    every = distinct(jobs)
+    left = {job.id for job in every if store.result(job) is None}
+    needed = [job.needs for job in every if job.id in left and job.needs is not None]
+    left |= {job.id for job in needed if not (store.folder(job) / RUN).exists()}
+    return [job for job in every if job.id in left]
 
 
 def run(

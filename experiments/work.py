@@ -12,11 +12,11 @@ import torch
 
 from evigrad.cli.trainings import Place, trained
 from evigrad.training import FitResult, curves_along, evaluate_evidence, evidence_along, time_steps
-from experiments.jobs import Job, Store
+from experiments.jobs import RANGE, Job, Store
 
 RUN = "run"  # the folder of a training inside that of its job
 # What is kept of all epochs, where it is known; the rest is in the folder of the run.
-_RECORDED = ("log_evidence", "loss", "test_", "train_", "range/")
+_RECORDED = ("log_evidence", "loss", "test_", "train_", RANGE)
 
 
 def perform(job: Job, place: Place) -> dict[str, Any]:

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from evigrad import plots
 from experiments.cases import Case, Mean, Row
 from experiments.definition import Experiment, Options
-from experiments.jobs import training
+from experiments.jobs import BLOCKS, training, with_estimate
 from experiments.tables import Column, Table
 
 if TYPE_CHECKING:
@@ -29,24 +31,25 @@ class Learning(Experiment):
     exceptions: dict[str, Options] = field(default_factory=dict)
 
     def cases(self) -> list[Case]:
-        """A training for each group, estimator and seed."""
+        """A training for each group, estimator and seed, and its estimate at the end."""
         found = []
         for group, estimators in self.groups.items():
             for name, label in estimators.items():
                 options = (self.training, {"estimator": name}, self.exceptions.get(name, {}))
                 keys = {"group": group, "estimator": name, "label": label or name}
                 for seed in self.seeds:
-                    jobs = {"train": training(*options, seed=seed)}
+                    jobs = with_estimate(training(*options, seed=seed), BLOCKS)
                     found.append(Case(keys, seed, jobs, self._read))
         return found
 
     def remarks(self, rows: list[Row]) -> list[str]:
-        """What its log evidence is."""
+        """What the log evidence of the figure and of the table is."""
         if "log_evidence" not in self.quantities:
             return []
         return [
-            "The log evidence is that of each step, of one subset where there are several; the"
-            " figure leaves out its lowest values."
+            "The figure shows the log evidence of each round, the mean over its steps, each on a"
+            " subset of its own, and leaves out the lowest values; the table shows the mean over"
+            f" {BLOCKS} subsets at the end, where there are as many."
         ]
 
     def own_settings(self) -> list[tuple[str, Options]]:
@@ -56,10 +59,16 @@ class Learning(Experiment):
 
     def _read(self, results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         trained = results["train"]
-        known = {n: trained["history"][n] for n in self.quantities if n in trained["history"]}
-        found = {name: column["value"] for name, column in known.items()}
-        found |= {f"{name} epochs": column["epoch"] for name, column in known.items()}
-        return found | {"final": trained["test"]["log_likelihood"], "seconds": trained["seconds"]}
+        found: dict[str, Any] = {"final": trained["test"]["log_likelihood"]}
+        found |= {"seconds": trained["seconds"]}
+        if "estimate" in results:
+            found["estimate"] = results["estimate"]["per_datum"]
+        for name, column in trained["history"].items():
+            if name in self.quantities:
+                # Epochs may differ between seeds, as where a step was skipped.
+                found[name] = np.full(trained["epochs"], np.nan)
+                found[name][np.array(column["epoch"]) - 1] = column["value"]
+        return found
 
     def figure(self, rows: list[Row]) -> "Figure":
         """Groups side by side, quantities one below the other."""
@@ -74,7 +83,7 @@ class Learning(Experiment):
                     [
                         plots.Curve(
                             row["label"],
-                            row[f"{name} epochs"].mean,
+                            range(1, len(row[name].mean) + 1),
                             row[name].mean,
                             row[name].error,
                         )
@@ -92,21 +101,31 @@ class Learning(Experiment):
 
     def table(self, rows: list[Row]) -> Table:
         """Where each training ended, in the order of the legend."""
-        names = [name for name in self.quantities if name != "test_log_likelihood"]
+        others = ("log_evidence", "test_log_likelihood")
+        names = [name for name in self.quantities if name not in others]
         columns = [
             Column("estimators"),
             Column("estimator"),
+            Column("log evidence, own estimate"),
             *(Column(f"{name.replace('_', ' ')} at the end") for name in names),
             Column("test log likelihood", best="high"),
             Column("seconds", digits=0),
         ]
         ordered = self.in_order(rows, "group", list(self.groups))
         cells = [
-            [r["group"], r["label"], *(_last(r.get(n)) for n in names), r["final"], r["seconds"]]
+            [
+                *(r["group"], r["label"], r.get("estimate")),
+                *(_last(r.get(name)) for name in names),
+                *(r["final"], r["seconds"]),
+            ]
             for r in ordered
         ]
         return Table(columns, cells, [row["group"] for row in ordered])
 
 
 def _last(value: Mean | None) -> Mean | None:
-    return None if value is None else Mean(value.mean[-1], value.error[-1], value.count)
+    """Of a curve, where it is known of all seeds."""
+    if value is None:
+        return None
+    known = np.flatnonzero(np.isfinite(value.mean))
+    return Mean(value.mean[known[-1]], value.error[known[-1]], value.count) if len(known) else None

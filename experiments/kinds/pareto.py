@@ -10,13 +10,11 @@ from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from experiments.cases import Case, Row
 from experiments.definition import Experiment, Options
-from experiments.jobs import evaluation, timing, training
+from experiments.jobs import BLOCKS, RANGE, evaluation, timing, training
 from experiments.tables import Column, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_BLOCKS = 30  # that an estimate at the end is the mean of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +61,7 @@ class Pareto(Experiment):
                 trained = training(self.training, {"estimator": name}, own, seed=seed)
                 jobs = {
                     "train": trained,
-                    "estimate": evaluation(trained, blocks=_BLOCKS),
+                    "estimate": evaluation(trained, blocks=BLOCKS),
                     "time": timing(trained),
                 }
                 if self.judge is not None:
@@ -102,6 +100,9 @@ class Pareto(Experiment):
             Column("test log likelihood", best="high"),
         ]
         keys = ["value", "seconds", "steps", "log_likelihood"]
+        ranges = sorted({key for row in rows for key in row if key.startswith(RANGE)})
+        columns += [Column(f"{name} at the end") for name in ranges]
+        keys += ranges
         if self.judge is not None:
             columns.append(Column(f"− log evidence by {self.judge}", best="low"))
             keys.append("judge")
@@ -134,4 +135,7 @@ def _read(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         "value": -results["estimate"]["per_datum"],
         "log_likelihood": results["train"]["test"]["log_likelihood"],
     }
-    return found | ({"judge": -results["judge"]["per_datum"]} if "judge" in results else {})
+    if "judge" in results:
+        found["judge"] = -results["judge"]["per_datum"]
+    history = results["train"]["history"]
+    return found | {n: history[n]["value"][-1] for n in history if n.startswith(RANGE)}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from experiments.definition import read_experiment
+from experiments.definition import PAPER, PRESETS, read_experiment
 from experiments.kinds import Bounds, Comparison, Subsets
 
 # Of Sections 5 and B: networks, data, schedules of weights and hyperparameters.
@@ -40,8 +40,20 @@ SHARED: dict[str, dict[str, Any]] = {
 }
 
 
-def trainings(name: str) -> list[Mapping[str, Any]]:
-    return [job.training for job in read_experiment(name).jobs() if job.kind == "train"]
+def trainings(name: str, preset: str = PAPER) -> list[Mapping[str, Any]]:
+    return [job.training for job in read_experiment(name, preset).jobs() if job.kind == "train"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    ("pareto", "kind"), [("fig1", "invariance"), ("fig_pareto_prior", "prior")]
+)
+def test_figures_share_the_trainings_of_an_estimator(preset, pareto, kind):
+    names = [pareto, *(f"fig_train_{kind}{part}" for part in ("", "_doubly", "_grouped"))]
+    found = [config for name in names for config in trainings(name, preset)]
+    alone = {(config["estimator"], config["seed"]): config for config in found}
+    assert len(alone) < len(found)
+    assert all(config == alone[config["estimator"], config["seed"]] for config in found)
 
 
 @pytest.mark.parametrize("name", sorted(SHARED))

@@ -122,12 +122,13 @@ def fake(experiment: Experiment, store: Store) -> None:
         value = -1.0 - 0.01 * number
         result: dict[str, Any] = {"job_seconds": 1.0, "machine": "none", "date": "2026-01-01"}
         if job.kind == "train":
-            history = {"epoch": [1.0, 2.0], "value": [value, value + 0.1]}
+            history = {"epoch": [1, 2], "value": [value, value + 0.1]}
             names = ("log_evidence", "test_log_likelihood", "range/rotation")
             result |= {
                 "test": {"log_likelihood": value, "accuracy": 0.5},
                 "history": dict.fromkeys(names, history),
                 "seconds": 10.0 + number,
+                "epochs": 2,
                 "num_weights": 100 + number,
             }
         elif job.kind == "evaluate":
@@ -142,6 +143,25 @@ def fake(experiment: Experiment, store: Store) -> None:
         else:
             result |= {"estimate_seconds": 0.1 * (1 + number % 7), "step_seconds": 0.05}
         store.finish(job, result)
+
+
+def test_seeds_of_a_training_may_know_different_epochs(tmp_path):
+    content = {"kind": "learning", "title": "Mine", "seeds": [0, 1], "training": TRAINING}
+    content |= {"quantities": {"range/rotation": "rotation"}}
+    experiment = make_experiment("mine", content | {"groups": {"one": {"ntk-20-1": "m = 20"}}})
+    store = Store(tmp_path)
+    fake(experiment, store)
+    first = experiment.jobs()[0]
+    result = store.result(first)
+    assert result is not None
+    result["history"]["range/rotation"] = {"epoch": [1], "value": [2.0]}
+    store.finish(first, result)
+    (row,) = rows_of(experiment.cases(), store)
+    curve = row["range/rotation"]
+    assert curve.mean[0] == pytest.approx((2.0 - 1.02) / 2) and math.isnan(curve.mean[1])
+    (line,) = csv.DictReader(io.StringIO(experiment.table([row]).csv()))
+    assert float(line["range/rotation at the end"]) == pytest.approx(curve.mean[0])
+    assert experiment.figure([row]) is not None
 
 
 @pytest.mark.parametrize(
@@ -171,6 +191,9 @@ def test_every_kind_can_be_shown(name, preset, tmp_path):
     body = shown.table.splitlines()[2:]
     assert len(body) == len(rows) or name == "table1"
     assert "nan" not in shown.table
+    assert ("range/rotation at the end" in shown.table) == (
+        name in ("fig1", "fig_train_invariance")
+    )
 
 
 def test_the_overview_needs_no_runs(tmp_path):
@@ -266,7 +289,7 @@ def test_a_page_holds_what_was_run_and_names_the_rest(tmp_path, blank_figures):
     assert "prior: `data: digits, every: 5, steps: 10`" in text  # the panel's own settings
     assert "![" in text and (page.parent / "images/experiments/fig6-small.png").exists()
     assert "### Not run" in text and "`table2` (Table 2)" in text and "`fig6` (" not in text
-    assert "At the paper's settings: `fig6`.\n" in text
+    assert "With every setting as published: `fig6`.\n" in text
     # What another folder of results knows stays, and what is known here is replaced.
     old = {
         name: f"### A figure\n\n    python -m experiments {name}\n\nold {name}\n"
@@ -277,7 +300,7 @@ def test_a_page_holds_what_was_run_and_names_the_rest(tmp_path, blank_figures):
     assert write_page(page, store) == ["fig5", "fig6"]
     kept = page.read_text()
     assert old["fig5"] + "\n### " in kept and "old fig6" not in kept and "fig99" not in kept
-    assert "`fig5` (" not in kept and "At the paper's settings: `fig5`, `fig6`.\n" in kept
+    assert "`fig5` (" not in kept and "With every setting as published: `fig5`, `fig6`.\n" in kept
     write_page(page, store)
     assert page.read_text() == kept
     page.write_text(f"# Mine\n\n{BEGIN}\nold\n{END}\n\nafter\n")
@@ -289,7 +312,7 @@ def test_a_page_holds_what_was_run_and_names_the_rest(tmp_path, blank_figures):
     assert write_page(page, store) == ["fig2", "fig6"]
     overview = page.read_text().partition("experiments fig2")[2].partition("###")[0]
     assert "What it shows: Figure 2.\n" in overview and "minutes" not in overview
-    assert "At the paper's settings: `fig6`.\n" in page.read_text()
+    assert "With every setting as published: `fig6`.\n" in page.read_text()
     page.write_text("# Mine\n")
     write_page(page, store)
     assert page.read_text().startswith("# Mine\n\n" + BEGIN)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from small_experiments import TRAINING, bounds, place_in
 from evigrad.cli import main
 from evigrad.cli.trainings import trained
 from evigrad.errors import ConfigurationError
+from evigrad.training.files import sole_writer
 from experiments import runner
 from experiments.jobs import Store, evaluation, timing, training
 from experiments.present import present, state_of
@@ -152,6 +154,45 @@ def test_what_measures_time_comes_last(tmp_path, performed):
     first, second = (training(TRAINING, seed=seed) for seed in (0, 1))
     run([timing(first), evaluation(first), timing(second)], place_in(tmp_path))
     assert performed == ["train", "train", "evaluate", "time", "time"]
+
+
+def test_what_measures_time_runs_in_no_pool(tmp_path, monkeypatch):
+    waves = []
+
+    def record(jobs, place, pool, cluster):
+        waves.append(([job.kind for job in jobs], pool is not None))
+        for job in jobs:
+            Store(place.results).finish(job, {})
+            yield job, (None, 1.0)
+
+    monkeypatch.setattr(runner, "_done", record)
+    jobs = [timing(training(TRAINING, seed=seed)) for seed in (0, 1)]
+    assert run(jobs, replace(place_in(tmp_path), jobs=2)) == []
+    assert waves == [(["train", "train"], True), ([], True), (["time", "time"], False)]
+
+
+def test_jobs_of_one_training_take_turns_with_it(done):
+    place, job = done
+    with ThreadPoolExecutor(1) as pool:
+        with sole_writer(Store(place.results).folder(job) / RUN):
+            waiting = pool.submit(perform, evaluation(job, "ntk-5-C"), place)
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=1.0)
+        assert waiting.result(timeout=60)["blocks"] == 8
+
+
+def test_an_imported_training_runs_again_where_its_network_is_needed(done, tmp_path):
+    place, job = done
+    Store(place.results).export(tmp_path / "results.jsonl.gz")
+    here = place_in(tmp_path / "here")
+    store = Store(here.results)
+    store.take(tmp_path / "results.jsonl.gz")
+    assert missing([job], store) == []
+    wanted = evaluation(job, "ntk-4-C")
+    assert [each.kind for each in missing([wanted], store)] == ["train", "evaluate"]
+    assert run([wanted], here) == []
+    assert result_of(here, wanted)["blocks"] == 10
+    assert [each.kind for each in missing([evaluation(job, "ntk-2-C")], store)] == ["evaluate"]
 
 
 def test_side_by_side_is_the_same_as_one_after_the_other(done, tmp_path):

@@ -141,9 +141,11 @@ def trained(config: Mapping[str, Any], folder: Path, place: Place) -> tuple[Setu
     setup = _set_up_at(place, chosen(set_up, options))
     (run,) = prepare_runs(setup, options)
     directory = RunDirectory(folder, resume=True)
-    if not (directory.path / CONFIGURATION).exists():
-        directory.write_text(CONFIGURATION, parser.dump(parser.parse_object(dict(config))))
-    return setup, run.train(directory, resume=True, progress=False)
+    # Several jobs may want one training at once, also only to read it.
+    with directory.locked(wait=True):
+        if not (directory.path / CONFIGURATION).exists():
+            directory.write_text(CONFIGURATION, parser.dump(parser.parse_object(dict(config))))
+        return setup, run.train(directory, resume=True, progress=False)
 
 
 def run_folder(config: Mapping[str, Any], place: Place) -> Path:

@@ -94,14 +94,15 @@ def _sync_names(folder: Path) -> None:
 
 
 @contextmanager
-def sole_writer(folder: Path) -> Iterator[None]:
+def sole_writer(folder: Path, wait: bool = False) -> Iterator[None]:
     """Keep other processes, and other runs of this one, from writing into an existing folder.
 
     The operating system's lock on the folder itself leaves no file, and ends with the process.
-    Where the file system has no locks, nothing is locked.
+    Where the file system has no locks, nothing is locked. With ``wait`` it takes its turn where the
+    folder is locked.
 
     Raises:
-        ConfigurationError: If the folder is locked.
+        ConfigurationError: If the folder is locked, without ``wait``.
     """
     with ExitStack() as stack:
         try:
@@ -109,7 +110,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
 
             descriptor = os.open(folder, os.O_RDONLY)
             stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise ConfigurationError(
                 f"Another process is writing into {folder}: the run goes on there. Wait until it is"

@@ -70,14 +70,17 @@ class RunDirectory:
         return folder
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lock the folder, also repeatedly; ConfigurationError if another run has locked it."""
+    def locked(self, wait: bool = False) -> Iterator[None]:
+        """Lock the folder, also repeatedly.
+
+        ConfigurationError if another run has locked it, unless this one is to ``wait`` for it.
+        """
         if self._lock is not None:
             yield
             return
         with ExitStack() as self._lock:
             try:
-                self._lock.enter_context(sole_writer(self.path))
+                self._lock.enter_context(sole_writer(self.path, wait))
                 yield
             finally:
                 self._lock = None
