@@ -135,6 +135,20 @@ def test_one_pass_where_every_block_is_the_same(make_net, regression, monkeypatc
     assert (hyperparameters_of(loop) != before).all()
 
 
+@pytest.mark.parametrize("estimator", ["ntk-N-C", "blockdiag-N-C", "full-N-C"])
+def test_a_single_step_keeps_no_pass(make_net, regression, monkeypatch, estimator):
+    """Keeping one would factor its matrices twice: for a trial that no later step needs."""
+    settings: dict[str, Any] = {"likelihood": Gaussian(0.7), "estimator": estimator}
+    data = (regression[0].double(), regression[1].double())
+    loop = prepared(make_net().double(), data, steps=1, prior_update="fixed_point", **settings)
+    kept = copy.deepcopy(loop.evidence)
+    monkeypatch.setattr(loop.evidence, "collect", None)
+    (estimate,) = loop.learn(2).estimates
+    assert estimate.log_evidence == pytest.approx(
+        kept.backward(kept.collect(*data)).log_evidence, rel=1e-10
+    )
+
+
 @pytest.mark.parametrize("prior_blocks", [None, 2])
 def test_steps_share_the_pass_over_their_anchors(
     make_net, regression, monkeypatch, prior_blocks: int | None

@@ -364,9 +364,10 @@ def blocks_of_a_round(
 ) -> tuple[Iterable[Block | list[KeptPass]], bool]:
     """Return a block or kept passes for each step of a round, and whether all have the same one.
 
-    Steps on prior and noise alone share passes: the only pass there is, where one block holds all
-    data, and the pass over the anchors, where these are chosen for a round. ``prior_blocks`` is the
-    number of blocks whose passes all steps share; None is a block for each step.
+    Several steps on prior and noise alone share passes: the only pass there is, where one block
+    holds all data, and the pass over the anchors, where these are chosen for a round.
+    ``prior_blocks`` is the number of blocks whose passes all steps share; None is a block for each
+    step.
     """
     anchored = isinstance(blocks, AnchoredStream)
     keepable = (anchored or blocks.is_constant) and is_keepable(evidence, x, names)
@@ -375,7 +376,7 @@ def blocks_of_a_round(
         passes = passes_over(evidence, drawn, x, names)
         if prior_blocks is None and drawn.draws:
             return ([own] for each in passes for own in each.draws()), False
-    elif prior_blocks is None and not (blocks.is_constant and keepable):
+    elif prior_blocks is None and (steps == 1 or not (blocks.is_constant and keepable)):
         return blocks.take(steps), False
     else:
         passes = (evidence.collect(b, wrt=names) for b in blocks.round(prior_blocks or 1))
