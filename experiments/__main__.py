@@ -3,7 +3,7 @@
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -16,16 +16,18 @@ from evigrad.errors import ConfigurationError, EvigradError
 from experiments import kinds  # noqa: F401  # what files may name
 from experiments.checks import problems
 from experiments.definition import PRESETS, Experiment, paper_experiments, read_experiment
-from experiments.jobs import Store
-from experiments.present import PAGE_PRESETS, present, state_of, write_page
+from experiments.jobs import Job, Store
+from experiments.present import PAGE_PRESETS, duration, present, state_of, write_page
 from experiments.runner import missing, run
+from experiments.work import PARTIAL, RUN
 
 _DESCRIPTION = """\
 Run what a figure or a table of the paper is made of, draw it, and write its table.
 
 Each run is known by all its settings: what is done is never done again, what was interrupted goes
 on from its last checkpoint. The preset 'small' shows the effect in minutes on a small machine,
-'tiny' in a minute that it works, and 'paper' has the paper's settings.
+'tiny' in a minute that it works; 'cpu' has the paper's data and networks and what a processor does
+of the rest in hours, and 'paper' has the paper's settings.
 
 examples:
   python -m experiments --list                      what there is, and how much of it is done
@@ -74,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seeds", type=int, nargs="+", metavar="N", help="in the place of the preset's")
     add("--list", action="store_true", help="only say what there is and what is done")
     add("--dry-run", action="store_true", help="only say which jobs are missing")
+    add("--no-run", action="store_true", help="only draw what is done")
     add(
         "--page",
         type=Path,
@@ -115,6 +118,11 @@ def _run(options: argparse.Namespace) -> int:
     given = (options.results, options.jobs, options.data_dir, options.device, options.threads)
     place = place_of(*given)
     store = Store(place.results)
+    if options.page is not None and options.name not in (None, *paper_experiments()):
+        raise ConfigurationError(
+            f"A page shows the paper's experiments alone, and '{options.name}' is none of them."
+            f" Without --page its figure and its tables come into {place.results / 'shown'}."
+        )
     for file in options.imported:
         _say(f"{store.take(file)} results of {file} are new in {place.results}")
     code = _done(options, place, store)
@@ -131,7 +139,8 @@ def _done(options: argparse.Namespace, place: Place, store: Store) -> int:
     """What is listed or run before results are written elsewhere; the exit code."""
     if options.list:
         names = [options.name] if options.name else list(paper_experiments())
-        _console().print(_overview(names, store))
+        presets = [options.preset] if options.preset else PRESETS
+        _console().print(_overview(names, presets, store))
         return 0
     if options.name is None:
         if not (options.page or options.export or options.imported):
@@ -147,9 +156,12 @@ def _done(options: argparse.Namespace, place: Place, store: Store) -> int:
         jobs = experiment.jobs()
         left = missing(jobs, store)
         for job in left:
-            print(f"{job.id}  {job.label}{', begun' if store.folder(job).exists() else ''}")
+            print(f"{job.id}  {job.label}{_begun(job, store)}")
         _say(f"{len(left)} of {len(jobs)} jobs are missing.")
+        _warn(problems(left, place), left)
         return 0
+    if options.no_run:
+        return 0 if _show(experiment, store) else 1
     return reproduce(experiment, place, options.cluster)
 
 
@@ -195,16 +207,31 @@ def reproduce(experiment: Experiment, place: Place, cluster: Path | None = None)
         _say(f"warning: {names[0]}{others} failed: {reason}")
     if left:
         _say(f"{len(left) - len(failures)} jobs in {time.perf_counter() - start:.0f} s")
+    return 0 if _show(experiment, store) and not (failures or forbidden) else 1
+
+
+def _show(experiment: Experiment, store: Store) -> bool:
+    """Draw the figure, print the table; whether there is anything to show."""
     try:
         shown = present(experiment, store)
     except ConfigurationError as error:
         _say(f"error: {error}")
-        return 1
+        return False
     print(shown.table)
     for remark in shown.summary["remarks"]:
         _say(remark)
     _say(f"Figure, tables and summary: {shown.folder}")
-    return 1 if failures or forbidden else 0
+    return True
+
+
+def _begun(job: Job, store: Store) -> str:
+    """What is there of a missing job, in words behind its label."""
+    if store.result(job) is not None:
+        return ", again: its network was not imported"
+    if store.failure(job) is not None:
+        return ", failed the last time"
+    begun = any((store.folder(job) / name).exists() for name in (RUN, PARTIAL))
+    return ", begun" if begun else ""
 
 
 def _left_out(experiment: Experiment, place: Place) -> set[str]:
@@ -215,36 +242,34 @@ def _left_out(experiment: Experiment, place: Place) -> set[str]:
     forbidden = {job.id for jobs in found.values() for job in jobs}
     if cases and all(any(job.id in forbidden for job in case.jobs.values()) for case in cases):
         raise ConfigurationError(" ".join(found))
+    _warn(found, left)
     for reason, jobs in found.items():
-        _say(f"warning: {len(jobs)} of {len(left)} jobs are left out: {reason}")
         for job in jobs:
             store.fail(job, reason)
     return forbidden
 
 
-def _overview(names: Sequence[str], store: Store) -> Table:
+def _warn(found: Mapping[str, Sequence[Job]], left: Sequence[Job]) -> None:
+    for reason, jobs in found.items():
+        _say(f"warning: {len(jobs)} of {len(left)} jobs are left out: {reason}")
+
+
+def _overview(names: Sequence[str], presets: Sequence[str], store: Store) -> Table:
     caption = "Jobs done of all, and the time that those took, one after the other."
     table = Table(box=SIMPLE_HEAD, title="Experiments", caption=caption, caption_justify="left")
     table.add_column("name", no_wrap=True)
-    for head in ("shows", *PRESETS):
+    for head in ("shows", *presets):
         table.add_column(head)
     for name in names:
         whole, cells = read_experiment(name), []
-        for preset in PRESETS:
+        for preset in presets:
             try:
                 done, total, spent = state_of(read_experiment(name, preset), store)
-                cells.append(f"{done}/{total}" + (f", {_duration(spent)}" if done else ""))
+                cells.append(f"{done}/{total}" + (f", {duration(spent)}" if done else ""))
             except ConfigurationError:  # no such preset
                 cells.append("–")
         table.add_row(whole.name, whole.shows or whole.title, *cells)
     return table
-
-
-def _duration(seconds: float) -> str:
-    for unit, size, below in (("s", 1, 90), ("min", 60, 5400), ("h", 3600, 2 * 86400)):
-        if seconds < below:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds / 86400:.0f} days"
 
 
 def _say(text: str) -> None:

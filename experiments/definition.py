@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -148,7 +148,14 @@ def read_experiment(name: str, preset: str | None = PAPER) -> Experiment:
         )
     content = _content(path)
     if preset is None:
-        preset = SMALL if SMALL in (content.get("presets") or {}) else PAPER
+        presets = list(content.get("presets") or {})
+        if presets and SMALL not in presets:
+            raise ConfigurationError(
+                f"{path} has presets, but none named '{SMALL}', which is taken where none is asked"
+                f" for.{nearest(SMALL, presets)} Ask for one, --preset {', '.join(presets)}, or for"
+                f" the file without any, --preset {PAPER}."
+            )
+        preset = SMALL if presets else PAPER
     return make_experiment(path.stem, content, preset)
 
 
@@ -201,6 +208,13 @@ def make_experiment(name: str, content: Mapping[str, Any], preset: str = PAPER) 
             f" {', '.join(Experiment.kinds)}.{nearest(kind, Experiment.kinds)}"
         )
     made = Experiment.kinds[kind]
+    keys = [each.name for each in fields(made)]
+    for key in rest:
+        if key not in keys:
+            raise ConfigurationError(
+                f"The experiment {name} has the key '{key}', which the kind {kind} does not"
+                f" know.{nearest(key, keys)}"
+            )
     parser = _parser(made)
     try:
         found = parser.instantiate(parser.parse_object({**rest, "name": name, "preset": preset}))

@@ -69,6 +69,11 @@ class Job:
         )
 
 
+def is_kept(metric: str) -> bool:
+    """Whether a training keeps this of all epochs; the rest is in the folder of its run."""
+    return metric == "log_evidence" or metric.startswith(("test_", "train_", RANGE))
+
+
 def training(*options: Mapping[str, Any], seed: int) -> Job:
     """A training by options of ``evigrad train``, of which later ones replace earlier ones."""
     together = {name: value for part in options for name, value in part.items()}
@@ -239,6 +244,8 @@ class Store:
         Raises:
             ConfigurationError: If the file cannot be read.
         """
+        if not file.is_file():
+            raise ConfigurationError(f"There is no file {file}.")
         try:
             lines = gzip.decompress(file.read_bytes()).decode("utf-8").splitlines()
             known = [(_of(each["job"]), dict(each["result"])) for each in map(json.loads, lines)]

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from evigrad.cli.trainings import stored
 from evigrad.errors import ConfigurationError
 from experiments.cases import Case, Row, coverage, rows_of, seeds_of
 from experiments.definition import (
@@ -29,6 +30,7 @@ BEGIN, END = "<!-- experiments -->", "<!-- end experiments -->"
 
 _MOST_NAMES = 12  # in a sentence
 _SUMMARY = "summary.json"
+_WANTED = "seeds_wanted"
 _IMAGES = "images/experiments"
 
 
@@ -94,6 +96,7 @@ def present(experiment: Experiment, store: Store) -> Shown:
         "preset": experiment.preset,
         "shows": experiment.shows,
         "seeds": sorted(seeds_of(rows)),
+        _WANTED: experiment.seeds,
         "num_data": sorted({result["num_data"] for result in known if "num_data" in result}),
         "jobs": [len(known), len(jobs)],
         "seconds": float(sum(result["job_seconds"] for result in known)),
@@ -172,7 +175,8 @@ def write_page(page: Path, store: Store, presets: Sequence[str] = PAGE_PRESETS) 
             reduced.append(f"`{name}`")
     if left or reduced:
         said = [f"With every setting as published: {', '.join(reduced)}."] if reduced else []
-        said += [f"Not at all: {', '.join(left)}."] if left else []
+        with_them = " and ".join(f"`{preset}`" for preset in presets)
+        said += [f"With {with_them}: {', '.join(left)}."] if left else []
         parts.append("### Not run\n\n" + "\n\n".join(said) + "\n")
     page.parent.mkdir(parents=True, exist_ok=True)
     text = "\n".join(parts)
@@ -205,8 +209,12 @@ def _if_shown(name: str, preset: str, store: Store) -> Experiment | None:
         experiment = read_experiment(name, preset)
     except ConfigurationError:  # it has no such preset
         return None
-    if not (shown_in(experiment, store) / _SUMMARY).exists():
+    summary = shown_in(experiment, store) / _SUMMARY
+    if not summary.exists():
         return None
+    wanted = stored(summary).get(_WANTED, experiment.seeds)
+    if wanted != experiment.seeds:  # seeds of panels or blocks of their own stay where nobody asks
+        experiment = experiment.with_seeds(wanted)
     cases = experiment.cases()
     return experiment if not cases or rows_of(cases, store) else None
 
@@ -233,8 +241,7 @@ def _section(experiment: Experiment, store: Store, folder: Path) -> str:
         dates = " to ".join(dict.fromkeys((summary["dates"][0], summary["dates"][-1])))
         lines += [
             f"- Settings: {_settings(experiment)}.",
-            f"- {'; '.join(summary['machines'])}; {dates};"
-            f" {summary['seconds'] / 60:.0f} minutes of runs.",
+            f"- {'; '.join(summary['machines'])}; {dates}; {duration(summary['seconds'])} of runs.",
         ]
     if summary["num_data"]:
         lines.append(f"- Training data: {', '.join(f'{n:,}' for n in summary['num_data'])}.")
@@ -243,6 +250,14 @@ def _section(experiment: Experiment, store: Store, folder: Path) -> str:
     if experiment.differs:
         lines.append(f"- Where it differs from the paper: {' '.join(experiment.differs.split())}")
     return "\n".join(lines) + "\n"
+
+
+def duration(seconds: float) -> str:
+    """A time in words, for people."""
+    for unit, size, below in (("s", 1, 90), ("min", 60, 5400), ("h", 3600, 2 * 86400)):
+        if seconds < below:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} days"
 
 
 def _settings(experiment: Experiment) -> str:

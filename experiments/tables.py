@@ -20,14 +20,15 @@ class Column:
 
     Attributes:
         name: Its head.
-        digits: Behind the point.
+        digits: Behind the point. None for two significant ones at least, and none behind the point
+            where there are more before it.
         scale: What numbers are multiplied by, as 100 for percent.
         best: ``high`` or ``low`` to have the best values in bold; empty for none. Numbers without
             a standard error, as those of one seed, are not bold.
     """
 
     name: str
-    digits: int = 3
+    digits: int | None = 3
     scale: float = 1.0
     best: str = ""
 
@@ -38,9 +39,12 @@ class Column:
         mean, error = (cell.mean, cell.error) if isinstance(cell, Mean) else (cell, math.nan)
         if mean is None or not math.isfinite(mean):
             return "–"
-        text = f"{self.scale * mean:.{self.digits}f}"
+        digits = self.digits
+        if digits is None:
+            digits = max(0, 1 - math.floor(math.log10(abs(self.scale * mean)))) if mean else 0
+        text = f"{self.scale * mean:.{digits}f}"
         if math.isfinite(error):
-            text += f"{between}{self.scale * error:.{self.digits}f}"
+            text += f"{between}{self.scale * error:.{digits}f}"
         return text
 
 

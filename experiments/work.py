@@ -12,11 +12,11 @@ import torch
 
 from evigrad.cli.trainings import Place, trained
 from evigrad.training import FitResult, curves_along, evaluate_evidence, evidence_along, time_steps
-from experiments.jobs import RANGE, Job, Store
+from experiments.jobs import Job, Store, is_kept
 
 RUN = "run"  # the folder of a training inside that of its job
-# What is kept of all epochs, where it is known; the rest is in the folder of the run.
-_RECORDED = ("log_evidence", "loss", "test_", "train_", RANGE)
+PARTIAL = "partial.json"  # what is done of a curve
+_DIGITS = 6  # of what is kept of all epochs, which is drawn
 
 
 def perform(job: Job, place: Place) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def _result(job: Job, folder: Path, run: Path, place: Place) -> dict[str, Any]:
         steps = job.training["hyper_steps"] or job.training["steps"]
         times = time_steps(result.evidence, data, job.training["batch_size"], steps)
         return {f"{name}_seconds": value for name, value in asdict(times).items()}
-    partial = folder / "partial.json"
+    partial = folder / PARTIAL
     if job.kind == "curves":
         return curves_along(result.evidence, data, seed=seed, partial=partial, **options)
     name = options.pop("estimator")
@@ -62,10 +62,10 @@ def _trained(result: FitResult) -> dict[str, Any]:
     history: dict[str, dict[str, list[float]]] = {}
     for row in result.history:
         for name, value in row.items():
-            if name.startswith(_RECORDED) and value is not None and math.isfinite(value):
+            if is_kept(name) and value is not None and math.isfinite(value):
                 column = history.setdefault(name, {"epoch": [], "value": []})
                 column["epoch"].append(row["epoch"] or 0)
-                column["value"].append(value)
+                column["value"].append(float(f"{value:.{_DIGITS}g}"))
     return {
         "train": result.train_metrics,
         "test": result.test_metrics,

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evigrad import plots
+from evigrad.errors import ConfigurationError
 from experiments.cases import Case, Mean, Row
 from experiments.definition import Experiment, Options
-from experiments.jobs import BLOCKS, training, with_estimate
+from experiments.jobs import BLOCKS, RANGE, is_kept, training, with_estimate
 from experiments.tables import Column, Table
 
 if TYPE_CHECKING:
@@ -30,6 +31,15 @@ class Learning(Experiment):
     groups: dict[str, dict[str, str | None]]
     exceptions: dict[str, Options] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.quantities:
+            if not is_kept(name):
+                raise ConfigurationError(
+                    f"The experiment {self.name} draws '{name}', which its trainings do not keep"
+                    f" of all epochs. They keep log_evidence, test_…, train_… and {RANGE}…."
+                )
+
     def cases(self) -> list[Case]:
         """A training for each group, estimator and seed, and its estimate at the end."""
         found = []
@@ -47,9 +57,9 @@ class Learning(Experiment):
         if "log_evidence" not in self.quantities:
             return []
         return [
-            "The figure shows the log evidence of each round, the mean over its steps, each on a"
-            " subset of its own, and leaves out the lowest values; the table shows the mean over"
-            f" {BLOCKS} subsets at the end, where there are as many."
+            "Log evidence: the figure shows means over the steps of a round, without the lowest"
+            f" values; the table shows the estimate after training, over at most {BLOCKS} subsets,"
+            " which is exact on all data."
         ]
 
     def own_settings(self) -> list[tuple[str, Options]]:
@@ -104,12 +114,12 @@ class Learning(Experiment):
         others = ("log_evidence", "test_log_likelihood")
         names = [name for name in self.quantities if name not in others]
         columns = [
-            Column("estimators"),
+            Column("group"),
             Column("estimator"),
             Column("log evidence, own estimate"),
             *(Column(f"{name.replace('_', ' ')} at the end") for name in names),
             Column("test log likelihood", best="high"),
-            Column("seconds", digits=0),
+            Column("seconds", digits=None),
         ]
         ordered = self.in_order(rows, "group", list(self.groups))
         cells = [

@@ -1,5 +1,6 @@
 """Tightness over time of many estimators, each of a training of its own (Figure 1)."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import product
@@ -77,8 +78,11 @@ class Pareto(Experiment):
     def figure(self, rows: list[Row]) -> "Figure":
         """A point for each estimator, and the frontier; full-batch estimators in black."""
         specs, found = self.specs(), []
-        for row in rows:
-            group, size = specs[row["estimator"]].family
+        families = [specs[row["estimator"]].family for row in rows]
+        many = Counter(group for group, _ in families)
+        for row, (group, size) in zip(rows, families, strict=True):
+            if many[group] == 1:
+                group = row["estimator"]
             x, y = row["seconds"], row["value"]
             found.append(plots.Point(group, size, x.mean, y.mean, y_error=y.error))
         return plots.points(

@@ -58,7 +58,7 @@ class Selection(Experiment):
     def table(self, rows: list[Row]) -> Table:
         """Both numbers for each architecture."""
         columns = [
-            Column("architectures"),
+            Column("family"),
             Column("architecture"),
             Column("weights", 0),
             Column("log evidence per datum", best="high"),

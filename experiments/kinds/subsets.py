@@ -89,7 +89,7 @@ class Subsets(Experiment):
             Column("log evidence", best="high"),
             Column("test log likelihood", best="high"),
             Column("test accuracy, %", digits=1, best="high"),
-            Column("seconds", digits=0),
+            Column("seconds", digits=None),
         ]
         ordered = sorted(rows, key=lambda r: (list(self.variants).index(r["variant"]), r["size"]))
         cells = [

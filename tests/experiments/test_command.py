@@ -52,6 +52,15 @@ def test_figure_4_from_nothing(capsys, tmp_path, small_figure_4):
     run("fig4", "--preset", "tiny", "--import", tmp_path / "r.jsonl.gz", *other)
     there = capsys.readouterr()
     assert "6 results of" in there.err and "[1/" not in there.err and there.out == captured.out
+    run("fig5", "--preset", "tiny", "--dry-run", *other)
+    left = capsys.readouterr()
+    assert left.out.count(", again: its network was not imported\n") == 2
+    # What is done can be drawn without what is missing.
+    run("fig5", "--preset", "tiny", "--no-run", *other)
+    drawn = capsys.readouterr()
+    assert "Not run: " in drawn.err and "[1/" not in drawn.err and "| rotation |" in drawn.out
+    run("fig1", "--preset", "tiny", "--no-run", *other, code=1)
+    assert "Nothing of fig1 (tiny) is done." in capsys.readouterr().err
     run("fig5", "--preset", "tiny", "--dry-run", "--results", tmp_path)
     left = capsys.readouterr()
     # The trainings and the exact curves are those of Figure 4, whose kernels served both figures.
@@ -65,6 +74,9 @@ def test_the_list_says_what_was_and_predicts_nothing(capsys, tmp_path):
     run("fig4", "--list", "--results", tmp_path)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["fig4", "Figure", "4", "0/30", "0/26", "0/36", "2/6,", "80", "s"] in rows
+    run("fig4", "--list", "--preset", "tiny", "--results", tmp_path)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["fig4", "Figure", "4", "2/6,", "80", "s"] in rows
 
 
 def test_the_list_names_all_there_is(capsys, monkeypatch, tmp_path):
@@ -92,6 +104,8 @@ def test_mistakes(capsys, tmp_path):
         (("fig4", "--jobs", 0), "jobs must be at least 1"),
         (("fig4", "--seeds", -1), "give whole numbers, 0 or more"),
         ((tmp_path / "none.yaml",), "There is no file"),
+        (("--import", tmp_path / "none.gz", "--results", tmp_path / "r"), "There is no file"),
+        (("mine.yaml", "--page", tmp_path / "page.md"), "'mine.yaml' is none of them"),
     ):
         run(*arguments, code=2)
         assert words in capsys.readouterr().err
@@ -105,6 +119,9 @@ def test_what_is_missing_is_said_once(capsys, monkeypatch, tmp_path):
     run("fig4", "--device", "gpu", "--results", tmp_path / "r", code=2)
     assert capsys.readouterr().err.count("The device 'gpu' cannot be used here") == 1
     assert not (tmp_path / "r").exists()
+    run("table1", "--dry-run", "--results", tmp_path / "r")
+    error = capsys.readouterr().err
+    assert error.count("jobs are left out: There is no data set 'cifar10' here") == 1
 
 
 def test_a_file_of_ones_own(capsys, tmp_path):

@@ -86,6 +86,25 @@ def test_mistakes_are_named(tmp_path):
         read_experiment(str(path))
     with pytest.raises(ConfigurationError, match="Did you mean 'bounds'"):
         make_experiment("c", BOUNDS | {"kind": "bound"})
+    with pytest.raises(ConfigurationError, match="key 'panles'.* Did you mean 'panels'"):
+        make_experiment("c", without("panels") | {"panles": {}})
+    # A misspelt preset is not taken for a file without presets, which may take days.
+    path = write(tmp_path, "d", **BOUNDS, presets={"smal": {"seeds": [1]}})
+    with pytest.raises(ConfigurationError, match="none named 'small'.* --preset smal, or"):
+        read_experiment(str(path), None)
+    assert read_experiment(str(path), "smal").seeds == [1]
+
+
+def test_a_metric_that_no_training_keeps_is_refused():
+    content = {
+        "kind": "learning",
+        "title": "Mine",
+        "seeds": [0],
+        "groups": {"a": {"kfac-N-1": "b"}},
+    }
+    with pytest.raises(ConfigurationError, match="draws 'loss', which its trainings do not keep"):
+        make_experiment("c", content | {"quantities": {"loss": "loss"}})
+    assert make_experiment("c", content | {"quantities": {"test_accuracy": "accuracy"}}).jobs()
 
 
 def without(*names: str) -> dict[str, Any]:
@@ -192,7 +211,7 @@ def test_options_of_a_training_are_those_of_the_file():
         {"kind": "pareto", "estimators": ["ntk-20-1", "ntk-N-C"]},
         {
             "kind": "learning",
-            "quantities": {"loss": "loss"},
+            "quantities": {"test_accuracy": "accuracy"},
             "groups": {"one": {"ntk-20-1": None}, "two": {"ntk-N-C": "full"}},
         },
     ],

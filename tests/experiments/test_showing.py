@@ -279,6 +279,12 @@ def test_a_page_holds_what_was_run_and_names_the_rest(tmp_path, blank_figures):
     assert write_page(page, store) == []  # nobody asked for one of these as yet
     present(fig6, store)
     assert write_page(page, store) == ["fig6"]
+    # Drawn with other seeds, it stays so.
+    present(fig6.with_seeds([1]), store)
+    write_page(page, store)
+    assert "Preset `small`, seeds 1." in page.read_text()
+    present(fig6, store)
+    assert write_page(page, store) == ["fig6"]
     # Another summary without results, as after a change of its settings, is no hindrance.
     stale = shown_in(read_experiment("fig7", "small"), store)
     stale.mkdir(parents=True)

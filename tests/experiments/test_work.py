@@ -46,7 +46,7 @@ def test_a_training_is_that_of_evigrad_train(done, tmp_path):
     (only,) = own.values()
     assert only["test"] == result["test"]
     assert result["epochs"] == 3 and result["num_data"] == 40
-    assert result["history"]["loss"]["epoch"] == [1, 2, 3]
+    assert result["history"]["test_log_likelihood"]["epoch"] == [1, 2, 3]
 
 
 def test_an_evaluation_is_that_of_the_trained_network(done):
@@ -111,7 +111,7 @@ def test_an_interrupted_training_goes_on(done, tmp_path, monkeypatch):
     assert run([job], place) == []
     whole = result_of(done[0], job)
     assert result_of(place, job)["test"] == whole["test"]
-    assert result_of(place, job)["history"]["loss"] == whole["history"]["loss"]
+    assert result_of(place, job)["history"] == whole["history"]
 
 
 def test_a_failure_takes_with_it_what_needs_it_and_nothing_else(tmp_path):

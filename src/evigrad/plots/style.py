@@ -133,7 +133,13 @@ def plain_ticks(axis: "Axis") -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
-    subs = (1.0,) if high / low > 1e3 else (1.0, 3.0) if high / low > 30 else (1.0, 2.0, 5.0)
+    some = (
+        (1e3, (1.0,)),
+        (30, (1.0, 3.0)),
+        (10, (1.0, 2.0, 5.0)),
+        (0, (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)),
+    )
+    subs = next(subs for least, subs in some if high / low > least)
     axis.set_major_locator(LogLocator(subs=subs, numticks=20))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
