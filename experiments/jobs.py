@@ -21,6 +21,7 @@ from evigrad.training.settings import BASELINES
 # Of a partition, that the estimate at the end of a training is the mean of, for Figure 1 and the
 # training figures, which have trainings in common.
 BLOCKS = 30
+OVER_SUBSETS = "standard error over its subsets"  # of an estimate, and the head of its column
 RANGE = "range/"  # what the metrics of learned ranges begin with
 # Estimators of trainings that have no estimate of the evidence.
 WITHOUT_ESTIMATE = (None, *BASELINES)
@@ -107,12 +108,15 @@ def final_numbers(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """What tables and figures show of the results of ``with_estimate``.
 
     Returns:
-        Log evidence (None of a baseline) and test log likelihood in nats per datum, test accuracy
-        in percent, seconds of the training, and its number of weights.
+        Log evidence and its standard error over subsets (None of a baseline), and test log
+        likelihood in nats per datum, test accuracy in percent, seconds of the training, and its
+        number of weights.
     """
     trained = results["train"]
+    estimate = results.get("estimate", {})
     return {
-        "log_evidence": results["estimate"]["per_datum"] if "estimate" in results else None,
+        "log_evidence": estimate.get("per_datum"),
+        OVER_SUBSETS: estimate.get("sem"),
         "log_likelihood": trained["test"]["log_likelihood"],
         "accuracy": 100 * trained["test"]["accuracy"],
         "seconds": trained["seconds"],

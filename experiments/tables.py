@@ -24,7 +24,8 @@ class Column:
             where there are more before it.
         scale: What numbers are multiplied by, as 100 for percent.
         best: ``high`` or ``low`` to have the best values in bold; empty for none. Numbers without
-            a standard error, as those of one seed, are not bold.
+            a standard error, as those of one seed, are not bold, and nothing is where one of
+            them is better.
     """
 
     name: str
@@ -125,14 +126,17 @@ class Table:
         sign = 1.0 if self.columns[place].best == "high" else -1.0
         found = []
         for name in dict.fromkeys(self._groups):
-            known = {
+            means = {
                 number: cell
                 for number, (row, group) in enumerate(zip(self.rows, self._groups, strict=True))
                 if group == name and isinstance(cell := row[place], Mean)
-                if math.isfinite(cell.mean + cell.error)
+                if math.isfinite(cell.mean)
             }
+            known = {n: cell for n, cell in means.items() if math.isfinite(cell.error)}
             if len(known) > 1:
                 top = max(known.values(), key=lambda cell: sign * cell.mean)
+                if any(sign * cell.mean > sign * top.mean for cell in means.values()):
+                    continue  # a better one has no error
                 least = sign * top.mean - top.error
                 found += [n for n, c in known.items() if sign * c.mean + c.error >= least]
         return found

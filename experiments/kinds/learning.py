@@ -10,7 +10,7 @@ from evigrad import plots
 from evigrad.errors import ConfigurationError
 from experiments.cases import Case, Mean, Row
 from experiments.definition import Experiment, Options
-from experiments.jobs import BLOCKS, RANGE, is_kept, training, with_estimate
+from experiments.jobs import BLOCKS, OVER_SUBSETS, RANGE, is_kept, training, with_estimate
 from experiments.tables import Column, Table
 
 if TYPE_CHECKING:
@@ -53,14 +53,16 @@ class Learning(Experiment):
         return found
 
     def remarks(self, rows: list[Row]) -> list[str]:
-        """What the log evidence of the figure and of the table is."""
-        if "log_evidence" not in self.quantities:
-            return []
-        return [
-            "Log evidence: the figure shows means over the steps of a round, without the lowest"
-            f" values; the table shows the estimate after training, over at most {BLOCKS} subsets,"
-            " which is exact on all data."
-        ]
+        """What the log evidence of the figure and of the table is, and what has a schedule."""
+        names = [f"{r['group']} {r['label']}" for r in rows if r["estimator"] in self.exceptions]
+        found = [f"With settings of their own, named below: {'; '.join(names)}."] if names else []
+        if "log_evidence" in self.quantities:
+            found.append(
+                "Log evidence: the figure shows means over the steps of a round, without the lowest"
+                f" values; the table shows the estimate after training, over at most {BLOCKS}"
+                " subsets, which is exact on all data."
+            )
+        return found
 
     def own_settings(self) -> list[tuple[str, Options]]:
         """Those of the exceptions."""
@@ -73,6 +75,7 @@ class Learning(Experiment):
         found |= {"seconds": trained["seconds"]}
         if "estimate" in results:
             found["estimate"] = results["estimate"]["per_datum"]
+            found[OVER_SUBSETS] = results["estimate"]["sem"]
         for name, column in trained["history"].items():
             if name in self.quantities:
                 # Epochs may differ between seeds, as where a step was skipped.
@@ -117,6 +120,7 @@ class Learning(Experiment):
             Column("group"),
             Column("estimator"),
             Column("log evidence, own estimate"),
+            Column(OVER_SUBSETS),
             *(Column(f"{name.replace('_', ' ')} at the end") for name in names),
             Column("test log likelihood", best="high"),
             Column("seconds", digits=None),
@@ -124,7 +128,7 @@ class Learning(Experiment):
         ordered = self.in_order(rows, "group", list(self.groups))
         cells = [
             [
-                *(r["group"], r["label"], r.get("estimate")),
+                *(r["group"], r["label"], r.get("estimate"), r.get(OVER_SUBSETS)),
                 *(_last(r.get(name)) for name in names),
                 *(r["final"], r["seconds"]),
             ]

@@ -11,7 +11,7 @@ from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from experiments.cases import Case, Row
 from experiments.definition import Experiment, Options
-from experiments.jobs import BLOCKS, RANGE, evaluation, timing, training
+from experiments.jobs import BLOCKS, OVER_SUBSETS, RANGE, evaluation, timing, training
 from experiments.tables import Column, Table
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ class Pareto(Experiment):
         for row, (group, size) in zip(rows, families, strict=True):
             if many[group] == 1:
                 group = row["estimator"]
-            x, y = row["seconds"], row["value"]
-            found.append(plots.Point(group, size, x.mean, y.mean, y_error=y.error))
+            x, y, own = row["seconds"], row["value"], row["estimator"] in self.exceptions
+            found.append(plots.Point(group, size, x.mean, y.mean, y_error=y.error, hollow=own))
         return plots.points(
             found,
             self.title,
@@ -99,11 +99,12 @@ class Pareto(Experiment):
         columns = [
             Column("estimator"),
             Column("− log evidence, own estimate"),
+            Column(OVER_SUBSETS),
             Column("seconds of an estimate with gradient", digits=4),
             Column("× a step of the weights", digits=1),
             Column("test log likelihood", best="high"),
         ]
-        keys = ["value", "seconds", "steps", "log_likelihood"]
+        keys = ["value", OVER_SUBSETS, "seconds", "steps", "log_likelihood"]
         ranges = sorted({key for row in rows for key in row if key.startswith(RANGE)})
         columns += [Column(f"{name} at the end") for name in ranges]
         keys += ranges
@@ -123,8 +124,17 @@ class Pareto(Experiment):
         return Table(columns, cells)
 
     def remarks(self, rows: list[Row]) -> list[str]:
-        """Which estimators are on the frontier."""
-        return [f"On the frontier, by their time: {', '.join(self._front(rows))}."]
+        """Which estimators are on the frontier, and what is to be known of points and times."""
+        found = [f"On the frontier, by their time: {', '.join(self._front(rows))}."]
+        names = [row["estimator"] for row in rows]
+        if any(name in self.exceptions for name in names):
+            found.append("Hollow in the figure: trained with settings of their own, named below.")
+        if any(self.specs()[name].anchored for name in names):
+            found.append(
+                "Anchors are chosen in every third round: the seconds of anchored rows hold their"
+                " part of that, which the steps of these rounds share."
+            )
+        return found
 
     def _front(self, rows: list[Row]) -> list[str]:
         points = [(row["seconds"].mean, row["value"].mean) for row in rows]
@@ -137,6 +147,7 @@ def _read(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         "seconds": times["estimate_seconds"],
         "steps": times["estimate_seconds"] / times["step_seconds"],
         "value": -results["estimate"]["per_datum"],
+        OVER_SUBSETS: results["estimate"]["sem"],
         "log_likelihood": results["train"]["test"]["log_likelihood"],
     }
     if "judge" in results:

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 from evigrad import plots
 from experiments.cases import Case, Row
 from experiments.definition import Experiment, Options
-from experiments.jobs import final_numbers, training, with_estimate
+from experiments.jobs import OVER_SUBSETS, final_numbers, training, with_estimate
 from experiments.tables import Column, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BLOCKS = 20  # that an estimate at the end is the mean of
+_APART = 0.12  # between methods that stand side by side, of the distance between variants
 _QUANTITIES = {
     "log_evidence": "log marginal likelihood\n(nats per datum)",
     "log_likelihood": "test log likelihood\n(nats per datum)",
@@ -53,31 +54,38 @@ class Subsets(Experiment):
         return list(self.rows.items())
 
     def figure(self, rows: list[Row]) -> "Figure":
-        """Variants side by side; evidence, test log likelihood and accuracy one below the other."""
+        """Evidence, test log likelihood and accuracy, over the sizes of each variant.
+
+        Of a single size the variants stand side by side in one panel of each quantity.
+        """
         columns = {v: [row for row in rows if row["variant"] == v] for v in self.variants}
         columns = {variant: found for variant, found in columns.items() if found}
+        variants = list(columns)
+        looks = {"reference": self.reference, "ordered": self.ordered}
+        if len({row["size"] for row in rows}) == 1:
+            grid = [
+                [
+                    plots.Panel("", "", unit, _beside(rows, variants, name), names=variants)
+                    for name, unit in _QUANTITIES.items()
+                ]
+            ]
+            return plots.panels(grid, size=(1.2 + 0.7 * len(variants), 3.1), markers=True, **looks)
         grid = [
             [
                 plots.Panel(
                     variant if down == 0 else "",
                     "training data" if down == len(_QUANTITIES) - 1 else "",
-                    "" if variant != next(iter(columns)) else unit,
+                    "" if variant != variants[0] else unit,
                     [
-                        plots.Curve(
-                            label,
-                            [row["size"] for row in found if row["label"] == label],
-                            [row[name].mean for row in found if row["label"] == label],
-                            [row[name].error for row in found if row["label"] == label],
-                        )
-                        for label in dict.fromkeys(row["label"] for row in found)
+                        _curve(label, [r for r in of if r["label"] == label], name)
+                        for label in dict.fromkeys(row["label"] for row in of)
                     ],
                     log=True,
                 )
-                for variant, found in columns.items()
+                for variant, of in columns.items()
             ]
             for down, (name, unit) in enumerate(_QUANTITIES.items())
         ]
-        looks = {"reference": self.reference, "ordered": self.ordered}
         return plots.panels(grid, size=(3.6, 2.5), shared=True, markers=True, **looks)
 
     def table(self, rows: list[Row]) -> Table:
@@ -87,13 +95,36 @@ class Subsets(Experiment):
             Column("N", digits=0),
             Column("method"),
             Column("log evidence", best="high"),
+            Column(OVER_SUBSETS),
             Column("test log likelihood", best="high"),
             Column("test accuracy, %", digits=1, best="high"),
             Column("seconds", digits=None),
         ]
+        evidence, *others = _QUANTITIES
+        numbers = [evidence, OVER_SUBSETS, *others, "seconds"]
         ordered = sorted(rows, key=lambda r: (list(self.variants).index(r["variant"]), r["size"]))
         cells = [
-            [r["variant"], str(r["size"]), r["label"], *(r[n] for n in _QUANTITIES), r["seconds"]]
+            [r["variant"], str(r["size"]), r["label"], *(r[number] for number in numbers)]
             for r in ordered
         ]
         return Table(columns, cells, [f"{r['variant']} {r['size']}" for r in ordered])
+
+
+def _curve(label: str, rows: list[Row], name: str) -> plots.Curve:
+    """A quantity of a method over the sizes."""
+    numbers = [row[name] for row in rows]
+    sizes = [row["size"] for row in rows]
+    return plots.Curve(label, sizes, [n.mean for n in numbers], [n.error for n in numbers])
+
+
+def _beside(rows: list[Row], variants: list[str], name: str) -> list[plots.Curve]:
+    """A quantity of each method over the variants, the methods a little apart."""
+    labels = list(dict.fromkeys(row["label"] for row in rows))
+    found = []
+    for number, label in enumerate(labels):
+        own = [row for row in rows if row["label"] == label]
+        apart = _APART * (number - (len(labels) - 1) / 2)
+        places = [variants.index(row["variant"]) + apart for row in own]
+        means, errors = [row[name].mean for row in own], [row[name].error for row in own]
+        found.append(plots.Curve(label, places, means, errors))
+    return found

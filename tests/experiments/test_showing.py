@@ -40,7 +40,11 @@ def test_the_best_is_bold_with_all_that_overlaps():
     assert lines[3] == "| b | **0.85 ± 0.06** | **4.0 ± 0.1** |"
     assert lines[4] == "| c | 0.50 ± 0.10 | – |"
     assert lines[5] == "| other | 0.10 ± 0.01 | 9.0 |"
-    # Nothing overlaps with what has no error.
+    # Nothing overlaps with what has no error, and nothing is the best where that is better.
+    alone = Table(
+        columns[:2], [["a", Mean(1.0, 0.1, 3)], ["b", Mean(0.9, 0.1, 3)], ["c", Mean(1.2, NAN, 1)]]
+    )
+    assert "**" not in alone.markdown()
     assert lines[6] == "| another | – | 8.0 |"
     latex = table.latex()
     assert r"\textbf{1.00 {\scriptsize$\pm$} 0.10}" in latex
@@ -132,7 +136,7 @@ def fake(experiment: Experiment, store: Store) -> None:
                 "num_weights": 100 + number,
             }
         elif job.kind == "evaluate":
-            result |= {"per_datum": value}
+            result |= {"per_datum": value, "sem": 0.01}
         elif job.kind == "curve":
             grid = job.options["grid"]
             result |= {"mean": [value - abs(x) for x in grid], "sem": [0.01] * len(grid)}

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evigrad import plots
+from evigrad.plots import LIGHT
 
 pytest.importorskip("matplotlib")
 
@@ -46,6 +47,34 @@ def test_points_are_named_and_those_behind_the_frontier_are_not():
     (axes,) = plots.points(found, "Best", "x", "y", frontier=True, reference=["b"]).axes
     assert [text.get_text() for text in axes.texts] == ["1", "2", "4"]
     assert axes.get_xscale() == "log"
+
+
+def test_a_point_that_came_about_otherwise_is_hollow():
+    found = [plots.Point("a", "1", 1.0, 3.0), plots.Point("a", "2", 2.0, 2.0, hollow=True)]
+    (axes,) = plots.points(found, "All", "x", "y").axes
+    hollow = [line for line in axes.lines if line.get_markerfacecolor() == LIGHT.paper]
+    drawn = [np.asarray(line.get_xydata()).tolist() for line in hollow]
+    assert drawn == [[[2.0, 2.0]]]
+
+
+def test_values_over_names_stand_apart_with_their_errors():
+    own = plots.Curve("own", [-0.1, 0.9], [1.0, 2.0], [0.1, math.nan])
+    other = plots.Curve("other", [0.1, 1.1], [1.5, 2.5])
+    panel = plots.Panel("", "", "nats", [own, other], names=["a", "b ±90°"])
+    (axes,) = plots.panels([[panel]], markers=True).axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b\n±90°"]
+    assert all(line.get_linestyle() == "None" for line in axes.lines)
+    (bars,) = axes.collections
+    ends = [bar.tolist() for bar in bars.get_segments()]
+    assert ends == [pytest.approx(np.array([[-0.1, 0.9], [-0.1, 1.1]])), [[0.9, 2.0], [0.9, 2.0]]]
+
+
+def test_times_differ_by_less_than_a_decade():
+    points = [plots.Point("a", "1", 0.022, 0.7), plots.Point("a", "2", 0.094, 0.5)]
+    figure = plots.points(points, "", "seconds", "nats", frontier=True)
+    figure.canvas.draw()
+    labels = [label.get_text() for label in figure.axes[0].xaxis.get_ticklabels(which="both")]
+    assert {"0.03", "0.05", "0.07"} <= set(labels)
 
 
 def test_a_legend_is_in_the_order_of_the_sizes():

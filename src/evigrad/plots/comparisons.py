@@ -61,6 +61,8 @@ class Panel:
         curves: The curves.
         log: Whether the horizontal axis is logarithmic.
         clipped: Whether to leave out what lies so far below the tops that it flattens the rest.
+        names: What stands at the positions 0, 1, … of the horizontal axis, which no lines join;
+            empty for a scale.
     """
 
     title: str
@@ -69,6 +71,7 @@ class Panel:
     curves: Sequence[Curve]
     log: bool = False
     clipped: bool = False
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Point:
         y: Second coordinate.
         x_error: Standard error of the first; NaN where it is not known.
         y_error: Standard error of the second.
+        hollow: Whether its marker is not filled: it came about otherwise than the others.
     """
 
     group: str
@@ -90,6 +94,7 @@ class Point:
     y: float
     x_error: float = math.nan
     y_error: float = math.nan
+    hollow: bool = False
 
 
 def legend_order(
@@ -149,9 +154,16 @@ def panels(
                 axes.set_xscale("log")
             for curve in panel.curves:
                 look = {**looks[curve.label], **({} if markers else {"marker": ""})}
-                line = _draw_curve(axes, curve, look, mark_tops)
+                draw = _draw_apart if panel.names else _draw_curve
+                line = draw(axes, curve, look, mark_tops)
                 handles.setdefault(curve.label, line)
             axes.margins(x=0.02 if shared else 0)
+            if panel.names:
+                axes.set_xticks(
+                    range(len(panel.names)),
+                    [words(name).replace(" ", "\n") for name in panel.names],
+                )
+                axes.set_xlim(-0.5, len(panel.names) - 0.5)
             if panel.clipped:
                 _leave_out_depths(
                     axes, [c for p in row for c in p.curves] if shared else panel.curves
@@ -206,6 +218,10 @@ def points(
             elinewidth=0.9,
             **{**looks[group], "linestyle": ":" if joined else ""},
         )
+        own = [point for point in of_group if point.hollow]
+        hollow = {**looks[group], "linestyle": "", "markersize": _MARKER}
+        hollow["markerfacecolor"] = LIGHT.paper
+        axes.plot([point.x for point in own], [point.y for point in own], zorder=3, **hollow)
     named = list(found)
     if frontier:
         axes.set_xscale("log")
@@ -265,6 +281,13 @@ def _draw_curve(axes: "Axes", curve: Curve, look: dict[str, Any], mark_top: bool
         dot = {"color": line.get_color(), "marker": "o", "markersize": 4.5}
         axes.plot(x[top], y[top], clip_on=False, **dot)
     return line
+
+
+def _draw_apart(axes: "Axes", curve: Curve, look: dict[str, Any], mark_top: bool) -> Any:
+    """The values alone, with bars for errors."""
+    errors = [_known(error) for error in curve.error] or None
+    look = {**look, "linestyle": "", "markersize": _MARKER, "elinewidth": 0.9}
+    return axes.errorbar(list(curve.x), list(curve.y), yerr=errors, **look)
 
 
 def _leave_out_depths(axes: "Axes", curves: Sequence[Curve]) -> None:

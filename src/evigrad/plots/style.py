@@ -45,13 +45,14 @@ class Palette:
     shades: str
 
 
-# Okabe and Ito's colours; their yellow is left out because it is too light for a line on white.
+# Okabe and Ito's colours, with a brown in the place of their yellow, which is too light for a line
+# on white.
 LIGHT = Palette(
     paper="#ffffff",
     ink="#000000",
     muted="#555555",
     grid="#dddddd",
-    lines=("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"),
+    lines=("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A4B1E", "#000000"),
     shades="viridis_r",
 )
 # The hues of ``LIGHT``, lighter.
@@ -60,7 +61,7 @@ DARK = Palette(
     ink="#e6e6e6",
     muted="#a3a8b0",
     grid="#363a42",
-    lines=("#56B4E9", "#FF9050", "#2FCF9F", "#EBA3CB", "#F0C63C", "#A9B8FF", "#ffffff"),
+    lines=("#56B4E9", "#FF9050", "#2FCF9F", "#EBA3CB", "#F0C63C", "#A9B8FF", "#C8A27A", "#ffffff"),
     shades="viridis",
 )
 
