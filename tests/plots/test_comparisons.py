@@ -1,6 +1,7 @@
 """Figures that compare: panels of curves and points of two quantities."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def test_values_over_names_stand_apart_with_their_errors():
     (axes,) = plots.panels([[panel]], markers=True).axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b\n±90°"]
     assert all(line.get_linestyle() == "None" for line in axes.lines)
-    (bars,) = axes.collections
+    bars: Any = axes.collections[0]
     ends = [bar.tolist() for bar in bars.get_segments()]
     assert ends == [pytest.approx(np.array([[-0.1, 0.9], [-0.1, 1.1]])), [[0.9, 2.0], [0.9, 2.0]]]
 
