@@ -126,10 +126,10 @@ class Pareto(Experiment):
     def remarks(self, rows: list[Row]) -> list[str]:
         """Which estimators are on the frontier, and what is to be known of points and times."""
         found = [f"On the frontier, by their time: {', '.join(self._front(rows))}."]
-        names = [row["estimator"] for row in rows]
+        specs, names = self.specs(), [row["estimator"] for row in rows]
         if any(name in self.exceptions for name in names):
             found.append("Hollow in the figure: trained with settings of their own, named below.")
-        if any(self.specs()[name].anchored for name in names):
+        if any(specs[name].anchored for name in names):
             found.append(
                 "Anchors are chosen in every third round: the seconds of anchored rows hold their"
                 " part of that, which the steps of these rounds share."

@@ -77,8 +77,8 @@ class Subsets(Experiment):
                     "training data" if down == len(_QUANTITIES) - 1 else "",
                     "" if variant != variants[0] else unit,
                     [
-                        _curve(label, [r for r in of if r["label"] == label], name)
-                        for label in dict.fromkeys(row["label"] for row in of)
+                        _curve(label, own, [row["size"] for row in own], name)
+                        for label, own in _by_label(of).items()
                     ],
                     log=True,
                 )
@@ -110,21 +110,23 @@ class Subsets(Experiment):
         return Table(columns, cells, [f"{r['variant']} {r['size']}" for r in ordered])
 
 
-def _curve(label: str, rows: list[Row], name: str) -> plots.Curve:
-    """A quantity of a method over the sizes."""
+def _curve(label: str, rows: list[Row], places: list[float], name: str) -> plots.Curve:
+    """A quantity of a method at the places of its rows."""
     numbers = [row[name] for row in rows]
-    sizes = [row["size"] for row in rows]
-    return plots.Curve(label, sizes, [n.mean for n in numbers], [n.error for n in numbers])
+    return plots.Curve(label, places, [n.mean for n in numbers], [n.error for n in numbers])
 
 
 def _beside(rows: list[Row], variants: list[str], name: str) -> list[plots.Curve]:
     """A quantity of each method over the variants, the methods a little apart."""
-    labels = list(dict.fromkeys(row["label"] for row in rows))
+    by_label = _by_label(rows)
     found = []
-    for number, label in enumerate(labels):
-        own = [row for row in rows if row["label"] == label]
-        apart = _APART * (number - (len(labels) - 1) / 2)
+    for number, (label, own) in enumerate(by_label.items()):
+        apart = _APART * (number - (len(by_label) - 1) / 2)
         places = [variants.index(row["variant"]) + apart for row in own]
-        means, errors = [row[name].mean for row in own], [row[name].error for row in own]
-        found.append(plots.Curve(label, places, means, errors))
+        found.append(_curve(label, own, places, name))
     return found
+
+
+def _by_label(rows: list[Row]) -> dict[str, list[Row]]:
+    labels = dict.fromkeys(row["label"] for row in rows)
+    return {label: [row for row in rows if row["label"] == label] for label in labels}

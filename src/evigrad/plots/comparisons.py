@@ -154,9 +154,11 @@ def panels(
                 axes.set_xscale("log")
             for curve in panel.curves:
                 look = {**looks[curve.label], **({} if markers else {"marker": ""})}
-                draw = _draw_apart if panel.names else _draw_curve
-                line = draw(axes, curve, look, mark_tops)
-                handles.setdefault(curve.label, line)
+                if panel.names:
+                    handle = _draw_apart(axes, curve, look)
+                else:
+                    handle = _draw_curve(axes, curve, look, mark_tops)
+                handles.setdefault(curve.label, handle)
             axes.margins(x=0.02 if shared else 0)
             if panel.names:
                 axes.set_xticks(
@@ -218,16 +220,16 @@ def points(
             elinewidth=0.9,
             **{**looks[group], "linestyle": ":" if joined else ""},
         )
-        own = [point for point in of_group if point.hollow]
-        hollow = {**looks[group], "linestyle": "", "markersize": _MARKER}
-        hollow["markerfacecolor"] = LIGHT.paper
-        axes.plot([point.x for point in own], [point.y for point in own], zorder=3, **hollow)
+        if hollow := [point for point in of_group if point.hollow]:
+            x, y = [point.x for point in hollow], [point.y for point in hollow]
+            look = {**looks[group], "linestyle": "", "markerfacecolor": LIGHT.paper}
+            axes.plot(x, y, markersize=_MARKER, zorder=3, **look)
     named = list(found)
     if frontier:
         axes.set_xscale("log")
         named = [found[i] for i in pareto_front([(point.x, point.y) for point in found])]
         x, y = [point.x for point in named], [point.y for point in named]
-        look: dict[str, Any] = {"color": LIGHT.muted, "linewidth": 3.5, "alpha": 0.25, "zorder": 0}
+        look = {"color": LIGHT.muted, "linewidth": 3.5, "alpha": 0.25, "zorder": 0}
         axes.step(x, y, where="post", label="frontier", **look)
     axes.margins(0.1)
     times = {point.x for point in found}
@@ -283,7 +285,7 @@ def _draw_curve(axes: "Axes", curve: Curve, look: dict[str, Any], mark_top: bool
     return line
 
 
-def _draw_apart(axes: "Axes", curve: Curve, look: dict[str, Any], mark_top: bool) -> Any:
+def _draw_apart(axes: "Axes", curve: Curve, look: dict[str, Any]) -> Any:
     """The values alone, with bars for errors."""
     errors = [_known(error) for error in curve.error] or None
     look = {**look, "linestyle": "", "markersize": _MARKER, "elinewidth": 0.9}
