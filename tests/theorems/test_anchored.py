@@ -24,7 +24,6 @@ from evigrad.blocks.anchors.partition import (
     guessed,
     unit_score,
 )
-from evigrad.blocks.anchors.stream import control_variate
 from evigrad.blocks.block import Block, Draw
 from evigrad.likelihoods import Categorical, categorical, roots
 from evigrad.priors import GaussianPrior
@@ -295,17 +294,11 @@ def test_all_draws_have_the_value_and_the_gradient_of_the_bound_for_their_mean(
     # Probabilities are what a block's values and gradients are weighted with in the mean.
     chances = torch.arange(1, len(parts) + 1, dtype=torch.float64)
     chances /= chances.sum()
-    # What is expected of blocks may be anything: it is a control variate.
-    made_up = 3.0 * torch.rand(len(parts), generator=generator, dtype=torch.float64)
     mean = 0.0
     found = {name: torch.zeros_like(parameters[name]) for name in names}
     for number, chance in enumerate(chances.tolist()):
-        own = float(made_up[number])
-        offset = control_variate(made_up, own, 1 / chance)
         for chosen in subsets:
-            block = with_data(
-                blocks.block([Draw(number, 1 / chance, offset, own)], chosen[None]), data
-            )
+            block = with_data(blocks.block([Draw(number, 1 / chance)], chosen[None]), data)
             estimate = evidence.backward(block, wrt=names)
             mean += chance / len(subsets) * estimate.log_evidence
             for name in names:
@@ -465,10 +458,7 @@ def test_draws_that_share_a_pass_are_those_of_passes_of_their_own(
     parts = [p for b in range(1, 5) if len(p := (labels == b).nonzero().squeeze(1))]
     blocks = AnchoredPartition(anchors, parts, num_data, OUTPUTS)
     numbers = data.draw(st.lists(st.integers(0, len(parts) - 1), max_size=5)) if parts else []
-    draws = [
-        Draw(number, data.draw(st.floats(1.0, 9.0)), data.draw(st.floats(-3.0, 3.0)), 0.5, number)
-        for number in numbers
-    ]
+    draws = [Draw(number, data.draw(st.floats(1.0, 9.0)), 0.5, number) for number in numbers]
     evidence = Evidence(
         model,
         LIKELIHOODS[likelihood](OUTPUTS),

@@ -15,20 +15,17 @@ MOST_EXPANDED = 1.5
 
 @dataclass(frozen=True)
 class Draw:
-    """A drawn part B of the rows that are no anchors; it estimates ℓ by ℓ(Z) + w ℓ(B|Z) + offset.
+    """A drawn part B of the rows that are no anchors; it estimates ℓ by ℓ(Z) + w ℓ(B|Z).
 
     Attributes:
         part: The number of the part in its partition, from 0.
         weight: w, one over the probability of the draw.
-        offset: Control variate in nats: the expected sum over all parts minus w times the expected
-            ℓ(B|Z). Its expectation is zero, and it cancels most of the draw's error.
         guess: Predicted ℓ(B|Z), before calibration by observed values.
         key: Calibration key, the same for parts whose predictions err alike.
     """
 
     part: int
     weight: float = 1.0
-    offset: float = 0.0
     guess: float = 0.0
     key: int = 0
 
@@ -60,16 +57,11 @@ class Anchored:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """w_b in ℓ(Z) + Σ_b w_b ℓ(B_b|Z) + ``offset``, for each of ``parts``."""
+        """w_b in ℓ(Z) + Σ_b w_b ℓ(B_b|Z), for each of ``parts``."""
         weights = dict.fromkeys(self.parts, 0.0)
         for draw in self.draws:
             weights[draw.part] += draw.weight / len(self.draws)
         return tuple(weights.values())
-
-    @property
-    def offset(self) -> float:
-        """The mean offset of the draws, in nats."""
-        return sum(draw.offset for draw in self.draws) / max(1, len(self.draws))
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,12 +23,10 @@ class Conditioning:
     Attributes:
         parts: For each accumulated row 0 for an anchor, b for part B_b, -1 for a row to leave out.
         weights: w_1, w_2, … of the parts: one over the probability of drawing each.
-        offset: Added to the value, in nats: a control variate of expectation zero.
     """
 
     parts: Int[Tensor, " R"]
     weights: tuple[float, ...]
-    offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class LogDet:
 
 
 def log_det_conditional(matrix: Float[Tensor, "R R"], conditioning: Conditioning) -> LogDet:
-    """Return ℓ(Z) + Σ_b w_b ℓ(B_b|Z) + the offset, in nats, from the Gram matrix S of the rows.
+    """Return ℓ(Z) + Σ_b w_b ℓ(B_b|Z), in nats, from the Gram matrix S of the rows.
 
     Products of rows of different parts are not used. Differentiable once.
 
@@ -83,7 +81,7 @@ class _LogDetConditional(Function):
         weights = torch.tensor([1.0, *conditioning.weights], dtype=torch.float64)
         found = torch.stack(entropies)
         ctx.mark_non_differentiable(found)
-        return (weights.to(found) @ found + conditioning.offset).to(matrix.dtype), found
+        return (weights.to(found) @ found).to(matrix.dtype), found
 
     @staticmethod
     @first_order_only

@@ -53,7 +53,7 @@ class KeptPass:
         if anchored is None or columns is None:
             return None
         labels = self.statistic.of_rows(anchored.labels[columns >= 0])
-        return Conditioning(labels, anchored.weights, anchored.offset)
+        return Conditioning(labels, anchored.weights)
 
     @cached_property
     def is_bound(self) -> bool:

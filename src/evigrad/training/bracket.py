@@ -123,8 +123,7 @@ def bracket(
         # All blocks give the sum itself, some of them an estimate of it.
         anchored = None if blocks is None else block.anchored
         weights = [1.0] * len(of_parts) if anchored is None else anchored.weights
-        offset = 0.0 if anchored is None else anchored.offset
-        found.append(sum(w * part for w, part in zip(weights, of_parts, strict=True)) + offset)
+        found.append(sum(w * part for w, part in zip(weights, of_parts, strict=True)))
         together.append(of_anchors + sum(of_parts))
         if not of_parts:  # every row is an anchor
             break

@@ -84,16 +84,6 @@ def probabilities(
     return (1 - floor) * expected / total + floor * uniform
 
 
-def control_variate(expected: Float[Tensor, " M"], own: float, weight: float) -> float:
-    """Return Σ_m e_m − w e in nats, which cancels most of the error of an estimate by one part.
-
-    Its expectation is zero if no prediction e_m was learned from this draw. It is 0 where
-    predictions are useless.
-    """
-    total = float(expected.sum())
-    return total - weight * own if 0 < total < float("inf") else 0.0
-
-
 @dataclass(frozen=True, eq=False)
 class DrawnParts:
     """Drawn parts of one partition, which can be laid out in blocks again and again.
@@ -206,28 +196,22 @@ class AnchoredStream(Stream):
 
     def _each(self, made: AnchoredPartition) -> Iterator[Draw]:
         count = made.num_parts
-        expected = self._predictor.expected(made.keys, made.guesses)
         for number in torch.randperm(count, generator=self._generator).tolist():
-            # Offsets that cancel in the mean of all, and remove most of each draw's error.
-            yield self._of_part(made, number, float(count), expected)
+            yield self._of_part(made, number, float(count))
 
     def _draw(self, made: AnchoredPartition) -> Draw:
         expected = self._predictor.expected(made.keys, made.guesses)
         chances = probabilities(expected, made.counts)
         entry = int(torch.multinomial(chances, 1, generator=self._generator))
         number, count = made.pick(entry, self._generator)
-        return self._of_part(made, number, 1.0 / (float(chances[entry]) / count), expected)
+        return self._of_part(made, number, 1.0 / (float(chances[entry]) / count))
 
     @staticmethod
-    def _of_part(
-        made: AnchoredPartition, number: int, weight: float, expected: Float[Tensor, " _"]
-    ) -> Draw:
+    def _of_part(made: AnchoredPartition, number: int, weight: float) -> Draw:
         entry = made.entry(number)
         # All of the tail has one prediction, which its parts share.
-        count = float(made.counts[entry])
-        offset = control_variate(expected, float(expected[entry]) / count, weight)
-        guess = float(made.guesses[entry]) / count
-        return Draw(number, weight, offset, guess, made.keys[entry])
+        guess = float(made.guesses[entry]) / float(made.counts[entry])
+        return Draw(number, weight, guess, made.keys[entry])
 
     def _builder(self, made: AnchoredPartition, draws: list[Draw]) -> Callable[[], Block]:
         of_likelihood = self._likelihood_data(made, 1)
