@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from measure import MIB, Peak, in_own_process, machine, write_csv
+from one_graph import OneGraph
 
 from evigrad import Evidence, Memory
 from evigrad.invariances import AffineInvariance, Averaged
@@ -35,7 +36,8 @@ def one_case(arguments: argparse.Namespace) -> dict[str, Any]:
     settings = {"width": arguments.width} if arguments.width else {}
     network = make_model(arguments.model, shape, arguments.outputs, seed=0, **settings).to(device)
     model = Averaged(network, AffineInvariance().to(device), num_samples=arguments.samples)
-    evidence = Evidence(
+    kind = Evidence if way == "two-pass" else OneGraph
+    evidence = kind(
         model,
         Categorical(),
         GaussianPrior("layerwise"),
@@ -46,7 +48,6 @@ def one_case(arguments: argparse.Namespace) -> dict[str, Any]:
             micro_batch=arguments.micro_batch if way == "two-pass" else None,
             rows_dtype=torch.bfloat16 if arguments.bfloat16_rows else None,
         ),
-        gradient=way,
         generator=0,
     )
     if arguments.limit and not torch.cuda.is_available():

@@ -200,13 +200,11 @@ def test_few_rows_of_many_weights_are_by_rows_for_any_number_of_data(name: str) 
     [
         ("blockdiag-2-C-hessian", {"precision": 50.0}),
         ("full-2-C-hessian", {"precision": 50.0}),
-        ("blockdiag-2-1", {"gradient": "one-graph"}),
-        ("full-2-1", {"gradient": "one-graph"}),
         ("blockdiag-2000-C", {"num_data": 2000}),
         ("full-2000-C", {"num_data": 2000}),
     ],
 )
-def test_exact_hessians_one_graph_and_many_rows_are_by_h(name: str, settings: Any) -> None:
+def test_exact_hessians_and_many_rows_are_by_h(name: str, settings: Any) -> None:
     model, x = wide()
     evidence = evidence_of(model, Categorical(), name, **settings)
     evidence.describe(x)

@@ -159,8 +159,8 @@ def test_the_blocks_on_several_processes_run(
     finally:
         distributed.destroy_process_group()
     assert names["learner"].hyper_steps == 2  # of the last block, on sharded weights
-    whole, shards = names["model"].parameters(), names["sharded"].parameters()
-    assert all(torch.equal(own, shard.to_local()) for own, shard in zip(whole, shards, strict=True))
+    for name, weight in names["model"].named_parameters():
+        assert torch.equal(weight, names["sharded"].get_parameter(name).to_local())
     assert capsys.readouterr().out == "1 ranks, 0 bytes sent by this one\n"
 
 

@@ -4,13 +4,12 @@ Partitions are of N = 7 data, three in a block, so that the last block is ragged
 those of two from three data.
 """
 
-import oracle
 import pytest
 import torch
 from every_draw import every_subset
 from torch import Tensor, nn
 
-from evigrad import Evidence
+from evigrad import Evidence, reference
 from evigrad.blocks import Block
 from evigrad.blocks.partitions import Partition
 from evigrad.estimators import STRUCTURES, EstimatorSpec
@@ -71,8 +70,6 @@ def build(
         hyperparameters=["gate"],
         root=root,
         generator=3,
-        # Both ways are compared in test_two_pass; the reference is the faster on a tiny network.
-        gradient="two-pass" if root == "fisher" and "ntk" in estimator else "one-graph",
     )
     return evidence, x, y
 
@@ -108,14 +105,13 @@ def kfac_log_det(evidence: Evidence, x: Tensor, rows: list[list[Tensor]]) -> Ten
         kron = torch.kron(b, inputs.T @ inputs) / len(x)
         for name, h in ((f"{layer}.weight", kron), (f"{layer}.bias", b)):
             precision = precisions[name].expand(len(h))
-            total = total + oracle.log_det(h, precision)
+            total = total + reference.log_det(h, precision)
     return total
 
 
 def whole_jacobian(evidence: Evidence, x: Tensor) -> Tensor:
     """(N, C, P), with a graph, which all blocks of the data share."""
-    jacobian = oracle.jacobian(evidence.model, evidence.weights(), x)
-    return torch.cat(list(jacobian.values()), dim=-1)
+    return reference.jacobian(evidence.model, evidence.weights(), x)
 
 
 def dense_terms(
@@ -126,10 +122,10 @@ def dense_terms(
     i = block.indices
     xs, ys = x[i], y[i]
     weights = evidence.weights()
-    f = oracle.outputs(evidence.model, xs)
+    f = reference.outputs(evidence.model, xs)
     log_prob = f.log_softmax(-1).gather(1, ys[:, None])[:, 0]
     log_lik = (block.likelihood_weights * log_prob).sum()
-    hessian = oracle.categorical_hessian(f)
+    hessian = reference.softmax_hessian(f)
     score = nn.functional.one_hot(ys, C) - f.softmax(-1)
     if spec.structure == "kfac":
         rows: list[list[Tensor]] = []
@@ -152,9 +148,7 @@ def dense_terms(
                 rows.append(list(embed.T))
             else:
                 kind = "fisher" if evidence.root == "subblock" else evidence.root
-                rows.append(
-                    list(oracle.root_matrix(hessian[n : n + 1], kind, f[n : n + 1])[0].T[columns])
-                )
+                rows.append(list(reference.softmax_root(f[n : n + 1], kind)[0].T[columns]))
         return log_lik, block.scale * kfac_log_det(evidence, xs, rows)
     jac = whole[i]
     if spec.curvature == "ef":
@@ -177,10 +171,13 @@ def dense_terms(
             ]
         )
     else:
-        h = oracle.block_matrix(jac, hessian, block.columns, evidence.root, f)
-    precision = oracle.flat(evidence.prior.precisions(), weights)
-    parts = oracle.parts_of(spec.structure, {n: w.numel() for n, w in weights.items()})
-    return log_lik, block.scale * oracle.log_det(h, precision, parts)
+        split = evidence.root != "subblock"
+        root = reference.softmax_root(f, evidence.root) if split else None
+        kept = reference.kept_curvature(hessian, block.columns, root)
+        h = reference.ggn(jac, kept)
+    precision = reference.vector(evidence.prior.precisions(), weights)
+    parts = reference.parameter_partition(spec.structure, weights)
+    return log_lik, block.scale * reference.log_det(h, precision, parts)
 
 
 def expected_objective(
@@ -190,7 +187,7 @@ def expected_objective(
     terms = [dense_terms(evidence, block, x, y, whole) for block in blocks]
     log_lik = torch.stack([t[0] for t in terms]).mean()
     log_det = torch.stack([t[1] for t in terms]).mean()
-    precision = oracle.flat(evidence.prior.precisions(), evidence.weights())
+    precision = reference.vector(evidence.prior.precisions(), evidence.weights())
     flat = torch.cat([w.detach().flatten() for w in evidence.weights().values()])
     return log_lik, log_det, log_lik - 0.5 * (precision * flat**2).sum() - 0.5 * log_det
 
@@ -274,9 +271,9 @@ def test_sampled_fisher_averages_to_the_fisher() -> None:
     """All 3^N label draws of `mc`, weighted by their probability: H has expectation H_GGN."""
     evidence, x, y = build("full-N-1-mc")
     weights = evidence.weights()
-    f = oracle.outputs(evidence.model, x)
-    jac = torch.cat(list(oracle.jacobian(evidence.model, weights, x).values()), dim=-1)
-    exact = oracle.block_matrix(jac, oracle.categorical_hessian(f), None, "subblock", f)
+    f = reference.outputs(evidence.model, x)
+    jac = reference.jacobian(evidence.model, weights, x)
+    exact = reference.ggn(jac, reference.softmax_hessian(f))
     p = f.softmax(-1)
     total = torch.zeros_like(exact)
     for label in range(C):
@@ -291,7 +288,7 @@ def test_sampled_fisher_averages_to_the_fisher() -> None:
     evidence.generator.set_state(state)
     for labels in torch.cartesian_prod(*[torch.arange(C)] * N):
         rows = torch.einsum("nc,ncp->np", nn.functional.one_hot(labels, C) - p, jac)
-        gram = rows / oracle.flat(evidence.prior.precisions(), weights) @ rows.T
+        gram = rows / reference.vector(evidence.prior.precisions(), weights) @ rows.T
         found.append(torch.linalg.slogdet(torch.eye(N, dtype=f.dtype) + gram)[1].item())
     assert min(abs(value - other) for other in found) < 1e-9 * abs(value)
 

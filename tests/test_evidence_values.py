@@ -5,14 +5,13 @@ import warnings
 from itertools import cycle
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from likelihood_zoo import LIKELIHOODS, targets
 from torch import Tensor, nn
 from zoo import CASES, HYPERPARAMETERS, OUTPUTS, Case
 
-from evigrad import Evidence, Memory
+from evigrad import Evidence, Memory, reference
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.estimators import STRUCTURES
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
@@ -62,11 +61,10 @@ def dense(
 ) -> Tensor:
     """The full-data log evidence with a graph, from dense matrices; the prior's mean is (P,)."""
     weights, likelihood = evidence.weights(), evidence.likelihood
-    f = oracle.outputs(evidence.model, x)
-    jacobians = oracle.jacobian(evidence.model, weights, x)
-    jac = torch.cat(list(jacobians.values()), dim=-1)
+    f = reference.outputs(evidence.model, x)
+    jac = reference.jacobian(evidence.model, weights, x)
     if isinstance(likelihood, Categorical):
-        hessian = oracle.categorical_hessian(f)
+        hessian = reference.softmax_hessian(f)
         log_lik = f.log_softmax(-1).gather(1, y[:, None]).sum()
     elif isinstance(likelihood, Gaussian):
         variance = (2 * likelihood.log_noise).exp().expand(f.shape)
@@ -82,12 +80,12 @@ def dense(
     else:  # of the tests themselves
         hessian, log_lik = likelihood.hessian(f), likelihood.log_prob(f, y).sum()
     t = evidence.temperature
-    h = oracle.block_matrix(jac, hessian / t, None, "subblock", f)
-    precision = oracle.flat(evidence.prior.precisions(), weights)
-    parts = oracle.parts_of(structure, {n: w.numel() for n, w in weights.items()}, by)
+    h = reference.ggn(jac, hessian / t)
+    precision = reference.vector(evidence.prior.precisions(), weights)
+    parts = reference.parameter_partition(structure, weights, by)
     flat = torch.cat([w.detach().flatten() for w in weights.values()])
     decay = (precision * (flat - mean) ** 2).sum()
-    return log_lik / t - 0.5 * decay - 0.5 * oracle.log_det(h, precision, parts)
+    return log_lik / t - 0.5 * decay - 0.5 * reference.log_det(h, precision, parts)
 
 
 def assert_gradients(evidence: Evidence, x: Tensor, y: Tensor, expected: Tensor) -> None:
@@ -179,7 +177,7 @@ def test_a_prior_with_a_mean(structure: str, prior: str) -> None:
                 w += torch.sin(torch.arange(w.numel()).double()).reshape(w.shape)
         mean = torch.cat([m.flatten() for m in means.values()])
         flat = torch.cat([w.flatten() for w in weights.values()])
-        precision = oracle.flat(evidence.prior.precisions(), weights)
+        precision = reference.vector(evidence.prior.precisions(), weights)
         quadratic = (precision * (flat - mean) ** 2).sum()
         if structure == "kfac":  # its log-determinant knows no mean
             zero = evidence.with_estimator("kfac-N-C", prior=GaussianPrior(groups))
@@ -267,11 +265,11 @@ def test_partition_of_the_parameters_by_groups() -> None:
         torch.cat([i for n, i in indices.items() if any(n.startswith(p) for p in prefixes)])
         for prefixes in groups.values()
     ]
-    f = oracle.outputs(evidence.model, x)
-    jac = torch.cat(list(oracle.jacobian(evidence.model, evidence.weights(), x).values()), dim=-1)
-    h = oracle.block_matrix(jac, oracle.categorical_hessian(f), None, "subblock", f)
-    precision = oracle.flat(evidence.prior.precisions(), evidence.weights())
-    expected = oracle.log_det(h, precision, parts).item()
+    f = reference.outputs(evidence.model, x)
+    jac = reference.jacobian(evidence.model, evidence.weights(), x)
+    h = reference.ggn(jac, reference.softmax_hessian(f))
+    precision = reference.vector(evidence.prior.precisions(), evidence.weights())
+    expected = reference.log_det(h, precision, parts).item()
     assert evidence.estimate(x, y).log_det == pytest.approx(expected, rel=TOLERANCE)
 
 
@@ -309,7 +307,7 @@ def test_batches_of_all_the_data_equal_the_data_at_once() -> None:
 
 
 def test_finite_differences_of_the_library_itself() -> None:
-    """The gradient against central differences of estimate(), no autograd in the oracle."""
+    """The gradient against central differences of estimate(), no autograd in the reference."""
     evidence, x, y = make(CASES["conv2d"], Gaussian(0.6), GaussianPrior("layerwise"), "ntk-N-C")
     evidence.backward(x, y)
     step = 1e-5
@@ -368,14 +366,14 @@ def test_empirical_fisher(estimator: str) -> None:
     )
     likelihood = evidence.likelihood
     assert isinstance(likelihood, Gaussian)
-    f = oracle.outputs(evidence.model, x)
-    jac = torch.cat(list(oracle.jacobian(evidence.model, evidence.weights(), x).values()), dim=-1)
+    f = reference.outputs(evidence.model, x)
+    jac = reference.jacobian(evidence.model, evidence.weights(), x)
     variance = (2 * likelihood.log_noise).exp()
     rows = torch.einsum("nc,ncp->np", (y - f) / variance, jac)
-    precision = oracle.flat(evidence.prior.precisions(), evidence.weights())
+    precision = reference.vector(evidence.prior.precisions(), evidence.weights())
     flat = torch.cat([w.detach().flatten() for w in evidence.weights().values()])
     log_lik = -0.5 * ((y - f) ** 2 / variance + (2 * torch.pi * variance).log()).sum()
-    det = oracle.log_det(rows.T @ rows / 1.3, precision)
+    det = reference.log_det(rows.T @ rows / 1.3, precision)
     expected = log_lik / 1.3 - 0.5 * (precision * flat**2).sum() - 0.5 * det
     assert_gradients(evidence, x, y, expected)
 
@@ -391,7 +389,7 @@ def test_exact_hessian(structure: str) -> None:
         temperature=0.9,
     )
     weights = evidence.weights()
-    f = oracle.outputs(evidence.model, x)
+    f = reference.outputs(evidence.model, x)
     log_lik = f.log_softmax(-1).gather(1, y[:, None]).sum() / 0.9
     first = torch.autograd.grad(-log_lik, list(weights.values()), create_graph=True)
     gradient = torch.cat([g.flatten() for g in first])
@@ -406,10 +404,10 @@ def test_exact_hessian(structure: str) -> None:
         )
         for entry in gradient
     ]
-    precision = oracle.flat(evidence.prior.precisions(), weights)
-    parts = oracle.parts_of(structure, {n: w.numel() for n, w in weights.items()})
+    precision = reference.vector(evidence.prior.precisions(), weights)
+    parts = reference.parameter_partition(structure, weights)
     flat = torch.cat([w.detach().flatten() for w in weights.values()])
-    det = oracle.log_det(torch.stack(rows), precision, parts)
+    det = reference.log_det(torch.stack(rows), precision, parts)
     assert_gradients(evidence, x, y, log_lik - 0.5 * (precision * flat**2).sum() - 0.5 * det)
 
 

@@ -6,13 +6,13 @@ from importlib import import_module
 from itertools import product
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import evigrad
+from evigrad import reference
 from evigrad.errors import InputError
 from evigrad.inputs import Tree
 from evigrad.likelihoods import Categorical
@@ -179,7 +179,7 @@ def kronecker(net: nn.Module, x: Tree, names: dict[str, nn.Module]) -> dict[str,
         f = model(x[n : n + 1])
         uses = {name: calls.pop() for name, calls in seen.items()}
         assert not any(seen.values())
-        root = oracle.root_matrix(oracle.categorical_hessian(f), "fisher", f)[0]
+        root = reference.softmax_root(f, "fisher")[0]
         for c in range(f.shape[1]):
             of_outputs = [z for _, z in uses.values()]
             gradients = torch.autograd.grad(f, of_outputs, root[None, :, c], create_graph=True)
@@ -206,13 +206,12 @@ def dense(
     """The log evidence of all data with a graph, from dense matrices."""
     weights, model = evidence.weights(), OfTree(evidence.model)
     precisions = evidence.prior.precisions()
-    f = oracle.outputs(model, x)  # pyright: ignore[reportArgumentType]
-    jacobian = oracle.jacobian(model, weights, x)  # pyright: ignore[reportArgumentType]
-    hessian = oracle.categorical_hessian(f)
+    f = reference.outputs(model, x)  # pyright: ignore[reportArgumentType]
+    jac = reference.jacobian(model, weights, x)  # pyright: ignore[reportArgumentType]
+    hessian = reference.softmax_hessian(f)
     if structure == "ntk":
-        jac = torch.cat(list(jacobian.values()), -1)
-        h = oracle.block_matrix(jac, hessian, None, "fisher", f)
-        log_det = oracle.log_det(h, oracle.flat(precisions, weights))
+        h = reference.ggn(jac, hessian)
+        log_det = reference.log_det(h, reference.vector(precisions, weights))
     else:
         modules = dict(evidence.model.named_modules())
         owners = {name: modules[name.rpartition(".")[0]] for name in weights}
@@ -220,11 +219,13 @@ def dense(
             n: m for n, m in owners.items() if words[n] in ("linear", "addmm") and "bias" not in n
         }
         blocks = kronecker(evidence.model, x, layers)
+        sizes = [w.numel() for w in weights.values()]
+        parts = dict(zip(weights, jac.split(sizes, dim=2), strict=True))
         for name in weights.keys() - layers.keys():
-            blocks[name] = oracle.block_matrix(jacobian[name], hessian, None, "fisher", f)
+            blocks[name] = reference.ggn(parts[name], hessian)
         log_det = torch.zeros((), dtype=f.dtype)
         for name, block in blocks.items():
-            log_det = log_det + oracle.log_det(
+            log_det = log_det + reference.log_det(
                 block, precisions[name].expand_as(weights[name]).flatten()
             )
     decay = sum((precisions[n] * w.detach() ** 2).sum() for n, w in weights.items())

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.one_graph import OneGraph
 from evigrad import Evidence, Memory
 from evigrad.engine import evaluation, two_passes
 from evigrad.errors import ConfigurationError, EvigradError, InputError
@@ -47,7 +48,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def make(estimator: str, likelihood: Likelihood | None = None, **settings: Any) -> Evidence:
-    return Evidence(
+    return settings.pop("kind", Evidence)(
         network(),
         likelihood or Gaussian(0.6),
         GaussianPrior("layerwise", 0.5),
@@ -70,12 +71,12 @@ def gradients(evidence: Evidence, x: Any, **keywords: Any) -> tuple[float, dict[
     return estimate.log_evidence, found
 
 
-@pytest.mark.parametrize("way", ["two-pass", "one-graph"])
+@pytest.mark.parametrize("kind", [Evidence, OneGraph])
 @pytest.mark.parametrize(
     "estimator", ["ntk-4-1", "kfac-4-1", "kfac-N-C", "full-4-C", "diag-4-2-mc", "ntk-N-1-ef"]
 )
-def test_parts_are_those_of_the_whole(estimator: str, way: str) -> None:
-    evidence = make(estimator, gradient=way, memory=Memory(micro_batch=3))
+def test_parts_are_those_of_the_whole(estimator: str, kind: type[Evidence]) -> None:
+    evidence = make(estimator, kind=kind, memory=Memory(micro_batch=3))
     block = next(iter(evidence.blocks(data())))
     value, whole = gradients(evidence, block)
     assert len(whole) == 4

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
-from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 from zlib import crc32
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from evigrad.errors import ConfigurationError, RankError
 
@@ -119,10 +119,6 @@ class Ranks:
         """Whether a value is true on a rank; raises what another rank has raised before."""
         return value if self.count == 1 else any(self._exchange(b"", int(value)))
 
-    def same(self, value: object) -> bool:
-        """Whether all ranks have this value, by its ``repr``; raises as ``any`` does."""
-        return self.count == 1 or len(set(self._exchange(b"", _digest(value)))) == 1
-
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Each rank's tensor, in the order of ranks; they may differ in length (dimension 0)."""
         if self.count == 1:
@@ -134,28 +130,6 @@ class Ranks:
         parts = self._gathered(padded)
         return [part[:own].to(tensor.device) for part, own in zip(parts, lengths, strict=True)]
 
-    def exchange(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return what each rank sent here, in their order, and send the r-th part to rank r.
-
-        Tensors are of one type and may be empty; ``shapes`` are those of what arrives.
-        """
-        if self.count == 1:
-            return list(parts)
-        dtype, device = parts[0].dtype, parts[0].device
-        sizes = [dtype.itemsize * prod(shape) for shape in shapes]
-        own = [part.nbytes for part in parts]
-        with self.together():  # an error of one rank until here, or here, is one of all
-            sent = torch.cat([part.detach().reshape(-1) for part in parts]).to(self._place)
-            # As bytes, since not every backend sends every type.
-            found = torch.empty(sum(sizes), dtype=torch.uint8, device=self._place)
-        with self._contact():
-            distributed.all_to_all_single(
-                found, sent.view(torch.uint8), sizes, own, group=self._group
-            )
-        self.sent += sum(own) - own[self.rank]
-        found = found.view(dtype).to(device).split([prod(shape) for shape in shapes])
-        return [part.reshape(*shape) for part, shape in zip(found, shapes, strict=True)]
-
     def share(self, tensors: Sequence[Tensor]) -> None:
         """Give the values of rank 0 to all ranks, in place."""
         if self.count == 1:
@@ -166,26 +140,6 @@ class Ranks:
                 distributed.broadcast(sent, group=self._group, group_src=0)
                 tensor.copy_(sent)
             self.sent += sent.nbytes * (self.count - 1) if self.is_first else 0
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        """All of a tensor that is sharded over the ranks (a ``DTensor``); another is returned."""
-        if not is_shard(tensor):
-            return tensor
-        sharded: Any = tensor.detach()
-        with self._contact():
-            found = sharded.full_tensor()
-        # From the outermost dimension of the mesh, as there may be shards of shards. Each is filled
-        # up to the longest for the way.
-        mesh, shape = sharded.device_mesh, list(sharded.shape)
-        for size, own, how in zip(
-            mesh.shape, mesh.get_coordinate(), sharded.placements, strict=True
-        ):
-            if not how.is_replicate():
-                length, longest = shape[how.dim], -(-shape[how.dim] // size)
-                shape[how.dim] = longest
-                self.sent += prod(shape) * sharded.element_size() * (size - 1)
-                shape[how.dim] = min(longest, max(0, length - own * longest))
-        return found
 
     def shared(self, value: T) -> T:
         """Rank 0's tensors and plain values on all ranks; tensors arrive on the CPU."""
@@ -244,7 +198,7 @@ class Ranks:
                 self._exchange(f"{type(error).__name__}: {error}".encode()[:_TEXT], 0)
             raise
         own = [_digest(value) for value in alike.values()]
-        if self.same(own):
+        if len(set(self._exchange(b"", _digest(own)))) == 1:
             return
         found = torch.stack(self.gather(torch.tensor(own)))
         names = [n for n, same in zip(alike, (found == found[0]).all(0), strict=True) if not same]
@@ -299,52 +253,33 @@ def _digest(value: object) -> int:
 # ------------------------------------------------------------ what is sharded
 
 
-def sharding_of(model: nn.Module) -> str | None:
-    """By what a model's parameters are sharded: ``FSDP1``, ``FSDP2``, ``DTensor``; or None."""
-    modules = list(model.modules())
-    for kind, name in (("FSDP1", "FullyShardedDataParallel"), ("FSDP2", "FSDPModule")):
-        if any(isinstance(module, _class("fsdp", name)) for module in modules):
-            return kind
-    return "DTensor" if any(map(is_shard, model.parameters())) else None
+def check_whole(model: nn.Module) -> None:
+    """Raise an error if a model is wrapped or sharded for training on several processes.
+
+    Raises:
+        ConfigurationError: If it is.
+    """
+    if isinstance(model, DistributedDataParallel):
+        raise ConfigurationError(
+            "The model is a DistributedDataParallel, which averages gradients in every pass. Use"
+            " the model inside it, model.module."
+        )
+    kinds = {"FullyShardedDataParallel": "FSDP1", "FSDPModule": "FSDP2"}
+    wrapped = [kind for name, kind in kinds.items() if _has_module(model, _class("fsdp", name))]
+    sharded = any(isinstance(p, _class("tensor", "DTensor")) for p in model.parameters())
+    if wrapped or sharded:
+        raise ConfigurationError(
+            f"The model's parameters are shards ({wrapped[0] if wrapped else 'DTensor'}), and"
+            " estimates need whole parameters. Use the model as it was before it was sharded."
+            ' docs/machines.md, "Weights in shards", has a loop for FSDP2.'
+        )
 
 
-def is_shard(tensor: Tensor) -> bool:
-    """Whether a process has only its shard of a tensor, or it is managed as if it had."""
-    return isinstance(tensor, _class("tensor", "DTensor"))
-
-
-def num_processes(tensor: Tensor) -> int | None:
-    """Over how many processes a tensor is sharded; None if it is whole."""
-    sharded: Any = tensor
-    return sharded.device_mesh.size() if is_shard(tensor) else None
-
-
-def shards(model: nn.Module) -> dict[str, nn.Parameter]:
-    """A model's parameters by name, in shards under FSDP2, as optimisers have them."""
-    kind = _class("fsdp", "FSDPModule")
-    managed: list[Any] = [module for module in model.modules() if isinstance(module, kind)]
-    for module in managed:
-        module.reshard()  # a pass without a backward one has left it whole, and maybe rounded
-    return dict(model.named_parameters())
-
-
-def own_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, in the same memory; another tensor is returned."""
-    sharded: Any = tensor
-    return sharded.to_local() if is_shard(tensor) else tensor
-
-
-def part_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """The part of a whole tensor that a rank has of another one of the same shape."""
-    if not is_shard(other):
-        return tensor
-    like: Any = other
-    distribute = sys.modules["torch.distributed.tensor"].distribute_tensor
-    mine = distribute(tensor.detach(), like.device_mesh, like.placements, src_data_rank=None)
-    return mine.to_local().to(like.to_local().device)
+def _has_module(model: nn.Module, kind: Any) -> bool:
+    return any(isinstance(module, kind) for module in model.modules())
 
 
 def _class(module: str, name: str) -> Any:
-    """A class of ``torch.distributed``, or no class where there can be no instance of it yet."""
-    # Importing these modules takes seconds, and who has something sharded has imported them.
+    """A class of ``torch.distributed``, or no class if nothing can be an instance of it yet."""
+    # Importing these modules takes seconds, and whoever has something sharded has imported them.
     return getattr(sys.modules.get(f"torch.distributed.{module}"), name, ())

@@ -3,7 +3,6 @@
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from evigrad.blocks.anchors import AnchoredStream, Anchoring, AnchorSelection
 from evigrad.blocks.partitions import BlockStream
 from evigrad.blocks.positions import PositionSource
 from evigrad.curvature import ParameterPartition, partition_names
-from evigrad.distributed import Group, Ranks, own_part, part_like
+from evigrad.distributed import Group, Ranks, check_whole
 from evigrad.engine.checks import (
     as_generator,
     check_gradients,
@@ -38,7 +37,6 @@ from evigrad.engine.parameters import check_unchanged, divided, held_constant, s
 from evigrad.engine.passes import BlockPass
 from evigrad.engine.problem import ParameterReport, Plans, Problem, parameter_reports
 from evigrad.engine.settings import Memory, Settings
-from evigrad.engine.sharded import check_whole, counterparts, take_up
 from evigrad.engine.two_passes import FirstPass, first_pass
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError
 from evigrad.estimators import EstimatorSpec
@@ -77,7 +75,6 @@ class Evidence:
         parameter_partition: ParameterPartition = "tensor",
         temperature: float = 1.0,
         memory: Memory | None = None,
-        gradient: str = "two-pass",
         anchoring: Anchoring | None = None,
         generator: torch.Generator | int | None = None,
         process_group: Group | None = None,
@@ -101,8 +98,6 @@ class Evidence:
             temperature: T of the likelihood p^(1/T).
             memory: Sizes and types of passes, as ``Memory(micro_batch="auto")``. Default: all data
                 in one pass, in the weights' type.
-            gradient: How hyperparameters of the forward pass are differentiated: ``"two-pass"``, or
-                ``"one-graph"``, the reference, which holds the whole block in memory.
             anchoring: How an anchored estimator divides its rows. Default: nine tenths are anchors,
                 chosen greedily for every third stream of blocks.
             generator: CPU generator or seed. Default: PyTorch's initial seed.
@@ -131,7 +126,6 @@ class Evidence:
             sharing=sharing,
             parameter_partition=parameter_partition,
             temperature=temperature,
-            gradient=gradient,
             anchoring=anchoring,
             **(memory or Memory()).resolved(),
         )
@@ -153,14 +147,13 @@ class Evidence:
             prior,
             settings,
             self.generator,
-            Plans(model, self._weights, likelihood, prior, settings, self.ranks.count),
+            Plans(model, self._weights, likelihood, prior, settings),
             MicroBatches(settings.micro_batch, settings.memory_budget),
             self.ranks,
         )
         self._begin_together()
         warn_of_normalisation(model)
         self._positions: PositionSource | None = None  # of the latest data with positions
-        self._is_behind = False  # the weights, those of a module that is trained in shards
         self._anchors = None
         if self.spec.anchored:
             self._anchors = AnchorSelection(
@@ -172,7 +165,6 @@ class Evidence:
                 self._problem.plans.last_layer,
                 self.generator,
                 self.ranks,
-                settings.split_blocks,
             )
 
     def _begin_together(self) -> None:
@@ -285,7 +277,6 @@ class Evidence:
         optimizer: Optimizer | None = None,
         *,
         scale: float | Tensor = 1.0,
-        of: nn.Module | None = None,
     ) -> None:
         """Add (T/N) δ (w − w₀), the prior's part of ``map_loss``, to the weights' ``.grad``.
 
@@ -303,52 +294,16 @@ class Evidence:
                 diverge. Adam's steps do not.
             scale: How many times the negative log likelihood the loss is, up to a constant: 2σ²/C
                 for the mean squared error of C outputs with noise σ.
-            of: The module that is trained in the place of the model, as for ``take_weights``: each
-                rank adds to its shards of the gradients, and nothing is sent. Default: the model.
-
-        Raises:
-            ConfigurationError: If ``of`` is no copy of the model.
         """
-        weights: Mapping[str, Tensor] = self._weights
-        if of is not None:
-            weights = counterparts(self.model, of, self._model_hyperparameters, self.ranks)
-            self._is_behind = True
         decay, means = self.weight_decay(), self.prior.means()
         most = _largest_decays(optimizer)
         with torch.no_grad():
-            for name in self._weights:
-                weight = weights[name]
-                d, factor = own_part(weight), scale * decay[name]
-                if name in means:
-                    d = d - part_like(means[name], weight)
-                if factor.ndim:
-                    factor = part_like(factor, weight)
-                factor = factor.clamp(max=most.get(id(weight), math.inf))
+            for name, weight in self._weights.items():
+                deviation = weight - means[name] if name in means else weight
+                factor = (scale * decay[name]).clamp(max=most.get(id(weight), math.inf))
                 if weight.grad is None:
                     weight.grad = torch.zeros_like(weight)
-                own_part(weight.grad).add_((factor * d).to(weight.dtype))
-
-    def take_weights(self, module: nn.Module) -> None:
-        """Take up the weights of a copy of the model that is trained in shards, by FSDP2.
-
-        The evidence keeps its own model, whose weights are whole on each rank. Call this on all
-        ranks before the estimates that follow training, as before a round of a ``Learner``; an
-        estimate after ``add_weight_decay(of=module)`` and without it is refused. Each tensor is
-        gathered by itself; of buffers, as running statistics, those of rank 0 are taken.
-
-        Args:
-            module: The copy, as ``fully_shard`` of ``torch.distributed.fsdp`` has left it. It has
-                the model's names and shapes. Hyperparameters that the evidence learns are the very
-                same parameters in both.
-
-        Raises:
-            ConfigurationError: If it is no copy of the model, is sharded over other processes than
-                those of the evidence, or the ranks have other weights.
-            RankError: If another rank raised an exception, or is lost.
-        """
-        self._is_behind = True
-        take_up(self.model, module, self._model_hyperparameters, self.ranks)
-        self._is_behind = False
+                weight.grad.add_((factor * deviation).to(weight.dtype))
 
     # ------------------------------------------------------------ the evidence
 
@@ -428,26 +383,19 @@ class Evidence:
 
         Args:
             data: All N data: a pair (x, y), a map-style data set of (x, y) items, a ``DataLoader``
-                of one, or an ``evigrad.data.Streamed``, whose blocks are the next data of the
-                stream, with outputs drawn for them; their ``indices`` say nothing.
+                of one.
 
         Returns:
             An endless stream of blocks; ``.take(n)`` ends it, ``.epoch()`` is one partition.
 
         Raises:
             ConfigurationError: If the likelihood cannot make rows, as where its Hessian depends on
-                the targets; or the estimator needs more of a stream than its next data.
+                the targets.
             InputError: If ``data`` does not hold N data, or they do not fit the model and the
                 likelihood. Targets in memory are all checked here, other data as they are read.
         """
         with self.ranks.together():
             source = CheckedSource(self._problem, data)
-            if source.is_stream and self.spec.subset is None:
-                raise ConfigurationError(
-                    f"A block of {self.spec.name} holds all {self.num_data} data, which a stream is"
-                    " for not holding: give batches of all the data, estimate(batches), or take a"
-                    " name with a number."
-                )
             self._positions = source.positions
             if self._anchors is not None:
                 return self._anchors.stream(source)
@@ -482,14 +430,11 @@ class Evidence:
         use = FirstPass(keeps_outputs=beside, condensed=True)
         with torch.no_grad(), self._problem.restored_on_error():
             self._check_weights()
-            # Of blocks of their own ranks may collect different numbers.
-            shared = self._problem.settings.split_blocks
-            with self.ranks.together() if shared else nullcontext():
-                given = resolve(self._problem, x, y)
-                with held_constant(others):
-                    check_keepable(self._problem, given.plan, list(changing))
-                    # The trial finds rounding under this prior now; every step would meet it.
-                    kept = precisely(given, lambda given: first_pass(given, use), trial=objective)
+            block_pass = resolve(self._problem, x, y)
+            with held_constant(others):
+                check_keepable(self._problem, block_pass.plan, list(changing))
+                # The trial finds rounding under this prior now; every step would meet it.
+                kept = precisely(block_pass, lambda again: first_pass(again, use), trial=objective)
         return kept.following(self.hyperparameters(), changing)
 
     def check_collect(self, x: Any, *, wrt: str | Sequence[str] | None = None) -> None:
@@ -550,13 +495,8 @@ class Evidence:
         return resolve(self._problem, x, y) if kept is None else kept
 
     def _check_weights(self) -> None:
-        """Refuse a model with other parameters than at first, or with weights of the past."""
+        """Raise an error if parameters were added, removed or replaced."""
         check_unchanged(self.model, self._weights, self._model_hyperparameters)
-        if self._is_behind:
-            raise ConfigurationError(
-                "The weights that are trained in shards have moved on: call"
-                " evidence.take_weights(module) before an estimate."
-            )
 
     def _observe(
         self, given: BlockPass | Sequence[KeptPass], estimates: Sequence[Estimate]

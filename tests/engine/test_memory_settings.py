@@ -24,7 +24,6 @@ def test_words_become_values():
         "rows_dtype": torch.bfloat16,
         "rows_device": torch.device("cpu"),
         "autocast": torch.bfloat16,
-        "split_blocks": False,
     }
 
 

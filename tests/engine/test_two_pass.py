@@ -10,6 +10,7 @@ from likelihood_zoo import LIKELIHOODS, targets
 from torch import Tensor, nn
 from zoo import CASES, HYPERPARAMETERS, OUTPUTS
 
+from benchmarks.one_graph import OneGraph
 from evigrad import Evidence, Memory
 from evigrad.errors import EvigradWarning, InputError
 from evigrad.estimators import STRUCTURES
@@ -26,7 +27,7 @@ def evidence_of(model: nn.Module, likelihood: Likelihood, estimator: str, **sett
     prior = settings.pop("prior", "layerwise")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EvigradWarning)  # of normalisation layers
-        return Evidence(
+        return settings.pop("kind", Evidence)(
             model,
             likelihood,
             GaussianPrior(prior, precision=settings.pop("precision", 0.7)),
@@ -62,9 +63,7 @@ def assert_twins(
     In micro-batches of 3, 3 and 1 data, as a rule; test_pairs has every size with all the rest.
     """
     y = targets(likelihood, len(x))
-    twin = evidence_of(
-        model, copy.deepcopy(likelihood), estimator, gradient="one-graph", **settings
-    )
+    twin = evidence_of(model, copy.deepcopy(likelihood), estimator, kind=OneGraph, **settings)
     numbers, expected = result(twin, x, y)
     assert any(name.startswith("model.") for name in expected)
     # As much as is left of a gradient whose parts cancel.
@@ -205,7 +204,7 @@ def test_all_the_data_in_batches(estimator: str, kind: str) -> None:
     model, x = CASES["linear"].build(M)
     y = targets(Categorical(), M)
     numbers, expected = result(
-        evidence_of(model, Categorical(), estimator, num_data=M, gradient="one-graph"), x, y
+        evidence_of(model, Categorical(), estimator, num_data=M, kind=OneGraph), x, y
     )
     batches = batches_of(x, y)
     evidence = evidence_of(model, Categorical(), estimator, num_data=M)

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-import oracle
 import torch
 from torch import Tensor, nn
 
 import evigrad
+from evigrad import reference
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
 from evigrad.priors import GaussianPrior
 
@@ -31,18 +31,17 @@ class Case:
 
     def rows(self, x: Tensor) -> Tensor:
         """J, (m, C, P)."""
-        found = oracle.jacobian(self.evidence.model, self.weights, x)
-        return torch.cat(list(found.values()), dim=2).detach()
+        return reference.jacobian(self.evidence.model, self.weights, x).detach()
 
     def hessian(self) -> Tensor:
         """H of all data at the evidence's temperature, (P, P)."""
         x, _ = self.train
-        f = oracle.outputs(self.evidence.model, x).detach()
+        f = reference.outputs(self.evidence.model, x).detach()
         of_outputs = self.evidence.likelihood.hessian(f).detach() / self.evidence.temperature
         return torch.einsum("ncp,ncd,ndq->pq", self.rows(x), of_outputs, self.rows(x))
 
     def precision(self) -> Tensor:
-        return oracle.flat(self.evidence.prior.precisions(), self.weights).detach()
+        return reference.vector(self.evidence.prior.precisions(), self.weights).detach()
 
     def span(self, names: list[str]) -> Tensor:
         """Positions of some parameters among the P."""

@@ -4,7 +4,6 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from engine.test_two_pass import evidence_of
@@ -14,7 +13,8 @@ from likelihood_zoo import LIKELIHOODS, targets
 from torch import Tensor, nn
 from zoo import OUTPUTS
 
-from evigrad import Evidence, Memory
+from benchmarks.one_graph import OneGraph
+from evigrad import Evidence, Memory, reference
 from evigrad.blocks.anchors import AnchoredStream, Anchoring
 from evigrad.blocks.anchors.partition import (
     GROUPED,
@@ -230,16 +230,17 @@ def dense(
     """−(log evidence)/N with ℓ(Z) + Σ ℓ(B_m|Z) from dense matrices, with a graph."""
     x, y = data
     model, weights, prior = evidence.model, evidence.weights(), evidence.prior
-    jac = torch.cat(list(oracle.jacobian(model, weights, x).values()), dim=2)
-    f = oracle.outputs(model, x)
-    hessian = oracle.categorical_hessian(f)
-    precision = oracle.flat(prior.precisions(), weights)
+    jac = reference.jacobian(model, weights, x)
+    f = reference.outputs(model, x)
+    hessian = reference.softmax_hessian(f)
+    precision = reference.vector(prior.precisions(), weights)
 
     def entropy(rows: list[tuple[int, int]]) -> Tensor:
         columns = torch.full((len(x), OUTPUTS), -1)
         for n, d in rows:
             columns[n, int((columns[n] >= 0).sum())] = d
-        return oracle.log_det(oracle.block_matrix(jac, hessian, columns, root, f), precision)
+        kept = reference.kept_curvature(hessian, columns, reference.softmax_root(f, root))
+        return reference.log_det(reference.ggn(jac, kept), precision)
 
     anchors, *parts = block_rows
     of_anchors = entropy(anchors)
@@ -379,13 +380,13 @@ def test_two_passes_are_one_graph(name: str) -> None:
     y = targets(likelihood, 9)
     x = torch.randn(9, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found = []
-    for way, micro_batch in (("one-graph", None), ("two-pass", 1), ("two-pass", 3)):
+    for kind, micro_batch in ((OneGraph, None), (Evidence, 1), (Evidence, 3)):
         evidence = evidence_of(
             Gate(),
             likelihood,
             "ntk-8-rows-anchored",
             num_data=9,
-            gradient=way,
+            kind=kind,
             memory=Memory(micro_batch=micro_batch),
             root="eigen",
         )

@@ -3,12 +3,11 @@
 import math
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from torch import Tensor, nn
 
-from evigrad import Evidence, Memory
+from evigrad import Evidence, Memory, reference
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior, NormalHyperprior
@@ -74,11 +73,11 @@ def sums_by_group(evidence: Evidence, values: Tensor) -> Tensor:
 def traces(evidence: Evidence, x: Tensor, temperature: float = 1.0) -> Tensor:
     """tr(H (H + P0)⁻¹) over each group, by dense matrices."""
     weights = evidence.weights()
-    jacobian = torch.cat(list(oracle.jacobian(evidence.model, weights, x).values()), dim=2)
-    f = oracle.outputs(evidence.model, x)
-    hessian = oracle.categorical_hessian(f)
-    h = oracle.block_matrix(jacobian, hessian, None, "subblock", f) / temperature
-    p0 = oracle.flat(evidence.prior.precisions(), weights).diag()
+    jacobian = reference.jacobian(evidence.model, weights, x)
+    f = reference.outputs(evidence.model, x)
+    hessian = reference.softmax_hessian(f)
+    h = reference.ggn(jacobian, hessian) / temperature
+    p0 = reference.vector(evidence.prior.precisions(), weights).diag()
     return sums_by_group(evidence, (h @ torch.linalg.inv(h + p0)).diagonal().detach())
 
 

@@ -8,7 +8,7 @@ import torch
 from loops import learner_of, loop_of
 from torch import Tensor, nn
 
-from evigrad import Evidence
+from benchmarks.one_graph import OneGraph
 from evigrad.engine import two_passes
 from evigrad.errors import ConfigurationError
 from evigrad.invariances import AffineInvariance, Averaged
@@ -214,14 +214,13 @@ def test_a_full_batch_round_in_micro_batches_is_the_one_graph_gradient(images, e
     learner_of(loop).hyper_optimizer.register_step_pre_hook(record)
     state = loop.evidence.generator.get_state()
     (estimate,) = loop.learn(2).estimates
-    twin = Evidence(
+    twin = OneGraph(
         network().double(),
         loop.evidence.likelihood,
         GaussianPrior(),
         estimator=estimator,
         num_data=12,
         hyperparameters=["invariance"],
-        gradient="one-graph",
         generator=0,
     )
     twin.generator.set_state(state)

@@ -82,7 +82,7 @@ class Block:
         anchored: In a block with anchors, which rows these are; ``scale`` is 1 then.
         origin: In a block from ``expanded`` or ``share``, the earlier position of each datum.
         seed: Of what passes over the block draw, where several ranks have blocks of their own.
-        shares: How many ranks have a share of the block's data; see ``share``.
+        shares: Number of ranks that pass over parts of the block; see ``share``.
     """
 
     indices: Int[Tensor, " m"]
@@ -102,36 +102,18 @@ class Block:
         return cls(torch.zeros(0, dtype=torch.int64), None, 0.0, torch.zeros(0).double())
 
     def share(self, data: slice, shares: int) -> "Block":
-        """Return some of the data, as one of several shares that ranks have of this block.
+        """Return some of the data, as the part that one of several ranks passes over.
 
-        Its log likelihood is scaled up to the whole block's, its rows are not: the mean of the
-        shares' log likelihoods, and the sum of their statistics, are those of the block. Where
-        there are none of these data, the share is a datum without rows that counts for nothing.
+        Its log likelihood is scaled up to the whole block's, its rows are not. So the mean of the
+        parts' log likelihoods, and the sum of their statistics, are those of the block.
         """
-        counts, columns, anchored = shares, self.columns, self.anchored
-        if not len(self.indices[data]):
-            data, counts = slice(0, 1), 0
-            columns = torch.zeros(len(self.indices), 0, dtype=torch.int64)
-
-        def some(values: Any) -> Any:
-            return None if values is None else values[data]
-
-        columns = some(columns)
-        if anchored is not None:
-            assert columns is not None
-            anchored = replace(
-                anchored,
-                labels=anchored.labels[data][:, : columns.shape[1]],
-                likelihood_weights=counts * anchored.likelihood_weights[:, data],
-            )
         return replace(
             self,
             indices=self.indices[data],
-            columns=columns,
-            likelihood_weights=counts * self.likelihood_weights[data],
-            inputs=some(self.inputs),
-            targets=some(self.targets),
-            anchored=anchored,
+            columns=None if self.columns is None else self.columns[data],
+            likelihood_weights=shares * self.likelihood_weights[data],
+            inputs=None if self.inputs is None else self.inputs[data],
+            targets=None if self.targets is None else self.targets[data],
             origin=torch.arange(len(self.indices))[data],
             shares=shares,
         )

@@ -257,13 +257,8 @@ def choose_distinct(n: int, size: int, generator: torch.Generator) -> Int[Tensor
     return torch.tensor(list(chosen)[:size])
 
 
-def fetched(block: Block, source: Source, sharing: Ranks | None = None) -> Block:
-    """Return the block with its data; where ranks share it, with one of every R of them.
-
-    Not with consecutive ones, as data without rows are the last.
-    """
-    if sharing is not None and sharing.count > 1:
-        block = block.share(slice(sharing.rank, None, sharing.count), sharing.count)
+def fetched(block: Block, source: Source) -> Block:
+    """Return the block with its data."""
     inputs, targets = source.fetch(block.indices)
     return replace(block, inputs=inputs, targets=targets)
 
@@ -278,7 +273,6 @@ class Stream(Iterable[Block]):
     Args:
         generator: A CPU generator.
         ranks: The processes that share the blocks. Default: there is one.
-        splits: Whether ranks have shares of every block, instead of blocks of their own.
 
     Attributes:
         is_constant: Whether every block is the same: all data and outputs, with nothing drawn.
@@ -288,11 +282,8 @@ class Stream(Iterable[Block]):
     is_constant: bool = False
     period: int = 1
 
-    def __init__(
-        self, generator: torch.Generator, ranks: Ranks | None = None, splits: bool = False
-    ) -> None:
-        self._generator, self._ranks, self._splits = generator, ranks or Ranks(), splits
-        self._sharing = self._ranks if splits else None
+    def __init__(self, generator: torch.Generator, ranks: Ranks | None = None) -> None:
+        self._generator, self._ranks = generator, ranks or Ranks()
 
     def take(self, n: int) -> Iterator[Block]:
         """Return the first n blocks of a new iteration, with data, maybe of several partitions.
@@ -315,10 +306,10 @@ class Stream(Iterable[Block]):
         With several ranks all get as many: a last one may be empty, and counts for nothing.
         """
 
-    def _own(self, builders: Iterable[Callable[[], Block]]) -> Iterator[Block]:
+    def _local(self, builders: Iterable[Callable[[], Block]]) -> Iterator[Block]:
         """This rank's blocks, which alone are built: all, or one of R, with a seed of its own."""
         rank, count, rest = self._ranks.rank, self._ranks.count, iter(builders)
-        if count == 1 or self._splits:
+        if count == 1:
             yield from (build() for build in rest)
             return
         while some := list(islice(rest, count)):
@@ -338,7 +329,7 @@ class BlockStream(Stream):
         source: The data.
         generator: As for ``Stream``.
         ranks: The same.
-        splits: The same.
+        splits: Whether each rank gets its part of every block, instead of blocks of its own.
 
     Raises:
         InputError: If the number of data is not the partition's N, or the estimator is ``grouped``
@@ -353,7 +344,8 @@ class BlockStream(Stream):
         ranks: Ranks | None = None,
         splits: bool = False,
     ) -> None:
-        super().__init__(generator, ranks, splits)
+        super().__init__(generator, ranks)
+        self._splits = splits
         if len(source) != partition.num_data:
             raise InputError(
                 f"The estimator was made for {partition.num_data} data, but these are "
@@ -364,11 +356,15 @@ class BlockStream(Stream):
         self.is_constant = partition.num_blocks == 1 and partition.spec.curvature != "mc"
 
     def __iter__(self) -> Iterator[Block]:
-        return self._own(builder for _ in repeat(None) for builder in self._builders())
+        return self._local(builder for _ in repeat(None) for builder in self._builders())
 
     def epoch(self) -> Iterator[Block]:
         """See ``Stream.epoch``."""
-        return self._own(self._builders())
+        return self._local(self._builders())
+
+    def _local(self, builders: Iterable[Callable[[], Block]]) -> Iterator[Block]:
+        """See ``Stream``; the parts of one block need no seeds of their own."""
+        return (build() for build in builders) if self._splits else super()._local(builders)
 
     def _builders(self) -> Iterator[Callable[[], Block]]:
         """What builds and reads each block of a new partition."""
@@ -376,4 +372,7 @@ class BlockStream(Stream):
         yield from (partial(self._read, blocks, number) for number in range(len(blocks)))
 
     def _read(self, blocks: Sequence[Block], number: int) -> Block:
-        return fetched(blocks[number], self._source, self._sharing)
+        block, ranks = blocks[number], self._ranks
+        if self._splits and ranks.count > 1:
+            block = block.share(slice(ranks.rank, None, ranks.count), ranks.count)
+        return fetched(block, self._source)

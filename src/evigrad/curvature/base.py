@@ -40,39 +40,9 @@ class Statistic(ABC):
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Statistic":
         """A copy of this statistic whose ``tensors()`` are these, in the same order and shapes."""
 
-    def over(self, ranks: Ranks) -> Self:
-        """Return the sum over the ranks' shares of a block.
-
-        Its gradients in the tensors of this rank's share are R times those of the sum, so that
-        their *mean* over the ranks is the gradient of the whole.
-        """
-        own = self.tensors()
-        sums = [
-            total + ranks.count * (each - each.detach()) if each.requires_grad else total
-            for each, total in zip(own, ranks.sum(own), strict=True)
-        ]
-        return cast(Self, self.with_tensors(sums))
-
-    def to_owners(self, ranks: Ranks) -> Self:
-        """Return what ``over`` does; or a part, without a graph, such that ℓ has the same mean."""
-        return self.over(ranks)
-
-    def of_share(self) -> Self:
-        """Of derivatives in sums of ``over`` or ``to_owners``, those in the share of this rank."""
-        return self
-
-    def of_nothing(self) -> Self:
-        """The statistic of the same form without any rows."""
-        zeros = [torch.zeros_like(tensor) for tensor in self.tensors()]
-        return cast(Self, self.with_tensors(zeros))
-
-    def of_rows(self, values: Tensor) -> Tensor:
-        """A number for each row, from those of the rows in the share of this rank."""
-        return values
-
-    def form(self) -> object:
-        """What shares of one block have in common, to compare."""
-        return [tuple(tensor.shape) for tensor in self.tensors()]
+    def all_reduce(self, ranks: Ranks) -> Self:
+        """Return the sum over the ranks' parts of the data, without a graph."""
+        return cast(Self, self.with_tensors(ranks.sum(self.tensors())))
 
 
 StatisticT = TypeVar("StatisticT", bound=Statistic)
@@ -191,10 +161,7 @@ class Structure(ABC, Generic[StatisticT]):
             leaf_statistic = cast(StatisticT, statistic.with_tensors(leaves))
             log_det = self.evaluate(leaf_statistic, precisions, conditioning)
             wanted = [*leaves, *arguments]
-            if log_det.value.requires_grad:
-                found = torch.autograd.grad(log_det.value, wanted, allow_unused=True)
-            else:  # of a rank that owns no sums
-                found = [None] * len(wanted)
+            found = torch.autograd.grad(log_det.value, wanted, allow_unused=True)
         of_leaves, of_arguments = found[: len(leaves)], found[len(leaves) :]
         filled = [
             torch.zeros_like(leaf) if gradient is None else gradient
@@ -223,15 +190,11 @@ class Structure(ABC, Generic[StatisticT]):
         """
         return inner_product(cotangent, self.accumulate(None, linearization, root))
 
-    def summarise(
-        self, linearization: Linearization, root: RootRows, ranks: Ranks | None = None
-    ) -> StatisticT:
+    def summarise(self, linearization: Linearization, root: RootRows) -> StatisticT:
         """Return the ``condense``d statistic of a block that is a single micro-batch.
 
         It never holds what ``condense`` would drop. Only the root's scale may have a graph.
-        ``ranks`` share the block, each with one micro-batch; only where ``condenses`` says so.
         """
-        assert ranks is None
         return self.condense(self.accumulate(None, linearization, root))
 
     def condense(self, statistic: StatisticT) -> StatisticT:

@@ -9,19 +9,15 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, reduce
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd import Function
 
 from evigrad.curvature.base import Statistic
-from evigrad.curvature.between_ranks import Split
 from evigrad.curvature.linalg import MatrixSpectrum, Spectra
-from evigrad.distributed import Ranks
-from evigrad.errors import ConfigurationError
 from evigrad.jacobians import MatrixUse
 from evigrad.jacobians.kronecker import first_order_only
 from evigrad.jacobians.patch_grams import add_gram, mirrored
@@ -40,12 +36,10 @@ class Storage:
         dtype: Type of the kept rows; None leaves it. Products are in ``working_dtype``.
         device: Where they are; None leaves them there. The CPU of a machine with a GPU keeps them
             in pinned memory, which copies at full speed.
-        ranks: How many share every block, of whose rows each then keeps a part.
     """
 
     dtype: torch.dtype | None = None
     device: torch.device | None = None
-    ranks: int = 1
 
     def keep(self, rows: Tensor) -> Tensor:
         """The rows, or what they are products of, as they are kept."""
@@ -81,9 +75,6 @@ class NtkStatistic(Statistic):
             hold these alone, ``factors`` hold all.
         grams: A cache of Gram matrices, filled by ``kept_gram``.
         spectra: A cache of their eigenvalues.
-        split: Where ranks share a block: ``rows`` are those of this rank's data, all else is of all
-            data, and Gram matrices are sums over the ranks.
-        share: The factors of this rank's data, and which of their rows are present.
     """
 
     rows: dict[str, tuple[Tensor, ...]]
@@ -92,8 +83,6 @@ class NtkStatistic(Statistic):
     present: tuple[Bool[Tensor, "_ _"], ...]
     grams: dict[Hashable, Tensor] = field(default_factory=dict, repr=False, compare=False)
     spectra: Spectra = field(default_factory=Spectra, repr=False, compare=False)
-    split: Split | None = None
-    share: "NtkStatistic | None" = None
 
     @cached_property
     def num_rows(self) -> int:
@@ -122,7 +111,7 @@ class NtkStatistic(Statistic):
 
     def with_scale(self, scale: Float[Tensor, " R"]) -> "NtkStatistic":
         """The same rows and cached Grams under another scale (a step on the noise)."""
-        return replace(self, scale=self.of_rows(scale))
+        return replace(self, scale=scale)
 
     def tensors(self) -> list[Tensor]:
         """All rows, all factors, then the scale, if any."""
@@ -140,74 +129,6 @@ class NtkStatistic(Statistic):
         }
         return NtkStatistic(rows, factors, next(rest, None), self.present)
 
-    # ------------------------------------------------------------ shares of a block
-
-    def form(self) -> object:
-        """See ``Statistic.form``: numbers of rows and data may differ."""
-        rows = {name: chunks[0].shape[1:] for name, chunks in self.rows.items()}
-        uses = {name: len(chunks[0]) for name, chunks in self.factors.items()}
-        return rows, uses, self.scale is None
-
-    def of_nothing(self) -> "NtkStatistic":
-        """See ``Statistic.of_nothing``."""
-        none = None if self.scale is None else self.scale[:0]
-        return replace(self.part(slice(0, 0)), scale=none)
-
-    def over(self, ranks: Ranks) -> "NtkStatistic":
-        """Return what all shares have in common, beside this rank's rows: ``Statistic.over``.
-
-        Raises:
-            ConfigurationError: If the rows carry a graph.
-        """
-        if self.carries_graph:
-            raise ConfigurationError(
-                "Ranks cannot share a block whose rows keep their graph: take gradient='two-pass'."
-            )
-        if ranks.count == 1:
-            return self
-        split = Split.of(ranks, self.present)
-        present = split.of_data([part.to(torch.uint8) for part in self.present], (1,)).bool()
-        scale = None if self.scale is None else split.of_rows(self.scale)
-        share = NtkStatistic({}, self.factors, None, self.present)
-        return NtkStatistic({}, {}, scale, (present,), split=split, share=share).taking(self)
-
-    def taking(self, own: "NtkStatistic") -> "NtkStatistic":
-        """This statistic with the rows of a share, and all data's factors."""
-        split = self.split
-        if split is None:
-            return replace(self, rows=own.rows, factors=own.factors)
-        factors = {
-            # Inputs (m, T, ...) and gradients (m, k, T, ...) in turn.
-            name: (
-                tuple(
-                    split.of_data(each, (1, 2) if number % 2 else (1,))
-                    for number, each in enumerate(zip(*chunks, strict=True))
-                ),
-            )
-            for name, chunks in own.factors.items()
-        }
-        return replace(self, rows=own.rows, factors=factors)
-
-    def of_share(self) -> "NtkStatistic":
-        """See ``Statistic.of_share``."""
-        split, share = self.split, self.share
-        if split is None or share is None:
-            return self
-        factors = {
-            name: tuple(zip(*map(split.own_data, self.factors[name][0], each), strict=True))
-            for name, each in ((n, zip(*own, strict=True)) for n, own in share.factors.items())
-        }
-        scale = None if self.scale is None else split.own(self.scale)
-        return NtkStatistic(self.rows, factors, scale, share.present)
-
-    def of_rows(self, values: Shaped[Tensor, " _"]) -> Shaped[Tensor, " R"]:
-        """A number for each row, from those of this rank's share."""
-        return values if self.split is None else self.split.of_rows(values)
-
-    def summed(self, gram: Float[Tensor, "R R"]) -> Float[Tensor, "R R"]:
-        """A matrix that is a sum over columns of the rows, and so over the ranks."""
-        return gram if self.split is None else self.split.sum(gram)
-
     def _kept(self) -> list[Tensor]:
         rows = [chunk for chunks in self.rows.values() for chunk in chunks]
         factors = [t for chunks in self.factors.values() for chunk in chunks for t in chunk]
@@ -219,16 +140,15 @@ class NtkStatistic(Statistic):
         """Return A Aᵀ of one parameter's rows, or A P0^{-1} Aᵀ, (R, R), without a graph.
 
         It is computed on the device and in the dtype of ``like``; ``precision`` is the diagonal of
-        P0, one number or one for each element. Where ranks share the block, it is this one's term.
+        P0, one number or one for each element.
         """
         gram = like.new_zeros(self.num_rows, self.num_rows)
         if name in self.factors:
-            if self.split is None or self.split.is_owner(crc32(name.encode())):
-                gram = uses_gram(self._whole_factors(self.factors[name], like))
+            gram = uses_gram(self._whole_factors(self.factors[name], like))
             return gram if precision is None else gram / precision.to(gram)  # one for all
         varies = precision is not None and precision.numel() > 1
         root = precision.reshape(-1).to(like).rsqrt() if precision is not None and varies else None
-        for _, columns, slab in slabs(self.rows[name], like, self.split):
+        for columns, slab in slabs(self.rows[name], like):
             add_gram(gram[None], (slab if root is None else slab * root[columns])[None])
         mirrored(gram[None])
         return gram if precision is None or varies else gram / precision.to(gram)
@@ -250,7 +170,7 @@ class NtkStatistic(Statistic):
                 gram = like.new_zeros(self.num_rows, self.num_rows)
                 for name in names:
                     gram += (self if part is None else part(name)).gram(name, like)
-            self.grams[key] = self.summed(gram)
+            self.grams[key] = gram
         return self.grams[key]
 
     def taken_gram(self, names: Sequence[str], like: Tensor) -> Float[Tensor, "R R"]:
@@ -275,8 +195,7 @@ class NtkStatistic(Statistic):
         """Return a function's derivative in P0, and overwrite a parameter's rows with that in them.
 
         ``cotangent`` is the derivative in A P0^{-1} Aᵀ, symmetric; ``precision`` is the diagonal of
-        P0, one number or one for each element, and the result has its shape. Where ranks share the
-        block, their mean is the derivative.
+        P0, one number or one for each element, and the result has its shape.
         """
         inverse = precision.detach().reshape(-1).to(cotangent).reciprocal()
         of_precision = torch.zeros_like(inverse)
@@ -301,23 +220,19 @@ class NtkStatistic(Statistic):
             for tensor, part in zip(kept, parts, strict=True):
                 tensor.copy_(part)
             return of_precision.reshape(precision.shape)
-        for exchanged, columns, slab in slabs(self.rows[name], cotangent, self.split):
+        for columns, slab in slabs(self.rows[name], cotangent):
             product = 2 * (cotangent @ slab)  # (S̄ + S̄ᵀ) A
             weight = part_of(inverse, columns)
             add_part(of_precision, columns, -0.5 * weight**2 * (product * slab).sum(0))
             product *= weight
-            if self.split is not None:
-                product = self.split.own_rows(product, exchanged)
             start = 0
             for chunk in self.rows[name]:
                 part = product[start : start + len(chunk)]
                 if chunk.device == part.device:
-                    chunk[:, exchanged] = part
+                    chunk[:, columns] = part
                 else:  # by columns, the memory layout of ``by_columns``
-                    chunk.mT[exchanged] = part.mT.to(chunk.dtype).contiguous().to(chunk.device)
+                    chunk.mT[columns] = part.mT.to(chunk.dtype).contiguous().to(chunk.device)
                 start += len(chunk)
-        if self.split is not None:
-            of_precision *= self.split.ranks.count
         return of_precision.reshape(precision.shape)
 
     def rows_before(self, datum: int) -> int:
@@ -365,23 +280,14 @@ class NtkStatistic(Statistic):
         return found
 
 
-def slabs(
-    chunks: Sequence[Tensor], like: Tensor, split: Split | None = None
-) -> Iterator[tuple[slice, slice, Float[Tensor, "R _"]]]:
-    """Yield slices of columns, and all micro-batches' rows in them, like ``like``.
-
-    The first slice is of what is read; the second one, of the rows (R, columns) that are yielded,
-    is the same unless ranks share the block: then it is a part of the first.
-    """
-    if split is not None:
-        yield from split.slabs(chunks, like)
-        return
+def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Float[Tensor, "R _"]]]:
+    """Yield slices of columns, and all micro-batches' rows in them, like ``like``."""
     num_rows, width = sum(len(chunk) for chunk in chunks), chunks[0].shape[1]
     step = max(1, SLAB_BYTES // max(1, num_rows * like.element_size()))
     for start in range(0, width, step):
         columns = slice(start, min(start + step, width))
         parts = [chunk[:, columns].to(like) for chunk in chunks]
-        yield columns, columns, parts[0] if len(parts) == 1 else torch.cat(parts)
+        yield columns, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def part_of(values: Float[Tensor, " n"], columns: slice) -> Tensor:
@@ -443,15 +349,13 @@ class RowsGram(Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, like: Tensor, split: Split | None, precision: Tensor, *chunks: Tensor
-    ) -> Tensor:
-        """The Gram matrix of the chunks' rows, or this rank's term, like ``like``."""
-        ctx.like, ctx.split = like, split
+    def forward(ctx: Any, like: Tensor, precision: Tensor, *chunks: Tensor) -> Tensor:
+        """The Gram matrix of the chunks' rows, like ``like``."""
+        ctx.like = like
         ctx.save_for_backward(precision, *chunks)
-        num_rows = sum(map(len, chunks) if split is None else split.rows)
+        num_rows = sum(map(len, chunks))
         gram = like.new_zeros(num_rows, num_rows)
-        for _, columns, slab in slabs(chunks, like, split):
+        for columns, slab in slabs(chunks, like):
             slab = slab * part_of(precision.to(like), columns).rsqrt()
             gram += slab @ slab.mT
         return gram
@@ -463,23 +367,22 @@ class RowsGram(Function):
         precision, *chunks = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         inverse = precision.to(ctx.like).reciprocal()
-        of_precision = torch.zeros_like(inverse) if wanted[2] else None
+        of_precision = torch.zeros_like(inverse) if wanted[1] else None
         of_chunks = [
-            torch.empty_like(c) if w else None for c, w in zip(chunks, wanted[3:], strict=True)
+            torch.empty_like(c) if w else None for c, w in zip(chunks, wanted[2:], strict=True)
         ]
-        for _, columns, slab in slabs(chunks, ctx.like, ctx.split):
+        for columns, slab in slabs(chunks, ctx.like):
             weight = part_of(inverse, columns)
             # ⟨S̄, A P0^{-1} Aᵀ⟩ has the cotangent (S̄ + S̄ᵀ) A P0^{-1} for A.
             product = ((cotangent + cotangent.mT) @ slab).mul_(weight)
             if of_precision is not None:
                 add_part(of_precision, columns, -0.5 * weight * (product * slab).sum(0))
-            if ctx.split is None:  # rows that ranks share have no graph
-                parts = product.split([len(chunk) for chunk in chunks])
-                for chunk, part in zip(of_chunks, parts, strict=True):
-                    if chunk is not None:
-                        chunk[:, columns] = part.to(chunk)
+            parts = product.split([len(chunk) for chunk in chunks])
+            for chunk, part in zip(of_chunks, parts, strict=True):
+                if chunk is not None:
+                    chunk[:, columns] = part.to(chunk)
         of_precision = None if of_precision is None else of_precision.to(precision.dtype)
-        return None, None, of_precision, *of_chunks
+        return None, of_precision, *of_chunks
 
 
 # ------------------------------------------------------------ Grams without the rows

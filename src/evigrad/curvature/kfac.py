@@ -31,7 +31,6 @@ from evigrad.curvature.base import (
     scaled_rows,
     working_dtype,
 )
-from evigrad.curvature.between_ranks import Owners, balanced
 from evigrad.curvature.block_diagonal import add_outer_products
 from evigrad.curvature.linalg import (
     Spectra,
@@ -111,14 +110,12 @@ class KfacStatistic(Statistic):
         blocks: The dense block (n, n) or diagonal (n,) of H of each other parameter.
         spectra: A cache; of a summarised statistic in the place of the factors.
         of_blocks: A cache of the eigenvalues of dense blocks.
-        owners: Where each rank has the sums of some parameters alone: who has which.
     """
 
     factors: dict[str, Factors] = field(default_factory=dict)
     blocks: dict[str, Tensor] = field(default_factory=dict)
     spectra: dict[str, Spectrum] = field(default_factory=dict, repr=False, compare=False)
     of_blocks: Spectra = field(default_factory=Spectra, repr=False, compare=False)
-    owners: "Owners[KfacStatistic] | None" = field(default=None, repr=False, compare=False)
 
     def tensors(self) -> list[Tensor]:
         """A and B of every weight, then the other blocks."""
@@ -133,49 +130,16 @@ class KfacStatistic(Statistic):
             for name, each in self.factors.items()
         }
         blocks = dict(zip(self.blocks, rest, strict=True))
-        return KfacStatistic(factors, blocks, owners=self.owners)
+        return KfacStatistic(factors, blocks)
 
-    def of_nothing(self) -> "KfacStatistic":
-        """See ``Statistic.of_nothing``: no examples either."""
-        zeros = super().of_nothing()
-        factors = {n: replace(each, count=0, num_rows=0) for n, each in zeros.factors.items()}
-        return replace(zeros, factors=factors)
-
-    def over(self, ranks: Ranks) -> "KfacStatistic":
-        """See ``Statistic.over``; the counts are summed too."""
-        return super().over(ranks)._counted(ranks)
-
-    def to_owners(self, ranks: Ranks) -> "KfacStatistic":
-        """See ``Statistic.to_owners``: A and B of a weight are on one rank, as is each block."""
-        tensors, costs = self.tensors(), dict.fromkeys([*self.factors, *self.blocks], 0)
-        names = [name for name in self.factors for _ in range(2)] + list(self.blocks)
-        for name, tensor in zip(names, tensors, strict=True):  # n³ of a matrix, n of a diagonal
-            costs[name] += tensor.numel() * (tensor.shape[-1] if tensor.dim() > 1 else 1)
-        place = dict(zip(costs, balanced(list(costs.values()), ranks.count), strict=True))
-        form = self.with_tensors([torch.empty_like(t, device="meta") for t in tensors])
-        empty = torch.cat([tensor.new_zeros(0) for tensor in tensors])
-        owners = Owners(ranks, tuple(place[name] for name in names), form, empty)
-        counted = form._counted(ranks).factors
-        factors = {n: f for n, f in counted.items() if place[n] == ranks.rank}
-        blocks = {n: block for n, block in form.blocks.items() if place[n] == ranks.rank}
-        return KfacStatistic(factors, blocks, owners=owners).with_tensors(owners.sums(tensors))
-
-    def of_share(self) -> "KfacStatistic":
-        """See ``Statistic.of_share``: the derivatives of all owners, whose ℓ have a factor R."""
-        if (owners := self.owners) is None:
-            return self
-        own = [tensor / owners.ranks.count for tensor in self.tensors()]
-        return owners.form.with_tensors(owners.of_all(own))
-
-    def _counted(self, ranks: Ranks) -> "KfacStatistic":
-        """The same sums with counts that are summed over the ranks."""
+    def all_reduce(self, ranks: Ranks) -> "KfacStatistic":
+        """See ``Statistic.all_reduce``; the counts are summed too."""
         counts = torch.tensor([(f.count, f.num_rows) for f in self.factors.values()])
-        summed = zip(self.factors.items(), ranks.sum([counts])[0].tolist(), strict=True)
-        factors = {
-            name: replace(each, count=count, num_rows=num_rows)
-            for (name, each), (count, num_rows) in summed
-        }
-        return replace(self, factors=factors)
+        totals = zip(self.factors.items(), ranks.sum([counts])[0].tolist(), strict=True)
+        sums = super().all_reduce(ranks)
+        for (name, _), (count, num_rows) in totals:
+            sums.factors[name] = replace(sums.factors[name], count=count, num_rows=num_rows)
+        return sums
 
 
 class Kfac(Structure[KfacStatistic]):
@@ -228,12 +192,10 @@ class Kfac(Structure[KfacStatistic]):
                 factors[name] = factors[name] + found if name in factors else found
         return KfacStatistic(factors, self._add_others(statistic.blocks, linearization, root))
 
-    def summarise(
-        self, linearization: Linearization, root: RootRows, ranks: Ranks | None = None
-    ) -> KfacStatistic:
+    def summarise(self, linearization: Linearization, root: RootRows) -> KfacStatistic:
         """See ``Structure.summarise``; for few examples it diagonalises their (smaller) Gram."""
         if root.scale is not None and root.scale.requires_grad:
-            return super().summarise(linearization, root, ranks)
+            return super().summarise(linearization, root)
         statistic = KfacStatistic()
         for name, examples in self._examples(linearization, root).items():
             if len(examples) > 1:
@@ -272,13 +234,6 @@ class Kfac(Structure[KfacStatistic]):
         self, statistic: KfacStatistic, precisions: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
         """See ``Structure.log_det``; refuses precisions that vary inside a Kronecker block."""
-        if (owners := statistic.owners) is None:
-            return self._log_det(statistic, precisions)
-        return owners.ranks.count * owners.agreed(lambda: self._log_det(statistic, precisions))
-
-    def _log_det(
-        self, statistic: KfacStatistic, precisions: Mapping[str, Tensor]
-    ) -> Float[Tensor, ""]:
         known = statistic.factors.keys() | statistic.spectra.keys()
         used_as_matrix = [name for name in self._kronecker if name in known]
         self._check_constant(name for name in used_as_matrix if precisions[name].ndim > 0)
@@ -299,8 +254,6 @@ class Kfac(Structure[KfacStatistic]):
                 terms.append(log_det_dense(block, precision))
             else:
                 terms.append(log_det_diagonal(block, precision))
-        if not terms:  # a rank may own nothing
-            return torch.zeros((), device=next(iter(precisions.values())).device)
         value = torch.stack(terms).sum()
         if used:
             _check_rounding(used, value.detach())

@@ -23,7 +23,6 @@ from evigrad.curvature.block_diagonal import BlockDiagonal
 from evigrad.curvature.conditional import Conditioning, LogDet, log_det_conditional
 from evigrad.curvature.kernel_rows import SLAB_BYTES, MixedGrams, NtkStatistic, RowsGram, Storage
 from evigrad.curvature.linalg import MatrixSpectrum, log_det_identity_plus
-from evigrad.distributed import Ranks
 from evigrad.errors import ConfigurationError
 from evigrad.jacobians import Linearization, MatrixUse
 from evigrad.likelihoods import RootRows
@@ -204,7 +203,7 @@ class Ntk(Structure[NtkStatistic]):
         """Bytes of the rows, and of the factors in their place, on the weights' device."""
         if self._storage.device not in (None, self._device):
             return 0
-        numbers = -(-sum(self._numel[name] for name in self.formed) // self._storage.ranks)
+        numbers = sum(self._numel[name] for name in self.formed)
         numbers += sum(use.numbers for uses in self.contracted.values() for use in uses)
         return (self._storage.dtype or self._dtype).itemsize * num_rows * numbers
 
@@ -221,7 +220,7 @@ class Ntk(Structure[NtkStatistic]):
         if not self.condenses(num_rows):
             return self.predicted_bytes(num_rows)
         widest = max((self._numel[name] for name in self.formed), default=0)
-        rows = self._dtype.itemsize * num_rows * -(-widest // self._storage.ranks)
+        rows = self._dtype.itemsize * num_rows * widest
         square = self._like().element_size() * num_rows**2
         return rows + self._gram_bytes(num_rows) + self._copies * square
 
@@ -235,15 +234,12 @@ class Ntk(Structure[NtkStatistic]):
             words[name] += ", contracted"
         return {name: words[name] for name in self._numel}
 
-    def summarise(
-        self, linearization: Linearization, root: RootRows, ranks: Ranks | None = None
-    ) -> NtkStatistic:
+    def summarise(self, linearization: Linearization, root: RootRows) -> NtkStatistic:
         """See ``Structure.summarise``: one parameter's rows at a time, and never all of them."""
-        empty = _without_rows(root)
-        if ranks is None and not self.condenses(empty.num_rows):
+        whole = _without_rows(root)
+        if not self.condenses(whole.num_rows):
             return super().summarise(linearization, root)
-        whole = empty if ranks is None else empty.over(ranks)
-        empty = replace(empty, scale=None)
+        empty = replace(whole, scale=None)
         with torch.no_grad():
             factors = self._factors(linearization, root)
             # All that have no closed form in one call, as each call repeats the backward passes.
@@ -252,13 +248,13 @@ class Ntk(Structure[NtkStatistic]):
 
             def part(name: str) -> NtkStatistic:
                 if name in factors:
-                    return whole.taking(replace(empty, factors={name: (factors[name],)}))
+                    return replace(empty, factors={name: (factors[name],)})
                 rows = found.get(name)
                 if rows is None:
                     rows = linearization.rows(root.vectors, [name])[name]
                 own = {name: (_present_rows(rows, empty),)}
                 del rows
-                return whole.taking(replace(empty, rows=own))
+                return replace(empty, rows=own)
 
             for names in self._groups.values():
                 whole.kept_gram(names, self._like(), part)
@@ -314,8 +310,8 @@ class Ntk(Structure[NtkStatistic]):
                 separate.append(gram * precision.to(like).reciprocal())
             else:
                 rows = statistic.rows[name]
-                separate.append(RowsGram.apply(like, statistic.split, precision, *rows))
-        return _sum(parts + ([statistic.summed(_sum(separate))] if separate else []))
+                separate.append(RowsGram.apply(like, precision, *rows))
+        return _sum(parts + ([_sum(separate)] if separate else []))
 
     def _differentiate_block(
         self,
@@ -329,7 +325,7 @@ class Ntk(Structure[NtkStatistic]):
         total = like.new_zeros(statistic.num_rows, statistic.num_rows)
         for name in block:
             total += statistic.gram(name, like, precisions[name].detach())
-        leaf = statistic.summed(total).requires_grad_()
+        leaf = total.requires_grad_()
         leaves = [leaf] if scale is None else [leaf, scale.detach().to(like).requires_grad_()]
         with torch.enable_grad():
             scaled = leaf if scale is None else leaves[1][:, None] * leaf * leaves[1]

@@ -3,7 +3,6 @@
 - Two passes: accumulate the statistic without a graph, differentiate its log-determinant, and go
   through the data once more with a graph, one micro-batch at a time. Only the
   statistic's memory grows with the block.
-- One graph over the whole block, the reference that the others are tested against.
 - One pass without a graph, where only the prior and a mere scale of the rows are learned.
 
 All give the gradient of −(log evidence + log hyperprior) / N.
@@ -105,15 +104,11 @@ def gradients_of(
             total = [a + b for a, b in zip(total, found, strict=True)]
         return estimates, total
     problem = given.problem
-    if problem.settings.gradient == "one-graph":
-        in_network = any(name.startswith("model.") for name in learnable)
-        use = FirstPass(differentiable=in_network)
-    elif needs_two_passes(problem, learnable, given.plan.partition.num_outputs):
+    if needs_two_passes(problem, learnable, given.plan.partition.num_outputs):
         estimate, found = precisely(given, lambda given: _two_passes(given, learnable))
         return [estimate], found
-    else:
-        beside = any(not name.startswith("prior.") for name in learnable)
-        use = FirstPass(keeps_outputs=beside, condensed=True)
+    beside = any(not name.startswith("prior.") for name in learnable)
+    use = FirstPass(keeps_outputs=beside, condensed=True)
 
     def one_pass(block_pass: BlockPass) -> tuple[Estimate, list[Tensor]]:
         estimate, value = objective(first_pass(block_pass, use))
@@ -188,9 +183,9 @@ def _two_passes(
     estimate = _estimate(kept, kept.log_likelihood, differential.log_det, log_prior, log_hyperprior)
     # The check in the first pass may have replaced the plan.
     again = replace(block_pass, plan=kept.plan)
-    # The mean over the shares of a block is to be the sum of their terms.
-    cotangent = differential.cotangent.of_share()
-    pulled = second_pass(again, cotangent, scale * kept.block.shares, of_passes)
+    # Gradients are later averaged over ranks, so scale this rank's term by their number.
+    shared_scale = scale * kept.block.shares
+    pulled = second_pass(again, differential.cotangent, shared_scale, of_passes)
     in_prior = [
         own if g is None else own - 0.5 * scale * g
         for own, g in zip(direct, differential.gradients, strict=True)

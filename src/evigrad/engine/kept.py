@@ -44,7 +44,7 @@ class KeptPass:
     log_probs: Tensor
     outputs: Sequence[tuple[Chunk, Tensor]] = ()
     follows: frozenset[str] = frozenset()
-    versions: tuple[tuple[int, int, int], ...] = ()
+    versions: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def conditioning(self) -> Conditioning | None:
@@ -52,7 +52,7 @@ class KeptPass:
         columns, anchored = self.block.columns, self.block.anchored
         if anchored is None or columns is None:
             return None
-        labels = self.statistic.of_rows(anchored.labels[columns >= 0])
+        labels = anchored.labels[columns >= 0]
         return Conditioning(labels, anchored.weights)
 
     @cached_property
@@ -124,7 +124,7 @@ def as_kept(
         kept = [p for p in x if isinstance(p, KeptPass)]
     else:
         return None
-    now: dict[frozenset[str], tuple[tuple[int, int, int], ...]] = {}
+    now: dict[frozenset[str], tuple[tuple[int, int], ...]] = {}
     for each in kept:
         if each.problem is not problem:
             raise InputError("This pass was collected by another evidence.")
@@ -167,8 +167,9 @@ def check_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) ->
 
 def _versions(
     problem: Problem, hyperparameters: Mapping[str, nn.Parameter], follows: Iterable[str]
-) -> tuple[tuple[int, int, int], ...]:
-    """Address, version and checksum of every parameter and buffer that must not change."""
+) -> tuple[tuple[int, int], ...]:
+    """Address and version of every parameter and buffer that must not change."""
+    # The version counts writes in place. A write through ``.data`` goes unnoticed.
     free = {id(hyperparameters[name]) for name in follows if name in hyperparameters}
     held = [
         tensor
@@ -176,8 +177,7 @@ def _versions(
         for tensor in (*module.parameters(), *module.buffers())
         if id(tensor) not in free and tensor.layout == torch.strided
     ]
-    sums = checksums(held, problem.device)
-    return tuple((t.data_ptr(), t._version, own) for t, own in zip(held, sums, strict=True))
+    return tuple((tensor.data_ptr(), tensor._version) for tensor in held)
 
 
 def checksums(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
@@ -199,7 +199,7 @@ def contents(module: nn.Module, device: torch.device) -> list[object]:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """A position-weighted sum of bits, since writing through ``.data`` leaves no other trace."""
+    """A position-weighted sum of bits."""
     whole = tensor.detach().reshape(-1)
     # Halves of 64 bits, whose sums cannot overflow; sums of integers are exact in any order.
     bits = whole.view({1: torch.int8, 2: torch.int16}.get(whole.element_size(), torch.int32))

@@ -32,8 +32,6 @@ from evigrad.likelihoods.calls import check_finite
 Batch = tuple[Inputs, Tensor]
 State = TypeVar("State")
 
-# A pass whose steps exchange rows with other ranks.
-SHARED = "shared first"
 # The memory of a pass is measured on one datum and on two; the difference is what each adds.
 _MEASURED = 2
 
@@ -146,9 +144,7 @@ def over_chunks(
                 cut = next((c for c in cuts if c > first + start), expected)
                 rest = min(len(x), cut - first) - start
                 size = _chunk_size(block_pass, kind, x, rest, first + start, peak)
-                if kind == SHARED:  # other ranks wait for this one, which cannot try again alone
-                    state = step(state, part(size))
-                elif found := fits(partial(step, state, part(size))):
+                if found := fits(partial(step, state, part(size))):
                     (state,) = found
                 else:
                     problem.sizes.halve(_memory_key(block_pass, kind, x), size)
@@ -268,7 +264,7 @@ def check_fits(problem: Problem, plan: InputPlan, block: Block, condensed: bool)
     formed = [weights[name] for name in structure.formed]
     pass_bytes = at_once * sum(w.numel() * w.element_size() for w in formed)
     summarised = condensed and most is not None and most >= size
-    rows = block.shares * (size * width if block.num_rows is None else block.num_rows)
+    rows = size * width if block.num_rows is None else block.num_rows
     check_memory(structure, rows, problem.device, pass_bytes, summarised)
 
 
@@ -289,7 +285,7 @@ def _chunk_size(
     free = available_bytes(problem.device)
     if free is not None and kind != "second":  # the statistic is still to come
         block = block_pass.block
-        rows = block.shares * (block.num_rows or 0) or block_pass.plan.partition.block_rows
+        rows = block.num_rows or block_pass.plan.partition.block_rows
         free -= block_pass.plan.structure.predicted_bytes(rows)
     return sizes.size(key, rest, lambda: bytes_per_datum(peak, rest), free)
 

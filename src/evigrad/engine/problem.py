@@ -91,7 +91,7 @@ class InputPlan:
 
 
 class Plans:
-    """The plans for the latest shapes of inputs, where so many ``ranks`` work together."""
+    """The plans for the latest shapes of inputs."""
 
     def __init__(
         self,
@@ -100,14 +100,12 @@ class Plans:
         likelihood: Likelihood,
         prior: GaussianPrior,
         settings: Settings,
-        ranks: int = 1,
     ) -> None:
         self.model = model
         self.weights = dict(weights)
         self.likelihood = likelihood
         self.prior = prior
         self.settings = settings
-        self._shares = ranks if settings.split_blocks else 1
         self._drawing = stochastic_modules(model)
         self._plans: dict[str, InputPlan] = {}
         # Of a checkpoint, for inputs not seen since: how to differentiate, and ``contracts``.
@@ -254,8 +252,8 @@ class Plans:
         settings, spec = self.settings, partition.spec
         rows, groups = partition.block_rows, self.prior.constant_groups()
         data = rows if spec.rows else min(spec.subset or rows, rows)
-        # One graph is the reference, and takes no shortcuts. An exact Hessian has no rows.
-        plain = settings.gradient == "one-graph"
+        # An exact Hessian has no rows.
+        plain = settings.plain_curvature
         uses = matrix_uses(made, self.weights) if contracts and not plain else {}
         return make_structure(
             spec.structure,
@@ -266,7 +264,7 @@ class Plans:
             sharing=settings.sharing,
             gram_dtype=gram_dtype,
             contracted=contracted(uses, data, max(1, rows // data)),
-            storage=Storage(settings.rows_dtype, settings.rows_device, self._shares),
+            storage=Storage(settings.rows_dtype, settings.rows_device),
             num_rows=None if plain or spec.curvature == "hessian" else rows,
         )
 
@@ -278,25 +276,16 @@ class Plans:
         is_due = self._passes & (self._passes - 1) == 0
         return is_due and self.settings.spec.curvature != "hessian"
 
-    def checked(
-        self, plan: InputPlan, linearization: Linearization, ranks: Ranks | None = None
-    ) -> InputPlan:
+    def checked(self, plan: InputPlan, linearization: Linearization) -> InputPlan:
         """Return the plan without the fast derivatives that are wrong for one datum of a pass.
 
-        They are compared with plain automatic differentiation of that datum alone. ``ranks`` that
-        share the pass leave out what is wrong on one of them.
+        They are compared with plain automatic differentiation of that datum alone.
         """
         own = torch.Generator().manual_seed(self._passes)  # the evidence's draws are not shifted
         f = linearization.outputs
         vectors = torch.randn(len(f), 1, f.shape[1], generator=own).to(f)
         index = int(torch.randint(len(f), (), generator=own))
         wrong = spot_check(linearization, vectors, index)
-        if ranks is not None:
-            ranks.agree()
-            (found,) = ranks.sum([torch.tensor([float(name in wrong) for name in self.weights])])
-            wrong = {
-                name for name, count in zip(self.weights, found.tolist(), strict=True) if count
-            }
         if not wrong:
             return plan
         warnings.warn(
@@ -349,10 +338,9 @@ class Problem:
         return self.plans.of(check_inputs(x, self.device))
 
     def splits(self, plan: InputPlan) -> bool:
-        """Whether ranks have shares of every block: if asked for, or of sums over all data."""
+        """Whether each rank passes over its part of all the data: if the statistic is a sum."""
         sums = self.settings.spec.subset is None and not plan.structure.keeps_rows
-        shared = self.settings.split_blocks or sums
-        return shared and 1 < self.ranks.count <= self.settings.num_data
+        return sums and 1 < self.ranks.count <= self.settings.num_data
 
     @contextmanager
     def restored_on_error(self) -> Iterator[None]:

@@ -45,8 +45,6 @@ class Memory:
             Default: where the weights are.
         autocast: Type of mixed-precision passes, as bfloat16; kernels and factors keep theirs.
             Default: none.
-        split_blocks: Whether the ranks of a process group share every block, for rows that one
-            cannot hold: each has those of its part of the data. Default: blocks of their own.
     """
 
     micro_batch: int | Literal["auto"] | None = None
@@ -55,7 +53,6 @@ class Memory:
     rows_dtype: torch.dtype | Literal["bfloat16", "float32", "float64"] | None = None
     rows_device: torch.device | str | None = None
     autocast: torch.dtype | Literal["bfloat16"] | None = None
-    split_blocks: bool = False
 
     def resolved(self) -> dict[str, Any]:
         """Return the fields for ``Settings``: types and devices for names, amounts in bytes.
@@ -70,7 +67,6 @@ class Memory:
             "rows_dtype": as_dtype("rows_dtype", self.rows_dtype),
             "rows_device": as_device("rows_device", self.rows_device),
             "autocast": as_dtype("autocast", self.autocast),
-            "split_blocks": self.split_blocks,
         }
 
 
@@ -118,9 +114,8 @@ class Settings:
     rows_dtype: torch.dtype | None = None
     rows_device: torch.device | None = None
     autocast: torch.dtype | None = None
-    gradient: str = "two-pass"
+    plain_curvature: bool = False
     anchoring: Anchoring | None = None
-    split_blocks: bool = False
 
     def __post_init__(self) -> None:
         spec = self.spec
@@ -143,7 +138,6 @@ class Settings:
             )
         check_choice("sharing", self.sharing, ("expand", "reduce"))
         check_positive("temperature", self.temperature)
-        check_choice("gradient", self.gradient, ("two-pass", "one-graph"))
         self._check_micro_batches()
         self._check_types()
 

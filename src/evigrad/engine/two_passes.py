@@ -17,7 +17,6 @@ from evigrad.curvature import Statistic, exact_hessian, inner_product
 from evigrad.engine.cotangents import root_rows
 from evigrad.engine.kept import KeptPass, weighted
 from evigrad.engine.passes import (
-    SHARED,
     BlockPass,
     Chunk,
     check_fits,
@@ -35,13 +34,11 @@ class FirstPass:
     """The purpose of a first pass.
 
     Attributes:
-        differentiable: Whether the rows need a graph into the model's hyperparameters.
         keeps_outputs: Whether to keep the outputs for steps on the likelihood's parameters, and
             leave the rows unscaled for these.
         condensed: Whether to keep only what log-determinants need.
     """
 
-    differentiable: bool = False
     keeps_outputs: bool = False
     condensed: bool = False
 
@@ -72,82 +69,30 @@ class _Sums:
 def first_pass(block_pass: BlockPass, use: FirstPass) -> KeptPass:
     """Return the log likelihood and the statistic of one pass over a block's data.
 
-    Where ranks have shares of the block, the statistic is that of the whole block; or, where no
-    graph is wanted, what ``Statistic.to_owners`` makes of it.
+    If ranks share the data, each passes over its part, and the statistic is the sum over all parts.
     """
-    if block_pass.block.shares == 1:
-        return _own_pass(block_pass, use)
-    ranks = block_pass.problem.ranks
-    if block_pass.plan.structure.keeps_rows:
-        block_pass = _contracting_alike(block_pass)
-    by_layers = use.condensed and block_pass.plan.structure.condenses(1)
-    if by_layers:
-        by_layers = not ranks.any(not _takes_layers(block_pass))
-    with ranks.together() as alike:
-        # Only sums can be added up over ranks, not what is condensed of them.
-        kept = _own_pass(block_pass, replace(use, condensed=by_layers))
-        if by_layers:
-            return kept
-        if kept.statistic is None:
-            kept = replace(kept, statistic=_of_no_rows(block_pass, use))
-        alike["form of the curvature"] = kept.statistic.form()
-    with_graph = block_pass.problem.settings.gradient == "one-graph"
-    structure, share = kept.plan.structure, kept.statistic
-    statistic = share.over(ranks) if with_graph else share.to_owners(ranks)
-    return replace(kept, statistic=structure.condense(statistic) if use.condensed else statistic)
+    problem, shared = block_pass.problem, block_pass.block.shares > 1
+    if not shared:
+        return _local_pass(block_pass, use)
+    with problem.ranks.together() as alike:
+        # Sums can be added up over ranks. What is condensed of them cannot.
+        local = _local_pass(block_pass, replace(use, condensed=False))
+        alike["form of the curvature"] = [tensor.shape for tensor in local.statistic.tensors()]
+    statistic = local.statistic.all_reduce(problem.ranks)
+    condense = local.plan.structure.condense
+    return replace(local, statistic=condense(statistic) if use.condensed else statistic)
 
 
-def _contracting_alike(block_pass: BlockPass) -> BlockPass:
-    """Form all rows where ranks would contract different weights, as with inputs of other sizes."""
-    problem, names = block_pass.problem, sorted(block_pass.plan.structure.contracted)
-    if problem.ranks.same(names):
-        return block_pass
-    return replace(block_pass, plan=problem.plans.without_contraction(block_pass.plan))
-
-
-def _takes_layers(block_pass: BlockPass) -> bool:
-    """Return whether a share is one micro-batch, so that a layer's rows can be made at a time.
-
-    Not with sizes of micro-batches that each rank finds for itself.
-    """
-    problem, block = block_pass.problem, block_pass.block
-    if problem.sizes.asked is not None or problem.sizes.chosen or block.num_draws > 1:
-        return False
-    padded = problem.settings.spec.facts.counts_data
-    first = next(iter([] if padded else block.cuts()), len(block.indices))
-    num_rows = block.num_rows or len(block.indices) * block_pass.plan.partition.rows_per_datum
-    return (
-        block.num_rows != 0
-        and block.has_all_rows(slice(0, first))
-        and block_pass.plan.structure.condenses(block.shares * num_rows)
-    )
-
-
-def _of_no_rows(block_pass: BlockPass, use: FirstPass) -> Statistic:
-    """The statistic of a share without rows, from any row of its first datum."""
-    x, y = next(iter(block_pass.batches))
-    columns = torch.zeros(1, 1, dtype=torch.int64)
-    block = replace(block_pass.block.share(slice(0, 1), 1), columns=columns, anchored=None)
-    labels = [own[:1] for own in block_pass.labels]
-    one = replace(block_pass, batches=[(x[:1], y[:1])], block=block, labels=labels)
-    with torch.no_grad():
-        return _own_pass(one, replace(use, condensed=False)).statistic.of_nothing()
-
-
-def _own_pass(block_pass: BlockPass, use: FirstPass) -> KeptPass:
-    """The pass over this rank's data alone."""
+def _local_pass(block_pass: BlockPass, use: FirstPass) -> KeptPass:
+    """The pass over this rank's data."""
     problem = block_pass.problem
     check_fits(problem, block_pass.plan, block_pass.block, use.condensed)
     zero = torch.zeros((), dtype=torch.float64, device=problem.device)
     while True:
         due = problem.plans.check_is_due()
-        shared = use.condensed and block_pass.block.shares > 1
-        if shared:  # a rank may have passed over other data, alone
-            due = problem.ranks.any(due)
         block_pass = replace(block_pass, suspicious=due)
         start = _Sums(block_pass.plan, zero, to_check=due)
-        kind = SHARED if shared else "first"
-        sums = over_chunks(block_pass, kind, partial(_add, block_pass, use), start)
+        sums = over_chunks(block_pass, "first", partial(_add, block_pass, use), start)
         if sums.is_closed:
             break
         # The model uses a weight differently for these data: form all rows from here on.
@@ -171,18 +116,16 @@ def _add(block_pass: BlockPass, use: FirstPass, sums: _Sums, chunk: Chunk) -> _S
         problem, plan = block_pass.problem, sums.plan
         with torch.enable_grad():
             found = Linearization(plan.model, problem.weights, chunk.x, plan.jacobian, False)
-        shared = use.condensed and block_pass.block.shares > 1
-        plan = problem.plans.checked(plan, found, problem.ranks if shared else None)
-        sums = replace(sums, plan=plan, to_check=False)
+        sums = replace(sums, plan=problem.plans.checked(plan, found), to_check=False)
     block_pass = replace(block_pass, plan=sums.plan)
     spec, likelihood = block_pass.problem.settings.spec, block_pass.problem.likelihood
     statistic: Any = sums.statistic
     if not chunk.has_rows:
         # Data that count only in the likelihood; they follow all that have rows.
-        with torch.set_grad_enabled(use.differentiable):
+        with torch.no_grad():
             f = outputs(block_pass, chunk)
     elif spec.curvature == "hessian":
-        statistic, f = _add_hessian(block_pass, chunk, statistic, use.differentiable)
+        statistic, f = _add_hessian(block_pass, chunk, statistic, False)
     else:
         found = _add_rows(block_pass, use, chunk, statistic)
         if found is None:
@@ -207,14 +150,11 @@ def _add_rows(
 ) -> tuple[Any, Tensor] | None:
     """The statistic with a micro-batch's rows, and its outputs; None without a closed form."""
     structure = block_pass.plan.structure
-    linearization = linearized(block_pass, chunk, use.differentiable)
-    is_closed = all(map(linearization.is_closed, structure.contracted))
-    if use.condensed and block_pass.block.shares > 1:
-        is_closed = not block_pass.problem.ranks.any(not is_closed)
-    if not is_closed:
+    linearization = linearized(block_pass, chunk, False)
+    if not all(map(linearization.is_closed, structure.contracted)):
         return None
     root = root_rows(block_pass.problem, linearization.outputs, chunk)
-    if root.vectors.requires_grad and not use.differentiable:
+    if root.vectors.requires_grad:
         # The cotangents themselves depend on the likelihood's hyperparameters (a score, or a
         # likelihood that does not separate a scale): the rows then need a graph.
         linearization = linearized(block_pass, chunk, True)
@@ -226,8 +166,7 @@ def _add_rows(
         and block_pass.block.has_all_rows(chunk.data)
         and not root.vectors.requires_grad
     ):
-        ranks = block_pass.problem.ranks if block_pass.block.shares > 1 else None
-        return structure.summarise(linearization, root, ranks), f
+        return structure.summarise(linearization, root), f
     return structure.accumulate(statistic, linearization, root), f
 
 

@@ -147,7 +147,7 @@ class Explained:
         """Inner products of a parameter's rows with some whitened ones, under the prior."""
         other = white.flatten(0, 1)
         total = white.new_zeros(len(self.scale), len(other))
-        for _, columns, slab in slabs(self.rows[block.name], white):
+        for columns, slab in slabs(self.rows[block.name], white):
             total += (slab * block.std[columns]) @ other[:, columns].mT
         return total
 

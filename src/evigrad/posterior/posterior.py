@@ -321,11 +321,9 @@ def posterior_problem(
         rows_dtype=settings.rows_dtype if spec.facts.keeps_rows else None,
         rows_device=settings.rows_device if spec.facts.keeps_rows else None,
         anchoring=None,
-        split_blocks=False,
         parameter_partition="tensor",  # of all weights, which may be others
-        # Without shortcuts: rows that can be multiplied with others, H instead of their kernel, and
-        # sums that every rank has.
-        gradient="one-graph",
+        # Rows that can be multiplied with other rows, and H instead of their kernel.
+        plain_curvature=True,
     )
     weights = {name: problem.weights[name] for name in names}
     return replace(

@@ -13,12 +13,11 @@ from torch.nn.parameter import is_lazy
 from evigrad.blocks.anchors import Anchoring
 from evigrad.blocks.positions import by_target
 from evigrad.blocks.streamed import check_single
-from evigrad.distributed import Group, Ranks
+from evigrad.distributed import Group, Ranks, check_whole
 from evigrad.engine.checks import check_inputs
 from evigrad.engine.parameters import trainable
 from evigrad.engine.problem import PROBE_SIZE
 from evigrad.engine.settings import Memory
-from evigrad.engine.sharded import check_whole
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence

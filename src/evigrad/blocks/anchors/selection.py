@@ -87,9 +87,8 @@ class AnchorSelection:
         look: Look,
         generator: torch.Generator,
         ranks: Ranks | None = None,
-        splits: bool = False,
     ) -> None:
-        self._ranks, self._splits = ranks or Ranks(), splits
+        self._ranks = ranks or Ranks()
         self.anchoring = anchoring
         self.pool = Pool(num_data)
         self.memory = OutputMemory(len(self.pool))
@@ -112,7 +111,6 @@ class AnchorSelection:
             self._predictor,
             self._generator,
             self._ranks,
-            self._splits,
         )
 
     def observe(self, evaluated: Iterable[tuple[Block, Sequence[float]]]) -> None:
@@ -124,8 +122,7 @@ class AnchorSelection:
             for draw in block.anchored.draws
         ]
         tables = self._ranks.gather(torch.tensor(found, dtype=torch.float64).reshape(-1, 3))
-        # Of a block that they share all ranks have the same.
-        for key, guess, seen in torch.cat(tables[:1] if self._splits else tables).tolist():
+        for key, guess, seen in torch.cat(tables).tolist():
             self._predictor.observe(int(key), guess, seen)
 
     def refresh(self, source: Source) -> float:

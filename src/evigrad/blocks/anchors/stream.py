@@ -93,14 +93,12 @@ class DrawnParts:
         partition: The partition that was drawn from.
         draws: The draws.
         of_likelihood: The data of each draw's log likelihood; of the anchors' where none is drawn.
-        sharing: The ranks that have a share of every block, if any.
     """
 
     source: Source
     partition: AnchoredPartition
     draws: list[Draw]
     of_likelihood: Int[Tensor, "d u"]
-    sharing: Ranks | None = None
 
     def blocks(self, at_once: int) -> Iterator[Block]:
         """The draws in blocks of ``at_once``; the anchors alone where all rows are anchors."""
@@ -112,7 +110,7 @@ class DrawnParts:
         """``count`` draws at most, from ``start`` on, in a block with its data; see ``blocks``."""
         some = slice(start, start + count)
         block = self.partition.block(self.draws[some], self.of_likelihood[some])
-        return fetched(block, self.source, self.sharing)
+        return fetched(block, self.source)
 
 
 class AnchoredStream(Stream):
@@ -130,7 +128,6 @@ class AnchoredStream(Stream):
         predictor: Predicts the entropies of parts.
         generator: A CPU generator.
         ranks: As for ``Stream``; their draws are of one partition, given the same anchors.
-        splits: As for ``Stream``.
     """
 
     is_constant = False
@@ -144,15 +141,14 @@ class AnchoredStream(Stream):
         predictor: EntropyPredictor,
         generator: torch.Generator,
         ranks: Ranks | None = None,
-        splits: bool = False,
     ) -> None:
-        super().__init__(generator, ranks, splits)
+        super().__init__(generator, ranks)
         self.period = period
         self._source, self._num_rows, self._prepare = source, num_rows, prepare
         self._predictor = predictor
 
     def __iter__(self) -> Iterator[Block]:
-        return self._own(self._endless())
+        return self._local(self._endless())
 
     def _endless(self) -> Iterator[Callable[[], Block]]:
         partition = self._prepare()
@@ -168,7 +164,7 @@ class AnchoredStream(Stream):
 
     def epoch(self) -> Iterator[Block]:
         """See ``Stream.epoch``; the mean is ℓ(Z) + Σ_m ℓ(B_m|Z)."""
-        return self._own(self._all())
+        return self._local(self._all())
 
     def _all(self) -> Iterator[Callable[[], Block]]:
         made = self._prepare()()
@@ -183,16 +179,16 @@ class AnchoredStream(Stream):
         ``whole`` takes each part once instead, where the partition has no more than n. With several
         ranks n counts the draws of each.
         """
-        made, total = self._prepare()(), n if self._splits else n * self._ranks.count
+        made, total = self._prepare()(), n * self._ranks.count
         if whole and made.num_parts <= total:
             draws = list(self._each(made))
         else:
             draws = [self._draw(made) for _ in range(total if made.num_parts else 0)]
         of_likelihood = self._likelihood_data(made, max(1, len(draws)))
-        if draws and not self._splits:
+        if draws:
             own = slice(self._ranks.rank, None, self._ranks.count)
             draws, of_likelihood = draws[own], of_likelihood[own]
-        return DrawnParts(self._source, made, draws, of_likelihood, self._sharing)
+        return DrawnParts(self._source, made, draws, of_likelihood)
 
     def _each(self, made: AnchoredPartition) -> Iterator[Draw]:
         count = made.num_parts
@@ -215,7 +211,7 @@ class AnchoredStream(Stream):
 
     def _builder(self, made: AnchoredPartition, draws: list[Draw]) -> Callable[[], Block]:
         of_likelihood = self._likelihood_data(made, 1)
-        parts = DrawnParts(self._source, made, draws, of_likelihood, self._sharing)
+        parts = DrawnParts(self._source, made, draws, of_likelihood)
         return partial(parts.block, 0, 1)
 
     def _likelihood_data(self, made: AnchoredPartition, count: int) -> Int[Tensor, "d u"]:

@@ -1,0 +1,376 @@
+"""The method in dense float64 matrices: short, slow, and the measure of every fast path.
+
+Nothing here is shared with the estimators. Each Jacobian, curvature and determinant is formed as
+the paper writes it and differentiated by plain autograd, so use networks of a hundred weights.
+Equation numbers are those of Immer et al. (2023), *Stochastic Marginal Likelihood Gradients using
+Neural Tangent Kernels*. The page ``theory`` of the documentation walks through this file.
+
+Notation: N examples, C outputs, P weights w, T the temperature. J_n is ∂f(x_n)/∂w (C × P), P0 the
+diagonal prior precision, Λ_n the curvature of −(1/T) log p(y_n|f) in the outputs (C × C). A block B
+lists columns of a root R_n of Λ_n for some examples. M_n = R_n[:, B] R_n[:, B]ᵀ is what it keeps of
+Λ_n, and M_n = Λ_n if it keeps all columns. Then
+
+    H_B = Σ_n J_nᵀ M_n J_n,    K_B = J P0⁻¹ Jᵀ M,    ℓ(B) = log|I + H_B P0⁻¹| = log|I + K_B|.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from evigrad.blocks import Block
+from evigrad.curvature import ParameterPartition, partition_names
+from evigrad.errors import ConfigurationError
+from evigrad.evidence import Evidence
+from evigrad.likelihoods import Categorical, Likelihood
+
+# The library's KFAC has an exact block for a parameter without Kronecker factors up to this size,
+# and a diagonal above it.
+DENSE_LIMIT = 512
+
+# ------------------------------------------------------------ the network and the likelihood
+
+
+def outputs(model: nn.Module, x: Any) -> Float[Tensor, "N C"]:
+    """Return f(x) in evaluation mode, with a graph."""
+    with _evaluation_mode(model):
+        return model(**x) if isinstance(x, Mapping) else model(x)
+
+
+def jacobian(model: nn.Module, weights: Mapping[str, Tensor], x: Tensor) -> Float[Tensor, "N C P"]:
+    """Return J_n of every example (Eq. 3), one backward pass for each entry of the outputs.
+
+    The columns follow the order of ``weights``. There is a graph into everything that f depends on.
+    """
+    rows = []
+    with _evaluation_mode(model), sdpa_kernel(SDPBackend.MATH):
+        for n in range(len(x)):
+            f = model(x[n : n + 1])[0]
+            gradients = [_gradients(f[c], weights.values()) for c in range(len(f))]
+            rows.append(torch.stack([_flat(row) for row in gradients]))
+    return torch.stack(rows)
+
+
+def hessian(likelihood: Likelihood, f: Float[Tensor, "N C"], y: Tensor) -> Float[Tensor, "N C C"]:
+    """Return Λ_n = −∇²_f log p(y_n|f) at temperature 1 (Eq. 4)."""
+    if not f.requires_grad:
+        f = f.detach().requires_grad_()
+    log_prob = likelihood.log_prob(f, y).sum()
+    (score,) = torch.autograd.grad(log_prob, f, create_graph=True)
+    columns = [_gradients(score[:, c].sum(), [f])[0] for c in range(f.shape[1])]
+    return -torch.stack(columns, dim=2)
+
+
+def softmax_hessian(f: Float[Tensor, "N C"]) -> Float[Tensor, "N C C"]:
+    """Return Λ of the softmax in closed form, diag(p) − p pᵀ."""
+    p = f.softmax(-1)
+    return torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+
+
+# ------------------------------------------------------------ roots and blocks of outputs
+
+
+def softmax_root(f: Float[Tensor, "N C"], kind: str) -> Float[Tensor, "N C C"]:
+    """Return a root R of the softmax's Λ, so that R Rᵀ = Λ.
+
+    ``fisher`` is diag(√p) − p √pᵀ, whose column d belongs to class d. ``eigen`` is this root times
+    Q, the eigenvectors of RᵀR, largest first. Q is a free parameter of the bound and held constant.
+    """
+    half = (0.5 * f.log_softmax(-1)).exp()  # √p, with finite derivatives if p underflows
+    fisher = torch.diag_embed(half) - half.square()[:, :, None] * half[:, None, :]
+    if kind == "fisher":
+        return fisher
+    rotation = torch.linalg.eigh((fisher.mT @ fisher).detach()).eigenvectors.flip(-1)
+    return fisher @ rotation
+
+
+def matrix_root(curvature: Float[Tensor, "N C C"], kind: str) -> Float[Tensor, "N C C"]:
+    """Return a root R of any Λ: the symmetric one (``fisher``), or V√λ, largest first (``eigen``).
+
+    R = R₀ + (I − ½Π)(Λ − Λ₀)R₀⁺ᵀ with R₀ the root of the present Λ₀ and Π = R₀R₀⁺. Its value is R₀,
+    and the derivative of R Rᵀ is that of Λ.
+    """
+    frozen = curvature.detach()
+    values, vectors = torch.linalg.eigh(frozen)
+    present = vectors.flip(-1) * values.flip(-1).clamp(min=0).sqrt()[:, None]
+    if kind == "fisher":
+        present = present @ vectors.flip(-1).mT
+    inverse = torch.linalg.pinv(present, rtol=1e-7)
+    change = (curvature - frozen) @ inverse.mT
+    return present + change - 0.5 * present @ inverse @ change
+
+
+def kept_curvature(
+    curvature: Float[Tensor, "N C C"],
+    columns: Int[Tensor, "N k"] | None,
+    root: Float[Tensor, "N C C"] | None = None,
+) -> Float[Tensor, "N C C"]:
+    """Return M_n, the part of Λ_n in a block that lists these root columns (−1 is padding).
+
+    Without a root it is the paper's sub-block: the rows and columns of Λ_n of the listed outputs.
+    """
+    if columns is None:
+        return curvature
+    listed = (columns[..., None] == torch.arange(curvature.shape[1])).any(1).to(curvature)
+    if root is None:
+        return listed[:, :, None] * curvature * listed[:, None, :]
+    kept = root * listed[:, None, :]
+    return kept @ kept.mT
+
+
+# ------------------------------------------------------------ log-determinants
+
+
+def ggn(jac: Float[Tensor, "N C P"], kept: Float[Tensor, "N C C"]) -> Float[Tensor, "P P"]:
+    """Return H_B = Σ_n J_nᵀ M_n J_n, the generalized Gauss-Newton matrix (Eq. 7)."""
+    return torch.einsum("ncp,ncd,ndq->pq", jac, kept, jac)
+
+
+def log_det(
+    h: Float[Tensor, "P P"],
+    precision: Float[Tensor, " P"],
+    partition: Sequence[Int[Tensor, " p"]] | None = None,
+) -> Float[Tensor, ""]:
+    """Return log|I + H_𝒫 P0⁻¹|, with H restricted to the blocks of a partition 𝒫 (Eq. 8).
+
+    By default 𝒫 has one block. Theorem 1: a finer partition has a larger log-determinant.
+    """
+    matrix = torch.eye(len(h), dtype=h.dtype) + h / precision.sqrt() / precision.sqrt()[:, None]
+    blocks = [torch.arange(len(h))] if partition is None else partition
+    return torch.stack([torch.linalg.slogdet(matrix[b][:, b])[1] for b in blocks]).sum()
+
+
+def kernel_log_det(
+    jac: Float[Tensor, "N C P"],
+    kept: Float[Tensor, "N C C"],
+    precision: Float[Tensor, " P"],
+) -> Float[Tensor, ""]:
+    """Return log|I + J P0⁻¹ Jᵀ M| from the neural tangent kernel (Eqs. 6 and 7).
+
+    It equals ``log_det(ggn(jac, kept), precision)`` (Theorem 3). The matrix is not symmetric, which
+    is right in float64 and the reason why the library takes a Cholesky factor of I + S instead.
+    """
+    num_rows = jac.shape[0] * jac.shape[1]
+    rows = jac.reshape(num_rows, -1)
+    kernel = (rows / precision) @ rows.T @ torch.block_diag(*kept)
+    return torch.linalg.slogdet(torch.eye(num_rows, dtype=jac.dtype) + kernel)[1]
+
+
+def parameter_partition(
+    structure: str, weights: Mapping[str, Tensor], groups: ParameterPartition = "tensor"
+) -> list[Int[Tensor, " p"]]:
+    """Return the partition 𝒫 of 0 … P − 1 that a structure other than ``kfac`` stands for."""
+    sizes = [w.numel() for w in weights.values()]
+    every = torch.arange(sum(sizes))
+    if structure in ("ntk", "full"):
+        return [every]
+    if structure == "diag":
+        return list(every.split(1))
+    indices = dict(zip(weights, every.split(sizes), strict=True))
+    blocks = partition_names(list(weights), groups).values()
+    return [torch.cat([indices[name] for name in names]) for names in blocks]
+
+
+def kfac_log_det(
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    x: Tensor,
+    kept: Float[Tensor, "N C C"],
+    precisions: Mapping[str, Tensor],
+    sharing: str = "expand",
+) -> Float[Tensor, ""]:
+    """Return Σ log|I + (B ⊗ A)/(count · δ)| over weight matrices, and exact blocks for the rest.
+
+    With the inputs a_nt of a linear or convolutional layer at position t, and the Jacobian G_nt of
+    the network's outputs in the layer's output there,
+
+        A = Σ_n Σ_t a_nt a_ntᵀ,    B = Σ_n Σ_t G_ntᵀ M_n G_nt,    count = number of pairs (n, t)
+
+    for ``sharing="expand"``. With ``reduce``, an example has the mean of its inputs, the sum of its
+    G_nt and one position (Eschenhagen et al., 2023). KFAC is not a bound.
+    """
+    factors = _layer_factors(model, weights, x)
+    terms = []
+    for name, (a, g) in factors.items():
+        if sharing == "reduce":
+            a, g = a.mean(1, keepdim=True), g.sum(2, keepdim=True)
+        left = torch.einsum("ncto,ncd,ndtp->op", g, kept, g)
+        right = torch.einsum("nti,ntj->ij", a, a)
+        product = torch.kron(left.contiguous(), right.contiguous()) / a.shape[:2].numel()
+        terms.append(log_det(product, precisions[name].expand(len(product))))
+    others = {name: w for name, w in weights.items() if name not in factors}
+    if others:
+        jac = jacobian(model, others, x).split([w.numel() for w in others.values()], dim=2)
+        for (name, w), part in zip(others.items(), jac, strict=True):
+            precision = precisions[name].expand(w.shape).flatten()
+            structure = "full" if w.numel() <= DENSE_LIMIT else "diag"
+            partition = parameter_partition(structure, {name: w})
+            terms.append(log_det(ggn(part, kept), precision, partition))
+    return torch.stack(terms).sum()
+
+
+# ------------------------------------------------------------ the estimate
+
+
+def log_evidence(
+    evidence: Evidence,
+    block: Block,
+    *,
+    groups: ParameterPartition = "tensor",
+    sharing: str = "expand",
+    curvature: Callable[[Tensor], Tensor] | None = None,
+) -> Float[Tensor, ""]:
+    """Return the estimate of log q(D|h) on a block, in nats, with a graph (Algorithm 1).
+
+    Args:
+        evidence: Says the model, the likelihood, the prior and the estimator.
+        block: From ``evidence.blocks(...)``, with its inputs and targets.
+        groups: The ``parameter_partition`` of the evidence.
+        sharing: The ``sharing`` of the evidence.
+        curvature: Λ(f) at temperature 1, such as the Fisher information of a likelihood whose
+            Hessian depends on the targets. Default: the Hessian of its ``log_prob``.
+
+    Raises:
+        ConfigurationError: If the estimator samples labels (``mc``).
+    """
+    spec, likelihood, temperature = evidence.spec, evidence.likelihood, evidence.temperature
+    weights, precisions = evidence.weights(), evidence.prior.precisions()
+    x, y, columns = block.inputs, block.targets, block.columns
+    assert y is not None
+    f = outputs(evidence.model, x)
+    log_prob = likelihood.log_prob(f, y)
+    if spec.curvature == "mc":
+        raise ConfigurationError("The labels that 'mc' samples are not part of a block.")
+    if spec.curvature == "ef":  # M_n is the outer product of the score
+        (score,) = torch.autograd.grad(log_prob.sum(), f, create_graph=True)
+        whole, columns = score[:, :, None] * score[:, None, :], None
+    else:
+        whole = hessian(likelihood, f, y) if curvature is None else curvature(f)
+    root = None
+    if evidence.root != "subblock" and likelihood.couples_outputs:  # a diagonal Λ has one root
+        softmax = isinstance(likelihood, Categorical)
+        root = softmax_root(f, evidence.root) if softmax else matrix_root(whole, evidence.root)
+    precision = vector(precisions, weights)
+    jac = None if spec.structure == "kfac" else jacobian(evidence.model, weights, x)
+
+    def entropy(listed: Int[Tensor, "m k"] | None) -> Float[Tensor, ""]:
+        """ℓ of the rows in these columns."""
+        kept = kept_curvature(whole, listed, root) / temperature
+        if jac is None:
+            return kfac_log_det(evidence.model, weights, x, kept, precisions, sharing)
+        if spec.structure == "ntk":
+            return kernel_log_det(jac, kept, precision)
+        partition = parameter_partition(spec.structure, weights, groups)
+        return log_det(ggn(jac, kept), precision, partition)
+
+    if block.anchored is None or columns is None:
+        determinant = block.scale * entropy(columns)
+    else:
+        determinant = anchored_log_det(
+            entropy, columns, block.anchored.labels, block.anchored.weights
+        )
+    deviations = vector(evidence.prior.deviations(weights), weights).detach()
+    log_prior = -0.5 * (precision * deviations.square()).sum()
+    log_likelihood = (block.likelihood_weights * log_prob).sum() / temperature
+    return log_likelihood + log_prior - 0.5 * determinant
+
+
+def anchored_log_det(
+    entropy: Callable[[Tensor], Tensor],
+    columns: Int[Tensor, "m k"],
+    labels: Int[Tensor, "m k"],
+    weights: Sequence[float],
+) -> Float[Tensor, ""]:
+    """Return ℓ(Z) + Σ_b w_b (ℓ(Z ∪ B_b) − ℓ(Z)), which bounds ℓ(I) in expectation for any Z.
+
+    ``entropy`` is ℓ of listed columns. ``labels`` are 0 for a column in Z, b for one in B_b and −1
+    for neither. w_b is one over the probability of drawing B_b.
+    """
+
+    def where(listed: Bool[Tensor, "m k"]) -> Float[Tensor, ""]:
+        return entropy(torch.where(listed, columns, -1))
+
+    anchors = where(labels == 0)
+    total = anchors
+    for b, weight in enumerate(weights, start=1):
+        total = total + weight * (where((labels == 0) | (labels == b)) - anchors)
+    return total
+
+
+def gradients(evidence: Evidence, block: Block, **settings: Any) -> dict[str, Tensor]:
+    """Return the gradient of −(log evidence + log hyperprior)/N in every hyperparameter by name.
+
+    ``settings`` are those of ``log_evidence``.
+    """
+    named = evidence.hyperparameters()
+    objective = log_evidence(evidence, block, **settings) + evidence.prior.log_hyperprior()
+    values = _gradients(-objective / evidence.num_data, named.values())
+    return {name: value.detach() for name, value in zip(named, values, strict=True)}
+
+
+# ------------------------------------------------------------ helpers
+
+
+def vector(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Float[Tensor, " P"]:
+    """Return one tensor for each weight, broadcast to its shape, as one vector."""
+    return _flat([tensors[name].expand_as(w) for name, w in weights.items()])
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def _gradients(value: Tensor, arguments: Any) -> Sequence[Tensor]:
+    return torch.autograd.grad(
+        value, list(arguments), create_graph=True, allow_unused=True, materialize_grads=True
+    )
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _layer_factors(
+    model: nn.Module, weights: Mapping[str, Tensor], x: Tensor
+) -> dict[str, tuple[Float[Tensor, "N T i"], Float[Tensor, "N C T o"]]]:
+    """Return a_nt and G_nt of each weight matrix; several calls of a layer are more positions."""
+    names = {id(w): name for name, w in weights.items()}
+    calls: dict[str, list[tuple[nn.Module, Tensor, Tensor]]] = {}
+
+    def note(module: nn.Module, arguments: tuple[Tensor, ...], result: Tensor) -> None:
+        if id(module.weight) in names:
+            calls.setdefault(names[id(module.weight)], []).append((module, arguments[0], result))
+
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    hooks = [layer.register_forward_hook(note) for layer in layers]
+    f = outputs(model, x)
+    for hook in hooks:
+        hook.remove()
+    factors = {}
+    for name, uses in calls.items():
+        inputs, gradients = [], []
+        for module, a, result in uses:
+            g = torch.stack([_gradients(f[:, c].sum(), [result])[0] for c in range(f.shape[1])], 1)
+            if isinstance(module, nn.Conv2d):  # a position is an output pixel and its patch
+                assert not isinstance(module.padding, str)
+                patches = nn.Unfold(
+                    module.kernel_size, module.dilation, module.padding, module.stride
+                )
+                inputs.append(patches(a).mT)
+                gradients.append(g.flatten(3).mT)
+            else:
+                inputs.append(a.reshape(len(a), -1, a.shape[-1]))
+                gradients.append(g.reshape(*g.shape[:2], -1, g.shape[-1]))
+        factors[name] = torch.cat(inputs, dim=1), torch.cat(gradients, dim=2)
+    return factors
