@@ -77,6 +77,12 @@ class HostedLearner:
         """The evidence of the network that is trained."""
         return self.learner.evidence
 
+    @property
+    def learns_in_first_epoch(self) -> bool:
+        """Whether a round follows a step of the first epoch, or went before it."""
+        first = min(rounds.burn_in for rounds in self.learner.rounds)
+        return bool(self.history) or first <= self._epoch
+
     def begin(
         self, network: nn.Module, data: Any, optimizer: Optimizer, *, steps: int, epoch: int
     ) -> None:
@@ -109,7 +115,7 @@ class HostedLearner:
                 " likelihood='gaussian'."
             )
         take_over(optimizer, evidence)
-        self._optimizer = optimizer
+        self._optimizer, self._epoch = optimizer, epoch
         self._learner = Learner(evidence, data, planned.schedule, planned.optimization)
         self.history = []
         if self._state is not None:
