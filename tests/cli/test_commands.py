@@ -283,7 +283,8 @@ def test_map_beside_a_regression_learns_its_noise(capsys, tmp_path, monkeypatch)
     x = torch.linspace(-1, 1, 24)[:, None]
     pair = (x, x.sin() + 0.1 * (9 * x).cos())
     units = (torch.zeros(1), torch.ones(1))
-    data = DataSet("waves", pair, pair, 1, (1,), "gaussian", (), *units, *units)
+    of_targets = (torch.zeros(1), torch.full((1,), 3.0))
+    data = DataSet("waves", pair, pair, 1, (1,), "gaussian", (), *units, *of_targets)
     setup = Setup(data, torch.device("cpu"), "mlp", 0)
     monkeypatch.setattr("evigrad.cli.train.set_up", wraps(set_up)(lambda **_: setup))
     folder = tmp_path / "run"
@@ -295,6 +296,8 @@ def test_map_beside_a_regression_learns_its_noise(capsys, tmp_path, monkeypatch)
     noise = [results[name]["hyperparameters"]["noise"] for name in results]
     assert list(results) == ["MAP, learned noise", "ntk-400-rows-anchored"]
     assert 1.0 not in noise
+    for result in results.values():  # in the units of the targets
+        assert result["test_rmse"] == pytest.approx(3 * result["test"]["squared_error"] ** 0.5)
 
 
 def test_mistakes_in_a_file(capsys, tmp_path):

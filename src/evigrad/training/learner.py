@@ -32,12 +32,11 @@ from evigrad.training.fixed_point import FixedPoint
 from evigrad.training.metrics import Row, hyperparameter_values
 from evigrad.training.optimizers import cosine, make_hyper_optimizer
 from evigrad.training.settings import (
-    BURN_IN_DECAY,
-    BURN_IN_PRECISION,
     PRETRAINED_DECAY,
     Optimization,
     PlannedSchedule,
     Schedule,
+    burn_in_precision,
     check_burn_in,
 )
 
@@ -178,7 +177,7 @@ class Learner:
                 self.fixed_point = FixedPoint(evidence, FIRST_RATE)
                 if self.schedule.burn_in:
                     num_data = evidence.num_data
-                    zero = min(BURN_IN_DECAY * num_data, BURN_IN_PRECISION)
+                    zero = burn_in_precision(num_data)
                     self.fixed_point.start(zero, PRETRAINED_DECAY * num_data)
             if self.schedule.prior_blocks is not None:
                 x, _ = self.data.first(PROBE_SIZE)
