@@ -101,6 +101,9 @@ class Quantity:
         """Limits of an axis that leaves out the first values; None where all fit.
 
         The axis never leaves out a later value: how a run ends is what a reader looks for.
+
+        Returns:
+            The limits, or None.
         """
         if self.is_logarithmic(histories):
             return None

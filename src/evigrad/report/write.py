@@ -286,14 +286,9 @@ def _first_precision(run: Run) -> str:
     """The precision of the first epochs, which those of a burn-in replace."""
     s = run.settings
     learned, num_data = s.get("learned"), s.get("num_data")
-    is_replaced = (
-        s.get("prior_update") == "fixed_point"
-        and s.get("burn_in")
-        and isinstance(learned, list)
-        and "prior.log_precision" in learned
-        and isinstance(num_data, int)
-    )
-    if not is_replaced:
+    is_learned = isinstance(learned, list) and "prior.log_precision" in learned
+    has_burn_in = s.get("prior_update") == "fixed_point" and s.get("burn_in")
+    if not (is_learned and has_burn_in and isinstance(num_data, int)):
         return show(s.get("precision"))
     if s.get("prior_mean") not in (None, "zero"):
         return "that of the burn-in"

@@ -59,6 +59,13 @@ class Round:
     is_shared: bool
     skipped: int = 0
 
+    def __repr__(self) -> str:
+        """The mean log evidence and the numbers of steps in one line."""
+        values = [estimate.per_datum for estimate in self.estimates]
+        parts = [f"log evidence {mean(values):.4g} nats per datum"] if values else []
+        parts += [f"{len(values)} steps", f"{self.skipped} skipped"]
+        return f"Round({', '.join(parts)})"
+
 
 def is_round(epoch: int, burn_in: int, every: int) -> bool:
     """Return whether hyperparameter steps follow an epoch, counted from 1.
@@ -130,6 +137,8 @@ class Learner:
 
     Attributes:
         count: Calls of ``step`` so far.
+        history: One row for each round of ``step``: ``step``, the calls so far, and the columns of
+            ``fit``'s history on log evidence and hyperparameters.
 
     Raises:
         ConfigurationError: If a setting does not fit, there is nothing to learn, or the ranks have
@@ -187,6 +196,7 @@ class Learner:
         self._warned = False  # of precisions that nothing determines
         self._idle = 0  # rounds without a step since the last one that had one
         self.count = 0
+        self.history: list[Row] = []
 
     @property
     def learned(self) -> list[str]:
@@ -211,7 +221,11 @@ class Learner:
         """
         self.count += 1
         self.data.epoch = self.count
-        return self.learn(self.count) if self.is_due(self.count) else None
+        if not self.is_due(self.count):
+            return None
+        learned = self.learn(self.count)
+        self.history.append({"step": self.count, **round_columns(self, learned)})
+        return learned
 
     def is_due(self, epoch: int) -> bool:
         """Whether a round follows an epoch, counted from 1."""
@@ -317,6 +331,7 @@ class Learner:
             "hyper_steps": [rounds.taken for rounds in self.rounds],
             "count": self.count,
             "idle": self._idle,
+            "rounds": [dict(row) for row in self.history],
             **self.data.place,
         }
 
@@ -336,6 +351,7 @@ class Learner:
                 rounds.taken = int(taken)
             self.count = self.data.epoch = int(state["count"])
             self._idle = int(state.get("idle", 0))
+            self.history = [dict(row) for row in state.get("rounds", [])]
             self.data.go_to(state)
 
 
