@@ -68,13 +68,16 @@ def made(estimator: str, group: Any = None, noisy: bool = False, **options: Any)
     noise, learnable = options.pop("noise", 0.7), kind != "fixed"
     likelihood = Gaussian(noise=noise, learnable=learnable) if kind else Categorical()
     structure = options.pop("prior", "layerwise")
+    hyperparameters, model = options.pop("hyperparameters", ["0"]), network(noisy)
+    if noisy and not hyperparameters:
+        model.get_submodule("invariance").requires_grad_(False)
     return Evidence(
-        network(noisy),
+        model,
         likelihood,
         GaussianPrior(structure, precision=50.0 if estimator.endswith("hessian") else 0.5),
         estimator=estimator,
         num_data=N,
-        hyperparameters=options.pop("hyperparameters", ["0"]),
+        hyperparameters=hyperparameters,
         generator=options.pop("generator", 3),
         process_group=group,
         **options,

@@ -342,8 +342,11 @@ def test_state_dict_round_trip_continues_the_same_draws() -> None:
 def test_normalisation_layers_get_one_warning() -> None:
     model, _ = CASES["batch-norm"].build()
     with pytest.warns(EvigradWarning, match="normalisation layers") as caught:
-        Evidence(model, Categorical(), GaussianPrior(), estimator="ntk-N-C", num_data=3)
+        for _ in range(2):
+            Evidence(model, Categorical(), GaussianPrior(), estimator="ntk-N-C", num_data=3)
     assert len(caught) == 1
+    assert "judge the network by its predictions" in str(caught[0].message)
+    assert len(str(caught[0].message)) < 250
 
 
 def test_describe_names_every_weight() -> None:

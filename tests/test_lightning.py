@@ -242,6 +242,29 @@ def test_what_is_logged(tmp_path: Path) -> None:
     assert trainer.callback_metrics["log_evidence"] < 0
 
 
+def test_early_stopping_by_the_log_evidence() -> None:
+    """Before the first round there is no value; the trainer's own error came after an epoch."""
+
+    def stopping(monitor: str = "log_evidence", **settings: Any) -> Any:
+        return pl.callbacks.EarlyStopping(monitor, mode="max", **settings)
+
+    late = Schedule(burn_in=2, every=1, steps=2)
+    for monitor in ("log_evidence", "precision/net.0.weight"):
+        module = Plain()
+        before = weights_of(module)
+        with pytest.raises(ConfigurationError, match="strict=False"):
+            train(module, callback(schedule=late), stopping(monitor))
+        assert torch.equal(weights_of(module), before)
+    # No estimate is better than the first one by so much.
+    stop = stopping(strict=False, min_delta=1e6, patience=2)
+    trainer = train(Plain(), learned := callback(schedule=late), stop, max_epochs=9)
+    assert trainer.current_epoch == 4
+    assert [row["step"] for row in learned.history] == [2 * STEPS, 3 * STEPS, 4 * STEPS]
+    assert stop.best_score == pytest.approx(learned.history[0]["log_evidence"])
+    # With a round in the first epoch a strict one works.
+    assert train(Plain(), callback(), stopping(min_delta=1e6, patience=1)).current_epoch == 2
+
+
 def test_the_mean_squared_error_and_its_noise() -> None:
     """The gradient of MSE is 2σ²/C times that of the likelihood, and the decay is as many times."""
 

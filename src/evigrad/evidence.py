@@ -22,6 +22,7 @@ from evigrad.engine.checks import (
     check_state,
     check_type,
 )
+from evigrad.engine.decay import DecayWatch, warn_of_averaged
 from evigrad.engine.evaluation import (
     Estimate,
     estimates_of,
@@ -153,6 +154,8 @@ class Evidence:
         )
         self._begin_together()
         warn_of_normalisation(model)
+        warn_of_averaged(model, self._weights)
+        self._decay = DecayWatch(self._weights.values())
         self._positions: PositionSource | None = None  # of the latest data with positions
         self._anchors = None
         if self.spec.anchored:
@@ -238,6 +241,7 @@ class Evidence:
                 in any weight.
         """
         x = check_inputs(x, self._problem.device)
+        self._decay.note_decay(optimizer)
         with held_constant(divided(self.hyperparameters(), wrt)[1]):
             f = model_outputs(self.model, x, positions=True)
             if torch.is_grad_enabled() and not f.requires_grad:
@@ -268,6 +272,7 @@ class Evidence:
         Returns:
             0-dimensional tensors by name; of the weight's shape if the prior is diagonal.
         """
+        self._decay.note_decay()
         with torch.no_grad():
             factor = self.temperature / self.num_data
             return {name: factor * p for name, p in self.prior.precisions().items()}
@@ -295,6 +300,7 @@ class Evidence:
             scale: How many times the negative log likelihood the loss is, up to a constant: 2σ²/C
                 for the mean squared error of C outputs with noise σ.
         """
+        self._decay.note_decay(optimizer)
         decay, means = self.weight_decay(), self.prior.means()
         most = _largest_decays(optimizer)
         with torch.no_grad():
@@ -362,6 +368,7 @@ class Evidence:
                 "There is nothing to differentiate in: the prior and the likelihood are fixed"
                 " and no parameter of the model is named in hyperparameters=[...]."
             )
+        self._decay.check()
         with torch.enable_grad(), self._problem.restored_on_error():
             with self.ranks.together():
                 given = self._given(x, y, learnable)
@@ -582,7 +589,7 @@ class Evidence:
         with TURN, warnings.catch_warnings():
             # Its warnings about the model were given when this evidence was made.
             warnings.simplefilter("ignore", EvigradWarning)
-            return Evidence(
+            other = Evidence(
                 self.model,
                 self.likelihood if likelihood is None else likelihood,
                 self.prior if prior is None else prior,
@@ -591,6 +598,8 @@ class Evidence:
                 hyperparameters=list(self._model_hyperparameters),
                 **given,
             )
+        other._decay = self._decay  # a loop may train by one and learn by the other
+        return other
 
     def num_outputs(self, x: Any) -> int:
         """C, the number of the model's outputs.

@@ -20,6 +20,7 @@ from evigrad.evidence import Evidence
 from evigrad.likelihoods import Likelihood
 from evigrad.priors import GaussianPrior
 from evigrad.training.hosted import HostedLearner, as_pair, loader_of_pairs
+from evigrad.training.learner import round_columns
 from evigrad.training.metrics import Row, known
 from evigrad.training.settings import Laplace, Optimization, Schedule, Settings
 
@@ -154,6 +155,8 @@ class EvidenceCallback(pl.Callback):
             steps=int(steps),
             epoch=-(-int(min(batches, steps)) // trainer.accumulate_grad_batches),
         )
+        if not self._hosted.learns_in_first_epoch:
+            self._check_monitors(trainer.early_stopping_callbacks)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         """Add the decay to the gradients."""
@@ -215,6 +218,17 @@ class EvidenceCallback(pl.Callback):
         alone = copy.copy(module)
         alone._trainer = alone._fabric = None
         return alone
+
+    def _check_monitors(self, stoppings: Sequence[Any]) -> None:
+        """Refuse a strict monitor of a value that there is only after the first round."""
+        columns = round_columns(self._hosted.learner, None)
+        for stopping in stoppings:
+            if stopping.strict and stopping.monitor in columns:
+                raise ConfigurationError(
+                    f"EarlyStopping(monitor={stopping.monitor!r}) would raise an error after the"
+                    " first epoch, because the burn-in is longer and no round has set the value."
+                    " Set EarlyStopping(..., strict=False)."
+                )
 
     def _data_of(self, trainer: Any) -> Any:
         loader = trainer.train_dataloader

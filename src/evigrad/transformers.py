@@ -27,7 +27,7 @@ from evigrad.likelihoods.positions import flattened
 from evigrad.priors import GaussianPrior
 from evigrad.training.files import replacing
 from evigrad.training.hosted import HostedLearner, as_pair, loader_of_pairs
-from evigrad.training.metrics import Row, known, probe_outputs
+from evigrad.training.metrics import Row, headlines, probe_outputs
 from evigrad.training.settings import Laplace, Optimization, Schedule, Settings
 
 __all__ = ["EvidenceCallback"]
@@ -56,10 +56,11 @@ class EvidenceCallback(_transformers.TrainerCallback):
     at each position. Of a causal language model, whose loss compares each output with the next
     label, they are shifted; positions with label −100 are no data.
 
-    Each round is in ``trainer.state.log_history``; ``callback.log = trainer.log`` also sends it to
-    TensorBoard and others that the trainer reports to. The state is in the file ``evigrad.pt`` of
-    each checkpoint, and ``trainer.train(resume_from_checkpoint=True)`` goes on with the same
-    numbers. With several processes all take the same rounds.
+    A line of each round is in ``trainer.state.log_history``: of more than three precisions the
+    lowest, the median and the highest. ``history`` has all of them. ``callback.log = trainer.log``
+    also sends the line to TensorBoard and others that the trainer reports to. The state is in the
+    file ``evigrad.pt`` of each checkpoint, and ``trainer.train(resume_from_checkpoint=True)`` goes
+    on with the same numbers. With several processes all take the same rounds.
 
     Args:
         data: All training data as for ``evigrad.fit``, where they are not those of the trainer.
@@ -180,8 +181,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
         row = self._hosted.after_step()
         if row is None:
             return
-        logs = known(row)
-        del logs["step"]
+        logs = headlines(row)
         if self.log is None:
             state.log_history.append({**logs, "epoch": state.epoch, "step": state.global_step})
             return

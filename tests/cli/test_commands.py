@@ -283,7 +283,8 @@ def test_map_beside_a_regression_learns_its_noise(capsys, tmp_path, monkeypatch)
     x = torch.linspace(-1, 1, 24)[:, None]
     pair = (x, x.sin() + 0.1 * (9 * x).cos())
     units = (torch.zeros(1), torch.ones(1))
-    data = DataSet("waves", pair, pair, 1, (1,), "gaussian", (), *units, *units)
+    target_units = (torch.zeros(1), torch.full((1,), 3.0))
+    data = DataSet("waves", pair, pair, 1, (1,), "gaussian", (), *units, *target_units)
     setup = Setup(data, torch.device("cpu"), "mlp", 0)
     monkeypatch.setattr("evigrad.cli.train.set_up", wraps(set_up)(lambda **_: setup))
     folder = tmp_path / "run"
@@ -295,6 +296,8 @@ def test_map_beside_a_regression_learns_its_noise(capsys, tmp_path, monkeypatch)
     noise = [results[name]["hyperparameters"]["noise"] for name in results]
     assert list(results) == ["MAP, learned noise", "ntk-400-rows-anchored"]
     assert 1.0 not in noise
+    for result in results.values():  # in the units of the targets
+        assert result["test_rmse"] == pytest.approx(3 * result["test"]["squared_error"] ** 0.5)
 
 
 def test_mistakes_in_a_file(capsys, tmp_path):
@@ -463,6 +466,20 @@ def test_our_warnings_are_one_line_once_and_others_pass(capsys, monkeypatch):
     monkeypatch.setattr("evigrad.cli.train.prepare_runs", warn)
     run("train", code=130)
     assert capsys.readouterr().err.splitlines()[0] == "warning: The model [has] layers."
+
+    def warn_of_points(setup, options, group):
+        for value in ("0.1", "2.5e-3", "-1,234"):
+            for name in ("ntk-10-C", "ntk-50-C", "block.3.weight"):
+                warnings.warn(f"{name} is off by {value} nats.", EvigradWarning, stacklevel=1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("evigrad.cli.train.prepare_runs", warn_of_points)
+    run("train", code=130)
+    assert capsys.readouterr().err.splitlines()[:-1] == [
+        "warning: ntk-10-C is off by 0.1 nats.",
+        "warning: ntk-50-C is off by 0.1 nats.",
+        "warning: block.3.weight is off by 0.1 nats.",
+    ]
     shown = warnings.showwarning
 
     def warn_of_another(setup, options, group):

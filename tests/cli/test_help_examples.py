@@ -100,7 +100,7 @@ def test_an_example_of_a_help_runs_to_its_end(example: str, place: Path, capsys)
         run = run_of_training(place)
         typed = typed.replace("runs/digits-...", str(run))
         for name in re.findall(r"runs/[ab]\b", typed):
-            shutil.copytree(run, name)
+            shutil.copytree(run, name, dirs_exist_ok=True)
     if "--config FILE" in typed and not Path("FILE.yaml").exists():
         Path("FILE.yaml").write_text("epochs: 3\n")
     shorter = SHORTER[max((start for start in SHORTER if typed.startswith(start)), key=len)]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evigrad.data import DataSet
+from evigrad.data import DataSet, load
 from evigrad.data.dataset import stratified_split
 from evigrad.errors import ConfigurationError
 
@@ -99,3 +99,10 @@ def test_is_frozen() -> None:
 def test_describe() -> None:
     assert classification().describe() == "toy: 30 train and 6 test data of shape 1, 3 classes"
     assert regression().describe().endswith("1 real target")
+
+
+def test_a_data_set_is_shown_in_a_line():
+    pytest.importorskip("sklearn")
+    data = load("digits", subset=40)
+    assert repr(data) == f"DataSet({data.describe()})"
+    assert len(repr(data)) < 100

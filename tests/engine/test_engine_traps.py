@@ -45,6 +45,7 @@ def make(model: nn.Module, likelihood: Likelihood, estimator: str, **settings: A
     )
 
 
+@pytest.mark.filterwarnings("ignore:The training loss learns")
 def test_the_mode_of_a_model_that_draws_does_not_matter() -> None:
     class Root(nn.Module):
         def __init__(self) -> None:
@@ -156,6 +157,7 @@ HOOKS: dict[str, Callable[[nn.Sequential], Any]] = {
 
 @pytest.mark.parametrize("averaged", [False, True])
 @pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.filterwarnings("ignore:The training loss learns")
 def test_backward_hooks_of_modules_are_refused(kind: str, averaged: bool) -> None:
     network = small()
     model = Averaged(network, AdditiveNoise((3,)), num_samples=2) if averaged else network

@@ -244,7 +244,8 @@ def test_several_runs_beside_each_other(tmp_path):
     page = report(first, second, third)
     assert page.tables[0][0] == ["", str(first), str(second), "third"]
     assert not (second / "report.html").exists()
-    assert len([name for name in figures(first) if name.startswith("prior_precision-")]) == 3
+    shown = figures(first / "comparison")
+    assert len([name for name in shown if name.startswith("prior_precision-")]) == 3
     assert page.cell("test squared error", 1) == NOTHING
     assert page.cell("test squared error", 3) == "0.8"
     # Different runs, though their names become the same in a file's name.
@@ -256,9 +257,77 @@ def test_several_runs_beside_each_other(tmp_path):
         "10 (layer1)",
         "100 (layer2)",
     ]
-    assert figures(twins[0]) >= {"prior_precision-x-y", "prior_precision-x-y-2"}
+    assert figures(twins[0] / "comparison") >= {"prior_precision-x-y", "prior_precision-x-y-2"}
     with pytest.raises(ConfigurationError, match="named twice"):
         write_report(first, tmp_path / "b" / ".." / "a" / "run")
+
+
+@pytest.mark.usefixtures("sketched")
+def test_the_page_of_several_runs_leaves_that_of_the_first_one(tmp_path):
+    first, second = (write_run(tmp_path / name) for name in "ab")
+    page = write_report(first)
+    content = page.read_text()
+    assert write_report(first, second) == first / "comparison" / "report.html"
+    assert page.read_text() == content
+    elsewhere = write_report(first, second, out=tmp_path / "pages" / "both")
+    assert elsewhere == tmp_path / "pages" / "both" / "report.html"
+    assert figures(elsewhere.parent) == figures(first / "comparison")
+
+
+@pytest.mark.usefixtures("sketched")
+def test_values_below_the_axes_are_the_first_ones(tmp_path):
+    values = {
+        "first": [-90.0, *[-1.0] * 19],
+        "last": [*[-1.0] * 19, -90.0],
+        "middle": [*[-1.0] * 9, -90.0, *[-1.0] * 10],
+    }
+    said = {}
+    for name, likelihoods in values.items():
+        rows = make_rows()
+        for row, value in zip(rows, likelihoods, strict=True):
+            value += 0.01 * row["epoch"]
+            row["test_log_likelihood"] = row["train_log_likelihood"] = value
+        page = report(write_run(tmp_path / name, rows))
+        said[name] = "The first values lie below the axes" in page.text
+    assert said == {"first": True, "last": False, "middle": False}
+
+
+@pytest.mark.usefixtures("sketched")
+def test_the_precision_at_the_start_is_that_of_the_burn_in(tmp_path):
+    learned = {"prior_update": "fixed_point", "burn_in": 3, "learned": ["prior.log_precision"]}
+    cases = [
+        ({"num_data": 1440} | learned, "14.4 (that of the burn-in)"),
+        ({"num_data": 10**5} | learned, "15 (that of the burn-in)"),
+        ({"prior_mean": "initial"} | learned, "that of the burn-in"),
+        (learned | {"burn_in": 0}, "1"),
+        (learned | {"learned": ["likelihood.log_noise"]}, "1"),
+    ]
+    for number, (settings, words) in enumerate(cases):
+        run = write_run(tmp_path / str(number), precision=1.0, **settings)
+        assert report(run).cell("prior precision at the start") == words
+
+
+@pytest.mark.usefixtures("sketched")
+def test_values_of_different_estimators_name_them(tmp_path):
+    runs = [
+        write_run(
+            tmp_path / name.lower(),
+            results={"ntk-100-1": {"evidence": {"per_datum": -0.5, "estimator": name}}},
+        )
+        for name in ("full-N-C", "ntk-400-C")
+    ]
+    row = "log evidence after training (nats per datum)"
+    page = report(*runs)
+    assert page.cell(row, 1) == "−0.5000 by full-N-C"
+    assert page.cell(row, 2) == "−0.5000 by ntk-400-C"
+
+
+@pytest.mark.usefixtures("sketched")
+def test_the_error_in_the_units_of_the_targets(tmp_path):
+    run = write_run(
+        tmp_path / "run", make_rows(regression=True), results={"ntk-100-1": {"test_rmse": 2.538}}
+    )
+    assert report(run).cell("test RMSE (units of the targets)") == "2.54"
 
 
 def test_values_that_are_not_finite_and_names_that_are_markup(tmp_path):

@@ -1,6 +1,7 @@
 """Hyperparameters learned beside a loop of one's own, and the decay that acts in it."""
 
 import copy
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -245,6 +246,25 @@ def test_the_unit_of_the_schedule_is_a_call(blobs, make_net):
     assert due == list(range(5, 61, 2))  # a tenth is burn-in, then 20 rounds
     assert learner.fixed_point is not None
     assert learner.fixed_point.rate == pytest.approx(LAST_RATE)
+
+
+def test_rounds_are_kept_and_shown_in_a_line(blobs, make_net):
+    learner = Learner(evidence_of(make_net()), blobs[0], SCHEDULE)
+    rounds = [learner.step() for _ in range(EPOCHS)]
+    learned = [each for each in rounds if each is not None]
+    assert len(learner.history) == len(learned) > 1
+    steps = [count for count, each in enumerate(rounds, 1) if each is not None]
+    assert [row["step"] for row in learner.history] == steps
+    last = statistics.fmean(each.per_datum for each in learned[-1].estimates)
+    assert learner.history[-1]["log_evidence"] == pytest.approx(last)
+    assert "precision/0.weight" in learner.history[-1]
+    assert repr(learned[-1]).startswith(f"Round(log evidence {last:.4g} nats per datum, ")
+    assert len(repr(learned[-1])) < 100
+    other = Learner(evidence_of(make_net()), blobs[0], SCHEDULE)
+    other.load_state_dict(learner.state_dict())
+    assert other.history == learner.history
+    other.history.clear()
+    assert learner.history
 
 
 def test_a_step_leaves_weights_gradients_and_modes(blobs, make_net):

@@ -1,5 +1,6 @@
 """The command ``evigrad``: its overview, and the way to one of its subcommands."""
 
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from evigrad.errors import (
 
 _NEEDED = ("docstring_parser", "jsonargparse", "rich", "yaml")
 _INTERRUPTED = 130
+# A number that stands alone, not one in a name such as ntk-10-C or layer.3.weight.
+_NUMBER = re.compile(r"(?<![\w.-])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w-])")
 _PROGRAM = "evigrad"
 _DESCRIPTION = (
     "Learn a network's hyperparameters (weight decay for each layer, noise, ...) by gradient on\n"
@@ -66,8 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def show_warning(message: Warning | str, category: type[Warning], *rest: Any) -> None:
         if not issubclass(category, EvigradWarning):
             return plain(message, category, *rest)
-        if str(message) not in said:  # two runs in one command warn of the same model once
-            said.add(str(message))
+        # Two runs in one command warn of a model once, and many points of a curve of rounding.
+        sentence = _NUMBER.sub("…", str(message))
+        if sentence not in said:
+            said.add(sentence)
             show("warning", str(message))
 
     plain = warnings.showwarning

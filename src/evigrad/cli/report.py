@@ -11,10 +11,12 @@ _DESCRIPTION = """\
 Make one self-contained HTML page of a run: learning curves, what it learned (prior precisions,
 noise, ranges of invariances) over the epochs, test images under the learned augmentation, metrics
 and settings. The page is RUN/report.html, its figures are also in RUN/figures. A run that goes on
-is shown up to its last epoch. Further runs are shown beside the first one, on its page.
+is shown up to its last epoch. Several runs share a page, RUN/comparison/report.html of the first
+run. --out names another folder.
 
 examples:
   evigrad report runs/digits-digitsnet-ntk-400-rows-anchored
+  evigrad report runs/a runs/b --out pages/a-b
   evigrad report runs/a runs/b --data-dir DIR       ... where the runs' data have moved to DIR"""
 
 
@@ -24,7 +26,9 @@ def make_parser() -> Parser:
     parser.add_argument_group("what to show").add_argument(
         "runs", type=str, nargs="*", metavar="RUN", default=[], help="Folders of runs."
     )
-    Options(parser).add_group("augmented images", write_report, ("data_dir", "examples"))
+    options = Options(parser)
+    options.add_group("where", write_report, ("out",))
+    options.add_group("augmented images", write_report, ("data_dir", "examples"))
     return parser
 
 
@@ -32,6 +36,8 @@ def run(parser: Parser, options: Namespace) -> int:
     """Write the page; return the exit code."""
     if not options.runs:
         raise ConfigurationError("Name the folder of a run: evigrad report RUN.")
-    page = write_report(*options.runs, data_dir=options.data_dir, examples=options.examples)
+    page = write_report(
+        *options.runs, out=options.out, data_dir=options.data_dir, examples=options.examples
+    )
     show("note", f"Report: {page}")
     return 0

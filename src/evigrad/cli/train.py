@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -229,7 +230,7 @@ def report(
     console.print(_table(results, values, setup.data))
     if words := _gain(results):
         console.print(words)
-    directory.write_json(RESULTS, _record(results, values))
+    directory.write_json(RESULTS, _record(results, values, setup.data))
 
 
 def _draw(results: dict[str, FitResult], directory: RunDirectory) -> None:
@@ -307,7 +308,7 @@ def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue], data
                 " (--evaluate-with ntk-N-C is exact)."
             )
     classifies = "accuracy" in next(iter(results.values())).test_metrics
-    units, deviation = "", 1.0
+    units = ""
     if data.target_mean is not None and data.target_std is not None:
         mean, deviation = data.target_mean.item(), data.target_std.item()
         units = (
@@ -340,11 +341,7 @@ def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue], data
         table.add_column("ranges")
     for key, result in results.items():
         test = result.test_metrics
-        last = (
-            f"{100 * test['accuracy']:.2f} %"
-            if classifies
-            else f"{deviation * math.sqrt(test['squared_error']):.4g}"
-        )
+        last = f"{100 * test['accuracy']:.2f} %" if classifies else f"{_rmse(test, data):.4g}"
         table.add_row(
             key if result.estimator is None else f"{key}, learned",
             f"{values[key].per_datum:.4f}" if key in values else "–",
@@ -389,14 +386,25 @@ def _ranges(result: FitResult) -> str:
     return "\n".join(f"{name} {value:.3g}" for name, value in found)
 
 
+def _rmse(metrics: Mapping[str, float], data: DataSet) -> float:
+    """The root mean squared error in the targets' own units."""
+    deviation = 1.0 if data.target_std is None else data.target_std.item()
+    return deviation * math.sqrt(metrics["squared_error"])
+
+
 def _record(
-    results: dict[str, FitResult], values: dict[str, EvidenceValue]
+    results: dict[str, FitResult], values: dict[str, EvidenceValue], data: DataSet
 ) -> dict[str, dict[str, Any]]:
     return {
         key: {
             "evidence": asdict(values[key]) if key in values else None,
             "train": result.train_metrics,
             "test": result.test_metrics,
+            **(
+                {"test_rmse": _rmse(result.test_metrics, data)}
+                if "squared_error" in result.test_metrics
+                else {}
+            ),
             "seconds": result.seconds,
             "hyperparameters": {
                 name: value

@@ -55,6 +55,10 @@ class DataSet:
         """Whether the targets are labels."""
         return self.likelihood == "categorical"
 
+    def __repr__(self) -> str:
+        """The sizes and shapes in one line, without the tensors."""
+        return f"DataSet({self.describe()})"
+
     def split_validation(self, fraction: float = 0.2, seed: int = 0) -> tuple[Split, Split]:
         """Split the train set, for choices that must not see the test set.
 

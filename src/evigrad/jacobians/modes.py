@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from operator import is_
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ _NORMALISATION_LAYERS = (
     nn.RMSNorm,
 )
 
+# Models whose user was warned, by identity: a module need not be hashable.
+_WARNED_OF: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 _CONTAINERS = (dict, list, set, deque)
 # How deep nested containers are searched.
 _DEPTH = 8
@@ -115,16 +118,18 @@ def seeded(seed: int, device: torch.device) -> Iterator[Callable[[], bool]]:
 
 
 def warn_of_normalisation(model: nn.Module) -> None:
-    """Warn once of what normalisation layers mean for a Gaussian prior, if there are any."""
+    """Warn once of what a model's normalization layers mean for a Gaussian prior."""
+    if _WARNED_OF.get(id(model)) is model:
+        return
     layers = [n for n, each in model.named_modules() if isinstance(each, _NORMALISATION_LAYERS)]
     if not layers:
         return
+    _WARNED_OF[id(model)] = model
     named = ", ".join(layers[:3]) + (", …" if len(layers) > 3 else "")
     warnings.warn(
-        f"The model has normalisation layers ({named}). They make the function invariant to the"
-        " scale of the weights before them, so a Gaussian prior on those weights and its learned"
-        " precision mean little; networks without normalisation (Fixup initialisation) suit the"
-        " evidence better. Estimates use these layers in evaluation mode.",
+        f"The model has normalisation layers ({named}), which undo the scale of the weights before"
+        " them. Train as usual and judge the network by its predictions, not by the precisions of"
+        " these weights.",
         EvigradWarning,
         stacklevel=3,  # the caller of Evidence
     )

@@ -98,8 +98,24 @@ class Quantity:
         return self.logarithmic and min(self.values(histories), default=0.0) > 0
 
     def limits(self, histories: Mapping[str, History]) -> tuple[float, float] | None:
-        """Limits of an axis that leaves out the first values; None where all fit."""
-        return None if self.is_logarithmic(histories) else burst_limits(self.values(histories))
+        """Limits of an axis that leaves out the first values; None where all fit.
+
+        The axis never leaves out a later value: how a run ends is what a reader looks for.
+
+        Returns:
+            The limits, or None.
+        """
+        if self.is_logarithmic(histories):
+            return None
+        limits = burst_limits(self.values(histories))
+        if limits is None:
+            return None
+        for history in histories.values():
+            for column in self.columns.values():
+                is_below = [self.factor * v < limits[0] for v in series(history, column)[1]]
+                if is_below != sorted(is_below, reverse=True):
+                    return None
+        return limits
 
 
 QUANTITIES = {

@@ -147,13 +147,13 @@ def plain_ticks(axis: "Axis") -> None:
 
 
 def burst_limits(values: Sequence[float]) -> tuple[float, float] | None:
-    """Limits of an axis without a run's first few values, far below the rest; None: all fit."""
+    """Limits of an axis without the few values that are far below the rest; None: all fit."""
     if len(values) < 8:
         return None
     ordered = sorted(values)
     typical = ordered[len(ordered) // 4]
     spread = ordered[-1] - typical
-    if ordered[0] >= typical - 3 * spread:
+    if not spread or ordered[0] >= typical - 3 * spread:
         return None
     return typical - 2 * spread, ordered[-1] + 0.15 * spread
 

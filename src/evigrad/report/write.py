@@ -21,13 +21,15 @@ from evigrad.report.images import (
 )
 from evigrad.report.runs import Run, read_runs
 from evigrad.training.files import replacing, writing
-from evigrad.training.settings import BASELINES
+from evigrad.training.settings import BASELINES, burn_in_precision
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 REPORT = "report.html"
 FIGURES = "figures"
+# Folder of the page of several runs, in the folder of the first one, whose own page stays.
+COMPARISON = "comparison"
 # Dots per inch: sharp on the small pixels of a phone.
 _RESOLUTION = 160
 
@@ -43,6 +45,7 @@ _MOST = 60
 def write_report(
     run_dir: str | Path,
     *others: str | Path,
+    out: str | Path | None = None,
     data_dir: str | Path | None = None,
     examples: int = 6,
 ) -> Path:
@@ -58,8 +61,10 @@ def write_report(
     of them is missing the page says so.
 
     Args:
-        run_dir: Folder of the run; gets ``report.html``, and PNGs in its folder ``figures``.
+        run_dir: Folder of the run.
         *others: Folders of other runs.
+        out: Folder that gets ``report.html``, and PNGs in its folder ``figures``. Default: the
+            folder of the run, or its folder ``comparison`` if there are other runs.
         data_dir: Folder of data sets, where the run's is not here any more. Default: the run's.
         examples: Test images that are shown under the learned augmentation, at most; 0 shows none.
 
@@ -68,13 +73,17 @@ def write_report(
 
     Raises:
         ConfigurationError: If a folder is not that of a run with a finished epoch, one of its files
-            cannot be read, the first one cannot be written into, examples is negative, or
-            matplotlib is not installed.
+            cannot be read, the page cannot be written, examples is negative, or matplotlib is not
+            installed.
     """
     if examples < 0:
         raise ConfigurationError(f"examples must be 0 or more, not {examples}.")
     folder = Path(run_dir)
     runs = read_runs([folder, *others])
+    if out is not None:
+        folder = Path(out)
+    elif others:
+        folder = folder / COMPARISON
     groups = [group for run in runs for group in hyperparameters(run)]
     shown = {
         "curves": curves(runs),
@@ -110,7 +119,7 @@ def write_report(
     )
     figures = folder / FIGURES
     with writing(folder / REPORT):
-        figures.mkdir(exist_ok=True)
+        figures.mkdir(parents=True, exist_ok=True)
         for name, (light, _) in images.items():
             (figures / f"{name}.png").write_bytes(light)
         with replacing(folder / REPORT) as file:
@@ -171,11 +180,14 @@ def metrics(runs: Sequence[Run]) -> Rows:
     ]
     judges = {str(each.get("estimator")) for each in judged}
     # The estimator that evaluated all runs after training, if it was one.
-    judge = f"by {judges.pop()}" if len(judges) == 1 else "after training"
+    judge = f"by {next(iter(judges))}" if len(judges) == 1 else "after training"
 
     def common(run: Run) -> str:
-        found = run.results.get("evidence")
-        return show(found.get("per_datum"), digits=_NATS) if isinstance(found, dict) else NOTHING
+        evaluated = run.results.get("evidence")
+        if not isinstance(evaluated, dict):
+            return NOTHING
+        value = show(evaluated.get("per_datum"), digits=_NATS)
+        return value if len(judges) == 1 else f"{value} by {evaluated.get('estimator')}"
 
     return _filled(
         runs,
@@ -183,6 +195,7 @@ def metrics(runs: Sequence[Run]) -> Rows:
             "epochs": lambda run: f"{run.epochs} of {run.planned}",
             "test log likelihood (nats per datum)": last("test_log_likelihood", digits=_NATS),
             "test accuracy (%)": last("test_accuracy", 100.0, 2),
+            "test RMSE (units of the targets)": lambda run: show(run.results.get("test_rmse")),
             "test squared error": last("test_squared_error"),
             "train log likelihood (nats per datum)": last("train_log_likelihood", digits=_NATS),
             "train accuracy (%)": last("train_accuracy", 100.0, 2),
@@ -234,7 +247,7 @@ def settings(runs: Sequence[Run]) -> Rows:
             "estimator": lambda run: run.method,
             "learned": lambda run: show(run.settings.get("learned") or "nothing but the weights"),
             "prior": setting("prior"),
-            "prior precision at the start": setting("precision"),
+            "prior precision at the start": _first_precision,
             "prior mean": setting("prior_mean"),
             "batch size": setting("batch_size"),
             "optimiser of the weights": optimiser,
@@ -267,6 +280,19 @@ def _invariance(run: Run) -> str:
         return NOTHING
     over = f"{show(options.get('samples'))} samples, {show(options.get('average'))} averaged"
     return f"{', '.join(transforms)}: {over}"
+
+
+def _first_precision(run: Run) -> str:
+    """The precision of the first epochs, which those of a burn-in replace."""
+    s = run.settings
+    learned, num_data = s.get("learned"), s.get("num_data")
+    is_learned = isinstance(learned, list) and "prior.log_precision" in learned
+    has_burn_in = s.get("prior_update") == "fixed_point" and s.get("burn_in")
+    if not (is_learned and has_burn_in and isinstance(num_data, int)):
+        return show(s.get("precision"))
+    if s.get("prior_mean") not in (None, "zero"):
+        return "that of the burn-in"
+    return f"{show(burn_in_precision(num_data))} (that of the burn-in)"
 
 
 def _rounds(run: Run) -> str:

@@ -15,8 +15,8 @@ from evigrad.evidence import Evidence
 from evigrad.likelihoods import Gaussian
 from evigrad.training.data import RunData
 from evigrad.training.fit import place_of, prepare_evidence
-from evigrad.training.learner import Learner, round_columns
-from evigrad.training.metrics import Row
+from evigrad.training.learner import Learner
+from evigrad.training.metrics import Row, hyperparameter_values
 from evigrad.training.settings import Settings, check_burn_in
 
 LOSSES = ("nll", "mse")
@@ -37,9 +37,6 @@ class HostedLearner:
         loss: What the trainer minimises: ``nll``, the mean negative log likelihood, or ``mse``, the
             mean squared error over data and outputs.
 
-    Attributes:
-        history: One row for each round: the number of steps before it, and what ``fit`` records.
-
     Raises:
         ConfigurationError: If a setting does not fit.
     """
@@ -57,7 +54,6 @@ class HostedLearner:
             )
         check_choice("loss", loss, LOSSES)
         self.settings, self.loss = settings, loss
-        self.history: list[Row] = []
         self._learner: Learner | None = None
         self._state: Mapping[str, Any] | None = None
 
@@ -73,9 +69,20 @@ class HostedLearner:
         return self._learner
 
     @property
+    def history(self) -> list[Row]:
+        """One row for each round: the number of steps before it, and what ``fit`` records."""
+        return [] if self._learner is None else self._learner.history
+
+    @property
     def evidence(self) -> Evidence:
         """The evidence of the network that is trained."""
         return self.learner.evidence
+
+    @property
+    def learns_in_first_epoch(self) -> bool:
+        """Whether a round follows a step of the first epoch, or went before it."""
+        first = min(rounds.burn_in for rounds in self.learner.rounds)
+        return bool(self.history) or first <= self._epoch
 
     def begin(
         self, network: nn.Module, data: Any, optimizer: Optimizer, *, steps: int, epoch: int
@@ -109,12 +116,10 @@ class HostedLearner:
                 " likelihood='gaussian'."
             )
         take_over(optimizer, evidence)
-        self._optimizer = optimizer
+        self._optimizer, self._epoch = optimizer, epoch
         self._learner = Learner(evidence, data, planned.schedule, planned.optimization)
-        self.history = []
         if self._state is not None:
             self._learner.load_state_dict(self._state["learner"])
-            self.history = list(self._state["history"])
             self._state = None
 
     def before_step(self) -> None:
@@ -129,22 +134,21 @@ class HostedLearner:
 
     def after_step(self) -> Row | None:
         """Count a step of the optimiser, and learn if a round is due; returns its row."""
-        found = self.learner.step()
-        if found is None:
+        if self.learner.step() is None:
             return None
         if distributed.is_available() and distributed.is_initialized():
             # Rounding differs between devices: without this, replicas would drift apart.
             with torch.no_grad():
                 for parameter in self.evidence.hyperparameters().values():
                     distributed.broadcast(parameter, 0)
-        self.history.append({"step": self.learner.count, **round_columns(self.learner, found)})
+            self.history[-1].update(hyperparameter_values(self.evidence))
         return self.history[-1]
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on, besides the network's and the optimiser's own states."""
         if self._learner is None:
             return {} if self._state is None else dict(self._state)
-        return {"learner": self._learner.state_dict(), "history": self.history}
+        return {"learner": self._learner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep a state for when training begins; an empty one changes nothing."""

@@ -32,12 +32,11 @@ from evigrad.training.fixed_point import FixedPoint
 from evigrad.training.metrics import Row, hyperparameter_values
 from evigrad.training.optimizers import cosine, make_hyper_optimizer
 from evigrad.training.settings import (
-    BURN_IN_DECAY,
-    BURN_IN_PRECISION,
     PRETRAINED_DECAY,
     Optimization,
     PlannedSchedule,
     Schedule,
+    burn_in_precision,
     check_burn_in,
 )
 
@@ -59,6 +58,13 @@ class Round:
     estimates: list[Estimate]
     is_shared: bool
     skipped: int = 0
+
+    def __repr__(self) -> str:
+        """The mean log evidence and the numbers of steps in one line."""
+        values = [estimate.per_datum for estimate in self.estimates]
+        parts = [f"log evidence {mean(values):.4g} nats per datum"] if values else []
+        parts += [f"{len(values)} steps", f"{self.skipped} skipped"]
+        return f"Round({', '.join(parts)})"
 
 
 def is_round(epoch: int, burn_in: int, every: int) -> bool:
@@ -131,6 +137,8 @@ class Learner:
 
     Attributes:
         count: Calls of ``step`` so far.
+        history: One row for each round of ``step``: ``step``, the calls so far, and the columns of
+            ``fit``'s history on log evidence and hyperparameters.
 
     Raises:
         ConfigurationError: If a setting does not fit, there is nothing to learn, or the ranks have
@@ -178,7 +186,7 @@ class Learner:
                 self.fixed_point = FixedPoint(evidence, FIRST_RATE)
                 if self.schedule.burn_in:
                     num_data = evidence.num_data
-                    zero = min(BURN_IN_DECAY * num_data, BURN_IN_PRECISION)
+                    zero = burn_in_precision(num_data)
                     self.fixed_point.start(zero, PRETRAINED_DECAY * num_data)
             if self.schedule.prior_blocks is not None:
                 x, _ = self.data.first(PROBE_SIZE)
@@ -188,6 +196,7 @@ class Learner:
         self._warned = False  # of precisions that nothing determines
         self._idle = 0  # rounds without a step since the last one that had one
         self.count = 0
+        self.history: list[Row] = []
 
     @property
     def learned(self) -> list[str]:
@@ -212,7 +221,11 @@ class Learner:
         """
         self.count += 1
         self.data.epoch = self.count
-        return self.learn(self.count) if self.is_due(self.count) else None
+        if not self.is_due(self.count):
+            return None
+        learned = self.learn(self.count)
+        self.history.append({"step": self.count, **round_columns(self, learned)})
+        return learned
 
     def is_due(self, epoch: int) -> bool:
         """Whether a round follows an epoch, counted from 1."""
@@ -318,6 +331,7 @@ class Learner:
             "hyper_steps": [rounds.taken for rounds in self.rounds],
             "count": self.count,
             "idle": self._idle,
+            "rounds": [dict(row) for row in self.history],
             **self.data.place,
         }
 
@@ -337,6 +351,7 @@ class Learner:
                 rounds.taken = int(taken)
             self.count = self.data.epoch = int(state["count"])
             self._idle = int(state.get("idle", 0))
+            self.history = [dict(row) for row in state.get("rounds", [])]
             self.data.go_to(state)
 
 

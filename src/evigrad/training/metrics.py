@@ -4,6 +4,7 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,11 +27,27 @@ from evigrad.training.files import replacing, writing
 Row = dict[str, int | float | None]
 # What the columns of hyperparameters begin with, before a slash.
 HYPERPARAMETERS = ("precision", "noise", "likelihood", "range", "model")
+# Logs of rounds show each of so many precisions, and omit these columns.
+_FEW_PRECISIONS = 3
+_DETAILS = ("step", "log_det_term", "hyper_steps")
 
 
 def known(row: Mapping[str, int | float | None]) -> dict[str, float]:
     """The values of a row that were computed in it."""
     return {name: float(value) for name, value in row.items() if value is not None}
+
+
+def headlines(row: Mapping[str, int | float | None]) -> dict[str, float]:
+    """The values of a round that a log shows: not one of each precision if there are many."""
+    values = known(row)
+    precisions = sorted(v for name, v in values.items() if name.startswith("precision/"))
+    if len(precisions) > _FEW_PRECISIONS:
+        values = {n: v for n, v in values.items() if not n.startswith("precision/")}
+        values["precision/lowest"], values["precision/highest"] = precisions[0], precisions[-1]
+        values["precision/median"] = median(precisions)
+    if not values.get("skipped_steps"):
+        values.pop("skipped_steps", None)
+    return {name: v for name, v in values.items() if name not in _DETAILS}
 
 
 def evaluate(

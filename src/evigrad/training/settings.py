@@ -343,6 +343,11 @@ def check_integer(name: str, value: object, least: int, most: int | None = _MOST
         raise ConfigurationError(f"{name} must be at most {most}, not {value}.")
 
 
+def burn_in_precision(num_data: int) -> float:
+    """Return the precision of the burn-in, for weights whose prior mean is zero."""
+    return min(BURN_IN_DECAY * num_data, BURN_IN_PRECISION)
+
+
 def check_burn_in(burn_in: int | None, epochs: int | None) -> None:
     """Raise ConfigurationError for a burn-in that training ends before."""
     if (burn_in or 0) > (epochs or math.inf):

@@ -86,7 +86,7 @@ def test_the_kernel_is_the_share_of_the_last_layer(root: str, temperature: float
 
 def test_the_features_of_samples_are_averaged() -> None:
     invariance = AffineInvariance({"rotation": 0.0})
-    averaged = evidence_of(Averaged(net(), invariance, num_samples=3))
+    averaged = evidence_of(Averaged(net(), invariance.requires_grad_(False), num_samples=3))
     data, columns = torch.arange(4), torch.zeros(4, dtype=torch.int64)
     mine = kernel(averaged, images(4), data, columns, "eigen")
     # Without any rotation every sample is the input itself.
