@@ -139,7 +139,8 @@ def model_run(model: nn.Module) -> Iterator[None]:
 
     Attributes and buffers of the model that a pass sets are put back, also after an exception.
     Fused kernels that lack a (second) derivative are replaced by plain ones, in the whole process:
-    other threads that run a model here wait.
+    other threads that run a model here wait. Embeddings are without ``scale_grad_by_freq``, which
+    makes their gradient that of another function.
     """
     with TURN, ExitStack() as stack:
         stack.enter_context(_unchanged_attributes(model))
@@ -156,6 +157,10 @@ def model_run(model: nn.Module) -> Iterator[None]:
             # cuDNN's recurrent kernels have no gradient in evaluation mode, and no second one.
             stack.callback(setattr, torch.backends.cudnn, "enabled", torch.backends.cudnn.enabled)
             torch.backends.cudnn.enabled = False
+        for module in model.modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
+                stack.callback(setattr, module, "scale_grad_by_freq", True)
+                module.scale_grad_by_freq = False
         yield
 
 
