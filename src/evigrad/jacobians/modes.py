@@ -25,6 +25,9 @@ _NORMALISATION_LAYERS = (
     nn.RMSNorm,
 )
 
+# Modules whose passes need other settings.
+_SPECIAL = (nn.RNNBase, nn.Embedding, nn.EmbeddingBag)
+
 _CONTAINERS = (dict, list, set, deque)
 # How deep nested containers are searched.
 _DEPTH = 8
@@ -153,12 +156,13 @@ def model_run(model: nn.Module) -> Iterator[None]:
         mha = torch.backends.mha
         stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
         mha.set_fastpath_enabled(False)
-        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        special = [module for module in model.modules() if isinstance(module, _SPECIAL)]
+        if any(isinstance(module, nn.RNNBase) for module in special):
             # cuDNN's recurrent kernels have no gradient in evaluation mode, and no second one.
             stack.callback(setattr, torch.backends.cudnn, "enabled", torch.backends.cudnn.enabled)
             torch.backends.cudnn.enabled = False
-        for module in model.modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
+        for module in special:
+            if getattr(module, "scale_grad_by_freq", False):
                 stack.callback(setattr, module, "scale_grad_by_freq", True)
                 module.scale_grad_by_freq = False
         yield
