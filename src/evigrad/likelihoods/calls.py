@@ -81,6 +81,12 @@ def log_probabilities(
     return log_prob
 
 
+def summed_metrics(likelihood: Likelihood, f: Tensor, y: Tensor) -> dict[str, float]:
+    """Return the likelihood's ``metrics`` of some data as plain numbers."""
+    with raised_in(f"metrics of {type(likelihood).__name__}, {_given(f.shape, y)},"):
+        return {name: float(value) for name, value in likelihood.metrics(f, y).items()}
+
+
 def class_probabilities(likelihood: Likelihood, f: Tensor) -> Tensor:
     """Return probabilities of classes at outputs (m, C).
 

@@ -19,6 +19,7 @@ from evigrad.invariances.transform import range_values, ranged_modules
 from evigrad.jacobians import model_outputs, model_run
 from evigrad.jacobians.modes import evaluation_mode
 from evigrad.likelihoods import Likelihood
+from evigrad.likelihoods.calls import summed_metrics
 from evigrad.likelihoods.positions import flattened
 from evigrad.training.files import replacing, writing
 
@@ -71,9 +72,9 @@ def evaluate(
         inputs, targets = source.fetch(indices)
         f = model_outputs(model, inputs, positions=True)
         f, targets = flattened(likelihood, f, targets)
-        found = {name: float(each) for name, each in likelihood.metrics(f, targets).items()}
+        sums = summed_metrics(likelihood, f, targets)
         count += len(f)
-        totals.update({name: totals.get(name, 0.0) + each for name, each in found.items()})
+        totals.update({name: totals.get(name, 0.0) + value for name, value in sums.items()})
 
     with ranks.together(), evaluation_mode(model, generator), torch.no_grad():
         part = ranks.part(len(source))
