@@ -145,7 +145,8 @@ class Evidence:
         partition_names(list(self._weights), parameter_partition)
         prior.bind(self._weights)
         first = next(iter(self._weights.values()))
-        likelihood.to(device=first.device, dtype=first.dtype)
+        # A noise in half precision would not move by a small step: float32 at least, as precisions.
+        likelihood.to(first.device, torch.promote_types(first.dtype, torch.float32))
         self._problem = Problem(
             model,
             self._weights,
