@@ -120,7 +120,8 @@ def test_noise_beside_bfloat16_weights_is_learned_as_beside_float32_ones() -> No
     noises, old = [], {}
     for dtype in (torch.bfloat16, torch.float32):
         model = nn.Linear(1, 1).to(dtype)
-        nn.init.constant_(model.weight, 2.0), nn.init.zeros_(model.bias)
+        nn.init.constant_(model.weight, 2.0)
+        nn.init.zeros_(model.bias)
         evidence = Evidence(
             model, Gaussian(1.0), GaussianPrior(), estimator="ntk-N-C", num_data=40, generator=0
         )

@@ -35,7 +35,7 @@ class Ordinal(Likelihood):
 class WithoutProbabilities(Ordinal):
     name = "ordinal-density"
 
-    def probabilities(self, f: Tensor) -> None:
+    def probabilities(self, f: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         return None
 
 
@@ -80,7 +80,8 @@ def test_regression_by_hand():
 def test_accuracy_is_that_of_the_probabilities_and_not_of_the_outputs():
     """Ordered classes have one output, whose argmax is always 0."""
     model = nn.Linear(1, 1)
-    nn.init.ones_(model.weight), nn.init.zeros_(model.bias)
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
     x, y = torch.tensor([[-3.0], [-1.0], [1.0], [3.0], [9.0]]), torch.tensor([0, 1, 2, 3, 0])
     assert evaluate(model, Ordinal(), (x, y))["accuracy"] == pytest.approx(0.8)
     assert set(evaluate(model, WithoutProbabilities(), (x, y))) == {"log_likelihood"}
@@ -103,13 +104,12 @@ def test_fit_reports_the_accuracy_of_probabilities():
     y = (x[:, 0] > -2).long() + (x[:, 0] > 0) + (x[:, 0] > 2)
     schedule = Schedule(epochs=2, batch_size=20)
     model = nn.Linear(1, 1)
-    nn.init.ones_(model.weight), nn.init.zeros_(model.bias)
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
     result = fit(model, (x, y), likelihood=Ordinal(), schedule=schedule, progress=False)
     assert result.train_metrics["accuracy"] > 0.8
     assert result.evidence.posterior((x, y))(x).probabilities.shape == (40, 4)
-    bare = fit(
-        model, (x, y), likelihood=WithoutProbabilities(), schedule=schedule, progress=False
-    )
+    bare = fit(model, (x, y), likelihood=WithoutProbabilities(), schedule=schedule, progress=False)
     assert "accuracy" not in bare.train_metrics and bare.history[-1]["train_accuracy"] is None
 
 

@@ -15,7 +15,7 @@ from evigrad.engine.memory import fits
 from evigrad.errors import InputError, MemoryBudgetError
 from evigrad.evidence import Evidence
 from evigrad.inputs import Inputs
-from evigrad.invariances.transform import range_values, ranged_modules
+from evigrad.invariances.transform import bounded_values, range_values, ranged_modules
 from evigrad.jacobians import model_outputs, model_run
 from evigrad.jacobians.modes import evaluation_mode
 from evigrad.likelihoods import Likelihood
@@ -196,10 +196,11 @@ def hyperparameter_values(evidence: Evidence) -> Row:
     row |= {f"range/{name}": value for name, value in range_values(evidence.model).items()}
     transforms = ranged_modules(evidence.model).values()
     in_ranges = {id(p) for module in transforms for p in module.parameters()}
+    bounded = bounded_values(evidence.model)
     for name, value in evidence.hyperparameters().items():
         kind, _, rest = name.partition(".")
         if kind == "model" and id(value) not in in_ranges:
-            value = value.detach()
+            value = bounded.get(id(value), value).detach()
             single = value.numel() == 1
             row[f"model/{rest}"] = float(value if single else torch.linalg.vector_norm(value))
     return row

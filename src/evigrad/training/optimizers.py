@@ -69,7 +69,7 @@ def _refuse_half(weights: Mapping[str, nn.Parameter]) -> None:
         raise ConfigurationError(
             f"Adam cannot train weights of torch.float16, as {listed(names)}: its ε of 1e-8 is zero"
             " in this type, and so are squares of small gradients. Call model.float(), or"
-            ' model.bfloat16(). For faster estimates of float32 weights use Memory(autocast="bfloat16").'
+            ' model.bfloat16(). For faster estimates in float32 use Memory(autocast="bfloat16").'
         )
 
 
