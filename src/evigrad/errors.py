@@ -51,6 +51,10 @@ class NotFiniteError(EvigradError, ArithmeticError):
     """An estimate or its gradient is NaN or infinite."""
 
 
+class NotFiniteOutputError(InputError, NotFiniteError):
+    """Outputs of the model are NaN or infinite, by its inputs, weights or hyperparameters."""
+
+
 class NotPositiveDefiniteError(EvigradError, ArithmeticError):
     """A matrix whose log-determinant was asked for is not positive definite."""
 
