@@ -524,10 +524,11 @@ def training_in_shards(group: Any) -> Any:
         process_group=group,
     )
     learner = Learner(evidence, (x, y), Schedule(epochs=3, burn_in=1, every=1, steps=2))
-    trained = model
-    if group is not None:
-        mesh = init_device_mesh("cpu", (ranks.count,))
-        trained = fully_shard(copy.deepcopy(model), mesh=mesh)
+    trained = copy.deepcopy(model)
+    if group is None:
+        trained = model
+    else:
+        fully_shard(trained, mesh=init_device_mesh("cpu", (ranks.count,)))
     optimizer, part = torch.optim.SGD(trained.parameters(), lr=0.5), ranks.part(num_data)
     for _ in range(3):
         optimizer.zero_grad()

@@ -22,6 +22,14 @@ _WORDS = (
     "CUSOLVER_STATUS_ALLOC_FAILED",
 )
 
+# What autograd says of a derivative that is taken without a graph, and what to do in a model.
+_NO_GRAPH = "does not require grad and does not have a grad_fn"
+_DIFFERENTIATES = (
+    ". evigrad also calls the model under torch.no_grad(). A forward that takes derivatives"
+    " itself needs a graph: put that part under torch.enable_grad(), call requires_grad_() on the"
+    " input there, and pass create_graph=True to torch.autograd.grad."
+)
+
 
 class EvigradError(Exception):
     """Base of every error that evigrad raises on purpose; its text says how to mend the cause."""
@@ -41,6 +49,10 @@ class MemoryBudgetError(EvigradError, MemoryError):
 
 class NotFiniteError(EvigradError, ArithmeticError):
     """An estimate or its gradient is NaN or infinite."""
+
+
+class NotFiniteOutputError(InputError, NotFiniteError):
+    """Outputs of the model are NaN or infinite, by its inputs, weights or hyperparameters."""
 
 
 class NotPositiveDefiniteError(EvigradError, ArithmeticError):
@@ -122,7 +134,8 @@ def raised_in(whose: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, EvigradError) or is_out_of_memory(error):
             raise
-        raise InputError(f"{whose} raised {type(error).__name__}: {error}") from error
+        hint = _DIFFERENTIATES if _NO_GRAPH in str(error) else ""
+        raise InputError(f"{whose} raised {type(error).__name__}: {error}{hint}") from error
 
 
 def require(module: str, purpose: str, extra: str = "data") -> Any:

@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,7 +35,14 @@ from evigrad.engine.evaluation import (
 from evigrad.engine.intake import CheckedSource, Data, resolve
 from evigrad.engine.kept import KeptPass, as_kept, check_keepable, checksums, contents
 from evigrad.engine.memory import MicroBatches
-from evigrad.engine.parameters import check_unchanged, divided, held_constant, select, trainable
+from evigrad.engine.parameters import (
+    check_unchanged,
+    divided,
+    held_constant,
+    named_in_errors,
+    select,
+    trainable,
+)
 from evigrad.engine.passes import BlockPass
 from evigrad.engine.problem import ParameterReport, Plans, Problem, parameter_reports
 from evigrad.engine.settings import Memory, Settings
@@ -140,7 +148,8 @@ class Evidence:
         partition_names(list(self._weights), parameter_partition)
         prior.bind(self._weights)
         first = next(iter(self._weights.values()))
-        likelihood.to(device=first.device, dtype=first.dtype)
+        # A noise in half precision would not move by a small step: float32 at least, as precisions.
+        likelihood.to(first.device, torch.promote_types(first.dtype, torch.float32))
         self._problem = Problem(
             model,
             self._weights,
@@ -329,7 +338,7 @@ class Evidence:
             InputError: If the data do not fit the model, the likelihood or the estimator.
             MemoryBudgetError: If the structure would not fit the free memory.
         """
-        with torch.no_grad(), self._problem.restored_on_error():
+        with torch.no_grad(), self._failing_by_name():
             with self.ranks.together():
                 given = self._given(x, y, ())
                 estimates = estimates_of(given)
@@ -369,14 +378,14 @@ class Evidence:
                 " and no parameter of the model is named in hyperparameters=[...]."
             )
         self._decay.check()
-        with torch.enable_grad(), self._problem.restored_on_error():
+        with torch.enable_grad(), self._failing_by_name():
             with self.ranks.together():
                 given = self._given(x, y, learnable)
                 with held_constant(others):
                     estimates, gradients = gradients_of(given, learnable)
             blocks = _blocks_of(given)
             estimate, gradients = over_ranks(self._problem, blocks, estimates, gradients)
-        check_gradients(learnable, gradients)
+            check_gradients(learnable, gradients)
         for parameter, gradient in zip(learnable.values(), gradients, strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._observe(given, estimates)
@@ -435,7 +444,7 @@ class Evidence:
         changing, others = divided(self.hyperparameters(), wrt)
         beside = any(not name.startswith("prior.") for name in changing)
         use = FirstPass(keeps_outputs=beside, condensed=True)
-        with torch.no_grad(), self._problem.restored_on_error():
+        with torch.no_grad(), self._failing_by_name():
             self._check_weights()
             block_pass = resolve(self._problem, x, y)
             with held_constant(others):
@@ -500,6 +509,12 @@ class Evidence:
             return []
         kept = as_kept(self._problem, x, self.hyperparameters(), wanted)
         return resolve(self._problem, x, y) if kept is None else kept
+
+    @contextmanager
+    def _failing_by_name(self) -> Iterator[None]:
+        """Restore what an error leaves, and name hyperparameters of the model in it."""
+        with self._problem.restored_on_error(), named_in_errors(self.hyperparameters()):
+            yield
 
     def _check_weights(self) -> None:
         """Raise an error if parameters were added, removed or replaced."""

@@ -55,7 +55,7 @@ def test_train_compares_and_leaves_a_whole_run_directory(capsys, tmp_path):
     assert "MAP" in output
     assert "ntk-20-1, learned" in output
     assert "log evidence" in output
-    assert "mean over the 3 blocks of a partition, a lower bound on" in " ".join(output.split())
+    assert "mean over 3 blocks of a partition, a lower bound on" in " ".join(output.split())
     folder = tmp_path / "run"
     assert {p.name for p in folder.iterdir()} == {
         "checkpoint.pt",
@@ -86,6 +86,11 @@ def test_train_compares_and_leaves_a_whole_run_directory(capsys, tmp_path):
     assert float(won[2]) == pytest.approx(abs(own - base), abs=6e-4)
     assert results["MAP"]["hyperparameters"]["precision/linear1.weight"] == pytest.approx(0.6)
     assert results["MAP"]["evidence"]["estimator"] == "ntk-20-C"
+    for result in results.values():  # what the curve was made by, of both
+        value = result["evidence_as_in_training"]
+        assert (value["estimator"], value["blocks"]) == ("ntk-20-1", 10)
+        assert f"{value['per_datum']:.4f}" in output
+    assert "as in training" in output
     assert f"{results['MAP']['evidence']['per_datum']:.4f}" in output
     assert f"{results['ntk-20-1']['test']['log_likelihood']:.4f}" in output
 

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -12,10 +13,14 @@ pytest.importorskip("rich")
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
+from evigrad import Evidence
 from evigrad.cli import main
-from evigrad.cli.train import _gain
+from evigrad.cli.setup import set_up
+from evigrad.cli.train import _gain, _judge
 from evigrad.cli.trainings import kept, resolved
 from evigrad.errors import ConfigurationError
+from evigrad.likelihoods import Categorical
+from evigrad.priors import GaussianPrior
 
 QUICK = (
     "--subset 40 --test-subset 20 --model mlp --epochs 3 --burn-in 1 --every 1 --steps 1"
@@ -146,3 +151,30 @@ def test_what_learning_won_in_a_sentence(base, learned, words):
     }
     sentence = _gain(results)  # pyright: ignore[reportArgumentType]
     assert words in sentence and bool(words) == bool(sentence)
+
+
+@pytest.mark.parametrize(
+    ("subset", "own", "name"),
+    [
+        (60, "ntk-400-rows-anchored", "ntk-N-C"),  # exact, where that is quick
+        (1000, "ntk-400-rows-anchored", "ntk-1000-C"),  # of 1000
+        (1400, "ntk-400-rows-anchored", "ntk-400-rows-anchored"),
+        (1400, "kfac-N-C", "kfac-N-C"),
+        (1400, "ntk-100-1", "ntk-700-C"),
+        (1400, None, "ntk-700-C"),
+    ],
+)
+def test_the_final_table_is_judged_by_sizes_and_not_by_times(subset, own, name):
+    """It is no looser than the curve, as subsets of data beside anchors would be."""
+    setup = set_up("digits", subset=subset, model="digitsnet", device="cpu")
+    evidence = Evidence(
+        setup.make_model(),
+        Categorical(),
+        GaussianPrior(),
+        estimator="ntk-50-1",
+        num_data=subset,
+        generator=0,
+    )
+    for seconds in (0.1, 1000.0):
+        result = SimpleNamespace(evidence=evidence, seconds=seconds)
+        assert _judge({"run": cast("Any", result)}, setup, own) == name

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from evigrad import Estimate, Evidence, Memory
 from evigrad.estimators import STRUCTURES
 from evigrad.invariances import AffineInvariance, Averaged
-from evigrad.likelihoods import Categorical
+from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model has normalisation layers")
@@ -111,6 +111,35 @@ def test_rows_in_bfloat16_are_near_float32(learned: bool) -> None:
     estimate, found = gradient(stored, x, y)
     assert estimate.log_det == pytest.approx(exact.log_det, rel=0.01)
     assert distance(found, expected) < 0.05
+
+
+def test_noise_beside_bfloat16_weights_is_learned_as_beside_float32_ones() -> None:
+    """In bfloat16 log σ near −1.2 would have steps of 0.008, and not move by smaller ones."""
+    x = torch.linspace(-1, 1, 40)[:, None].bfloat16()
+    y = 2 * x.float() + 0.3 * (12 * torch.arange(40.0)[:, None]).sin()
+    noises, old = [], {}
+    for dtype in (torch.bfloat16, torch.float32):
+        model = nn.Linear(1, 1).to(dtype)
+        nn.init.constant_(model.weight, 2.0)
+        nn.init.zeros_(model.bias)
+        evidence = Evidence(
+            model, Gaussian(1.0), GaussianPrior(), estimator="ntk-N-C", num_data=40, generator=0
+        )
+        kept = evidence.collect(x.to(dtype), y)
+        (noise,) = evidence.likelihood.parameters()
+        assert noise.dtype == evidence.prior.precisions()["bias"].dtype == torch.float32
+        optimizer = torch.optim.Adam([noise], lr=0.03)
+        for step in range(100):
+            optimizer.param_groups[0]["lr"] = 0.03 * (1 - step / 100)
+            optimizer.zero_grad()
+            evidence.backward(kept, wrt="likelihood")
+            optimizer.step()
+        noises.append(noise.detach().exp().item())
+        old = evidence.state_dict()
+        old["likelihood"] = {name: each.bfloat16() for name, each in old["likelihood"].items()}
+        evidence.load_state_dict(old)  # of an older version
+        assert evidence.hyperparameters()["likelihood.log_noise"].dtype == torch.float32
+    assert noises[0] == pytest.approx(noises[1], rel=0.01)
 
 
 @pytest.mark.parametrize("learned", [False, True], ids=["precisions", "invariances"])

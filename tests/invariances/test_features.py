@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
-from evigrad.invariances import AdditiveNoise, Averaged, InputScale
+from evigrad.invariances import AdditiveNoise, Averaged, InputScale, Transform
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -77,3 +77,76 @@ def test_errors(value: float) -> None:
         InputScale(3, scale=value)
     with pytest.raises(ConfigurationError, match="level="):
         AdditiveNoise(3, level=value)
+
+
+class Widened(Transform):
+    """Inputs plus noise up to ± width, with a width between two bounds."""
+
+    bounds = {"width": (0.5, 2.0)}
+
+    def __init__(self, width: float = 1.0) -> None:
+        super().__init__()
+        self.width = nn.Parameter(torch.tensor(width))
+
+    def sample(self, n: int, generator: torch.Generator) -> Tensor:
+        return 2 * torch.rand(n, 1, generator=generator) - 1
+
+    def forward(self, x: Tensor, eps: Tensor) -> Tensor:
+        return x + self.width * eps
+
+
+@pytest.mark.parametrize(
+    ("bounds", "raw", "value", "slope"),
+    [
+        ((0.5, 2.0), 1.3, 1.3, 1.0),
+        ((0.5, 2.0), 2.3, 1.7, -1.0),
+        ((0.5, 2.0), 0.3, 0.7, -1.0),
+        ((0.5, 2.0), -1.3, 1.7, 1.0),
+        ((-1.0, math.inf), -1.5, -0.5, -1.0),
+        ((-1.0, math.inf), 90.0, 90.0, 1.0),
+        ((-math.inf, 3.0), 4.0, 2.0, -1.0),
+        ((-math.inf, 3.0), -50.0, -50.0, 1.0),
+    ],
+)
+def test_a_parameter_is_reflected_at_its_bounds(bounds, raw, value, slope) -> None:
+    transform = Widened()
+    transform.bounds = {"width": bounds}
+    with torch.no_grad():
+        dict(transform.named_parameters())["width"].fill_(raw)
+    assert transform.width.item() == pytest.approx(value)
+    transform.width.backward()
+    assert dict(transform.named_parameters())["width"].grad == slope
+
+
+def test_any_optimiser_and_loop_stays_inside_of_the_bounds() -> None:
+    for make in (torch.optim.SGD, torch.optim.Adam):
+        model = Averaged(nn.Linear(1, 1), Widened(), num_samples=2)
+        optimizer = make([dict(model.named_parameters())["invariance.width"]], lr=0.4)
+        for _ in range(20):
+            optimizer.zero_grad()
+            (-model.invariance.width).backward()
+            optimizer.step()
+            assert 0.5 <= model.invariance.width.item() <= 2.0
+
+
+def test_the_state_has_the_parameter_itself() -> None:
+    transform = Widened(1.5)
+    assert transform.state_dict()["width"] == 1.5
+    transform.load_state_dict({"width": torch.tensor(2.5)})
+    assert transform.state_dict()["width"] == 2.5 and transform.width == 1.5
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ({"widht": (0.0, 1.0)}, "name 'widht', which is no parameter.*Did you mean 'width'"),
+        ({"width": (2.0, 1.0)}, "a number and a larger one"),
+        ({"width": (-math.inf, math.inf)}, "of which one may be infinite"),
+        ({"width": (2.0, 3.0)}, "is 1.0, outside of its bounds"),
+    ],
+)
+def test_bounds_that_do_not_fit(bounds, words) -> None:
+    transform = Widened()
+    transform.bounds = bounds
+    with pytest.raises(ConfigurationError, match=words):
+        Averaged(nn.Linear(1, 1), transform, num_samples=2)

@@ -1,6 +1,8 @@
 """Roots of Λ: they multiply to it, and so do their derivatives."""
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from jaxtyping import Float
 from likelihood_zoo import LIKELIHOODS
 from torch import Tensor
 from torch.autograd import gradcheck
+from torch.linalg import LinAlgError  # pyright: ignore[reportAttributeAccessIssue]
 
-from evigrad.errors import ConfigurationError
+from evigrad.errors import ConfigurationError, NotFiniteError
 from evigrad.likelihoods import (
     ROOTS,
     Bernoulli,
@@ -475,3 +478,30 @@ def test_norms_of_rows_of_other_likelihoods(name: str) -> None:
     head, tail = likelihood.row_scores(likelihood.condensed(f, "eigen"), "eigen")
     torch.testing.assert_close(head, wanted)
     assert tail is None
+
+
+def test_outputs_that_are_not_finite_have_no_eigenvalues() -> None:
+    """A saturated or overflown output gives NaN probabilities, on which LAPACK fails raw."""
+    f = torch.tensor([[0.0, 1.0, 2.0], [0.0, math.inf, math.inf]])
+    columns = torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(NotFiniteError, match="Λ of the outputs holds NaN or infinite"):
+        Categorical().root(f, columns, "eigen")
+
+
+def test_eigenvalues_are_taken_in_float64_where_float32_fails(monkeypatch) -> None:
+    f, columns = random_outputs(0, 4, 3).float(), torch.zeros(4, 1, dtype=torch.int64)
+    expected = Categorical().root(f, columns, "eigen").vectors
+    eigh = torch.linalg.eigh
+
+    def failing(matrix: Tensor) -> Any:
+        if matrix.dtype == torch.float32 or fails_always:
+            raise LinAlgError("did not converge")
+        return eigh(matrix)
+
+    fails_always = False
+    monkeypatch.setattr(torch.linalg, "eigh", failing)
+    found = Categorical().root(f, columns, "eigen").vectors
+    torch.testing.assert_close(found.abs(), expected.abs(), rtol=1e-4, atol=1e-5)
+    fails_always = True
+    with pytest.raises(NotFiniteError, match="outputs are too large"):
+        Categorical().root(f, columns, "eigen")

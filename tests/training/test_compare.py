@@ -100,4 +100,4 @@ def test_unknown_estimators(blobs, make_net):
 def test_words_for_the_table():
     assert describe_estimator("full-N-C", 1) == "full-N-C, exact"
     assert describe_estimator("kfac-N-C", 1) == "kfac-N-C"
-    assert describe_estimator("ntk-400-C", 4) == "ntk-400-C, mean over the 4 blocks of a partition"
+    assert describe_estimator("ntk-400-C", 4) == "ntk-400-C, mean over 4 blocks of a partition"

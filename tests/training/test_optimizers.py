@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from loops import loop_of
-from torch import Tensor
+from torch import Tensor, nn
 
+from evigrad import Optimization, Schedule, fit
+from evigrad.errors import ConfigurationError
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.models import fixup_scalars, make_model
 from evigrad.training import optimizers
@@ -86,3 +88,18 @@ def test_cosine_starts_ends_and_halves_where_it_should():
     assert cosine(1.0, 0.1, 0.01) == pytest.approx(0.01)
     assert cosine(0.5, 0.1, 0.01) == pytest.approx(0.055)
     assert cosine(0.25, 1.0, 0.0) == pytest.approx(0.5 + 0.5 * math.sqrt(0.5))
+
+
+def test_adam_refuses_float16_before_training_and_other_optimisers_do_not():
+    """Adam's ε is zero in float16: its first step would make NaN."""
+    x, y = torch.linspace(-1, 1, 20)[:, None].half(), torch.linspace(-1, 1, 20)[:, None]
+    model = nn.Linear(1, 1).half()
+    before = model.weight.detach().clone()
+    arguments: dict[str, Any] = {"likelihood": "gaussian", "estimator": "map", "progress": False}
+    schedule = Schedule(epochs=2)
+    with pytest.raises(ConfigurationError, match=r"float16, as 'weight', 'bias'.*model.float\(\)"):
+        fit(model, (x, y), schedule=schedule, **arguments)
+    assert torch.equal(model.weight, before)
+    sgd = Optimization(optimizer="sgd", lr=0.1)
+    result = fit(model, (x, y), schedule=schedule, optimization=sgd, **arguments)
+    assert math.isfinite(result.train_metrics["log_likelihood"])

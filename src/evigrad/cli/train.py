@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -81,8 +80,10 @@ _RECORD = ("eval_every", "bracket_every", "checkpoint_every")
 _PRIOR_TYPES = {"likelihood": str | None, "prior": Literal[STRUCTURES]}
 # All options that settings are made of.
 SETTINGS = (*PRIOR, *_MEAN, *(each.name for kind in GROUPS.values() for each in fields(kind)))
-# Time of the final evaluation as a share of training's, and its least, in seconds.
-_EVALUATION, _LEAST_SECONDS = 0.25, 2.0
+# Rough time of the final evaluation on one core, and blocks of the run's own estimator there.
+_EVALUATION_SECONDS, _BLOCKS = 20.0, 10
+# Options of estimates that the run's own estimator keeps in the final evaluation.
+_ROWS = ("root", "sharing", "parameter_partition")
 # Nats per datum above which a ratio of probabilities says less than the nats.
 _PLAIN_GAIN = 2.0
 _UNITS = " Ranges are in half images, radians, and natural logarithms of scales."
@@ -171,7 +172,8 @@ def _run(parser: Parser, options: Namespace, group: Group | None) -> int:
             raise RankError(words) from error
         if directory is None:
             return 0
-        report(results, setup, directory, options.evaluate_with, options.figures)
+        laplace = {name: options[name] for name in _ROWS}
+        report(results, setup, directory, options.evaluate_with, options.figures, laplace)
     return 0
 
 
@@ -183,7 +185,9 @@ class Results:
         compare_map: Whether to train by MAP first, with the same settings and no hyperparameter
             steps, and to show both. The noise of a gaussian is learned there by the training loss.
         evaluate_with: Estimator of the log evidence in the final table, the same for all rows.
-            auto takes the tightest one that takes about a quarter of the time of training.
+            auto takes the tightest one that the numbers of weights, data and outputs allow in about
+            20 seconds, or that of the run if it has anchors or all data. The table also has that
+            of the run, by which the curve was made.
         run_dir: Folder of the run. One that holds something is not overwritten: NAME-2, NAME-3,
             ... is taken then. Default: runs/DATA-MODEL-ESTIMATOR.
         figures: Whether to draw learning curves and precisions into the folder.
@@ -201,36 +205,63 @@ def report(
     directory: RunDirectory,
     evaluate_with: str,
     figures: bool,
+    laplace: Mapping[str, Any],
 ) -> None:
-    """Evaluate trained networks with one common estimator, print the table, draw the figures."""
+    """Evaluate trained networks with common estimators, print the table, draw the figures.
+
+    ``laplace`` are the settings of the run's estimates besides the estimator's name.
+    """
     if figures:
         _draw(results, directory)
     if (directory.path / RESULTS).exists():
         return
-    name = evaluate_with
-    if name == "auto":
-        evidence, (x, _) = next(iter(results.values())).evidence, setup.data.train
-        name = tight_estimator(
-            sum(w.numel() for w in evidence.weights().values()),
-            len(x),
-            evidence.likelihood.num_rows(setup.data.num_outputs),
-            max(_LEAST_SECONDS, _EVALUATION * fmean(r.seconds for r in results.values())),
-        )
+    learned = [result for result in results.values() if result.estimator is not None]
+    own = learned[-1].evidence.spec.name if learned else None
+    name = _judge(results, setup, own) if evaluate_with == "auto" else evaluate_with
+    own_settings = {**laplace, "blocks": _BLOCKS}
+    kept = own_settings if evaluate_with == "auto" and name == own else {}
+    values = _evaluated(results, setup, name, kept)
+    in_training: dict[str, EvidenceValue] = {}
+    if own is not None and own != name:
+        in_training = _evaluated(results, setup, own, own_settings)
+    console = results_console()
+    console.print(_table(results, values, in_training, setup.data))
+    if words := _gain(results):
+        console.print(words)
+    directory.write_json(RESULTS, _record(results, values, in_training, setup.data))
+
+
+def _judge(results: dict[str, FitResult], setup: Setup, own: str | None) -> str:
+    """The estimator of the final table, by sizes alone: times differ from run to run."""
+    evidence, (x, _) = next(iter(results.values())).evidence, setup.data.train
+    name = tight_estimator(
+        sum(w.numel() for w in evidence.weights().values()),
+        len(x),
+        evidence.likelihood.num_rows(setup.data.num_outputs),
+        _EVALUATION_SECONDS,
+    )
+    if own is None or EstimatorSpec.parse(name).subset in (None, len(x)):
+        return name
+    spec = EstimatorSpec.parse(own)
+    # Blocks of so many data without anchors would be looser.
+    return own if spec.anchored or spec.subset is None else name
+
+
+def _evaluated(
+    results: dict[str, FitResult], setup: Setup, name: str, settings: Mapping[str, Any]
+) -> dict[str, EvidenceValue]:
+    """The log evidence of each run by an estimator of these settings; empty where it fails."""
     values: dict[str, EvidenceValue] = {}
     try:
         for key, result in results.items():
             words = f"Evaluating the log evidence of {key} with {name}"
             show("note", words)
             with Console(stderr=True).status(words):  # which moves, where a terminal is watching
-                values[key] = evaluate_evidence(result.evidence, setup.data.train, name)
+                values[key] = evaluate_evidence(result.evidence, setup.data.train, name, **settings)
     except EvigradError as error:  # the training is done: the rest is written all the same
         show("warning", f"The log evidence could not be evaluated with {name}: {error}")
-        values = {}
-    console = results_console()
-    console.print(_table(results, values, setup.data))
-    if words := _gain(results):
-        console.print(words)
-    directory.write_json(RESULTS, _record(results, values, setup.data))
+        return {}
+    return values
 
 
 def _draw(results: dict[str, FitResult], directory: RunDirectory) -> None:
@@ -293,7 +324,12 @@ def _describe_model(setup: Setup, run: Run) -> str:
     return f"{setup.describe_model()}, with {weights:,} weights on {setup.device}"
 
 
-def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue], data: DataSet) -> Table:
+def _table(
+    results: dict[str, FitResult],
+    values: dict[str, EvidenceValue],
+    in_training: dict[str, EvidenceValue],
+    data: DataSet,
+) -> Table:
     value = next(iter(values.values()), None)
     judged = "The log evidence could not be evaluated."
     if value is not None:
@@ -308,6 +344,8 @@ def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue], data
                 " (--evaluate-with ntk-N-C is exact)."
             )
     classifies = "accuracy" in next(iter(results.values())).test_metrics
+    if own := next(iter(in_training.values()), None):
+        judged += f" In training it was by {own.estimator}, here on {own.blocks} blocks at the end."
     units = ""
     if data.target_mean is not None and data.target_std is not None:
         mean, deviation = data.target_mean.item(), data.target_std.item()
@@ -332,6 +370,7 @@ def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue], data
     table.add_column("method")
     for column in (
         "log evidence",
+        *(["as in training"] if in_training else []),
         "test log lik.",
         "test accuracy" if classifies else "test RMSE",
         "seconds",
@@ -345,6 +384,7 @@ def _table(results: dict[str, FitResult], values: dict[str, EvidenceValue], data
         table.add_row(
             key if result.estimator is None else f"{key}, learned",
             f"{values[key].per_datum:.4f}" if key in values else "–",
+            *([f"{in_training[key].per_datum:.4f}"] if in_training else []),
             f"{test['log_likelihood']:.4f}",
             last,
             f"{result.seconds:.1f}",
@@ -393,11 +433,15 @@ def _rmse(metrics: Mapping[str, float], data: DataSet) -> float:
 
 
 def _record(
-    results: dict[str, FitResult], values: dict[str, EvidenceValue], data: DataSet
+    results: dict[str, FitResult],
+    values: dict[str, EvidenceValue],
+    in_training: dict[str, EvidenceValue],
+    data: DataSet,
 ) -> dict[str, dict[str, Any]]:
     return {
         key: {
             "evidence": asdict(values[key]) if key in values else None,
+            "evidence_as_in_training": asdict(in_training[key]) if key in in_training else None,
             "train": result.train_metrics,
             "test": result.test_metrics,
             **(

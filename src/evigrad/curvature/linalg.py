@@ -336,7 +336,14 @@ def _eigen(decompose: Callable[[Tensor], Any], matrix: Tensor) -> Sequence[Tenso
         found = decompose(matrix)
         if bool(found[0].isfinite().all()):
             return found
-    return [part.to(matrix.dtype) for part in decompose(matrix.to(torch.float64))]
+    try:
+        return [part.to(matrix.dtype) for part in decompose(matrix.to(torch.float64))]
+    except LinAlgError as error:
+        raise NotPositiveDefiniteError(
+            f"LAPACK finds no eigenvalues of the curvature, of {matrix.shape[-1]} columns and a"
+            f" largest entry of {float(matrix.abs().max()):.3g}, in float64 either: {error}."
+            " Look for weights or hyperparameters that have diverged."
+        ) from error
 
 
 # ------------------------------------------------------------ one matrix, many precisions

@@ -32,6 +32,8 @@ def root_rows(problem: Problem, f: Tensor, chunk: Chunk) -> RootRows:
             if columns is not None and (columns < 0).any():
                 root = replace(root, present=columns >= 0)
         weights = likelihood.weights(chunk.y)
+    # Parameters of a likelihood may be of a wider type than the outputs.
+    root = replace(root, vectors=root.vectors.to(f))
     if weights is not None:
         root = replace(root, vectors=root.vectors * weights.to(f).sqrt()[:, None, None])
     if settings.temperature == 1.0:

@@ -25,6 +25,7 @@ from evigrad.engine.passes import BlockPass
 from evigrad.engine.problem import Problem
 from evigrad.engine.two_passes import FirstPass, first_pass, log_likelihood_of, second_pass
 from evigrad.errors import ConfigurationError, NotFiniteError
+from evigrad.jacobians import derivatives_named
 
 # The numbers of an estimate that are averaged.
 _TERMS = ("log_evidence", "log_likelihood", "log_prior", "log_det", "log_hyperprior")
@@ -83,7 +84,8 @@ def estimates_of(given: BlockPass | Sequence[KeptPass]) -> list[Estimate]:
         return objective(first_pass(block_pass, FirstPass(condensed=True)))[0]
 
     if isinstance(given, BlockPass):
-        return [precisely(given, work)]
+        with derivatives_named():
+            return [precisely(given, work)]
     return [objective(kept)[0] for kept in given]
 
 
@@ -105,7 +107,8 @@ def gradients_of(
         return estimates, total
     problem = given.problem
     if needs_two_passes(problem, learnable, given.plan.partition.num_outputs):
-        estimate, found = precisely(given, lambda given: _two_passes(given, learnable))
+        with derivatives_named():
+            estimate, found = precisely(given, lambda given: _two_passes(given, learnable))
         return [estimate], found
     beside = any(not name.startswith("prior.") for name in learnable)
     use = FirstPass(keeps_outputs=beside, condensed=True)
@@ -114,7 +117,8 @@ def gradients_of(
         estimate, value = objective(first_pass(block_pass, use))
         return estimate, _gradients(value, parameters)
 
-    estimate, found = precisely(given, one_pass)
+    with derivatives_named():
+        estimate, found = precisely(given, one_pass)
     return [estimate], found
 
 
@@ -170,7 +174,7 @@ def _two_passes(
     """The gradient in two passes over the block, one micro-batch at a time."""
     problem = block_pass.problem
     of_prior = [p for name, p in learnable.items() if name.startswith("prior.")]
-    of_passes = [p for name, p in learnable.items() if not name.startswith("prior.")]
+    of_passes = {name: p for name, p in learnable.items() if not name.startswith("prior.")}
     with torch.no_grad():
         kept = first_pass(block_pass, FirstPass())
     scale = kept.block.scale
@@ -190,7 +194,7 @@ def _two_passes(
         own if g is None else own - 0.5 * scale * g
         for own, g in zip(direct, differential.gradients, strict=True)
     ]
-    found = dict(zip(map(id, [*of_prior, *of_passes]), [*in_prior, *pulled], strict=True))
+    found = dict(zip(map(id, [*of_prior, *of_passes.values()]), [*in_prior, *pulled], strict=True))
     return estimate, [-found[id(p)] / problem.settings.num_data for p in learnable.values()]
 
 

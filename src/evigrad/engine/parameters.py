@@ -6,7 +6,13 @@ from contextlib import contextmanager
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from evigrad.errors import ConfigurationError, listed, nearest
+from evigrad.errors import (
+    ConfigurationError,
+    NotFiniteError,
+    NotPositiveDefiniteError,
+    listed,
+    nearest,
+)
 from evigrad.priors import matches
 
 
@@ -25,6 +31,32 @@ def held_constant(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter in marked:
             parameter.requires_grad_(True)
+
+
+@contextmanager
+def named_in_errors(hyperparameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Add the values of the model's hyperparameters to errors of numbers that diverged inside.
+
+    A transform whose size has run away is the likeliest cause of these, and nothing else says so.
+
+    Raises:
+        NotFiniteError: From one raised inside.
+        NotPositiveDefiniteError: From one raised inside.
+    """
+    try:
+        yield
+    except (NotFiniteError, NotPositiveDefiniteError) as error:
+        named = (f"{n} {_in_words(p)}" for n, p in hyperparameters.items() if n[:6] == "model.")
+        words = f"Hyperparameters of the model: {', '.join(named)}."
+        if words.endswith(": .") or words in str(error):
+            raise
+        raise type(error)(f"{error} {words}") from error
+
+
+def _in_words(parameter: nn.Parameter) -> str:
+    """The value of a parameter, or the least and the largest of its entries."""
+    least, most = (float(value) for value in parameter.detach().aminmax())
+    return f"= {least:.4g}" if parameter.numel() == 1 else f"from {least:.4g} to {most:.4g}"
 
 
 def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:

@@ -27,6 +27,7 @@ from evigrad.jacobians import (
     check_hooks,
     check_output,
     demote,
+    derivatives_named,
     matrix_uses,
     model_outputs,
     plan,
@@ -112,6 +113,8 @@ class Plans:
         self._loaded: dict[str, tuple[JacobianPlan, bool]] = {}
         self._outputs: dict[str, tuple[tuple[int, ...], nn.Linear | None]] = {}
         self._passes = 0
+        # Parameters in which the derivatives of rows were checked.
+        self.differentiated: set[str] = set()
 
     def of(self, x: Inputs) -> InputPlan:
         """The plan for inputs of this shape, or for their single positions, made once."""
@@ -145,7 +148,7 @@ class Plans:
             model = PackedModel(model, probe, noise, layer)
             probe = model.pack(probe, noise)
         made, contracts = self._loaded.get(key, (None, True))
-        with evaluation_run(model) as has_drawn:
+        with derivatives_named(), evaluation_run(model) as has_drawn:
             with torch.no_grad():
                 f = model_outputs(model, probe)
             plans = [each.jacobian for each in reversed(self._plans.values())]

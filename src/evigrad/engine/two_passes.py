@@ -5,13 +5,13 @@ Data flow one way: micro-batch → outputs → cotangents of the likelihood's ro
 into all that the forward pass depends on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evigrad.curvature import Statistic, exact_hessian, inner_product
 from evigrad.engine.cotangents import root_rows
@@ -25,7 +25,8 @@ from evigrad.engine.passes import (
     over_chunks,
 )
 from evigrad.engine.problem import InputPlan, Problem
-from evigrad.jacobians import Linearization
+from evigrad.jacobians import Linearization, check_rows, refuse_once_differentiable
+from evigrad.likelihoods import RootRows
 from evigrad.likelihoods.calls import log_probabilities
 
 
@@ -170,6 +171,22 @@ def _add_rows(
     return structure.accumulate(statistic, linearization, root), f
 
 
+def _check_second_derivatives(
+    block_pass: BlockPass, chunk: Chunk, root: RootRows, learned: Mapping[str, nn.Parameter]
+) -> None:
+    """Check once that the rows have the derivatives that the gradient takes."""
+    problem = block_pass.problem
+    checked = problem.plans.differentiated
+    if checked.issuperset(learned):
+        return
+    model = (chunk.plan or block_pass.plan).model
+    of_model = {name: p for name, p in learned.items() if name.startswith("model.")}
+    varies = root.vectors.requires_grad
+    if of_model or varies:
+        check_rows(model, problem.weights, of_model, list(learned), chunk.x, varies)
+    checked.update(learned)
+
+
 def _add_hessian(
     block_pass: BlockPass, chunk: Chunk, statistic: Any, differentiable: bool
 ) -> tuple[Any, Tensor]:
@@ -184,9 +201,11 @@ def _add_hessian(
     learnable = any(p.requires_grad for p in likelihood.parameters())
     graph = torch.is_grad_enabled() and (differentiable or learnable)
     plan, weights = block_pass.plan, block_pass.problem.weights
-    with exact_hessian(
-        (chunk.plan or plan).model, weights, chunk.x, negative_log_likelihood, graph
-    ) as hessian:
+    model, checked = (chunk.plan or plan).model, block_pass.problem.plans.differentiated
+    if not checked.issuperset(weights):
+        refuse_once_differentiable(model, weights, [], chunk.x)
+        checked.update(weights)
+    with exact_hessian(model, weights, chunk.x, negative_log_likelihood, graph) as hessian:
         return plan.structure.accumulate_hessian(statistic, hessian), f
 
 
@@ -197,21 +216,24 @@ def log_likelihood_of(problem: Problem, f: Tensor, chunk: Chunk) -> Tensor:
 
 
 def second_pass(
-    block_pass: BlockPass, cotangent: Statistic, scale: float, arguments: Sequence[Tensor]
+    block_pass: BlockPass,
+    cotangent: Statistic,
+    scale: float,
+    learned: Mapping[str, nn.Parameter],
 ) -> list[Tensor]:
-    """Return the gradient of log likelihood − ½ scale · ℓ in each of the ``arguments``.
+    """Return the gradient of log likelihood − ½ scale · ℓ in each of the ``learned``.
 
     ``cotangent`` is the derivative of ℓ in the statistic of the first pass over the block; the
-    arguments are hyperparameters of the model and of the likelihood.
+    learned are hyperparameters of the model and of the likelihood.
     """
-    problem = block_pass.problem
+    problem, arguments = block_pass.problem, list(learned.values())
 
     def add(sums: list[Tensor], chunk: Chunk) -> list[Tensor]:
-        f, inner = _inner(block_pass, cotangent, chunk)
+        f, inner = _inner(block_pass, cotangent, chunk, learned)
         objective = log_likelihood_of(problem, f, chunk) - 0.5 * scale * inner
         if not objective.requires_grad:
             return sums
-        found = torch.autograd.grad(objective, list(arguments), allow_unused=True)
+        found = torch.autograd.grad(objective, arguments, allow_unused=True)
         return [s if g is None else s + g for s, g in zip(sums, found, strict=True)]
 
     with torch.enable_grad():
@@ -219,7 +241,10 @@ def second_pass(
 
 
 def _inner(
-    block_pass: BlockPass, cotangent: Statistic, chunk: Chunk
+    block_pass: BlockPass,
+    cotangent: Statistic,
+    chunk: Chunk,
+    learned: Mapping[str, nn.Parameter],
 ) -> tuple[Tensor, Tensor | float]:
     """The outputs of a micro-batch, and ⟨cotangent, its term of the statistic⟩."""
     if not chunk.has_rows:
@@ -229,5 +254,6 @@ def _inner(
         return f, inner_product(cotangent, term)
     linearization = linearized(block_pass, chunk, True)
     root = root_rows(block_pass.problem, linearization.outputs, chunk)
+    _check_second_derivatives(block_pass, chunk, root, learned)
     inner = block_pass.plan.structure.inner(cotangent, chunk.data, linearization, root)
     return linearization.outputs, inner

@@ -38,7 +38,8 @@ class Averaged(nn.Module):
             needs the samples together.
 
     Raises:
-        ConfigurationError: If an option does not exist, a number is below 1, or the model draws.
+        ConfigurationError: If an option does not exist, a number is below 1, the model draws, or
+            ``bounds`` of the transform do not fit its parameters.
     """
 
     invariance: Any  # whatever has the methods
@@ -65,6 +66,8 @@ class Averaged(nn.Module):
             raise ConfigurationError(
                 f"{type(invariance).__name__} is no transform: it has no sample(n, generator)"
             )
+        if isinstance(invariance, Transform):
+            invariance.check_bounds()
         inner = [module for module in model.modules() if isinstance(module, Stochastic)]
         if inner:
             raise ConfigurationError(

@@ -2,13 +2,14 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from evigrad.errors import ConfigurationError
+from evigrad.errors import ConfigurationError, listed, nearest
 
 
 class Transform(nn.Module, ABC):
@@ -17,7 +18,50 @@ class Transform(nn.Module, ABC):
     Noise is drawn separately from its use: an input keeps its noise in every batch, and the
     derivative in h is that of a deterministic function (the reparameterisation trick). A transform
     of your own defines ``sample`` and ``forward``.
+
+    Attributes:
+        bounds: The least and the largest value of parameters by their names, as
+            ``{"width": (0.0, 8.0)}``. One of the two may be infinite. ``self.width`` is then the
+            parameter, reflected at both bounds with a derivative of 1 or -1. So it is inside of
+            them after every step of every optimizer. ``named_parameters()`` has the parameter
+            itself, which may be outside.
     """
+
+    bounds: Mapping[str, tuple[float, float]] = MappingProxyType({})
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a parameter with bounds inside of these, and all else as ``nn.Module`` does."""
+        value = super().__getattr__(name)
+        if name not in self.bounds or not isinstance(value, nn.Parameter):
+            return value
+        return reflected(value, *self.bounds[name])
+
+    def check_bounds(self) -> None:
+        """Refuse bounds that are no bounds, or that no parameter is inside of.
+
+        Raises:
+            ConfigurationError: If there is no parameter of a name, a lower bound is not below the
+                upper one, both are infinite, or a value is outside.
+        """
+        own = dict(self.named_parameters(recurse=False))
+        whose = f"bounds of {type(self).__name__}"
+        for name, (low, high) in self.bounds.items():
+            if name not in own:
+                raise ConfigurationError(
+                    f"The {whose} name '{name}', which is no parameter of it."
+                    f"{nearest(name, own)} Its parameters are {listed(list(own)) or 'none'}."
+                )
+            if not low < high or not (math.isfinite(low) or math.isfinite(high)):
+                raise ConfigurationError(
+                    f"The {whose} must be a number and a larger one, of which one may be infinite,"
+                    f" not {name}={(low, high)}."
+                )
+            value = own[name].detach()
+            if bool(((value < low) | (value > high)).any()):
+                raise ConfigurationError(
+                    f"The parameter '{name}' of {type(self).__name__} is {value.tolist()}, outside"
+                    f" of its bounds {(low, high)}. Start inside of them."
+                )
 
     @abstractmethod
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
@@ -73,6 +117,15 @@ def folded(raw: Tensor, limit: float) -> Tensor:
         return raw
     raw = torch.remainder(raw, 2 * limit)
     return torch.where(raw <= limit, raw, 2 * limit - raw)
+
+
+def reflected(raw: Tensor, low: float, high: float) -> Tensor:
+    """Return raw, reflected at ``low`` and ``high``, of which one may be infinite."""
+    if math.isinf(low):
+        return high - folded(high - raw, math.inf)
+    # Inside, the value itself and not one rounding from it.
+    inside = (raw >= low) & (raw <= high)
+    return torch.where(inside, raw, low + folded(raw - low, high - low))
 
 
 class InputScale(Transform):
@@ -201,3 +254,14 @@ def range_values(model: nn.Module) -> dict[str, float]:
             if value != 0 or name in learnable:
                 found[front + name] = value
     return found
+
+
+def bounded_values(model: nn.Module) -> dict[int, Tensor]:
+    """The values inside of their ``bounds`` of a model's parameters, by the parameters' ids."""
+    return {
+        id(parameter): getattr(module, name).detach()
+        for module in model.modules()
+        if isinstance(module, Transform)
+        for name, parameter in module.named_parameters(recurse=False)
+        if name in module.bounds
+    }

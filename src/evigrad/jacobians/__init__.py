@@ -1,6 +1,11 @@
 """Rows of the Jacobian: by closed forms where they exist, else one datum at a time."""
 
 from evigrad.jacobians.arguments import NO_DERIVATIVE, check_hooks, check_output, model_outputs
+from evigrad.jacobians.differences import (
+    check_rows,
+    derivatives_named,
+    refuse_once_differentiable,
+)
 from evigrad.jacobians.kronecker import KroneckerUse
 from evigrad.jacobians.layers import matrix_uses
 from evigrad.jacobians.linearization import Linearization
@@ -19,12 +24,15 @@ __all__ = [
     "Recorder",
     "check_hooks",
     "check_output",
+    "check_rows",
     "adapted",
     "check_separate",
     "demote",
+    "derivatives_named",
     "matrix_uses",
     "model_outputs",
     "model_run",
     "plan",
+    "refuse_once_differentiable",
     "spot_check",
 ]

@@ -78,11 +78,12 @@ def datum_rows(
                     allow_unused=True,
                 )
             for name, p, g in zip(names, parameters, gradients, strict=True):
-                rows[name].append(torch.zeros_like(p) if g is None else _dense(g))
+                rows[name].append(torch.zeros_like(p) if g is None else dense(g))
     return output.detach(), rows
 
 
-def _dense(gradient: Tensor) -> Tensor:
+def dense(gradient: Tensor) -> Tensor:
+    """A gradient that may be sparse, as a dense tensor."""
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 

@@ -28,6 +28,9 @@ _NORMALISATION_LAYERS = (
 
 # Models whose user was warned, by identity: a module need not be hashable.
 _WARNED_OF: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+# Modules whose passes need other settings.
+_SPECIAL = (nn.RNNBase, nn.Embedding, nn.EmbeddingBag)
+
 _CONTAINERS = (dict, list, set, deque)
 # How deep nested containers are searched.
 _DEPTH = 8
@@ -144,7 +147,8 @@ def model_run(model: nn.Module) -> Iterator[None]:
 
     Attributes and buffers of the model that a pass sets are put back, also after an exception.
     Fused kernels that lack a (second) derivative are replaced by plain ones, in the whole process:
-    other threads that run a model here wait.
+    other threads that run a model here wait. Embeddings are without ``scale_grad_by_freq``, which
+    makes their gradient that of another function.
     """
     with TURN, ExitStack() as stack:
         stack.enter_context(_unchanged_attributes(model))
@@ -157,10 +161,15 @@ def model_run(model: nn.Module) -> Iterator[None]:
         mha = torch.backends.mha
         stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
         mha.set_fastpath_enabled(False)
-        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        special = [module for module in model.modules() if isinstance(module, _SPECIAL)]
+        if any(isinstance(module, nn.RNNBase) for module in special):
             # cuDNN's recurrent kernels have no gradient in evaluation mode, and no second one.
             stack.callback(setattr, torch.backends.cudnn, "enabled", torch.backends.cudnn.enabled)
             torch.backends.cudnn.enabled = False
+        for module in special:
+            if getattr(module, "scale_grad_by_freq", False):
+                stack.callback(setattr, module, "scale_grad_by_freq", True)
+                module.scale_grad_by_freq = False
         yield
 
 

@@ -16,12 +16,17 @@ from evigrad.jacobians.arguments import (
     check_storage,
     model_outputs,
 )
+from evigrad.jacobians.differences import (
+    TensorHooks,
+    check_outputs,
+    refuse_scaled_gradients,
+)
 from evigrad.jacobians.generic import close, vmap_rows
 from evigrad.jacobians.linearization import Linearization, uses_of
 from evigrad.jacobians.modes import model_run, without_autocast
 from evigrad.jacobians.ownership import placed
 from evigrad.jacobians.paths import LOOP, JacobianPlan, Use
-from evigrad.jacobians.recorder import Recorder, reachable
+from evigrad.jacobians.recorder import Recorder, graph_nodes, reachable
 from evigrad.jacobians.verification import (
     Reference,
     distinct_probe,
@@ -95,12 +100,18 @@ def _checked_plan(
     x, distinct = distinct_probe(model, x_probe, _PROBE_SIZES[-1])
     outputs = _independent_outputs(model, x)
     refuse_reentrant(model, x)
-    with model_run(model), torch.enable_grad():
-        if not reachable(model_outputs(model, x), weights):
-            raise InputError(NO_DERIVATIVE)
+    with model_run(model), torch.enable_grad(), TensorHooks() as hooks:
+        recorded = model_outputs(model, x)
+    nodes = graph_nodes(recorded)
+    if not reachable(recorded, weights, nodes):
+        raise InputError(NO_DERIVATIVE)
+    refuse_scaled_gradients(nodes)
 
     # The structure is the model's own; numbers are compared on a copy with moved weights.
     moved = moved_copy(model, weights, x)
+    if moved:
+        check_outputs(moved[0], moved[1].values(), x, nodes, hooks.registered)
+    del recorded, nodes
     reference = Reference(*(moved or (model, weights)), x, outputs)
     # With equal data neither order nor mixing shows, so that only the loop is safe.
     recording = _record(model, weights, x, outputs) if distinct else _Recording()

@@ -31,7 +31,8 @@ class Likelihood(nn.Module, ABC):
     Attributes:
         name: As in ``LIKELIHOODS``.
         couples_outputs: Whether Λ has entries off its diagonal.
-        is_classification: Whether targets are classes and ``metrics`` counts right ones.
+        is_classification: Whether targets are classes. ``metrics`` counts right ones, if there are
+            ``probabilities``.
     """
 
     name: ClassVar[str]
@@ -274,8 +275,8 @@ class Likelihood(nn.Module, ABC):
             " needs; add one or take another curvature."
         )
 
-    def probabilities(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"] | None:
-        """The probability of each class, or of each label, that the posterior averages.
+    def probabilities(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m K"] | None:
+        """The probability of each class, or of each label, for accuracies and posteriors.
 
         Args:
             f: Outputs.
@@ -423,13 +424,23 @@ class Likelihood(nn.Module, ABC):
             y: Targets.
 
         Returns:
-            ``log_likelihood`` in nats; ``correct``, the number of right labels, where the
-            outputs are the scores of one label.
+            ``log_likelihood`` in nats. For classes that have ``probabilities`` also ``correct``,
+            the number of examples whose most probable class is the right one. With a probability
+            for each label it is the number of right labels, divided by the labels of an example.
         """
         sums = {"log_likelihood": total(self.log_prob(f.detach(), y))}
-        if self.is_classification and self.couples_outputs:
-            sums["correct"] = total(f.argmax(dim=1) == y)
+        if self.is_classification and (correct := self._num_correct(f.detach(), y)) is not None:
+            sums["correct"] = correct
         return sums
+
+    def _num_correct(self, f: Tensor, y: Tensor) -> float | None:
+        """How many targets ``probabilities`` predict; None if they are not of this density."""
+        p = None if "probabilities" in self._inherited else self.probabilities(f)
+        if p is None:
+            return None
+        if p.numel() == y.numel():  # yes or no, for each label
+            return total((p > 0.5) == (y.view_as(p) > 0.5)) * len(p) / p.numel()
+        return total(p.argmax(dim=1) == y.flatten())
 
     def reported(self) -> dict[str, float]:
         """The parameters as numbers that a reader knows, for histories and reports.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from evigrad.errors import ConfigurationError, InputError, raised_in
+from evigrad.errors import ConfigurationError, InputError, NotFiniteOutputError, raised_in
 from evigrad.likelihoods.base import Likelihood
 
 
@@ -31,12 +31,12 @@ def check_finite(what: str, value: Tensor) -> None:
         return
     finite = torch.isfinite(value).flatten(1).all(1)
     if finite.any():
-        raise InputError(
+        raise NotFiniteOutputError(
             f"{what} hold NaN or infinite values for {int((~finite).sum())} of {len(finite)} data"
             " alone: mend their inputs or leave them out (a mask may leave nothing of a datum, and"
             " a mean or a softmax over nothing is NaN)."
         )
-    raise InputError(f"{what} hold NaN or infinite values: training has diverged.")
+    raise NotFiniteOutputError(f"{what} hold NaN or infinite values: training has diverged.")
 
 
 def log_probabilities(
@@ -53,8 +53,8 @@ def log_probabilities(
 
     Raises:
         ConfigurationError: If the density does not return one number for each datum.
-        InputError: If it depends on the other data, raises an exception, or the outputs are not
-            finite.
+        InputError: If it depends on the other data, or raises an exception.
+        NotFiniteOutputError: If the outputs are not finite.
     """
     with raised_in(f"log_prob of {type(likelihood).__name__}, {_given(f.shape, y)},"):
         log_prob = likelihood.log_prob(f, y)
@@ -64,7 +64,7 @@ def log_probabilities(
             f" ({len(f)},), not {tuple(log_prob.shape)}: sum over the outputs, as in .sum(1)."
         )
     if alone and not f.isfinite().all():
-        raise InputError(
+        raise NotFiniteOutputError(
             "The model's outputs hold NaN or infinite values for these inputs. Mend the weights"
             " (one may be NaN, or training may have diverged), or the inputs."
         )
@@ -79,6 +79,12 @@ def log_probabilities(
                 " outputs' shape, as y.unsqueeze(1), or mend log_prob."
             )
     return log_prob
+
+
+def summed_metrics(likelihood: Likelihood, f: Tensor, y: Tensor) -> dict[str, float]:
+    """Return the likelihood's ``metrics`` of some data as plain numbers."""
+    with raised_in(f"metrics of {type(likelihood).__name__}, {_given(f.shape, y)},"):
+        return {name: float(value) for name, value in likelihood.metrics(f, y).items()}
 
 
 def class_probabilities(likelihood: Likelihood, f: Tensor) -> Tensor:

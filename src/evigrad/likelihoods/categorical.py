@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from evigrad.errors import InputError
-from evigrad.likelihoods.base import Likelihood, refuse_where
+from evigrad.likelihoods.base import Likelihood, refuse_where, total
 from evigrad.likelihoods.roots import (
     TOP_CLASSES,
     RootRows,
@@ -92,6 +92,12 @@ class Categorical(Likelihood):
     def probabilities(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
         """The softmax."""
         return f.softmax(dim=1)
+
+    def _num_correct(self, f: Tensor, y: Tensor) -> float | None:
+        # The largest logit, as rounding makes nearly equal probabilities equal.
+        if type(self).probabilities is Categorical.probabilities and not self._inherited:
+            return total(f.argmax(dim=1) == y)
+        return super()._num_correct(f, y)
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Int[Tensor, " m"]:
         """Labels from the softmax; see ``Likelihood.sample``."""

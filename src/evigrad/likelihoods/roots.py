@@ -15,13 +15,15 @@ Everything here is differentiable in f (and in the likelihood's parameters, wher
 and stays finite, value and gradient, where probabilities underflow.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.linalg import LinAlgError  # pyright: ignore[reportAttributeAccessIssue]
 
-from evigrad.errors import ConfigurationError, NotPositiveDefiniteError, nearest
+from evigrad.errors import ConfigurationError, NotFiniteError, NotPositiveDefiniteError, nearest
 from evigrad.estimators import ROOTS
 
 # With more classes, "eigen" turns the columns of the likeliest ones alone: the others hold little
@@ -255,8 +257,24 @@ def check_not_negative(eigenvalues: Tensor) -> None:
 
 
 def _descending_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, largest first, and eigenvectors; in float32 at least, which eigh needs."""
+    """Return eigenvalues, largest first, and eigenvectors; in float32 at least, which eigh needs.
+
+    Raises:
+        NotFiniteError: If an entry is not finite, or LAPACK does not converge in float64 either.
+    """
+    if not bool(matrix.isfinite().all()):
+        raise NotFiniteError(
+            "The curvature Λ of the outputs holds NaN or infinite values: outputs are not finite,"
+            " or too large. Look for weights, inputs or hyperparameters that have diverged."
+        )
     if matrix.dtype.itemsize < torch.float32.itemsize:
         matrix = matrix.float()
-    values, vectors = torch.linalg.eigh(matrix)
-    return values.flip(-1), vectors.flip(-1)
+    for dtype in (matrix.dtype, torch.float64):  # in float32 LAPACK may not converge
+        with suppress(LinAlgError):
+            values, vectors = torch.linalg.eigh(matrix.to(dtype))
+            if bool(values.isfinite().all()):
+                return values.flip(-1).to(matrix.dtype), vectors.flip(-1).to(matrix.dtype)
+    raise NotFiniteError(
+        "The curvature Λ of the outputs has no eigenvalues that LAPACK finds: the outputs are too"
+        " large. Look for weights, inputs or hyperparameters that have diverged."
+    )

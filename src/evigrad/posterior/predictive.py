@@ -100,17 +100,18 @@ class Predictive:
         return self.covariance.diagonal(dim1=-2, dim2=-1).clamp(min=0.0)
 
     @cached_property
-    def probabilities(self) -> Float[Tensor, "m ... C"]:
+    def probabilities(self) -> Float[Tensor, "m ... K"]:
         """The probability of each class (Categorical), or of each label being 1 (Bernoulli).
 
         Raises:
             ConfigurationError: If the likelihood has no probabilities of classes.
         """
         if self.outputs.dim() > 2:
-            return self._flat.probabilities.view_as(self.outputs)
+            return self._flat.probabilities.unflatten(0, self.outputs.shape[:-1])
         if self.link != "monte-carlo":
             return class_probabilities(self.likelihood, self._one_output())
-        total, m = torch.zeros_like(self.outputs), len(self.outputs)
+        # Classes need not be as many as outputs.
+        total, m = self.outputs.new_zeros(()), len(self.outputs)
         for f in self._samples(self.num_samples, self.seed):
             found = class_probabilities(self.likelihood, f.flatten(0, 1))
             total = total + found.unflatten(0, (-1, m)).sum(0)

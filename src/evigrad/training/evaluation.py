@@ -153,7 +153,7 @@ def describe_estimator(estimator: str, blocks: int) -> str:
     """In words, as ``"full-N-C, exact"`` or ``"ntk-400-C, mean over 4 blocks of a partition"``."""
     spec = EstimatorSpec.parse(estimator)
     if blocks > 1:
-        return f"{spec.name}, mean over the {blocks} blocks of a partition"
+        return f"{spec.name}, mean over {blocks} blocks of a partition"
     exact = spec.facts.log_det == "exact" and spec.curvature in ("ggn", "hessian")
     whole = spec.subset is None and spec.outputs is None
     return f"{spec.name}, exact" if exact and whole else spec.name

@@ -28,7 +28,12 @@ from evigrad.likelihoods import (
     Likelihood,
     make_likelihood,
 )
-from evigrad.likelihoods.calls import check_targets, log_probabilities, moments
+from evigrad.likelihoods.calls import (
+    check_targets,
+    log_probabilities,
+    moments,
+    summed_metrics,
+)
 from evigrad.likelihoods.positions import flattened
 from evigrad.priors import GaussianPrior, matches
 from evigrad.training.augerino import range_parameters
@@ -320,6 +325,7 @@ def _check_data(evidence: Evidence, data: RunData, device: torch.device, count: 
         f = probe_outputs(evidence.model, probe)
     check_targets(likelihood, f.shape, y, f.device)
     log_probabilities(likelihood, f, y)
+    summed_metrics(likelihood, f, y)  # before training, as the first evaluation comes later
     read = data.anew()
     for indices in torch.arange(min(count, len(data))).split(count if data.is_held else _AT_ONCE):
         x, y = read.fetch(indices)

@@ -1,5 +1,6 @@
 """The hyperparameters' part of training, beside any loop that trains the weights."""
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -7,18 +8,22 @@ from itertools import repeat
 from statistics import mean
 from typing import Any
 
+from torch import Tensor
+
 from evigrad.blocks import Block
 from evigrad.blocks.anchors import AnchoredStream, DrawnParts
 from evigrad.blocks.partitions import Stream
 from evigrad.engine.evaluation import Estimate, standard_error
 from evigrad.engine.kept import KeptPass
 from evigrad.engine.memory import fits
+from evigrad.engine.parameters import named_in_errors
 from evigrad.engine.problem import PROBE_SIZE
 from evigrad.errors import (
     ConfigurationError,
     EvigradError,
     EvigradWarning,
     NotFiniteError,
+    NotFiniteOutputError,
     NotPositiveDefiniteError,
     listed,
     memory_for,
@@ -26,6 +31,7 @@ from evigrad.errors import (
 from evigrad.evidence import Evidence
 from evigrad.inputs import Inputs
 from evigrad.invariances.noise import stochastic_modules
+from evigrad.invariances.transform import bounded_values, ranged_modules
 from evigrad.training.checkpoint import fitting, load_optimizer, shared_settings
 from evigrad.training.data import RunData
 from evigrad.training.fixed_point import FixedPoint
@@ -42,6 +48,11 @@ from evigrad.training.settings import (
 
 # Damping of the first and of the last fixed-point step: a falling rate averages over blocks.
 FIRST_RATE, LAST_RATE = 0.5, 0.05
+# A hyperparameter of the model has run away if it grows by this factor. What starts nearer to zero
+# than the least start counts as if it started there.
+RUNAWAY_FACTOR, LEAST_START = 30.0, 0.1
+# So has some hyperparameter if rounds lose so many nats of log likelihood per example.
+LOST_NATS = 0.5
 
 
 @dataclass(frozen=True)
@@ -194,6 +205,9 @@ class Learner:
             evidence.blocks(self.data)  # raises now what the first round would, epochs later
         self._blocks: Stream | None = None  # of the data, which are checked once
         self._warned = False  # of precisions that nothing determines
+        self._starts = {n: p.detach().clone() for n, p in free_hyperparameters(evidence).items()}
+        self._best = -math.inf  # mean log likelihood per example, over rounds
+        self._warned_of: set[str] = set()  # hyperparameters, and the log likelihood
         self._idle = 0  # rounds without a step since the last one that had one
         self.count = 0
         self.history: list[Row] = []
@@ -258,6 +272,7 @@ class Learner:
                 raise type(error)(f"Hyperparameter step after epoch {epoch}: {error}") from error
             finally:
                 self._clear_gradients()
+            self._warn_of_runaways(epoch, found)
         return found
 
     def _round(self, rounds: Rounds, before: Round) -> Round:
@@ -266,19 +281,25 @@ class Learner:
             self._blocks = self.evidence.blocks(self.data)
         estimates, is_shared, failed = list[Estimate](), False, 0
         try:
-            blocks, is_shared = blocks_of_a_round(
-                self.evidence,
-                self._blocks,
-                self.data.first(PROBE_SIZE)[0],
-                rounds.names,
-                rounds.steps,
-                self.schedule.prior_blocks if rounds is self.rounds[0] else None,
-            )
-            name = self.evidence.spec.name
-            with memory_for(f"an estimate by {name}", "fewer rows in a block, as its name says"):
-                for block in blocks:
-                    estimates.append(self._step(rounds, block))
+            # Streams choose anchors as they are iterated, outside of the evidence's own calls.
+            with named_in_errors(self.evidence.hyperparameters()):
+                blocks, is_shared = blocks_of_a_round(
+                    self.evidence,
+                    self._blocks,
+                    self.data.first(PROBE_SIZE)[0],
+                    rounds.names,
+                    rounds.steps,
+                    self.schedule.prior_blocks if rounds is self.rounds[0] else None,
+                )
+                name = self.evidence.spec.name
+                cheaper = "fewer rows in a block, as its name says"
+                with memory_for(f"an estimate by {name}", cheaper):
+                    for block in blocks:
+                        estimates.append(self._step(rounds, block))
         except (NotFiniteError, NotPositiveDefiniteError) as error:
+            # Outputs that are not finite may be the fault of the data, which no step mends.
+            if isinstance(error, NotFiniteOutputError) and not self._learns_model:
+                raise
             self._idle = 0 if estimates else self._idle + 1
             # Other ranks have another error, and do not know that this one would go on.
             if self._idle > 1 or self.evidence.ranks.count > 1:
@@ -297,6 +318,46 @@ class Learner:
             warn_of_unused(self.evidence)
         return Round(
             before.estimates + estimates, before.is_shared or is_shared, before.skipped + failed
+        )
+
+    @property
+    def _learns_model(self) -> bool:
+        """Whether hyperparameters of the model are learned."""
+        return any(name.startswith("model.") for name in self.learned)
+
+    def _warn_of_runaways(self, epoch: int, found: Round) -> None:
+        """Warn once of each hyperparameter of the model that grew far beyond its start.
+
+        Large inputs make a network certain of its outputs. These have no curvature then, and the
+        evidence of the approximation is high although the network learns nothing by it.
+        """
+        if not self._learns_model:
+            return
+        for name, value in free_hyperparameters(self.evidence).items():
+            start, value = self._starts[name], value.detach()
+            if name not in self._warned_of and (growth := _growth(name, start, value)):
+                self._warned_of.add(name)
+                self._warn(f"After epoch {epoch} {name} is {growth}.")
+        if not found.estimates:
+            return
+        likelihood = mean(e.log_likelihood / e.num_data for e in found.estimates)
+        if likelihood < self._best - LOST_NATS and "likelihood" not in self._warned_of:
+            self._warned_of.add("likelihood")
+            learned = ", ".join(name for name in self.learned if name.startswith("model."))
+            self._warn(
+                f"The training log likelihood fell to {likelihood:.3g} nats per example in the"
+                f" round after epoch {epoch}, from {self._best:.3g} in an earlier one, while"
+                f" {learned} changed."
+            )
+        self._best = max(self._best, likelihood)
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(
+            f"{what} Estimates can reward a transform that runs away: huge inputs make certain"
+            " outputs, which have no curvature. Give the transform bounds (Transform.bounds), lower"
+            " hyper_lr, or take a kfac estimator, as kfac-100-1. Compare test data.",
+            EvigradWarning,
+            stacklevel=5,
         )
 
     def _step(self, rounds: Rounds, block: Block | list[KeptPass]) -> Estimate:
@@ -332,6 +393,8 @@ class Learner:
             "count": self.count,
             "idle": self._idle,
             "rounds": [dict(row) for row in self.history],
+            "starts": dict(self._starts),
+            "best": self._best,
             **self.data.place,
         }
 
@@ -352,7 +415,42 @@ class Learner:
             self.count = self.data.epoch = int(state["count"])
             self._idle = int(state.get("idle", 0))
             self.history = [dict(row) for row in state.get("rounds", [])]
+            self._starts |= state.get("starts", {})
+            self._best = float(state.get("best", self._best))
             self.data.go_to(state)
+
+
+def free_hyperparameters(evidence: Evidence) -> dict[str, Tensor]:
+    """The learned hyperparameters of the model by name, without ranges and those with bounds."""
+    held = set(bounded_values(evidence.model))
+    for module in ranged_modules(evidence.model).values():
+        held |= {id(parameter) for parameter in module.parameters()}
+    return {
+        name: parameter
+        for name, parameter in evidence.hyperparameters().items()
+        if name.startswith("model.") and id(parameter) not in held
+    }
+
+
+def _growth(name: str, start: Tensor, value: Tensor) -> str:
+    """In words, by how much an entry has run away; an empty string if none has."""
+    # Shrinking is no fault: a range that does not help goes to zero, as the scale of a feature.
+    start, value = start.double().flatten(), value.double().flatten()
+    if name.rpartition(".")[2].startswith("log_"):  # where a factor is a difference
+        growth = value - start
+        entry = int(growth.argmax())
+        factor = math.exp(min(float(growth[entry]), 700.0))
+    else:
+        growth = value.abs() / start.abs().clamp(min=LEAST_START)
+        entry = int(growth.argmax())
+        factor = float(growth[entry])
+    if not factor > RUNAWAY_FACTOR:
+        return ""
+    where = "" if len(value) == 1 else f" in entry {entry}"
+    return (
+        f"{float(value[entry]):.3g}{where} and began at {float(start[entry]):.3g}, which is growth"
+        f" by a factor of more than {RUNAWAY_FACTOR:.0f}"
+    )
 
 
 def make_rounds(s: PlannedSchedule, names: Iterable[str]) -> list[Rounds]:

@@ -16,10 +16,11 @@ from evigrad.engine.memory import fits
 from evigrad.errors import InputError, MemoryBudgetError
 from evigrad.evidence import Evidence
 from evigrad.inputs import Inputs
-from evigrad.invariances.transform import range_values, ranged_modules
+from evigrad.invariances.transform import bounded_values, range_values, ranged_modules
 from evigrad.jacobians import model_outputs, model_run
 from evigrad.jacobians.modes import evaluation_mode
 from evigrad.likelihoods import Likelihood
+from evigrad.likelihoods.calls import summed_metrics
 from evigrad.likelihoods.positions import flattened
 from evigrad.training.files import replacing, writing
 
@@ -88,9 +89,9 @@ def evaluate(
         inputs, targets = source.fetch(indices)
         f = model_outputs(model, inputs, positions=True)
         f, targets = flattened(likelihood, f, targets)
-        found = {name: float(each) for name, each in likelihood.metrics(f, targets).items()}
+        sums = summed_metrics(likelihood, f, targets)
         count += len(f)
-        totals.update({name: totals.get(name, 0.0) + each for name, each in found.items()})
+        totals.update({name: totals.get(name, 0.0) + value for name, value in sums.items()})
 
     with ranks.together(), evaluation_mode(model, generator), torch.no_grad():
         part = ranks.part(len(source))
@@ -212,10 +213,11 @@ def hyperparameter_values(evidence: Evidence) -> Row:
     row |= {f"range/{name}": value for name, value in range_values(evidence.model).items()}
     transforms = ranged_modules(evidence.model).values()
     in_ranges = {id(p) for module in transforms for p in module.parameters()}
+    bounded = bounded_values(evidence.model)
     for name, value in evidence.hyperparameters().items():
         kind, _, rest = name.partition(".")
         if kind == "model" and id(value) not in in_ranges:
-            value = value.detach()
+            value = bounded.get(id(value), value).detach()
             single = value.numel() == 1
             row[f"model/{rest}"] = float(value if single else torch.linalg.vector_norm(value))
     return row

@@ -4,10 +4,11 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
-from evigrad.errors import ConfigurationError
+from evigrad.errors import ConfigurationError, listed
 from evigrad.training.settings import PlannedOptimization
 
 MOMENTUM = 0.9  # of sgd
@@ -33,7 +34,7 @@ def make_weight_optimizer(
 
     Raises:
         ConfigurationError: If a user's own one has weight decay, or does not hold exactly the
-            weights.
+            weights; if Adam is to train weights of float16.
     """
     if isinstance(settings.optimizer, str):
         slow = {id(p) for p in scalars}
@@ -44,6 +45,7 @@ def make_weight_optimizer(
             rate = settings.lr * SCALAR_RATE
             groups.append({"params": [w for w in weights.values() if id(w) in slow], "lr": rate})
         if settings.optimizer == "adam":
+            _refuse_half(weights)
             return Adam(groups, lr=settings.lr)
         return SGD(groups, lr=settings.lr, momentum=MOMENTUM)
     optimizer = settings.optimizer(weights)
@@ -58,6 +60,17 @@ def make_weight_optimizer(
             " weight_decay=0 and say precision=... instead."
         )
     return optimizer
+
+
+def _refuse_half(weights: Mapping[str, nn.Parameter]) -> None:
+    """Refuse weights of which Adam makes NaN by its first step, at any rate."""
+    names = [name for name, weight in weights.items() if weight.dtype == torch.float16]
+    if names:
+        raise ConfigurationError(
+            f"Adam cannot train weights of torch.float16, as {listed(names)}: its ε of 1e-8 is zero"
+            " in this type, and so are squares of small gradients. Call model.float(), or"
+            ' model.bfloat16(). For faster estimates in float32 use Memory(autocast="bfloat16").'
+        )
 
 
 def make_hyper_optimizer(

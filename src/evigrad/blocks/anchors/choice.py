@@ -21,9 +21,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from evigrad.blocks.sources import Source
-from evigrad.errors import ConfigurationError, nearest
+from evigrad.errors import ConfigurationError, NotFiniteError, nearest
 from evigrad.inputs import Inputs, noted_calls
 from evigrad.likelihoods import Likelihood
+from evigrad.likelihoods.calls import check_finite
 
 CHOICES = ("auto", "greedy", "score", "k-centre", "random")
 
@@ -298,7 +299,13 @@ class LastLayerKernel:
         features = torch.cat([layer.features for layer in self._layers])
         position, columns = (each.to(features.device) for each in (self._place[data], columns))
         together = replace(self._layers[0], features=features[position])
-        return together.kernel(torch.cat(self._vectors)[position, columns]).cpu()
+        kernel = together.kernel(torch.cat(self._vectors)[position, columns]).cpu()
+        if not bool(kernel.isfinite().all()):
+            raise NotFiniteError(
+                "Products of the last layer's inputs are NaN or infinite: weights or"
+                " hyperparameters have diverged. Lower their learning rates."
+            )
+        return kernel
 
     def _look(self, data: Int[Tensor, " n"]) -> None:
         """Store what is needed of new data, or that there is no such layer."""
@@ -309,6 +316,7 @@ class LastLayerKernel:
             if layer is None:
                 self._is_there = False
                 return
+            check_finite("The model's outputs", f)
             # A root costs as much for one column of a datum as for several.
             rows = self._likelihood.root(f, listed.to(f.device).expand(len(f), -1), self._root)
             self._vectors.append(rows.scaled.detach().float())

@@ -1,0 +1,142 @@
+"""Hyperparameters of the model that run away: told by name, skipped, and warned of."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evigrad import Evidence, Learner, Schedule
+from evigrad.errors import EvigradWarning, InputError, NotFiniteError
+from evigrad.invariances import AffineInvariance, Averaged, InputScale, Transform
+from evigrad.likelihoods import Categorical
+from evigrad.priors import GaussianPrior
+from evigrad.training.learner import free_hyperparameters
+from evigrad.training.metrics import hyperparameter_values
+
+N = 30
+X = torch.randn(N, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(N) % 3
+NAME = "model.invariance.c"
+
+
+class Contrast(Transform):
+    """x · exp(c ε)."""
+
+    def __init__(self, c: float = 0.1) -> None:
+        super().__init__()
+        self.c = nn.Parameter(torch.tensor(c))
+
+    def sample(self, n: int, generator: torch.Generator) -> Tensor:
+        return torch.randn(n, 1, generator=generator)
+
+    def forward(self, x: Tensor, eps: Tensor) -> Tensor:
+        return x * (self.c * eps).exp()
+
+
+class BoundedContrast(Contrast):
+    bounds = {"c": (0.0, 1.0)}
+
+
+def learner_of(invariance: nn.Module | None = None, **changes: Any) -> Learner:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    model = Averaged(network, Contrast() if invariance is None else invariance, num_samples=2)
+    settings = {"estimator": "ntk-10-1", "num_data": N, "generator": 0, **changes}
+    evidence = Evidence(
+        model, Categorical(), GaussianPrior(), hyperparameters=["invariance"], **settings
+    )
+    return Learner(evidence, (X, Y), Schedule(epochs=9, burn_in=0, every=1, steps=2))
+
+
+def put(learner: Learner, value: float) -> None:
+    with torch.no_grad():
+        for name, parameter in learner.evidence.hyperparameters().items():
+            if name.startswith("model."):
+                parameter.fill_(value)
+
+
+@pytest.mark.parametrize("verb", ["estimate", "backward"])
+def test_an_estimate_of_overflown_inputs_names_the_hyperparameter(verb: str) -> None:
+    learner = learner_of()
+    put(learner, 1e4)
+    with pytest.raises(InputError, match=rf"outputs hold NaN.*{NAME} = 1e\+04") as caught:
+        getattr(learner.evidence, verb)(X[:10], Y[:10])
+    assert isinstance(caught.value, NotFiniteError)
+
+
+@pytest.mark.parametrize("estimator", ["ntk-10-1", "kfac-10-1", "ntk-20-rows-anchored"])
+def test_steps_on_overflown_inputs_are_skipped_and_a_second_round_ends_by_name(estimator) -> None:
+    learner = learner_of(estimator=estimator)
+    learner.step()
+    put(learner, 1e4)
+    with (
+        pytest.warns(EvigradWarning, match="is 1e\\+04 and began at 0.1"),
+        pytest.warns(EvigradWarning, match=f"2 of 2 hyperparameter steps .* {NAME} = 1e"),
+    ):
+        found = learner.step()
+    assert found is not None and (found.skipped, found.estimates) == (2, [])
+    with pytest.raises(NotFiniteError, match=f"Hyperparameter step after epoch 3.*{NAME} = 1e"):
+        learner.step()
+
+
+@pytest.mark.parametrize(
+    ("invariance", "value"), [(Contrast(), 3.5), (Contrast(0.0), -3.5), (InputScale(4), 4.0)]
+)
+def test_growth_by_a_factor_of_thirty_is_warned_of_once(invariance, value) -> None:
+    learner = learner_of(invariance)
+    put(learner, value)
+    with pytest.warns(EvigradWarning, match=r"and began at 0.*Transform.bounds.*as kfac-100-1"):
+        learner.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        learner.step()
+
+
+@pytest.mark.parametrize(
+    ("invariance", "value"),
+    [(Contrast(), 2.5), (Contrast(0.5), 0.0), (InputScale(4), -4.0), (BoundedContrast(), 3.5)],
+)
+def test_what_shrinks_or_grows_a_little_or_has_bounds_is_no_runaway(invariance, value) -> None:
+    learner = learner_of(invariance)
+    put(learner, value)
+    learner.step()
+
+
+def test_ranges_are_no_runaways_and_bounded_values_are_reported_inside() -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
+    model = Averaged(network, AffineInvariance(), num_samples=2)
+    evidence = Evidence(
+        model,
+        Categorical(),
+        GaussianPrior(),
+        estimator="ntk-10-1",
+        num_data=N,
+        hyperparameters=["invariance"],
+    )
+    assert not free_hyperparameters(evidence)
+    learner = learner_of(BoundedContrast())
+    put(learner, 1.75)
+    assert hyperparameter_values(learner.evidence)["model/invariance.c"] == 0.25
+
+
+def test_a_fall_of_the_training_likelihood_is_warned_of() -> None:
+    learner = learner_of()
+    learner.step()
+    with torch.no_grad():
+        learner.evidence.weights()["model.2.bias"].add_(30 * torch.arange(3))
+    with pytest.warns(EvigradWarning, match=rf"likelihood fell to -.* while {NAME} changed"):
+        learner.step()
+
+
+def test_starts_are_those_of_the_run_that_goes_on() -> None:
+    learner = learner_of()
+    learner.step()
+    resumed = learner_of(Contrast(2.0))
+    resumed.load_state_dict(learner.state_dict())
+    put(resumed, 3.5)
+    with pytest.warns(EvigradWarning, match="is 3.* and began at 0.1"):
+        resumed.step()
+    old = {k: v for k, v in learner.state_dict().items() if k not in ("starts", "best")}
+    learner_of().load_state_dict(old)
