@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from numbers import Real
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from evigrad.engine.settings import Memory, Settings
 from evigrad.engine.sharded import check_whole, counterparts, take_up
 from evigrad.engine.two_passes import FirstPass, first_pass
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError
-from evigrad.estimators import EstimatorSpec
+from evigrad.estimators import DEFAULT_ESTIMATOR, EstimatorSpec
 from evigrad.jacobians import NO_DERIVATIVE, model_outputs
 from evigrad.jacobians.modes import TURN, warn_of_normalisation
 from evigrad.likelihoods import Likelihood
@@ -69,7 +70,7 @@ class Evidence:
         likelihood: Likelihood,
         prior: GaussianPrior,
         *,
-        estimator: str,
+        estimator: str = DEFAULT_ESTIMATOR,
         num_data: int,
         hyperparameters: Sequence[str] = (),
         root: str | None = None,
@@ -89,7 +90,8 @@ class Evidence:
                 to (m, …, C) with a target at each position, which then is a datum of its own.
             likelihood: Log density of the targets given the outputs.
             prior: Gaussian prior, bound here to the weights.
-            estimator: Name of the estimator, as ``ntk-100-1`` or ``kfac-N-C``.
+            estimator: Name of the estimator, such as ``ntk-100-1`` or ``kfac-N-C``. Default:
+                ``ntk-400-rows-anchored``, the default of ``fit``.
             num_data: N, the number of training data; of positions with a target.
             hyperparameters: Names, or prefixes of names, of the model's parameters that are learned
                 on the evidence instead of the training loss.
@@ -123,11 +125,11 @@ class Evidence:
         check_type("estimator", estimator, str, "a name, as 'ntk-100-1'")
         if memory is not None:
             check_type("memory", memory, Memory, "a Memory, as Memory(micro_batch='auto')")
-        self.spec = EstimatorSpec.parse(estimator)
+        spec = EstimatorSpec.parse(estimator)
         settings = Settings(
-            spec=self.spec,
+            spec=spec,
             num_data=num_data,
-            root=self.spec.default_root if root is None else root,
+            root=spec.default_root if root is None else root,
             sharing=sharing,
             parameter_partition=parameter_partition,
             temperature=temperature,
@@ -135,11 +137,7 @@ class Evidence:
             anchoring=anchoring,
             **(memory or Memory()).resolved(),
         )
-        self.root, self.num_data = settings.root, int(num_data)
-        self.temperature = float(temperature)
-        self.model, self.likelihood, self.prior = model, likelihood, prior
-        self.generator = as_generator(generator)
-        self.ranks = Ranks(process_group)
+        ranks = Ranks(process_group)
         self._model_hyperparameters = select(model, hyperparameters)
         self._weights = trainable(model, excluded=self._model_hyperparameters)
         partition_names(list(self._weights), parameter_partition)
@@ -152,21 +150,21 @@ class Evidence:
             likelihood,
             prior,
             settings,
-            self.generator,
-            Plans(model, self._weights, likelihood, prior, settings, self.ranks.count),
+            as_generator(generator),
+            Plans(model, self._weights, likelihood, prior, settings, ranks.count),
             MicroBatches(settings.micro_batch, settings.memory_budget),
-            self.ranks,
+            ranks,
         )
         self._begin_together()
         warn_of_normalisation(model)
         self._positions: PositionSource | None = None  # of the latest data with positions
         self._is_behind = False  # the weights, those of a module that is trained in shards
         self._anchors = None
-        if self.spec.anchored:
+        if spec.anchored:
             self._anchors = AnchorSelection(
                 anchoring or Anchoring(),
                 settings.num_data,
-                self.spec.subset or 0,
+                spec.subset or 0,
                 settings.root,
                 likelihood,
                 self._problem.plans.last_layer,
@@ -193,6 +191,70 @@ class Evidence:
         state = self.generator.get_state()
         self.ranks.share([state])
         self.generator.set_state(state)
+
+    # ------------------------------------------------------------ what it was made with
+
+    # One home for each fact, or ``map_loss`` would follow an assignment and ``estimate`` would not.
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self._problem.model
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood of the targets."""
+        return self._problem.likelihood
+
+    @property
+    def prior(self) -> GaussianPrior:
+        """The prior, bound to the weights."""
+        return self._problem.prior
+
+    @property
+    def spec(self) -> EstimatorSpec:
+        """The parts of the estimator's name."""
+        return self._problem.settings.spec
+
+    @property
+    def num_data(self) -> int:
+        """N, the number of training examples."""
+        return int(self._problem.settings.num_data)
+
+    @property
+    def temperature(self) -> float:
+        """T of the likelihood p^(1/T)."""
+        return float(self._problem.settings.temperature)
+
+    @property
+    def root(self) -> str:
+        """How the curvature of an example is split into rows."""
+        return self._problem.settings.root
+
+    @property
+    def generator(self) -> torch.Generator:
+        """The source of every random choice."""
+        return self._problem.generator
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that share the work."""
+        return self._problem.ranks
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a private attribute, and refuse to replace what the evidence was made with.
+
+        Raises:
+            ConfigurationError: If it is a public attribute.
+        """
+        if isinstance(getattr(type(self), name, None), property):
+            received = repr(value) if isinstance(value, str | Real) else type(value).__name__
+            raise ConfigurationError(
+                f"{name} of an evidence cannot be replaced, here by {received}: make a new Evidence,"
+                " or evidence.with_estimator(...) for another estimator, prior, likelihood or"
+                " temperature of the same model."
+            )
+        super().__setattr__(name, value)
 
     # ------------------------------------------------------------ what there is to learn
 
