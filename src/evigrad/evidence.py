@@ -33,7 +33,7 @@ from evigrad.engine.evaluation import (
     precisely,
 )
 from evigrad.engine.intake import CheckedSource, Data, resolve
-from evigrad.engine.kept import KeptPass, as_kept, check_keepable, checksums, contents
+from evigrad.engine.kept import KeptPass, as_kept, checksums, contents, not_keepable
 from evigrad.engine.memory import MicroBatches
 from evigrad.engine.parameters import check_unchanged, divided, held_constant, select, trainable
 from evigrad.engine.passes import BlockPass
@@ -250,9 +250,9 @@ class Evidence:
         if isinstance(getattr(type(self), name, None), property):
             received = repr(value) if isinstance(value, str | Real) else type(value).__name__
             raise ConfigurationError(
-                f"{name} of an evidence cannot be replaced, here by {received}: make a new Evidence,"
-                " or evidence.with_estimator(...) for another estimator, prior, likelihood or"
-                " temperature of the same model."
+                f"{name} of an evidence cannot be replaced, here by {received}. Make a new"
+                " Evidence. evidence.with_estimator(...) makes one of the same model with another"
+                " estimator, prior, likelihood or temperature."
             )
         super().__setattr__(name, value)
 
@@ -549,7 +549,8 @@ class Evidence:
             with self.ranks.together() if shared else nullcontext():
                 given = resolve(self._problem, x, y)
                 with held_constant(others):
-                    check_keepable(self._problem, given.plan, list(changing))
+                    if reason := not_keepable(self._problem, given.plan, list(changing)):
+                        raise ConfigurationError(reason)
                     # The trial finds rounding under this prior now; every step would meet it.
                     kept = precisely(given, lambda given: first_pass(given, use), trial=objective)
         return kept.following(self.hyperparameters(), changing)
@@ -565,10 +566,31 @@ class Evidence:
             ConfigurationError: If ``collect`` would; the text says why.
             InputError: If the inputs do not fit the model.
         """
+        if reason := self._not_kept(x, wrt):
+            raise ConfigurationError(reason)
+
+    def can_collect(self, x: Any, *, wrt: str | Sequence[str] | None = None) -> bool:
+        """Whether ``collect`` can keep a pass while these hyperparameters change.
+
+        Args:
+            x: Some inputs.
+            wrt: As for ``collect``.
+
+        Returns:
+            False if ``check_collect`` raises for the hyperparameters of ``wrt``.
+
+        Raises:
+            ConfigurationError: If ``wrt`` names no hyperparameter, or the model does not fit.
+            InputError: If the inputs do not fit the model.
+        """
+        return self._not_kept(x, wrt) is None
+
+    def _not_kept(self, x: Any, wrt: str | Sequence[str] | None) -> str | None:
+        """Return why a pass cannot follow the hyperparameters of ``wrt``; None if it can."""
         changing, others = divided(self.hyperparameters(), wrt)
         plan = self._problem.plan_of(x)
         with held_constant(others):
-            check_keepable(self._problem, plan, list(changing))
+            return not_keepable(self._problem, plan, list(changing))
 
     def shares_anchors(self, x: Any, draws: int) -> bool:
         """Whether several draws with the same anchors are cheaper in one kept pass.
