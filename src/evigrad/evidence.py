@@ -157,7 +157,7 @@ class Evidence:
         )
         self._begin_together()
         warn_of_normalisation(model)
-        self._positions: PositionSource | None = None  # of the latest data with positions
+        self._positions: PositionSource | None = None  # which anchors and kept outputs count
         self._is_behind = False  # the weights, those of a module that is trained in shards
         self._anchors = None
         if spec.anchored:
@@ -295,8 +295,9 @@ class Evidence:
             y: Targets in the likelihood's form.
             wrt: Hyperparameters to learn on the training loss, by names or prefixes as for
                 ``backward``. The evidence needs none; Augerino learns its invariances so.
-            indices: Positions (m,) of the data in the data set. An anchored estimator keeps their
-                outputs, and then needs no pass of its own to choose anchors.
+            indices: Places (m,) of the examples in the data set that ``blocks`` gets. An anchored
+                estimator keeps their outputs, and then needs no pass of its own to choose anchors.
+                Outputs at positions are kept if ``blocks`` has got the data set before.
             optimizer: As for ``add_weight_decay``: no decay is larger than 1/lr.
             scale: A factor of the loss that its gradients are taken of.
 
@@ -501,6 +502,7 @@ class Evidence:
                 the targets; or the estimator needs more of a stream than its next data.
             InputError: If ``data`` does not hold N data, or they do not fit the model and the
                 likelihood. Targets in memory are all checked here, other data as they are read.
+                With anchors also if targets are at other positions than in an earlier data set.
         """
         with self.ranks.together():
             source = CheckedSource(self._problem, data)
@@ -510,8 +512,8 @@ class Evidence:
                     " for not holding: give batches of all the data, estimate(batches), or take a"
                     " name with a number."
                 )
-            self._positions = source.positions
             if self._anchors is not None:
+                self._count_positions(source)
                 return self._anchors.stream(source)
             splits = self._problem.splits(source.plan)
             return BlockStream(source.plan.partition, source, self.generator, self.ranks, splits)
@@ -763,7 +765,24 @@ class Evidence:
         if self._anchors is None:
             raise ConfigurationError(f"{self.spec.name} has no anchors.")
         with self.ranks.together():
-            return self._anchors.refresh(CheckedSource(self._problem, data)) / self.temperature
+            source = CheckedSource(self._problem, data)
+            self._count_positions(source)
+            return self._anchors.refresh(source) / self.temperature
+
+    def _count_positions(self, source: CheckedSource) -> None:
+        """Let anchors and outputs of ``map_loss`` count the positions of the first data set.
+
+        Raises:
+            InputError: If a later data set has its targets at other positions.
+        """
+        if self._positions is None:
+            self._positions = source.positions
+        elif source.positions is None or not self._positions.has_the_places_of(source.positions):
+            raise InputError(
+                "These examples have their targets at other positions than the data set that the"
+                f" anchors of {self.spec.name} were chosen from. Give the first data set again, in"
+                " its order, or make an evidence for these examples by with_estimator(...)."
+            )
 
     # ------------------------------------------------------------ telling and keeping
 

@@ -16,6 +16,14 @@ from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, InputError, raised_in
 
+DATA_MIX = (
+    "The model's output for a datum changes from call to call, or with the other data of"
+    " the batch, so that its Jacobian is not defined. Make sure that the forward pass is"
+    " deterministic in evaluation mode and that no layer mixes data (as a normalisation"
+    " with batch statistics does; track_running_stats=True helps)."
+)
+# PyTorch's words where a batch of one has no statistics.
+_BATCH_STATISTICS = "Expected more than 1 value per channel"
 # Numbers of other types travel through a model's inputs as float64, which holds these integers.
 _LARGEST_INTEGER = 2**53
 # Dimensions of outputs (m, …, C), at least.
@@ -347,7 +355,9 @@ def called(model: nn.Module, x: Inputs) -> object:
 
 def _result(model: nn.Module, x: Tensor | Tree) -> Any:
     if isinstance(x, Tensor):
-        with raised_in(f"The model, given inputs of shape {tuple(x.shape)} and type {x.dtype},"):
+        with _raised_by(
+            model, f"The model, given inputs of shape {tuple(x.shape)} and type {x.dtype},"
+        ):
             return model(x.clone())
     positional, named = arguments(model, x.clone().value)
     words = ", ".join(
@@ -355,8 +365,20 @@ def _result(model: nn.Module, x: Tensor | Tree) -> Any:
     )
     how = "keyword arguments" if named else f"{len(positional)} positional arguments"
     how = "one argument" if len(positional) == 1 else how
-    with raised_in(f"The model, given {len(x)} data of {words} as {how},"):
+    with _raised_by(model, f"The model, given {len(x)} data of {words} as {how},"):
         return model(*positional, **named)
+
+
+@contextmanager
+def _raised_by(model: nn.Module, whose: str) -> Iterator[None]:
+    """``raised_in``, but a layer that needs several examples in evaluation mode mixes them."""
+    with raised_in(whose):
+        try:
+            yield
+        except ValueError as error:
+            if model.training or _BATCH_STATISTICS not in str(error):
+                raise
+            raise ConfigurationError(DATA_MIX) from error
 
 
 @contextmanager

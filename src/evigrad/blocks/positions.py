@@ -65,6 +65,12 @@ class PositionSource(Source):
         """The shape of positions: sequences may have another length in every batch."""
         return tuple(y.shape[1:2]) if self._dims == 1 and y.ndim > 1 else self._shape
 
+    def has_the_places_of(self, other: "PositionSource") -> bool:
+        """Whether both have targets at the same positions of the same examples."""
+        return self is other or (
+            torch.equal(self._data, other._data) and torch.equal(self._positions, other._positions)
+        )
+
     def of_data(self, indices: Int[Tensor, " m"]) -> Int[Tensor, " n"]:
         """The numbers of the positions of whole data, datum by datum."""
         indices = indices.cpu()

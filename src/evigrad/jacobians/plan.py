@@ -9,13 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, InputError, is_out_of_memory
-from evigrad.jacobians.arguments import (
-    DATA_MIX,
-    NO_DERIVATIVE,
-    check_call,
-    check_storage,
-    model_outputs,
-)
+from evigrad.inputs import DATA_MIX
+from evigrad.jacobians.arguments import NO_DERIVATIVE, check_call, check_storage, model_outputs
 from evigrad.jacobians.generic import close, vmap_rows
 from evigrad.jacobians.linearization import Linearization, uses_of
 from evigrad.jacobians.modes import model_run, without_autocast

@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, is_out_of_memory
-from evigrad.inputs import called, scores_of
-from evigrad.jacobians.arguments import DATA_MIX, model_outputs
+from evigrad.inputs import DATA_MIX, called, scores_of
+from evigrad.jacobians.arguments import model_outputs
 from evigrad.jacobians.generic import close, close_outputs, datum_rows, loop_rows, tolerances
 from evigrad.jacobians.linearization import Linearization
 from evigrad.jacobians.modes import held_tensors, model_run, without_autocast
