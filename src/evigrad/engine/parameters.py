@@ -31,13 +31,20 @@ def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[st
     """Return the model's trainable parameters by name without the excluded, shared ones once.
 
     Raises:
-        ConfigurationError: If none is left, or a lazy module has not seen its first inputs.
+        ConfigurationError: If none is left, a lazy module has not seen its first inputs, or a
+            parameter or buffer is on meta.
     """
     lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
     if lazy:
         raise ConfigurationError(
             f"The model is lazy: {listed(lazy)} get their shape from the first inputs. Run one"
             " batch first, model(x), and go on with the model that has seen it."
+        )
+    empty = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    if empty:
+        raise ConfigurationError(
+            f"The model has {listed(empty)} on the device meta, where tensors hold no numbers. Make"
+            " the model on the CPU or on a GPU, for example under torch.device('cpu')."
         )
     ids = {id(p) for p in excluded.values()}
     weights = {

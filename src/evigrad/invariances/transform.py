@@ -106,7 +106,7 @@ class InputScale(Transform):
 
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
         """Zeros (n, 1): there is nothing to draw, but each input must have some noise."""
-        return torch.zeros(n, 1)
+        return torch.zeros(n, 1, device="cpu")
 
     def forward(self, x: Tensor, eps: Tensor | None = None) -> Tensor:
         """The inputs (n, ...) times the scales; there is no noise in it."""
@@ -145,7 +145,7 @@ class AdditiveNoise(Transform):
 
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
         """Draw standard normal noise (n, *shape)."""
-        return torch.randn(n, *self.shape, generator=generator)
+        return torch.randn(n, *self.shape, generator=generator, device="cpu")
 
     def forward(self, x: Tensor, eps: Tensor) -> Tensor:
         """The inputs (n, *shape) with the noise times its level, in the dtype of the inputs."""

@@ -125,7 +125,7 @@ class Posterior:
         self._check_weights(self._weights)
         seed = self._seed
         if generator is not None:
-            seed = int(torch.randint(_SEEDS, (), generator=as_generator(generator)))
+            seed = int(torch.randint(_SEEDS, (), generator=as_generator(generator), device="cpu"))
         mean, covariance = self._moments(x)
         likelihood = unweighted(self._likelihood)
         return Predictive(mean, covariance, likelihood, link, num_samples, seed)
@@ -167,16 +167,16 @@ class Posterior:
             if plan.positions:
                 assert not isinstance(x, AtPositions)
                 x = AtPositions.every(x, prod(plan.positions))
-            weights = torch.ones(len(x), dtype=torch.float64)
-            block = Block(torch.arange(len(x)), None, 1.0, weights)
-            given = new_pass(problem, plan, [(x, torch.zeros(len(x)))], block)
+            weights = torch.ones(len(x), dtype=torch.float64, device="cpu")
+            block = Block(torch.arange(len(x), device="cpu"), None, 1.0, weights)
+            given = new_pass(problem, plan, [(x, torch.zeros(len(x), device="cpu"))], block)
 
             def add(
                 found: list[tuple[Tensor, Tensor]], chunk: Chunk
             ) -> list[tuple[Tensor, Tensor]]:
                 linearization = linearized(given, chunk, False)
                 f = linearization.outputs
-                vectors = torch.eye(f.shape[1]).to(f).expand(len(f), -1, -1)
+                vectors = torch.eye(f.shape[1], device="cpu").to(f).expand(len(f), -1, -1)
                 covariance = self._covariance.of_outputs(linearization, vectors)
                 return [*found, (f, covariance.to(f))]
 
@@ -264,7 +264,7 @@ def make_posterior(
     """
     check_structure(structure, rows)
     names = last_layer(problem, data) if structure == "last-layer" else list(problem.weights)
-    seed = int(torch.randint(_SEEDS, (), generator=problem.generator))
+    seed = int(torch.randint(_SEEDS, (), generator=problem.generator, device="cpu"))
     own = posterior_problem(problem, structure, rows, names)
     own = replace(own, generator=torch.Generator().manual_seed(seed))
     with constant_beside(own):
@@ -378,7 +378,7 @@ class _Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         source = self._source.anew()
-        for indices in torch.arange(len(source)).split(_AT_ONCE):
+        for indices in torch.arange(len(source), device="cpu").split(_AT_ONCE):
             yield source.fetch(indices)
 
 

@@ -104,8 +104,8 @@ def load_optimizer(
         optimizer.load_state_dict(dict(saved))
         return
     # What such an optimiser keeps, by a step of another one.
-    sample = nn.Parameter(torch.zeros(()))
-    sample.grad = torch.zeros(())
+    sample = nn.Parameter(torch.zeros((), device="cpu"))
+    sample.grad = torch.zeros((), device="cpu")
     twin = type(optimizer)([sample], **optimizer.defaults)
     twin.step()
     kinds = {name: type(value) for name, value in twin.state[sample].items()}

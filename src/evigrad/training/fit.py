@@ -322,7 +322,9 @@ def _check_data(evidence: Evidence, data: RunData, device: torch.device, count: 
     check_targets(likelihood, f.shape, y, f.device)
     log_probabilities(likelihood, f, y)
     read = data.anew()
-    for indices in torch.arange(min(count, len(data))).split(count if data.is_held else _AT_ONCE):
+    for indices in torch.arange(min(count, len(data)), device="cpu").split(
+        count if data.is_held else _AT_ONCE
+    ):
         x, y = read.fetch(indices)
         check_inputs(x, device)
         if source is data:

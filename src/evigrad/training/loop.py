@@ -172,7 +172,7 @@ class Loop:
         learned = [*self.evidence.weights(), *self.in_loss]
         parameters = [named[name] for name in learned]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        total, *sums = ranks.sum([torch.tensor(value).to(grads[0]), *grads])
+        total, *sums = ranks.sum([torch.tensor(value, device="cpu").to(grads[0]), *grads])
         for parameter, gradient in zip(parameters, sums, strict=True):
             parameter.grad = gradient
         return total.item()
