@@ -43,6 +43,7 @@ from evigrad.engine.sharded import check_whole, counterparts, take_up
 from evigrad.engine.two_passes import FirstPass, first_pass
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError
 from evigrad.estimators import DEFAULT_ESTIMATOR, EstimatorSpec
+from evigrad.inputs import with_bare_names
 from evigrad.jacobians import NO_DERIVATIVE, model_outputs
 from evigrad.jacobians.modes import TURN, warn_of_normalisation
 from evigrad.likelihoods import Likelihood
@@ -691,7 +692,7 @@ class Evidence:
         with torch.no_grad(), self._problem.restored_on_error():
             if state is not None:
                 self._check_weights()
-                return load_posterior(self._problem, state)
+                return load_posterior(self._problem, with_bare_names(self.model, state))
             with self.ranks.together():
                 self._check_weights()
                 return make_posterior(self._problem, data, structure, rows)
@@ -835,6 +836,8 @@ class Evidence:
             ConfigurationError: If it is the state of another estimator, or does not fit; nothing
                 changes then.
         """
+        # Of a model that is wrapped, as by torch.compile, names were those with the wrapper once.
+        state = with_bare_names(self.model, state)
         modules = {"prior": self.prior, "likelihood": self.likelihood}
         check_state(state, self.state_dict(), modules)
         self.prior.load_state_dict(state["prior"])

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from evigrad.errors import ConfigurationError, listed, nearest
+from evigrad.inputs import named_parameters
 from evigrad.priors import matches
 
 
@@ -48,7 +49,7 @@ def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[st
         )
     ids = {id(p) for p in excluded.values()}
     weights = {
-        name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in ids
+        n: p for n, p in named_parameters(model).items() if p.requires_grad and id(p) not in ids
     }
     if not weights:
         raise ConfigurationError("The model has no trainable weights beside hyperparameters.")
@@ -63,7 +64,7 @@ def select(model: nn.Module, prefixes: Sequence[str]) -> dict[str, nn.Parameter]
     """
     if isinstance(prefixes, str) or not isinstance(prefixes, Sequence):
         raise ConfigurationError("hyperparameters is a list of names, as ['invariance'].")
-    named = dict(model.named_parameters(remove_duplicate=False))
+    named = named_parameters(model, remove_duplicate=False)
     chosen: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix in prefixes:
         found = {n: p for n, p in named.items() if matches(prefix, n)}
@@ -86,7 +87,7 @@ def check_unchanged(
 ) -> None:
     """Refuse a model in which a parameter was unfrozen, frozen, added or replaced since."""
     known = {id(p) for p in (*weights.values(), *others.values())}
-    now = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    now = {id(p): name for name, p in named_parameters(model).items() if p.requires_grad}
     new = [name for key, name in now.items() if key not in known]
     gone = [name for name, p in (*weights.items(), *others.items()) if id(p) not in now]
     if new or gone:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
+from evigrad.inputs import bare_names
 
 
 class Transform(nn.Module, ABC):
@@ -175,11 +176,13 @@ class Ranged(Protocol):
 
 def ranged_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of a model that have ranges, by their names in the model."""
-    return {
+    named = {
         path: module
         for path, module in model.named_modules()
         if callable(getattr(module, "named_ranges", None))
     }
+    bare = bare_names(model, named)
+    return {bare[path]: module for path, module in named.items()}
 
 
 def learnable_ranges(module: nn.Module) -> list[str]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from evigrad.errors import ConfigurationError, InputError, listed, nearest
-from evigrad.inputs import Inputs, called
+from evigrad.inputs import Inputs, called, named_parameters
 
 NO_DERIVATIVE = (
     "The model's outputs have no derivative in any weight: forward runs under torch.no_grad() or"
@@ -27,7 +27,7 @@ def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor)
             "There are no gradients inside torch.inference_mode(). Leave it out; torch.no_grad()"
             " does no harm."
         )
-    parameters = dict(model.named_parameters())
+    parameters = named_parameters(model)
     for name, p in weights.items():
         if parameters.get(name) is not p:
             raise ConfigurationError(

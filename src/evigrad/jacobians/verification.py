@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, is_out_of_memory
-from evigrad.inputs import DATA_MIX, called, scores_of
+from evigrad.inputs import DATA_MIX, called, named_parameters, scores_of
 from evigrad.jacobians.arguments import model_outputs
 from evigrad.jacobians.generic import close, close_outputs, datum_rows, loop_rows, tolerances
 from evigrad.jacobians.linearization import Linearization
@@ -199,14 +199,14 @@ def moved_copy(
     """A copy with its weights moved off their initial values, and these; None where it fails."""
     # A head that starts at zero makes all rows before it zero; two ways to compute them then agree
     # whether they are right or not.
-    learnable = {name for name, p in model.named_parameters() if p.requires_grad}
+    learnable = {name for name, p in named_parameters(model).items() if p.requires_grad}
     for names in (learnable, set(weights)):
         # Second try with the weights alone: a hyperparameter may have a domain.
         try:
             with model_run(model):
                 memo = {id(t): t.detach().clone() for t in held_tensors(model) if not t.is_leaf}
                 moved = copy.deepcopy(model, memo)
-            own = dict(moved.named_parameters())
+            own = named_parameters(moved)
             _move([own[name] for name in sorted(names)])
             with model_run(moved), torch.enable_grad():
                 outputs = scores_of(moved(x.clone()))

@@ -26,7 +26,7 @@ from evigrad.engine.problem import PROBE_SIZE, Plans, Problem
 from evigrad.engine.two_passes import FirstPass, first_pass
 from evigrad.errors import ConfigurationError, InputError, MemoryBudgetError, listed
 from evigrad.estimators import EstimatorSpec
-from evigrad.inputs import AtPositions, noted_calls
+from evigrad.inputs import AtPositions, bare_names, noted_calls
 from evigrad.jacobians import model_outputs
 from evigrad.jacobians.modes import evaluation_run
 from evigrad.likelihoods import Likelihood
@@ -249,7 +249,8 @@ def fingerprint(problem: Problem) -> dict[str, int]:
     """A checksum of each parameter and buffer of the model, by its name."""
     named = {**dict(problem.model.named_parameters()), **dict(problem.model.named_buffers())}
     named = {name: tensor for name, tensor in named.items() if tensor.layout == torch.strided}
-    return dict(zip(named, checksums(list(named.values()), problem.device), strict=True))
+    bare = bare_names(problem.model, named).values()
+    return dict(zip(bare, checksums(list(named.values()), problem.device), strict=True))
 
 
 # ------------------------------------------------------------ one pass over all data
@@ -396,7 +397,8 @@ def last_layer(problem: Problem, data: object) -> list[str]:
     last: list[nn.Module] = []
     model = problem.model
     layers = [n for n in owned if not any(_is_below(other, n) for other in owned)]
-    modules = {model.get_submodule(name): name for name in layers}
+    paths = bare_names(model, dict(model.named_modules()))
+    modules = {model.get_submodule(path): name for path, name in paths.items() if name in layers}
     with (
         evaluation_run(model),
         torch.no_grad(),

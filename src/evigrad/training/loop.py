@@ -14,6 +14,7 @@ from torch.optim import SGD
 
 from evigrad.errors import EvigradError, EvigradWarning, memory_for
 from evigrad.evidence import Evidence
+from evigrad.inputs import with_bare_names
 from evigrad.jacobians.modes import seeded
 from evigrad.likelihoods import Gaussian
 from evigrad.models import fixup_scalars
@@ -232,8 +233,10 @@ class Loop:
                 "hyper_steps": [],
             }
         return {
-            "model": state,
-            "buffers": {n: b for n, b in model.named_buffers() if n not in state},
+            "model": with_bare_names(model, state),
+            "buffers": with_bare_names(
+                model, {n: b for n, b in model.named_buffers() if n not in state}
+            ),
             "weight_optimizer": self.weight_optimizer.state_dict(),
             **learned,
             **({"batches": self.data.place} if self.data.is_stream else {}),
