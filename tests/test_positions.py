@@ -292,6 +292,29 @@ def test_long_tables_are_not_formed(
             torch.testing.assert_close(one_value, other, rtol=1e-9, atol=1e-9)
 
 
+def test_kept_outputs_count_the_positions_of_one_data_set() -> None:
+    x, y = text()
+    other = y.flip(0)
+    one = evidence(tagger(), Categorical(), "ntk-8-rows-anchored", int((y >= 0).sum()))
+    one.blocks((x, y))
+    before = one.generator.get_state()
+    # The outputs that ``map_loss`` keeps were those of the data set that came last.
+    for attempt in (one.blocks, one.refresh_anchors):
+        with pytest.raises(InputError, match="at other positions"):
+            attempt((x.flip(0), other))
+    assert torch.equal(one.generator.get_state(), before)
+    one.with_estimator("ntk-8-rows-anchored").blocks((x.flip(0), other))
+    one.blocks((x, y.clone()))
+    kept: list[Tensor] = []
+    assert one._anchors is not None
+    one._anchors.note = lambda indices, f: kept.append(indices)
+    chosen = torch.tensor([3, 1])
+    one.map_loss(x[chosen], y[chosen], indices=chosen)
+    numbers = (y.flatten() >= 0).cumsum(0).view(y.shape) - 1
+    expected = torch.cat([numbers[n][y[n] >= 0] for n in chosen.tolist()])
+    assert torch.equal(kept[0], expected)
+
+
 def test_last_layer_sees_the_position_alone() -> None:
     x, y = text()
     model = tagger()

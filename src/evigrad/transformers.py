@@ -273,7 +273,9 @@ def _compare_losses(
         elif accumulation > 1 and _accepts_count(model):
             # The trainer leaves it to such a model to divide by the data of accumulated batches.
             found = getattr(
-                model(**batch, num_items_in_batch=torch.tensor(2 * len(y))), "loss", None
+                model(**batch, num_items_in_batch=torch.tensor(2 * len(y), device="cpu")),
+                "loss",
+                None,
             )
             expected /= 2
             if differs(found):

@@ -59,7 +59,7 @@ class Source(ABC):
 
     def first(self, count: int) -> tuple[Any, Tensor]:
         """The first data, ``count`` at most; see ``fetch``."""
-        return self.fetch(torch.arange(min(count, len(self))))
+        return self.fetch(torch.arange(min(count, len(self)), device="cpu"))
 
     def anew(self) -> "Source":
         """The same data, a stream from its beginning; reading one does not move the other."""
@@ -67,7 +67,9 @@ class Source(ABC):
 
     def _targets(self) -> Tensor:
         """All targets (N, ...)."""
-        return torch.cat([self.fetch(n)[1] for n in torch.arange(len(self)).split(AT_ONCE)])
+        return torch.cat(
+            [self.fetch(n)[1] for n in torch.arange(len(self), device="cpu").split(AT_ONCE)]
+        )
 
     def labels(self) -> Int[Tensor, " N"]:
         """Labels (N,) as of ``class_labels``, for classification; may read all the data."""
@@ -111,7 +113,9 @@ class _DatasetSource(Source):
     def __init__(self, dataset: Any, length: int) -> None:
         self._dataset, self._length = dataset, length
         self._labels: Tensor | None = None
-        self.fetch(torch.zeros(1, dtype=torch.int64))  # raises early if items are no pairs
+        self.fetch(
+            torch.zeros(1, dtype=torch.int64, device="cpu")
+        )  # raises early if items are no pairs
 
     def __len__(self) -> int:
         return self._length
@@ -156,7 +160,8 @@ class _LoaderSource(_DatasetSource):
             multiprocessing_context=loader.multiprocessing_context,
             generator=self._generator,
         )
-        return [item for part in reader for item in part]
+        with torch.device("cpu"):  # where the generator is, of which the reader draws a seed
+            return [item for part in reader for item in part]
 
 
 def put_together(items: list[Any], positions: Sequence[int]) -> tuple[Any, Tensor]:
@@ -197,7 +202,7 @@ def _as_tensor(value: Any, name: str, index: int) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if isinstance(value, bool | int | float | np.ndarray | np.generic):
-        return torch.as_tensor(value)
+        return torch.as_tensor(value, device="cpu")
     raise InputError(
         f"The {name} of item {index} is a {type(value).__name__}, not a tensor or a number; "
         "give the data set a transform that makes tensors."

@@ -177,7 +177,8 @@ class Streamed(Source):
             prefetch_factor=loader.prefetch_factor,
             generator=torch.Generator().manual_seed(seed),
         )
-        return (item for batch in batches for item in batch)
+        with torch.device("cpu"):  # where the generator is, of which the reader draws a seed now
+            return (item for batch in batches for item in batch)
 
     def _end_pass(self) -> None:
         if self._taken != self.num_data:

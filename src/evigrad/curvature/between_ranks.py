@@ -48,7 +48,7 @@ class Split:
     def of(cls, ranks: Ranks, present: Sequence[Tensor]) -> "Split":
         """The split whose micro-batches here have these rows (m_i, k_i) that are no padding."""
         chunks = tuple(len(part) for part in present)
-        own = torch.tensor([[sum(int(part.sum()) for part in present), sum(chunks)]])
+        own = torch.tensor([[sum(int(part.sum()) for part in present), sum(chunks)]], device="cpu")
         ranks.agree()
         rows, data = torch.cat(ranks.gather(own)).T.tolist()
         return cls(ranks, tuple(rows), tuple(data), chunks)
@@ -113,7 +113,9 @@ class Split:
         Where their lengths in ``dims`` differ, the others end in zeros.
         """
         self.ranks.agree()
-        sizes = torch.tensor([[max(chunk.shape[dim] for chunk in chunks) for dim in dims]])
+        sizes = torch.tensor(
+            [[max(chunk.shape[dim] for chunk in chunks) for dim in dims]], device="cpu"
+        )
         most = torch.cat(self.ranks.gather(sizes)).amax(0).tolist()
         padded = list(chunks)
         for dim, size in zip(dims, most, strict=True):

@@ -169,7 +169,7 @@ class KfacStatistic(Statistic):
 
     def _counted(self, ranks: Ranks) -> "KfacStatistic":
         """The same sums with counts that are summed over the ranks."""
-        counts = torch.tensor([(f.count, f.num_rows) for f in self.factors.values()])
+        counts = torch.tensor([(f.count, f.num_rows) for f in self.factors.values()], device="cpu")
         summed = zip(self.factors.items(), ranks.sum([counts])[0].tolist(), strict=True)
         factors = {
             name: replace(each, count=count, num_rows=num_rows)

@@ -325,7 +325,7 @@ def _span(matrix: Tensor, size: int) -> Tensor:
     """An orthonormal basis (n, size) of a space that holds the range of a matrix of lower rank."""
     generator = torch.Generator().manual_seed(0)
     shape = (*matrix.shape[:-1], size)
-    probes = torch.randn(shape, generator=generator, dtype=torch.float64).to(matrix)
+    probes = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(matrix)
     return torch.linalg.qr(matrix @ probes).Q
 
 

@@ -141,7 +141,7 @@ class CheckedSource(Source):
             for some in y.split(max(1, _NUMBERS_AT_ONCE // self.plan.outputs.shape[1])):
                 self._try_density(some)
         f = self.plan.outputs
-        rehearse(problem, f, y[torch.arange(len(f)) % len(y)])
+        rehearse(problem, f, y[torch.arange(len(f), device="cpu") % len(y)])
         if problem.ranks.count > 1:
             with problem.ranks.together() as alike:
                 alike["data"] = self._signatures() if self.is_held else None
@@ -149,13 +149,13 @@ class CheckedSource(Source):
     def _signatures(self) -> list[list[int]]:
         """Those of up to ``_COMPARED`` data, evenly spaced."""
         count = min(len(self), _COMPARED)
-        chosen = torch.arange(count) * len(self) // count
+        chosen = torch.arange(count, device="cpu") * len(self) // count
         return [_signature(*self._source.fetch(some)) for some in chosen.split(_AT_ONCE)]
 
     def _try_density(self, y: Tensor) -> None:
         """Take the density and its derivatives at all targets, for a few outputs."""
         likelihood, f = self._problem.likelihood, self.plan.outputs
-        f = f[torch.arange(len(y)) % len(f)]
+        f = f[torch.arange(len(y), device="cpu") % len(f)]
         with torch.no_grad():
             log_probabilities(likelihood, f, y)
         likelihood.check_derivatives(f, y, self._problem.settings.spec.curvature)
@@ -261,7 +261,7 @@ def _own_subset(problem: Problem, plan: InputPlan, size: int) -> Block:
     ranks, generator = problem.ranks, problem.generator
     if ranks.count == 1:
         return plan.partition.subset(size, generator)
-    seeds = torch.randint(2**62, (ranks.count,), generator=generator)
+    seeds = torch.randint(2**62, (ranks.count,), generator=generator, device="cpu")
     seed = int(seeds[ranks.rank])
     own = torch.Generator().manual_seed(seed)
     return replace(plan.partition.subset(size, own), seed=seed)

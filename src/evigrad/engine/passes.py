@@ -101,7 +101,7 @@ def new_pass(
     plans, generator, spec = problem.plans, problem.generator, problem.settings.spec
     seed = block.seed
     if seed is None:
-        seed = int(torch.randint(2**62, (), generator=generator))
+        seed = int(torch.randint(2**62, (), generator=generator, device="cpu"))
     fresh = BlockPass(problem, plan, batches, block, seed, plans.noise(seed, block.origin))
     if spec.curvature != "mc":
         return fresh

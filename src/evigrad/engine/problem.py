@@ -291,12 +291,14 @@ class Plans:
         """
         own = torch.Generator().manual_seed(self._passes)  # the evidence's draws are not shifted
         f = linearization.outputs
-        vectors = torch.randn(len(f), 1, f.shape[1], generator=own).to(f)
-        index = int(torch.randint(len(f), (), generator=own))
+        vectors = torch.randn(len(f), 1, f.shape[1], generator=own, device="cpu").to(f)
+        index = int(torch.randint(len(f), (), generator=own, device="cpu"))
         wrong = spot_check(linearization, vectors, index)
         if ranks is not None:
             ranks.agree()
-            (found,) = ranks.sum([torch.tensor([float(name in wrong) for name in self.weights])])
+            (found,) = ranks.sum(
+                [torch.tensor([float(name in wrong) for name in self.weights], device="cpu")]
+            )
             wrong = {
                 name for name, count in zip(self.weights, found.tolist(), strict=True) if count
             }

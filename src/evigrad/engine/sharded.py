@@ -3,15 +3,14 @@
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from evigrad.distributed import Ranks, num_processes, sharding_of, shards
 from evigrad.engine.kept import checksums
 from evigrad.errors import ConfigurationError, listed
+from evigrad.inputs import bare_names, named_parameters
 
-# What wrappers add to names: torch.compile, and the checkpointing of activations.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 _FSDP1 = (
     "FSDP1 (FullyShardedDataParallel) is not supported: shard by fully_shard of"
     " torch.distributed.fsdp, or train by DistributedDataParallel."
@@ -61,10 +60,12 @@ def counterparts(
     check_whole(model)
     if sharding_of(trained) == "FSDP1":
         raise ConfigurationError(_FSDP1)
-    found = {_plain(name): parameter for name, parameter in shards(trained).items()}
-    own = dict(model.named_parameters())
-    _check_names("parameters", map(_plain, own), found)
-    theirs = {name: found[_plain(name)] for name in own}
+    named = shards(trained)
+    bare = bare_names(trained, named)
+    found = {bare[name]: parameter for name, parameter in named.items()}
+    own = named_parameters(model)
+    _check_names("parameters", own, found)
+    theirs = {name: found[name] for name in own}
     for name, parameter in theirs.items():
         if parameter.shape != own[name].shape:
             raise ConfigurationError(
@@ -107,25 +108,26 @@ def take_up(
     """
     with ranks.together():
         theirs = counterparts(model, trained, shared, ranks)
-        found = {_plain(name): buffer for name, buffer in trained.named_buffers()}
-        buffers = dict(model.named_buffers())
-        _check_names("buffers", map(_plain, buffers), found)
+        found, buffers = _named_buffers(trained), _named_buffers(model)
+        _check_names("buffers", buffers, found)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in named_parameters(model).items():
             if theirs[name] is not parameter:
                 parameter.copy_(ranks.whole(theirs[name]))
         for name, buffer in buffers.items():
-            if found[_plain(name)] is not buffer:
-                buffer.copy_(found[_plain(name)])
+            if found[name] is not buffer:
+                buffer.copy_(found[name])
     ranks.share(list(buffers.values()))
     with ranks.together() as alike:
         weights = [parameter.detach() for parameter in model.parameters()]
         alike["weights"] = checksums(weights, weights[0].device)
 
 
-def _plain(name: str) -> str:
-    """A parameter's name without those of wrappers."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+def _named_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers by their names without those of wrappers."""
+    named = dict(module.named_buffers())
+    bare = bare_names(module, named)
+    return {bare[name]: buffer for name, buffer in named.items()}
 
 
 def _check_names(what: str, own: Iterable[str], theirs: Iterable[str]) -> None:

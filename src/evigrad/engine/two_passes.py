@@ -129,7 +129,7 @@ def _takes_layers(block_pass: BlockPass) -> bool:
 def _of_no_rows(block_pass: BlockPass, use: FirstPass) -> Statistic:
     """The statistic of a share without rows, from any row of its first datum."""
     x, y = next(iter(block_pass.batches))
-    columns = torch.zeros(1, 1, dtype=torch.int64)
+    columns = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
     block = replace(block_pass.block.share(slice(0, 1), 1), columns=columns, anchored=None)
     labels = [own[:1] for own in block_pass.labels]
     one = replace(block_pass, batches=[(x[:1], y[:1])], block=block, labels=labels)

@@ -193,7 +193,8 @@ class Likelihood(nn.Module, ABC):
         outputs = torch.arange(min(f.shape[1], _COMPARED_OUTPUTS), device=f.device)
         with torch.no_grad():
             if "hessian" in self._inherited:
-                first, unit = self.reference_targets(f)[0], torch.eye(f.shape[1]).to(f)
+                first = self.reference_targets(f)[0]
+                unit = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)
                 rows = [self._times_hessian(f, first, unit[None, d])[0] for d in outputs]
                 expected = torch.stack(rows)[:, outputs]
             else:
@@ -205,7 +206,9 @@ class Likelihood(nn.Module, ABC):
     def _check_same_hessian(self, f: Tensor, y: Tensor) -> None:
         """Compare Hessians at targets and at reference targets along a random direction."""
         generator = torch.Generator().manual_seed(0)
-        direction = torch.randn(f.shape, generator=generator, dtype=torch.float64).to(f)
+        direction = torch.randn(f.shape, generator=generator, dtype=torch.float64, device="cpu").to(
+            f
+        )
         with torch.no_grad():
             expected = self._times_hessian(f, self.reference_targets(f)[0], direction)
             found = self._times_hessian(f, y, direction)

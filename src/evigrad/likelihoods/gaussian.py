@@ -40,7 +40,8 @@ class Gaussian(Likelihood):
     ) -> None:
         super().__init__()
         try:
-            value = torch.as_tensor(noise, dtype=torch.float64).detach()
+            device = noise.device if isinstance(noise, Tensor) else "cpu"
+            value = torch.as_tensor(noise, dtype=torch.float64, device=device).detach()
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"noise must be numbers, not {noise!r}.") from error
         if not value.numel() or not bool(((value > 0) & torch.isfinite(value)).all()):

@@ -26,7 +26,7 @@ from evigrad.engine.problem import PROBE_SIZE, Plans, Problem
 from evigrad.engine.two_passes import FirstPass, first_pass
 from evigrad.errors import ConfigurationError, InputError, MemoryBudgetError, listed
 from evigrad.estimators import EstimatorSpec
-from evigrad.inputs import AtPositions, noted_calls
+from evigrad.inputs import AtPositions, bare_names, noted_calls
 from evigrad.jacobians import model_outputs
 from evigrad.jacobians.modes import evaluation_run
 from evigrad.likelihoods import Likelihood
@@ -125,7 +125,7 @@ class Posterior:
         self._check_weights(self._weights)
         seed = self._seed
         if generator is not None:
-            seed = int(torch.randint(_SEEDS, (), generator=as_generator(generator)))
+            seed = int(torch.randint(_SEEDS, (), generator=as_generator(generator), device="cpu"))
         mean, covariance = self._moments(x)
         likelihood = unweighted(self._likelihood)
         return Predictive(mean, covariance, likelihood, link, num_samples, seed)
@@ -167,16 +167,16 @@ class Posterior:
             if plan.positions:
                 assert not isinstance(x, AtPositions)
                 x = AtPositions.every(x, prod(plan.positions))
-            weights = torch.ones(len(x), dtype=torch.float64)
-            block = Block(torch.arange(len(x)), None, 1.0, weights)
-            given = new_pass(problem, plan, [(x, torch.zeros(len(x)))], block)
+            weights = torch.ones(len(x), dtype=torch.float64, device="cpu")
+            block = Block(torch.arange(len(x), device="cpu"), None, 1.0, weights)
+            given = new_pass(problem, plan, [(x, torch.zeros(len(x), device="cpu"))], block)
 
             def add(
                 found: list[tuple[Tensor, Tensor]], chunk: Chunk
             ) -> list[tuple[Tensor, Tensor]]:
                 linearization = linearized(given, chunk, False)
                 f = linearization.outputs
-                vectors = torch.eye(f.shape[1]).to(f).expand(len(f), -1, -1)
+                vectors = torch.eye(f.shape[1], device="cpu").to(f).expand(len(f), -1, -1)
                 covariance = self._covariance.of_outputs(linearization, vectors)
                 return [*found, (f, covariance.to(f))]
 
@@ -249,7 +249,8 @@ def fingerprint(problem: Problem) -> dict[str, int]:
     """A checksum of each parameter and buffer of the model, by its name."""
     named = {**dict(problem.model.named_parameters()), **dict(problem.model.named_buffers())}
     named = {name: tensor for name, tensor in named.items() if tensor.layout == torch.strided}
-    return dict(zip(named, checksums(list(named.values()), problem.device), strict=True))
+    bare = bare_names(problem.model, named).values()
+    return dict(zip(bare, checksums(list(named.values()), problem.device), strict=True))
 
 
 # ------------------------------------------------------------ one pass over all data
@@ -264,7 +265,7 @@ def make_posterior(
     """
     check_structure(structure, rows)
     names = last_layer(problem, data) if structure == "last-layer" else list(problem.weights)
-    seed = int(torch.randint(_SEEDS, (), generator=problem.generator))
+    seed = int(torch.randint(_SEEDS, (), generator=problem.generator, device="cpu"))
     own = posterior_problem(problem, structure, rows, names)
     own = replace(own, generator=torch.Generator().manual_seed(seed))
     with constant_beside(own):
@@ -378,7 +379,7 @@ class _Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         source = self._source.anew()
-        for indices in torch.arange(len(source)).split(_AT_ONCE):
+        for indices in torch.arange(len(source), device="cpu").split(_AT_ONCE):
             yield source.fetch(indices)
 
 
@@ -396,7 +397,8 @@ def last_layer(problem: Problem, data: object) -> list[str]:
     last: list[nn.Module] = []
     model = problem.model
     layers = [n for n in owned if not any(_is_below(other, n) for other in owned)]
-    modules = {model.get_submodule(name): name for name in layers}
+    paths = bare_names(model, dict(model.named_modules()))
+    modules = {model.get_submodule(path): name for path, name in paths.items() if name in layers}
     with (
         evaluation_run(model),
         torch.no_grad(),

@@ -128,7 +128,7 @@ class _EvidenceEstimator(BaseEstimator):
 
     @staticmethod
     def _tensor(values: np.ndarray, model: nn.Module) -> Tensor:
-        return torch.as_tensor(values).to(next(model.parameters()))
+        return torch.as_tensor(values, device="cpu").to(next(model.parameters()))
 
     # ------------------------------------------------------------ training
 
@@ -186,11 +186,11 @@ class _EvidenceEstimator(BaseEstimator):
         scales = Relevance(self._encoding.feature_of, numbers.shape[1]).to(x)
         if self.relevance:
             model = nn.Sequential(OrderedDict(relevance=scales, network=model))
-        y = torch.as_tensor(targets).to(x.device)
+        y = torch.as_tensor(targets, device="cpu").to(x.device)
         y = y.to(x.dtype) if y.is_floating_point() else y
         if weights is not None:
             likelihood = Weighted(likelihood)
-            y = likelihood.targets(y, torch.as_tensor(weights)).to(x)
+            y = likelihood.targets(y, torch.as_tensor(weights, device="cpu")).to(x)
         options = {
             "estimator": self.estimator,
             "prior": copy.deepcopy(self.prior),  # as it is bound to the network

@@ -202,8 +202,8 @@ class Relevance(nn.Module):
 
     def __init__(self, feature_of: np.ndarray, num_features: int) -> None:
         super().__init__()
-        self.raw = nn.Parameter(torch.full((num_features,), _START))
-        self.register_buffer("feature_of", torch.as_tensor(feature_of))
+        self.raw = nn.Parameter(torch.full((num_features,), _START, device="cpu"))
+        self.register_buffer("feature_of", torch.as_tensor(feature_of, device="cpu"))
 
     @property
     def values(self) -> Float[Tensor, " d"]:

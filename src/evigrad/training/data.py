@@ -72,7 +72,7 @@ def batches(
     normalisation.
     """
     count = -(-epoch_size // batch_size)
-    place, order, present = (epoch - 1) * epoch_size, torch.empty(0), -1
+    place, order, present = (epoch - 1) * epoch_size, torch.empty(0, device="cpu"), -1
     for number in range(count):
         left = epoch_size // count + (number < epoch_size % count)
         found = []
@@ -102,7 +102,7 @@ class RunData(Source):
             if isinstance(self._source, Streamed):
                 self._source = self._source.anew(derived_seed(seed, "data"))
         if self._source.is_held:
-            self._source = as_source(self.fetch(torch.arange(len(self))))
+            self._source = as_source(self.fetch(torch.arange(len(self), device="cpu")))
         self.is_held, self.is_stream = self._source.is_held, self._source.is_stream
 
     def __len__(self) -> int:
@@ -138,7 +138,7 @@ class RunData(Source):
         """Data from all over the data set, ``count`` at most; of a stream the first."""
         if self.is_stream:
             return self.first(count)
-        positions = torch.linspace(0, len(self) - 1, min(len(self), count)).long()
+        positions = torch.linspace(0, len(self) - 1, min(len(self), count), device="cpu").long()
         return self.fetch(positions.clamp(max=len(self) - 1))  # linspace rounds in float32
 
     def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
@@ -160,7 +160,7 @@ class RunData(Source):
             return self._source.labels()
 
     def _targets(self) -> Tensor:
-        return self.fetch(torch.arange(len(self)))[1]
+        return self.fetch(torch.arange(len(self), device="cpu"))[1]
 
     def num_targets(self, indices: Int[Tensor, " m"]) -> int:
         """How many targets count in a loss at these positions, maybe several for each datum."""
@@ -172,7 +172,7 @@ class RunData(Source):
         """Digest of all held data, or of some items of a data set, if equal at a second reading."""
         count = len(self)
         if self._source.is_held:
-            x, y = self.fetch(torch.arange(count))
+            x, y = self.fetch(torch.arange(count, device="cpu"))
             return digest([*tensors_of(x), y])
         epoch, self.epoch = self.epoch, 0
         readings = (self.anew().spread(_COMPARED) for _ in range(2))

@@ -328,7 +328,9 @@ def _check_data(evidence: Evidence, data: RunData, device: torch.device, count: 
     log_probabilities(likelihood, f, y)
     summed_metrics(likelihood, f, y)  # before training, as the first evaluation comes later
     read = data.anew()
-    for indices in torch.arange(min(count, len(data))).split(count if data.is_held else _AT_ONCE):
+    for indices in torch.arange(min(count, len(data)), device="cpu").split(
+        count if data.is_held else _AT_ONCE
+    ):
         x, y = read.fetch(indices)
         check_inputs(x, device)
         if source is data:

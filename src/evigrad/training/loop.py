@@ -14,6 +14,7 @@ from torch.optim import SGD
 
 from evigrad.errors import EvigradError, EvigradWarning, memory_for
 from evigrad.evidence import Evidence
+from evigrad.inputs import with_bare_names
 from evigrad.jacobians.modes import seeded
 from evigrad.likelihoods import Gaussian
 from evigrad.models import fixup_scalars
@@ -172,7 +173,7 @@ class Loop:
         learned = [*self.evidence.weights(), *self.in_loss]
         parameters = [named[name] for name in learned]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        total, *sums = ranks.sum([torch.tensor(value).to(grads[0]), *grads])
+        total, *sums = ranks.sum([torch.tensor(value, device="cpu").to(grads[0]), *grads])
         for parameter, gradient in zip(parameters, sums, strict=True):
             parameter.grad = gradient
         return total.item()
@@ -232,8 +233,10 @@ class Loop:
                 "hyper_steps": [],
             }
         return {
-            "model": state,
-            "buffers": {n: b for n, b in model.named_buffers() if n not in state},
+            "model": with_bare_names(model, state),
+            "buffers": with_bare_names(
+                model, {n: b for n, b in model.named_buffers() if n not in state}
+            ),
             "weight_optimizer": self.weight_optimizer.state_dict(),
             **learned,
             **({"batches": self.data.place} if self.data.is_stream else {}),

@@ -97,7 +97,7 @@ def evaluate(
         part = ranks.part(len(source))
         start = part.start
         while start < part.stop:
-            indices = torch.arange(start, min(start + batch_size, part.stop))
+            indices = torch.arange(start, min(start + batch_size, part.stop), device="cpu")
             if fits(lambda batch=indices: add(batch)):
                 start += len(indices)
             elif len(indices) > 1:
@@ -111,7 +111,9 @@ def evaluate(
                     " smaller network, or a machine with more memory."
                 )
     names = ranks.shared(list(totals))
-    sums = torch.tensor([count, *(totals.get(name, 0.0) for name in names)], dtype=torch.float64)
+    sums = torch.tensor(
+        [count, *(totals.get(name, 0.0) for name in names)], dtype=torch.float64, device="cpu"
+    )
     count, *values = ranks.sum([sums])[0].tolist()
     means = {name: value / count for name, value in zip(names, values, strict=True)}
     if "correct" in means:
