@@ -16,7 +16,13 @@ from torch import Tensor
 
 from evigrad.blocks import Block
 from evigrad.blocks.block import MOST_EXPANDED
-from evigrad.engine.memory import PeakBytes, available_bytes, check_memory, fits
+from evigrad.engine.memory import (
+    CPU_PASS_BYTES,
+    PeakBytes,
+    available_bytes,
+    check_memory,
+    fits,
+)
 from evigrad.engine.problem import InputPlan, Problem
 from evigrad.errors import InputError
 from evigrad.inputs import Inputs
@@ -294,7 +300,8 @@ def _chunk_size(
         block = block_pass.block
         rows = block.shares * (block.num_rows or 0) or block_pass.plan.partition.block_rows
         free -= block_pass.plan.structure.predicted_bytes(rows)
-    return sizes.size(key, rest, lambda: bytes_per_datum(peak, rest), free)
+    limit = CPU_PASS_BYTES if problem.device.type == "cpu" else None
+    return sizes.size(key, rest, lambda: bytes_per_datum(peak, rest), free, limit)
 
 
 def _memory_key(block_pass: BlockPass, kind: str, x: Inputs) -> str:

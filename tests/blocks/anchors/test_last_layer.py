@@ -156,7 +156,7 @@ def test_greedy_anchors_hold_more_than_those_of_the_largest_scores() -> None:
 def test_a_kernel_of_many_uncoupled_outputs_takes_the_columns_that_are_asked_for() -> None:
     outputs, x = 300, torch.randn(20, 4)
 
-    def look(x: Tensor) -> tuple[Tensor, LastLayer]:
+    def look(x: Any) -> tuple[Tensor, LastLayer]:
         return x.repeat(1, outputs // 4), LastLayer(x, 1.0, 1.0)
 
     source, likelihood = as_source((x, torch.zeros(20, outputs))), Bernoulli()
