@@ -44,7 +44,7 @@ from evigrad.engine.parameters import (
     select,
     trainable,
 )
-from evigrad.engine.passes import BlockPass
+from evigrad.engine.passes import BlockPass, predicted_bytes
 from evigrad.engine.problem import ParameterReport, Plans, Problem, parameter_reports
 from evigrad.engine.settings import Memory, Settings
 from evigrad.engine.sharded import check_whole, counterparts, take_up
@@ -825,16 +825,21 @@ class Evidence:
         return parameter_reports(self._problem, x)
 
     def predicted_bytes(self, x: Any) -> int:
-        """Memory that a block's statistic and its log-determinant take, besides the passes.
+        """Memory that an estimate is predicted to take at once, without weights and data.
+
+        The statistic and its log-determinant follow a formula. The passes are measured on one and
+        on two examples. Gradients in hyperparameters of the model take more.
 
         Args:
-            x: Some inputs.
+            x: Some inputs, at least two. One batch if the estimator takes all data (``N``).
 
         Returns:
-            Bytes, by the formula behind ``MemoryBudgetError``.
+            Bytes of the larger of both.
         """
-        plan = self._problem.plan_of(x)
-        return plan.structure.predicted_bytes(plan.partition.block_rows)
+        x = check_inputs(x, self._problem.device)
+        plan = self._problem.plans.of(x)
+        with held_constant(self.hyperparameters().values()):
+            return predicted_bytes(self._problem, plan, x)
 
     def state_dict(self) -> dict[str, Any]:
         """State of prior, likelihood, generator and automatic choices; the model keeps its own."""

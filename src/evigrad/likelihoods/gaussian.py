@@ -104,10 +104,13 @@ class Gaussian(Likelihood):
     ) -> RootRows:
         """Unit vectors, with 1/σ as their scale; see ``Likelihood.root``."""
         check_root(kind)
-        scale = (-self.log_noise.to(f)).exp().expand(f.shape)
+        scale = self._diagonal_root(f)
         if columns is not None:
             scale = scale.gather(1, columns.clamp(min=0).long())
         return RootRows(one_hot(f, columns), scale)
+
+    def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
+        return (-self.log_noise.to(f)).exp().expand(f.shape)
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
         """``log_likelihood`` (nats) and ``squared_error`` (units of y, squared), sums."""

@@ -1,6 +1,8 @@
 """The posterior of a network's outputs, for any inputs, from one pass over all data."""
 
 import copy
+import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -19,12 +21,18 @@ from evigrad.curvature import partition_names
 from evigrad.engine.checks import as_generator, check_choice, check_count, check_inputs
 from evigrad.engine.intake import CheckedSource, Data, resolve
 from evigrad.engine.kept import KeptPass, checksums
-from evigrad.engine.memory import MicroBatches
+from evigrad.engine.memory import GIB, MicroBatches
 from evigrad.engine.parameters import held_constant
 from evigrad.engine.passes import Batch, Chunk, linearized, new_pass, over_chunks
 from evigrad.engine.problem import PROBE_SIZE, Plans, Problem
 from evigrad.engine.two_passes import FirstPass, first_pass
-from evigrad.errors import ConfigurationError, InputError, MemoryBudgetError, listed
+from evigrad.errors import (
+    ConfigurationError,
+    EvigradWarning,
+    InputError,
+    MemoryBudgetError,
+    listed,
+)
 from evigrad.estimators import EstimatorSpec
 from evigrad.inputs import AtPositions, bare_names, noted_calls
 from evigrad.jacobians import model_outputs
@@ -43,6 +51,19 @@ STRUCTURES = {
     "ntk": "ntk-N-C",
 }
 DEFAULT_STRUCTURE = "kfac"
+# What takes less memory and time than each of them.
+_SMALLER = {
+    "kfac": "structure='diag', or a smaller micro_batch of Memory",
+    "last-layer": "structure='kfac' or 'diag'",
+    "diag": "a smaller micro_batch of Memory",
+    "full": "structure='kfac', 'last-layer' or 'diag'",
+    "ntk": "fewer rows=..., or structure='kfac', 'last-layer' or 'diag'",
+}
+
+# A dense H that is predicted to take longer than so many seconds is warned of.
+_SLOW_SECONDS = 60.0
+# The speed of the machine is measured on a product of two square matrices of this size.
+_TIMED_SIZE = 512
 
 # Data read at once; how many of these pass together is the memory's choice.
 _AT_ONCE = 1000
@@ -268,8 +289,10 @@ def make_posterior(
     seed = int(torch.randint(_SEEDS, (), generator=problem.generator, device="cpu"))
     own = posterior_problem(problem, structure, rows, names)
     own = replace(own, generator=torch.Generator().manual_seed(seed))
+    if STRUCTURES[structure] == "full-N-C":
+        _warn_if_slow(own, data, structure)
     with constant_beside(own):
-        kept = collect(own, data)
+        kept = collect(own, data, structure)
     dtype = own.settings.gram_dtype or torch.float64
     covariance = covariance_of(kept.statistic, own.prior.precisions(), own.weights, dtype)
     outputs = kept.plan.partition.num_outputs
@@ -339,7 +362,7 @@ def posterior_problem(
     )
 
 
-def collect(problem: Problem, data: object) -> KeptPass:
+def collect(problem: Problem, data: object, structure: str) -> KeptPass:
     """Return the statistic of all data, or of the rows that the estimator keeps.
 
     Raises:
@@ -365,10 +388,45 @@ def collect(problem: Problem, data: object) -> KeptPass:
     except MemoryBudgetError as error:
         count = sum(weight.numel() for weight in problem.weights.values())
         raise MemoryBudgetError(
-            f"The posterior over {count:,} weights does not fit: {error} Among posteriors,"
-            " structure='kfac', 'last-layer' and 'diag' take less, and 'ntk' takes less with fewer"
-            " rows=..."
+            f"The posterior {structure!r} over {count:,} weights does not fit: {error.need}",
+            f"Take {_SMALLER[structure]}.",
         ) from error
+
+
+def _warn_if_slow(problem: Problem, data: object, structure: str) -> None:
+    """Warn of a dense H over so many weights that it takes minutes, before any work.
+
+    P weights and R rows take 2 R P² operations for H and P³/3 for its factor.
+    """
+    size = sum(weight.numel() for weight in problem.weights.values())
+    x = check_inputs(as_source(data).first(PROBE_SIZE)[0], problem.device)
+    with constant_beside(problem):
+        plan = problem.plans.of(x)
+    rows = plan.partition.block_rows / problem.ranks.count
+    dtype = problem.settings.gram_dtype or torch.float64
+    seconds = (2.0 * rows * size**2 + size**3 / 3) * _seconds_per_operation(dtype, problem.device)
+    if seconds <= _SLOW_SECONDS:
+        return
+    needed = plan.structure.predicted_bytes(plan.partition.block_rows)
+    warnings.warn(
+        f"The posterior {structure!r} over {size:,} weights takes about {seconds:,.0f} seconds"
+        f" and {needed / GIB:.2g} GiB: its matrix has {size:,}² numbers. Take {_SMALLER[structure]}"
+        " to have it sooner.",
+        EvigradWarning,
+        stacklevel=4,  # the caller of Evidence.posterior
+    )
+
+
+def _seconds_per_operation(dtype: torch.dtype, device: torch.device) -> float:
+    """The time of one operation of a product of matrices, here and now."""
+    matrix = torch.ones(_TIMED_SIZE, _TIMED_SIZE, dtype=dtype, device=device)
+    float((matrix @ matrix)[0, 0])  # the first call prepares libraries
+    times = list[float]()
+    for _ in range(3):
+        start = time.perf_counter()
+        float((matrix @ matrix)[0, 0])
+        times.append(time.perf_counter() - start)
+    return min(times) / (2.0 * _TIMED_SIZE**3)
 
 
 class _Batches:

@@ -355,7 +355,9 @@ def _warn_of_scale(evidence: Evidence, data: RunData) -> None:
     """Warn of real targets far from unit scale, for which networks, rates and priors are made."""
     x, y = data.spread(_COMPARED)
     f, y = flattened(evidence.likelihood, probe_outputs(evidence.model, x), y)
-    found = moments(evidence.likelihood, f, torch.zeros_like(f).diag_embed())
+    # One zero, as C² for each example may be gigabytes.
+    certain = f.new_zeros(()).expand(*f.shape, f.shape[1])
+    found = moments(evidence.likelihood, f, certain)
     if found is None:  # a subclass with another density
         return
     error, noise = (y - found[0]).square().mean(0).sqrt(), found[2].mean(0).sqrt()

@@ -269,7 +269,8 @@ class LastLayerKernel:
     """Inner products of rows by the last layer alone, with the weights at the first call.
 
     Each datum that is needed goes through the network once. Rows are of the root's first K
-    columns.
+    columns. If outputs are not coupled, a row needs its own column only: all K columns of every
+    datum would be N K C numbers.
     """
 
     def __init__(
@@ -287,7 +288,7 @@ class LastLayerKernel:
         )  # each datum's place in the lists below
         self._seen = 0
         self._layers: list[LastLayer] = []
-        self._vectors: list[Tensor] = []
+        self._vectors: list[Tensor] = []  # all K columns; the outputs if these are not coupled
         self._is_there = True
 
     def __call__(self, rows: Int[Tensor, " m"]) -> Float[Tensor, "m m"] | None:
@@ -301,7 +302,13 @@ class LastLayerKernel:
         features = torch.cat([layer.features for layer in self._layers])
         position, columns = (each.to(features.device) for each in (self._place[data], columns))
         together = replace(self._layers[0], features=features[position])
-        kernel = together.kernel(torch.cat(self._vectors)[position, columns]).cpu()
+        vectors = torch.cat(self._vectors)
+        if self._likelihood.couples_outputs:
+            vectors = vectors[position, columns]
+        else:
+            root = self._likelihood.root(vectors[position], columns[:, None], self._root)
+            vectors = root.scaled.detach()[:, 0].float()
+        kernel = together.kernel(vectors).cpu()
         if not bool(kernel.isfinite().all()):
             raise NotFiniteError(
                 "Products of the last layer's inputs are NaN or infinite: weights or"
@@ -319,9 +326,13 @@ class LastLayerKernel:
                 self._is_there = False
                 return
             check_finite("The model's outputs", f)
-            # A root costs as much for one column of a datum as for several.
-            rows = self._likelihood.root(f, listed.to(f.device).expand(len(f), -1), self._root)
-            self._vectors.append(rows.scaled.detach().float())
+            if self._likelihood.couples_outputs:
+                # A root costs as much for one column of a datum as for several.
+                columns = listed.to(f.device).expand(len(f), -1)
+                rows = self._likelihood.root(f, columns, self._root)
+                self._vectors.append(rows.scaled.detach().float())
+            else:
+                self._vectors.append(f.detach())
             self._layers.append(layer)
             self._place[batch] = torch.arange(self._seen, self._seen + len(batch), device="cpu")
             self._seen += len(batch)
