@@ -276,6 +276,22 @@ def test_a_kept_estimator_predicts_the_same(keep: Any) -> None:
     assert again.fit(X, y).noise_ == fitted.noise_
 
 
+def test_a_wide_table_has_eigenvectors_of_its_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = np.random.RandomState(0)
+    X = draw.randn(10, 200)
+    y = X[:, 0] + 0.1 * draw.randn(10)
+    fitted = EvidenceRegressor(**SHORT).fit(X, y)
+    again, copied = pickle.loads(pickle.dumps(fitted)), copy.deepcopy(fitted)
+    _, std = fitted.predict(X, return_std=True)
+    kept = pickle.dumps(fitted)
+    assert len(kept) < len(pickle.dumps(again)) - 8 * 200 * 150  # without the sums, 200 x 200
+    for same in (again, copied, pickle.loads(kept)):
+        np.testing.assert_array_equal(same.predict(X, return_std=True)[1], std)
+    monkeypatch.setattr("evigrad.curvature.linalg.LOW_RANK_SHARE", 0.0)
+    _, expected = EvidenceRegressor(**SHORT).fit(X, y).predict(X, return_std=True)
+    np.testing.assert_allclose(std, expected, rtol=1e-10)
+
+
 def test_a_classifier_of_words() -> None:
     X, y = load_iris(return_X_y=True, as_frame=True)
     words = np.array(["setosa", "versicolor", "virginica"])[y]
