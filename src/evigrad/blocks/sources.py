@@ -1,6 +1,5 @@
 """One way to read data by position, however the user stores them."""
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,15 +8,10 @@ import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from evigrad.errors import EvigradWarning, InputError
+from evigrad.blocks.samplers import check_sampler, warn_of_ignored_sampler
+from evigrad.errors import InputError
 from evigrad.inputs import Inputs, Tree, as_inputs, mapped, stacked, tensors_of
 
 _ACCEPTED = (
@@ -215,7 +209,8 @@ def as_source(data: Any) -> Source:
             lists of tensors, of any dtype (token ids too); the items' y may be numbers. Items are
             read each time that they are needed, so that random transforms draw anew; a data set
             with ``__getitems__`` is asked for a batch at once. Of a loader the data set, its
-            ``collate_fn`` and its workers are used, and not what it says of order and batches.
+            ``collate_fn`` and its workers are used, and not what it says of order and batches; a
+            sampler that omits examples, or draws some more often, is refused.
 
     Raises:
         InputError: If the data is something else, empty, or the lengths differ.
@@ -253,13 +248,8 @@ def _loader_source(loader: DataLoader[Any]) -> Source:
         )
     if len(dataset) == 0:
         raise InputError("The data set is empty.")
-    if not isinstance(loader.sampler, SequentialSampler | RandomSampler):
-        warnings.warn(
-            f"The {type(loader.sampler).__name__} of the DataLoader is ignored: every datum counts"
-            " once in the evidence.",
-            EvigradWarning,
-            stacklevel=3,
-        )
+    check_sampler(loader)
+    warn_of_ignored_sampler(loader)
     return _LoaderSource(loader, len(dataset))
 
 

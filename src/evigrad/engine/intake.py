@@ -8,9 +8,11 @@ from typing import Any, cast
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from evigrad.blocks import Block
 from evigrad.blocks.positions import PositionSource, by_target
+from evigrad.blocks.samplers import check_sampler
 from evigrad.blocks.sources import Source, as_source
 from evigrad.blocks.streamed import check_single
 from evigrad.engine.checks import as_pair, check_block, check_inputs, not_data
@@ -49,11 +51,13 @@ class Batches:
         part: This rank's share of the positions of all data, or None for all.
 
     Raises:
-        InputError: If there is no batch.
+        InputError: If there is no batch, or the sampler of a loader omits or repeats examples.
     """
 
     def __init__(self, problem: Problem, batches: Iterable[Batch]) -> None:
         self._problem = problem
+        if isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset):
+            check_sampler(batches, is_read=True)
         once = isinstance(batches, Iterator)
         self._given = [as_pair(batch) for batch in batches] if once else batches
         self._seen: list[list[int]] | None = None
