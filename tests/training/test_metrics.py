@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from evigrad.distributed import Ranks
 from evigrad.errors import InputError
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.training import evaluate
+from evigrad.training.metrics import _names_of_any_rank
 
 
 def test_classification_by_hand_over_uneven_batches():
@@ -49,3 +51,13 @@ def test_data_that_do_not_fit():
         evaluate(model, Categorical(), (torch.ones(0, 2), y))
     with pytest.raises(InputError):
         evaluate(model, Categorical(), (torch.ones(4, 2), y + 3))
+
+
+def test_names_come_from_a_rank_whose_data_have_targets():
+    class Gathering(Ranks):
+        def gather(self, tensor):
+            return [tensor.new_empty(0), tensor]
+
+    names = ["log_likelihood", "correct"]
+    assert _names_of_any_rank(names, Gathering()) == names
+    assert _names_of_any_rank([], Gathering()) == []

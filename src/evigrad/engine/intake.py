@@ -24,7 +24,7 @@ from evigrad.errors import ConfigurationError, InputError
 from evigrad.inputs import AtPositions, Inputs, each_once, tensors_of
 from evigrad.likelihoods import LIKELIHOODS
 from evigrad.likelihoods.calls import check_targets, log_probabilities
-from evigrad.likelihoods.positions import counted, is_batch, spread
+from evigrad.likelihoods.positions import NO_TARGET, counted, is_batch, spread
 
 # Inputs may be any that ``as_inputs`` takes.
 Data = Any
@@ -80,6 +80,8 @@ class Batches:
                     " do for the gradient in hyperparameters of the forward pass: do not shuffle"
                     " or augment in the loader, or give a list of batches."
                 )
+            if not len(x):
+                continue  # no target counts
             if part is None:
                 yield x, y
             else:
@@ -240,6 +242,8 @@ def _given_subset(problem: Problem, x: Inputs, y: Tensor | None) -> BlockPass:
             " blocks, for block in evidence.blocks(data).take(n)."
         )
     x, y, plan = checked(problem, x, y)
+    if not len(x):
+        raise InputError(NO_TARGET)
     if isinstance(x, AtPositions) and x.data is not None and len(x) != problem.settings.num_data:
         counts = x.data.bincount(minlength=len(x.whole))
         if bool((counts != counts[0]).any()):

@@ -347,6 +347,8 @@ def _warn_of_scale(evidence: Evidence, data: RunData) -> None:
     """Warn of real targets far from unit scale, for which networks, rates and priors are made."""
     x, y = data.spread(_COMPARED)
     f, y = flattened(evidence.likelihood, probe_outputs(evidence.model, x), y)
+    if not len(f):
+        return
     found = moments(evidence.likelihood, f, torch.zeros_like(f).diag_embed())
     if found is None:  # a subclass with another density
         return
