@@ -160,6 +160,8 @@ class RunData(Source):
             return self._source.labels()
 
     def _targets(self) -> Tensor:
+        if self.is_held:
+            return self._source._targets()
         return self.fetch(torch.arange(len(self)))[1]
 
     def num_targets(self, indices: Int[Tensor, " m"]) -> int:

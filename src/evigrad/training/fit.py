@@ -27,10 +27,12 @@ from evigrad.likelihoods import (
     Gaussian,
     HeteroscedasticGaussian,
     Likelihood,
+    Weighted,
     make_likelihood,
 )
 from evigrad.likelihoods.calls import check_targets, log_probabilities, moments
 from evigrad.likelihoods.positions import flattened
+from evigrad.likelihoods.weighted import unweighted
 from evigrad.priors import GaussianPrior, matches
 from evigrad.training.augerino import range_parameters
 from evigrad.training.bracket import check_bracket
@@ -249,8 +251,8 @@ def prepare_evidence(
     outputs = _check_data(evidence, data, place, len(data) if data.is_held else PROBE_SIZE)
     if isinstance(evidence.likelihood, Categorical):
         _warn_of_probabilities(outputs)
-    if isinstance(evidence.likelihood, Gaussian | HeteroscedasticGaussian):
-        _warn_of_scale(evidence, data)
+    if isinstance(unweighted(evidence.likelihood), Gaussian | HeteroscedasticGaussian):
+        _warn_of_real_targets(evidence, data)
     return evidence, planned
 
 
@@ -343,13 +345,53 @@ def _warn_of_probabilities(f: Tensor) -> None:
         )
 
 
-def _warn_of_scale(evidence: Evidence, data: RunData) -> None:
-    """Warn of real targets far from unit scale, for which networks, rates and priors are made."""
+def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
+    """Warn of targets that are no numbers of about unit scale."""
     x, y = data.spread(_COMPARED)
     f, y = flattened(evidence.likelihood, probe_outputs(evidence.model, x), y)
     if not len(f):
         return
-    found = moments(evidence.likelihood, f, torch.zeros_like(f).diag_embed())
+    likelihood, y = _without_weights(evidence.likelihood, y)
+    _warn_of_scale(likelihood, f, y)
+    if len(_columns_of_two_values(y)):
+        if data.is_held:  # a sample may lack rare values
+            _, y = _without_weights(evidence.likelihood, data._targets())
+        _warn_of_two_values(y.flatten(0, -2))
+
+
+def _without_weights(likelihood: Likelihood, y: Tensor) -> tuple[Likelihood, Tensor]:
+    """Return the likelihood and the targets of single examples."""
+    if not isinstance(likelihood, Weighted):
+        return likelihood, y
+    return likelihood.likelihood, likelihood.split(y)[0]
+
+
+def _columns_of_two_values(y: Tensor) -> Tensor:
+    """Return the columns of targets (n, D) with two values, each of them twice at least."""
+    is_least, is_largest = y == y.amin(0), y == y.amax(0)
+    often = (is_least.sum(0) > 1) & (is_largest.sum(0) > 1) & ~(is_least & is_largest).any(0)
+    return (often & (is_least | is_largest).all(0)).nonzero().flatten()
+
+
+def _warn_of_two_values(y: Tensor) -> None:
+    """Warn of yes and no as real numbers, which a regression learns by heart."""
+    columns = _columns_of_two_values(y).tolist()
+    if columns:
+        low, high = (float(end(y[:, columns[0]])) for end in (torch.min, torch.max))
+        warnings.warn(
+            f"Column {columns[0]} of the targets has only two values, {low:.4g} and {high:.4g}."
+            " A Gaussian takes them for real numbers: its noise falls toward zero, and the network"
+            ' memorizes them. For yes or no, use likelihood="bernoulli" (evigrad.likelihoods'
+            '.Bernoulli) with targets 0.0 and 1.0. For classes, use likelihood="categorical" or'
+            " evigrad.sklearn.EvidenceClassifier.",
+            EvigradWarning,
+            stacklevel=6,  # the caller of fit
+        )
+
+
+def _warn_of_scale(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
+    """Warn of real targets far from unit scale, for which networks, rates and priors are made."""
+    found = moments(likelihood, f, torch.zeros_like(f).diag_embed())
     if found is None:  # a subclass with another density
         return
     error, noise = (y - found[0]).square().mean(0).sqrt(), found[2].mean(0).sqrt()
@@ -359,7 +401,7 @@ def _warn_of_scale(evidence: Evidence, data: RunData) -> None:
         return
     first = int(far.nonzero()[0])
     way = "say the noise: likelihood=Gaussian(noise=...)"
-    if isinstance(evidence.likelihood, HeteroscedasticGaussian):
+    if isinstance(likelihood, HeteroscedasticGaussian):
         way = "begin with outputs that fit them"
     warnings.warn(
         f"The targets have a standard deviation of {float(spread[first]):.3g} and differ by"
@@ -369,5 +411,5 @@ def _warn_of_scale(evidence: Evidence, data: RunData) -> None:
         " with scaling = evigrad.data.Scaling.of(y) of the training targets; scaling.undo(means)"
         f" are predictions in their own units. (Of targets that are right as they are, {way}.)",
         EvigradWarning,
-        stacklevel=5,  # the caller of fit
+        stacklevel=6,  # the caller of fit
     )
