@@ -15,10 +15,13 @@ class Weighted(Likelihood):
     """Another likelihood with a weight for each datum: its log density counts w times.
 
     A weight of two is a datum that was seen twice, one of zero is none; sums over the data become
-    weighted sums, of log likelihoods and of curvatures. N still counts the data. ``targets`` puts
-    targets and weights together in one tensor, as all that takes targets needs them then. Metrics
-    and predictions are those of the other likelihood, without weights. In ``kfac`` the factor of
-    the gradients is weighted and that of the inputs is not: there repetitions are not the same.
+    weighted sums, of log likelihoods and of curvatures. The normalizer of a density counts w times
+    too: the learned noise of a Gaussian is divided by the root of the mean weight, compared with a
+    known noise σ/√w of each example. Weights that average 1 serve both meanings. N still counts
+    the data. ``targets`` puts targets and weights together in one tensor, as all that takes targets
+    needs them then. Metrics and predictions are those of the other likelihood, without weights. In
+    ``kfac`` the factor of the gradients is weighted and that of the inputs is not: there
+    repetitions are not the same.
 
     Args:
         likelihood: The other one.

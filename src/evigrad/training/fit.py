@@ -19,7 +19,7 @@ from evigrad.engine.parameters import trainable
 from evigrad.engine.problem import PROBE_SIZE
 from evigrad.engine.settings import Memory
 from evigrad.engine.sharded import check_whole
-from evigrad.errors import ConfigurationError, EvigradWarning
+from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning
 from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import (
@@ -48,6 +48,7 @@ from evigrad.training.settings import (
     PlannedSettings,
     Schedule,
     Settings,
+    explains_groups,
 )
 
 # Items of a data set that are checked at once.
@@ -55,8 +56,11 @@ _AT_ONCE = 1000
 # Number of data whose targets' scale is measured, and the factor beyond which a warning follows.
 _COMPARED = 100
 _FAR = 10.0
+# Means of weights this near to 1 change a learned noise by less than estimates do.
+_MEAN_WEIGHT_TOLERANCE = 0.05
 
 
+@explains_groups
 def fit(
     model: nn.Module,
     train: Any,
@@ -95,11 +99,12 @@ def fit(
         model: Any module that maps inputs (m, ...) to outputs (m, C), or to (m, …, C) with a target
             at each position. It is trained in place, on the device where it is; frozen parameters
             stay as they are.
-        train: Training data: a pair (x, y) of tensors, a ``TensorDataset``, or a map-style data
-            set of (x, y) items, which is read anew in every epoch, and for blocks of the evidence
-            their own data; or, of data in an order alone, an ``evigrad.data.Streamed``. Random
-            transforms that draw from the global generators of PyTorch, NumPy or Python are seeded
-            by ``seed``.
+        train: Training data: a pair (x, y) of tensors or NumPy arrays, a ``TensorDataset``, or a
+            map-style data set of (x, y) items, which is read anew in every epoch, and for blocks of
+            the evidence their own data; or, of data in an order alone, an
+            ``evigrad.data.Streamed``. Random transforms that draw from the global generators of
+            PyTorch, NumPy or Python are seeded by ``seed``. If the model has one output, targets
+            of a regression may have the shape (m,).
         likelihood: Of the targets: categorical, bernoulli, gaussian, heteroscedastic (normal noise
             that depends on the input; the outputs are a mean and a log variance of each target),
             natural-gaussian (the same in parameters that small tables can bear) or poisson (counts;
@@ -189,8 +194,9 @@ def prepare(
     place, seed, ranks = place_of(model), settings.seed, Ranks(process_group)
     tensors = [*model.parameters(), *model.buffers()]
     with ranks.together() as alike:
-        data = RunData(train, place, seed)
-        held_out = None if test is None else RunData(test, place, seed)
+        dtype = next((t.dtype for t in tensors if t.is_floating_point()), None)
+        data = RunData(train, place, seed, dtype)
+        held_out = None if test is None else RunData(test, place, seed, dtype)
         for each in (data, held_out):
             if each is not None:
                 check_single(each, ranks.count)
@@ -203,6 +209,7 @@ def prepare(
     with ranks.together():
         evidence, planned = prepare_evidence(model, data, settings, process_group)
         if held_out is not None:  # which is read next when training is over
+            held_out.is_column = data.is_column
             _check_data(evidence, held_out, place, len(held_out))
         if planned.schedule.bracket_every:
             check_bracket(evidence.spec)
@@ -231,11 +238,12 @@ def prepare_evidence(
     """
     place = place_of(model)
     trainable(model, {})  # refuses lazy and frozen models before a pass
-    x, _ = data.first(PROBE_SIZE)
+    x, y = data.first(PROBE_SIZE)
     check_inputs(x, place)
     likelihood = make_likelihood(settings.likelihood)
     # The model's outputs say what counts as a datum.
     shape = probe_outputs(model, x).shape[1:]
+    data.is_column = _lacks_a_column(likelihood, shape, y)
     num_data = len(by_target(data, likelihood, shape))
     planned = settings.for_data(num_data)
     if planned.estimator == "augerino":
@@ -254,6 +262,21 @@ def prepare_evidence(
     if isinstance(unweighted(evidence.likelihood), Gaussian | HeteroscedasticGaussian):
         _warn_of_real_targets(evidence, data)
     return evidence, planned
+
+
+def _lacks_a_column(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> bool:
+    """Whether targets (m,) fit a likelihood as (m, 1) only."""
+    if y.ndim != 1 or len(shape) != 1:
+        return False
+
+    def fits(targets: Tensor) -> bool:
+        try:
+            check_targets(likelihood, (len(y), *shape), targets, y.device)
+        except EvigradError:
+            return False
+        return True
+
+    return not fits(y) and fits(y.unsqueeze(1))
 
 
 def learns_likelihood(likelihood: str | Likelihood) -> bool:
@@ -351,19 +374,38 @@ def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
     f, y = flattened(evidence.likelihood, probe_outputs(evidence.model, x), y)
     if not len(f):
         return
-    likelihood, y = _without_weights(evidence.likelihood, y)
+    likelihood, y, weights = _split(evidence.likelihood, y)
     _warn_of_scale(likelihood, f, y)
-    if len(_columns_of_two_values(y)):
-        if data.is_held:  # a sample may lack rare values
-            _, y = _without_weights(evidence.likelihood, data._targets())
+    has_two_values = len(_columns_of_two_values(y)) > 0
+    if data.is_held and (has_two_values or weights is not None):
+        # A sample may lack rare values.
+        likelihood, y, weights = _split(evidence.likelihood, data._targets())
+    if has_two_values:
         _warn_of_two_values(y.flatten(0, -2))
+    if weights is not None and isinstance(likelihood, Gaussian) and learns_likelihood(likelihood):
+        _warn_of_weights(weights.flatten().double())
 
 
-def _without_weights(likelihood: Likelihood, y: Tensor) -> tuple[Likelihood, Tensor]:
-    """Return the likelihood and the targets of single examples."""
+def _split(likelihood: Likelihood, y: Tensor) -> tuple[Likelihood, Tensor, Tensor | None]:
+    """Return the likelihood and the targets of single examples, and their weights if any."""
     if not isinstance(likelihood, Weighted):
-        return likelihood, y
-    return likelihood.likelihood, likelihood.split(y)[0]
+        return likelihood, y, None
+    return likelihood.likelihood, *likelihood.split(y)
+
+
+def _warn_of_weights(weights: Tensor) -> None:
+    """Warn of weights that may mean known noises, of which only the ratios count."""
+    mean = float(weights.mean())
+    if bool((weights != weights.round()).any()) and abs(mean - 1.0) > _MEAN_WEIGHT_TOLERANCE:
+        warnings.warn(
+            f"The weights average {mean:.3g} and are not whole numbers, and the Gaussian's noise is"
+            " learned. Weighted takes a weight for the number of times that an example was seen. If"
+            " weights are 1/σ² of known noises instead, the learned noise is too small by the"
+            f" factor √{mean:.3g} = {mean**0.5:.3g}: use weights / weights.mean(), which average"
+            " 1. The noise of an example is then noise / √weight.",
+            EvigradWarning,
+            stacklevel=6,  # the caller of fit
+        )
 
 
 def _columns_of_two_values(y: Tensor) -> Tensor:
