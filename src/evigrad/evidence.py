@@ -314,7 +314,7 @@ class Evidence:
             scale: A factor of the loss that its gradients are taken of.
 
         Returns:
-            The scalar loss.
+            The scalar loss. It is 0 if outputs (m, …, C) have no target that counts.
 
         Raises:
             InputError: If inputs, outputs and targets do not fit, or the outputs have no derivative
@@ -328,6 +328,8 @@ class Evidence:
                 raise InputError(NO_DERIVATIVE)
             has_positions = f.dim() > 2
             f, y = flattened(self.likelihood, f, y)
+            if not len(f):
+                return f.sum()  # 0, with a graph
             log_prob = log_probabilities(self.likelihood, f, y, alone=False)
         if has_positions and indices is not None:
             indices = None if self._positions is None else self._positions.of_data(indices)

@@ -253,6 +253,8 @@ def _compare_losses(
     batch = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in batch.items()}
     x, y = split(batch)
     f, y = flattened(evidence.likelihood, probe_outputs(model, as_inputs(x)), y)
+    if not len(f):
+        return
     expected = -log_probabilities(evidence.likelihood, f, y).mean().item()
 
     def differs(loss: Any) -> bool:

@@ -8,9 +8,11 @@ from typing import Any, cast
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from evigrad.blocks import Block
 from evigrad.blocks.positions import PositionSource, by_target
+from evigrad.blocks.samplers import check_sampler
 from evigrad.blocks.sources import Source, as_source
 from evigrad.blocks.streamed import check_single
 from evigrad.engine.checks import as_pair, check_block, check_inputs, not_data
@@ -22,7 +24,7 @@ from evigrad.errors import ConfigurationError, InputError
 from evigrad.inputs import AtPositions, Inputs, each_once, tensors_of
 from evigrad.likelihoods import LIKELIHOODS
 from evigrad.likelihoods.calls import check_targets, log_probabilities
-from evigrad.likelihoods.positions import counted, is_batch, spread
+from evigrad.likelihoods.positions import NO_TARGET, counted, is_batch, spread
 
 # Inputs may be any that ``as_inputs`` takes.
 Data = Any
@@ -49,11 +51,13 @@ class Batches:
         part: This rank's share of the positions of all data, or None for all.
 
     Raises:
-        InputError: If there is no batch.
+        InputError: If there is no batch, or the sampler of a loader omits or repeats examples.
     """
 
     def __init__(self, problem: Problem, batches: Iterable[Batch]) -> None:
         self._problem = problem
+        if isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset):
+            check_sampler(batches, is_read=True)
         once = isinstance(batches, Iterator)
         self._given = [as_pair(batch) for batch in batches] if once else batches
         self._seen: list[list[int]] | None = None
@@ -76,6 +80,8 @@ class Batches:
                     " do for the gradient in hyperparameters of the forward pass: do not shuffle"
                     " or augment in the loader, or give a list of batches."
                 )
+            if not len(x):
+                continue  # no target counts
             if part is None:
                 yield x, y
             else:
@@ -236,6 +242,8 @@ def _given_subset(problem: Problem, x: Inputs, y: Tensor | None) -> BlockPass:
             " blocks, for block in evidence.blocks(data).take(n)."
         )
     x, y, plan = checked(problem, x, y)
+    if not len(x):
+        raise InputError(NO_TARGET)
     if isinstance(x, AtPositions) and x.data is not None and len(x) != problem.settings.num_data:
         counts = x.data.bincount(minlength=len(x.whole))
         if bool((counts != counts[0]).any()):

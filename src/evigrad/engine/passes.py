@@ -364,8 +364,9 @@ def predicted_bytes(problem: Problem, plan: InputPlan, x: Inputs) -> int:
 def _bytes_of_rows(problem: Problem, plan: InputPlan, x: Inputs, size: int, width: int) -> int:
     """The most bytes that a pass over so many examples holds, each with so many rows."""
     problem = replace(problem, generator=torch.Generator().manual_seed(0))
-    columns = torch.arange(width).expand(size, -1)
-    block = Block(torch.arange(size), columns, 1.0, torch.ones(size, dtype=torch.float64))
+    columns = torch.arange(width, device="cpu").expand(size, -1)
+    indices = torch.arange(size, device="cpu")
+    block = Block(indices, columns, 1.0, torch.ones_like(indices, dtype=torch.float64))
     noise = problem.plans.noise(0)
     block_pass = BlockPass(problem, plan, [], block, 0, noise)
     structure = plan.structure
@@ -380,7 +381,7 @@ def _bytes_of_rows(problem: Problem, plan: InputPlan, x: Inputs, size: int, widt
         return structure.accumulate(None, linearization, root)
 
     def part(size: int) -> Chunk:
-        return _chunk(block_pass, (x, torch.zeros(size)), None, 0, 0, size)
+        return _chunk(block_pass, (x, torch.zeros(size, device="cpu")), None, 0, 0, size)
 
     with torch.no_grad():
         return _peak_bytes(block_pass, step, part, size)

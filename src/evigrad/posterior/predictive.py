@@ -145,7 +145,8 @@ class Predictive:
             targets, counts = targets_at(self.likelihood, shape[1:], y, device)
             where = counts.view(shape[:-1])
             found = self.outputs.new_full(where.shape, math.nan)
-            found[where] = self._at(where).log_prob(targets)
+            if len(targets):
+                found[where] = self._at(where).log_prob(targets)
             return found
         check_targets(self.likelihood, self.outputs.shape, y, self.outputs.device)
         noise = noise_variance(self.likelihood, self.outputs)

@@ -90,7 +90,8 @@ class Loop:
         of a data set draw from others. The loss includes Augerino's regulariser.
 
         Returns:
-            The mean loss, in nats per datum, and the number of batches that were skipped.
+            The mean loss, in nats per datum, of the batches that have a target, and the number of
+            batches that were skipped for a loss that is not finite.
 
         Raises:
             EvigradError: If more than a tenth of the batches would be skipped (``SKIPPED_SHARE``),
@@ -109,6 +110,8 @@ class Loop:
             training_mode(self.evidence.model),
         ):
             for batch in batches(seed, epoch, num_data, size, schedule.batch_size):
+                if not self.data.num_targets(batch):
+                    continue  # a step on the prior alone would count these data
                 self.weight_optimizer.zero_grad(set_to_none=True)
                 value = self._differentiate(batch)
                 if math.isfinite(value) and self._has_finite_gradients():
@@ -134,7 +137,7 @@ class Loop:
                 EvigradWarning,
                 stacklevel=2,
             )
-        return total / count, skipped
+        return total / max(count, 1), skipped
 
     def _has_finite_gradients(self) -> bool:
         """Whether no gradient that the next step uses is NaN or infinite."""
@@ -159,7 +162,7 @@ class Loop:
         own, value, scale = batch[ranks.part(len(batch))], 0.0, self._noise_variance()
         with ranks.together():
             total = self.data.num_targets(batch)
-            share = self.data.num_targets(own) / total if total else 1.0  # which is refused below
+            share = self.data.num_targets(own) / total
             if share and len(own):
                 step = f"a training step on {len(own)} data"
                 with memory_for(step, "a smaller batch_size"):
