@@ -43,6 +43,12 @@ def build(likelihood: Likelihood, estimator: str) -> Evidence:
     return Evidence(model, likelihood, prior, estimator=estimator, num_data=N, generator=0)
 
 
+def good_targets(likelihood: Likelihood) -> Tensor:
+    if isinstance(likelihood, Categorical):
+        return LABELS
+    return NUMBERS if isinstance(likelihood, Gaussian) else NUMBERS.clamp(0).ceil()
+
+
 def put(tensor: Tensor, value: float) -> Tensor:
     changed = tensor.clone()
     changed[BAD] = value
@@ -77,7 +83,7 @@ VERBS: dict[str, tuple[str, Callable[[Evidence, Tensor, Tensor], Any]]] = {
         "ntk-4-1",
         lambda e, x, y: fit(
             e.model,
-            (X, LABELS if isinstance(e.likelihood, Categorical) else NUMBERS.clamp(0).ceil()),
+            (X, good_targets(e.likelihood)),
             test=(x, y),
             likelihood=e.likelihood,
             estimator="ntk-4-1",

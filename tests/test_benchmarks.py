@@ -273,6 +273,19 @@ def test_posterior(monkeypatch, tmp_path, capsys):
     )
 
 
+def test_noise_models(monkeypatch, tmp_path, capsys):
+    script = load_script("noise_models", monkeypatch)
+    monkeypatch.setattr(script, "SIZES", (20,))
+    monkeypatch.setattr(script, "NUM_TEST", 10)
+    fit = partial(script.evigrad.fit, estimator="map", schedule=Schedule(epochs=1))
+    monkeypatch.setattr(script, "evigrad", SimpleNamespace(fit=fit))
+    script.main(["--seeds", "0", "1", "--results", str(tmp_path)])
+    runs = runs_of(tmp_path / "noise_models.csv")
+    assert len(runs) == 4
+    assert all(float(run["low_sigma"]) > 0 for run in runs.values())
+    assert "| 20 | natural-gaussian |" in capsys.readouterr().out
+
+
 @pytest.mark.long
 def test_tightness(monkeypatch, tmp_path, capsys):
     script = load_script("tightness", monkeypatch)

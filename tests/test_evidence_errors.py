@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from evigrad import Evidence, Memory
 from evigrad.blocks.anchors import Anchoring
 from evigrad.errors import ConfigurationError, EvigradError, InputError, MemoryBudgetError
+from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
 
@@ -56,6 +57,36 @@ def with_value(x: Tensor, value: float) -> Tensor:
     x = x.clone()
     x[1, 0] = value
     return x
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 0.5),
+        ("num_data", 2 * N),
+        ("root", "fisher"),
+        ("likelihood", Gaussian()),
+        ("prior", GaussianPrior()),
+        ("model", nn.Linear(2, 3)),
+        ("spec", "kfac-4-1"),
+        ("generator", torch.Generator()),
+        ("ranks", None),
+    ],
+)
+def test_what_an_evidence_was_made_with_cannot_be_replaced(name: str, value: Any) -> None:
+    # ``map_loss`` followed an assignment and ``estimate`` did not.
+    evidence = build("kfac-N-C")
+    before = evidence.estimate(X, Y), evidence.map_loss(X, Y), getattr(evidence, name)
+    with pytest.raises(ConfigurationError, match=f"{name} .*with_estimator"):
+        setattr(evidence, name, value)
+    assert (evidence.estimate(X, Y), evidence.map_loss(X, Y), getattr(evidence, name)) == before
+    assert evidence.with_estimator("kfac-N-C", temperature=0.5).temperature == 0.5
+
+
+def test_the_default_estimator_is_that_of_fit() -> None:
+    evidence = Evidence(network(), Categorical(), GaussianPrior(), num_data=N)
+    assert evidence.spec.name == DEFAULT_ESTIMATOR
+    assert evidence.estimate(next(iter(evidence.blocks((X, Y))))).num_data == N
 
 
 @pytest.mark.parametrize("method", ["estimate", "backward", "blocks", "map_loss"])

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, WeightedRandomSampler
 
 import evigrad
-from evigrad.errors import EvigradWarning, InputError
+from evigrad.errors import InputError
 from evigrad.inputs import Tree, as_inputs, called
 from evigrad.invariances import AdditiveNoise, Averaged
 from evigrad.likelihoods import Categorical
@@ -262,10 +262,15 @@ def test_fit_with_a_loader_and_its_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(*scales) and scales[0] != 0
 
 
-def test_other_samplers_are_ignored_with_a_word() -> None:
-    loader = DataLoader(Sentences(), sampler=WeightedRandomSampler([1.0] * N, 3))
-    with pytest.warns(EvigradWarning, match="WeightedRandomSampler of the DataLoader is ignored"):
+def test_samplers_that_omit_or_repeat_examples_are_refused() -> None:
+    loader = DataLoader(Sentences(), sampler=WeightedRandomSampler([1.0] * N, N))
+    with pytest.raises(InputError, match=f"N = {N} examples.*torch.utils.data.Subset"):
         evidence(reader()).blocks(loader)
+    with pytest.raises(InputError, match="WeightedRandomSampler"):
+        evidence(reader(), "ntk-N-C").estimate(loader)
+    again = DataLoader(Sentences(), sampler=RandomSampler(range(N), replacement=True))
+    with pytest.raises(InputError, match="RandomSampler of the DataLoader draws with replacement"):
+        evidence(reader(), "ntk-N-C").estimate(again)
 
 
 # ------------------------------------------------------------ what does not fit

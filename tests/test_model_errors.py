@@ -30,6 +30,17 @@ class Returns(nn.Module):
         return self.change(self.layer(x))
 
 
+class Applied(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
 class Unlike(Exception):
     """An exception that nobody else has."""
 
@@ -212,6 +223,28 @@ def test_lazy_modules(module: nn.Module) -> None:
     for call in (build, lambda model: fit(model, (X, Y), estimator="map", progress=False)):
         with pytest.raises(ConfigurationError, match=r"lazy: .* Run one batch first, model\(x\)"):
             call(module)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.BatchNorm1d(3, track_running_stats=False),
+        Applied(lambda f: nn.functional.batch_norm(f, None, None, training=True)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The model has normalisation")
+def test_batch_statistics(layer: nn.Module) -> None:
+    # It was PyTorch's "Expected more than 1 value per channel when training".
+    evidence = build(nn.Sequential(Returns(), layer))
+    before = evidence.generator.get_state()
+    for attempt in (
+        lambda: evidence.estimate(X[:4], Y[:4]),
+        lambda: evidence.estimate(X[:1], Y[:1]),
+        lambda: evidence.blocks((X, Y)),
+    ):
+        with pytest.raises(ConfigurationError, match="track_running_stats=True helps"):
+            attempt()
+    assert torch.equal(evidence.generator.get_state(), before)
 
 
 @pytest.mark.parametrize("verb", ["map_loss", "estimate", "backward", "collect"])

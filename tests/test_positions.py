@@ -292,6 +292,29 @@ def test_long_tables_are_not_formed(
             torch.testing.assert_close(one_value, other, rtol=1e-9, atol=1e-9)
 
 
+def test_kept_outputs_count_the_positions_of_one_data_set() -> None:
+    x, y = text()
+    other = y.flip(0)
+    one = evidence(tagger(), Categorical(), "ntk-8-rows-anchored", int((y >= 0).sum()))
+    one.blocks((x, y))
+    before = one.generator.get_state()
+    # The outputs that ``map_loss`` keeps were those of the data set that came last.
+    for attempt in (one.blocks, one.refresh_anchors):
+        with pytest.raises(InputError, match="at other positions"):
+            attempt((x.flip(0), other))
+    assert torch.equal(one.generator.get_state(), before)
+    one.with_estimator("ntk-8-rows-anchored").blocks((x.flip(0), other))
+    one.blocks((x, y.clone()))
+    kept: list[Tensor] = []
+    assert one._anchors is not None
+    one._anchors.note = lambda indices, f: kept.append(indices)
+    chosen = torch.tensor([3, 1])
+    one.map_loss(x[chosen], y[chosen], indices=chosen)
+    numbers = (y.flatten() >= 0).cumsum(0).view(y.shape) - 1
+    expected = torch.cat([numbers[n][y[n] >= 0] for n in chosen.tolist()])
+    assert torch.equal(kept[0], expected)
+
+
 def test_last_layer_sees_the_position_alone() -> None:
     x, y = text()
     model = tagger()
@@ -424,6 +447,70 @@ def test_description_and_kept_passes() -> None:
     assert one.estimate(kept).log_evidence == pytest.approx(one.estimate(block).log_evidence)
 
 
+# ------------------------------------------------------------ sequences without a target
+
+
+def with_empty(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The same data, and three sequences of which no target counts."""
+    others = torch.randint(WORDS, (3, LENGTH), generator=torch.Generator().manual_seed(2))
+    nothing = torch.full_like(others, -100)
+    parts = [(others[:1], nothing[:1]), (x[:2], y[:2]), (others[1:], nothing[1:]), (x[2:], y[2:])]
+    xs, ys = zip(*parts, strict=True)
+    return torch.cat(xs), torch.cat(ys)
+
+
+@pytest.mark.parametrize("estimator", ["ntk-6-1", "ntk-8-rows-anchored", "kfac-N-C"])
+def test_sequences_without_a_target_count_nothing(estimator: str) -> None:
+    x, y = text()
+    model, count = tagger(), int((y != -100).sum())
+    one, other = (evidence(model, Categorical(), estimator, count) for _ in range(2))
+    assert_same(one, with_empty(x, y), other, (x, y))
+    found = evaluate(model, Categorical(), with_empty(x, y), batch_size=1)
+    assert found == pytest.approx(evaluate(model, Categorical(), (x, y)))
+    posteriors = [
+        each.posterior(data, structure="kfac")(x)
+        for each, data in ((one, with_empty(x, y)), (other, (x, y)))
+    ]
+    torch.testing.assert_close(posteriors[0].covariance, posteriors[1].covariance)
+
+
+def test_batches_without_a_target_count_nothing() -> None:
+    x, y = text()
+    nothing = torch.full_like(y, -100)
+    model, count = tagger(), int((y != -100).sum())
+    one = evidence(model, Categorical(), "kfac-N-C", count)
+    batches = [(x[:2], nothing[:2]), (x[:3], y[:3]), (x[3:], y[3:]), (x[:1], nothing[:1])]
+    expected = results(one, [(x, y)])
+    for a, b in zip(results(one, batches), expected, strict=True):
+        torch.testing.assert_close(a, b)
+    loss = one.map_loss(x, nothing)
+    loss.backward()
+    assert loss.item() == 0
+    assert all(not w.grad.any() for w in one.weights().values() if w.grad is not None)
+    assert one.posterior((x, y), structure="kfac")(x).log_prob(nothing).isnan().all()
+
+
+def test_fit_where_sequences_have_no_target() -> None:
+    """Batches of two, some of which have no target at all."""
+    x, y = with_empty(*text())
+    y[4:6] = -100
+    schedule = evigrad.Schedule(epochs=3, batch_size=2, burn_in=1, every=1, steps=1)
+    for seed in range(8):
+        fitted = evigrad.fit(
+            tagger().float(),
+            (x, y),
+            estimator="ntk-4-1",
+            schedule=schedule,
+            test=(x, y),
+            seed=seed,
+            progress=False,
+        )
+        assert fitted.evidence.num_data == int((y != -100).sum())
+        for row in fitted.history:
+            assert row["loss"] is not None
+            assert row["loss"] > 0.1
+
+
 # ------------------------------------------------------------ more rows than can be listed
 
 
@@ -493,9 +580,15 @@ def test_target_out_of_range() -> None:
 def test_no_target() -> None:
     x, y = text()
     one = evidence(tagger(), Categorical(), "ntk-6-1", 13)
-    for action in (one.map_loss, one.estimate, lambda x, y: one.blocks((x, y))):
+    nothing = torch.full_like(y, -100)
+    for action in (
+        one.estimate,
+        lambda x, y: one.blocks((x, y)),
+        lambda x, y: evaluate(tagger(), Categorical(), (x, y)),
+        lambda x, y: evigrad.fit(tagger().float(), (x, y), progress=False),
+    ):
         with pytest.raises(InputError, match="No target counts"):
-            action(x, torch.full_like(y, -100))
+            action(x, nothing)
 
 
 def test_a_subset_of_unknown_size() -> None:

@@ -29,7 +29,7 @@ from sklearn.model_selection import GridSearchCV, cross_val_score  # noqa: E402
 from sklearn.pipeline import make_pipeline  # noqa: E402
 from sklearn.utils.estimator_checks import parametrize_with_checks  # noqa: E402
 
-from evigrad.errors import ConfigurationError, InputError  # noqa: E402
+from evigrad.errors import ConfigurationError, EvigradWarning, InputError  # noqa: E402
 from evigrad.sklearn import EvidenceClassifier, EvidenceRegressor  # noqa: E402
 
 # As short as it can be: what is learned is not the point.
@@ -43,6 +43,7 @@ SHORT: dict[str, Any] = {
 NOISE = 100.0
 
 
+@pytest.mark.filterwarnings("ignore:Column 0 of the targets has only two values")
 @parametrize_with_checks([EvidenceRegressor(**SHORT), EvidenceClassifier(**SHORT)])
 def test_the_contract_of_scikit_learn(estimator: Any, check: Any) -> None:
     check(estimator)
@@ -174,6 +175,7 @@ def test_the_order_of_the_rows_does_not_matter() -> None:
     np.testing.assert_array_equal(one.predict(X), other.predict(X))
 
 
+@pytest.mark.filterwarnings("ignore:Column 0 of the targets has only two values")
 def test_weights_that_are_no_whole_numbers() -> None:
     """Of two values at each place the weighted mean is fitted, and the noise is that about it."""
     X = np.repeat(np.linspace(-1, 1, 40), 2)[:, None]
@@ -246,11 +248,11 @@ def test_tables_that_do_not_fit_are_refused_in_words() -> None:
     dates = X.assign(day=pandas.Timestamp("2026-01-01"))
     names = X.assign(name=[f"name {n}" for n in range(30)])
     for wrong, words in (
-        (lambda: fit(dates, y), r"Column 'day' is of dtype datetime64.*: make numbers"),
+        (lambda: fit(dates, y), "Column 'day' holds dates and not numbers: make numbers"),
         (lambda: fit(pandas.concat([names.assign(name=names.name + str(n)) for n in range(4)]),
-                     np.tile(y, 4)), "Column 'name' holds 120 different values"),
-        (lambda: fit(X.assign(length=np.nan), y), "Input X contains NaN"),
-        (lambda: fit(X.to_numpy(), y), "could not convert string to float"),
+                     np.tile(y, 4)), "Column 'name' holds 120 different texts"),
+        (lambda: fit(X.assign(length=np.nan), y), "'length' lacks 30 of 30 .*SimpleImputer"),
+        (lambda: fit(X.to_numpy(), y), r"array with texts, as '\w+' in column 2 .*set_output"),
         (lambda: fitted.predict(X.iloc[:, :3]), "feature names should match"),
         (lambda: fitted.predict(np.zeros((2, 4))), "give a DataFrame"),
         (lambda: fitted.predict(X.assign(length="long")), "Column 'length' held numbers"),
@@ -261,7 +263,92 @@ def test_tables_that_do_not_fit_are_refused_in_words() -> None:
             wrong()
 
 
+def cells(*values: Any) -> Any:
+    """A column of objects, 30 of them."""
+    return pandas.Series((list(values) * 30)[:30], dtype=object)
+
+
+def test_all_problems_of_a_frame_are_told_at_once() -> None:
+    X, y = table(30)
+    strange = X.assign(
+        lists=cells([1], [2]),
+        mixed=cells(True, 1),
+        day=pandas.Timestamp("2026-01-01"),
+        marks=cells("1", "2", "?"),
+        holes=cells(1.5, None),
+    )
+    with pytest.raises(InputError) as error:
+        EvidenceRegressor(**SHORT).fit(strange, y)
+    words = str(error.value)
+    assert words.startswith("The table has 5 problems.")
+    for problem in (
+        "Column 'lists' holds values of type list",
+        "Column 'mixed' mixes yes/no, as True, and numbers, as 1",
+        "Column 'day' holds dates",
+        "Column 'marks' holds numbers, but also '?'",
+        "Column 'holes' lacks 15 of 30 values (NaN): fill them in (in Python with sklearn.impute",
+    ):
+        assert problem in words
+    fitted = EvidenceRegressor(**SHORT).fit(X, y)
+    with pytest.raises(InputError, match="2 problems.*'length' lacks.*'word' holds values of type"):
+        fitted.predict(X.assign(length=np.nan, word=cells([1])))
+    array = np.array([[1.0, np.nan], [np.inf, 2.0]] * 15)
+    with pytest.raises(InputError, match="2 problems.*Column 0 holds .*inf.*Column 1 lacks 15"):
+        EvidenceRegressor(**SHORT).fit(array, y)
+
+
+@pytest.mark.parametrize(
+    ("y", "words"),
+    [
+        (cells("a", None), "y lacks 15 of 30 targets"),
+        (cells(True, 1), "y mixes yes/no, as True, and numbers, as 1"),
+        (cells("1", 1), "y mixes text, as '1', and numbers, as 1"),
+        (cells((1,), (2,)), "y holds tuple"),
+        (np.linspace(0.5, 1, 30), "y holds fractions, as 0.5.*Use EvidenceRegressor"),
+    ],
+)
+def test_labels_that_are_none(y: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        EvidenceClassifier(**SHORT).fit(np.arange(60.0).reshape(30, 2), y)
+
+
+@pytest.mark.parametrize(
+    ("y", "words"),
+    [
+        (cells(1.0, None), "y lacks 15 of 30 targets"),
+        (cells("low", "high"), "y holds text, as 'low'. Targets are numbers"),
+    ],
+)
+def test_targets_that_are_no_numbers(y: Any, words: str) -> None:
+    for form in (y, y.to_numpy()):
+        with pytest.raises(InputError, match=words):
+            EvidenceRegressor(**SHORT).fit(np.arange(60.0).reshape(30, 2), form)
+
+
+def test_columns_that_are_the_same_in_all_rows_are_left_out() -> None:
+    X, y = table(30)
+    with pytest.warns(EvigradWarning, match="left out of the features.*: land, year"):
+        fitted = EvidenceRegressor(**SHORT).fit(X.assign(land="CH", year=2026), y)
+    assert fitted.relevance_[-2:].tolist() == [0.0, 0.0]
+    expected = fitted.predict(X.assign(land="CH", year=2026))
+    np.testing.assert_array_equal(fitted.predict(X.assign(land="CH", year=1)), expected)
+    with pytest.raises(InputError, match=r"All columns of X are the same .*30 rows"):
+        EvidenceRegressor(**SHORT).fit(np.ones((30, 2)), y)
+
+
 # ---------------------------------------------------------------- the rest of the face
+
+
+def test_parameters_that_an_estimator_lacks() -> None:
+    estimator = EvidenceClassifier()
+    builds: list[Any] = [EvidenceClassifier, estimator.set_params]
+    for build in builds:
+        with pytest.raises(ConfigurationError, match="no class_weight.*sample_weight=") as error:
+            build(class_weight="balanced")
+        assert isinstance(error.value, TypeError) and isinstance(error.value, ValueError)
+        with pytest.raises(ConfigurationError, match="'epoch'.*Did you mean 'epochs'"):
+            build(epoch=3)
+    assert estimator.get_params() == EvidenceClassifier().get_params()
 
 
 @pytest.mark.parametrize("keep", [copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))])
@@ -274,6 +361,22 @@ def test_a_kept_estimator_predicts_the_same(keep: Any) -> None:
     ):
         np.testing.assert_array_equal(one, other)
     assert again.fit(X, y).noise_ == fitted.noise_
+
+
+def test_a_wide_table_has_eigenvectors_of_its_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = np.random.RandomState(0)
+    X = draw.randn(10, 200)
+    y = X[:, 0] + 0.1 * draw.randn(10)
+    fitted = EvidenceRegressor(**SHORT).fit(X, y)
+    again, copied = pickle.loads(pickle.dumps(fitted)), copy.deepcopy(fitted)
+    _, std = fitted.predict(X, return_std=True)
+    kept = pickle.dumps(fitted)
+    assert len(kept) < len(pickle.dumps(again)) - 8 * 200 * 150  # without the sums, 200 x 200
+    for same in (again, copied, pickle.loads(kept)):
+        np.testing.assert_array_equal(same.predict(X, return_std=True)[1], std)
+    monkeypatch.setattr("evigrad.curvature.linalg.LOW_RANK_SHARE", 0.0)
+    _, expected = EvidenceRegressor(**SHORT).fit(X, y).predict(X, return_std=True)
+    np.testing.assert_allclose(std, expected, rtol=1e-10)
 
 
 def test_a_classifier_of_words() -> None:

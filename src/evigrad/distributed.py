@@ -148,9 +148,9 @@ class Ranks:
         file = BytesIO()
         if self.is_first:
             torch.save(value, file)
-        length = torch.tensor(file.tell())
+        length = torch.tensor(file.tell(), device="cpu")
         self.share([length])
-        content = torch.zeros(int(length), dtype=torch.uint8)
+        content = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
         if self.is_first:
             content.copy_(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
         self.share([content])
@@ -200,7 +200,7 @@ class Ranks:
         own = [_digest(value) for value in alike.values()]
         if len(set(self._exchange(b"", _digest(own)))) == 1:
             return
-        found = torch.stack(self.gather(torch.tensor(own)))
+        found = torch.stack(self.gather(torch.tensor(own, device="cpu")))
         names = [n for n, same in zip(alike, (found == found[0]).all(0), strict=True) if not same]
         raise ConfigurationError(
             f"The {self.count} ranks differ in the {', '.join(names)}: all have to make"
@@ -212,7 +212,9 @@ class Ranks:
         seen = torch.tensor([len(text), number], device=self._place)
         lengths, numbers = torch.stack(self._gathered(seen)).mT.tolist()
         if any(lengths):
-            padded = torch.tensor(list(text.ljust(max(lengths), b" ")), dtype=torch.uint8)
+            padded = torch.tensor(
+                list(text.ljust(max(lengths), b" ")), dtype=torch.uint8, device="cpu"
+            )
             texts = self._gathered(padded.to(self._place))
             if not text:
                 raise RankError(

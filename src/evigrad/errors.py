@@ -44,7 +44,19 @@ class ConfigurationError(EvigradError, ValueError):
 
 
 class MemoryBudgetError(EvigradError, MemoryError):
-    """A structure whose predicted memory exceeds what is free."""
+    """A structure whose predicted memory exceeds what is free.
+
+    Args:
+        need: What takes how much, and what is free.
+        cheaper: What to take instead. It ends the message.
+
+    Attributes:
+        need: As given, for a caller that knows other ways out.
+    """
+
+    def __init__(self, need: str, cheaper: str = "") -> None:
+        super().__init__(f"{need} {cheaper}".rstrip())
+        self.need = need
 
 
 class NotFiniteError(EvigradError, ArithmeticError):

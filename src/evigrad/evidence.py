@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from evigrad.engine.evaluation import (
     precisely,
 )
 from evigrad.engine.intake import CheckedSource, Data, resolve
-from evigrad.engine.kept import KeptPass, as_kept, check_keepable, checksums, contents
+from evigrad.engine.kept import KeptPass, as_kept, checksums, contents, not_keepable
 from evigrad.engine.memory import MicroBatches
 from evigrad.engine.parameters import (
     check_unchanged,
@@ -43,12 +44,13 @@ from evigrad.engine.parameters import (
     select,
     trainable,
 )
-from evigrad.engine.passes import BlockPass
+from evigrad.engine.passes import BlockPass, predicted_bytes
 from evigrad.engine.problem import ParameterReport, Plans, Problem, parameter_reports
 from evigrad.engine.settings import Memory, Settings
 from evigrad.engine.two_passes import FirstPass, first_pass
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError
-from evigrad.estimators import EstimatorSpec
+from evigrad.estimators import DEFAULT_ESTIMATOR, EstimatorSpec
+from evigrad.inputs import with_bare_names
 from evigrad.jacobians import NO_DERIVATIVE, model_outputs
 from evigrad.jacobians.modes import TURN, warn_of_normalisation
 from evigrad.likelihoods import Likelihood
@@ -76,7 +78,7 @@ class Evidence:
         likelihood: Likelihood,
         prior: GaussianPrior,
         *,
-        estimator: str,
+        estimator: str = DEFAULT_ESTIMATOR,
         num_data: int,
         hyperparameters: Sequence[str] = (),
         root: str | None = None,
@@ -95,7 +97,8 @@ class Evidence:
                 to (m, …, C) with a target at each position, which then is a datum of its own.
             likelihood: Log density of the targets given the outputs.
             prior: Gaussian prior, bound here to the weights.
-            estimator: Name of the estimator, as ``ntk-100-1`` or ``kfac-N-C``.
+            estimator: Name of the estimator, such as ``ntk-100-1`` or ``kfac-N-C``. Default:
+                ``ntk-400-rows-anchored``, the default of ``fit``.
             num_data: N, the number of training data; of positions with a target.
             hyperparameters: Names, or prefixes of names, of the model's parameters that are learned
                 on the evidence instead of the training loss.
@@ -127,22 +130,18 @@ class Evidence:
         check_type("estimator", estimator, str, "a name, as 'ntk-100-1'")
         if memory is not None:
             check_type("memory", memory, Memory, "a Memory, as Memory(micro_batch='auto')")
-        self.spec = EstimatorSpec.parse(estimator)
+        spec = EstimatorSpec.parse(estimator)
         settings = Settings(
-            spec=self.spec,
+            spec=spec,
             num_data=num_data,
-            root=self.spec.default_root if root is None else root,
+            root=spec.default_root if root is None else root,
             sharing=sharing,
             parameter_partition=parameter_partition,
             temperature=temperature,
             anchoring=anchoring,
             **(memory or Memory()).resolved(),
         )
-        self.root, self.num_data = settings.root, int(num_data)
-        self.temperature = float(temperature)
-        self.model, self.likelihood, self.prior = model, likelihood, prior
-        self.generator = as_generator(generator)
-        self.ranks = Ranks(process_group)
+        ranks = Ranks(process_group)
         self._model_hyperparameters = select(model, hyperparameters)
         self._weights = trainable(model, excluded=self._model_hyperparameters)
         partition_names(list(self._weights), parameter_partition)
@@ -156,22 +155,22 @@ class Evidence:
             likelihood,
             prior,
             settings,
-            self.generator,
+            as_generator(generator),
             Plans(model, self._weights, likelihood, prior, settings),
             MicroBatches(settings.micro_batch, settings.memory_budget),
-            self.ranks,
+            ranks,
         )
         self._begin_together()
         warn_of_normalisation(model)
         warn_of_averaged(model, self._weights)
         self._decay = DecayWatch(self._weights.values())
-        self._positions: PositionSource | None = None  # of the latest data with positions
+        self._positions: PositionSource | None = None  # which anchors and kept outputs count
         self._anchors = None
-        if self.spec.anchored:
+        if spec.anchored:
             self._anchors = AnchorSelection(
                 anchoring or Anchoring(),
                 settings.num_data,
-                self.spec.subset or 0,
+                spec.subset or 0,
                 settings.root,
                 likelihood,
                 self._problem.plans.last_layer,
@@ -197,6 +196,70 @@ class Evidence:
         state = self.generator.get_state()
         self.ranks.share([state])
         self.generator.set_state(state)
+
+    # ------------------------------------------------------------ what it was made with
+
+    # One home for each fact, or ``map_loss`` would follow an assignment and ``estimate`` would not.
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self._problem.model
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood of the targets."""
+        return self._problem.likelihood
+
+    @property
+    def prior(self) -> GaussianPrior:
+        """The prior, bound to the weights."""
+        return self._problem.prior
+
+    @property
+    def spec(self) -> EstimatorSpec:
+        """The parts of the estimator's name."""
+        return self._problem.settings.spec
+
+    @property
+    def num_data(self) -> int:
+        """N, the number of training examples."""
+        return int(self._problem.settings.num_data)
+
+    @property
+    def temperature(self) -> float:
+        """T of the likelihood p^(1/T)."""
+        return float(self._problem.settings.temperature)
+
+    @property
+    def root(self) -> str:
+        """How the curvature of an example is split into rows."""
+        return self._problem.settings.root
+
+    @property
+    def generator(self) -> torch.Generator:
+        """The source of every random choice."""
+        return self._problem.generator
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that share the work."""
+        return self._problem.ranks
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a private attribute, and refuse to replace what the evidence was made with.
+
+        Raises:
+            ConfigurationError: If it is a public attribute.
+        """
+        if isinstance(getattr(type(self), name, None), property):
+            received = repr(value) if isinstance(value, str | Real) else type(value).__name__
+            raise ConfigurationError(
+                f"{name} of an evidence cannot be replaced, here by {received}. Make a new"
+                " Evidence. evidence.with_estimator(...) makes one of the same model with another"
+                " estimator, prior, likelihood or temperature."
+            )
+        super().__setattr__(name, value)
 
     # ------------------------------------------------------------ what there is to learn
 
@@ -237,13 +300,14 @@ class Evidence:
             y: Targets in the likelihood's form.
             wrt: Hyperparameters to learn on the training loss, by names or prefixes as for
                 ``backward``. The evidence needs none; Augerino learns its invariances so.
-            indices: Positions (m,) of the data in the data set. An anchored estimator keeps their
-                outputs, and then needs no pass of its own to choose anchors.
+            indices: Places (m,) of the examples in the data set that ``blocks`` gets. An anchored
+                estimator keeps their outputs, and then needs no pass of its own to choose anchors.
+                Outputs at positions are kept if ``blocks`` has got the data set before.
             optimizer: As for ``add_weight_decay``: no decay is larger than 1/lr.
             scale: A factor of the loss that its gradients are taken of.
 
         Returns:
-            The scalar loss.
+            The scalar loss. It is 0 if outputs (m, …, C) have no target that counts.
 
         Raises:
             InputError: If inputs, outputs and targets do not fit, or the outputs have no derivative
@@ -257,6 +321,8 @@ class Evidence:
                 raise InputError(NO_DERIVATIVE)
             has_positions = f.dim() > 2
             f, y = flattened(self.likelihood, f, y)
+            if not len(f):
+                return f.sum()  # 0, with a graph
             log_prob = log_probabilities(self.likelihood, f, y, alone=False)
         if has_positions and indices is not None:
             indices = None if self._positions is None else self._positions.of_data(indices)
@@ -409,11 +475,12 @@ class Evidence:
                 the targets.
             InputError: If ``data`` does not hold N data, or they do not fit the model and the
                 likelihood. Targets in memory are all checked here, other data as they are read.
+                With anchors also if targets are at other positions than in an earlier data set.
         """
         with self.ranks.together():
             source = CheckedSource(self._problem, data)
-            self._positions = source.positions
             if self._anchors is not None:
+                self._count_positions(source)
                 return self._anchors.stream(source)
             splits = self._problem.splits(source.plan)
             return BlockStream(source.plan.partition, source, self.generator, self.ranks, splits)
@@ -448,7 +515,8 @@ class Evidence:
             self._check_weights()
             block_pass = resolve(self._problem, x, y)
             with held_constant(others):
-                check_keepable(self._problem, block_pass.plan, list(changing))
+                if reason := not_keepable(self._problem, block_pass.plan, list(changing)):
+                    raise ConfigurationError(reason)
                 # The trial finds rounding under this prior now; every step would meet it.
                 kept = precisely(block_pass, lambda again: first_pass(again, use), trial=objective)
         return kept.following(self.hyperparameters(), changing)
@@ -464,10 +532,31 @@ class Evidence:
             ConfigurationError: If ``collect`` would; the text says why.
             InputError: If the inputs do not fit the model.
         """
+        if reason := self._not_kept(x, wrt):
+            raise ConfigurationError(reason)
+
+    def can_collect(self, x: Any, *, wrt: str | Sequence[str] | None = None) -> bool:
+        """Whether ``collect`` can keep a pass while these hyperparameters change.
+
+        Args:
+            x: Some inputs.
+            wrt: As for ``collect``.
+
+        Returns:
+            False if ``check_collect`` raises for the hyperparameters of ``wrt``.
+
+        Raises:
+            ConfigurationError: If ``wrt`` names no hyperparameter, or the model does not fit.
+            InputError: If the inputs do not fit the model.
+        """
+        return self._not_kept(x, wrt) is None
+
+    def _not_kept(self, x: Any, wrt: str | Sequence[str] | None) -> str | None:
+        """Return why a pass cannot follow the hyperparameters of ``wrt``; None if it can."""
         changing, others = divided(self.hyperparameters(), wrt)
         plan = self._problem.plan_of(x)
         with held_constant(others):
-            check_keepable(self._problem, plan, list(changing))
+            return not_keepable(self._problem, plan, list(changing))
 
     def shares_anchors(self, x: Any, draws: int) -> bool:
         """Whether several draws with the same anchors are cheaper in one kept pass.
@@ -567,7 +656,7 @@ class Evidence:
         with torch.no_grad(), self._problem.restored_on_error():
             if state is not None:
                 self._check_weights()
-                return load_posterior(self._problem, state)
+                return load_posterior(self._problem, with_bare_names(self.model, state))
             with self.ranks.together():
                 self._check_weights()
                 return make_posterior(self._problem, data, structure, rows)
@@ -643,7 +732,24 @@ class Evidence:
         if self._anchors is None:
             raise ConfigurationError(f"{self.spec.name} has no anchors.")
         with self.ranks.together():
-            return self._anchors.refresh(CheckedSource(self._problem, data)) / self.temperature
+            source = CheckedSource(self._problem, data)
+            self._count_positions(source)
+            return self._anchors.refresh(source) / self.temperature
+
+    def _count_positions(self, source: CheckedSource) -> None:
+        """Let anchors and outputs of ``map_loss`` count the positions of the first data set.
+
+        Raises:
+            InputError: If a later data set has its targets at other positions.
+        """
+        if self._positions is None:
+            self._positions = source.positions
+        elif source.positions is None or not self._positions.has_the_places_of(source.positions):
+            raise InputError(
+                "These examples have their targets at other positions than the data set that the"
+                f" anchors of {self.spec.name} were chosen from. Give the first data set again, in"
+                " its order, or make an evidence for these examples by with_estimator(...)."
+            )
 
     # ------------------------------------------------------------ telling and keeping
 
@@ -662,16 +768,21 @@ class Evidence:
         return parameter_reports(self._problem, x)
 
     def predicted_bytes(self, x: Any) -> int:
-        """Memory that a block's statistic and its log-determinant take, besides the passes.
+        """Memory that an estimate is predicted to take at once, without weights and data.
+
+        The statistic and its log-determinant follow a formula. The passes are measured on one and
+        on two examples. Gradients in hyperparameters of the model take more.
 
         Args:
-            x: Some inputs.
+            x: Some inputs, at least two. One batch if the estimator takes all data (``N``).
 
         Returns:
-            Bytes, by the formula behind ``MemoryBudgetError``.
+            Bytes of the larger of both.
         """
-        plan = self._problem.plan_of(x)
-        return plan.structure.predicted_bytes(plan.partition.block_rows)
+        x = check_inputs(x, self._problem.device)
+        plan = self._problem.plans.of(x)
+        with held_constant(self.hyperparameters().values()):
+            return predicted_bytes(self._problem, plan, x)
 
     def state_dict(self) -> dict[str, Any]:
         """State of prior, likelihood, generator and automatic choices; the model keeps its own."""
@@ -696,6 +807,8 @@ class Evidence:
             ConfigurationError: If it is the state of another estimator, or does not fit; nothing
                 changes then.
         """
+        # Of a model that is wrapped, as by torch.compile, names were those with the wrapper once.
+        state = with_bare_names(self.model, state)
         modules = {"prior": self.prior, "likelihood": self.likelihood}
         check_state(state, self.state_dict(), modules)
         self.prior.load_state_dict(state["prior"])

@@ -13,13 +13,25 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from evigrad.errors import ConfigurationError, InputError, raised_in
 
+DATA_MIX = (
+    "The model's output for a datum changes from call to call, or with the other data of"
+    " the batch, so that its Jacobian is not defined. Make sure that the forward pass is"
+    " deterministic in evaluation mode and that no layer mixes data (as a normalisation"
+    " with batch statistics does; track_running_stats=True helps)."
+)
+# PyTorch's words where a batch of one has no statistics.
+_BATCH_STATISTICS = "Expected more than 1 value per channel"
 # Numbers of other types travel through a model's inputs as float64, which holds these integers.
 _LARGEST_INTEGER = 2**53
 # Dimensions of outputs (m, …, C), at least.
 _WITH_POSITIONS = 3
+# Names of the model inside of a wrapper: of torch.compile, of the checkpointing of activations, and
+# of DataParallel and DistributedDataParallel.
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "module")
 # Where a module around a model has it.
 _MODEL = "_evigrad_model"
 
@@ -347,7 +359,9 @@ def called(model: nn.Module, x: Inputs) -> object:
 
 def _result(model: nn.Module, x: Tensor | Tree) -> Any:
     if isinstance(x, Tensor):
-        with raised_in(f"The model, given inputs of shape {tuple(x.shape)} and type {x.dtype},"):
+        with _raised_by(
+            model, f"The model, given inputs of shape {tuple(x.shape)} and type {x.dtype},"
+        ):
             return model(x.clone())
     positional, named = arguments(model, x.clone().value)
     words = ", ".join(
@@ -355,8 +369,20 @@ def _result(model: nn.Module, x: Tensor | Tree) -> Any:
     )
     how = "keyword arguments" if named else f"{len(positional)} positional arguments"
     how = "one argument" if len(positional) == 1 else how
-    with raised_in(f"The model, given {len(x)} data of {words} as {how},"):
+    with _raised_by(model, f"The model, given {len(x)} data of {words} as {how},"):
         return model(*positional, **named)
+
+
+@contextmanager
+def _raised_by(model: nn.Module, whose: str) -> Iterator[None]:
+    """``raised_in``, but a layer that needs several examples in evaluation mode mixes them."""
+    with raised_in(whose):
+        try:
+            yield
+        except ValueError as error:
+            if model.training or _BATCH_STATISTICS not in str(error):
+                raise
+            raise ConfigurationError(DATA_MIX) from error
 
 
 @contextmanager
@@ -475,6 +501,74 @@ def inside(module: Transparent) -> nn.Module:
     This is no attribute of the module: a submodule of the model may have any name.
     """
     return module.__dict__[_MODEL]
+
+
+def bare_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Names in a model without the parts that ``DataParallel`` and ``torch.compile`` add.
+
+    Args:
+        model: Any module, wrapped or with wrapped modules.
+        names: Names of its parameters, buffers or modules.
+
+    Returns:
+        The name of the same tensor or module in the model without wrappers, by its name.
+    """
+    # By their paths, as a user's own submodule may have the name ``module`` too.
+    wrapped = {
+        f"{path}.{part}" if path else part
+        for path, module in model.named_modules(remove_duplicate=False)
+        for part in _WRAPPED
+        if part in module._modules and (part != "module" or _is_parallel(module))
+    }
+
+    def bare(name: str) -> str:
+        parts = name.split(".")
+        paths = (".".join(parts[: end + 1]) for end in range(len(parts)))
+        return ".".join(
+            part for part, path in zip(parts, paths, strict=True) if path not in wrapped
+        )
+
+    return {name: bare(name) if wrapped else name for name in names}
+
+
+def _is_parallel(module: nn.Module) -> bool:
+    while isinstance(module, Transparent):
+        module = inside(module)
+    return isinstance(module, DataParallel | DistributedDataParallel)
+
+
+def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
+    """The parameters of a model by their ``bare_names``; shared ones once, or under each name."""
+    named = dict(model.named_parameters(remove_duplicate=remove_duplicate))
+    bare = bare_names(model, named)
+    return {bare[name]: parameter for name, parameter in named.items()}
+
+
+def with_bare_names(model: nn.Module, state: Any) -> Any:
+    """A state, in which names of a wrapped model's tensors are replaced by their ``bare_names``.
+
+    Args:
+        model: The model.
+        state: Dictionaries, lists, tuples and whatever they hold.
+
+    Returns:
+        The same containers with other keys and texts; the state itself if nothing is wrapped.
+    """
+    buffers = (name for name, _ in model.named_buffers(remove_duplicate=False))
+    names = bare_names(model, [*model.state_dict(), *buffers])
+    if all(name == bare for name, bare in names.items()):
+        return state
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, str):
+            return names.get(value, value)
+        if isinstance(value, Mapping):
+            return {renamed(key): renamed(part) for key, part in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(map(renamed, value))
+        return value
+
+    return renamed(state)
 
 
 class Outputs(Transparent):

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from evigrad.blocks.anchors import Anchoring
+from evigrad.blocks.samplers import check_sampler
 from evigrad.engine.settings import Memory
 from evigrad.errors import ConfigurationError, nearest, require
 from evigrad.estimators import DEFAULT_ESTIMATOR
@@ -240,5 +241,6 @@ class EvidenceCallback(pl.Callback):
             )
         in_memory = isinstance(loader.dataset, TensorDataset) and len(loader.dataset.tensors) == 2
         if in_memory and loader.collate_fn is default_collate and self._split is as_pair:
+            check_sampler(loader)
             return loader.dataset
         return loader_of_pairs(loader, self._split)

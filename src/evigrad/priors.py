@@ -133,8 +133,10 @@ class GaussianPrior(nn.Module):
         # Where some groups are fixed: log precisions of all (stale for the learned ones, which
         # ``log_precision`` has), and the positions of the learned. A state has one log precision
         # for each group, whatever is learned.
-        self.register_buffer("_all_groups", torch.empty(0), persistent=False)
-        self.register_buffer("_learned_index", torch.empty(0, dtype=torch.long), persistent=False)
+        self.register_buffer("_all_groups", torch.empty(0, device="cpu"), persistent=False)
+        self.register_buffer(
+            "_learned_index", torch.empty(0, dtype=torch.long, device="cpu"), persistent=False
+        )
         # The means that are not zero, one behind the other, of the weights in ``_mean_of``.
         self.register_buffer("_means", None)
         self._mean_of: list[str] = []
@@ -204,8 +206,10 @@ class GaussianPrior(nn.Module):
         precision = self._precision
         count = len(names) or sum(shape.numel() for shape in shapes.values())
         if not isinstance(precision, dict):
-            return torch.full((count,), math.log(precision), dtype=torch.float64)
-        return torch.tensor([math.log(precision[n]) for n in names], dtype=torch.float64)
+            return torch.full((count,), math.log(precision), dtype=torch.float64, device="cpu")
+        return torch.tensor(
+            [math.log(precision[n]) for n in names], dtype=torch.float64, device="cpu"
+        )
 
     def _check_groups(self, names: Sequence[str]) -> None:
         """Refuse settings by group that name others than the prior's."""

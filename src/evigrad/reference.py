@@ -115,7 +115,11 @@ def kept_curvature(
     """
     if columns is None:
         return curvature
-    listed = (columns[..., None] == torch.arange(curvature.shape[1])).any(1).to(curvature)
+    listed = (
+        (columns[..., None] == torch.arange(curvature.shape[1], device=curvature.device))
+        .any(1)
+        .to(curvature)
+    )
     if root is None:
         return listed[:, :, None] * curvature * listed[:, None, :]
     kept = root * listed[:, None, :]
@@ -133,14 +137,17 @@ def ggn(jac: Float[Tensor, "N C P"], kept: Float[Tensor, "N C C"]) -> Float[Tens
 def log_det(
     h: Float[Tensor, "P P"],
     precision: Float[Tensor, " P"],
-    partition: Sequence[Int[Tensor, " p"]] | None = None,
+    partition: Sequence[Int[Tensor, " _"]] | None = None,
 ) -> Float[Tensor, ""]:
     """Return log|I + H_𝒫 P0⁻¹|, with H restricted to the blocks of a partition 𝒫 (Eq. 8).
 
     By default 𝒫 has one block. Theorem 1: a finer partition has a larger log-determinant.
     """
-    matrix = torch.eye(len(h), dtype=h.dtype) + h / precision.sqrt() / precision.sqrt()[:, None]
-    blocks = [torch.arange(len(h))] if partition is None else partition
+    matrix = (
+        torch.eye(len(h), dtype=h.dtype, device=h.device)
+        + h / precision.sqrt() / precision.sqrt()[:, None]
+    )
+    blocks = [torch.arange(len(h), device=h.device)] if partition is None else partition
     return torch.stack([torch.linalg.slogdet(matrix[b][:, b])[1] for b in blocks]).sum()
 
 
@@ -157,15 +164,15 @@ def kernel_log_det(
     num_rows = jac.shape[0] * jac.shape[1]
     rows = jac.reshape(num_rows, -1)
     kernel = (rows / precision) @ rows.T @ torch.block_diag(*kept)
-    return torch.linalg.slogdet(torch.eye(num_rows, dtype=jac.dtype) + kernel)[1]
+    return torch.linalg.slogdet(torch.eye(num_rows, dtype=jac.dtype, device=jac.device) + kernel)[1]
 
 
 def parameter_partition(
     structure: str, weights: Mapping[str, Tensor], groups: ParameterPartition = "tensor"
-) -> list[Int[Tensor, " p"]]:
+) -> list[Int[Tensor, " _"]]:
     """Return the partition 𝒫 of 0 … P − 1 that a structure other than ``kfac`` stands for."""
     sizes = [w.numel() for w in weights.values()]
-    every = torch.arange(sum(sizes))
+    every = torch.arange(sum(sizes), device="cpu")
     if structure in ("ntk", "full"):
         return [every]
     if structure == "diag":

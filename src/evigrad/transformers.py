@@ -253,6 +253,8 @@ def _compare_losses(
     batch = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in batch.items()}
     x, y = split(batch)
     f, y = flattened(evidence.likelihood, probe_outputs(model, as_inputs(x)), y)
+    if not len(f):
+        return
     expected = -log_probabilities(evidence.likelihood, f, y).mean().item()
 
     def differs(loss: Any) -> bool:
@@ -273,7 +275,9 @@ def _compare_losses(
         elif accumulation > 1 and _accepts_count(model):
             # The trainer leaves it to such a model to divide by the data of accumulated batches.
             found = getattr(
-                model(**batch, num_items_in_batch=torch.tensor(2 * len(y))), "loss", None
+                model(**batch, num_items_in_batch=torch.tensor(2 * len(y), device="cpu")),
+                "loss",
+                None,
             )
             expected /= 2
             if differs(found):

@@ -38,8 +38,13 @@ def tensors(num_data=N):
         [(torch.full((2,), float(n)), n * n) for n in range(N)],
         [(np.full(2, n, dtype=np.float32), np.int64(n * n)) for n in range(N)],
         as_source(tensors()),
+        tuple(part.numpy() for part in tensors()),
+        [part.double().numpy() if n == 0 else part.numpy() for n, part in enumerate(tensors())],
     ],
-    ids=["tuple", "list", "TensorDataset", "Dataset", "Subset", "pairs", "arrays", "Source"],
+    ids=[
+        *("tuple", "list", "TensorDataset", "Dataset", "Subset", "pairs", "arrays", "Source"),
+        *("pair of arrays", "doubles"),
+    ],
 )
 def test_sources_agree(data):
     source = as_source(data)
@@ -85,7 +90,9 @@ class Endless(IterableDataset):
         ((torch.zeros(3, 1), torch.tensor(1.0)), "a scalar has none"),
         ((torch.zeros(3),), "not (Tensor)"),
         ((torch.zeros(3), torch.zeros(3), torch.zeros(3)), "not (Tensor, Tensor, Tensor)"),
-        ((np.zeros((3, 1)), np.zeros(3)), "not (ndarray, ndarray)"),
+        ((np.zeros((3, 1)), np.array(["a", "b", "c"])), "not (Tensor, ndarray)"),
+        ((torch.zeros(3, 1), (torch.zeros(3), torch.zeros(3))), "a tuple of 2 tensors"),
+        ([(torch.zeros(2), {"a": torch.zeros(1), "b": torch.zeros(1)})], "a dict of 2 tensors"),
         (TensorDataset(torch.zeros(3, 1)), "not (Tensor)"),
         (torch.zeros(3, 2), "not a Tensor"),
         ({"x": torch.zeros(3), "y": torch.zeros(3)}, "not a dict"),

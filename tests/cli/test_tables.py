@@ -76,6 +76,15 @@ def test_training_on_a_table(houses, tmp_path, capsys, suffix, target, options, 
     assert "nothing left to do" in capsys.readouterr().err
 
 
+def test_columns_by_options(houses, tmp_path):
+    run = tmp_path / "run"
+    given = ["train", "--data", str(houses / "houses.csv"), "--target", "price", *SHORT]
+    given += ["--drop", "town", "--categorical", "stars", "--run-dir", str(run)]
+    assert main(given) == 0
+    configuration = (run / "config.yaml").read_text()
+    assert "drop: town" in configuration and "categorical: stars" in configuration
+
+
 def test_counts_keep_their_units(houses, tmp_path, capsys):
     given = ["train", "--data", str(houses / "houses.csv"), "--target", "stars", *SHORT]
     assert main([*given, "--likelihood", "poisson", "--run-dir", str(tmp_path / "run")]) == 0
@@ -93,6 +102,9 @@ def test_mistakes_in_the_target(houses, capsys):
         (["--data", file, "--target", "prise"], "Did you mean 'price'?"),
         (["--data", file, "--target", "price", "--model", "digitsnet"], "takes images"),
         (["--data", "digits", "--target", "price"], "only tables"),
+        (["--data", "digits", "--drop", "price"], "only tables"),
+        (["--data", file, "--target", "price", "--drop", "twon"], "Did you mean 'town'?"),
+        (["--data", file, "--target", "price", "--categorical", "price"], "is the target"),
     ):
         assert main(["train", *given]) == 2
         assert words in " ".join(capsys.readouterr().err.split())

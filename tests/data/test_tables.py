@@ -101,7 +101,7 @@ def without(name: str) -> dict[str, np.ndarray]:
     ("table", "metadata", "words"),
     [
         (columns(), METADATA | {"features": "heigth"}, "Did you mean 'height'"),
-        (columns() | {"width": np.full(10, np.nan)}, METADATA, "'width' holds values"),
+        (columns() | {"width": np.full(10, np.nan)}, METADATA, "'width' lacks 10 of 10 values"),
         (columns() | {"test_00": np.ones(10, bool)}, METADATA, "'test_00' must be boolean"),
         (columns() | {"test_00": np.zeros(10, bool)}, METADATA, "'test_00' must be boolean"),
         (columns() | {"test_00": np.arange(10)}, METADATA, "'test_00' must be boolean"),
@@ -217,7 +217,8 @@ def test_the_random_split_is_that_of_the_seed(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"area": [None] * 3 + [1.5] * 47}, "'area' lacks 3 of 50 values"),
-        ({"town": [None] + ["Bern"] * 49}, "'town' lacks 1 of 50 values"),
+        ({"garden": [None] + [True, False] * 25}, "'garden' lacks 1 of 51 values"),
+        ({"area": [None] * 3 + [1.5] * 47}, "SimpleImputer.*--drop NAME"),
         ({"town": [f"street {n}" for n in range(150)]}, "'town' holds 150 different texts"),
         ({"price": [None] + [1.5] * 49}, "'price' lacks 1 of 50 values"),
         ({"area": [datetime.date(2020, 1, 1)] * 50}, "'area' holds dates and not numbers"),
@@ -235,6 +236,49 @@ def test_columns_that_cannot_be_used(
     file = save(tmp_path / f"houses.{suffix}", table)
     with pytest.raises(InputError, match=words):
         load(str(file), target="price")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_all_problems_are_told_at_once(tmp_path: Path, suffix: str) -> None:
+    changes = {
+        "area": [None] * 3 + [1.5] * 147,
+        "town": [f"street {n}" for n in range(150)],
+        "built": [datetime.date(2020, 1, 1)] * 150,
+        "price": ["1.5", "2.5", "?"] * 50,
+    }
+    file = save(tmp_path / f"houses.{suffix}", houses(150) | changes)
+    words = r"has 4 problems.*'area' lacks 3.*'town' holds 150.*'built' holds dates.*'price' holds"
+    with pytest.raises(InputError, match=words):
+        load(str(file), target="price", likelihood="gaussian")
+    without = {"target": "rooms", "drop": ["area", "built"], "features": None}
+    with pytest.raises(InputError, match="'town' holds 150"):
+        load(str(file), **without)
+    assert load(str(file), target="rooms", features="garden").input_shape == (1,)
+
+
+@pytest.mark.filterwarnings("ignore:.*country:evigrad.errors.EvigradWarning")
+def test_columns_that_are_chosen(tmp_path: Path) -> None:
+    table = houses() | {"town": [None, "Bern", "Chur", "Genf", "Bern"] * 10}
+    file = str(save(tmp_path / "houses.csv", table))
+
+    def width(**columns: Any) -> int:
+        return load(file, target="price", **columns).input_shape[0]
+
+    numbers = len(np.unique(table["rooms"]))
+    assert width() == 4 + 2 + 4  # a missing text is a category of its own
+    assert width(features="area, town") == width(features=["area", "town"]) == 1 + 4
+    assert width(drop="town,garden") == 5
+    assert width(categorical="rooms") == 9 + numbers
+    for columns, words in (
+        ({"features": "aera,tonw"}, "'aera', which --features names.* 'area'.*'tonw'"),
+        ({"drop": "price"}, "--drop names 'price', which is the target"),
+        ({"features": "area", "drop": "area"}, "--features and --drop both name 'area'"),
+        ({"drop": "rooms", "categorical": "rooms"}, "'rooms', which is none of the features"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            width(**columns)
+    with pytest.raises(ConfigurationError, match="drop=area: only tables"):
+        load("digits", drop="area")
 
 
 def test_semicolons_and_files_that_are_no_tables(tmp_path: Path) -> None:

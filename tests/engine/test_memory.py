@@ -1,7 +1,9 @@
 import pytest
 import torch
 from curvature.fakes import Plan, Root, make_fake, random, weights_of
+from torch import Tensor, nn
 
+from evigrad import Evidence
 from evigrad.curvature import (
     STRUCTURES,
     BlockDiagonal,
@@ -10,9 +12,11 @@ from evigrad.curvature import (
 )
 from evigrad.curvature.kernel_rows import SLAB_BYTES
 from evigrad.engine import memory
-from evigrad.engine.memory import available_bytes, check_memory
+from evigrad.engine.memory import PeakBytes, available_bytes, check_memory
 from evigrad.errors import MemoryBudgetError
 from evigrad.jacobians import MatrixUse
+from evigrad.likelihoods import Gaussian
+from evigrad.priors import GaussianPrior
 
 GIB = 2**30
 
@@ -193,3 +197,44 @@ def test_the_smaller_of_machine_and_container(tmp_path, monkeypatch):
 
 def test_other_devices_do_not_tell():
     assert available_bytes(torch.device("meta")) is None
+
+
+class Denoiser(nn.Module):
+    """A convolutional network with an output for each number of an image."""
+
+    def __init__(self, channels: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, channels, 3, padding=1)
+        self.last = nn.Conv2d(channels, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu()).flatten(1)
+
+
+def many_outputs(estimator: str) -> tuple[Evidence, Tensor, Tensor]:
+    """A problem with 300 outputs and 100 examples."""
+    torch.manual_seed(0)
+    x = torch.randn(100, 3, 10, 10)
+    evidence = Evidence(
+        Denoiser(),
+        Gaussian(0.3),
+        GaussianPrior("layerwise"),
+        estimator=estimator,
+        num_data=len(x),
+        generator=0,
+    )
+    return evidence, x, x.flatten(1)
+
+
+@pytest.mark.parametrize("estimator", ["ntk-400-rows-anchored", "kfac-3-C", "kfac-60-1"])
+def test_the_predicted_memory_of_many_outputs_is_what_an_estimate_takes(estimator: str) -> None:
+    evidence, x, y = many_outputs(estimator)
+    before = evidence.generator.get_state()
+    predicted = evidence.predicted_bytes(x)
+    assert torch.equal(evidence.generator.get_state(), before)
+    (block,) = evidence.blocks((x, y)).take(1)
+    evidence.estimate(block)
+    evidence.estimate(block)  # after the checks of the first passes
+    with PeakBytes() as held:
+        evidence.estimate(block)
+    assert held.most / 2 < predicted < 2 * held.most

@@ -203,6 +203,18 @@ def test_sizes_by_hand() -> None:
     assert sizes.size("first", 100, lambda: 10.0, None) == 100  # nobody knows what is free
     assert sizes.size("first", 100, lambda: 10.0, 1000) == 35
     assert sizes.size("first", 20, lambda: 10.0, 1) == 20  # measured once
+    assert sizes.size("second", 100, lambda: 10.0, 1000, 200) == 10
+    assert sizes.size("third", 100, lambda: 10.0, None, 200) == 10
+    budgeted = MicroBatches("auto", 400)  # a user's own choice
+    assert budgeted.size("first", 100, lambda: 10.0, 1000, 200) == 20
+
+
+def test_a_pass_takes_no_more_than_it_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a budget an automatic pass filled what is free."""
+    monkeypatch.setattr("evigrad.engine.passes.CPU_PASS_BYTES", 1)
+    evidence, _, x, y = build(f"kfac-{M}-1", memory=Memory(micro_batch="auto"))
+    evidence.estimate(x, y)
+    assert set(evidence.state_dict()["micro_batches"].values()) == {1}
 
 
 def test_sizes_found_in_what_failed_are_forgotten() -> None:

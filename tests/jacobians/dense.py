@@ -8,8 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def weights_of(model: nn.Module, but: Iterable[str] = ()) -> dict[str, nn.Parameter]:
-    """The parameters that require a gradient, except the named ones."""
-    return {n: p for n, p in model.named_parameters() if p.requires_grad and n not in set(but)}
+    """The parameters that require a gradient, except the named ones, by names before compiling."""
+    named = {n.removeprefix("_orig_mod."): p for n, p in model.named_parameters()}
+    return {n: p for n, p in named.items() if p.requires_grad and n not in set(but)}
 
 
 def jacobian(

@@ -331,6 +331,8 @@ BAD = {
     "label bool": (Categorical(), (2, 3), torch.tensor([True, False]), r"y\.long\(\)"),
     "label (m, 1)": (Categorical(), (2, 3), torch.tensor([[0], [1]]), r"y\.squeeze\(1\)"),
     "label one-hot": (Categorical(), (3, 3), torch.eye(3).long(), r"y\.argmax\(1\)"),
+    "several labels": (Categorical(), (3, 3), torch.ones(3, 3), r'likelihood="bernoulli"'),
+    "no label": (Categorical(), (3, 3), torch.zeros(3, 3), r'likelihood="bernoulli"'),
     "label smoothed": (
         Categorical(),
         (2, 3),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.linalg import LinAlgError  # pyright: ignore[reportAttributeAccessIssue]
 
+from evigrad.engine.memory import PeakBytes
 from evigrad.errors import ConfigurationError, NotFiniteError
 from evigrad.likelihoods import (
     ROOTS,
@@ -23,6 +25,7 @@ from evigrad.likelihoods import (
     HeteroscedasticGaussian,
     Likelihood,
     NaturalGaussian,
+    base,
     categorical,
     roots,
 )
@@ -505,3 +508,36 @@ def test_eigenvalues_are_taken_in_float64_where_float32_fails(monkeypatch) -> No
     fails_always = True
     with pytest.raises(NotFiniteError, match="outputs are too large"):
         Categorical().root(f, columns, "eigen")
+
+
+@pytest.mark.parametrize("name", [name for name in LIKELIHOODS if name != "categorical"])
+def test_norms_of_rows_are_those_of_a_class_with_its_own_root(name: str) -> None:
+    maker = LIKELIHOODS[name]
+
+    class Doubled(type(maker(4))):
+        def root(self, f, columns=None, kind="subblock"):
+            root = super().root(f, columns, kind)
+            return replace(root, vectors=2 * root.vectors)
+
+    plain, doubled, f = maker(4), maker(4), random_outputs(3, 6, 4)
+    doubled.__class__ = Doubled
+    torch.testing.assert_close(doubled.row_norms(f, "eigen"), 4 * plain.row_norms(f, "eigen"))
+
+
+@pytest.mark.parametrize("name", ["gaussian", "bernoulli", "poisson"])
+def test_norms_of_rows_of_many_outputs_take_no_matrix_of_outputs(name: str) -> None:
+    likelihood, f = LIKELIHOODS[name](300), random_outputs(3, 20, 300)
+    with PeakBytes() as held:
+        likelihood.row_norms(f, "eigen")
+    assert held.most <= 8 * f.numel() * f.element_size()
+
+
+def test_a_root_without_a_closed_form_is_made_for_a_few_examples_at_a_time(monkeypatch) -> None:
+    likelihood, f = NaturalGaussian(), random_outputs(3, 20, 60)
+    with PeakBytes() as of_whole:
+        whole = likelihood.row_norms(f, "fisher")
+    monkeypatch.setattr(base, "ROOT_BYTES", 2 * 60**2 * f.element_size())
+    with PeakBytes() as held:
+        parts = likelihood.row_norms(f, "fisher")
+    torch.testing.assert_close(parts, whole)
+    assert held.most < of_whole.most / 5

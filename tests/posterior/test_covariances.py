@@ -8,7 +8,11 @@ from posterior.cases import LIKELIHOODS, Case, case
 from torch import nn
 
 from evigrad import Memory
+from evigrad.curvature.kfac import Factors
+from evigrad.errors import NotPositiveDefiniteError
 from evigrad.invariances import AffineInvariance, Averaged
+from evigrad.posterior import covariances
+from evigrad.posterior.covariances import Kronecker
 
 
 def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -194,3 +198,53 @@ def test_a_model_that_draws_has_the_same_draws_in_every_call():
         posterior = own.evidence.posterior(own.train, structure=structure)
         one, two = posterior(own.test), posterior(own.test)
         assert torch.equal(one.mean, two.mean) and torch.equal(one.covariance, two.covariance)
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize(("wide", "high"), ((40, 3), (4, 30), (40, 30)))
+def test_few_examples_of_a_large_matrix_have_few_eigenvectors(wide, high, transposed):
+    count, precision = 2, torch.tensor(0.3).double()
+    inputs, gradients = torch.randn(count, wide).double(), torch.randn(count, high).double()
+    factors = Factors(
+        (inputs.mT @ inputs)[None], (gradients.mT @ gradients)[None], count, count, transposed
+    )
+    block = Kronecker.of("weight", factors, precision)
+    of_inputs = block.gradients if transposed else block.inputs
+    assert of_inputs.shape[-1] == (12 if wide == 40 else wide)
+
+    hessian = torch.kron(factors.gradients[0], factors.inputs[0]) / count
+    rows = torch.randn(5, 3, high, wide).double()
+    flat = rows.flatten(2)
+    shifted = hessian + precision * torch.eye(len(hessian)).double()
+    expected = flat @ torch.linalg.solve(shifted, flat.mT)
+    white = block.whitened({"weight": rows.mT if transposed else rows})
+    torch.testing.assert_close(white @ white.mT, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_eigenvectors_are_computed_when_first_needed(monkeypatch):
+    own = case()
+    calls = []
+
+    def counted(*arguments, psd_eigen=covariances.psd_eigen):
+        calls.append(arguments)
+        return psd_eigen(*arguments)
+
+    monkeypatch.setattr(covariances, "psd_eigen", counted)
+    posterior = own.evidence.posterior(own.train, structure="kfac")
+    assert not calls
+    own.lower_precisions()  # the posterior is the one of the precisions at its start
+    one = posterior(own.test).covariance
+    count = len(calls)
+    assert count and torch.equal(posterior(own.test).covariance, one) and len(calls) == count
+    state = own.evidence.posterior(state=posterior.state_dict())
+    assert torch.equal(state(own.test).covariance, one) and len(calls) == count
+
+
+def test_a_curvature_that_is_not_finite_is_refused_before_it_is_needed():
+    own = case("gaussian")
+    statistic = covariances.KfacStatistic(
+        {"0.weight": Factors(torch.full((1, 2, 2), torch.nan), torch.eye(2)[None], 1, 1)}
+    )
+    precisions = own.evidence.prior.precisions()
+    with pytest.raises(NotPositiveDefiniteError, match="the curvature is NaN or infinite"):
+        covariances.covariance_of(statistic, precisions, own.weights, torch.float64)

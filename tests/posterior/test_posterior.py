@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from posterior.cases import case
 from torch import nn
 
 from evigrad.engine import memory
-from evigrad.errors import ConfigurationError, InputError, MemoryBudgetError
+from evigrad.errors import ConfigurationError, EvigradWarning, InputError, MemoryBudgetError
 from evigrad.posterior import STRUCTURES
+from evigrad.posterior import posterior as of_posterior
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -149,6 +151,31 @@ def test_a_matrix_that_does_not_fit_names_smaller_ones(monkeypatch):
     with pytest.raises(MemoryBudgetError, match=r"over 33 weights .* GiB .* 'last-layer'"):
         own.evidence.posterior(own.train, structure="full")
     own.evidence.posterior(own.train, structure="diag")
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_what_does_not_fit_is_not_recommended(structure, monkeypatch):
+    own = case()
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: 100)
+    with pytest.raises(MemoryBudgetError, match=f"posterior '{structure}'") as caught:
+        own.evidence.posterior(own.train, structure=structure)
+    advice = str(caught.value).rsplit("Take ", 1)[1]
+    assert f"'{structure}'" not in advice
+    assert "blockdiag" not in str(caught.value)  # an estimator's
+
+
+@pytest.mark.parametrize("structure", ["last-layer", "full"])
+def test_a_matrix_that_takes_minutes_is_warned_of_before_the_work(structure, monkeypatch):
+    own = case()
+    monkeypatch.setattr(of_posterior, "_seconds_per_operation", lambda *_: 1.0)
+    monkeypatch.setattr(of_posterior, "collect", lambda *_: pytest.fail("the work began"))
+    weights = {"last-layer": 21, "full": 33}[structure]
+    words = rf"'{structure}' over {weights} weights takes about .* seconds .*'kfac'"
+    with pytest.raises(EvigradWarning, match=words), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own.evidence.posterior(own.train, structure=structure)
+    monkeypatch.undo()
+    own.evidence.posterior(own.train, structure=structure)  # without a warning
 
 
 def test_a_posterior_shares_the_model_and_copies_as_one():

@@ -5,9 +5,11 @@ import torch
 from torch import Tensor, nn
 
 from evigrad import Schedule, fit
+from evigrad.distributed import Ranks
 from evigrad.errors import InputError
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from evigrad.training import evaluate
+from evigrad.training.metrics import _names_of_any_rank
 
 
 class Ordinal(Likelihood):
@@ -140,3 +142,13 @@ def test_data_that_do_not_fit():
         evaluate(model, Categorical(), (torch.ones(0, 2), y))
     with pytest.raises(InputError):
         evaluate(model, Categorical(), (torch.ones(4, 2), y + 3))
+
+
+def test_names_come_from_a_rank_whose_data_have_targets():
+    class Gathering(Ranks):
+        def gather(self, tensor):
+            return [tensor.new_empty(0), tensor]
+
+    names = ["log_likelihood", "correct"]
+    assert _names_of_any_rank(names, Gathering()) == names
+    assert _names_of_any_rank([], Gathering()) == []

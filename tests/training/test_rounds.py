@@ -19,6 +19,7 @@ from evigrad.training.learner import (
     LAST_RATE,
     blocks_of_a_round,
     count_rounds,
+    is_keepable,
     is_round,
 )
 from evigrad.training.loop import Loop
@@ -69,6 +70,18 @@ def record_passes(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> list[Block]:
 
         monkeypatch.setattr(loop.evidence, name, record)
     return seen
+
+
+def test_whether_a_pass_can_be_kept_is_no_exception(make_net, regression):
+    x, y = regression
+    evidence = prepared(make_net(), (x, y), likelihood=Gaussian([0.5, 0.6, 0.7])).evidence
+    assert is_keepable(evidence, x, ["prior", "likelihood"])
+    sums = evidence.with_estimator("kfac-20-C")
+    assert is_keepable(sums, x, ["prior"])
+    assert not is_keepable(sums, x, ["likelihood"])
+    # A misconfiguration was taken for a no.
+    with pytest.raises(ConfigurationError, match="'noise'"):
+        is_keepable(evidence, x, ["prior", "noise"])
 
 
 @pytest.mark.parametrize("update", ["adam", "fixed_point"])

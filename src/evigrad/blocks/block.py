@@ -99,7 +99,12 @@ class Block:
     @classmethod
     def empty(cls) -> "Block":
         """A block without data: that of a rank for which a partition has none left."""
-        return cls(torch.zeros(0, dtype=torch.int64), None, 0.0, torch.zeros(0).double())
+        return cls(
+            torch.zeros(0, dtype=torch.int64, device="cpu"),
+            None,
+            0.0,
+            torch.zeros(0, device="cpu").double(),
+        )
 
     def share(self, data: slice, shares: int) -> "Block":
         """Return some of the data, as the part that one of several ranks passes over.
@@ -114,7 +119,7 @@ class Block:
             likelihood_weights=shares * self.likelihood_weights[data],
             inputs=None if self.inputs is None else self.inputs[data],
             targets=None if self.targets is None else self.targets[data],
-            origin=torch.arange(len(self.indices))[data],
+            origin=torch.arange(len(self.indices), device="cpu")[data],
             shares=shares,
         )
 
@@ -135,12 +140,12 @@ class Block:
         if not 0 < int(counts.sum()) <= MOST_EXPANDED * with_rows:
             return self
         # Data without rows stay once.
-        origin = torch.arange(len(counts)).repeat_interleave(counts.clamp(min=1))
-        first = torch.cat([torch.ones(1, dtype=torch.bool), origin.diff() > 0])
+        origin = torch.arange(len(counts), device="cpu").repeat_interleave(counts.clamp(min=1))
+        first = torch.cat([torch.ones(1, dtype=torch.bool, device="cpu"), origin.diff() > 0])
         has_row = counts[origin] > 0
 
         def spread(table: Tensor) -> Tensor:
-            found = torch.full((len(origin), 1), -1)
+            found = torch.full((len(origin), 1), -1, device="cpu")
             found[has_row, 0] = table[present]
             return found
 
@@ -235,7 +240,7 @@ def padded_columns(
     by_datum = data.argsort(stable=True)
     data, outputs = data[by_datum], outputs[by_datum]
     counts = data.bincount(minlength=m)
-    slots = torch.arange(len(data)) - (counts.cumsum(0) - counts)[data]
-    columns = torch.full((m, int(counts.max())), -1)
+    slots = torch.arange(len(data), device="cpu") - (counts.cumsum(0) - counts)[data]
+    columns = torch.full((m, int(counts.max())), -1, device="cpu")
     columns[data, slots] = outputs
     return columns

@@ -116,9 +116,9 @@ class Partition:
             raise ConfigurationError(
                 f"'{self.spec}' fills its blocks class by class and needs the class labels."
             )
-        order = torch.randperm(self.num_data, generator=generator)
+        order = torch.randperm(self.num_data, generator=generator, device="cpu")
         classes, codes = class_labels(labels, self.num_data).unique(return_inverse=True)
-        rank = torch.randperm(len(classes), generator=generator)
+        rank = torch.randperm(len(classes), generator=generator, device="cpu")
         return order[rank[codes[order]].argsort(stable=True)]
 
     def _grid_blocks(
@@ -128,7 +128,7 @@ class Partition:
         # need not exist at once, and a group's blocks agree in whatever order they are built.
         limit = torch.iinfo(torch.int64).max
         few = min(self._data_groups, WRITTEN)
-        seeds = torch.randint(limit, (few,), generator=generator)
+        seeds = torch.randint(limit, (few,), generator=generator, device="cpu")
 
         def build(number: int) -> Block:
             of_data, of_outputs = divmod(number, self._output_groups)
@@ -140,7 +140,9 @@ class Partition:
                 outputs = self._output_orders(len(indices), own)
                 first = of_outputs * self._width
                 columns = outputs[:, first : first + self._width].clone()
-            weights = torch.full((len(indices),), float(self._data_groups), dtype=torch.float64)
+            weights = torch.full(
+                (len(indices),), float(self._data_groups), dtype=torch.float64, device="cpu"
+            )
             return Block(indices, columns, float(self.num_blocks), weights)
 
         return build
@@ -163,14 +165,16 @@ class Partition:
     def _output_orders(self, m: int, generator: torch.Generator) -> Int[Tensor, "m C"]:
         """Random orders of the outputs: one for each datum if ``iid``, else one for all."""
         rows = m if self.spec.iid else 1
-        keys = torch.rand(rows, self.num_outputs, dtype=torch.float64, generator=generator)
+        keys = torch.rand(
+            rows, self.num_outputs, dtype=torch.float64, generator=generator, device="cpu"
+        )
         return keys.argsort(dim=1).expand(m, -1)
 
     def _fixed_columns(self, m: int) -> Int[Tensor, "m k"] | None:
         """The columns of curvatures with their own rows for each datum."""
         if self.spec.curvature not in ("ef", "mc"):
             return None
-        return torch.arange(self.spec.outputs or 1).repeat(m, 1)
+        return torch.arange(self.spec.outputs or 1, device="cpu").repeat(m, 1)
 
     def subset(self, m: int, generator: torch.Generator) -> Block:
         """Return a uniformly random subset of m data, with outputs drawn for it.
@@ -181,7 +185,9 @@ class Partition:
         """
         self._check_subset(m)
         indices = (
-            torch.arange(m) if m == self.num_data else choose_distinct(self.num_data, m, generator)
+            torch.arange(m, device="cpu")
+            if m == self.num_data
+            else choose_distinct(self.num_data, m, generator)
         )
         if self.spec.rows:
             return self._subset_block(
@@ -205,7 +211,7 @@ class Partition:
             scale = self.num_data * self.num_outputs / self._size
         elif self._width is not None:
             scale = self.num_data * self.num_outputs / (m * self._width)
-        weights = torch.full((m,), self.num_data / m, dtype=torch.float64)
+        weights = torch.full((m,), self.num_data / m, dtype=torch.float64, device="cpu")
         return Block(indices, columns, scale, weights)
 
     def _check_subset(self, m: int) -> None:
@@ -249,12 +255,14 @@ class _LazyBlocks(Sequence[Block]):
 def choose_distinct(n: int, size: int, generator: torch.Generator) -> Int[Tensor, " size"]:
     """Draw distinct numbers below n, every ordered choice with the same probability."""
     if 4 * size > n:
-        return torch.randperm(n, generator=generator)[:size].clone()
+        return torch.randperm(n, generator=generator, device="cpu")[:size].clone()
     # Draw, skipping repetitions: a permutation of all n would cost a pass over the data set.
     chosen: dict[int, None] = {}
     while len(chosen) < size:
-        chosen.update(dict.fromkeys(torch.randint(n, (size,), generator=generator).tolist()))
-    return torch.tensor(list(chosen)[:size])
+        chosen.update(
+            dict.fromkeys(torch.randint(n, (size,), generator=generator, device="cpu").tolist())
+        )
+    return torch.tensor(list(chosen)[:size], device="cpu")
 
 
 def fetched(block: Block, source: Source) -> Block:
@@ -313,7 +321,10 @@ class Stream(Iterable[Block]):
             yield from (build() for build in rest)
             return
         while some := list(islice(rest, count)):
-            seeds = [int(torch.randint(_SEEDS, (), generator=self._generator)) for _ in some]
+            seeds = [
+                int(torch.randint(_SEEDS, (), generator=self._generator, device="cpu"))
+                for _ in some
+            ]
             yield replace(some[rank](), seed=seeds[rank]) if rank < len(some) else Block.empty()
 
 

@@ -27,7 +27,7 @@ class Permutation:
     def __init__(self, n: int, generator: torch.Generator) -> None:
         self._n = n
         self._bits = max(1, (n - 1).bit_length() + 1 >> 1)
-        keys = torch.randint(2**62, (_ROUNDS,), generator=generator)
+        keys = torch.randint(2**62, (_ROUNDS,), generator=generator, device="cpu")
         self._keys: list[int] = keys.tolist()
 
     def __len__(self) -> int:
@@ -42,7 +42,7 @@ class Permutation:
             if not 0 <= index < self._n:
                 raise IndexError(index)
             return int(self[index : index + 1])
-        return self.at(torch.arange(*index.indices(self._n)))
+        return self.at(torch.arange(*index.indices(self._n), device="cpu"))
 
     def at(self, places: Int[Tensor, " m"]) -> Int[Tensor, " m"]:
         """The numbers at places 0 … n − 1."""
@@ -69,4 +69,8 @@ def _mixed(numbers: Int[Tensor, " m"], key: int) -> Int[Tensor, " m"]:
 
 def permutation(n: int, generator: torch.Generator) -> "Permutation | Int[Tensor, ' n']":
     """A random permutation of 0 … n − 1: a tensor where that is small."""
-    return torch.randperm(n, generator=generator) if n <= WRITTEN else Permutation(n, generator)
+    return (
+        torch.randperm(n, generator=generator, device="cpu")
+        if n <= WRITTEN
+        else Permutation(n, generator)
+    )

@@ -56,7 +56,7 @@ class Pool:
         if len(data) and not 0 <= int(data.min()) <= int(data.max()) < self.num_data:
             raise InputError(f"Positions of data lie in 0 … {self.num_data - 1}.")
         if self.is_all:
-            return torch.ones(len(data), dtype=torch.bool), data
+            return torch.ones(len(data), dtype=torch.bool, device="cpu"), data
         near = torch.searchsorted(self._sorted, data).clamp(max=POOL - 1)
         found = self._sorted[near] == data
         return found, self._places[near[found]]

@@ -33,7 +33,7 @@ class PositionSource(Source):
         self._shape, self._dims = tuple(shape[:-1]), len(shape) - 1
         self.is_held = source.is_held
         data, positions = [], []
-        for indices in torch.arange(len(source)).split(AT_ONCE):
+        for indices in torch.arange(len(source), device="cpu").split(AT_ONCE):
             y = source.fetch(indices)[1]
             own, first = (*self._positions_of(y), shape[-1]), int(indices[0])
             _, counts = targets_at(likelihood, own, y, y.device, first)
@@ -65,13 +65,19 @@ class PositionSource(Source):
         """The shape of positions: sequences may have another length in every batch."""
         return tuple(y.shape[1:2]) if self._dims == 1 and y.ndim > 1 else self._shape
 
+    def has_the_places_of(self, other: "PositionSource") -> bool:
+        """Whether both have targets at the same positions of the same examples."""
+        return self is other or (
+            torch.equal(self._data, other._data) and torch.equal(self._positions, other._positions)
+        )
+
     def of_data(self, indices: Int[Tensor, " m"]) -> Int[Tensor, " n"]:
         """The numbers of the positions of whole data, datum by datum."""
         indices = indices.cpu()
         first = torch.searchsorted(self._data, indices)
         count = torch.searchsorted(self._data, indices, right=True) - first
         start = (first - count.cumsum(0) + count).repeat_interleave(count)
-        return start + torch.arange(len(start))
+        return start + torch.arange(len(start), device="cpu")
 
 
 def by_target(source: Source, likelihood: Likelihood, shape: Sequence[int]) -> Source:

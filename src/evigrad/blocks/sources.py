@@ -1,6 +1,5 @@
 """One way to read data by position, however the user stores them."""
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,15 +8,10 @@ import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from evigrad.errors import EvigradWarning, InputError
+from evigrad.blocks.samplers import check_sampler, warn_of_ignored_sampler
+from evigrad.errors import InputError
 from evigrad.inputs import Inputs, Tree, as_inputs, mapped, stacked, tensors_of
 
 _ACCEPTED = (
@@ -59,7 +53,7 @@ class Source(ABC):
 
     def first(self, count: int) -> tuple[Any, Tensor]:
         """The first data, ``count`` at most; see ``fetch``."""
-        return self.fetch(torch.arange(min(count, len(self))))
+        return self.fetch(torch.arange(min(count, len(self)), device="cpu"))
 
     def anew(self) -> "Source":
         """The same data, a stream from its beginning; reading one does not move the other."""
@@ -67,7 +61,9 @@ class Source(ABC):
 
     def _targets(self) -> Tensor:
         """All targets (N, ...)."""
-        return torch.cat([self.fetch(n)[1] for n in torch.arange(len(self)).split(AT_ONCE)])
+        return torch.cat(
+            [self.fetch(n)[1] for n in torch.arange(len(self), device="cpu").split(AT_ONCE)]
+        )
 
     def labels(self) -> Int[Tensor, " N"]:
         """Labels (N,) as of ``class_labels``, for classification; may read all the data."""
@@ -111,7 +107,9 @@ class _DatasetSource(Source):
     def __init__(self, dataset: Any, length: int) -> None:
         self._dataset, self._length = dataset, length
         self._labels: Tensor | None = None
-        self.fetch(torch.zeros(1, dtype=torch.int64))  # raises early if items are no pairs
+        self.fetch(
+            torch.zeros(1, dtype=torch.int64, device="cpu")
+        )  # raises early if items are no pairs
 
     def __len__(self) -> int:
         return self._length
@@ -156,7 +154,8 @@ class _LoaderSource(_DatasetSource):
             multiprocessing_context=loader.multiprocessing_context,
             generator=self._generator,
         )
-        return [item for part in reader for item in part]
+        with torch.device("cpu"):  # where the generator is, of which the reader draws a seed
+            return [item for part in reader for item in part]
 
 
 def put_together(items: list[Any], positions: Sequence[int]) -> tuple[Any, Tensor]:
@@ -183,12 +182,26 @@ def collated(loader: DataLoader[Any], items: list[Any]) -> tuple[Any, Tensor]:
     return x, y
 
 
+def _refuse_several_targets(y: Any) -> None:
+    """Refuse targets in several tensors."""
+    if isinstance(y, tuple | list | Mapping) and len(y) > 1:
+        values = list(y.values() if isinstance(y, Mapping) else y)
+        if all(isinstance(value, Tensor | np.ndarray) for value in values):
+            raise InputError(
+                f"The targets are a {type(y).__name__} of {len(y)} tensors, and a likelihood takes"
+                " one. Join them, as torch.cat([y1, y2], dim=1), with as many columns of outputs."
+                " If they are of different kinds, such as a number and a class, write a likelihood"
+                " whose log_prob splits the columns of outputs and targets."
+            )
+
+
 def _pair(item: Any, index: int) -> tuple[Any, Tensor]:
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise InputError(
             f"Item {index} of the data set is not a pair (x, y) but a {type(item).__name__}; "
             f"the data must be {_ACCEPTED}."
         )
+    _refuse_several_targets(item[1])
     x = mapped(lambda part: _as_tensor(part, "x", index), item[0])
     return x, _as_tensor(item[1], "y", index)
 
@@ -197,25 +210,27 @@ def _as_tensor(value: Any, name: str, index: int) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if isinstance(value, bool | int | float | np.ndarray | np.generic):
-        return torch.as_tensor(value)
+        return torch.as_tensor(value, device="cpu")
     raise InputError(
         f"The {name} of item {index} is a {type(value).__name__}, not a tensor or a number; "
         "give the data set a transform that makes tensors."
     )
 
 
-def as_source(data: Any) -> Source:
+def as_source(data: Any, dtype: torch.dtype | None = None) -> Source:
     """Return data that can be read by position.
 
     Args:
-        data: A tuple or list (x, y) of two tensors whose first dimension counts the data, a
-            `TensorDataset` of two tensors, a map-style data set (anything with a length and
+        data: A tuple or list (x, y) of two tensors or NumPy arrays whose first dimension counts the
+            data, a `TensorDataset` of two tensors, a map-style data set (anything with a length and
             positions) of pairs (x, y), a `DataLoader` of one, or a `Source`, as `Streamed` is,
             which is returned as it is. In the place of one tensor x may be dictionaries, tuples or
             lists of tensors, of any dtype (token ids too); the items' y may be numbers. Items are
             read each time that they are needed, so that random transforms draw anew; a data set
             with ``__getitems__`` is asked for a batch at once. Of a loader the data set, its
-            ``collate_fn`` and its workers are used, and not what it says of order and batches.
+            ``collate_fn`` and its workers are used, and not what it says of order and batches; a
+            sampler that omits examples, or draws some more often, is refused.
+        dtype: Type of the tensors that are made of an array's real numbers. Default: PyTorch's.
 
     Raises:
         InputError: If the data is something else, empty, or the lengths differ.
@@ -225,9 +240,11 @@ def as_source(data: Any) -> Source:
     if isinstance(data, TensorDataset):
         return _tensor_source(data.tensors)
     if isinstance(data, tuple) or (
-        isinstance(data, list) and data and all(isinstance(each, Tensor) for each in data)
+        isinstance(data, list)
+        and data
+        and all(isinstance(each, Tensor | np.ndarray) for each in data)
     ):
-        return _tensor_source(data)
+        return _tensor_source(_without_arrays(data, dtype))
     if isinstance(data, DataLoader):
         return _loader_source(data)
     if isinstance(data, IterableDataset):
@@ -253,17 +270,28 @@ def _loader_source(loader: DataLoader[Any]) -> Source:
         )
     if len(dataset) == 0:
         raise InputError("The data set is empty.")
-    if not isinstance(loader.sampler, SequentialSampler | RandomSampler):
-        warnings.warn(
-            f"The {type(loader.sampler).__name__} of the DataLoader is ignored: every datum counts"
-            " once in the evidence.",
-            EvigradWarning,
-            stacklevel=3,
-        )
+    check_sampler(loader)
+    warn_of_ignored_sampler(loader)
     return _LoaderSource(loader, len(dataset))
 
 
+def _without_arrays(pair: Any, dtype: torch.dtype | None) -> list[Any]:
+    """Return a pair with tensors instead of NumPy's arrays of numbers."""
+
+    def as_tensor(value: Any) -> Any:
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
+            return value
+        real = value.dtype.kind == "f"
+        # Copies, as arrays may be read-only or change later.
+        kind = (dtype or torch.get_default_dtype()) if real else None
+        return torch.tensor(value, dtype=kind, device="cpu")
+
+    return [as_tensor(value) for value in pair]
+
+
 def _tensor_source(pair: Any) -> Source:
+    if len(pair) == 2:
+        _refuse_several_targets(pair[1])
     accepted = len(pair) == 2 and isinstance(pair[1], Tensor)
     if not accepted or not isinstance(pair[0], Tensor | Tree | Mapping | tuple | list):
         kinds = ", ".join(type(each).__name__ for each in pair)

@@ -13,6 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from evigrad.blocks.samplers import check_sampler
 from evigrad.blocks.sources import Source, collated, put_together
 from evigrad.errors import ConfigurationError, InputError
 
@@ -46,7 +47,8 @@ class Streamed(Source):
 
     Raises:
         ConfigurationError: If ``num_data`` is no positive integer, or a loader makes no batches.
-        InputError: If the data cannot be iterated again.
+        InputError: If the data cannot be iterated again, or the sampler of a loader omits or
+            repeats examples.
     """
 
     is_stream = True
@@ -67,6 +69,8 @@ class Streamed(Source):
                 "A stream is an IterableDataset of items (x, y), or a DataLoader of one, not a"
                 f" {type(data).__name__}."
             )
+        if self._loader is not None and hasattr(self._dataset, "__len__"):
+            check_sampler(self._loader)
         if self._loader is not None and self._loader.batch_size is None:
             raise ConfigurationError(
                 "The DataLoader makes no batches (batch_size=None): give one with a batch size, of"
@@ -177,7 +181,8 @@ class Streamed(Source):
             prefetch_factor=loader.prefetch_factor,
             generator=torch.Generator().manual_seed(seed),
         )
-        return (item for batch in batches for item in batch)
+        with torch.device("cpu"):  # where the generator is, of which the reader draws a seed now
+            return (item for batch in batches for item in batch)
 
     def _end_pass(self) -> None:
         if self._taken != self.num_data:

@@ -149,7 +149,7 @@ def _cost_table(evidence: Evidence, cost: Cost, memory: int, batch_size: int) ->
         box=SIMPLE_HEAD,
         title=f"Cost of {name}",
         caption=(
-            f"Predicted memory of the curvature: {_bytes(memory)}. The expected log evidence"
+            f"Predicted memory of an estimate: {_bytes(memory)}. The expected log evidence"
             f" {bound}.{_micro_batches(evidence)} Times are medians, of this machine as busy as it"
             " is."
         ),

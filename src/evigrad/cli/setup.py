@@ -20,7 +20,8 @@ _LARGEST_SEED = 2**63 - 1
 # More layers or channels than any network has.
 _LARGEST_SIZE = 10**5
 # The options in the groups of the help.
-NETWORK = ("data", "data_dir", "target", "subset", "test_subset", "model", "depth", "width")
+COLUMNS = ("target", "features", "drop", "categorical")
+NETWORK = ("data", "data_dir", *COLUMNS, "subset", "test_subset", "model", "depth", "width")
 INVARIANCE = ("invariance", "initial_range", "learn_invariance", "flip", "samples", "average")
 MACHINE = ("seed", "device", "threads")
 # Names of the width in networks that call it something else.
@@ -159,6 +160,9 @@ def set_up(
     data: str = "digits",
     data_dir: str | None = None,
     target: str | None = None,
+    features: str | None = None,
+    drop: str | None = None,
+    categorical: str | None = None,
     likelihood: str | None = None,
     subset: int | None = None,
     test_subset: int | None = None,
@@ -186,6 +190,11 @@ def set_up(
         data_dir: Folder with NAME_train.parquet and NAME_test.parquet. Default: the environment
             variable EVIGRAD_DATA.
         target: Column of a table that is to be predicted. Default: the one that the file names.
+        features: Columns of a table that are its features, with commas between them. Default: those
+            that the file names, or all others.
+        drop: Columns of a table that are no features, with commas between them.
+        categorical: Features of a table whose numbers are categories, with commas between them.
+            Texts always are.
         likelihood: Of the targets; it says whether those of a table are classes (categorical),
             numbers (gaussian, heteroscedastic, natural-gaussian) or counts (poisson).
             Default: texts, yes/no, and at most 20 different whole numbers are classes.
@@ -228,7 +237,17 @@ def set_up(
         invariance, initial_range, learn_invariance, flip, samples, average
     )
     place = choose_device(device)
-    loaded = load(data, data_dir, subset, seed, target=target, likelihood=likelihood)
+    loaded = load(
+        data,
+        data_dir,
+        subset,
+        seed,
+        target=target,
+        likelihood=likelihood,
+        features=features,
+        drop=drop,
+        categorical=categorical,
+    )
     if transforms is not None and len(loaded.input_shape) != 3:
         raise ConfigurationError(
             f"--invariance and --flip transform images, and inputs of {loaded.name} have shape"

@@ -78,7 +78,7 @@ class _LogDetConditional(Function):
         ctx.save_for_backward(*factors, *rows)
         ctx.head, ctx.weights, ctx.like = head, conditioning.weights, matrix.new_empty(0)
         ctx.size = len(matrix)
-        weights = torch.tensor([1.0, *conditioning.weights], dtype=torch.float64)
+        weights = torch.tensor([1.0, *conditioning.weights], dtype=torch.float64, device="cpu")
         found = torch.stack(entropies)
         ctx.mark_non_differentiable(found)
         return (weights.to(found) @ found).to(matrix.dtype), found

@@ -134,7 +134,7 @@ class KfacStatistic(Statistic):
 
     def all_reduce(self, ranks: Ranks) -> "KfacStatistic":
         """See ``Statistic.all_reduce``; the counts are summed too."""
-        counts = torch.tensor([(f.count, f.num_rows) for f in self.factors.values()])
+        counts = torch.tensor([(f.count, f.num_rows) for f in self.factors.values()], device="cpu")
         totals = zip(self.factors.items(), ranks.sum([counts])[0].tolist(), strict=True)
         sums = super().all_reduce(ranks)
         for (name, _), (count, num_rows) in totals:

@@ -301,17 +301,12 @@ class _LogDetIdentityPlus(Function):
 class _PsdEigenvalues(Function):
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, rank: int | None) -> Tensor:
-        if not bool(matrix.isfinite().all()):
-            raise NotPositiveDefiniteError(_why_not(False, True))
-        if rank is not None and rank + OVERSAMPLING <= LOW_RANK_SHARE * matrix.shape[-1]:
-            basis = _span(matrix, rank + OVERSAMPLING)
-            values, vectors = _eigen(torch.linalg.eigh, basis.mT @ matrix @ basis)
-            ctx.save_for_backward(basis @ vectors)
-        elif ctx.needs_input_grad[0]:
-            values, vectors = _eigen(torch.linalg.eigh, matrix)
+        if ctx.needs_input_grad[0] or _is_of_low_rank(matrix, rank):
+            values, vectors = psd_eigen(matrix, rank)
             ctx.save_for_backward(vectors)
-        else:
-            (values,) = _eigen(lambda a: [torch.linalg.eigvalsh(a)], matrix)
+            return values
+        check_finite(matrix)
+        (values,) = _eigen(lambda a: [torch.linalg.eigvalsh(a)], matrix)
         return values.clamp(min=0)
 
     @staticmethod
@@ -321,11 +316,41 @@ class _PsdEigenvalues(Function):
         return (vectors * cotangent.unsqueeze(-2)) @ vectors.mT, None
 
 
+def psd_eigen(
+    matrix: Float[Tensor, "*batch n n"], rank: int | None = None
+) -> tuple[Float[Tensor, "*batch r"], Float[Tensor, "*batch n r"]]:
+    """Return eigenvalues and eigenvectors of positive semidefinite matrices, without a graph.
+
+    Of a sum of few outer products (``rank``, see ``psd_eigenvalues``) these are the ones of its
+    range: r is less than n then, and all eigenvalues outside are zero.
+
+    Raises:
+        NotPositiveDefiniteError: The matrix is not finite.
+    """
+    check_finite(matrix)
+    if rank is None or not _is_of_low_rank(matrix, rank):
+        values, vectors = _eigen(torch.linalg.eigh, matrix)
+        return values.clamp(min=0), vectors
+    basis = _span(matrix, rank + OVERSAMPLING)
+    values, vectors = _eigen(torch.linalg.eigh, basis.mT @ matrix @ basis)
+    return values.clamp(min=0), basis @ vectors
+
+
+def check_finite(matrix: Tensor) -> None:
+    """Raise NotPositiveDefiniteError for a curvature that is NaN or infinite."""
+    if not bool(matrix.isfinite().all()):
+        raise NotPositiveDefiniteError(_why_not(False, True))
+
+
+def _is_of_low_rank(matrix: Tensor, rank: int | None) -> bool:
+    return rank is not None and rank + OVERSAMPLING <= LOW_RANK_SHARE * matrix.shape[-1]
+
+
 def _span(matrix: Tensor, size: int) -> Tensor:
     """An orthonormal basis (n, size) of a space that holds the range of a matrix of lower rank."""
     generator = torch.Generator().manual_seed(0)
     shape = (*matrix.shape[:-1], size)
-    probes = torch.randn(shape, generator=generator, dtype=torch.float64).to(matrix)
+    probes = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(matrix)
     return torch.linalg.qr(matrix @ probes).Q
 
 

@@ -11,7 +11,7 @@ from evigrad.blocks.streamed import Streamed
 from evigrad.data.dataset import DataSet, Scaling, Split
 from evigrad.data.hub import HUB, hub_images, hub_is_installed
 from evigrad.data.images import Images, digits, image_data_set, mnist5k, parquet_images
-from evigrad.data.tables import LIKELIHOODS, SUFFIXES, autompg, read_table, table_data_set
+from evigrad.data.tables import LIKELIHOODS, SUFFIXES, Names, autompg, read_table, table_data_set
 from evigrad.data.variants import VARIANTS, split_name
 from evigrad.errors import ConfigurationError, nearest
 
@@ -75,6 +75,9 @@ def load(
     split: int | None = None,
     target: str | None = None,
     likelihood: str | None = None,
+    features: Names = None,
+    drop: Names = None,
+    categorical: Names = None,
 ) -> DataSet:
     """Load a data set by its name, or a table by its file.
 
@@ -110,6 +113,10 @@ def load(
             ``heteroscedastic`` or ``natural-gaussian``, the same for a network of two outputs;
             ``poisson``, counts, which are not standardised. None takes texts, yes/no, and at most
             20 different whole numbers for classes, and all else for gaussian.
+        features: The features' columns of a table, as a list or a text with commas; None takes
+            those that its metadata name, or all others.
+        drop: Columns of a table that are no features, in the same form.
+        categorical: Features of a table whose numbers are categories, in the same form.
 
     Returns:
         The data set, in memory, float32, on the CPU.
@@ -124,6 +131,7 @@ def load(
             f"Targets that are loaded are one of {', '.join(LIKELIHOODS)}, not '{likelihood}'."
             f"{nearest(str(likelihood), LIKELIHOODS)}"
         )
+    columns = {"features": features, "drop": drop, "categorical": categorical}
     if name.endswith(SUFFIXES):
         file, there = Path(name), list[str]()
         with suppress(OSError, RuntimeError, ValueError):  # as of a name that is too long
@@ -132,7 +140,9 @@ def load(
         if str(file) not in there:
             raise ConfigurationError(f"There is no file {file}.{nearest(str(file), there)}")
         table = read_table(file.stem, file)
-        return table_data_set(file.stem, file, table, subset, seed, split, target, likelihood)
+        return table_data_set(
+            file.stem, file, table, subset, seed, split, target, likelihood, **columns
+        )
     full_name, (name, variant) = name, split_name(name)
     folder = _folder(data_dir)
     file = _table_file(name, folder)
@@ -142,12 +152,13 @@ def load(
         )
     if name in SHIPPED_TABLES:
         file, table = SHIPPED_TABLES[name]()
-        return table_data_set(name, file, table, subset, seed, split, target, likelihood)
+        return table_data_set(name, file, table, subset, seed, split, target, likelihood, **columns)
     if file is not None:
         table = read_table(name, file)
-        return table_data_set(name, file, table, subset, seed, split, target, likelihood)
+        return table_data_set(name, file, table, subset, seed, split, target, likelihood, **columns)
     other = None if likelihood == "categorical" else likelihood
-    for option, value in {"split": split, "target": target, "likelihood": other}.items():
+    choices = {"split": split, "target": target, "likelihood": other, **columns}
+    for option, value in choices.items():
         if value is not None:
             raise ConfigurationError(
                 f"{option}={value}: only tables have one to choose, and '{name}' is none here;"

@@ -161,7 +161,7 @@ def _channel_statistics(images: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     # In float64, over a few images at a time, without such a copy of the whole set.
     count = images[:, 0].numel()
     parts = images.split(BATCH)
-    mean = torch.zeros(images.shape[1], 1, 1, dtype=torch.float64)
+    mean = torch.zeros(images.shape[1], 1, 1, dtype=torch.float64, device="cpu")
     square = mean.clone()
     for part in parts:
         mean += (part.double() / largest).sum((0, 2, 3), keepdim=True)[0] / count

@@ -1,7 +1,7 @@
 """Tables of features and a target, in Parquet and CSV files."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -11,6 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from evigrad.data.columns import (
+    DATES,
+    DECLARED,
+    NUMERIC,
+    TEXT,
+    Column,
+    problem_of,
+    problem_of_marks,
+    problem_of_missing,
+    problem_of_numbers,
+    refuse,
+    words_of_constants,
+)
 from evigrad.data.dataset import (
     TEST_FRACTION,
     DataSet,
@@ -27,11 +40,13 @@ SUFFIXES = (".parquet", ".csv", ".tsv")
 TWO_OUTPUTS = ("heteroscedastic", "natural-gaussian")
 LIKELIHOODS = ("categorical", "gaussian", *TWO_OUTPUTS, "poisson")
 SPLIT_PREFIX = "test_"
+# Names of columns: a text with commas between them, or several texts.
+Names = str | Sequence[str] | None
+_LEAVE_OUT = "leave the column out with --drop NAME (drop=...)"
+_OTHER_TARGET = "take another target"
 # A target of more different whole numbers is a quantity and not classes.
 MOST_CLASSES = 20
 _AUTOMPG = "cylinders displacement horsepower weight acceleration year origin name mpg".split()
-# A column with more different texts holds names or remarks and not categories.
-MOST_CATEGORIES = 100
 
 
 def autompg() -> tuple[Path, Any]:
@@ -55,18 +70,22 @@ def table_data_set(
     split: int | None,
     target: str | None = None,
     likelihood: str | None = None,
+    features: Names = None,
+    drop: Names = None,
+    categorical: Names = None,
 ) -> DataSet:
     """Return the data set of a ``pyarrow.Table``; arguments as of `evigrad.data.load`.
 
     The schema metadata of a Parquet file may name the columns: ``features`` (comma-separated) and
     ``target``. Else ``target`` names that column, and all others are features: numbers as they
-    are, and one 0/1 column for each value of a column of texts. Columns with one value in all rows
-    are left out, with a warning. Boolean columns ``test_00``, ``test_01``, ... are splits: true
-    rows are that split's test set. Without any, a fifth of the rows drawn by the split's number,
-    stratified by class, is the test set. Features and real targets, but not counts, are
-    standardised with the mean and deviation of the split's (drawn) train rows. Whole numbers are
-    classes only where metadata do not name the target. Inputs are (F,), float32; the target is one
-    number or a label. Errors name the file.
+    are, and one 0/1 column for each value of a column of texts (see ``columns``). Columns with one
+    value in all rows are left out, with a warning, unless they are named as features. Boolean
+    columns ``test_00``, ``test_01``, ... are splits: true rows are that split's test set. Without
+    any, a fifth of the rows drawn by the split's number, stratified by class, is the test set.
+    Features and real targets, but not counts, are standardised with the mean and deviation of the
+    split's (drawn) train rows. Whole numbers are classes only where metadata do not name the
+    target. Inputs are (F,), float32; the target is one number or a label. Errors name the file and
+    all problems of its columns.
 
     Raises:
         ConfigurationError: If there is no such column or split, or none is named as the target.
@@ -79,22 +98,23 @@ def table_data_set(
         raise InputError(f"{file}: a table has two rows or more, and there are {table.num_rows}")
     metadata = table.schema.metadata or {}
     is_declared = target is None and b"target" in metadata
-    target, features = _roles(file, table, metadata, target)
-    x = _inputs(file, table, features, b"features" not in metadata)
-    values = table.column(target)
+    are_named = features is not None or b"features" in metadata
+    target, chosen, declared = _roles(file, table, metadata, target, features, drop, categorical)
+    columns = [_column(table, name, name in declared) for name in chosen]
+    goal, values = _column(table, target, False), table.column(target)
     if likelihood is None:
         likelihood = "categorical" if _is_classes(values, is_declared) else "gaussian"
-    is_classes, class_names = likelihood == "categorical", np.empty(0)
+    is_classes = likelihood == "categorical"
+    problems = [problem_of(column, _LEAVE_OUT) for column in columns]
+    refuse(str(file), [*problems, _problem_of_target(goal, values, likelihood)])
+    x = _inputs(file, columns, not are_named)
+    class_names = np.empty(0)
     if is_classes:
-        class_names, labels = np.unique(_present(file, target, values), return_inverse=True)
+        class_names, labels = np.unique(_present(values), return_inverse=True)
         y = torch.from_numpy(labels.astype(np.int64))
     else:
-        y = torch.from_numpy(_numbers(file, target, values)[:, None])
-    if likelihood == "poisson" and bool(((y < 0) | (y % 1 != 0)).any()):
-        raise InputError(f"{file}: column '{target}' holds values that are no counts 0, 1, 2, ...")
-    if len(y.unique(dim=0)) < 2:
-        raise InputError(f"{file}: the target '{target}' is the same in all rows")
-    is_test = _test_rows(file, table, {*features, target}, seed, split, y if is_classes else None)
+        y = torch.from_numpy(goal.values[:, None])
+    is_test = _test_rows(file, table, {*chosen, target}, seed, split, y if is_classes else None)
     train = np.flatnonzero(~is_test)
     train = train[draw_subset(len(train), subset, seed)]
     test = np.flatnonzero(is_test)
@@ -149,9 +169,15 @@ def read_table(name: str, file: Path) -> Any:
 
 
 def _roles(
-    file: Path, table: Any, metadata: dict[bytes, bytes], target: str | None
-) -> tuple[str, list[str]]:
-    """Names of the target's column and of the features'."""
+    file: Path,
+    table: Any,
+    metadata: dict[bytes, bytes],
+    target: str | None,
+    features: Names,
+    drop: Names,
+    categorical: Names,
+) -> tuple[str, list[str], set[str]]:
+    """Names of the target's column, of the features', and of those that are categories."""
     columns = table.column_names
     if target is None and b"target" in metadata:
         target = metadata[b"target"].decode(errors="replace").strip()
@@ -164,19 +190,47 @@ def _roles(
         )
     if target not in columns:
         raise ConfigurationError(_no_column(file, target, "to be the target", columns))
-    if b"features" in metadata:
-        listed = [
-            each.strip() for each in metadata[b"features"].decode(errors="replace").split(",")
-        ]
-        for column in listed:
-            if column not in columns:
-                raise InputError(_no_column(file, column, "which its metadata names", columns))
+    if features is None and b"features" in metadata:
+        named = [name.strip() for name in metadata[b"features"].decode(errors="replace").split(",")]
+        if strange := [name for name in named if name not in columns]:
+            words = "which its metadata names"
+            raise InputError(" ".join(_no_column(file, name, words, columns) for name in strange))
+    elif features is None:
+        named = [c for c in columns if not _is_split(c) or _kind(table.column(c)) != "yes/no"]
     else:
-        listed = [c for c in columns if not _is_split(c) or _kind(table.column(c)) != "yes/no"]
-    features = [each for each in listed if each != target]
-    if not features:
+        named = _names(file, "features", features, columns, target)
+    dropped = _names(file, "drop", drop, columns, target)
+    if features is not None and (both := [name for name in named if name in dropped]):
+        raise ConfigurationError(
+            f"{file}: --features and --drop both name '{both[0]}': leave it out of one of them."
+        )
+    chosen = [name for name in named if name != target and name not in dropped]
+    declared = _names(file, "categorical", categorical, columns, target)
+    if idle := [name for name in declared if name not in chosen]:
+        raise ConfigurationError(
+            f"{file}: --categorical names '{idle[0]}', which is none of the features: leave it out"
+            " there, or make it a feature."
+        )
+    if not chosen:
         raise InputError(f"{file}: there is no column beside the target '{target}'")
-    return target, features
+    return target, chosen, set(declared)
+
+
+def _names(file: Path, option: str, names: Names, columns: list[str], target: str) -> list[str]:
+    """The columns that an option names; refuses what is no column, and the target."""
+    if names is None:
+        return []
+    listed = [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names]
+    if strange := [name for name in listed if name not in columns]:
+        words = f"which --{option} names"
+        raise ConfigurationError(
+            " ".join(_no_column(file, name, words, columns) for name in strange)
+        )
+    if target in listed:
+        raise ConfigurationError(
+            f"{file}: --{option} names '{target}', which is the target: leave it out there."
+        )
+    return list(dict.fromkeys(listed))
 
 
 def _no_column(file: Path, column: str, words: str, columns: list[str]) -> str:
@@ -191,7 +245,9 @@ def _kind(values: Any) -> str:
     types = require("pyarrow", "A table").types
     kind = values.type.value_type if types.is_dictionary(values.type) else values.type
     if types.is_string(kind) or types.is_large_string(kind):
-        return "text"
+        return TEXT
+    if types.is_date(kind) or types.is_timestamp(kind):
+        return DATES
     if types.is_boolean(kind):
         return "yes/no"
     if types.is_integer(kind):
@@ -203,100 +259,67 @@ def _is_classes(values: Any, is_declared: bool) -> bool:
     """Whether a target of no named likelihood is of classes."""
     kind = _kind(values)
     few = kind == "whole numbers" and len(values.unique()) <= MOST_CLASSES
-    return kind in ("text", "yes/no") or (few and not is_declared)
+    return kind in (TEXT, "yes/no") or (few and not is_declared)
 
 
-def _present(file: Path, column: str, values: Any) -> np.ndarray:
-    """A column; refuses missing values."""
-    if missing := values.null_count:
-        raise InputError(
-            f"{file}: column '{column}' lacks {missing:,} of {len(values):,} values: fill them in,"
-            " or take out their rows"
-        )
-    if _kind(values) != "text":
-        return values.to_numpy()
-    texts = np.array(values.to_pylist())
-    _refuse_marks(file, column, texts)
-    return texts
-
-
-def _refuse_marks(file: Path, column: str, texts: np.ndarray) -> None:
-    """Refuse numbers that are read as texts, for a mark of missing ones or a decimal comma."""
-    distinct, counts = np.unique(texts, return_counts=True)
-    plain = np.array([_is_number(text) for text in distinct])
-    with_comma = np.array([_is_number(text.replace(",", ".")) for text in distinct]) & ~plain
-    others = distinct[~plain & ~with_comma]
-    if 2 * counts[plain | with_comma].sum() < len(texts):
-        return
-    if with_comma.any():
-        raise InputError(
-            f"{file}: column '{column}' holds numbers with a comma, as '{distinct[with_comma][0]}':"
-            " write them with a point, and thousands without a mark"
-        )
-    if len(others):
-        marks = ", ".join(f"'{text}'" for text in others[:3])
-        raise InputError(
-            f"{file}: column '{column}' holds numbers, but also {marks}: fill such values in, or"
-            " take out their rows (to make categories of all, put a letter before the numbers)"
-        )
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _numbers(file: Path, column: str, values: Any) -> np.ndarray:
-    """A column of numbers as (n,) float64."""
+def _column(table: Any, name: str, is_declared: bool) -> Column:
+    """A column as the rules know it; ``is_declared`` says that its values are categories."""
+    values = table.column(name)
     kind = _kind(values)
-    if kind in ("yes/no", "whole numbers", "numbers"):
-        numbers = _present(file, column, values).astype(np.float64)
-        if np.isfinite(numbers).all():
-            return numbers
-        raise InputError(f"{file}: column '{column}' holds values that are no finite numbers")
-    if kind == "text":
-        _present(file, column, values)  # which says why, where they were meant to be numbers
-    what = "texts" if kind == "text" else f"values of type {kind}"
-    if kind.startswith(("date", "timestamp")):
-        what = "dates"
-    raise InputError(
-        f"{file}: column '{column}' holds {what} and not numbers: take it out of the file, or make"
-        " numbers of them"
-    )
+    if kind in NUMERIC and not is_declared:
+        cells = values.to_numpy()
+        return Column(name, kind, cells.astype(np.float64))
+    if is_declared or kind == TEXT:
+        present = [None if value != value else value for value in values.to_pylist()]
+    else:  # only whether they are there matters
+        present = [None if is_null else True for is_null in values.is_null().to_pylist()]
+    return Column(name, DECLARED if is_declared else kind, np.array([*present, None], object)[:-1])
 
 
-def _feature(file: Path, table: Any, column: str) -> np.ndarray:
-    """A column of numbers as (n, 1); one of texts as a 0/1 column for each different text."""
-    values = table.column(column)
-    if _kind(values) != "text":
-        return _numbers(file, column, values)[:, None]
-    categories, codes = np.unique(_present(file, column, values), return_inverse=True)
-    if len(categories) > MOST_CATEGORIES:
-        raise InputError(
-            f"{file}: column '{column}' holds {len(categories):,} different texts, which are no"
-            f" categories (at most {MOST_CATEGORIES}): take it out of the file, or make numbers"
-        )
-    return np.eye(len(categories))[codes]
+def _problem_of_target(column: Column, values: Any, likelihood: str) -> str | None:
+    """Say what is wrong with the target, or return None."""
+    if likelihood == "categorical":
+        problem = problem_of_missing(column, _OTHER_TARGET)
+        if problem is None and column.kind == TEXT:
+            problem = problem_of_marks(column, _OTHER_TARGET)
+    else:
+        problem = problem_of_numbers(column, _OTHER_TARGET)
+    if problem is not None:
+        return problem
+    if likelihood == "poisson" and bool(((column.values < 0) | (column.values % 1 != 0)).any()):
+        return f"column '{column.name}' holds values that are no counts 0, 1, 2, ..."
+    if len(np.unique(_present(values))) < 2:
+        return f"the target '{column.name}' is the same in all rows"
+    return None
 
 
-def _inputs(file: Path, table: Any, features: list[str], choose: bool) -> Tensor:
+def _present(values: Any) -> np.ndarray:
+    """The values of a column that lacks none."""
+    return np.array(values.to_pylist()) if _kind(values) == TEXT else values.to_numpy()
+
+
+def _inputs(file: Path, columns: Sequence[Column], choose: bool) -> Tensor:
     """The features (n, F) float64; ``choose`` leaves out constant ones."""
-    parts = {column: _feature(file, table, column) for column in features}
-    constant = [column for column, part in parts.items() if (part == part[0]).all()]
+    constant = [column for column in columns if column.is_constant] if choose else []
     if choose and constant:
-        if len(constant) == len(parts):
+        if len(constant) == len(columns):
             raise InputError(f"{file}: all features are the same in all rows")
         warnings.warn(
-            f"{file.name}: left out of the features, as they are the same in all rows:"
-            f" {', '.join(constant)}.",
+            f"{file.name}: {words_of_constants([column.name for column in constant])}",
             EvigradWarning,
             stacklevel=4,  # the caller of load
         )
-        parts = {column: part for column, part in parts.items() if column not in constant}
-    return torch.from_numpy(np.concatenate(list(parts.values()), axis=1))
+    parts = [_feature(column) for column in columns if column not in constant]
+    return torch.from_numpy(np.concatenate(parts, axis=1))
+
+
+def _feature(column: Column) -> np.ndarray:
+    """A column of numbers as (n, 1); one of categories as a 0/1 column for each."""
+    if column.kind in NUMERIC:
+        return column.values[:, None]
+    categories = column.categories
+    position_of = {value: position for position, value in enumerate(categories)}
+    return np.eye(len(categories))[[position_of[value] for value in column.values]]
 
 
 def _is_split(column: str) -> bool:
@@ -321,7 +344,8 @@ def _test_rows(
                 f"split={split}, but '{file.stem}' has {len(columns)} splits, 0 to"
                 f" {len(columns) - 1}"
             )
-        is_test = _present(file, columns[index], table.column(columns[index]))
+        refuse(str(file), [problem_of_missing(_column(table, columns[index], False), _LEAVE_OUT)])
+        is_test = _present(table.column(columns[index]))
         if is_test.dtype != np.bool_ or is_test.all() or not is_test.any():
             raise InputError(
                 f"{file}: column '{columns[index]}' must be boolean, with some test rows (true) and"

@@ -33,7 +33,7 @@ def _rotation(degrees: float, draws: Tensor, height: int, width: int) -> Tensor:
 
 def _translation(pixels: float, draws: Tensor, height: int, width: int) -> Tensor:
     # A pixel is 2 / width wide. To move right is to read from further left.
-    shift = -2 * pixels * draws / torch.tensor([width, height])
+    shift = -2 * pixels * draws / torch.tensor([width, height], device="cpu")
     one, zero = torch.ones_like(shift[:, 0]), torch.zeros_like(shift[:, 0])
     return _rows(one, zero, zero, one, shift)
 
@@ -102,7 +102,7 @@ def resampled(
     pixels: np.ndarray, maps: Float[Tensor, "n 2 3"]
 ) -> Float[Tensor, "n channels height width"]:
     """Images (float32) read at the places that their affine maps give; see `VARIANTS`."""
-    result = torch.empty(pixels.shape, dtype=torch.float32)
+    result = torch.empty(pixels.shape, dtype=torch.float32, device="cpu")
     for start in range(0, len(pixels), BATCH):
         batch = slice(start, start + BATCH)
         # In double precision, so that rounded places do not show.

@@ -57,8 +57,8 @@ def rehearse(problem: Problem, f: Tensor, y: Tensor) -> None:
     own = torch.Generator().manual_seed(0)
     sampled = problem.settings.spec.curvature == "mc"
     labels = [problem.likelihood.sample(f, own)] if sampled else []
-    columns = torch.zeros(len(f), 1, dtype=torch.int64)
-    weights = torch.ones(len(f))
+    columns = torch.zeros(len(f), 1, dtype=torch.int64, device="cpu")
+    weights = torch.ones(len(f), device="cpu")
     with torch.no_grad(), suppress(NotPositiveDefiniteError):  # other outputs may do better
         root_rows(problem, f, Chunk(f, y, slice(0, len(f)), columns, weights, labels))
 
@@ -84,7 +84,7 @@ def likelihood_changes(problem: Problem, num_outputs: int) -> Literal["rows", "s
     if spec.curvature != "ggn":
         return "rows"
     # Two data of different outputs: scales that depend on f differ between them.
-    f = torch.arange(2 * num_outputs).sin().view(2, num_outputs)
+    f = torch.arange(2 * num_outputs, device="cpu").sin().view(2, num_outputs)
     with torch.enable_grad(), raised_in(f"root of {type(likelihood).__name__}"):
         try:
             root = likelihood.root(f.to(problem.device, problem.dtype), None, problem.settings.root)

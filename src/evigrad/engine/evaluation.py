@@ -74,7 +74,7 @@ def standard_error(values: Sequence[float]) -> float:
     """The standard error of the mean of independent values; 0 for a single one."""
     if len(values) < 2:
         return 0.0
-    return float(torch.tensor(values, dtype=torch.float64).std()) / len(values) ** 0.5
+    return float(torch.tensor(values, dtype=torch.float64, device="cpu").std()) / len(values) ** 0.5
 
 
 def estimates_of(given: BlockPass | Sequence[KeptPass]) -> list[Estimate]:
@@ -210,7 +210,7 @@ def _rescaled(kept: KeptPass, precisions: Mapping[str, Tensor]) -> tuple[Any, Ma
     if not len(scale) and not hasattr(kept.statistic, "with_scale"):
         # A share without rows: any row has the scale, if it is one number.
         (chunk, f), *_ = kept.outputs
-        column = torch.zeros(len(f), 1, dtype=torch.int64)
+        column = torch.zeros(len(f), 1, dtype=torch.int64, device="cpu")
         scale = root_rows(problem, f, replace(chunk, columns=column)).scale
         assert scale is not None
         scale = scale.flatten()
@@ -256,7 +256,7 @@ def over_ranks(
     count, settings = sum(max(1, block.num_draws) for block in blocks), problem.settings
     unbound, each = sum(not e.is_bound for e in estimates), count / max(1, len(estimates))
     terms = [each * sum(getattr(e, name) for e in estimates) for name in _TERMS]
-    scalars = torch.tensor([count, unbound, *terms], dtype=torch.float64)
+    scalars = torch.tensor([count, unbound, *terms], dtype=torch.float64, device="cpu")
     sums = problem.ranks.sum([scalars, *(count * g.to(scalars) for g in gradients)])
     count, unbound, *terms = sums[0].tolist()
     mean = Estimate(

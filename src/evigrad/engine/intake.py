@@ -8,9 +8,11 @@ from typing import Any, cast
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from evigrad.blocks import Block
 from evigrad.blocks.positions import PositionSource, by_target
+from evigrad.blocks.samplers import check_sampler
 from evigrad.blocks.sources import Source, as_source
 from evigrad.blocks.streamed import check_single
 from evigrad.engine.checks import as_pair, check_block, check_inputs, not_data
@@ -22,7 +24,7 @@ from evigrad.errors import ConfigurationError, InputError
 from evigrad.inputs import AtPositions, Inputs, each_once, tensors_of
 from evigrad.likelihoods import LIKELIHOODS
 from evigrad.likelihoods.calls import check_targets, log_probabilities
-from evigrad.likelihoods.positions import counted, is_batch, spread
+from evigrad.likelihoods.positions import NO_TARGET, counted, is_batch, spread
 
 # Inputs may be any that ``as_inputs`` takes.
 Data = Any
@@ -49,11 +51,13 @@ class Batches:
         part: This rank's share of the positions of all data, or None for all.
 
     Raises:
-        InputError: If there is no batch.
+        InputError: If there is no batch, or the sampler of a loader omits or repeats examples.
     """
 
     def __init__(self, problem: Problem, batches: Iterable[Batch]) -> None:
         self._problem = problem
+        if isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset):
+            check_sampler(batches, is_read=True)
         once = isinstance(batches, Iterator)
         self._given = [as_pair(batch) for batch in batches] if once else batches
         self._seen: list[list[int]] | None = None
@@ -76,6 +80,8 @@ class Batches:
                     " do for the gradient in hyperparameters of the forward pass: do not shuffle"
                     " or augment in the loader, or give a list of batches."
                 )
+            if not len(x):
+                continue  # no target counts
             if part is None:
                 yield x, y
             else:
@@ -141,7 +147,7 @@ class CheckedSource(Source):
             for some in y.split(max(1, _NUMBERS_AT_ONCE // self.plan.outputs.shape[1])):
                 self._try_density(some)
         f = self.plan.outputs
-        rehearse(problem, f, y[torch.arange(len(f)) % len(y)])
+        rehearse(problem, f, y[torch.arange(len(f), device="cpu") % len(y)])
         if problem.ranks.count > 1:
             with problem.ranks.together() as alike:
                 alike["data"] = self._signatures() if self.is_held else None
@@ -149,13 +155,13 @@ class CheckedSource(Source):
     def _signatures(self) -> list[list[int]]:
         """Those of up to ``_COMPARED`` data, evenly spaced."""
         count = min(len(self), _COMPARED)
-        chosen = torch.arange(count) * len(self) // count
+        chosen = torch.arange(count, device="cpu") * len(self) // count
         return [_signature(*self._source.fetch(some)) for some in chosen.split(_AT_ONCE)]
 
     def _try_density(self, y: Tensor) -> None:
         """Take the density and its derivatives at all targets, for a few outputs."""
         likelihood, f = self._problem.likelihood, self.plan.outputs
-        f = f[torch.arange(len(y)) % len(f)]
+        f = f[torch.arange(len(y), device="cpu") % len(f)]
         with torch.no_grad():
             log_probabilities(likelihood, f, y)
         likelihood.check_derivatives(f, y, self._problem.settings.spec.curvature)
@@ -236,6 +242,8 @@ def _given_subset(problem: Problem, x: Inputs, y: Tensor | None) -> BlockPass:
             " blocks, for block in evidence.blocks(data).take(n)."
         )
     x, y, plan = checked(problem, x, y)
+    if not len(x):
+        raise InputError(NO_TARGET)
     if isinstance(x, AtPositions) and x.data is not None and len(x) != problem.settings.num_data:
         counts = x.data.bincount(minlength=len(x.whole))
         if bool((counts != counts[0]).any()):
@@ -261,7 +269,7 @@ def _own_subset(problem: Problem, plan: InputPlan, size: int) -> Block:
     ranks, generator = problem.ranks, problem.generator
     if ranks.count == 1:
         return plan.partition.subset(size, generator)
-    seeds = torch.randint(2**62, (ranks.count,), generator=generator)
+    seeds = torch.randint(2**62, (ranks.count,), generator=generator, device="cpu")
     seed = int(seeds[ranks.rank])
     own = torch.Generator().manual_seed(seed)
     return replace(plan.partition.subset(size, own), seed=seed)

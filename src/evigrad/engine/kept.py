@@ -143,8 +143,11 @@ def as_kept(
     return kept
 
 
-def check_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> None:
-    """Refuse to keep a pass for steps on more than the prior and scales that it can follow."""
+def not_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> str | None:
+    """Return why a kept pass cannot follow steps on what is learned; None if it can.
+
+    It follows the prior, and parameters of the likelihood that only scale rows.
+    """
     beside = [name for name in learned if not name.startswith("prior.")]
     changing = [name for name in beside if name.startswith("model.")]
     num_outputs = plan.partition.num_outputs
@@ -152,17 +155,18 @@ def check_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) ->
     if changed == "rows":
         changing = beside
     if changing:
-        raise ConfigurationError(
+        return (
             "A pass can only be kept for steps on the prior and the noise;"
             f" {', '.join(changing)} changes it. Leave it out (wrt=['prior'], in training"
             " hyper_steps=...), or use estimate and backward on the data."
         )
     if changed == "sums":
-        raise ConfigurationError(
+        return (
             f"{problem.settings.spec.name} sums rows of different scales, so that a kept pass"
             f" cannot follow {', '.join(beside)}. Take an 'ntk' estimator, one noise for all"
             " outputs, or estimate and backward on the data."
         )
+    return None
 
 
 def _versions(

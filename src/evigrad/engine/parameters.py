@@ -13,6 +13,7 @@ from evigrad.errors import (
     listed,
     nearest,
 )
+from evigrad.inputs import named_parameters
 from evigrad.priors import matches
 
 
@@ -63,7 +64,8 @@ def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[st
     """Return the model's trainable parameters by name without the excluded, shared ones once.
 
     Raises:
-        ConfigurationError: If none is left, or a lazy module has not seen its first inputs.
+        ConfigurationError: If none is left, a lazy module has not seen its first inputs, or a
+            parameter or buffer is on meta.
     """
     lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
     if lazy:
@@ -71,9 +73,15 @@ def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[st
             f"The model is lazy: {listed(lazy)} get their shape from the first inputs. Run one"
             " batch first, model(x), and go on with the model that has seen it."
         )
+    empty = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    if empty:
+        raise ConfigurationError(
+            f"The model has {listed(empty)} on the device meta, where tensors hold no numbers. Make"
+            " the model on the CPU or on a GPU, for example under torch.device('cpu')."
+        )
     ids = {id(p) for p in excluded.values()}
     weights = {
-        name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in ids
+        n: p for n, p in named_parameters(model).items() if p.requires_grad and id(p) not in ids
     }
     if not weights:
         raise ConfigurationError("The model has no trainable weights beside hyperparameters.")
@@ -88,7 +96,7 @@ def select(model: nn.Module, prefixes: Sequence[str]) -> dict[str, nn.Parameter]
     """
     if isinstance(prefixes, str) or not isinstance(prefixes, Sequence):
         raise ConfigurationError("hyperparameters is a list of names, as ['invariance'].")
-    named = dict(model.named_parameters(remove_duplicate=False))
+    named = named_parameters(model, remove_duplicate=False)
     chosen: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix in prefixes:
         found = {n: p for n, p in named.items() if matches(prefix, n)}
@@ -111,7 +119,7 @@ def check_unchanged(
 ) -> None:
     """Refuse a model in which a parameter was unfrozen, frozen, added or replaced since."""
     known = {id(p) for p in (*weights.values(), *others.values())}
-    now = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    now = {id(p): name for name, p in named_parameters(model).items() if p.requires_grad}
     new = [name for key, name in now.items() if key not in known]
     gone = [name for name, p in (*weights.items(), *others.items()) if id(p) not in now]
     if new or gone:

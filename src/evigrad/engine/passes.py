@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from evigrad.blocks import Block
-from evigrad.engine.memory import PeakBytes, available_bytes, check_memory, fits
+from evigrad.blocks.block import MOST_EXPANDED
+from evigrad.engine.memory import (
+    CPU_PASS_BYTES,
+    PeakBytes,
+    available_bytes,
+    check_memory,
+    fits,
+)
 from evigrad.engine.problem import InputPlan, Problem
 from evigrad.errors import InputError
 from evigrad.inputs import Inputs
@@ -34,6 +41,8 @@ State = TypeVar("State")
 
 # The memory of a pass is measured on one datum and on two; the difference is what each adds.
 _MEASURED = 2
+# Rows of the example on which the memory of each further row is measured.
+_MEASURED_ROWS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +108,7 @@ def new_pass(
     plans, generator, spec = problem.plans, problem.generator, problem.settings.spec
     seed = block.seed
     if seed is None:
-        seed = int(torch.randint(2**62, (), generator=generator))
+        seed = int(torch.randint(2**62, (), generator=generator, device="cpu"))
     fresh = BlockPass(problem, plan, batches, block, seed, plans.noise(seed, block.origin))
     if spec.curvature != "mc":
         return fresh
@@ -287,7 +296,8 @@ def _chunk_size(
         block = block_pass.block
         rows = block.num_rows or block_pass.plan.partition.block_rows
         free -= block_pass.plan.structure.predicted_bytes(rows)
-    return sizes.size(key, rest, lambda: bytes_per_datum(peak, rest), free)
+    limit = CPU_PASS_BYTES if problem.device.type == "cpu" else None
+    return sizes.size(key, rest, lambda: bytes_per_datum(peak, rest), free, limit)
 
 
 def _memory_key(block_pass: BlockPass, kind: str, x: Inputs) -> str:
@@ -312,6 +322,65 @@ def _peak_bytes(
     with evaluating(block_pass), PeakBytes() as held:
         step(part(size))
     return held.most
+
+
+def predicted_bytes(problem: Problem, plan: InputPlan, x: Inputs) -> int:
+    """Return the most bytes that an estimate is predicted to hold, by passes over a few examples.
+
+    It is what the statistic and its log-determinant take, or a pass, if that takes more: its
+    activations and gradients are as many as the rows times the numbers in the network. ``x`` are
+    some inputs, or one batch if the estimator takes all data.
+    """
+    partition, structure, sizes = plan.partition, plan.structure, problem.sizes
+    spec, num_rows = problem.settings.spec, partition.block_rows
+    kept = structure.predicted_bytes(num_rows)
+    if spec.curvature == "hessian":  # it has no rows
+        return kept
+    num_data = min(partition.num_data, num_rows // (1 if spec.rows else partition.rows_per_datum))
+    at_once = num_data
+    if spec.rows and num_rows > MOST_EXPANDED * num_data:
+        # Examples with equally many rows pass together: hardly ever more than half of them.
+        at_once = -(-num_data // 2)
+    if spec.subset is None:
+        at_once = min(at_once, len(x))
+    if isinstance(sizes.asked, int):
+        at_once = min(at_once, sizes.asked)
+    rows_at_once = -(-num_rows * at_once // num_data)
+    # The rows of a pass over one example, over two, and over one with more rows.
+    more = min(_MEASURED_ROWS, partition.num_outputs)
+    one = _bytes_of_rows(problem, plan, x, 1, 1)
+    of_datum = max(_bytes_of_rows(problem, plan, x, 2, 1) - one, 0) if len(x) > 1 else one
+    of_row = max(_bytes_of_rows(problem, plan, x, 1, more) - one, 0) / max(more - 1, 1)
+    passing = one + int((at_once - 1) * of_datum + (rows_at_once - at_once) * of_row)
+    if sizes.asked == "auto" and sizes.budget is not None:
+        passing = min(passing, max(sizes.budget, one))
+    return max(kept, passing)
+
+
+def _bytes_of_rows(problem: Problem, plan: InputPlan, x: Inputs, size: int, width: int) -> int:
+    """The most bytes that a pass over so many examples holds, each with so many rows."""
+    problem = replace(problem, generator=torch.Generator().manual_seed(0))
+    columns = torch.arange(width, device="cpu").expand(size, -1)
+    indices = torch.arange(size, device="cpu")
+    block = Block(indices, columns, 1.0, torch.ones_like(indices, dtype=torch.float64))
+    noise = problem.plans.noise(0)
+    block_pass = BlockPass(problem, plan, [], block, 0, noise)
+    structure = plan.structure
+
+    def step(chunk: Chunk) -> object:
+        linearization = linearized(block_pass, chunk, False)
+        outputs = linearization.outputs
+        where = columns.to(outputs.device)
+        root = problem.likelihood.root(outputs, where, problem.settings.root)
+        if structure.condenses(plan.partition.block_rows):
+            return structure.summarise(linearization, root)
+        return structure.accumulate(None, linearization, root)
+
+    def part(size: int) -> Chunk:
+        return _chunk(block_pass, (x, torch.zeros(size, device="cpu")), None, 0, 0, size)
+
+    with torch.no_grad():
+        return _peak_bytes(block_pass, step, part, size)
 
 
 def bytes_per_datum(peak: Callable[[int], int], rest: int) -> float:

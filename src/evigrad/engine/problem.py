@@ -286,8 +286,8 @@ class Plans:
         """
         own = torch.Generator().manual_seed(self._passes)  # the evidence's draws are not shifted
         f = linearization.outputs
-        vectors = torch.randn(len(f), 1, f.shape[1], generator=own).to(f)
-        index = int(torch.randint(len(f), (), generator=own))
+        vectors = torch.randn(len(f), 1, f.shape[1], generator=own, device="cpu").to(f)
+        index = int(torch.randint(len(f), (), generator=own, device="cpu"))
         wrong = spot_check(linearization, vectors, index)
         if not wrong:
             return plan

@@ -85,15 +85,16 @@ class AffineInvariance(Transform):
             else:
                 self.register_buffer(name, torch.tensor(value))
         self.flip = flip
-        values = torch.tensor(fill, dtype=torch.get_default_dtype()).reshape(-1, 1, 1)
+        values = torch.tensor(fill, dtype=torch.get_default_dtype(), device="cpu").reshape(-1, 1, 1)
         if len(values) == 0 or not bool(values.isfinite().all()):
             raise ConfigurationError(f"fill={fill}: must be finite, one number or one per channel")
         self._is_filled = bool(values.any())  # here, as reading it from a GPU later would block
-        self.register_buffer("fill", values, persistent=False)
-        matrices = torch.tensor([_MATRICES[name] for name in GENERATORS]).to(
-            torch.get_default_dtype()
-        )
-        self.register_buffer("matrices", matrices.flatten(1), persistent=False)
+        # On PyTorch's default device, where every other module begins too.
+        device = torch.get_default_device()
+        self.register_buffer("fill", values.to(device), persistent=False)
+        matrices = torch.tensor([_MATRICES[name] for name in GENERATORS], device=device)
+        matrices = matrices.to(torch.get_default_dtype()).flatten(1)
+        self.register_buffer("matrices", matrices, persistent=False)
 
     @property
     def ranges(self) -> Float[Tensor, "6"]:
@@ -106,7 +107,7 @@ class AffineInvariance(Transform):
 
     def sample(self, n: int, generator: torch.Generator) -> Float[Tensor, "n u"]:
         """Draw u, (n, 6) or (n, 7) uniform on [-1, 1): the last number is to flip or not."""
-        return 2 * torch.rand(n, 6 + self.flip, generator=generator) - 1
+        return 2 * torch.rand(n, 6 + self.flip, generator=generator, device="cpu") - 1
 
     def forward(
         self, x: Float[Tensor, "n channels height width"], eps: Float[Tensor, "n u"]
@@ -138,10 +139,10 @@ class AffineInvariance(Transform):
         dtype = torch.float32 if eps.device.type == "mps" else torch.float64
         algebra = (eps[:, :6].to(dtype) * self.ranges.to(dtype)) @ self.matrices.to(dtype)
         # From coordinates with borders at ±1 to coordinates with square pixels, and back.
-        sides = torch.tensor([width, height], dtype=dtype) / max(width, height)
+        sides = torch.tensor([width, height], dtype=dtype, device="cpu") / max(width, height)
         there = torch.cat([sides, sides.new_ones(1)]).to(eps.device)
         # The unit of each translation is half of its own side.
-        along = torch.ones(3, 3, dtype=dtype)
+        along = torch.ones(3, 3, dtype=dtype, device="cpu")
         along[:2, 2] = sides
         group = matrix_exponential(algebra.unflatten(1, (3, 3)) * along.to(eps.device))
         maps = (group * there / there[:, None])[:, :2]

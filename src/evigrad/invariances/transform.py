@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, listed, nearest
+from evigrad.inputs import bare_names
 
 
 class Transform(nn.Module, ABC):
@@ -159,7 +160,7 @@ class InputScale(Transform):
 
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
         """Zeros (n, 1): there is nothing to draw, but each input must have some noise."""
-        return torch.zeros(n, 1)
+        return torch.zeros(n, 1, device="cpu")
 
     def forward(self, x: Tensor, eps: Tensor | None = None) -> Tensor:
         """The inputs (n, ...) times the scales; there is no noise in it."""
@@ -198,7 +199,7 @@ class AdditiveNoise(Transform):
 
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
         """Draw standard normal noise (n, *shape)."""
-        return torch.randn(n, *self.shape, generator=generator)
+        return torch.randn(n, *self.shape, generator=generator, device="cpu")
 
     def forward(self, x: Tensor, eps: Tensor) -> Tensor:
         """The inputs (n, *shape) with the noise times its level, in the dtype of the inputs."""
@@ -228,11 +229,13 @@ class Ranged(Protocol):
 
 def ranged_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of a model that have ranges, by their names in the model."""
-    return {
+    named = {
         path: module
         for path, module in model.named_modules()
         if callable(getattr(module, "named_ranges", None))
     }
+    bare = bare_names(model, named)
+    return {bare[path]: module for path, module in named.items()}
 
 
 def learnable_ranges(module: nn.Module) -> list[str]:

@@ -9,14 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from evigrad.errors import ConfigurationError, InputError, listed, nearest
-from evigrad.inputs import Inputs, called
+from evigrad.inputs import Inputs, called, named_parameters
 
-DATA_MIX = (
-    "The model's output for a datum changes from call to call, or with the other data of"
-    " the batch, so that its Jacobian is not defined. Make sure that the forward pass is"
-    " deterministic in evaluation mode and that no layer mixes data (as a normalisation"
-    " with batch statistics does; track_running_stats=True helps)."
-)
 NO_DERIVATIVE = (
     "The model's outputs have no derivative in any weight: forward runs under torch.no_grad() or"
     " torch.inference_mode(), or uses .detach(), .data or .item(). Take that out of forward;"
@@ -33,7 +27,7 @@ def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor)
             "There are no gradients inside torch.inference_mode(). Leave it out; torch.no_grad()"
             " does no harm."
         )
-    parameters = dict(model.named_parameters())
+    parameters = named_parameters(model)
     for name, p in weights.items():
         if parameters.get(name) is not p:
             raise ConfigurationError(

@@ -433,7 +433,9 @@ class _RandomSums:
             return model_outputs(self.model, self.x)
 
     def _random(self, like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=self._generator, dtype=torch.float64).to(like)
+        return torch.randn(
+            like.shape, generator=self._generator, dtype=torch.float64, device="cpu"
+        ).to(like)
 
 
 def _root_mean_square(p: Tensor) -> float:

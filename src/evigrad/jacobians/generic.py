@@ -100,10 +100,13 @@ def vmap_rows(
     # parameters (as recurrent ones do) gives other numbers.
     constant = {name: p.detach() for name, p in weights.items()}
     wanted = {name: constant.pop(name) for name in names}
+    with_wrappers = {id(p): name for name, p in model.named_parameters()}
+    in_model = {name: with_wrappers[id(p)] for name, p in weights.items()}
 
     def output(parameters: dict[str, Tensor], datum: Tensor) -> Tensor:
         given = (datum.unsqueeze(0),)
-        output = functional_call(model, {**constant, **parameters}, given)
+        values = {in_model[name]: value for name, value in {**constant, **parameters}.items()}
+        output = functional_call(model, values, given)
         return check_output(scores_of(output), 1)[0]
 
     def rows_of_datum(datum: Tensor, cotangents: Tensor) -> dict[str, Tensor]:

@@ -64,7 +64,7 @@ def evaluation_mode(
         if generator is None:
             seeds = nullcontext(lambda: False)
         else:
-            seeds = seeded(int(torch.randint(2**62, (), generator=generator)), device)
+            seeds = seeded(int(torch.randint(2**62, (), generator=generator, device="cpu")), device)
         try:
             # Not model.eval(): an overridden ``train`` may have side effects, and modules in mixed
             # modes get their own mode back.

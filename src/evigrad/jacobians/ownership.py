@@ -136,7 +136,7 @@ def probed(outputs: Tensor, calls: Sequence[Call], differentiable: bool) -> set[
     nothing about derivatives of the rows.
     """
     m, own = len(outputs), torch.Generator().manual_seed(0)
-    u = torch.randn(outputs.shape, generator=own, dtype=torch.float64).to(outputs)
+    u = torch.randn(outputs.shape, generator=own, dtype=torch.float64, device="cpu").to(outputs)
 
     def gradients(vectors: Tensor) -> list[Tensor | None]:
         edges = [call.edge for call in calls]
@@ -171,7 +171,7 @@ def _agree(call: Call, plain: Tensor, scaled: Tensor, c: Tensor) -> bool:
 def _codes(m: int, levels: int) -> list[Tensor]:
     """Numbers in [-1, 1] for m data: no two data have nearly the same in all of them."""
     levels = min(levels, m)
-    digits, rest = [], torch.arange(m)
+    digits, rest = [], torch.arange(m, device="cpu")
     while not digits or rest.any():
         digits.append(rest % levels)
         rest = rest // levels

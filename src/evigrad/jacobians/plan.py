@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, InputError, is_out_of_memory
+from evigrad.inputs import DATA_MIX
 from evigrad.jacobians.arguments import (
-    DATA_MIX,
     NO_DERIVATIVE,
     check_call,
     check_storage,

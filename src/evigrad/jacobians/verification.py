@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, is_out_of_memory
-from evigrad.inputs import called, scores_of
-from evigrad.jacobians.arguments import DATA_MIX, model_outputs
+from evigrad.inputs import DATA_MIX, called, named_parameters, scores_of
+from evigrad.jacobians.arguments import model_outputs
 from evigrad.jacobians.generic import close, close_outputs, datum_rows, loop_rows, tolerances
 from evigrad.jacobians.linearization import Linearization
 from evigrad.jacobians.modes import held_tensors, model_run, without_autocast
@@ -64,7 +64,7 @@ class Reference:
         self._generator = torch.Generator().manual_seed(0)
         self._vectors = self._random(outputs[:, None, :].expand(-1, _COLUMNS, -1))
         self.rows = self._loop_rows(list(weights), x, self._vectors, False)
-        self._norm = max((r.norm() for r in self.rows.values()), default=torch.tensor(0.0))
+        self._norm = max((r.norm() for r in self.rows.values()), default=outputs.new_zeros(()))
         rounding = tolerances(outputs)[1]
         self.vanishing = {
             name for name, r in self.rows.items() if not r.norm() > rounding * self._norm
@@ -79,8 +79,8 @@ class Reference:
         found = list(names)
         try:
             # In reverse too: a model that sorts its data may have found the probe sorted.
-            for order in (torch.arange(len(self.x)), torch.arange(len(self.x)).flip(0)):
-                order = order.to(self.x.device)
+            places = torch.arange(len(self.x), device=self.x.device)
+            for order in (places, places.flip(0)):
                 rows = compute(found, self.x[order], self._vectors[order], False)
                 found = [
                     name
@@ -147,7 +147,9 @@ class Reference:
             return loop_rows(self.model, self.weights, names, x, vectors, differentiable)
 
     def _random(self, like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=self._generator, dtype=torch.float64).to(like)
+        return torch.randn(
+            like.shape, generator=self._generator, dtype=torch.float64, device="cpu"
+        ).to(like)
 
 
 # ------------------------------------------------------------ what plans are checked on
@@ -171,7 +173,7 @@ def _all_differ(x: Tensor) -> bool:
 
 def _varied(x: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    part = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+    part = torch.rand(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x.device)
     if x.dtype == torch.bool:
         return x & (part > 0.5)
     if x.is_complex() or x.is_floating_point():
@@ -197,14 +199,14 @@ def moved_copy(
     """A copy with its weights moved off their initial values, and these; None where it fails."""
     # A head that starts at zero makes all rows before it zero; two ways to compute them then agree
     # whether they are right or not.
-    learnable = {name for name, p in model.named_parameters() if p.requires_grad}
+    learnable = {name for name, p in named_parameters(model).items() if p.requires_grad}
     for names in (learnable, set(weights)):
         # Second try with the weights alone: a hyperparameter may have a domain.
         try:
             with model_run(model):
                 memo = {id(t): t.detach().clone() for t in held_tensors(model) if not t.is_leaf}
                 moved = copy.deepcopy(model, memo)
-            own = dict(moved.named_parameters())
+            own = named_parameters(moved)
             _move([own[name] for name in sorted(names)])
             with model_run(moved), torch.enable_grad():
                 outputs = scores_of(moved(x.clone()))
@@ -221,7 +223,9 @@ def _move(parameters: list[nn.Parameter]) -> None:
     generator = torch.Generator().manual_seed(1)
     for p in parameters:
         if p.is_floating_point() and p.numel() > 0:
-            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64, device="cpu").to(
+                p
+            )
             size = _MOVE * p.square().mean().sqrt()
             p.add_(noise * torch.where(size > 0, size, torch.full_like(size, _SMALL)))
 
@@ -288,7 +292,7 @@ def _disagreeing(
     if not f.isfinite().all():  # the comparison would say nothing about the paths
         return set()
     if not close_outputs(f[one], alone, f.norm(dim=1).max()):
-        _refuse_mixing(model, x, [torch.arange(len(x))[one]])
+        _refuse_mixing(model, x, [torch.arange(len(x), device="cpu")[one]])
     rows = linearization.fast_rows_of_datum(vectors, index)
     stacked = {name: torch.stack(expected[name])[None] for name in names}
     largest = torch.stack([r.norm().to(f.dtype) for r in stacked.values()]).max()
@@ -310,7 +314,7 @@ def check_separate(
     single datum, of many, or of their number. Takes one forward pass without a graph in all, in the
     same mode as for the ``outputs`` f(x), in the type of the weights.
     """
-    order, parts = torch.randperm(len(x), generator=generator), list[Tensor]()
+    order, parts = torch.randperm(len(x), generator=generator, device="cpu"), list[Tensor]()
     while len(order):
         size = 2 ** len(parts)
         parts.append(order[:size])

@@ -20,9 +20,19 @@ from evigrad.likelihoods.roots import (
 # Two Hessians by autodiff count as equal up to this many √eps of their size.
 SAME_HESSIAN = 10.0
 # What belongs to one density.
-_DERIVED = ("hessian", "root", "score", "probabilities", "noise_variance", "moments")
+_DERIVED = (
+    "hessian",
+    "root",
+    "_diagonal_root",
+    "score",
+    "probabilities",
+    "noise_variance",
+    "moments",
+)
 # An inherited root is compared with the density on this many outputs of Λ.
 _COMPARED_OUTPUTS = 8
+# All columns of a root have C² numbers for each datum: those of so many bytes are formed at once.
+ROOT_BYTES = 2**26
 
 
 class Likelihood(nn.Module, ABC):
@@ -52,6 +62,8 @@ class Likelihood(nn.Module, ABC):
         found = {name for name in _DERIVED if above[name] > above["log_prob"]}
         if above["root"] > above["hessian"]:
             found.add("root")
+        if above["_diagonal_root"] > min(above["root"], above["hessian"]):
+            found.add("_diagonal_root")
         # Default roots and scores are derived from the class's own density.
         cls._inherited = frozenset(
             n for n in found if n == "hessian" or cls.__mro__[above[n]] is not Likelihood
@@ -193,7 +205,8 @@ class Likelihood(nn.Module, ABC):
         outputs = torch.arange(min(f.shape[1], _COMPARED_OUTPUTS), device=f.device)
         with torch.no_grad():
             if "hessian" in self._inherited:
-                first, unit = self.reference_targets(f)[0], torch.eye(f.shape[1]).to(f)
+                first = self.reference_targets(f)[0]
+                unit = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)
                 rows = [self._times_hessian(f, first, unit[None, d])[0] for d in outputs]
                 expected = torch.stack(rows)[:, outputs]
             else:
@@ -205,7 +218,9 @@ class Likelihood(nn.Module, ABC):
     def _check_same_hessian(self, f: Tensor, y: Tensor) -> None:
         """Compare Hessians at targets and at reference targets along a random direction."""
         generator = torch.Generator().manual_seed(0)
-        direction = torch.randn(f.shape, generator=generator, dtype=torch.float64).to(f)
+        direction = torch.randn(f.shape, generator=generator, dtype=torch.float64, device="cpu").to(
+            f
+        )
         with torch.no_grad():
             expected = self._times_hessian(f, self.reference_targets(f)[0], direction)
             found = self._times_hessian(f, y, direction)
@@ -384,9 +399,31 @@ class Likelihood(nn.Module, ABC):
         Returns:
             One number for each row, without a graph.
         """
-        every = torch.arange(f.shape[1], device=f.device).expand(len(f), -1)
+        check_root(kind)
+        if not self.couples_outputs and "_diagonal_root" not in self._inherited:
+            root = self._diagonal_root(f.detach())
+            if root is not None:
+                return root.detach().square()
+        num_outputs = f.shape[1]
+        at_once = max(1, ROOT_BYTES // (f.element_size() * num_outputs**2))
+        columns = torch.arange(num_outputs, device=f.device)
         with torch.no_grad():
-            return self.root(f, every, kind).scaled.square().sum(-1)
+            roots = (
+                self.root(part, columns.expand(len(part), -1), kind) for part in f.split(at_once)
+            )
+            return torch.cat([root.scaled.square().sum(-1) for root in roots])
+
+    def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"] | None:
+        """√λ_d of each output d in closed form, or None, which derives it from ``root``.
+
+        Args:
+            f: Outputs. Λ is diagonal.
+
+        Returns:
+            C numbers for each example. All columns of a root have C².
+        """
+        del f
+        return None
 
     def condensed(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m D"]:
         """Return what ``row_scores`` needs of the outputs, small enough to keep for every datum.

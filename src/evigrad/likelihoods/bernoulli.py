@@ -58,8 +58,10 @@ class Bernoulli(Likelihood):
     ) -> RootRows:
         """Column d is e_d √(p_d(1 − p_d)); see ``Likelihood.root``."""
         check_root(kind)
-        root = (0.5 * (logsigmoid(f) + logsigmoid(-f))).exp()
-        return RootRows(diagonal_rows(f, root, columns))
+        return RootRows(diagonal_rows(f, self._diagonal_root(f), columns))
+
+    def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
+        return (0.5 * (logsigmoid(f) + logsigmoid(-f))).exp()
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
         """Sums of ``log_likelihood`` (nats) and ``correct`` (right labels, divided by C)."""

@@ -61,7 +61,12 @@ class Categorical(Likelihood):
             if y.shape == (num_data, 1):
                 hint = "; use y.squeeze(1)"
             elif y.shape == (num_data, num_outputs):
-                hint = "; for one-hot targets use y.argmax(1)"
+                hint = (
+                    ". If an example may have several labels or none, use"
+                    ' likelihood="bernoulli" with y.float()'
+                )
+                if bool((y.sum(1) == 1).all()):
+                    hint = f". For one-hot targets use y.argmax(1){hint}"
                 if bool(((y != 0) & (y != 1)).any()):
                     hint = (
                         "; smoothed labels or probabilities are no targets, as the cross-entropy"

@@ -40,7 +40,8 @@ class Gaussian(Likelihood):
     ) -> None:
         super().__init__()
         try:
-            value = torch.as_tensor(noise, dtype=torch.float64).detach()
+            device = noise.device if isinstance(noise, Tensor) else "cpu"
+            value = torch.as_tensor(noise, dtype=torch.float64, device=device).detach()
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"noise must be numbers, not {noise!r}.") from error
         if not value.numel() or not bool(((value > 0) & torch.isfinite(value)).all()):
@@ -103,10 +104,13 @@ class Gaussian(Likelihood):
     ) -> RootRows:
         """Unit vectors, with 1/σ as their scale; see ``Likelihood.root``."""
         check_root(kind)
-        scale = (-self.log_noise.to(f)).exp().expand(f.shape)
+        scale = self._diagonal_root(f)
         if columns is not None:
             scale = scale.gather(1, columns.clamp(min=0).long())
         return RootRows(one_hot(f, columns), scale)
+
+    def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
+        return (-self.log_noise.to(f)).exp().expand(f.shape)
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
         """``log_likelihood`` (nats) and ``squared_error`` (units of y, squared), sums."""

@@ -92,9 +92,12 @@ class HeteroscedasticGaussian(Likelihood):
     ) -> RootRows:
         """Column d is e_d exp(−s_d/2), column D + d is e_(D+d) √½; see ``Likelihood.root``."""
         check_root(kind)
+        return RootRows(diagonal_rows(f, self._diagonal_root(f), columns))
+
+    def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
         deviation = (-0.5 * f.chunk(2, dim=1)[1]).exp()
         constant = torch.full_like(deviation, FISHER_OF_LOG_VARIANCE**0.5)
-        return RootRows(diagonal_rows(f, torch.cat([deviation, constant], dim=1), columns))
+        return torch.cat([deviation, constant], dim=1)
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
         """``log_likelihood`` (nats) and ``squared_error`` of the means (units of y²), sums."""

@@ -64,7 +64,10 @@ class Poisson(Likelihood):
     ) -> RootRows:
         """Column d is e_d exp(f_d/2); see ``Likelihood.root``."""
         check_root(kind)
-        return RootRows(diagonal_rows(f, (0.5 * f).exp(), columns))
+        return RootRows(diagonal_rows(f, self._diagonal_root(f), columns))
+
+    def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
+        return (0.5 * f).exp()
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
         """``log_likelihood`` (nats) and ``squared_error`` of the rates (counts²), sums."""

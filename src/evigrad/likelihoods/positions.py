@@ -2,7 +2,8 @@
 
 Given the outputs, the targets of all positions are independent: a position of a sequence, or a
 pixel, is a datum of its own to every likelihood and every estimator. Data are then counted by their
-targets; a target that the likelihood leaves out (``Likelihood.counted``) is none.
+targets; a target that the likelihood leaves out (``Likelihood.counted``) is none. A sequence of
+which all targets are left out counts nothing, alone or in a batch with others.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ from evigrad.likelihoods.base import Likelihood
 from evigrad.likelihoods.calls import check_targets
 
 NO_TARGET = (
-    "No target counts: all are left out by the likelihood's ignore_index. Leave such data out."
+    "No target counts: the likelihood's ignore_index leaves all of them out. Give at least one"
+    " target that it counts."
 )
 
 
@@ -95,18 +97,16 @@ def flattened(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Ten
         y: Targets.
 
     Returns:
-        Outputs and targets.
+        Outputs and targets; none if no position counts.
 
     Raises:
-        InputError: If they do not fit, or no position counts.
+        InputError: If they do not fit.
     """
     if f.dim() == 2 or not is_batch(y, len(f)):
         shape = (*f.shape[:-2], f.shape[-1]) if f.dim() > 2 else f.shape
         check_targets(likelihood, shape, y, f.device)
         return f, y
     targets, counts = targets_at(likelihood, f.shape[1:], y, f.device)
-    if not len(targets):
-        raise InputError(NO_TARGET)
     return f.flatten(1, -2)[counts], targets
 
 
@@ -122,15 +122,13 @@ def spread(
         y: Targets (m, …).
 
     Returns:
-        Inputs and targets of n positions, datum by datum.
+        Inputs and targets of n positions, datum by datum; n is zero if no position counts.
 
     Raises:
-        InputError: If targets do not fit, or no position counts.
+        InputError: If targets do not fit.
     """
     assert not isinstance(x, AtPositions)
     targets, counts = targets_at(likelihood, shape, y, x.device)
-    if not len(targets):
-        raise InputError(NO_TARGET)
     data, positions = counts.nonzero(as_tuple=True)
     return AtPositions(x, data, positions), targets
 

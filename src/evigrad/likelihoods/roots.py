@@ -232,7 +232,7 @@ def differentiable_root(
     keep = values > RANK_TOLERANCE * values.shape[-1] * eps * values[..., :1].clamp(min=0)
     roots = torch.where(keep, values, 0.0).sqrt()
     inverses = torch.where(keep, values, 1.0).rsqrt() * keep
-    right = vectors.mT if symmetric else torch.eye(values.shape[-1]).to(vectors)
+    right = vectors.mT if symmetric else torch.eye(values.shape[-1], device="cpu").to(vectors)
     root = ((vectors * roots.unsqueeze(-2)) @ right).to(curvature.dtype)
     inverse = ((vectors * inverses.unsqueeze(-2)) @ right).to(curvature.dtype)
     projector = ((vectors * keep.unsqueeze(-2)) @ vectors.mT).to(curvature.dtype)

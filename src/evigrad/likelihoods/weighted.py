@@ -15,10 +15,13 @@ class Weighted(Likelihood):
     """Another likelihood with a weight for each datum: its log density counts w times.
 
     A weight of two is a datum that was seen twice, one of zero is none; sums over the data become
-    weighted sums, of log likelihoods and of curvatures. N still counts the data. ``targets`` puts
-    targets and weights together in one tensor, as all that takes targets needs them then. Metrics
-    and predictions are those of the other likelihood, without weights. In ``kfac`` the factor of
-    the gradients is weighted and that of the inputs is not: there repetitions are not the same.
+    weighted sums, of log likelihoods and of curvatures. The normalizer of a density counts w times
+    too: the learned noise of a Gaussian is divided by the root of the mean weight, compared with a
+    known noise σ/√w of each example. Weights that average 1 serve both meanings. N still counts
+    the data. ``targets`` puts targets and weights together in one tensor, as all that takes targets
+    needs them then. Metrics and predictions are those of the other likelihood, without weights. In
+    ``kfac`` the factor of the gradients is weighted and that of the inputs is not: there
+    repetitions are not the same.
 
     Args:
         likelihood: The other one.
@@ -58,14 +61,14 @@ class Weighted(Likelihood):
         """Whether the other likelihood's targets are single labels (m,)."""
         return self.is_classification and self.couples_outputs
 
-    def _parts(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Targets of the other likelihood, and weights."""
+    def split(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return targets of the other likelihood, and weights."""
         targets, weights = y[..., :-1], y[..., -1]
         return (targets.squeeze(-1).long() if self._has_labels else targets), weights
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
         """The weight times the other log density."""
-        targets, weights = self._parts(y)
+        targets, weights = self.split(y)
         return weights.to(f) * self.likelihood.log_prob(f, self._in(f, targets))
 
     @staticmethod
@@ -74,11 +77,11 @@ class Weighted(Likelihood):
 
     def weights(self, y: Tensor) -> Float[Tensor, " m"]:
         """See ``Likelihood.weights``."""
-        return self._parts(y)[1]
+        return self.split(y)[1]
 
     def counted(self, y: Tensor) -> Bool[Tensor, "..."]:
         """Targets of positive weight that the other likelihood counts."""
-        targets, weights = self._parts(y)
+        targets, weights = self.split(y)
         counts = self.likelihood.counted(targets)
         return weights > 0 if counts is None else counts & (weights > 0)
 
@@ -91,17 +94,17 @@ class Weighted(Likelihood):
                 "Targets need their weights: give likelihood.targets(y, weights), which puts both"
                 f" into one tensor, not {y.dtype} of shape {tuple(y.shape)}."
             )
-        targets, weights = self._parts(y)
+        targets, weights = self.split(y)
         refuse_where(weights < 0, weights, "is a negative weight")
         self.likelihood.validate(f_shape, targets)
 
     def check_derivatives(self, f: Float[Tensor, "m C"], y: Tensor, curvature: str = "ggn") -> None:
         """See ``Likelihood.check_derivatives``, of the other likelihood."""
-        self.likelihood.check_derivatives(f, self._in(f, self._parts(y)[0]), curvature)
+        self.likelihood.check_derivatives(f, self._in(f, self.split(y)[0]), curvature)
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
         """The score of the other likelihood; the rows made of it are weighted by ``weights``."""
-        return self.likelihood.score(f, self._in(f, self._parts(y)[0]))
+        return self.likelihood.score(f, self._in(f, self.split(y)[0]))
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Tensor:
         """Targets of weight one."""
@@ -109,7 +112,7 @@ class Weighted(Likelihood):
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
         """See ``Likelihood.metrics``, of the other likelihood: each datum counts once."""
-        return self.likelihood.metrics(f, self._in(f, self._parts(y)[0]))
+        return self.likelihood.metrics(f, self._in(f, self.split(y)[0]))
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
         """That of the other likelihood, at weight one."""

@@ -93,5 +93,6 @@ def make_network(record: Mapping[str, Any], seed: int = 0) -> nn.Module:
     averaged = record["invariance"]
     if averaged is None:
         return model
-    transform = AffineInvariance(**averaged["transform"])
+    with torch.device("cpu"):
+        transform = AffineInvariance(**averaged["transform"])
     return Averaged(model, transform, averaged["num_samples"], averaged["average"])

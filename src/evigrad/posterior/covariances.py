@@ -20,7 +20,7 @@ from torch import Tensor
 from evigrad.curvature.block_diagonal import BlockStatistic
 from evigrad.curvature.kernel_rows import NtkStatistic, slabs
 from evigrad.curvature.kfac import Factors, KfacStatistic
-from evigrad.curvature.linalg import factor_identity_plus
+from evigrad.curvature.linalg import check_finite, factor_identity_plus, psd_eigen
 from evigrad.jacobians import Linearization
 
 
@@ -78,27 +78,33 @@ class Diagonal:
 class Kronecker:
     """A matrix whose H is B ⊗ A / count, in the eigenbases of both, where δ adds to eigenvalues.
 
+    A sum of few outer products has fewer eigenvectors U than it has dimensions. Outside their span
+    its eigenvalues are zero, so that the columns of I − UUᵀ complete its basis:
+
+        f(A + δ I) = U f(a + δ) Uᵀ + f(δ) (I − UUᵀ),      (I − UUᵀ)² = I − UUᵀ.
+
     Attributes:
         name: The parameter.
-        inputs: Eigenvectors of A.
-        gradients: Eigenvectors of B.
-        std: (b ⊗ a / count + δ)^{-1/2} of their eigenvalues.
+        inputs: Eigenvectors of A, all of them or those of its range.
+        gradients: Eigenvectors of B, all of them or those of its range.
+        std: (b ⊗ a / count + δ)^{-1/2} of their eigenvalues, and of the zeros outside the ranges.
     """
 
     name: str
-    inputs: Float[Tensor, "G i i"]
-    gradients: Float[Tensor, "G o o"]
-    std: Float[Tensor, "G o i"]
+    inputs: Float[Tensor, "G i r"]
+    gradients: Float[Tensor, "G o s"]
+    std: Float[Tensor, "G q p"]
 
     @classmethod
     def of(cls, name: str, factors: Factors, precision: Tensor) -> "Kronecker":
         """The block of a parameter's factors and its one precision."""
-        sides = (factors.inputs, factors.gradients)
+        sides = [(factors.inputs, factors.count), (factors.gradients, factors.num_rows)]
         # A weight (in, out) has A on its left.
         of_inputs, of_gradients = sides[::-1] if factors.transposed else sides
-        a, inputs = torch.linalg.eigh(of_inputs)
-        b, gradients = torch.linalg.eigh(of_gradients)
-        curvature = b.clamp(min=0)[:, :, None] * (a.clamp(min=0) / factors.count)[:, None]
+        a, inputs = psd_eigen(*of_inputs)
+        b, gradients = psd_eigen(*of_gradients)
+        a, b = _with_zeros(a, inputs), _with_zeros(b, gradients)
+        curvature = b[:, :, None] * (a / factors.count)[:, None]
         return cls(name, inputs, gradients, (curvature + precision).rsqrt())
 
     @property
@@ -106,11 +112,46 @@ class Kronecker:
         """The parameter, as the only one."""
         return [self.name]
 
-    def whitened(self, rows: Mapping[str, Tensor]) -> Float[Tensor, "m k r"]:
+    def whitened(self, rows: Mapping[str, Tensor]) -> Float[Tensor, "m k n"]:
         """J Σ^{1/2} of the parameters' rows (m, k, *shape)."""
         own = rows[self.name]
-        matrices = own.reshape(*own.shape[:2], *self.std.shape).to(self.std)
-        return ((self.gradients.mT @ matrices @ self.inputs) * self.std).flatten(2)
+        shape = (self.gradients.shape[-2], self.inputs.shape[-2])
+        matrices = own.reshape(*own.shape[:2], -1, *shape).to(self.std)
+        of_both = _in_basis(_in_basis(matrices.mT, self.gradients).mT, self.inputs)
+        return (of_both * self.std).flatten(2)
+
+
+def _with_zeros(values: Float[Tensor, "G r"], vectors: Float[Tensor, "G n r"]) -> Tensor:
+    """The eigenvalues in the columns of ``_in_basis``."""
+    size, rank = vectors.shape[-2:]
+    return values if rank == size else torch.cat([values, values.new_zeros(len(values), size)], 1)
+
+
+def _in_basis(matrices: Float[Tensor, "m k G d n"], vectors: Float[Tensor, "G n r"]) -> Tensor:
+    """Matrices times the eigenvectors U, and where these are few also times I − UUᵀ."""
+    inside = matrices @ vectors
+    if vectors.shape[-1] == vectors.shape[-2]:
+        return inside
+    return torch.cat([inside, matrices - inside @ vectors.mT], dim=-1)
+
+
+@dataclass(frozen=True, eq=False)
+class KroneckerSums:
+    """What a ``Kronecker`` is made of when it is first needed: its eigenvectors take n³ operations.
+
+    Attributes:
+        name: The parameter.
+        factors: Its sums.
+        precision: Its prior precision.
+    """
+
+    name: str
+    factors: Factors
+    precision: Tensor
+
+    def block(self) -> Kronecker:
+        """The block of these sums."""
+        return Kronecker.of(self.name, self.factors, self.precision)
 
 
 Block = Dense | Diagonal | Kronecker
@@ -159,17 +200,26 @@ class Explained:
         return each @ each.mT
 
 
-@dataclass(frozen=True, eq=False)
 class Covariance:
     """The covariance of the outputs that Σ gives: the blocks', less what is explained.
 
     Attributes:
-        blocks: Blocks of parameters; those of the prior where something is explained.
         explained: The rows of the kernel form, or None.
     """
 
-    blocks: Sequence[Block]
-    explained: Explained | None = None
+    def __init__(
+        self, blocks: Sequence[Block | KroneckerSums], explained: Explained | None = None
+    ) -> None:
+        """Take blocks of parameters, those of the prior where something is explained."""
+        self._blocks, self.explained = list(blocks), explained
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """The blocks, which take the place of the sums that they are made of."""
+        self._blocks = [
+            block.block() if isinstance(block, KroneckerSums) else block for block in self._blocks
+        ]
+        return self._blocks
 
     def of_outputs(
         self, linearization: Linearization, vectors: Float[Tensor, "m k C"]
@@ -227,10 +277,13 @@ def covariance_of(
     if isinstance(statistic, NtkStatistic):
         prior = [Diagonal(name, precision.rsqrt()) for name, precision in flat.items()]
         return Covariance(prior, Explained.of(statistic, flat, like))
-    blocks: list[Block] = []
+    blocks: list[Block | KroneckerSums] = []
     if isinstance(statistic, KfacStatistic):
         for name, factors in statistic.factors.items():
-            blocks.append(Kronecker.of(name, factors, precisions[name].detach().to(like)))
+            check_finite(factors.inputs)
+            check_finite(factors.gradients)
+            precision = precisions[name].detach().to(like, copy=True)
+            blocks.append(KroneckerSums(name, factors, precision))
     for name, hessian in statistic.blocks.items():
         names = [name] if name in weights else list(weights)
         precision = torch.cat([flat[each] for each in names])

@@ -1,6 +1,8 @@
 """The posterior of a network's outputs, for any inputs, from one pass over all data."""
 
 import copy
+import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -19,14 +21,20 @@ from evigrad.curvature import partition_names
 from evigrad.engine.checks import as_generator, check_choice, check_count, check_inputs
 from evigrad.engine.intake import CheckedSource, Data, resolve
 from evigrad.engine.kept import KeptPass, checksums
-from evigrad.engine.memory import MicroBatches
+from evigrad.engine.memory import GIB, MicroBatches
 from evigrad.engine.parameters import held_constant
 from evigrad.engine.passes import Batch, Chunk, linearized, new_pass, over_chunks
 from evigrad.engine.problem import PROBE_SIZE, Plans, Problem
 from evigrad.engine.two_passes import FirstPass, first_pass
-from evigrad.errors import ConfigurationError, InputError, MemoryBudgetError, listed
+from evigrad.errors import (
+    ConfigurationError,
+    EvigradWarning,
+    InputError,
+    MemoryBudgetError,
+    listed,
+)
 from evigrad.estimators import EstimatorSpec
-from evigrad.inputs import AtPositions, noted_calls
+from evigrad.inputs import AtPositions, bare_names, noted_calls
 from evigrad.jacobians import model_outputs
 from evigrad.jacobians.modes import evaluation_run
 from evigrad.likelihoods import Likelihood
@@ -43,6 +51,19 @@ STRUCTURES = {
     "ntk": "ntk-N-C",
 }
 DEFAULT_STRUCTURE = "kfac"
+# What takes less memory and time than each of them.
+_SMALLER = {
+    "kfac": "structure='diag', or a smaller micro_batch of Memory",
+    "last-layer": "structure='kfac' or 'diag'",
+    "diag": "a smaller micro_batch of Memory",
+    "full": "structure='kfac', 'last-layer' or 'diag'",
+    "ntk": "fewer rows=..., or structure='kfac', 'last-layer' or 'diag'",
+}
+
+# A dense H that is predicted to take longer than so many seconds is warned of.
+_SLOW_SECONDS = 60.0
+# The speed of the machine is measured on a product of two square matrices of this size.
+_TIMED_SIZE = 512
 
 # Data read at once; how many of these pass together is the memory's choice.
 _AT_ONCE = 1000
@@ -125,7 +146,7 @@ class Posterior:
         self._check_weights(self._weights)
         seed = self._seed
         if generator is not None:
-            seed = int(torch.randint(_SEEDS, (), generator=as_generator(generator)))
+            seed = int(torch.randint(_SEEDS, (), generator=as_generator(generator), device="cpu"))
         mean, covariance = self._moments(x)
         likelihood = unweighted(self._likelihood)
         return Predictive(mean, covariance, likelihood, link, num_samples, seed)
@@ -167,16 +188,16 @@ class Posterior:
             if plan.positions:
                 assert not isinstance(x, AtPositions)
                 x = AtPositions.every(x, prod(plan.positions))
-            weights = torch.ones(len(x), dtype=torch.float64)
-            block = Block(torch.arange(len(x)), None, 1.0, weights)
-            given = new_pass(problem, plan, [(x, torch.zeros(len(x)))], block)
+            weights = torch.ones(len(x), dtype=torch.float64, device="cpu")
+            block = Block(torch.arange(len(x), device="cpu"), None, 1.0, weights)
+            given = new_pass(problem, plan, [(x, torch.zeros(len(x), device="cpu"))], block)
 
             def add(
                 found: list[tuple[Tensor, Tensor]], chunk: Chunk
             ) -> list[tuple[Tensor, Tensor]]:
                 linearization = linearized(given, chunk, False)
                 f = linearization.outputs
-                vectors = torch.eye(f.shape[1]).to(f).expand(len(f), -1, -1)
+                vectors = torch.eye(f.shape[1], device="cpu").to(f).expand(len(f), -1, -1)
                 covariance = self._covariance.of_outputs(linearization, vectors)
                 return [*found, (f, covariance.to(f))]
 
@@ -249,7 +270,8 @@ def fingerprint(problem: Problem) -> dict[str, int]:
     """A checksum of each parameter and buffer of the model, by its name."""
     named = {**dict(problem.model.named_parameters()), **dict(problem.model.named_buffers())}
     named = {name: tensor for name, tensor in named.items() if tensor.layout == torch.strided}
-    return dict(zip(named, checksums(list(named.values()), problem.device), strict=True))
+    bare = bare_names(problem.model, named).values()
+    return dict(zip(bare, checksums(list(named.values()), problem.device), strict=True))
 
 
 # ------------------------------------------------------------ one pass over all data
@@ -264,11 +286,13 @@ def make_posterior(
     """
     check_structure(structure, rows)
     names = last_layer(problem, data) if structure == "last-layer" else list(problem.weights)
-    seed = int(torch.randint(_SEEDS, (), generator=problem.generator))
+    seed = int(torch.randint(_SEEDS, (), generator=problem.generator, device="cpu"))
     own = posterior_problem(problem, structure, rows, names)
     own = replace(own, generator=torch.Generator().manual_seed(seed))
+    if STRUCTURES[structure] == "full-N-C":
+        _warn_if_slow(own, data, structure)
     with constant_beside(own):
-        kept = collect(own, data)
+        kept = collect(own, data, structure)
     dtype = own.settings.gram_dtype or torch.float64
     covariance = covariance_of(kept.statistic, own.prior.precisions(), own.weights, dtype)
     outputs = kept.plan.partition.num_outputs
@@ -336,7 +360,7 @@ def posterior_problem(
     )
 
 
-def collect(problem: Problem, data: object) -> KeptPass:
+def collect(problem: Problem, data: object, structure: str) -> KeptPass:
     """Return the statistic of all data, or of the rows that the estimator keeps.
 
     Raises:
@@ -362,10 +386,45 @@ def collect(problem: Problem, data: object) -> KeptPass:
     except MemoryBudgetError as error:
         count = sum(weight.numel() for weight in problem.weights.values())
         raise MemoryBudgetError(
-            f"The posterior over {count:,} weights does not fit: {error} Among posteriors,"
-            " structure='kfac', 'last-layer' and 'diag' take less, and 'ntk' takes less with fewer"
-            " rows=..."
+            f"The posterior {structure!r} over {count:,} weights does not fit: {error.need}",
+            f"Take {_SMALLER[structure]}.",
         ) from error
+
+
+def _warn_if_slow(problem: Problem, data: object, structure: str) -> None:
+    """Warn of a dense H over so many weights that it takes minutes, before any work.
+
+    P weights and R rows take 2 R P² operations for H and P³/3 for its factor.
+    """
+    size = sum(weight.numel() for weight in problem.weights.values())
+    x = check_inputs(as_source(data).first(PROBE_SIZE)[0], problem.device)
+    with constant_beside(problem):
+        plan = problem.plans.of(x)
+    rows = plan.partition.block_rows / problem.ranks.count
+    dtype = problem.settings.gram_dtype or torch.float64
+    seconds = (2.0 * rows * size**2 + size**3 / 3) * _seconds_per_operation(dtype, problem.device)
+    if seconds <= _SLOW_SECONDS:
+        return
+    needed = plan.structure.predicted_bytes(plan.partition.block_rows)
+    warnings.warn(
+        f"The posterior {structure!r} over {size:,} weights takes about {seconds:,.0f} seconds"
+        f" and {needed / GIB:.2g} GiB: its matrix has {size:,}² numbers. Take {_SMALLER[structure]}"
+        " to have it sooner.",
+        EvigradWarning,
+        stacklevel=4,  # the caller of Evidence.posterior
+    )
+
+
+def _seconds_per_operation(dtype: torch.dtype, device: torch.device) -> float:
+    """The time of one operation of a product of matrices, here and now."""
+    matrix = torch.ones(_TIMED_SIZE, _TIMED_SIZE, dtype=dtype, device=device)
+    float((matrix @ matrix)[0, 0])  # the first call prepares libraries
+    times = list[float]()
+    for _ in range(3):
+        start = time.perf_counter()
+        float((matrix @ matrix)[0, 0])
+        times.append(time.perf_counter() - start)
+    return min(times) / (2.0 * _TIMED_SIZE**3)
 
 
 class _Batches:
@@ -376,7 +435,7 @@ class _Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         source = self._source.anew()
-        for indices in torch.arange(len(source)).split(_AT_ONCE):
+        for indices in torch.arange(len(source), device="cpu").split(_AT_ONCE):
             yield source.fetch(indices)
 
 
@@ -394,7 +453,8 @@ def last_layer(problem: Problem, data: object) -> list[str]:
     last: list[nn.Module] = []
     model = problem.model
     layers = [n for n in owned if not any(_is_below(other, n) for other in owned)]
-    modules = {model.get_submodule(name): name for name in layers}
+    paths = bare_names(model, dict(model.named_modules()))
+    modules = {model.get_submodule(path): name for path, name in paths.items() if name in layers}
     with (
         evaluation_run(model),
         torch.no_grad(),

@@ -120,7 +120,7 @@ class Predictive:
     @property
     def _flat(self) -> "Predictive":
         """All positions of all data, each as a datum."""
-        return self._at(torch.ones(self.outputs.shape[:-1], dtype=torch.bool))
+        return self._at(torch.ones(self.outputs.shape[:-1], dtype=torch.bool, device="cpu"))
 
     def _at(self, where: Bool[Tensor, "m ..."]) -> "Predictive":
         where = where.to(self.outputs.device)
@@ -145,7 +145,8 @@ class Predictive:
             targets, counts = targets_at(self.likelihood, shape[1:], y, device)
             where = counts.view(shape[:-1])
             found = self.outputs.new_full(where.shape, math.nan)
-            found[where] = self._at(where).log_prob(targets)
+            if len(targets):
+                found[where] = self._at(where).log_prob(targets)
             return found
         check_targets(self.likelihood, self.outputs.shape, y, self.outputs.device)
         noise = noise_variance(self.likelihood, self.outputs)
@@ -194,7 +195,7 @@ class Predictive:
         step = max(1, _NUMBERS_AT_ONCE // self.outputs.numel())
         for start in range(0, n, step):
             shape = (min(step, n - start), *self.outputs.shape)
-            noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+            noise = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
             moved = torch.einsum("mcd,nmd->nmc", self._root, noise.to(self._root))
             yield self.outputs + moved.to(self.outputs)
 

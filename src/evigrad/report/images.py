@@ -121,6 +121,9 @@ def rebuild(run: Run, data_dir: str | Path | None = None) -> tuple[DataSet, nn.M
         options.get("seed", 0),
         target=options.get("target"),
         likelihood=options.get("likelihood"),
+        features=options.get("features"),
+        drop=options.get("drop"),
+        categorical=options.get("categorical"),
     )
     if (test_subset := options.get("test_subset")) is not None:
         loaded = loaded.with_test_subset(test_subset, options.get("seed", 0))

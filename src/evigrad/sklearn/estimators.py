@@ -2,15 +2,16 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import wraps
 from inspect import signature
 from statistics import fmean
-from typing import Any, Literal, Self, cast, overload
+from typing import Any, Literal, ParamSpec, Self, cast, overload
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, is_classifier
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils import Tags, check_array, check_random_state, check_X_y
 from sklearn.utils.multiclass import check_classification_targets
@@ -25,11 +26,21 @@ from evigrad.likelihoods import Categorical, Gaussian, Likelihood, Weighted
 from evigrad.models import make_model
 from evigrad.posterior import DEFAULT_STRUCTURE, STRUCTURES, Posterior
 from evigrad.priors import GaussianPrior
-from evigrad.sklearn.table import Columns, Encoding, Relevance, in_order, is_frame
+from evigrad.sklearn.table import (
+    Columns,
+    Encoding,
+    Relevance,
+    check_constants,
+    in_order,
+    is_frame,
+    refuse_numbers,
+    refuse_targets,
+)
 from evigrad.training import FitResult, fit
 from evigrad.training.metrics import probe_outputs
 from evigrad.training.settings import GROUPS, grouped
 
+P = ParamSpec("P")
 Module = nn.Module | Callable[[int, int], nn.Module]
 
 UNKNOWN = ("error", "ignore")
@@ -43,9 +54,25 @@ _OWN = {"model", "train", "likelihood", "hyperparameters", "seed", "progress"}
 _AT_ONCE = 8192
 
 
+class ParameterError(ConfigurationError, TypeError):
+    """A keyword that an estimator does not have, for which Python raises a TypeError."""
+
+
+def _refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
+    """Refuse unknown keywords of a constructor in our words; its signature stays as it is."""
+
+    @wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        cast("_EvidenceEstimator", args[0])._refuse_unknown(kwargs)
+        init(*args, **kwargs)
+
+    return checked
+
+
 class _EvidenceEstimator(BaseEstimator):
     """What classifier and regressor have in common; their docstrings say what the settings are."""
 
+    @_refusing_unknown
     def __init__(
         self,
         hidden_layer_sizes: int | Sequence[int] = (64, 64),
@@ -79,6 +106,38 @@ class _EvidenceEstimator(BaseEstimator):
         self.random_state = random_state
         self.verbose = verbose
 
+    def set_params(self, **params: Any) -> Self:
+        """Set parameters, by their names.
+
+        Args:
+            **params: Parameters of the estimator.
+
+        Returns:
+            The estimator itself.
+
+        Raises:
+            ConfigurationError: If the estimator does not have one of them.
+        """
+        self._refuse_unknown(params)
+        return super().set_params(**params)
+
+    @classmethod
+    def _refuse_unknown(cls, names: Iterable[str]) -> None:
+        """Refuse parameters that the estimator does not have."""
+        parameters = cls._get_param_names()
+        for name in names:
+            if name == "class_weight":
+                raise ParameterError(
+                    f"{cls.__name__} has no class_weight. Give weights of the rows to fit instead:"
+                    " fit(X, y, sample_weight=...). For weights by class, take"
+                    " sklearn.utils.class_weight.compute_sample_weight(class_weight, y)."
+                )
+            if name.partition("__")[0] not in parameters:
+                raise ParameterError(
+                    f"Invalid parameter '{name}': {cls.__name__} has none of this name."
+                    f"{nearest(name, parameters)} There are {', '.join(parameters)}."
+                )
+
     # ------------------------------------------------------------ tables
 
     def _training_table(
@@ -87,11 +146,14 @@ class _EvidenceEstimator(BaseEstimator):
         """The table as numbers, the targets, and weights where they are not all the same."""
         check_choice("handle_unknown", self.handle_unknown, UNKNOWN)
         self._columns = Columns(X, self.handle_unknown == "ignore")
+        refuse_targets(y, is_classifier(self))
+        checks["ensure_all_finite"] = False  # of X, whose columns are named
         if is_frame(X):
             validate_data(self, X, y, skip_check_array=True)
             X, y = check_X_y(self._columns.numbers(X), y, estimator=self, **checks)
         else:
             X, y = validate_data(self, X, y, dtype=np.float64, **checks)
+            refuse_numbers(X)
         if sample_weight is None:
             return X, y, None
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64)
@@ -123,12 +185,14 @@ class _EvidenceEstimator(BaseEstimator):
             validate_data(self, X, reset=False, skip_check_array=True)
             X = check_array(self._columns.numbers(X), estimator=self, input_name="X")
         else:
-            X = validate_data(self, self._columns.numbers(X), dtype=np.float64, reset=False)
+            numbers = self._columns.numbers(X)
+            X = validate_data(self, numbers, dtype=np.float64, reset=False, ensure_all_finite=False)
+            refuse_numbers(X)
         return self._tensor(self._encoding(X), self.result_.model)
 
     @staticmethod
     def _tensor(values: np.ndarray, model: nn.Module) -> Tensor:
-        return torch.as_tensor(values).to(next(model.parameters()))
+        return torch.as_tensor(values, device="cpu").to(next(model.parameters()))
 
     # ------------------------------------------------------------ training
 
@@ -173,6 +237,8 @@ class _EvidenceEstimator(BaseEstimator):
         if posterior is not None:
             self._check_posterior(posterior)
         self._encoding = Encoding(numbers, self._columns.categories, weights)
+        names = getattr(self, "feature_names_in_", range(numbers.shape[1]))
+        check_constants(self._encoding.is_constant, names, len(numbers))
         state = self.random_state
         if not isinstance(state, int | np.integer):
             state = check_random_state(state).randint(2**31 - 1)
@@ -186,11 +252,11 @@ class _EvidenceEstimator(BaseEstimator):
         scales = Relevance(self._encoding.feature_of, numbers.shape[1]).to(x)
         if self.relevance:
             model = nn.Sequential(OrderedDict(relevance=scales, network=model))
-        y = torch.as_tensor(targets).to(x.device)
+        y = torch.as_tensor(targets, device="cpu").to(x.device)
         y = y.to(x.dtype) if y.is_floating_point() else y
         if weights is not None:
             likelihood = Weighted(likelihood)
-            y = likelihood.targets(y, torch.as_tensor(weights)).to(x)
+            y = likelihood.targets(y, torch.as_tensor(weights, device="cpu")).to(x)
         options = {
             "estimator": self.estimator,
             "prior": copy.deepcopy(self.prior),  # as it is bound to the network
@@ -215,6 +281,7 @@ class _EvidenceEstimator(BaseEstimator):
             self.log_evidence_ = fmean(evidence.estimate(block).log_evidence for block in blocks)
         if self.relevance:
             learned = scales.values.detach().double().cpu().numpy()
+            learned[self._encoding.is_constant] = 0.0
             self.relevance_ = learned / learned.max()
         self.posterior_: Posterior | None = None
         if posterior is not None:

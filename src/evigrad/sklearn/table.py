@@ -1,7 +1,8 @@
 """From a table of numbers and categories to the inputs of a network."""
 
 import sys
-from collections.abc import Hashable, Sequence
+import warnings
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,24 @@ from jaxtyping import Float
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 
-from evigrad.data.tables import MOST_CATEGORIES
-from evigrad.errors import InputError, listed
+from evigrad.data.columns import (
+    DATES,
+    DECLARED,
+    NUMERIC,
+    TEXT,
+    Column,
+    is_missing,
+    kinds_of_cells,
+    problem_of,
+    problem_of_mixture,
+    refuse,
+    words_of_constants,
+)
+from evigrad.errors import EvigradWarning, InputError, listed
 
 # Where relevances start, before the sigmoid: at 0.88.
 _START = 2.0
+_LEAVE_OUT = "leave the column out"
 
 
 def is_frame(X: Any) -> bool:
@@ -29,7 +43,7 @@ class Columns:
     Columns of a frame are categories where their dtype is ``category``, ``string`` or ``object``
     (unless an ``object`` column holds nothing but numbers). A declared ``category`` has all of its
     categories, another column those of the training data, sorted; a missing value is a category
-    of its own where the training data have one.
+    of its own where the training data have one. The rules are those of ``evigrad.data.columns``.
 
     Args:
         X: The training table.
@@ -39,17 +53,24 @@ class Columns:
         categories: The categories by the column's position.
 
     Raises:
-        InputError: If a column is neither numbers nor categories, or of too many of these.
+        InputError: If columns are neither numbers nor categories, or of too many of these.
     """
 
     def __init__(self, X: Any, ignore_unknown: bool) -> None:
         self._ignore_unknown = ignore_unknown
         self.categories: dict[int, list[Hashable]] = {}
         if not is_frame(X):
+            _refuse_texts(X)
             return
-        for position, (name, column) in enumerate(X.infer_objects().items()):
-            if not _is_numeric(column.dtype):
-                self.categories[position] = _categories(name, column)
+        columns, problems = [], []
+        for name, series in X.infer_objects().items():
+            column, problem = _read(name, series)
+            columns.append(column)
+            problems.append(problem or problem_of(column, _LEAVE_OUT))
+        refuse("", problems)
+        for position, column in enumerate(columns):
+            if column.kind not in NUMERIC:
+                self.categories[position] = column.categories
 
     def numbers(self, X: Any) -> Any:
         """A frame as numbers, and other tables as they are.
@@ -70,67 +91,147 @@ class Columns:
                     "The training table was a DataFrame with columns of categories: give a"
                     " DataFrame with the same columns."
                 )
+            _refuse_texts(X)
             return X
-        found = np.empty(X.shape)
-        for position, (name, column) in enumerate(X.items()):
+        numbers, problems = np.empty(X.shape), []
+        for position, (name, series) in enumerate(X.infer_objects().items()):
             if position in self.categories:
-                found[:, position] = self._positions(name, column, self.categories[position])
+                codes, problem = self._positions(name, series, self.categories[position])
             else:
-                found[:, position] = _numbers(name, column)
-        return found
+                codes, problem = _numbers(name, series)
+            problems.append(problem)
+            if problem is None:
+                numbers[:, position] = codes
+        refuse("", problems)
+        return numbers
 
-    def _positions(self, name: Hashable, column: Any, known: Sequence[Hashable]) -> list[int]:
-        position_of = {value: index for index, value in enumerate(known)}
-        values = _present(column)
-        strange = sorted({v for v in values if v not in position_of}, key=repr)
-        if strange and not self._ignore_unknown:
-            others = listed([str(value) for value in strange if value is not None])
-            seen = listed([str(value) for value in known if value is not None])
-            what = f"holds {others}" if others else "lacks values"
-            raise InputError(
-                f"Column '{name}' {what}, which the training table did not: its categories were"
-                f" {seen}. With handle_unknown='ignore' such values count as no category."
+    def _positions(
+        self, name: Hashable, series: Any, categories: Sequence[Hashable]
+    ) -> tuple[Any, str | None]:
+        """The position of each value among the categories, or what is wrong."""
+        position_of = {value: index for index, value in enumerate(categories)}
+        values = _present(series)
+        label = f"column '{name}'"
+        strange = kinds_of_cells(value for value in values if not _is_hashable(value))
+        if strange:
+            return (
+                None,
+                f"{label} holds values of type {next(iter(strange))}, which are no category",
             )
-        return [position_of.get(value, -1) for value in values]
+        unknown = sorted({v for v in values if v not in position_of}, key=repr)
+        if unknown and not self._ignore_unknown:
+            others = listed([str(value) for value in unknown if value is not None])
+            seen = listed([str(value) for value in categories if value is not None])
+            what = f"holds {others}" if others else "lacks values"
+            return None, (
+                f"{label} {what}, which the training table did not: its categories were {seen}."
+                " With handle_unknown='ignore' such values count as no category"
+            )
+        return [position_of.get(value, -1) for value in values], None
 
 
-def _is_numeric(dtype: Any) -> bool:
-    return sys.modules["pandas"].api.types.is_numeric_dtype(dtype)
+def _is_hashable(value: Any) -> bool:
+    return isinstance(value, Hashable) and not isinstance(value, tuple)
 
 
-def _present(column: Any) -> list[Hashable]:
+def _present(series: Any) -> list[Any]:
     """The values of a column; None for all kinds of missing ones."""
-    missing = column.isna()
-    return [None if m else value for value, m in zip(column, missing, strict=True)]
+    missing = series.isna()
+    return [None if m else value for value, m in zip(series, missing, strict=True)]
 
 
-def _categories(name: Hashable, column: Any) -> list[Hashable]:
-    types = sys.modules["pandas"].api.types
-    declared = getattr(column.dtype, "categories", None)
-    is_text = types.is_object_dtype(column.dtype) or types.is_string_dtype(column.dtype)
-    if not is_text and not isinstance(column.dtype, sys.modules["pandas"].CategoricalDtype):
-        raise InputError(
-            f"Column '{name}' is of dtype {column.dtype}, neither numbers nor categories: make"
-            " numbers of it, or leave it out."
+def _read(name: Hashable, series: Any) -> tuple[Column, str | None]:
+    """A column of a frame as the rules take it, and what is wrong with its cells."""
+    pandas = sys.modules["pandas"]
+    types, dtype, kind = pandas.api.types, series.dtype, str(series.dtype)
+    problem, declared = None, None
+    if types.is_numeric_dtype(dtype) and not types.is_complex_dtype(dtype):
+        kind = "yes/no" if types.is_bool_dtype(dtype) else "numbers"
+    elif isinstance(dtype, pandas.CategoricalDtype):
+        kind, declared = DECLARED, list(dtype.categories)
+    elif types.is_datetime64_any_dtype(dtype):
+        kind = DATES
+    elif types.is_object_dtype(dtype) or types.is_string_dtype(dtype):
+        kinds = kinds_of_cells(series)
+        kind = next(iter(kinds), TEXT)
+        problem = problem_of_mixture(f"column '{name}'", kinds)
+    if problem is None and kind in NUMERIC:
+        values = series.to_numpy(dtype=np.float64, na_value=np.nan)
+    else:
+        values = np.array([*_present(series), None], dtype=object)[:-1]
+    return Column(str(name), kind, values, declared), problem
+
+
+def _numbers(name: Hashable, series: Any) -> tuple[Any, str | None]:
+    """The values of a column that held numbers in the training table, or what is wrong."""
+    column, problem = _read(name, series)
+    if problem is None and column.kind not in NUMERIC:
+        problem = (
+            f"{column.label} held numbers in the training table, and now dtype {series.dtype}: make"
+            " numbers of it"
         )
-    values = set(_present(column))
-    known = sorted(values - {None}, key=str) if declared is None else list(declared)
-    if len(known) > MOST_CATEGORIES:
+    return column.values, problem or problem_of(column, _LEAVE_OUT)
+
+
+def _refuse_texts(X: Any) -> None:
+    """Refuse texts in an array, of which no column says that it holds categories."""
+    cells = np.array(X, dtype=object) if isinstance(X, list) else X
+    if not isinstance(cells, np.ndarray) or cells.ndim != 2 or cells.dtype.kind not in "OUS":
+        return
+    texts = [n for n, column in enumerate(cells.T) if TEXT in kinds_of_cells(column.tolist())]
+    if texts:
+        first = next(cell for cell in cells.T[texts[0]] if isinstance(cell, str))
         raise InputError(
-            f"Column '{name}' holds {len(known):,} different values, which are no categories (at"
-            f" most {MOST_CATEGORIES}): make numbers of them, or leave the column out."
+            f"X is an array with texts, as {first!r} in column {texts[0]} (could not convert string"
+            " to float). Categories need a DataFrame: a ColumnTransformer or pipeline keeps it with"
+            " set_output(transform='pandas')."
         )
-    return [*known, None] if None in values else known
 
 
-def _numbers(name: Hashable, column: Any) -> np.ndarray:
-    try:
-        return column.to_numpy(dtype=np.float64, na_value=np.nan)
-    except (TypeError, ValueError) as error:
+def refuse_numbers(numbers: np.ndarray) -> None:
+    """Refuse an array (n, d) with numbers that are missing or not finite, all columns at once."""
+    if np.isfinite(numbers).all():
+        return
+    columns = (Column(index, "numbers", values) for index, values in enumerate(numbers.T))
+    refuse("", [problem_of(column, _LEAVE_OUT) for column in columns])
+
+
+def refuse_targets(y: Any, is_classes: bool) -> None:
+    """Refuse targets that scikit-learn takes for others, or has no words for.
+
+    Args:
+        y: Labels (n,), or numbers (n,) or (n, D).
+        is_classes: Whether they are labels.
+
+    Raises:
+        InputError: If some are missing, or of several types, or not what is learned.
+    """
+    if y is None:  # which scikit-learn refuses
+        return
+    array = y.to_numpy() if hasattr(y, "to_numpy") else np.asarray(y)
+    cells = array.ravel().tolist()
+    if array.dtype.kind in "OUS":
+        if missing := sum(map(is_missing, cells)):
+            raise InputError(
+                f"y lacks {missing:,} of {len(cells):,} targets (None or NaN): remove their rows."
+            )
+        kinds = kinds_of_cells(cells)
+        if problem := problem_of_mixture("y", kinds):
+            raise InputError(f"{problem}.")
+        expected = (TEXT, *NUMERIC) if is_classes else NUMERIC
+        if strange := [kind for kind in kinds if kind not in expected]:
+            what = "Labels are texts or numbers" if is_classes else "Targets are numbers"
+            raise InputError(
+                f"Unknown label type: y holds {strange[0]}, as {kinds[strange[0]]!r}. {what}."
+            )
+    if not is_classes or not {float} >= {type(cell) for cell in cells}:
+        return
+    if fractions := [cell for cell in cells if np.isfinite(cell) and cell % 1 != 0]:
         raise InputError(
-            f"Column '{name}' held numbers in the training table, and now dtype {column.dtype}:"
-            f" {error}"
-        ) from error
+            f"Unknown label type: continuous. y holds fractions, as {fractions[0]:.4g}, and"
+            " classes are whole numbers or texts. Use EvidenceRegressor for numbers, or make"
+            " classes of them, as with numpy.digitize."
+        )
 
 
 def in_order(
@@ -161,8 +262,11 @@ class Encoding:
         categories: Those of its columns.
         weights: How often each row counts, (n,), or None for once each.
 
+    Inputs of a column that is the same in all rows of the training table are zero.
+
     Attributes:
         feature_of: The column of the table that each input of the network stands for.
+        is_constant: Whether each column of the training table is the same in all rows.
     """
 
     def __init__(
@@ -177,13 +281,35 @@ class Encoding:
             self._scaler = StandardScaler().fit(numbers[:, self._numeric], sample_weight=weights)
         repeats = [[position] * size for position, size in self._sizes.items()]
         self.feature_of = np.array(sum(repeats, self._numeric), dtype=np.int64)
+        self.is_constant = (numbers == numbers[0]).all(axis=0)
 
     def __call__(self, numbers: np.ndarray) -> np.ndarray:
         """The inputs of the network, (n, inputs), numeric columns first."""
         parts = [self._scaler.transform(numbers[:, self._numeric])] if self._numeric else []
         for position, size in self._sizes.items():
             parts.append((numbers[:, position, None] == np.arange(size)).astype(np.float64))
-        return np.concatenate(parts, axis=1)
+        inputs = np.concatenate(parts, axis=1)
+        inputs[:, self.is_constant[self.feature_of]] = 0.0
+        return inputs
+
+
+def check_constants(is_constant: np.ndarray, names: Iterable[Hashable], num_rows: int) -> None:
+    """Warn of columns that are the same in all rows.
+
+    Args:
+        is_constant: Of each column, (d,).
+        names: The columns' names.
+        num_rows: Rows of the table.
+
+    Raises:
+        InputError: If all are.
+    """
+    if is_constant.all():
+        rows = "one sample" if num_rows == 1 else f"{num_rows:,} rows"
+        raise InputError(f"All columns of X are the same in all rows ({rows}).")
+    if is_constant.any():
+        constant = [name for name, same in zip(names, is_constant, strict=True) if same]
+        warnings.warn(f"Columns {words_of_constants(constant)}", EvigradWarning, stacklevel=4)
 
 
 class Relevance(nn.Module):
@@ -202,8 +328,8 @@ class Relevance(nn.Module):
 
     def __init__(self, feature_of: np.ndarray, num_features: int) -> None:
         super().__init__()
-        self.raw = nn.Parameter(torch.full((num_features,), _START))
-        self.register_buffer("feature_of", torch.as_tensor(feature_of))
+        self.raw = nn.Parameter(torch.full((num_features,), _START, device="cpu"))
+        self.register_buffer("feature_of", torch.as_tensor(feature_of, device="cpu"))
 
     @property
     def values(self) -> Float[Tensor, " d"]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
+from evigrad.inputs import named_parameters
 from evigrad.invariances.transform import Ranged, learnable_ranges, ranged_modules
 
 # From this width on there is no reward, as in the authors' code.
@@ -42,7 +43,7 @@ class Augerino:
         self._transforms = [
             (module, learnable_ranges(module)) for module in ranged_modules(model).values()
         ]
-        ids = {id(model.get_parameter(name)) for name in range_parameters(model)}
+        ids = {id(named_parameters(model)[name]) for name in range_parameters(model)}
         self.names = [name for name, p in evidence.hyperparameters().items() if id(p) in ids]
 
     def regulariser(self) -> Tensor:

@@ -19,6 +19,7 @@ from evigrad.errors import (
     listed,
 )
 from evigrad.evidence import Evidence
+from evigrad.inputs import bare_names, with_bare_names
 from evigrad.training.metrics import Row
 
 CHECKPOINT_FORMAT = 4
@@ -104,8 +105,8 @@ def load_optimizer(
         optimizer.load_state_dict(dict(saved))
         return
     # What such an optimiser keeps, by a step of another one.
-    sample = nn.Parameter(torch.zeros(()))
-    sample.grad = torch.zeros(())
+    sample = nn.Parameter(torch.zeros((), device="cpu"))
+    sample.grad = torch.zeros((), device="cpu")
     twin = type(optimizer)([sample], **optimizer.defaults)
     twin.step()
     kinds = {name: type(value) for name, value in twin.state[sample].items()}
@@ -195,12 +196,15 @@ def check_data(
 
 def check_network(state: Mapping[str, Any], evidence: Evidence, where: object) -> None:
     """Raise ConfigurationError if parameters differ in name, shape, type or use; it says how."""
-    found = _differences(_layout(state["model"]), _layout(evidence.model.state_dict()))
+    model = evidence.model
+    saved = with_bare_names(model, {key: state[key] for key in ("model", "learned")})
+    present = with_bare_names(model, model.state_dict())
+    found = _differences(_layout(saved["model"]), _layout(present))
     own = {"weights": evidence.weights(), "hyperparameters": evidence.hyperparameters()}
     for kind, names in own.items() if not found else ():
         word = f"the {kind.removesuffix('s')} "
         found += _differences(
-            dict.fromkeys([word + name for name in state["learned"][kind]], ""),
+            dict.fromkeys([word + name for name in saved["learned"][kind]], ""),
             dict.fromkeys([word + name for name in names], ""),
         )
     if found:
@@ -212,8 +216,14 @@ def check_network(state: Mapping[str, Any], evidence: Evidence, where: object) -
 
 def load_network(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load weights, hyperparameters and all buffers, also those that no ``state_dict`` holds."""
-    model.load_state_dict(state["model"])
-    buffers = dict(model.named_buffers())
+    saved, names = state["model"], bare_names(model, model.state_dict())
+    if saved.keys() != names.keys():  # the model is wrapped, as by torch.compile
+        in_model = {bare: name for name, bare in names.items()}
+        saved = {in_model.get(name, name): value for name, value in saved.items()}
+    model.load_state_dict(saved)
+    named = dict(model.named_buffers())
+    bare = bare_names(model, named)
+    buffers = named | {bare[name]: buffer for name, buffer in named.items()}
     with torch.no_grad():
         for name, value in state["buffers"].items():
             buffers[name].copy_(value)

@@ -72,7 +72,7 @@ def batches(
     normalisation.
     """
     count = -(-epoch_size // batch_size)
-    place, order, present = (epoch - 1) * epoch_size, torch.empty(0), -1
+    place, order, present = (epoch - 1) * epoch_size, torch.empty(0, device="cpu"), -1
     for number in range(count):
         left = epoch_size // count + (number < epoch_size % count)
         found = []
@@ -92,17 +92,25 @@ class RunData(Source):
     from the global generators of PyTorch, NumPy and Python is seeded by the run's seed, the
     present ``epoch`` (0 before the first) and the positions that are read together. So a block is
     the same at every reading in an epoch, another one in the next, and an interrupted run goes on
-    with the same draws. A stream is read from its beginning, with seeds of its passes.
+    with the same draws. A stream is read from its beginning, with seeds of its passes. If
+    ``is_column``, targets (m,) are given as (m, 1).
     """
 
-    def __init__(self, data: Any, device: torch.device, seed: int = 0) -> None:
+    def __init__(
+        self,
+        data: Any,
+        device: torch.device,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._device, self._seed, self.epoch = device, seed, 0
+        self.is_column = False
         with seeded(derived_seed(seed, "data"), device):
-            self._source = as_source(data)
+            self._source = as_source(data, dtype)
             if isinstance(self._source, Streamed):
                 self._source = self._source.anew(derived_seed(seed, "data"))
         if self._source.is_held:
-            self._source = as_source(self.fetch(torch.arange(len(self))))
+            self._source = as_source(self.fetch(torch.arange(len(self), device="cpu")))
         self.is_held, self.is_stream = self._source.is_held, self._source.is_stream
 
     def __len__(self) -> int:
@@ -132,13 +140,13 @@ class RunData(Source):
             return super().first(count)
         with seeded(derived_seed(self._seed, "data"), self._device):
             x, y = self._source.first(count)
-        return x.to(self._device), y.to(self._device)
+        return x.to(self._device), self._in_columns(y.to(self._device))
 
     def spread(self, count: int) -> tuple[Any, Tensor]:
         """Data from all over the data set, ``count`` at most; of a stream the first."""
         if self.is_stream:
             return self.first(count)
-        positions = torch.linspace(0, len(self) - 1, min(len(self), count)).long()
+        positions = torch.linspace(0, len(self) - 1, min(len(self), count), device="cpu").long()
         return self.fetch(positions.clamp(max=len(self) - 1))  # linspace rounds in float32
 
     def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
@@ -152,7 +160,10 @@ class RunData(Source):
         for what, tensors in (("Inputs", tensors_of(x)), ("Targets", [y])):
             if any(tensor.is_meta for tensor in tensors):
                 raise InputError(f"{what} are on meta, which holds no numbers: give real ones.")
-        return x.to(self._device), y.to(self._device)
+        return x.to(self._device), self._in_columns(y.to(self._device))
+
+    def _in_columns(self, y: Tensor) -> Tensor:
+        return y.unsqueeze(1) if self.is_column else y
 
     def labels(self) -> Int[Tensor, " N"]:
         """See ``Source.labels``."""
@@ -160,7 +171,9 @@ class RunData(Source):
             return self._source.labels()
 
     def _targets(self) -> Tensor:
-        return self.fetch(torch.arange(len(self)))[1]
+        if self.is_held:
+            return self._in_columns(self._source._targets())
+        return self.fetch(torch.arange(len(self), device="cpu"))[1]
 
     def num_targets(self, indices: Int[Tensor, " m"]) -> int:
         """How many targets count in a loss at these positions, maybe several for each datum."""
@@ -172,7 +185,7 @@ class RunData(Source):
         """Digest of all held data, or of some items of a data set, if equal at a second reading."""
         count = len(self)
         if self._source.is_held:
-            x, y = self.fetch(torch.arange(count))
+            x, y = self.fetch(torch.arange(count, device="cpu"))
             return digest([*tensors_of(x), y])
         epoch, self.epoch = self.epoch, 0
         readings = (self.anew().spread(_COMPARED) for _ in range(2))

@@ -18,7 +18,7 @@ from evigrad.engine.checks import check_inputs
 from evigrad.engine.parameters import trainable
 from evigrad.engine.problem import PROBE_SIZE
 from evigrad.engine.settings import Memory
-from evigrad.errors import ConfigurationError, EvigradWarning
+from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning
 from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import (
@@ -26,6 +26,7 @@ from evigrad.likelihoods import (
     Gaussian,
     HeteroscedasticGaussian,
     Likelihood,
+    Weighted,
     make_likelihood,
 )
 from evigrad.likelihoods.calls import (
@@ -35,6 +36,7 @@ from evigrad.likelihoods.calls import (
     summed_metrics,
 )
 from evigrad.likelihoods.positions import flattened
+from evigrad.likelihoods.weighted import unweighted
 from evigrad.priors import GaussianPrior, matches
 from evigrad.training.augerino import range_parameters
 from evigrad.training.bracket import check_bracket
@@ -50,6 +52,7 @@ from evigrad.training.settings import (
     PlannedSettings,
     Schedule,
     Settings,
+    explains_groups,
 )
 
 # Items of a data set that are checked at once.
@@ -57,8 +60,11 @@ _AT_ONCE = 1000
 # Number of data whose targets' scale is measured, and the factor beyond which a warning follows.
 _COMPARED = 100
 _FAR = 10.0
+# Means of weights this near to 1 change a learned noise by less than estimates do.
+_MEAN_WEIGHT_TOLERANCE = 0.05
 
 
+@explains_groups
 def fit(
     model: nn.Module,
     train: Any,
@@ -97,11 +103,12 @@ def fit(
         model: Any module that maps inputs (m, ...) to outputs (m, C), or to (m, …, C) with a target
             at each position. It is trained in place, on the device where it is; frozen parameters
             stay as they are.
-        train: Training data: a pair (x, y) of tensors, a ``TensorDataset``, or a map-style data
-            set of (x, y) items, which is read anew in every epoch, and for blocks of the evidence
-            their own data; or, of data in an order alone, an ``evigrad.data.Streamed``. Random
-            transforms that draw from the global generators of PyTorch, NumPy or Python are seeded
-            by ``seed``.
+        train: Training data: a pair (x, y) of tensors or NumPy arrays, a ``TensorDataset``, or a
+            map-style data set of (x, y) items, which is read anew in every epoch, and for blocks of
+            the evidence their own data; or, of data in an order alone, an
+            ``evigrad.data.Streamed``. Random transforms that draw from the global generators of
+            PyTorch, NumPy or Python are seeded by ``seed``. If the model has one output, targets
+            of a regression may have the shape (m,).
         likelihood: Of the targets: categorical, bernoulli, gaussian, heteroscedastic (normal noise
             that depends on the input; the outputs are a mean and a log variance of each target),
             natural-gaussian (the same in parameters that small tables can bear) or poisson (counts;
@@ -191,8 +198,9 @@ def prepare(
     place, seed, ranks = place_of(model), settings.seed, Ranks(process_group)
     tensors = [*model.parameters(), *model.buffers()]
     with ranks.together() as alike:
-        data = RunData(train, place, seed)
-        held_out = None if test is None else RunData(test, place, seed)
+        dtype = next((t.dtype for t in tensors if t.is_floating_point()), None)
+        data = RunData(train, place, seed, dtype)
+        held_out = None if test is None else RunData(test, place, seed, dtype)
         for each in (data, held_out):
             if each is not None:
                 check_single(each, ranks.count)
@@ -205,6 +213,7 @@ def prepare(
     with ranks.together():
         evidence, planned = prepare_evidence(model, data, settings, process_group)
         if held_out is not None:  # which is read next when training is over
+            held_out.is_column = data.is_column
             _check_data(evidence, held_out, place, len(held_out))
         if planned.schedule.bracket_every:
             check_bracket(evidence.spec)
@@ -233,11 +242,12 @@ def prepare_evidence(
     """
     place = place_of(model)
     trainable(model, {})  # refuses lazy and frozen models before a pass
-    x, _ = data.first(PROBE_SIZE)
+    x, y = data.first(PROBE_SIZE)
     check_inputs(x, place)
     likelihood = make_likelihood(settings.likelihood)
     # The model's outputs say what counts as a datum.
     shape = probe_outputs(model, x).shape[1:]
+    data.is_column = _lacks_a_column(likelihood, shape, y)
     num_data = len(by_target(data, likelihood, shape))
     planned = settings.for_data(num_data)
     if planned.estimator == "augerino":
@@ -253,9 +263,24 @@ def prepare_evidence(
     outputs = _check_data(evidence, data, place, len(data) if data.is_held else PROBE_SIZE)
     if isinstance(evidence.likelihood, Categorical):
         _warn_of_probabilities(outputs)
-    if isinstance(evidence.likelihood, Gaussian | HeteroscedasticGaussian):
-        _warn_of_scale(evidence, data)
+    if isinstance(unweighted(evidence.likelihood), Gaussian | HeteroscedasticGaussian):
+        _warn_of_real_targets(evidence, data)
     return evidence, planned
+
+
+def _lacks_a_column(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> bool:
+    """Whether targets (m,) fit a likelihood as (m, 1) only."""
+    if y.ndim != 1 or len(shape) != 1:
+        return False
+
+    def fits(targets: Tensor) -> bool:
+        try:
+            check_targets(likelihood, (len(y), *shape), targets, y.device)
+        except EvigradError:
+            return False
+        return True
+
+    return not fits(y) and fits(y.unsqueeze(1))
 
 
 def learns_likelihood(likelihood: str | Likelihood) -> bool:
@@ -327,7 +352,9 @@ def _check_data(evidence: Evidence, data: RunData, device: torch.device, count: 
     log_probabilities(likelihood, f, y)
     summed_metrics(likelihood, f, y)  # before training, as the first evaluation comes later
     read = data.anew()
-    for indices in torch.arange(min(count, len(data))).split(count if data.is_held else _AT_ONCE):
+    for indices in torch.arange(min(count, len(data)), device="cpu").split(
+        count if data.is_held else _AT_ONCE
+    ):
         x, y = read.fetch(indices)
         check_inputs(x, device)
         if source is data:
@@ -348,11 +375,74 @@ def _warn_of_probabilities(f: Tensor) -> None:
         )
 
 
-def _warn_of_scale(evidence: Evidence, data: RunData) -> None:
-    """Warn of real targets far from unit scale, for which networks, rates and priors are made."""
+def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
+    """Warn of targets that are no numbers of about unit scale."""
     x, y = data.spread(_COMPARED)
     f, y = flattened(evidence.likelihood, probe_outputs(evidence.model, x), y)
-    found = moments(evidence.likelihood, f, torch.zeros_like(f).diag_embed())
+    if not len(f):
+        return
+    likelihood, y, weights = _split(evidence.likelihood, y)
+    _warn_of_scale(likelihood, f, y)
+    has_two_values = len(_columns_of_two_values(y)) > 0
+    if data.is_held and (has_two_values or weights is not None):
+        # A sample may lack rare values.
+        likelihood, y, weights = _split(evidence.likelihood, data._targets())
+    if has_two_values:
+        _warn_of_two_values(y.flatten(0, -2))
+    if weights is not None and isinstance(likelihood, Gaussian) and learns_likelihood(likelihood):
+        _warn_of_weights(weights.flatten().double())
+
+
+def _split(likelihood: Likelihood, y: Tensor) -> tuple[Likelihood, Tensor, Tensor | None]:
+    """Return the likelihood and the targets of single examples, and their weights if any."""
+    if not isinstance(likelihood, Weighted):
+        return likelihood, y, None
+    return likelihood.likelihood, *likelihood.split(y)
+
+
+def _warn_of_weights(weights: Tensor) -> None:
+    """Warn of weights that may mean known noises, of which only the ratios count."""
+    mean = float(weights.mean())
+    if bool((weights != weights.round()).any()) and abs(mean - 1.0) > _MEAN_WEIGHT_TOLERANCE:
+        warnings.warn(
+            f"The weights average {mean:.3g} and are not whole numbers, and the Gaussian's noise is"
+            " learned. Weighted takes a weight for the number of times that an example was seen. If"
+            " weights are 1/σ² of known noises instead, the learned noise is too small by the"
+            f" factor √{mean:.3g} = {mean**0.5:.3g}: use weights / weights.mean(), which average"
+            " 1. The noise of an example is then noise / √weight.",
+            EvigradWarning,
+            stacklevel=6,  # the caller of fit
+        )
+
+
+def _columns_of_two_values(y: Tensor) -> Tensor:
+    """Return the columns of targets (n, D) with two values, each of them twice at least."""
+    is_least, is_largest = y == y.amin(0), y == y.amax(0)
+    often = (is_least.sum(0) > 1) & (is_largest.sum(0) > 1) & ~(is_least & is_largest).any(0)
+    return (often & (is_least | is_largest).all(0)).nonzero().flatten()
+
+
+def _warn_of_two_values(y: Tensor) -> None:
+    """Warn of yes and no as real numbers, which a regression learns by heart."""
+    columns = _columns_of_two_values(y).tolist()
+    if columns:
+        low, high = (float(end(y[:, columns[0]])) for end in (torch.min, torch.max))
+        warnings.warn(
+            f"Column {columns[0]} of the targets has only two values, {low:.4g} and {high:.4g}."
+            " A Gaussian takes them for real numbers: its noise falls toward zero, and the network"
+            ' memorizes them. For yes or no, use likelihood="bernoulli" (evigrad.likelihoods'
+            '.Bernoulli) with targets 0.0 and 1.0. For classes, use likelihood="categorical" or'
+            " evigrad.sklearn.EvidenceClassifier.",
+            EvigradWarning,
+            stacklevel=6,  # the caller of fit
+        )
+
+
+def _warn_of_scale(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
+    """Warn of real targets far from unit scale, for which networks, rates and priors are made."""
+    # One zero, as C² for each example may be gigabytes.
+    certain = f.new_zeros(()).expand(*f.shape, f.shape[1])
+    found = moments(likelihood, f, certain)
     if found is None:  # a subclass with another density
         return
     error, noise = (y - found[0]).square().mean(0).sqrt(), found[2].mean(0).sqrt()
@@ -362,7 +452,7 @@ def _warn_of_scale(evidence: Evidence, data: RunData) -> None:
         return
     first = int(far.nonzero()[0])
     way = "say the noise: likelihood=Gaussian(noise=...)"
-    if isinstance(evidence.likelihood, HeteroscedasticGaussian):
+    if isinstance(likelihood, HeteroscedasticGaussian):
         way = "begin with outputs that fit them"
     warnings.warn(
         f"The targets have a standard deviation of {float(spread[first]):.3g} and differ by"
@@ -372,5 +462,5 @@ def _warn_of_scale(evidence: Evidence, data: RunData) -> None:
         " with scaling = evigrad.data.Scaling.of(y) of the training targets; scaling.undo(means)"
         f" are predictions in their own units. (Of targets that are right as they are, {way}.)",
         EvigradWarning,
-        stacklevel=5,  # the caller of fit
+        stacklevel=6,  # the caller of fit
     )

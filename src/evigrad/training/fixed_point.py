@@ -95,11 +95,14 @@ class FixedPoint:
         with torch.no_grad():
             if prior.structure == "diagonal":
                 has_mean = torch.cat(
-                    [torch.full((w.numel(),), name in means) for name, w in weights.items()]
+                    [
+                        torch.full((w.numel(),), name in means, device="cpu")
+                        for name, w in weights.items()
+                    ]
                 )
             else:
                 held = {prior.group_of[name] for name in means}
-                has_mean = torch.tensor([g in held for g in prior.learned_groups()])
+                has_mean = torch.tensor([g in held for g in prior.learned_groups()], device="cpu")
             log_precision.fill_(math.log(zero))
             log_precision[has_mean.to(log_precision.device)] = math.log(pretrained)
 
@@ -174,11 +177,11 @@ class FixedPoint:
         """P_g for each entry of ``log_precision``."""
         prior = self.evidence.prior
         if prior.structure == "diagonal":
-            return torch.ones((), dtype=torch.float64)
-        sizes = torch.tensor([w.numel() for w in self.evidence.weights().values()])
-        counts = torch.zeros(len(prior.group_names), dtype=torch.long)
+            return torch.ones((), dtype=torch.float64, device="cpu")
+        sizes = torch.tensor([w.numel() for w in self.evidence.weights().values()], device="cpu")
+        counts = torch.zeros(len(prior.group_names), dtype=torch.long, device="cpu")
         return counts.index_add(0, self._index(), sizes)[prior.learned_groups()]
 
     def _index(self) -> Tensor:
         group_of = self.evidence.prior.group_of
-        return torch.tensor([group_of[name] for name in self.evidence.weights()])
+        return torch.tensor([group_of[name] for name in self.evidence.weights()], device="cpu")

@@ -9,6 +9,7 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from evigrad.blocks.samplers import check_sampler
 from evigrad.engine.checks import check_choice
 from evigrad.errors import ConfigurationError, InputError, listed
 from evigrad.evidence import Evidence
@@ -199,6 +200,7 @@ def loader_of_pairs(
     loader: DataLoader[Any], split: Callable[[Any], tuple[Any, Tensor]]
 ) -> DataLoader[Any]:
     """The data set of a loader, with its workers, in batches that are pairs (x, y)."""
+    check_sampler(loader)
     return DataLoader(
         loader.dataset,
         collate_fn=lambda items: split(loader.collate_fn(items)),

@@ -541,11 +541,7 @@ def is_keepable(evidence: Evidence, x: Inputs, names: list[str]) -> bool:
     # A random model, as an average over transforms, draws again in each pass.
     if stochastic_modules(evidence.model):
         return False
-    try:
-        evidence.check_collect(x[:PROBE_SIZE], wrt=names)
-    except ConfigurationError:
-        return False
-    return True
+    return evidence.can_collect(x[:PROBE_SIZE], wrt=names)
 
 
 def warn_of_unused(evidence: Evidence) -> None:

@@ -14,6 +14,7 @@ from torch.optim import SGD
 
 from evigrad.errors import EvigradError, EvigradWarning, memory_for
 from evigrad.evidence import Evidence
+from evigrad.inputs import with_bare_names
 from evigrad.jacobians.modes import seeded
 from evigrad.likelihoods import Gaussian
 from evigrad.models import fixup_scalars
@@ -89,7 +90,8 @@ class Loop:
         of a data set draw from others. The loss includes Augerino's regulariser.
 
         Returns:
-            The mean loss, in nats per datum, and the number of batches that were skipped.
+            The mean loss, in nats per datum, of the batches that have a target, and the number of
+            batches that were skipped for a loss that is not finite.
 
         Raises:
             EvigradError: If more than a tenth of the batches would be skipped (``SKIPPED_SHARE``),
@@ -108,6 +110,8 @@ class Loop:
             training_mode(self.evidence.model),
         ):
             for batch in batches(seed, epoch, num_data, size, schedule.batch_size):
+                if not self.data.num_targets(batch):
+                    continue  # a step on the prior alone would count these data
                 self.weight_optimizer.zero_grad(set_to_none=True)
                 value = self._differentiate(batch)
                 if math.isfinite(value) and self._has_finite_gradients():
@@ -133,7 +137,7 @@ class Loop:
                 EvigradWarning,
                 stacklevel=2,
             )
-        return total / count, skipped
+        return total / max(count, 1), skipped
 
     def _has_finite_gradients(self) -> bool:
         """Whether no gradient that the next step uses is NaN or infinite."""
@@ -158,7 +162,7 @@ class Loop:
         own, value, scale = batch[ranks.part(len(batch))], 0.0, self._noise_variance()
         with ranks.together():
             total = self.data.num_targets(batch)
-            share = self.data.num_targets(own) / total if total else 1.0  # which is refused below
+            share = self.data.num_targets(own) / total
             if share and len(own):
                 step = f"a training step on {len(own)} data"
                 with memory_for(step, "a smaller batch_size"):
@@ -172,7 +176,7 @@ class Loop:
         learned = [*self.evidence.weights(), *self.in_loss]
         parameters = [named[name] for name in learned]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        total, *sums = ranks.sum([torch.tensor(value).to(grads[0]), *grads])
+        total, *sums = ranks.sum([torch.tensor(value, device="cpu").to(grads[0]), *grads])
         for parameter, gradient in zip(parameters, sums, strict=True):
             parameter.grad = gradient
         return total.item()
@@ -232,8 +236,10 @@ class Loop:
                 "hyper_steps": [],
             }
         return {
-            "model": state,
-            "buffers": {n: b for n, b in model.named_buffers() if n not in state},
+            "model": with_bare_names(model, state),
+            "buffers": with_bare_names(
+                model, {n: b for n, b in model.named_buffers() if n not in state}
+            ),
             "weight_optimizer": self.weight_optimizer.state_dict(),
             **learned,
             **({"batches": self.data.place} if self.data.is_stream else {}),

@@ -21,7 +21,7 @@ from evigrad.jacobians import model_outputs, model_run
 from evigrad.jacobians.modes import evaluation_mode
 from evigrad.likelihoods import Likelihood
 from evigrad.likelihoods.calls import summed_metrics
-from evigrad.likelihoods.positions import flattened
+from evigrad.likelihoods.positions import NO_TARGET, flattened
 from evigrad.training.files import replacing, writing
 
 # A value that was not computed in an epoch is None, and an empty cell in the file.
@@ -89,6 +89,8 @@ def evaluate(
         inputs, targets = source.fetch(indices)
         f = model_outputs(model, inputs, positions=True)
         f, targets = flattened(likelihood, f, targets)
+        if not len(f):
+            return
         sums = summed_metrics(likelihood, f, targets)
         count += len(f)
         totals.update({name: totals.get(name, 0.0) + value for name, value in sums.items()})
@@ -97,7 +99,7 @@ def evaluate(
         part = ranks.part(len(source))
         start = part.start
         while start < part.stop:
-            indices = torch.arange(start, min(start + batch_size, part.stop))
+            indices = torch.arange(start, min(start + batch_size, part.stop), device="cpu")
             if fits(lambda batch=indices: add(batch)):
                 start += len(indices)
             elif len(indices) > 1:
@@ -110,13 +112,24 @@ def evaluate(
                     "Memory does not suffice to evaluate the network on a single datum: take a"
                     " smaller network, or a machine with more memory."
                 )
-    names = ranks.shared(list(totals))
-    sums = torch.tensor([count, *(totals.get(name, 0.0) for name in names)], dtype=torch.float64)
+    names = _names_of_any_rank(list(totals), ranks)
+    sums = torch.tensor(
+        [count, *(totals.get(name, 0.0) for name in names)], dtype=torch.float64, device="cpu"
+    )
     count, *values = ranks.sum([sums])[0].tolist()
+    if not count:
+        raise InputError(NO_TARGET)
     means = {name: value / count for name, value in zip(names, values, strict=True)}
     if "correct" in means:
         means["accuracy"] = means.pop("correct")
     return means
+
+
+def _names_of_any_rank(names: list[str], ranks: Ranks) -> list[str]:
+    """Return the names of the first rank that has some; the data of others may have no target."""
+    encoded = torch.tensor(list("\n".join(names).encode()), dtype=torch.uint8, device="cpu")
+    texts = [bytes(text.tolist()).decode() for text in ranks.gather(encoded)]
+    return next((text.split("\n") for text in texts if text), [])
 
 
 def probe_outputs(model: nn.Module, x: Inputs) -> Tensor:

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from functools import wraps
+from inspect import signature
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,6 +16,9 @@ from evigrad.errors import ConfigurationError, nearest
 from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.likelihoods import Likelihood, make_likelihood
 from evigrad.priors import GaussianPrior
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 OPTIMIZERS = ("adam", "sgd")
 # Names for runs without an estimator, and what such runs are called.
@@ -333,6 +338,24 @@ def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
         if own:
             found[name] = kind(**own)
     return found
+
+
+def explains_groups(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function with the keywords of ``GROUPS`` name the group of a field given alone."""
+
+    @wraps(function)
+    def wrapped(*arguments: P.args, **keywords: P.kwargs) -> T:
+        accepted = signature(function).parameters
+        for name, value in keywords.items():
+            for group, kind in GROUPS.items():
+                if name not in accepted and name in {each.name for each in fields(kind)}:
+                    raise ConfigurationError(
+                        f"{function.__name__} has no keyword {name}: it is a field of"
+                        f" {kind.__name__}. Use {group}={kind.__name__}({name}={value!r})."
+                    )
+        return function(*arguments, **keywords)
+
+    return wrapped
 
 
 def check_integer(name: str, value: object, least: int, most: int | None = _MOST) -> None:

@@ -25,6 +25,7 @@ from evigrad.training.settings import (
     Schedule,
     Settings,
     check_integer,
+    explains_groups,
 )
 
 
@@ -46,6 +47,7 @@ class TuneResult:
         return f"TuneResult({self.evidence.spec.name}, {rounds}, {summary(self.history[-1])})"
 
 
+@explains_groups
 def tune(
     model: nn.Module,
     data: Any,

@@ -9,10 +9,11 @@ from torch.func import functional_call, jacrev
 
 from evigrad import Evidence
 from evigrad.blocks.anchors import Anchoring
-from evigrad.blocks.anchors.choice import LastLayerKernel, watched
+from evigrad.blocks.anchors.choice import LastLayer, LastLayerKernel, watched
 from evigrad.blocks.sources import as_source
+from evigrad.engine.memory import PeakBytes
 from evigrad.invariances import AffineInvariance, Averaged
-from evigrad.likelihoods import Categorical
+from evigrad.likelihoods import Bernoulli, Categorical
 from evigrad.priors import GaussianPrior
 
 
@@ -150,3 +151,19 @@ def test_greedy_anchors_hold_more_than_those_of_the_largest_scores() -> None:
         blocks = list(evidence.blocks((x, y)).epoch())
         found[choice] = evidence.estimate(blocks[0]).entropies[0]
     assert found["auto"] == found["greedy"] > 1.05 * found["score"]
+
+
+def test_a_kernel_of_many_uncoupled_outputs_takes_the_columns_that_are_asked_for() -> None:
+    outputs, x = 300, torch.randn(20, 4)
+
+    def look(x: Any) -> tuple[Tensor, LastLayer]:
+        return x.repeat(1, outputs // 4), LastLayer(x, 1.0, 1.0)
+
+    source, likelihood = as_source((x, torch.zeros(20, outputs))), Bernoulli()
+    ask = LastLayerKernel(look, likelihood, "eigen", source, outputs)
+    data, columns = torch.arange(20), torch.arange(20) % 5
+    with PeakBytes() as held:
+        values = ask(data * outputs + columns)
+    assert held.most < 4 * 20 * outputs**2 / 10
+    vectors = likelihood.root(look(x)[0], columns[:, None], "eigen").scaled[:, 0]
+    torch.testing.assert_close(values, LastLayer(x, 1.0, 1.0).kernel(vectors))

@@ -106,19 +106,19 @@ def choose(
     if choice == "k-centre" and centres is not None:
         data = centres(-(-count // num_columns))
         if data is not None:
-            best = (data[:, None] * num_columns + torch.arange(num_columns)).flatten()
+            best = (data[:, None] * num_columns + torch.arange(num_columns, device="cpu")).flatten()
     elif choice in ("greedy", "score"):
         best = scores.flatten().argsort(descending=True, stable=True)
         if choice == "greedy" and kernel is not None and 0 < count < len(best):
             half = max(count, min(CANDIDATES * count, MOST_CANDIDATES) // 2)
             others = best[half:]
-            drawn = torch.randperm(len(others), generator=generator)[:half]
+            drawn = torch.randperm(len(others), generator=generator, device="cpu")[:half]
             candidates = torch.cat([best[:half], others[drawn]])
             known = kernel(candidates)
             if known is not None and bool(known.diagonal().isfinite().all()):
                 best = candidates[pivots(known, count)]
     if best is None:
-        best = torch.randperm(num_data * num_columns, generator=generator)
+        best = torch.randperm(num_data * num_columns, generator=generator, device="cpu")
     return best[:count].sort().values
 
 
@@ -176,14 +176,14 @@ class Centres:
             # Among equal data, those already chosen come last.
             self._left[chosen] = -1.0
             self._order.append(chosen)
-        return torch.tensor(self._order[:count], dtype=torch.int64)
+        return torch.tensor(self._order[:count], dtype=torch.int64, device="cpu")
 
 
 def _points(source: Source) -> Float[Tensor, "N d"] | None:
     """The inputs as vectors of few numbers, on the CPU."""
     found: list[Tensor] = []
     projection: Tensor | None = None
-    for indices in torch.arange(len(source)).split(AT_ONCE):
+    for indices in torch.arange(len(source), device="cpu").split(AT_ONCE):
         x, _ = source.fetch(indices)
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return None
@@ -191,7 +191,7 @@ def _points(source: Source) -> Float[Tensor, "N d"] | None:
         if flat.shape[1] > PROJECTED:
             if projection is None:
                 own = torch.Generator().manual_seed(0)
-                projection = torch.randn(flat.shape[1], PROJECTED, generator=own)
+                projection = torch.randn(flat.shape[1], PROJECTED, generator=own, device="cpu")
             flat = flat @ projection
         found.append(flat)
     return torch.cat(found)
@@ -269,7 +269,8 @@ class LastLayerKernel:
     """Inner products of rows by the last layer alone, with the weights at the first call.
 
     Each datum that is needed goes through the network once. Rows are of the root's first K
-    columns.
+    columns. If outputs are not coupled, a row needs its own column only: all K columns of every
+    datum would be N K C numbers.
     """
 
     def __init__(
@@ -282,10 +283,12 @@ class LastLayerKernel:
     ) -> None:
         self._look_at, self._likelihood, self._root = look, likelihood, root
         self._source, self._num_columns = source, num_columns
-        self._place = torch.full((len(source),), -1)  # each datum's place in the lists below
+        self._place = torch.full(
+            (len(source),), -1, device="cpu"
+        )  # each datum's place in the lists below
         self._seen = 0
         self._layers: list[LastLayer] = []
-        self._vectors: list[Tensor] = []
+        self._vectors: list[Tensor] = []  # all K columns; the outputs if these are not coupled
         self._is_there = True
 
     def __call__(self, rows: Int[Tensor, " m"]) -> Float[Tensor, "m m"] | None:
@@ -299,7 +302,13 @@ class LastLayerKernel:
         features = torch.cat([layer.features for layer in self._layers])
         position, columns = (each.to(features.device) for each in (self._place[data], columns))
         together = replace(self._layers[0], features=features[position])
-        kernel = together.kernel(torch.cat(self._vectors)[position, columns]).cpu()
+        vectors = torch.cat(self._vectors)
+        if self._likelihood.couples_outputs:
+            vectors = vectors[position, columns]
+        else:
+            root = self._likelihood.root(vectors[position], columns[:, None], self._root)
+            vectors = root.scaled.detach()[:, 0].float()
+        kernel = together.kernel(vectors).cpu()
         if not bool(kernel.isfinite().all()):
             raise NotFiniteError(
                 "Products of the last layer's inputs are NaN or infinite: weights or"
@@ -309,7 +318,7 @@ class LastLayerKernel:
 
     def _look(self, data: Int[Tensor, " n"]) -> None:
         """Store what is needed of new data, or that there is no such layer."""
-        listed = torch.arange(self._num_columns)
+        listed = torch.arange(self._num_columns, device="cpu")
         new = data[self._place[data] < 0]
         for batch in new.split(AT_ONCE) if len(new) else ():
             f, layer = self._look_at(self._source.fetch(batch)[0])
@@ -317,9 +326,13 @@ class LastLayerKernel:
                 self._is_there = False
                 return
             check_finite("The model's outputs", f)
-            # A root costs as much for one column of a datum as for several.
-            rows = self._likelihood.root(f, listed.to(f.device).expand(len(f), -1), self._root)
-            self._vectors.append(rows.scaled.detach().float())
+            if self._likelihood.couples_outputs:
+                # A root costs as much for one column of a datum as for several.
+                columns = listed.to(f.device).expand(len(f), -1)
+                rows = self._likelihood.root(f, columns, self._root)
+                self._vectors.append(rows.scaled.detach().float())
+            else:
+                self._vectors.append(f.detach())
             self._layers.append(layer)
-            self._place[batch] = torch.arange(self._seen, self._seen + len(batch))
+            self._place[batch] = torch.arange(self._seen, self._seen + len(batch), device="cpu")
             self._seen += len(batch)

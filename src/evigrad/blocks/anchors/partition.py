@@ -62,7 +62,7 @@ def ranked(
     rows: Int[Tensor, " r"], flat: Float[Tensor, " R"], generator: torch.Generator
 ) -> Int[Tensor, " r"]:
     """Rows n K + d by falling score; rows of equal scores are in random order."""
-    rows = rows[torch.randperm(len(rows), generator=generator)]
+    rows = rows[torch.randperm(len(rows), generator=generator, device="cpu")]
     return rows[flat[rows].argsort(descending=True, stable=True)]
 
 
@@ -92,7 +92,9 @@ class Groups:
     """
 
     parts: list[Int[Tensor, " _"]] = field(default_factory=list)
-    shares: Float[Tensor, " G"] = field(default_factory=lambda: torch.zeros(0).double())
+    shares: Float[Tensor, " G"] = field(
+        default_factory=lambda: torch.zeros(0, device="cpu").double()
+    )
 
 
 def form_groups(
@@ -109,7 +111,7 @@ def form_groups(
     """
     size = num_rows - len(anchors)
     flat = scores.flatten()
-    rest = torch.ones(len(flat), dtype=torch.bool)
+    rest = torch.ones(len(flat), dtype=torch.bool, device="cpu")
     rest[anchors] = False
     rows = rest.nonzero().squeeze(1)
     if size < 2 or len(rows) < 2:
@@ -125,7 +127,7 @@ def form_groups(
     parts, entropies = grouped(left, size)
     if bool((flat == flat[0]).all()):
         # As in regression: the last layer tells which rows are alike, but not their entropy.
-        entropies = torch.tensor([len(part) for part in parts], dtype=torch.float64)
+        entropies = torch.tensor([len(part) for part in parts], dtype=torch.float64, device="cpu")
     total = float(entropies.sum())
     return Groups([chosen[part] for part in parts], entropies / total) if total > 0 else Groups()
 
@@ -133,7 +135,7 @@ def form_groups(
 def conditional(kernel: Float[Tensor, "m m"], given: int) -> Float[Tensor, "r r"] | None:
     """S_rr − S_rz (I + S_zz)⁻¹ S_zr for the first rows z; None where rounding spoils I + S_zz."""
     own = kernel[:given, :given].double()
-    factor, failed = torch.linalg.cholesky_ex(own + torch.eye(given, dtype=own.dtype))
+    factor, failed = torch.linalg.cholesky_ex(own + torch.eye(given, dtype=own.dtype, device="cpu"))
     if int(failed):
         return None
     cross = kernel[:given, given:].double()
@@ -161,7 +163,11 @@ def grouped(
         alike[left < 0] = -1.0
         parts.append(alike.topk(min(size, remaining)).indices)
         left[parts[-1]] = -1.0
-    whole = torch.stack(parts[:-1]) if len(parts) > 1 else torch.zeros(0, size, dtype=torch.int64)
+    whole = (
+        torch.stack(parts[:-1])
+        if len(parts) > 1
+        else torch.zeros(0, size, dtype=torch.int64, device="cpu")
+    )
     return parts, torch.cat([_entropies(kernel, whole), _entropies(kernel, parts[-1][None])])
 
 
@@ -202,7 +208,7 @@ class Tail:
         num_rows = num_data * behind
 
         def number() -> int:
-            return int(torch.randint(num_rows, (), generator=generator))
+            return int(torch.randint(num_rows, (), generator=generator, device="cpu"))
 
         factor, shift = number(), number()
         while gcd(factor, num_rows) != 1:
@@ -219,7 +225,9 @@ class Tail:
         stop = min((number + 1) * self.size, self.num_rows)
         # In Python's integers: a t may exceed 64 bits.
         places = range(number * self.size, stop)
-        chosen = torch.tensor([(self.factor * t + self.shift) % self.num_rows for t in places])
+        chosen = torch.tensor(
+            [(self.factor * t + self.shift) % self.num_rows for t in places], device="cpu"
+        )
         return chosen // self.behind, self.first + chosen % self.behind
 
 
@@ -245,7 +253,9 @@ class AnchoredPartition:
     num_columns: int
     tails: Sequence[Tail] = ()
     keys: Sequence[int] = ()
-    guesses: Float[Tensor, " _"] = field(default_factory=lambda: torch.zeros(0).double())
+    guesses: Float[Tensor, " _"] = field(
+        default_factory=lambda: torch.zeros(0, device="cpu").double()
+    )
     pool: Pool | None = None
 
     @classmethod
@@ -261,7 +271,7 @@ class AnchoredPartition:
         """Draw a partition: the groups, and other rows by columns, stratified by scores."""
         num_data, num_columns = scores.head.shape
         flat = scores.head.flatten()
-        free = torch.ones(num_data * num_columns, dtype=torch.bool)
+        free = torch.ones(num_data * num_columns, dtype=torch.bool, device="cpu")
         free[anchors] = False
         size = max(1, num_rows - len(anchors))
         groups = groups or Groups()
@@ -270,7 +280,7 @@ class AnchoredPartition:
         parts: list[Tensor] = []
         keys: list[int] = []
         for columns in _together(free.reshape(num_data, num_columns).sum(0).tolist(), size):
-            rest = (torch.arange(num_data)[:, None] * num_columns + columns).flatten()
+            rest = (torch.arange(num_data, device="cpu")[:, None] * num_columns + columns).flatten()
             dealt = _dealt(ranked(rest[free[rest]], flat, generator), size, generator)
             parts += dealt
             keys += [int(columns[0])] * len(dealt)
@@ -311,15 +321,15 @@ class AnchoredPartition:
         rows = [self._listed(self.anchors)]
         rows += [self.rows(number) for number in numbers]
         of_rows, columns = (torch.cat(each) for each in zip(*rows, strict=True))
-        sizes = torch.tensor([len(data) for data, _ in rows])
-        labels = torch.arange(len(rows)).repeat_interleave(sizes)
+        sizes = torch.tensor([len(data) for data, _ in rows], device="cpu")
+        labels = torch.arange(len(rows), device="cpu").repeat_interleave(sizes)
         indices = torch.cat([of_rows, of_likelihood.flatten()]).unique()
         position = torch.searchsorted(indices, of_rows)
         # By falling number of rows, those without any last.
         counts = position.bincount(minlength=len(indices))
         order = counts.argsort(descending=True, stable=True)
         rank = torch.empty_like(order)
-        rank[order] = torch.arange(len(order))
+        rank[order] = torch.arange(len(order), device="cpu")
         position, indices = rank[position], indices[order]
         each = self.num_data / of_likelihood.shape[1]
         weights = torch.stack([each * torch.isin(indices, own).double() for own in of_likelihood])
@@ -332,7 +342,7 @@ class AnchoredPartition:
     def counts(self) -> Float[Tensor, " _"]:
         """How many parts each of ``keys`` and ``guesses`` stands for."""
         each = [1] * len(self.parts) + [tail.count for tail in self.tails]
-        return torch.tensor(each, dtype=torch.float64)
+        return torch.tensor(each, dtype=torch.float64, device="cpu")
 
     def pick(self, entry: int, generator: torch.Generator) -> tuple[int, int]:
         """A part of those that an entry of ``keys`` stands for, and how many these are."""
@@ -341,7 +351,7 @@ class AnchoredPartition:
             return entry, 1
         count = self.tails[own].count
         before = len(self.parts) + sum(tail.count for tail in self.tails[:own])
-        return before + int(torch.randint(count, (), generator=generator)), count
+        return before + int(torch.randint(count, (), generator=generator, device="cpu")), count
 
     def entry(self, number: int) -> int:
         """The position of a part in ``keys`` and ``guesses``; a tail has one in all."""
@@ -386,7 +396,7 @@ def _together(counts: list[int], size: int) -> list[Int[Tensor, " _"]]:
     if len(groups) > 1 and rows < size:
         last = groups.pop()
         groups[-1] += last
-    return [torch.tensor(group) for group in groups]
+    return [torch.tensor(group, device="cpu") for group in groups]
 
 
 def _dealt(
@@ -399,7 +409,7 @@ def _dealt(
     strata = -(-len(rows) // count)
     missing = count * strata - len(rows)
     table = torch.cat([rows, rows.new_full((missing,), -1)]).reshape(strata, count)
-    keys = torch.rand(strata, count, dtype=torch.float64, generator=generator)
+    keys = torch.rand(strata, count, dtype=torch.float64, generator=generator, device="cpu")
     table = table.gather(1, keys.argsort(dim=1)).mT
     present = table >= 0
     return list(table[present].split(present.sum(1).tolist()))
@@ -408,8 +418,10 @@ def _dealt(
 def _sums(values: Float[Tensor, " R"], parts: list[Int[Tensor, " _"]]) -> Float[Tensor, " M"]:
     if not parts:
         return values[:0]
-    lengths = torch.tensor([len(part) for part in parts])
+    lengths = torch.tensor([len(part) for part in parts], device="cpu")
     sums = values.new_zeros(len(parts))
     return sums.index_add(
-        0, torch.arange(len(parts)).repeat_interleave(lengths), values[torch.cat(parts)]
+        0,
+        torch.arange(len(parts), device="cpu").repeat_interleave(lengths),
+        values[torch.cat(parts)],
     )

@@ -37,7 +37,7 @@ class OutputMemory:
     def __init__(self, num_data: int) -> None:
         self.num_data = num_data
         self._outputs: Float[Tensor, "N C"] | None = None
-        self._seen: Bool[Tensor, " N"] = torch.zeros(num_data, dtype=torch.bool)
+        self._seen: Bool[Tensor, " N"] = torch.zeros(num_data, dtype=torch.bool, device="cpu")
 
     def update(self, indices: Tensor, f: Float[Tensor, "m C"]) -> None:
         """Store outputs (m, C), without a graph, of the data at places (m,)."""
@@ -121,13 +121,15 @@ class AnchorSelection:
             if block.anchored is not None
             for draw in block.anchored.draws
         ]
-        tables = self._ranks.gather(torch.tensor(found, dtype=torch.float64).reshape(-1, 3))
+        tables = self._ranks.gather(
+            torch.tensor(found, dtype=torch.float64, device="cpu").reshape(-1, 3)
+        )
         for key, guess, seen in torch.cat(tables).tolist():
             self._predictor.observe(int(key), guess, seen)
 
     def refresh(self, source: Source) -> float:
         """Choose anchors by present outputs; return log p(D|w,h) of all data in nats."""
-        log_likelihood = self._look(source, torch.arange(self.pool.num_data))
+        log_likelihood = self._look(source, torch.arange(self.pool.num_data, device="cpu"))
         self._anchors = None
         return log_likelihood
 
@@ -182,7 +184,7 @@ class AnchorSelection:
         # Training may not come to the data of a pool for long, and the outputs of a rank's own
         # batches are not known to the others.
         of_all = (is_new and not self.pool.is_all) or self._ranks.count > 1
-        places = torch.arange(len(self.pool)) if of_all else self.memory.missing()
+        places = torch.arange(len(self.pool), device="cpu") if of_all else self.memory.missing()
         if len(places):
             self._look(source, self.pool.data(places))
         scores = self.scores()
@@ -232,7 +234,7 @@ class AnchorSelection:
         _, places = self.pool.find(indices)
         self.memory.update(places, torch.cat(self._ranks.gather(outputs)))
         self._num_outputs = num_outputs
-        terms = torch.tensor(total if len(own) else 0.0, dtype=torch.float64)
+        terms = torch.tensor(total if len(own) else 0.0, dtype=torch.float64, device="cpu")
         return float(self._ranks.sum([terms])[0])
 
     def _device(self) -> torch.device:

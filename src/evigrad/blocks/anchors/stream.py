@@ -47,7 +47,10 @@ class EntropyPredictor:
     def expected(self, keys: Sequence[int], guesses: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
         """Calibrated predictions of ℓ(B|Z), in nats once some were observed, float64."""
         logs = {key: self._ratio(key) for key in set(keys)}
-        return guesses * torch.tensor([logs[key] for key in keys], dtype=torch.float64).exp()
+        return (
+            guesses
+            * torch.tensor([logs[key] for key in keys], dtype=torch.float64, device="cpu").exp()
+        )
 
     def observe(self, key: int, guess: float, seen: float) -> None:
         """Learn from a part's ℓ(B|Z); parts may come in any order, and again."""
@@ -192,7 +195,7 @@ class AnchoredStream(Stream):
 
     def _each(self, made: AnchoredPartition) -> Iterator[Draw]:
         count = made.num_parts
-        for number in torch.randperm(count, generator=self._generator).tolist():
+        for number in torch.randperm(count, generator=self._generator, device="cpu").tolist():
             yield self._of_part(made, number, float(count))
 
     def _draw(self, made: AnchoredPartition) -> Draw:
@@ -223,5 +226,5 @@ class AnchoredStream(Stream):
         total = min(count * each, num_data)
         chosen = choose_distinct(num_data, total, self._generator)
         if count > 1:
-            chosen = chosen[torch.randperm(total, generator=self._generator)]
-        return chosen[torch.arange(count * each) % total].reshape(count, each)
+            chosen = chosen[torch.randperm(total, generator=self._generator, device="cpu")]
+        return chosen[torch.arange(count * each, device="cpu") % total].reshape(count, each)

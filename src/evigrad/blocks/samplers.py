@@ -1,0 +1,108 @@
+"""Samplers of a ``DataLoader``: the evidence counts each example of the data set once."""
+
+import warnings
+from collections.abc import Sequence, Sized
+from typing import Any
+
+import numpy as np
+from torch import Tensor, distributed
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from evigrad.errors import EvigradWarning, InputError
+
+# Their order is not used, and they mean all examples.
+_OF_ALL_EXAMPLES = (SequentialSampler, RandomSampler, DistributedSampler)
+
+
+def check_sampler(loader: DataLoader[Any], *, is_read: bool = False) -> None:
+    """Refuse a sampler that omits examples of the data set, or draws some more often.
+
+    Args:
+        loader: A loader of a data set with a length.
+        is_read: Whether the batches of the loader are used, not the data set alone. Uniform draws
+            with replacement are refused then.
+
+    Raises:
+        InputError: If the sampler does not draw each example once.
+    """
+    sampler, num_examples = _sampler_of(loader), _num_examples(loader)
+    action = None
+    if isinstance(sampler, WeightedRandomSampler):
+        action = "draws examples by weights"
+    elif is_read and isinstance(sampler, RandomSampler) and sampler.replacement:
+        action = "draws with replacement"
+    elif (indices := _indices(sampler)) is not None:
+        if sorted(indices) != list(range(num_examples)):
+            action = f"draws {len(indices)} indices"
+    elif not isinstance(sampler, _OF_ALL_EXAMPLES) and isinstance(sampler, Sized):
+        # Samplers of batches count batches, and one of several processes counts its own part.
+        counts_examples = sampler is not loader.batch_sampler and not _is_distributed()
+        if counts_examples and len(sampler) != num_examples:
+            action = f"draws {len(sampler)} examples"
+    if action is not None:
+        raise InputError(
+            f"The {type(sampler).__name__} of the DataLoader {action}, and the evidence counts"
+            f" each of the N = {num_examples} examples of the data set once. To train on a part,"
+            " give torch.utils.data.Subset(dataset, indices) instead of a sampler. To weight"
+            " examples, use evigrad.likelihoods.Weighted."
+        )
+
+
+def warn_of_ignored_sampler(loader: DataLoader[Any]) -> None:
+    """Warn if a loader may mean other data than all, by an order that is not used.
+
+    Args:
+        loader: A loader that ``check_sampler`` accepts.
+    """
+    sampler, num_examples = _sampler_of(loader), _num_examples(loader)
+    ignored = None
+    if isinstance(sampler, SequentialSampler):
+        batches = loader.batch_sampler
+        if isinstance(batches, BatchSampler) and batches.drop_last:
+            if omitted := num_examples % batches.batch_size:
+                ignored = f"drop_last=True of the DataLoader, which omits {omitted} of the data,"
+    elif not isinstance(sampler, RandomSampler) and _indices(sampler) is None:
+        ignored = f"The {type(sampler).__name__} of the DataLoader"
+    if ignored:
+        warnings.warn(
+            f"{ignored} is ignored: each of the N = {num_examples} examples of the data set counts"
+            " once in the evidence. For a part of them, give"
+            " torch.utils.data.Subset(dataset, indices).",
+            EvigradWarning,
+            stacklevel=7,  # the caller of fit
+        )
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return the sampler of examples, or a custom sampler of batches that has none."""
+    batches: Any = loader.batch_sampler
+    if batches is None:
+        return loader.sampler
+    # Libraries that share batches among processes wrap the sampler of batches.
+    while not hasattr(batches, "sampler") and hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    return getattr(batches, "sampler", batches)
+
+
+def _indices(sampler: Any) -> list[int] | None:
+    """Return the indices that a sampler holds in memory, or None if it makes them later."""
+    indices = sampler.indices if isinstance(sampler, SubsetRandomSampler) else sampler
+    if isinstance(indices, Sequence | np.ndarray | Tensor):
+        return [int(index) for index in indices]
+    return None
+
+
+def _num_examples(loader: DataLoader[Any]) -> int:
+    return len(loader.dataset)  # pyright: ignore[reportArgumentType]
+
+
+def _is_distributed() -> bool:
+    return distributed.is_available() and distributed.is_initialized()

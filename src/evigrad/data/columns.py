@@ -1,0 +1,233 @@
+"""What a column of a table is taken for: one set of rules for files and for scikit-learn's tables.
+
+Texts are categories, and a missing text is a category of its own. Numbers and yes/no are numbers,
+and none may be missing. Columns that are the same in all rows are left out, with a warning.
+"""
+
+import datetime
+import decimal
+import sys
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from evigrad.errors import InputError
+
+# A column with more different texts holds names or remarks and not categories.
+MOST_CATEGORIES = 100
+# What the values of a column are, in words; all else is the name of a type.
+NUMERIC = ("yes/no", "whole numbers", "numbers")
+TEXT = "text"
+DATES = "dates"
+# Categories that the user has declared, of any type.
+DECLARED = "categories"
+# Names in a warning, at most.
+_MOST_NAMES = 10
+_IMPUTER = "sklearn.impute.SimpleImputer"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table, of whatever kind of table.
+
+    Attributes:
+        name: Its name, or its number where the table has no names.
+        kind: Of ``NUMERIC``, or ``TEXT``, ``DATES``, ``DECLARED``, or the name of another type.
+        values: Numbers in float64, NaN where missing, and else objects, None where missing.
+        declared: All categories, where they are declared.
+    """
+
+    name: Hashable
+    kind: str
+    values: np.ndarray
+    declared: Sequence[Hashable] | None = None
+
+    @property
+    def label(self) -> str:
+        """The column in words, as the subject of a sentence."""
+        return f"column '{self.name}'" if isinstance(self.name, str) else f"column {self.name}"
+
+    @property
+    def missing(self) -> np.ndarray:
+        """Whether each value is missing, (n,)."""
+        if self.values.dtype == np.float64:
+            return np.isnan(self.values)
+        return np.array([value is None for value in self.values], dtype=np.bool_)
+
+    @property
+    def categories(self) -> list[Hashable]:
+        """The declared or the different values, sorted, and None where one is missing."""
+        values = set(self.values.tolist())
+        present = sorted(values - {None}, key=str) if self.declared is None else self.declared
+        return [*present, None] if None in values else list(present)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all rows have the same value."""
+        return bool((self.values == self.values[0]).all())
+
+
+def problem_of(column: Column, leave_out: str) -> str | None:
+    """Say what is wrong with a column of features, or return None.
+
+    Args:
+        column: The column.
+        leave_out: How to use the table without the column, as an imperative.
+
+    Returns:
+        A sentence without its capital and its full stop.
+    """
+    if column.kind in NUMERIC:
+        return problem_of_numbers(column, leave_out)
+    if column.kind == TEXT:
+        if problem := problem_of_marks(column, leave_out):
+            return problem
+    elif column.kind != DECLARED:
+        what = DATES if column.kind == DATES else f"values of type {column.kind}"
+        return f"{column.label} holds {what} and not numbers: make numbers of them, or {leave_out}"
+    count = len(column.categories)
+    if count > MOST_CATEGORIES:
+        what = "texts" if column.kind == TEXT else "values"
+        return (
+            f"{column.label} holds {count:,} different {what}, which are no categories (at most"
+            f" {MOST_CATEGORIES}): make numbers of them, or {leave_out}"
+        )
+    return None
+
+
+def problem_of_numbers(column: Column, leave_out: str) -> str | None:
+    """Say what is wrong with a column that must hold numbers, or return None."""
+    if column.kind not in NUMERIC:
+        if column.kind == TEXT and (problem := problem_of_marks(column, leave_out)):
+            return problem
+        what = {TEXT: "texts", DATES: "dates"}.get(column.kind, f"values of type {column.kind}")
+        return f"{column.label} holds {what} and not numbers: make numbers of them, or {leave_out}"
+    if problem := problem_of_missing(column, leave_out):
+        return problem
+    if not np.isfinite(column.values).all():
+        return (
+            f"{column.label} holds values that are no finite numbers (inf): replace them, or"
+            f" {leave_out}"
+        )
+    return None
+
+
+def problem_of_missing(column: Column, leave_out: str) -> str | None:
+    """Say how many values are missing, and what to do, or return None."""
+    if not (count := int(column.missing.sum())):
+        return None
+    mark = " (NaN)" if column.values.dtype == np.float64 else ""
+    return (
+        f"{column.label} lacks {count:,} of {len(column.values):,} values{mark}: fill them in (in"
+        f" Python with {_IMPUTER}), remove their rows, or {leave_out}"
+    )
+
+
+def problem_of_marks(column: Column, leave_out: str) -> str | None:
+    """Say which marks are among numbers that were read as texts, or return None."""
+    texts = [text for text in column.values.tolist() if text is not None]
+    distinct, counts = np.unique(np.array(texts, dtype=np.str_), return_counts=True)
+    plain = np.array([_is_number(text) for text in distinct], dtype=np.bool_)
+    commas = [_is_number(text.replace(",", ".")) for text in distinct]
+    with_comma = np.array(commas, dtype=np.bool_) & ~plain
+    others = distinct[~plain & ~with_comma]
+    if 2 * counts[plain | with_comma].sum() < len(texts):
+        return None
+    if with_comma.any():
+        return (
+            f"{column.label} holds numbers with a comma, as '{distinct[with_comma][0]}': write them"
+            " with a point, and thousands without a mark"
+        )
+    if len(others):
+        marks = ", ".join(f"'{text}'" for text in others[:3])
+        return (
+            f"{column.label} holds numbers, but also {marks}: fill such values in (in Python with"
+            f" {_IMPUTER}), remove their rows, or {leave_out} (to make categories of all, put a"
+            " letter before the numbers)"
+        )
+    return None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def refuse(where: str, problems: Iterable[str | None]) -> None:
+    """Raise all problems of a table at once.
+
+    Raises:
+        InputError: If there is one; ``where`` names the table.
+    """
+    texts = [problem for problem in problems if problem]
+    if not texts:
+        return
+    if len(texts) == 1:
+        raise InputError(f"{where}: {texts[0]}" if where else f"{_capital(texts[0])}.")
+    numbered = " ".join(f"({n}) {_capital(text)}." for n, text in enumerate(texts, 1))
+    raise InputError(f"{where or 'The table'} has {len(texts)} problems. {numbered}")
+
+
+def words_of_constants(names: Sequence[Hashable]) -> str:
+    """The warning about columns that are left out, as the end of a sentence."""
+    shown = ", ".join(map(str, names[:_MOST_NAMES]))
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"left out of the features, as they are the same in all rows: {shown}{more}."
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+# ------------------------------------------------------------ cells that are Python's objects
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a cell is None, NaN, NaT, or the NA of pandas."""
+    pandas = sys.modules.get("pandas")
+    if value is None or (pandas is not None and (value is pandas.NA or value is pandas.NaT)):
+        return True
+    return isinstance(value, float | np.floating | decimal.Decimal) and value != value
+
+
+def kind_of_cell(value: Any) -> str:
+    """What one cell is, in the words of ``Column.kind``."""
+    if isinstance(value, str):
+        return TEXT
+    if isinstance(value, bool | np.bool_):
+        return "yes/no"
+    if isinstance(value, int | float | np.integer | np.floating | decimal.Decimal):
+        return "numbers"
+    if isinstance(value, datetime.date | np.datetime64):
+        return DATES
+    return type(value).__name__
+
+
+def kinds_of_cells(cells: Iterable[Any]) -> dict[str, Any]:
+    """One cell of each kind, without those that are missing."""
+    kinds: dict[str, Any] = {}
+    for value in cells:
+        if not is_missing(value):
+            kinds.setdefault(kind_of_cell(value), value)
+    return kinds
+
+
+def problem_of_mixture(label: str, kinds: dict[str, Any]) -> str | None:
+    """Say which kinds of cells are mixed, of ``kinds_of_cells``, or return None."""
+    if len(kinds) < 2:
+        return None
+    (one, first), (other, second) = list(kinds.items())[:2]
+    return (
+        f"{label} mixes {one}, as {_shown(first)}, and {other}, as {_shown(second)}: make all of"
+        " them the same type, as texts with .astype(str)"
+    )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value.item() if isinstance(value, np.generic) else value)
+    return text if len(text) <= 30 else f"{text[:27]}..."

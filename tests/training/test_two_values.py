@@ -1,0 +1,66 @@
+"""Yes and no as real numbers: a regression learns them by heart, and a warning names Bernoulli."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training.small_runs import SMALL
+
+from evigrad.errors import EvigradWarning
+from evigrad.likelihoods import Gaussian, Likelihood, Weighted
+from evigrad.training import fit
+from evigrad.training.settings import grouped
+
+N = 60
+SETTINGS = SMALL | {"estimator": None}
+
+
+def table(num_values: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(N, 3, generator=torch.Generator().manual_seed(0))
+    return x, (torch.arange(N) % num_values)[:, None].float() - 0.5
+
+
+def warnings_of(x: Tensor, y: Any, likelihood: str | Likelihood, num_outputs: int = 1) -> list[str]:
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(nn.Linear(3, num_outputs), (x, y), likelihood=likelihood, **grouped(SETTINGS))
+    assert all(issubclass(each.category, EvigradWarning) for each in caught)
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(("likelihood", "num_outputs"), [("gaussian", 1), ("heteroscedastic", 2)])
+def test_two_values_are_warned_of_once(likelihood: str, num_outputs: int) -> None:
+    (words,) = warnings_of(*table(2), likelihood, num_outputs)
+    assert "Column 0 of the targets has only two values, -0.5 and 0.5" in words
+    assert 'likelihood="bernoulli"' in words
+
+
+def test_two_values_with_weights_and_in_a_data_set() -> None:
+    x, y = table(2)
+    weighted = Weighted(Gaussian())
+    (words,) = warnings_of(x, weighted.targets(y, torch.ones(N)).float(), weighted)
+    assert "two values, -0.5 and 0.5" in words
+    with pytest.warns(EvigradWarning, match="only two values"):
+        fit(
+            nn.Linear(3, 1),
+            list(zip(x, y, strict=True)),
+            likelihood="gaussian",
+            **grouped(SETTINGS),
+        )
+    both = torch.cat([torch.randn(N, 1, generator=torch.Generator().manual_seed(1)), y], 1)
+    (words,) = warnings_of(x, both, "gaussian", 2)
+    assert "Column 1" in words
+
+
+def test_other_targets_are_left_alone() -> None:
+    x, y = table(3)
+    assert not warnings_of(x, y, "gaussian")
+    assert not warnings_of(x, y.clamp(max=-0.5), "gaussian")  # one value
+    assert not warnings_of(x[:3], table(2)[1][:3], "gaussian")  # one value is there once
+    rare = table(2)[1]
+    rare = torch.cat([rare, rare, rare])
+    rare[91] = 0.7  # which is not among the hundred that are looked at first
+    assert not warnings_of(torch.cat([x, x, x]), rare, "gaussian")
