@@ -5,24 +5,22 @@ every stochastic estimator, flat in C for one output per block, and in m, width 
 paper's complexities say: O(m p) for rows, O(m^2 p) for their Gram and O(m^3) for its factor (ntk);
 O(m p) and the cube of a layer's width (kfac). An anchored estimator is measured by rounds of ten
 steps as in training, each with a new choice of its anchors, among a pool where data are many.
-``N, in an order`` are the same data as an ``IterableDataset``. Vocabularies are in vocabulary.py,
-and ranks in ranks.py.
+Vocabularies are in vocabulary.py, and ranks in ranks.py.
 
     python benchmarks/scaling.py --csv docs/results/scaling.csv
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from measure import machine, seconds, write_csv
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from evigrad import Anchoring, Evidence
-from evigrad.data import Streamed
 from evigrad.likelihoods import Categorical
 from evigrad.models import make_model
 from evigrad.priors import GaussianPrior
@@ -32,7 +30,6 @@ STRUCTURES = ("ntk", "kfac")
 ROUND = 10  # steps
 AXES: dict[str, Sequence[int]] = {
     "N": (1_000, 10_000, 100_000, 1_000_000, 10_000_000),
-    "N, in an order": (1_000, 10_000, 100_000, 1_000_000, 10_000_000),
     "N, a round": (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000),
     "C": (2, 10, 100, 1000),
     "m": (25, 50, 100, 200, 400, 800),
@@ -55,17 +52,7 @@ class Made(Dataset[tuple[Tensor, Tensor]]):
         return torch.sin(0.37 * position), torch.tensor(index % self.num_outputs)
 
 
-class InOrder(IterableDataset[tuple[Tensor, Tensor]]):
-    """The same items, one after another."""
-
-    def __init__(self, data: Made) -> None:
-        self.data = data
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return (self.data[index] for index in range(len(self.data)))
-
-
-def step(structure: str, sizes: dict[str, int], is_in_order: bool = False) -> Callable[[], None]:
+def step(structure: str, sizes: dict[str, int]) -> Callable[[], None]:
     """One gradient of one block, drawn from the data set; or a round of an anchored estimator."""
     estimator = f"{structure}-{sizes['m']}-1"
     if structure == "anchored":
@@ -82,7 +69,7 @@ def step(structure: str, sizes: dict[str, int], is_in_order: bool = False) -> Ca
         generator=0,
     )
     data = Made(sizes["N"], sizes["C"])
-    stream = evidence.blocks(Streamed(InOrder(data), sizes["N"]) if is_in_order else data)
+    stream = evidence.blocks(data)
     blocks = iter(stream)
 
     def work() -> None:
@@ -113,7 +100,7 @@ def main() -> None:
             for size in AXES[axis]:
                 sizes = {"N": 10_000, "C": 10, "m": 100, "width": 100, "depth": 2}
                 varied = "N" if axis.startswith("N,") else axis
-                work = step(structure, sizes | {varied: size}, axis == "N, in an order")
+                work = step(structure, sizes | {varied: size})
                 repeats, warmup = (3, 1) if rounds else (arguments.repeats, 4)
                 taken = seconds(work, repeats, warmup=warmup)
                 first = first or taken

@@ -16,11 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._device import _device_constructors
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import evigrad
 from evigrad import Evidence, Learner, Memory, Optimization, Schedule
-from evigrad.data import Streamed
 from evigrad.errors import EvigradError, EvigradWarning
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import LIKELIHOODS, Categorical, Gaussian, Likelihood, Weighted
@@ -215,22 +214,12 @@ def test_positions(estimator: str) -> None:
 
 def test_workers_of_a_loader() -> None:
     loader = DataLoader(TensorDataset(*LONGER), batch_size=4, num_workers=1)
-    stream = DataLoader(Shard(), batch_size=4, num_workers=1)
 
     def compute() -> list[Any]:
         evidence = build("ntk-N-1", num_data=len(LONGER[0]))
-        streamed = Streamed(stream, num_data=len(LONGER[0]))
-        blocks = (evidence.blocks(loader), evidence.with_estimator("ntk-6-1").blocks(streamed))
-        return [next(iter(each)).inputs for each in blocks]
+        return [next(iter(evidence.blocks(loader))).inputs]
 
     assert_same(compute)
-
-
-class Shard(IterableDataset[tuple[Tensor, Tensor]]):
-    """The data in their order."""
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return zip(*LONGER, strict=True)
 
 
 @pytest.mark.parametrize("estimator", ["ntk-6-1", "kfac-6-1", "ntk-8-rows-anchored"])

@@ -133,7 +133,8 @@ def test_the_blocks_on_python_converge(capsys: pytest.CaptureFixture[str]) -> No
     # Digits rotated by up to 90 degrees, ±1.57 radians: half of that is plainly learned.
     assert 0.8 <= names["angle"] <= 2.4
     assert names["majority"].train_metrics["accuracy"] >= 0.9
-    assert names["streamed"].train_metrics["accuracy"] >= 0.97
+    network, x = names["network"], torch.randn(1000, 3)
+    assert (network(x).argmax(1) == (x[:, 0] + x[:, 1] > x[:, 2])).float().mean() >= 0.97
     assert names["counting"].train_metrics["accuracy"] >= 0.98
     assert names["turned"].test_metrics["accuracy"] >= 0.85
     assert names["tuned"].test_metrics["accuracy"] >= 0.85

@@ -236,8 +236,7 @@ class EvidenceCallback(pl.Callback):
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             raise ConfigurationError(
                 "The blocks of an estimator need the training data by position: they are read from"
-                " a training DataLoader of a map-style data set, or given, data=..., as an"
-                " evigrad.data.Streamed of the loader's data."
+                " a training DataLoader of a map-style data set, or given as data=...."
             )
         in_memory = isinstance(loader.dataset, TensorDataset) and len(loader.dataset.tensors) == 2
         if in_memory and loader.collate_fn is default_collate and self._split is as_pair:

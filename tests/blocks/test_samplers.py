@@ -16,7 +16,6 @@ from torch.utils.data import (
 )
 
 from evigrad.blocks.sources import as_source
-from evigrad.data import Streamed
 from evigrad.errors import EvigradWarning, InputError
 from evigrad.training.hosted import as_pair, loader_of_pairs
 
@@ -66,8 +65,6 @@ def test_samplers_of_other_data_are_refused(words: str, how: dict[str, Any]) -> 
         as_source(loader)
     with pytest.raises(InputError, match=expected):  # callbacks of other trainers
         loader_of_pairs(loader, as_pair)
-    with pytest.raises(InputError, match=expected):
-        Streamed(DataLoader([(x, y) for x, y in DATA], **how), N)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,7 @@ def test_the_version(capsys):
         ("train --estimator auto", "Name one: 'ntk-400-rows-anchored', the default"),
         ("doctor --estimator ntk-auto-1", "Name one: 'ntk-400-rows-anchored', the default"),
         ("train --step-budget 2", "no option --step-budget any more: it belonged to the estimator"),
+        ("train --split-blocks yes", "no option --split-blocks any more: each process evaluates"),
         ("train --evaluate-with nkt-100-1", "Did you mean 'ntk-100-1'?"),
         ("train --likelihood categoricl", "Did you mean 'categorical'?"),
         ("train --likelihood gaussian", "likelihood=gaussian: only tables"),

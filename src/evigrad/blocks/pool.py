@@ -74,14 +74,10 @@ class Pool:
 class _Pooled(Source):
     def __init__(self, source: Source, pool: Pool) -> None:
         self._source, self._pool = source, pool
-        self.is_held, self.is_stream = source.is_held, source.is_stream
+        self.is_held = source.is_held
 
     def __len__(self) -> int:
         return len(self._pool)
-
-    def anew(self) -> Source:
-        """See ``Source.anew``."""
-        return _Pooled(self._source.anew(), self._pool)
 
     def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
         return self._source.fetch(self._pool.data(indices))

@@ -84,12 +84,6 @@ def by_target(source: Source, likelihood: Likelihood, shape: Sequence[int]) -> S
     """The data, or each position with a target, where outputs have the shape (…, C)."""
     if len(shape) == 1:
         return source
-    if source.is_stream:
-        raise InputError(
-            "Outputs (m, …, C) have a target at each position, and how many these are is not known"
-            " beforehand in a stream: give data that are read by position. Or, where all data have"
-            " as many targets, take estimate(x, y) and backward(x, y) in a loop of your own."
-        )
     if source.by_target is None:
         source.by_target = PositionSource(source, likelihood, shape)
     return source.by_target

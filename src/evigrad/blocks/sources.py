@@ -19,8 +19,8 @@ _ACCEPTED = (
     " DataLoader of one; x may also be a dictionary or a tuple of tensors"
 )
 _STREAM = (
-    "An IterableDataset does not say how many data there are: give evigrad.data.Streamed(data,"
-    " num_data=N), of it or of its DataLoader."
+    "An IterableDataset cannot be read by position, as blocks and metrics need. Use a map-style"
+    " data set with a length, or call evidence.backward(x, y) on its batches in your own loop."
 )
 
 
@@ -35,12 +35,10 @@ class Source(ABC):
 
     Attributes:
         is_held: Whether the data are tensors in memory, the same at every reading.
-        is_stream: Whether ``fetch`` gives the next data, whatever positions it is asked for.
         by_target: Their positions with targets as data, once these were looked for.
     """
 
     is_held = False
-    is_stream = False
     by_target: "Source | None" = None
 
     @abstractmethod
@@ -54,10 +52,6 @@ class Source(ABC):
     def first(self, count: int) -> tuple[Any, Tensor]:
         """The first data, ``count`` at most; see ``fetch``."""
         return self.fetch(torch.arange(min(count, len(self)), device="cpu"))
-
-    def anew(self) -> "Source":
-        """The same data, a stream from its beginning; reading one does not move the other."""
-        return self
 
     def _targets(self) -> Tensor:
         """All targets (N, ...)."""
@@ -223,7 +217,7 @@ def as_source(data: Any, dtype: torch.dtype | None = None) -> Source:
     Args:
         data: A tuple or list (x, y) of two tensors or NumPy arrays whose first dimension counts the
             data, a `TensorDataset` of two tensors, a map-style data set (anything with a length and
-            positions) of pairs (x, y), a `DataLoader` of one, or a `Source`, as `Streamed` is,
+            positions) of pairs (x, y), a `DataLoader` of one, or a `Source`,
             which is returned as it is. In the place of one tensor x may be dictionaries, tuples or
             lists of tensors, of any dtype (token ids too); the items' y may be numbers. Items are
             read each time that they are needed, so that random transforms draw anew; a data set

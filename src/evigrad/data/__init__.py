@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from evigrad.blocks.streamed import Streamed
 from evigrad.data.dataset import DataSet, Scaling, Split
 from evigrad.data.hub import HUB, hub_images, hub_is_installed
 from evigrad.data.images import Images, digits, image_data_set, mnist5k, parquet_images
@@ -23,7 +22,6 @@ __all__ = [
     "DataSet",
     "Scaling",
     "Split",
-    "Streamed",
     "available",
     "load",
 ]

@@ -1,6 +1,5 @@
 """The data that a user gives an evidence, checked before anything is drawn or computed."""
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -14,13 +13,12 @@ from evigrad.blocks import Block
 from evigrad.blocks.positions import PositionSource, by_target
 from evigrad.blocks.samplers import check_sampler
 from evigrad.blocks.sources import Source, as_source
-from evigrad.blocks.streamed import check_single
 from evigrad.engine.checks import as_pair, check_block, check_inputs, not_data
 from evigrad.engine.cotangents import rehearse
 from evigrad.engine.kept import KeptPass, checksums
 from evigrad.engine.passes import Batch, BlockPass, new_pass
 from evigrad.engine.problem import PROBE_SIZE, InputPlan, Problem
-from evigrad.errors import ConfigurationError, InputError
+from evigrad.errors import InputError
 from evigrad.inputs import AtPositions, Inputs, each_once, tensors_of
 from evigrad.likelihoods import LIKELIHOODS
 from evigrad.likelihoods.calls import check_targets, log_probabilities
@@ -118,8 +116,6 @@ class CheckedSource(Source):
 
     def __init__(self, problem: Problem, data: object) -> None:
         self._problem, source = problem, as_source(data)
-        if source.is_stream:
-            _check_streamed(problem, source)
         x, y = source.first(PROBE_SIZE)
         plan = problem.plan_of(x)
         if plan.positions and is_batch(y, len(x)):
@@ -135,7 +131,7 @@ class CheckedSource(Source):
             raise InputError(
                 f"num_data is {num_data}, but the {what} {found}: say num_data={found}."
             )
-        self.is_held, self.is_stream = self._source.is_held, self._source.is_stream
+        self.is_held = self._source.is_held
         _, y, self.plan = checked(problem, *self._source.first(PROBE_SIZE))
         if self.is_held:
             y = self._source._targets()
@@ -169,12 +165,6 @@ class CheckedSource(Source):
     def __len__(self) -> int:
         return len(self._source)
 
-    def anew(self) -> Source:
-        """See ``Source.anew``."""
-        found = copy.copy(self)
-        found._source = self._source.anew()
-        return found
-
     def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
         """See ``Source.fetch``; the data are checked."""
         x, y, _ = checked(self._problem, *self._source.fetch(indices))
@@ -186,23 +176,6 @@ class CheckedSource(Source):
     def labels(self) -> Int[Tensor, " N"]:
         """See ``Source.labels``."""
         return self._source.labels()
-
-
-def _check_streamed(problem: Problem, source: Source) -> None:
-    """Refuse a stream for estimators that read data more than once, or in an order of their own."""
-    check_single(source, problem.ranks.count)
-    spec = problem.settings.spec
-    if spec.anchored:
-        free = replace(spec, anchored=False).name
-        raise ConfigurationError(
-            f"The anchors of {spec.name} are data that are read again and again, and a stream gives"
-            f" each once in a pass: take {free}, or give data that are read by position."
-        )
-    if spec.grouped:
-        raise ConfigurationError(
-            f"{spec.name} fills its blocks class by class, and a stream has an order of its own:"
-            " drop grouped, or give data that are read by position."
-        )
 
 
 def resolve(problem: Problem, x: Data, y: Tensor | None) -> BlockPass:

@@ -434,7 +434,7 @@ class _Batches:
         self._source = source
 
     def __iter__(self) -> Iterator[Batch]:
-        source = self._source.anew()
+        source = self._source
         for indices in torch.arange(len(source), device="cpu").split(_AT_ONCE):
             yield source.fetch(indices)
 

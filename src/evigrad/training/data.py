@@ -5,9 +5,8 @@ depends on how much another has consumed: evaluating more often, or continuing f
 changes no draw. The global random state is restored after every use.
 """
 
-import copy
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +17,6 @@ from torch import Tensor
 from evigrad.blocks.permutation import permutation
 from evigrad.blocks.positions import PositionSource
 from evigrad.blocks.sources import Source, as_source
-from evigrad.blocks.streamed import Streamed
 from evigrad.errors import InputError
 from evigrad.inputs import tensors_of
 from evigrad.jacobians.modes import seeded
@@ -92,8 +90,7 @@ class RunData(Source):
     from the global generators of PyTorch, NumPy and Python is seeded by the run's seed, the
     present ``epoch`` (0 before the first) and the positions that are read together. So a block is
     the same at every reading in an epoch, another one in the next, and an interrupted run goes on
-    with the same draws. A stream is read from its beginning, with seeds of its passes. If
-    ``is_column``, targets (m,) are given as (m, 1).
+    with the same draws. If ``is_column``, targets (m,) are given as (m, 1).
     """
 
     def __init__(
@@ -107,45 +104,15 @@ class RunData(Source):
         self.is_column = False
         with seeded(derived_seed(seed, "data"), device):
             self._source = as_source(data, dtype)
-            if isinstance(self._source, Streamed):
-                self._source = self._source.anew(derived_seed(seed, "data"))
         if self._source.is_held:
             self._source = as_source(self.fetch(torch.arange(len(self), device="cpu")))
-        self.is_held, self.is_stream = self._source.is_held, self._source.is_stream
+        self.is_held = self._source.is_held
 
     def __len__(self) -> int:
         return len(self._source)
 
-    def anew(self) -> "RunData":
-        """See ``Source.anew``."""
-        if not self.is_stream:
-            return self
-        found = copy.copy(self)
-        found._source = self._source.anew()
-        return found
-
-    @property
-    def place(self) -> dict[str, dict[str, int]]:
-        """Where a stream is, as an entry of a state; nothing for other data."""
-        return {"stream": self._source.place} if isinstance(self._source, Streamed) else {}
-
-    def go_to(self, state: Mapping[str, Any]) -> None:
-        """Put a stream where ``place`` of a state says; other data stay as they are."""
-        if isinstance(self._source, Streamed):
-            self._source.place = state["stream"]
-
-    def first(self, count: int) -> tuple[Any, Tensor]:
-        """See ``Source.first``."""
-        if not self.is_stream:
-            return super().first(count)
-        with seeded(derived_seed(self._seed, "data"), self._device):
-            x, y = self._source.first(count)
-        return x.to(self._device), self._in_columns(y.to(self._device))
-
     def spread(self, count: int) -> tuple[Any, Tensor]:
-        """Data from all over the data set, ``count`` at most; of a stream the first."""
-        if self.is_stream:
-            return self.first(count)
+        """Data from all over the data set, ``count`` at most."""
         positions = torch.linspace(0, len(self) - 1, min(len(self), count), device="cpu").long()
         return self.fetch(positions.clamp(max=len(self) - 1))  # linspace rounds in float32
 
@@ -188,7 +155,7 @@ class RunData(Source):
             x, y = self.fetch(torch.arange(count, device="cpu"))
             return digest([*tensors_of(x), y])
         epoch, self.epoch = self.epoch, 0
-        readings = (self.anew().spread(_COMPARED) for _ in range(2))
+        readings = (self.spread(_COMPARED) for _ in range(2))
         once, again = ([*tensors_of(x), y] for x, y in readings)
         self.epoch = epoch
         pairs = zip(once, again, strict=True)

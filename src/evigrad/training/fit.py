@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 
 from evigrad.blocks.anchors import Anchoring
 from evigrad.blocks.positions import by_target
-from evigrad.blocks.streamed import check_single
 from evigrad.distributed import Group, Ranks, check_whole
 from evigrad.engine.checks import check_inputs
 from evigrad.engine.parameters import trainable
@@ -105,8 +104,7 @@ def fit(
             stay as they are.
         train: Training data: a pair (x, y) of tensors or NumPy arrays, a ``TensorDataset``, or a
             map-style data set of (x, y) items, which is read anew in every epoch, and for blocks of
-            the evidence their own data; or, of data in an order alone, an
-            ``evigrad.data.Streamed``. Random transforms that draw from the global generators of
+            the evidence their own data. Random transforms that draw from the global generators of
             PyTorch, NumPy or Python are seeded by ``seed``. If the model has one output, targets
             of a regression may have the shape (m,).
         likelihood: Of the targets: categorical, bernoulli, gaussian, heteroscedastic (normal noise
@@ -201,9 +199,6 @@ def prepare(
         dtype = next((t.dtype for t in tensors if t.is_floating_point()), None)
         data = RunData(train, place, seed, dtype)
         held_out = None if test is None else RunData(test, place, seed, dtype)
-        for each in (data, held_out):
-            if each is not None:
-                check_single(each, ranks.count)
         alike["model"] = [(tuple(t.shape), t.dtype) for t in tensors if not is_lazy(t)]
         alike.update(shared_settings(settings.as_record()))
         if ranks.count > 1:
@@ -217,12 +212,6 @@ def prepare(
             _check_data(evidence, held_out, place, len(held_out))
         if planned.schedule.bracket_every:
             check_bracket(evidence.spec)
-            if data.is_stream:
-                raise ConfigurationError(
-                    "bracket_every: the bounds have anchors, data that are read again and again,"
-                    " and a stream gives each once in a pass. Leave it away, or give data that are"
-                    " read by position."
-                )
         return Run(Loop(evidence, data, planned), held_out, network)
 
 
@@ -351,11 +340,10 @@ def _check_data(evidence: Evidence, data: RunData, device: torch.device, count: 
     check_targets(likelihood, f.shape, y, f.device)
     log_probabilities(likelihood, f, y)
     summed_metrics(likelihood, f, y)  # before training, as the first evaluation comes later
-    read = data.anew()
     for indices in torch.arange(min(count, len(data)), device="cpu").split(
         count if data.is_held else _AT_ONCE
     ):
-        x, y = read.fetch(indices)
+        x, y = data.fetch(indices)
         check_inputs(x, device)
         if source is data:
             check_targets(likelihood, (len(x), f.shape[1]), y, f.device)

@@ -395,7 +395,6 @@ class Learner:
             "rounds": [dict(row) for row in self.history],
             "starts": dict(self._starts),
             "best": self._best,
-            **self.data.place,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -417,7 +416,6 @@ class Learner:
             self.history = [dict(row) for row in state.get("rounds", [])]
             self._starts |= state.get("starts", {})
             self._best = float(state.get("best", self._best))
-            self.data.go_to(state)
 
 
 def free_hyperparameters(evidence: Evidence) -> dict[str, Tensor]:

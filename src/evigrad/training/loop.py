@@ -59,9 +59,7 @@ class Loop:
         self.learner: Learner | None = None
         rates = settings.optimization
         if settings.baseline is None:
-            # A stream is read for blocks from its beginning too.
-            own = data.anew()
-            self.learner = Learner(evidence, own, settings.schedule, rates, settings.seed)
+            self.learner = Learner(evidence, data, settings.schedule, rates, settings.seed)
         elif settings.estimator == "augerino":
             self.augerino = Augerino(evidence, rates.augerino_weight)
             self.in_loss = self.augerino.names
@@ -242,7 +240,6 @@ class Loop:
             ),
             "weight_optimizer": self.weight_optimizer.state_dict(),
             **learned,
-            **({"batches": self.data.place} if self.data.is_stream else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -259,8 +256,6 @@ class Loop:
             if self.learner is None:
                 self.evidence.load_state_dict(state["evidence"])
                 load_optimizer(self.loss_optimizer, state["hyper_optimizer"])
-            if self.data.is_stream:
-                self.data.go_to(state["batches"])
         if self.learner is not None:
             # A run counts epochs by its history, and not by calls of ``Learner.step``.
             self.learner.load_state_dict({"count": 0, **state})

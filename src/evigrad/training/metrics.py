@@ -104,9 +104,6 @@ def evaluate(
                 start += len(indices)
             elif len(indices) > 1:
                 batch_size = len(indices) // 2
-                if source.is_stream:  # which has moved on
-                    source, start, count = source.anew(), part.start, 0
-                    totals.clear()
             else:
                 raise MemoryBudgetError(
                     "Memory does not suffice to evaluate the network on a single datum: take a"

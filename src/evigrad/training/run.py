@@ -275,14 +275,14 @@ class Run:
 
     def _evaluate(self, epoch: int) -> None:
         evidence, seed = self.evidence, self.settings.seed
-        train = Pool(len(self.loop.data)).of(self.loop.data.anew())
+        train = Pool(len(self.loop.data)).of(self.loop.data)
         for part, data in {"train": train, "test": self.test}.items():
             if data is not None:
                 generator = stream(seed, "evaluation", epoch)
                 self.metrics[part] = evaluate(
                     evidence.model,
                     evidence.likelihood,
-                    data.anew(),
+                    data,
                     generator=generator,
                     ranks=evidence.ranks,
                 )
