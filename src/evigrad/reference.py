@@ -28,6 +28,25 @@ from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import Categorical, Likelihood
 
+__all__ = [
+    "anchored_log_det",
+    "ggn",
+    "gradients",
+    "hessian",
+    "jacobian",
+    "kept_curvature",
+    "kernel_log_det",
+    "kfac_log_det",
+    "log_det",
+    "log_evidence",
+    "matrix_root",
+    "outputs",
+    "parameter_partition",
+    "softmax_hessian",
+    "softmax_root",
+    "vector",
+]
+
 # The library's KFAC has an exact block for a parameter without Kronecker factors up to this size,
 # and a diagonal above it.
 DENSE_LIMIT = 512
