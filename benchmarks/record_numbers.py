@@ -1,227 +1,132 @@
 """Records every number that must survive a change of the code, and compares two records.
 
-For every estimator name, root, likelihood, prior and structure on a few small networks: value and
-gradient of several draws from a fixed generator, of kept passes and of micro-batches, in float64.
+``FAMILIES`` of recorded_families.py says of what: estimates and gradients of every name, root,
+likelihood, prior and structure on small networks, kept passes, posteriors, trainings, two
+processes. Only public names of evigrad are used.
 
-    python benchmarks/record_numbers.py before.json          # at the old revision
-    python benchmarks/record_numbers.py after.json --against before.json
+    python benchmarks/record_numbers.py before.json --jobs 2           # at the old revision
+    python benchmarks/record_numbers.py after.json --jobs 2 --against before.json
+    python benchmarks/record_numbers.py part.json --only posteriors ranks --against before.json
 
-It takes about five minutes. Numbers are compared relative to the largest of their estimate; what
-exceeds ``--tolerance`` is listed, and the exit status is 1.
+Numbers are compared relative to the largest of their list, by the tolerance of their family. What
+exceeds it is listed, and the exit status is 1. A family takes less than a minute.
 """
 
 import argparse
-import itertools
 import json
 import math
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from recorded_families import EXACT, FAMILIES
+from recorded_measures import Case, Numbers
 
-import evigrad
-from evigrad import Memory
-from evigrad.errors import EvigradError, EvigradWarning
-from evigrad.estimators import CURVATURES, ROOTS, STRUCTURES, EstimatorSpec
-from evigrad.invariances import AffineInvariance, Averaged
-from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from evigrad.priors import GaussianPrior
+from evigrad.errors import EvigradWarning
 
-NUM_DATA, NUM_OUTPUTS, DRAWS = 8, 3, 2
+Record = dict[str, dict[str, Numbers]]
+
+# A number below it is compared as if it were as large: what cancels to zero leaves its rounding.
+LEAST = 1e-3
 
 
-class Gated(nn.Module):
-    """A perceptron whose gate is a hyperparameter of the forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, NUM_OUTPUTS)
-        self.gate = nn.Parameter(torch.linspace(-1, 1, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)) * torch.sigmoid(self.gate))
+def set_up() -> None:
+    """One thread, so that sums are split in one way; warnings are not numbers."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", EvigradWarning)
+    warnings.filterwarnings("ignore", "enable_nested_tensor")  # of PyTorch's transformer
 
 
-class Attentive(nn.Module):
-    """Attention and a parameter outside of layers: the general way to rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.shift = nn.Parameter(torch.randn(4) / 2)
-        self.last = nn.Linear(4, NUM_OUTPUTS)
-        self.gate = nn.Parameter(torch.tensor(0.3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.unflatten(1, (2, 2)).repeat(1, 1, 2) * self.gate.exp()
-        h = self.attention(h, h, h, need_weights=False)[0]
-        return self.last(torch.sin(h + self.shift).mean(1))
+def numbers_of(case: Case) -> tuple[Numbers, float]:
+    """The numbers of a case, and the processor's seconds that they took."""
+    start = time.process_time()
+    return case.record(), time.process_time() - start
 
 
-def convolutional() -> nn.Module:
-    """A convolutional network under a learned affine augmentation."""
-    network = nn.Sequential(
-        nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(32, NUM_OUTPUTS)
-    )
-    return Averaged(network, AffineInvariance(), num_samples=2)
+def recorded(names: list[str], jobs: int) -> Record:
+    """The records of some families, by so many processes."""
+    cases = [(name, case) for name in names for case in FAMILIES[name].cases()]
+    record, spent = {name: {} for name in names}, dict.fromkeys(names, 0.0)
+    for (name, case), (numbers, seconds) in zip(cases, computed(cases, jobs), strict=True):
+        assert case.key not in record[name], f"{name} has {case.key} twice."
+        record[name][case.key] = numbers
+        spent[name] += seconds
+    for name in names:
+        refused = sum(isinstance(n[0], str) for n in record[name].values())
+        print(f"{name:18} {len(record[name]):5} cases, {refused:4} refused, {spent[name]:6.1f} s")
+    return record
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
-    "gated": (Gated, (4,), "gate"),
-    "attentive": (Attentive, (4,), "gate"),
-    "convolutional": (convolutional, (1, 4, 4), "invariance"),
-}
-LIKELIHOODS: dict[str, Callable[[], Likelihood]] = {
-    "categorical": Categorical,
-    "gaussian": lambda: Gaussian(0.5),
-    "gaussians": lambda: Gaussian([0.5, 0.7, 0.9]),
-    "bernoulli": Bernoulli,
-}
-PRIORS: dict[str, Callable[[], GaussianPrior]] = {
-    "layerwise": lambda: GaussianPrior("layerwise", 0.7),
-    "scalar": lambda: GaussianPrior("scalar", 0.7),
-    "diagonal": lambda: GaussianPrior("diagonal", 0.7),
-    "groups": lambda: GaussianPrior({"last": ["last"], "rest": ["first"]}, {"last": 2, "rest": 1}),
-}
-USUAL = {"model": "gated", "likelihood": "categorical", "prior": "layerwise", "root": ""}
+def computed(cases: list[tuple[str, Case]], jobs: int) -> Iterator[tuple[Numbers, float]]:
+    """The numbers of each case, in order."""
+    alone = [case for _, case in cases]
+    if jobs == 1:
+        set_up()
+        yield from map(numbers_of, alone)
+        return
+    with ProcessPoolExecutor(jobs, get_context("spawn"), set_up) as pool:
+        yield from pool.map(numbers_of, alone, chunksize=4)
 
 
-def names() -> list[str]:
-    """Every name of the grammar with subsets of 3 and of all data."""
-    found = []
-    curvatures = ("", *CURVATURES[1:])
-    for parts in itertools.product(
-        STRUCTURES, ("3", "N"), ("1", "2", "C", "rows"), ("", "iid", "grouped", "anchored"),
-        curvatures,
-    ):  # fmt: skip
-        name = "-".join(part for part in parts if part)
-        try:
-            EstimatorSpec.parse(name)
-        except EvigradError:
-            continue
-        found.append(name)
-    return found
+def difference(new: Numbers, old: Numbers) -> float:
+    """Largest difference relative to the largest number of a list; infinite where unlike."""
+    if len(new) != len(old):
+        return math.inf
+    return max((between(a, b) for a, b in zip(new, old, strict=True)), default=0.0)
 
 
-def cases() -> Iterator[dict[str, str]]:
-    """What is recorded: each axis in full against the usual values of the others."""
-    axes = {
-        "model": tuple(MODELS),
-        "likelihood": tuple(LIKELIHOODS),
-        "prior": tuple(PRIORS),
-        "root": ROOTS,
-    }
-    seen = set()
-    for name in names():
-        for axis, values in axes.items():
-            for value in values:
-                case = {"estimator": name, **USUAL, axis: value}
-                if (key := json.dumps(case)) not in seen:
-                    seen.add(key)
-                    yield case
-
-
-def data_of(likelihood: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, float64."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(NUM_DATA, *shape, generator=generator, dtype=torch.float64)
-    if likelihood == "categorical":
-        return x, torch.randint(NUM_OUTPUTS, (NUM_DATA,), generator=generator)
-    y = torch.randn(NUM_DATA, NUM_OUTPUTS, generator=generator, dtype=torch.float64)
-    return x, (y > 0).double() if likelihood == "bernoulli" else y
-
-
-def recorded(case: dict[str, str], micro_batch: int | None) -> list[list[float]] | str:
-    """Numbers of each draw: the estimate's, then the gradient; or the error's kind."""
-    make, shape, hyperparameter = MODELS[case["model"]]
-    torch.manual_seed(0)
-    model = make().double()
-    data = data_of(case["likelihood"], shape)
-    try:
-        evidence = evigrad.Evidence(
-            model,
-            LIKELIHOODS[case["likelihood"]](),
-            PRIORS[case["prior"]](),
-            estimator=case["estimator"],
-            num_data=NUM_DATA,
-            hyperparameters=[hyperparameter],
-            root=case["root"] or None,
-            memory=Memory(micro_batch=micro_batch),
-            temperature=0.8,
-            generator=3,
-        )
-        found = []
-        for block in evidence.blocks(data).take(DRAWS):
-            found.append(_numbers(evidence, evidence.backward(block)))
-        learned = ["prior"]
-        try:
-            kept = evidence.collect(next(iter(evidence.blocks(data).take(1))), wrt=learned)
-        except EvigradError as error:
-            return [*found, [float(len(type(error).__name__))]]
-        for _ in range(2):
-            found.append(_numbers(evidence, evidence.backward(kept, wrt=learned)))
-            with torch.no_grad():
-                for name, p in evidence.hyperparameters().items():
-                    if name.startswith("prior."):
-                        p += 0.1
-    except EvigradError as error:
-        return type(error).__name__
-    return found
-
-
-def _numbers(evidence: evigrad.Evidence, estimate: evigrad.Estimate) -> list[float]:
-    """The estimate and the gradients, which are then cleared."""
-    numbers = [estimate.log_evidence, estimate.log_likelihood, estimate.log_prior, estimate.log_det]
-    for p in evidence.hyperparameters().values():
-        if p.grad is not None:
-            numbers += p.grad.flatten().tolist()
-            p.grad = None
-    return numbers
-
-
-def difference(new: list[list[float]] | str, old: list[list[float]] | str) -> float:
-    """Largest difference relative to the largest number of an estimate; infinite where unlike."""
+def between(new: list[float] | str, old: list[float] | str) -> float:
+    """The difference of two lists, or of two errors."""
     if isinstance(new, str) or isinstance(old, str):
         return 0.0 if new == old else math.inf
-    if [len(n) for n in new] != [len(n) for n in old]:
+    if len(new) != len(old):
         return math.inf
-    worst = 0.0
-    for a, b in zip(new, old, strict=True):
-        scale = max(1.0, *map(abs, b))
-        worst = max(worst, *(abs(p - q) / scale for p, q in zip(a, b, strict=True)))
-    return worst
+    scale = max((abs(value) for value in old if math.isfinite(value)), default=0.0)
+    gaps = [abs(a - b) for a, b in zip(new, old, strict=True) if a != b and (a == a or b == b)]
+    if not all(map(math.isfinite, gaps)):
+        return math.inf
+    return max(gaps, default=0.0) / max(scale, LEAST)
 
 
-def main() -> None:
+def compare(new: Mapping[str, Mapping[str, Numbers]], old: Record, exact: float) -> bool:
+    """Print where two records differ; whether they agree."""
+    agree = True
+    for name, cases in new.items():
+        limit, before = FAMILIES[name].tolerance, old.get(name, {})
+        limit = exact if limit == EXACT else limit
+        gaps = dict.fromkeys(before.keys() ^ cases.keys(), math.inf)
+        gaps |= {key: difference(cases[key], before[key]) for key in cases.keys() & before.keys()}
+        too_far = {key: gap for key, gap in sorted(gaps.items()) if not gap <= limit}
+        for key, gap in too_far.items():
+            print(f"{gap:.1e}  {name}  {key}")
+        print(
+            f"{name:18} largest difference {max(gaps.values(), default=0.0):.1e},"
+            f" {len(too_far)} of {len(gaps)} beyond {limit:.0e}"
+        )
+        agree &= not too_far
+    return agree
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--against", type=Path)
-    parser.add_argument("--tolerance", type=float, default=1e-12)
-    options = parser.parse_args()
-    warnings.simplefilter("ignore", EvigradWarning)
-    torch.set_num_threads(1)
-    record = {}
-    for case in cases():
-        alone = all(case[axis] == value for axis, value in USUAL.items() if axis != "model")
-        for micro_batch in (None, 2) if alone else (None,):
-            record[json.dumps({**case, "micro_batch": micro_batch})] = recorded(case, micro_batch)
-    options.file.write_text(json.dumps(record))
-    refused = sum(isinstance(numbers, str) for numbers in record.values())
-    print(f"{len(record)} records, {refused} of them refusals, in {options.file}")
-    if options.against is None:
-        return
-    old = json.loads(options.against.read_text())
-    unlike = [
-        (key, difference(record[key], old[key]) if key in record and key in old else math.inf)
-        for key in sorted(record.keys() | old.keys())
-    ]
-    too_far = [(key, by) for key, by in unlike if not by <= options.tolerance]
-    for key, by in too_far:
-        print(f"{by:.1e}  {key}")
-    print(f"largest difference {max(by for _, by in unlike):.1e}, {len(too_far)} beyond tolerance")
-    raise SystemExit(bool(too_far))
+    parser.add_argument("file", type=Path, help="written: the record, as JSON")
+    parser.add_argument("--against", type=Path, help="an earlier record to compare with")
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes")
+    parser.add_argument("--tolerance", type=float, default=EXACT, help="of families in float64")
+    options = parser.parse_args(arguments)
+    start = time.perf_counter()
+    record = recorded(options.only, options.jobs)
+    options.file.write_text(json.dumps(record, separators=(",", ":")))
+    count = sum(map(len, record.values()))
+    print(f"{count} cases in {options.file}, {time.perf_counter() - start:.0f} s")
+    if options.against is not None:
+        old = json.loads(options.against.read_text())
+        raise SystemExit(not compare(record, old, options.tolerance))
 
 
 if __name__ == "__main__":

@@ -10,22 +10,31 @@ the gradient; both by the same micro-batches, and both with channels first in me
     python benchmarks/step_cost.py --model wrn16-4 --data 64 --csv docs/results/step_cost_wrn.csv
     python benchmarks/step_cost.py --model vit bert gpt lstm gru --data 64 --samples 1 --threads 1
 
+``--against`` compares with another source tree, case by case: processes of both take turns, and
+each ratio is one of two neighbors. The training step, which is the same code in both, tells how
+far the ratio of equals is from 1.
+
+    python benchmarks/step_cost.py --model mininet --data 64 --against ../before/src --rounds 9
+
 "vit", "bert" and "gpt" are small networks of the package transformers, with four blocks of 128
 units, on images of 65 patches or 64 words; "lstm" and "gru" are PyTorch's, with 128 units and 32
 words.
 """
 
 import argparse
+import json
+import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import machine, paired, write_csv
+from measure import in_own_process, machine, paired, pass_checks, write_csv
 from torch import Tensor, nn
 
+import evigrad
 from evigrad import Evidence, Memory
 from evigrad.errors import EvigradWarning
 from evigrad.invariances import AffineInvariance, Averaged
@@ -114,6 +123,7 @@ def network_and_data(name: str, num_data: int) -> tuple[nn.Module, Tensor]:
 
 STRUCTURES = {"ntk": {}, "kfac-expand": {"sharing": "expand"}, "kfac-reduce": {"sharing": "reduce"}}
 NUM_DATA = 50_000
+HERE = Path(evigrad.__file__).parent.parent
 
 
 def training_step(model: nn.Module, x: Tensor, y: Tensor, micro_batch: int) -> Callable[[], None]:
@@ -132,10 +142,14 @@ def training_step(model: nn.Module, x: Tensor, y: Tensor, micro_batch: int) -> C
     return step
 
 
-def measure(
-    name: str, num_data: int, samples: int, arguments: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """All structures on one network and size, beside the training step."""
+def times_of(
+    name: str,
+    num_data: int,
+    samples: int,
+    micro_batch: int,
+    arguments: argparse.Namespace,
+) -> dict[str, float]:
+    """Seconds of the training step and of each structure's gradient, on one network and size."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network, x = network_and_data(name, num_data)
     network, x = network.to(device), x.to(device)
@@ -148,8 +162,6 @@ def measure(
     network = network.to(memory_format=layout)
     if x.dim() == 4:
         x = x.to(memory_format=layout)
-    images = arguments.images or num_data * samples
-    micro_batch = max(1, images // samples)
     repeated = x.repeat_interleave(samples, 0)
     step = training_step(network, repeated, y.repeat_interleave(samples), micro_batch * samples)
     works: dict[str, Callable[[], object]] = {"step": step}
@@ -175,12 +187,17 @@ def measure(
                 generator=0,
                 **settings,
             )
-        for number in range(4):  # planning, and the checks of passes 1, 2 and 4
-            if number < 1 or num_data * samples <= 64:
-                evidence.backward(x, y)
-        evidence._problem.plans._passes = 4  # the next check is four passes away
+        pass_checks(evidence, x[:3], y[:3], passes=1 + arguments.repeats)
         works[label] = lambda evidence=evidence: evidence.backward(x, y)
-    times = paired(works, arguments.repeats, warmup=0)
+    return paired(works, arguments.repeats)
+
+
+def measure(
+    name: str, num_data: int, samples: int, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """All structures on one network and size, compared with the training step."""
+    micro_batch = micro_batch_of(num_data, samples, arguments)
+    times = times_of(name, num_data, samples, micro_batch, arguments)
     kind = "precisions" if samples == 1 else "invariances"
     rows = []
     for label in arguments.structures:
@@ -206,7 +223,53 @@ def measure(
     return rows
 
 
-def main() -> None:
+def micro_batch_of(num_data: int, samples: int, arguments: argparse.Namespace) -> int:
+    """Examples in a pass."""
+    return max(1, (arguments.images or num_data * samples) // samples)
+
+
+def compare(
+    name: str, num_data: int, samples: int, structure: str, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Seconds of one case here and in another source tree, by processes that take turns."""
+    case = ["--one", "--model", name, "--data", str(num_data), "--samples", str(samples)]
+    case += ["--structures", structure, "--repeats", str(arguments.repeats)]
+    case += ["--threads", str(arguments.threads)]
+    case += ["--images", str(arguments.images)] if arguments.images else []
+    case += ["--channels-last"] if arguments.channels_last else []
+    case += ["--autocast"] if arguments.autocast else []
+    trees = {"here": HERE, "there": arguments.against}
+    seconds: dict[str, list[dict[str, float]]] = {tree: [] for tree in trees}
+    for number in range(arguments.rounds):
+        for tree in trees if number % 2 else reversed(trees):
+            times = in_own_process(__file__, case, arguments.timeout, trees[tree])
+            if "failed" in times:
+                raise SystemExit(f"{' '.join(case)} with {trees[tree]}: {times['failed']}")
+            if not Path(times["package"]).is_relative_to(trees[tree].resolve()):
+                raise SystemExit(f"evigrad came from {times['package']}, not from {trees[tree]}.")
+            seconds[tree].append(times["seconds"])
+    row = {"model": name, "samples": samples, "m": num_data, "structure": structure}
+    for key, label in (("", structure), ("step_", "step")):
+        here, there = ([times[label] for times in seconds[tree]] for tree in trees)
+        ratios = [a / b for a, b in zip(here, there, strict=True)]
+        row |= {
+            f"{key}seconds": f"{statistics.median(here):.4f}",
+            f"{key}seconds_there": f"{statistics.median(there):.4f}",
+            f"{key}ratio": f"{statistics.median(here) / statistics.median(there):.3f}",
+            f"{key}ratio_low": f"{min(ratios):.3f}",
+            f"{key}ratio_high": f"{max(ratios):.3f}",
+        }
+    print(
+        f"{name} S={samples} m={num_data:4} {structure:12} {row['seconds']} s here,"
+        f" {row['seconds_there']} s there, ratio {row['ratio']}"
+        f" ({row['ratio_low']} to {row['ratio_high']}); training step {row['step_ratio']}"
+        f" ({row['step_ratio_low']} to {row['step_ratio_high']})",
+        flush=True,
+    )
+    return row | {"rounds": arguments.rounds, "machine": machine()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     models = [*SHAPES, *OTHERS]
     parser.add_argument("--model", nargs="+", choices=models, default=["mininet"])
@@ -219,15 +282,29 @@ def main() -> None:
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--autocast", action="store_true", help="passes in bfloat16")
     parser.add_argument("--csv", type=Path)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    parser.add_argument("--against", type=Path, help="folder of another evigrad, as ../before/src")
+    parser.add_argument("--rounds", type=int, default=5, help="processes of each tree")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds of a process")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
+    cases = list(product(options.model, options.samples, options.data))
+    if options.one:
+        ((name, samples, num_data),) = cases
+        size = micro_batch_of(num_data, samples, options)
+        times = times_of(name, num_data, samples, size, options)
+        print(json.dumps({"package": evigrad.__file__, "seconds": times}))
+        return
     print(machine())
-    rows = []
-    for name, samples, num_data in product(arguments.model, arguments.samples, arguments.data):
-        rows += measure(name, num_data, samples, arguments)
-        if arguments.csv:
-            write_csv(arguments.csv, rows)
+    rows: list[dict[str, Any]] = []
+    for name, samples, num_data in cases:
+        if options.against is None:
+            rows += measure(name, num_data, samples, options)
+        for structure in options.structures if options.against is not None else ():
+            rows.append(compare(name, num_data, samples, structure, options))
+        if options.csv:
+            write_csv(options.csv, rows)
 
 
 if __name__ == "__main__":

@@ -610,3 +610,36 @@ def test_transfer(monkeypatch, tmp_path):
     model = script.train(frozen, decay=1.0).model
     for name, weight in weights.items():
         assert torch.equal(model.state_dict()[name], weight)
+
+
+def test_step_cost_of_two_trees(monkeypatch, tmp_path, capsys):
+    script = load_script("step_cost", monkeypatch)
+    table = tmp_path / "table.csv"
+    common = ["--data", "4", "--samples", "1", "--structures", "kfac-reduce", "--repeats", "1"]
+    common += ["--threads", str(torch.get_num_threads()), "--csv", str(table)]
+    script.main(common)
+    (row,) = csv.DictReader(table.read_text().splitlines())
+    assert row["structure"] == "kfac-reduce" and float(row["seconds"]) > 0
+    script.main([*common, "--against", str(script.HERE), "--rounds", "1"])
+    (row,) = csv.DictReader(table.read_text().splitlines())
+    assert row["ratio"] == row["ratio_low"] == row["ratio_high"]
+    assert float(row["step_ratio"]) > 0
+    assert "s there, ratio" in capsys.readouterr().out
+
+
+def test_checks_are_passed_before_the_clock_starts(monkeypatch):
+    measure = load_script("measure", monkeypatch)
+    x, y = torch.randn(4, 3), torch.arange(4) % 2
+    for passes in (1, 2, 3, 4, 8):
+        evidence = Evidence(
+            torch.nn.Linear(3, 2),
+            Categorical(),
+            GaussianPrior("layerwise"),
+            estimator="ntk-4-1",
+            num_data=8,
+            generator=0,
+        )
+        measure.pass_checks(evidence, x, y, passes)
+        before = evidence.state_dict()["preparation"]["passes"]
+        numbers = range(before + 1, before + passes + 1)
+        assert all(number & (number - 1) for number in numbers)  # none is a power of two

@@ -1,0 +1,77 @@
+"""Prints how far a warm ``backward`` travels through the package, for `test_call_path.py`.
+
+In a process of its own, in which nothing checks shapes and no other call has been made before.
+"""
+
+import json
+import sys
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+import evigrad
+from evigrad.likelihoods import Categorical
+from evigrad.priors import GaussianPrior
+
+PACKAGE = str(Path(evigrad.__file__).parent)
+# Parts of the function that they stand in, of which newer versions of Python make no calls.
+INSIDE = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<lambda>")
+# Plans are made and checked in passes 1, 2, 4, 8 and 16.
+WARM_UP = 20
+
+
+class CallPath:
+    """The functions of the package that are called inside, and how deep their frames lie."""
+
+    def __init__(self) -> None:
+        self.functions: set[CodeType] = set()
+        self.depth = self._frames = 0
+
+    def __enter__(self) -> "CallPath":
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        is_counted = code.co_filename.startswith(PACKAGE) and code.co_name not in INSIDE
+        if event == "call" and is_counted:
+            self.functions.add(code)
+            self._frames += 1
+            self.depth = max(self.depth, self._frames)
+        elif event == "return" and is_counted:
+            self._frames -= 1
+
+    def counts(self) -> tuple[int, int, int]:
+        """Functions, files, frames."""
+        return len(self.functions), len({code.co_filename for code in self.functions}), self.depth
+
+
+def counts_of(estimator: str) -> tuple[int, int, int]:
+    """Of the plainest network, of which the precisions of its layers are learned."""
+    torch.manual_seed(0)
+    x, y = torch.randn(300, 8), torch.randint(4, (300,))
+    evidence = evigrad.Evidence(
+        nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)),
+        Categorical(),
+        GaussianPrior("layerwise", 5.0),
+        estimator=estimator,
+        num_data=len(x),
+        generator=0,
+    )
+    x, y = x[:100], y[:100]
+    for _ in range(WARM_UP):
+        evidence.backward(x, y)
+    with CallPath() as path:
+        evidence.backward(x, y)
+    return path.counts()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps({estimator: counts_of(estimator) for estimator in sys.argv[1:]}))
