@@ -67,9 +67,12 @@ def _load(text: str) -> Any:
     """Parse a file of options, or the value of one: YAML that is names with plain values."""
     check_plain(text)
     try:
-        return get_loader("yaml")(text)
+        loaded = get_loader("yaml")(text)
     except (ValueError, RecursionError) as error:  # as of a number of ten thousand digits
         raise ConfigurationError(" ".join(str(error).split())) from error
+    if isinstance(loaded, dict) and loaded.get("split_blocks") is False:
+        del loaded["split_blocks"]  # older runs wrote every option with its default
+    return loaded
 
 
 _YAML = "evigrad"
