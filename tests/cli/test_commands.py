@@ -418,7 +418,7 @@ def test_files_of_nulls_and_of_other_encodings(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        *[(name, None) for name in ("dry-run", "learning-rate", "dropout", "hyper-x")],
+        *[(name, None) for name in ("dry-run", "learning-rate", "momentous", "hyper-x")],
         *[("epohcs", "epochs"), ("num-epochs", "epochs"), ("batchsize", "batch-size")],
         *[("hyper-stesp", "hyper-steps"), ("run-dri", "run-dir"), ("presicion", "precision")],
     ],

@@ -180,7 +180,6 @@ def test_chosen_sizes_are_kept() -> None:
         {"estimator": "full-N-C-hessian", "memory": Memory(autocast=torch.bfloat16)},
         {"memory": Memory(rows_dtype=torch.int32)},
         {"memory": Memory(autocast=torch.int8)},
-        {"gradient": "three-pass"},
     ],
 )
 def test_settings_that_do_not_exist(settings: dict[str, Any]) -> None:

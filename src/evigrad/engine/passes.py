@@ -167,6 +167,13 @@ def over_chunks(
     return state
 
 
+def first_chunk(block_pass: BlockPass, size: int) -> Chunk:
+    """The first examples of a block, at most so many."""
+    batch = next(iter(block_pass.batches))
+    plan = None if block_pass.plan.fits(batch[0]) else block_pass.problem.plan_of(batch[0])
+    return _chunk(block_pass, batch, plan, 0, 0, min(size, len(batch[0])))
+
+
 def _chunk(
     block_pass: BlockPass,
     batch: Batch,

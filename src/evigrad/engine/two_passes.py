@@ -20,13 +20,19 @@ from evigrad.engine.passes import (
     BlockPass,
     Chunk,
     check_fits,
+    evaluating,
+    first_chunk,
     linearized,
     outputs,
     over_chunks,
 )
 from evigrad.engine.problem import InputPlan, Problem
-from evigrad.jacobians import Linearization, check_rows, refuse_once_differentiable
-from evigrad.likelihoods import RootRows
+from evigrad.jacobians import (
+    CHECKED_EXAMPLES,
+    Linearization,
+    check_rows,
+    refuse_once_differentiable,
+)
 from evigrad.likelihoods.calls import log_probabilities
 
 
@@ -171,19 +177,23 @@ def _add_rows(
     return structure.accumulate(statistic, linearization, root), f
 
 
-def _check_second_derivatives(
-    block_pass: BlockPass, chunk: Chunk, root: RootRows, learned: Mapping[str, nn.Parameter]
-) -> None:
-    """Check once that the rows have the derivatives that the gradient takes."""
+def _check_second_derivatives(block_pass: BlockPass, learned: Mapping[str, nn.Parameter]) -> None:
+    """Check once that the rows of the first examples have the derivatives that the gradient takes.
+
+    Before the pass, whose memory may be measured.
+    """
     problem = block_pass.problem
     checked = problem.plans.differentiated
-    if checked.issuperset(learned):
+    if checked.issuperset(learned) or problem.settings.spec.curvature == "hessian":
         return
-    model = (chunk.plan or block_pass.plan).model
     of_model = {name: p for name, p in learned.items() if name.startswith("model.")}
-    varies = root.vectors.requires_grad
-    if of_model or varies:
-        check_rows(model, problem.weights, of_model, list(learned), chunk.x, varies)
+    with evaluating(block_pass):
+        batch = first_chunk(block_pass, CHECKED_EXAMPLES)
+        root = root_rows(problem, linearized(block_pass, batch, True).outputs, batch)
+        varies = root.vectors.requires_grad
+        if of_model or varies:
+            model = (batch.plan or block_pass.plan).model
+            check_rows(model, problem.weights, of_model, list(learned), batch.x, varies)
     checked.update(learned)
 
 
@@ -229,7 +239,7 @@ def second_pass(
     problem, arguments = block_pass.problem, list(learned.values())
 
     def add(sums: list[Tensor], chunk: Chunk) -> list[Tensor]:
-        f, inner = _inner(block_pass, cotangent, chunk, learned)
+        f, inner = _inner(block_pass, cotangent, chunk)
         objective = log_likelihood_of(problem, f, chunk) - 0.5 * scale * inner
         if not objective.requires_grad:
             return sums
@@ -237,14 +247,12 @@ def second_pass(
         return [s if g is None else s + g for s, g in zip(sums, found, strict=True)]
 
     with torch.enable_grad():
+        _check_second_derivatives(block_pass, learned)
         return over_chunks(block_pass, "second", add, [torch.zeros_like(a) for a in arguments])
 
 
 def _inner(
-    block_pass: BlockPass,
-    cotangent: Statistic,
-    chunk: Chunk,
-    learned: Mapping[str, nn.Parameter],
+    block_pass: BlockPass, cotangent: Statistic, chunk: Chunk
 ) -> tuple[Tensor, Tensor | float]:
     """The outputs of a micro-batch, and ⟨cotangent, its term of the statistic⟩."""
     if not chunk.has_rows:
@@ -254,6 +262,5 @@ def _inner(
         return f, inner_product(cotangent, term)
     linearization = linearized(block_pass, chunk, True)
     root = root_rows(block_pass.problem, linearization.outputs, chunk)
-    _check_second_derivatives(block_pass, chunk, root, learned)
     inner = block_pass.plan.structure.inner(cotangent, chunk.data, linearization, root)
     return linearization.outputs, inner

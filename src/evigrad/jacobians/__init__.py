@@ -2,6 +2,7 @@
 
 from evigrad.jacobians.arguments import NO_DERIVATIVE, check_hooks, check_output, model_outputs
 from evigrad.jacobians.differences import (
+    CHECKED_EXAMPLES,
     check_rows,
     derivatives_named,
     refuse_once_differentiable,
@@ -16,6 +17,7 @@ from evigrad.jacobians.recorder import Recorder
 from evigrad.jacobians.verification import check_separate, spot_check
 
 __all__ = [
+    "CHECKED_EXAMPLES",
     "NO_DERIVATIVE",
     "JacobianPlan",
     "KroneckerUse",

@@ -43,7 +43,7 @@ from evigrad.jacobians.recorder import graph_nodes
 from evigrad.jacobians.verification import moved_copy
 
 # The examples that derivatives are compared on.
-_EXAMPLES = 2
+CHECKED_EXAMPLES = 2
 
 # Step, relative to a tensor's size, and largest relative difference that passes. Steps in float64
 # are so small that they do not cross the kinks of activations.
@@ -238,7 +238,7 @@ def check_outputs(
     functions = _custom_functions(nodes)
     if not functions and not hooked:
         return
-    x = x[:_EXAMPLES]
+    x = x[:CHECKED_EXAMPLES]
     verdict = _first_result(lambda dtype: _outputs_verdict(_copied(moved, weights, dtype), x))
     if verdict is None or not verdict.differs:
         return
@@ -291,7 +291,7 @@ def check_rows(
     Raises:
         ConfigurationError: If they differ, or an operation has no second derivative.
     """
-    x = x[:_EXAMPLES].detach()
+    x = x[:CHECKED_EXAMPLES].detach()
     paths = {id(p): path for path, p in model.named_parameters()}
     with derivatives_named():
         refuse_once_differentiable(model, weights, names, x)

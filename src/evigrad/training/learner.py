@@ -207,6 +207,7 @@ class Learner:
         self._warned = False  # of precisions that nothing determines
         self._starts = {n: p.detach().clone() for n, p in free_hyperparameters(evidence).items()}
         self._best = -math.inf  # mean log likelihood per example, over rounds
+        self._has_fallen = False  # below it, in the last round
         self._warned_of: set[str] = set()  # hyperparameters, and the log likelihood
         self._idle = 0  # rounds without a step since the last one that had one
         self.count = 0
@@ -341,7 +342,8 @@ class Learner:
         if not found.estimates:
             return
         likelihood = mean(e.log_likelihood / e.num_data for e in found.estimates)
-        if likelihood < self._best - LOST_NATS and "likelihood" not in self._warned_of:
+        has_fallen = likelihood < self._best - LOST_NATS
+        if has_fallen and self._has_fallen and "likelihood" not in self._warned_of:
             self._warned_of.add("likelihood")
             learned = ", ".join(name for name in self.learned if name.startswith("model."))
             self._warn(
@@ -349,6 +351,7 @@ class Learner:
                 f" round after epoch {epoch}, from {self._best:.3g} in an earlier one, while"
                 f" {learned} changed."
             )
+        self._has_fallen = has_fallen  # one round may be a bad draw
         self._best = max(self._best, likelihood)
 
     def _warn(self, what: str) -> None:
