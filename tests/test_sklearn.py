@@ -190,6 +190,13 @@ def test_weights_that_are_no_whole_numbers() -> None:
     assert fitted.noise_ == pytest.approx(np.sqrt(3.0), rel=0.1)
 
 
+def test_two_values_are_warned_of_without_standardized_numbers() -> None:
+    X = np.linspace(-1, 1, 40)[:, None]
+    with pytest.warns(EvigradWarning, match="has only two values. A Gaussian") as caught:
+        EvidenceRegressor(**SHORT).fit(X, np.tile([0.0, 1.0], 20))
+    assert not [each for each in caught if "0.9" in str(each.message)]
+
+
 def test_several_targets() -> None:
     X, y = made(40, 4)
     both = np.stack([y, 1e-3 * X[:, 0]], axis=1)
