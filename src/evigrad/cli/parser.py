@@ -32,8 +32,8 @@ _GONE = {
     ),
     "step-budget": "it belonged to the estimator 'auto', which is gone. Leave it away, and where"
     f" the estimator is 'auto' name one, as the default {DEFAULT_ESTIMATOR}.",
-    "split-blocks": "each process evaluates its own blocks. Remove it. If the rows of a block do not"
-    " fit one device, use a smaller estimator, --rows-dtype bfloat16 or --rows-device cpu.",
+    "split-blocks": "each process evaluates its own blocks. Remove it. If the rows of a block do"
+    " not fit one device, use a smaller estimator, --rows-dtype bfloat16 or --rows-device cpu.",
 }
 
 
