@@ -290,7 +290,7 @@ def test_all_problems_of_a_frame_are_told_at_once() -> None:
     assert words.startswith("The table has 5 problems.")
     for problem in (
         "Column 'lists' holds values of type list",
-        "Column 'mixed' mixes yes/no .True. and numbers .1.",
+        "Column 'mixed' mixes yes/no (True) and numbers (1): give all cells one type",
         "Column 'day' holds dates",
         "Column 'marks' holds numbers, but also '?'",
         "Column 'holes' lacks 15 of 30 values (NaN): fill them in (in Python with sklearn.impute",

@@ -184,8 +184,8 @@ def _refuse_several_targets(y: Any) -> None:
             raise InputError(
                 f"The targets are a {type(y).__name__} of {len(y)} tensors, and a likelihood takes"
                 " one. Join them with torch.cat([y1, y2], dim=1). The model then needs as many"
-                " outputs. If they are of different kinds, such as a number and a class, write a likelihood"
-                " whose log_prob splits the columns of outputs and targets."
+                " outputs. If they are of different kinds, such as a number and a class, write a"
+                " likelihood whose log_prob splits the columns of outputs and targets."
             )
 
 

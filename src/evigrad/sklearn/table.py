@@ -183,8 +183,8 @@ def _refuse_texts(X: Any) -> None:
         first = next(cell for cell in cells.T[texts[0]] if isinstance(cell, str))
         raise InputError(
             f"X is an array with texts, such as {first!r} in column {texts[0]} (could not convert"
-            " string to float). Categories need a DataFrame: a ColumnTransformer or pipeline keeps it"
-            " with set_output(transform='pandas')."
+            " string to float). Categories need a DataFrame: a ColumnTransformer or pipeline keeps"
+            " it with set_output(transform='pandas')."
         )
 
 
