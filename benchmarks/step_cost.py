@@ -173,7 +173,7 @@ def times_of(
             hyperparameters = ["invariance"]
         structure, settings = label.split("-")[0], STRUCTURES[label]
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The model has normalisation", EvigradWarning)
+            warnings.filterwarnings("ignore", "The model has normalization", EvigradWarning)
             evidence = Evidence(
                 model,
                 Categorical(),

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
     peft = require("peft", "examples/lora.py", extra="dev")
 
     # Normalisation is inside the branches only.
-    warnings.filterwarnings("ignore", message="The model has normalisation layers")
+    warnings.filterwarnings("ignore", message="The model has normalization layers")
     old, new = load("digits:rotated90"), load("digits", subset=options.subset)
     pretrained = make_model("transformer", old.input_shape, old.num_outputs, seed=0)
     evigrad.fit(

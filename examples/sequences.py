@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
     # evigrad warns of every network with normalisation: the scale of weights in front of one may
     # have no effect. This transformer normalises only inside its branches, and none of its
     # matrices is without one.
-    warnings.filterwarnings("ignore", message="The model has normalisation layers")
+    warnings.filterwarnings("ignore", message="The model has normalization layers")
 
     data = load("digits", subset=options.subset)
     print(data.describe())

@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
     options = parser.parse_args(arguments)
 
     # Normalisation inside the branches only: every matrix but one has a path without.
-    warnings.filterwarnings("ignore", message="The model has normalisation layers")
+    warnings.filterwarnings("ignore", message="The model has normalization layers")
     train, test = snippets(TRAIN, options.each, 0), snippets(TEST, 300, 1)
     found, averaged = {}, {}
     print("way                    test log likelihood  by posterior      %  seconds")

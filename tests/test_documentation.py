@@ -222,7 +222,7 @@ def test_the_blocks_on_other_trainers_run(
     short |= {'"ntk-400-rows-anchored", num': '"ntk-50-1", num', "epochs=30": "epochs=1"}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning")
-        warnings.filterwarnings("ignore", "The model has normalisation layers")
+        warnings.filterwarnings("ignore", "The model has normalization layers")
         names = run_blocks("docs/trainers.md", short)
     assert names["learned"].history[-1]["step"] == 8
     assert names["rounds"].hyper_steps == 20

@@ -29,7 +29,7 @@ STATEFUL = [
     "conv2d",
 ]
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:The model has normalisation:evigrad.errors.EvigradWarning"
+    "ignore:The model has normalization:evigrad.errors.EvigradWarning"
 )
 
 
@@ -341,7 +341,7 @@ def test_state_dict_round_trip_continues_the_same_draws() -> None:
 
 def test_normalisation_layers_get_one_warning() -> None:
     model, _ = CASES["batch-norm"].build()
-    with pytest.warns(EvigradWarning, match="normalisation layers") as caught:
+    with pytest.warns(EvigradWarning, match="normalization layers") as caught:
         for _ in range(2):
             Evidence(model, Categorical(), GaussianPrior(), estimator="ntk-N-C", num_data=3)
     assert len(caught) == 1

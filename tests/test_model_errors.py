@@ -232,7 +232,7 @@ def test_lazy_modules(module: nn.Module) -> None:
         Applied(lambda f: nn.functional.batch_norm(f, None, None, training=True)),
     ],
 )
-@pytest.mark.filterwarnings("ignore:The model has normalisation")
+@pytest.mark.filterwarnings("ignore:The model has normalization")
 def test_batch_statistics(layer: nn.Module) -> None:
     # It was PyTorch's "Expected more than 1 value per channel when training".
     evidence = build(nn.Sequential(Returns(), layer))
@@ -270,7 +270,7 @@ def test_a_mask_that_leaves_nothing_of_a_datum() -> None:
     evidence, x = build(Mean(), estimator="ntk-N-1"), X.abs() + 1
     evidence.estimate(x, Y)
     x[-1] = -1.0
-    with pytest.raises(InputError, match=rf"NaN .* 1 of {N} data alone.*a mask may leave nothing"):
+    with pytest.raises(InputError, match=rf"NaN .* 1 of {N} examples only.*mask may leave nothing"):
         evidence.estimate(x, Y)
 
 

@@ -190,6 +190,13 @@ def test_weights_that_are_no_whole_numbers() -> None:
     assert fitted.noise_ == pytest.approx(np.sqrt(3.0), rel=0.1)
 
 
+def test_two_values_are_warned_of_without_standardized_numbers() -> None:
+    X = np.linspace(-1, 1, 40)[:, None]
+    with pytest.warns(EvigradWarning, match="has only two values. A Gaussian") as caught:
+        EvidenceRegressor(**SHORT).fit(X, np.tile([0.0, 1.0], 20))
+    assert not [each for each in caught if "0.9" in str(each.message)]
+
+
 def test_several_targets() -> None:
     X, y = made(40, 4)
     both = np.stack([y, 1e-3 * X[:, 0]], axis=1)
@@ -252,7 +259,7 @@ def test_tables_that_do_not_fit_are_refused_in_words() -> None:
         (lambda: fit(pandas.concat([names.assign(name=names.name + str(n)) for n in range(4)]),
                      np.tile(y, 4)), "Column 'name' holds 120 different texts"),
         (lambda: fit(X.assign(length=np.nan), y), "'length' lacks 30 of 30 .*SimpleImputer"),
-        (lambda: fit(X.to_numpy(), y), r"array with texts, as '\w+' in column 2 .*set_output"),
+        (lambda: fit(X.to_numpy(), y), r"array with texts, such as '\w+' in column 2 .*set_output"),
         (lambda: fitted.predict(X.iloc[:, :3]), "feature names should match"),
         (lambda: fitted.predict(np.zeros((2, 4))), "give a DataFrame"),
         (lambda: fitted.predict(X.assign(length="long")), "Column 'length' held numbers"),
@@ -283,7 +290,7 @@ def test_all_problems_of_a_frame_are_told_at_once() -> None:
     assert words.startswith("The table has 5 problems.")
     for problem in (
         "Column 'lists' holds values of type list",
-        "Column 'mixed' mixes yes/no, as True, and numbers, as 1",
+        "Column 'mixed' mixes yes/no (True) and numbers (1): give all cells one type",
         "Column 'day' holds dates",
         "Column 'marks' holds numbers, but also '?'",
         "Column 'holes' lacks 15 of 30 values (NaN): fill them in (in Python with sklearn.impute",
@@ -301,10 +308,10 @@ def test_all_problems_of_a_frame_are_told_at_once() -> None:
     ("y", "words"),
     [
         (cells("a", None), "y lacks 15 of 30 targets"),
-        (cells(True, 1), "y mixes yes/no, as True, and numbers, as 1"),
-        (cells("1", 1), "y mixes text, as '1', and numbers, as 1"),
+        (cells(True, 1), "y mixes yes/no .True. and numbers .1."),
+        (cells("1", 1), "y mixes text .'1'. and numbers .1."),
         (cells((1,), (2,)), "y holds tuple"),
-        (np.linspace(0.5, 1, 30), "y holds fractions, as 0.5.*Use EvidenceRegressor"),
+        (np.linspace(0.5, 1, 30), "y holds fractions, such as 0.5.*Use EvidenceRegressor"),
     ],
 )
 def test_labels_that_are_none(y: Any, words: str) -> None:
@@ -316,7 +323,7 @@ def test_labels_that_are_none(y: Any, words: str) -> None:
     ("y", "words"),
     [
         (cells(1.0, None), "y lacks 15 of 30 targets"),
-        (cells("low", "high"), "y holds text, as 'low'. Targets are numbers"),
+        (cells("low", "high"), "y holds text, such as 'low'. Targets are numbers"),
     ],
 )
 def test_targets_that_are_no_numbers(y: Any, words: str) -> None:

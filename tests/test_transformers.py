@@ -27,7 +27,7 @@ CLOSED = {"linear", "addmm", "layer_norm", "embedding", "conv2d", "add", "expand
 CLOSED |= {"embedding + linear"}
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The model has normalisation layers"),
+    pytest.mark.filterwarnings("ignore:The model has normalization layers"),
     # Of these libraries' own code.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
 ]

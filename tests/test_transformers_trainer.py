@@ -28,7 +28,7 @@ transformers: Any = import_module("transformers")
 EvidenceCallback: Any = import_module("evigrad.transformers").EvidenceCallback
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The model has normalisation layers"),
+    pytest.mark.filterwarnings("ignore:The model has normalization layers"),
     # Of these libraries' own code.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
 ]

@@ -59,7 +59,7 @@ WRAPPERS: dict[str, Callable[[Network], nn.Module]] = {
     "Outputs": lambda model: Outputs(nn.DataParallel(model)),
 }
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The model has normalisation"),
+    pytest.mark.filterwarnings("ignore:The model has normalization"),
     # TorchDynamo itself reads it while it compiles a part of a network.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]

@@ -18,10 +18,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from evigrad.errors import ConfigurationError, InputError, raised_in
 
 DATA_MIX = (
-    "The model's output for a datum changes from call to call, or with the other data of"
+    "The model's output for an example changes from call to call, or with the other examples of"
     " the batch, so that its Jacobian is not defined. Make sure that the forward pass is"
-    " deterministic in evaluation mode and that no layer mixes data (as a normalisation"
-    " with batch statistics does; track_running_stats=True helps)."
+    " deterministic in evaluation mode and that no layer, such as normalization with batch"
+    " statistics, mixes examples (track_running_stats=True helps)."
 )
 # PyTorch's words where a batch of one has no statistics.
 _BATCH_STATISTICS = "Expected more than 1 value per channel"

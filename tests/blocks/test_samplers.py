@@ -48,6 +48,11 @@ OTHER_DATA: list[tuple[str, dict[str, Any]]] = [
     ("SubsetRandomSampler .* draws 3 indices", {"sampler": SubsetRandomSampler([0, 3, 5])}),
     ("SubsetRandomSampler .* draws 7 indices", {"sampler": SubsetRandomSampler([0] * N)}),
     ("draws examples by weights", {"sampler": WeightedRandomSampler([1.0] * N, N)}),
+    ("RandomSampler .* draws 3 examples", {"sampler": RandomSampler(DATA, num_samples=3)}),
+    (
+        "RandomSampler .* draws 3 examples",
+        {"sampler": RandomSampler(DATA, replacement=True, num_samples=3)},
+    ),
     ("list .* draws 2 indices", {"sampler": [0, 1]}),
     ("Custom .* draws 5 examples", {"sampler": Custom(5)}),
     (
@@ -73,7 +78,6 @@ def test_samplers_of_other_data_are_refused(words: str, how: dict[str, Any]) -> 
         {"shuffle": True},
         {"shuffle": True, "batch_size": 2, "drop_last": True},
         {"batch_size": N, "drop_last": True},
-        {"sampler": RandomSampler(range(N), replacement=True, num_samples=3 * N)},
         {"sampler": SubsetRandomSampler(range(N))},
         {"sampler": list(range(N))[::-1]},
         {"sampler": np.arange(N)},
@@ -89,7 +93,13 @@ def test_orders_of_all_data_are_accepted(how: dict[str, Any]) -> None:
         ("The Custom of the DataLoader", {"sampler": Custom(N)}),
         ("The Batches of the DataLoader", {"batch_sampler": Batches()}),
         ("DistributedSampler", {"sampler": DistributedSampler(DATA, 2, 0)}),
-        ("drop_last=True .* omits 1 of the data,", {"batch_size": 2, "drop_last": True}),
+        ("replacement=True", {"sampler": RandomSampler(DATA, replacement=True)}),
+        (
+            "replacement=True, num_samples=21",
+            {"sampler": RandomSampler(DATA, replacement=True, num_samples=3 * N)},
+        ),
+        ("num_samples=21", {"sampler": RandomSampler(DATA, num_samples=3 * N)}),
+        ("drop_last=True .* omits 1 example,", {"batch_size": 2, "drop_last": True}),
     ],
 )
 def test_orders_that_may_mean_other_data_are_ignored_with_a_warning(

@@ -150,6 +150,23 @@ def test_the_error_has_the_number_what_is_free_and_the_cheaper_choice(name, chea
     check_memory(structure, 4000, torch.device("cpu"))
 
 
+@pytest.mark.parametrize(("num_outputs", "shape"), [(1000, ()), (999, ()), (1000, (2,))])
+def test_many_outputs_without_positions_get_a_hint(num_outputs, shape, monkeypatch):
+    model, likelihood = nn.Linear(2, num_outputs), Gaussian()
+    x, y = torch.zeros(4, *shape, 2), torch.zeros(4, *shape, num_outputs)
+    num_data = y[..., 0].numel()
+    evidence = Evidence(model, likelihood, GaussianPrior(), estimator="ntk-2-1", num_data=num_data)
+    block = next(iter(evidence.blocks((x, y))))
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: 1)
+    with pytest.raises(MemoryBudgetError, match="'ntk' with 2 rows needs about") as caught:
+        evidence.estimate(block)
+    hint = (
+        "If outputs belong to positions (pixels, words), return (m, …, C): then only drawn"
+        " positions go through the last layer."
+    )
+    assert str(caught.value).endswith(hint) == (num_outputs == 1000 and not shape)
+
+
 def test_what_is_kept_is_given_back_before_anything_is_refused(monkeypatch):
     structure = make_structure("full", {"w": torch.zeros(10)}, Plan())
     needed = structure.predicted_bytes(1)

@@ -15,7 +15,7 @@ from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
 
-pytestmark = pytest.mark.filterwarnings("ignore:The model has normalisation layers")
+pytestmark = pytest.mark.filterwarnings("ignore:The model has normalization layers")
 
 M, OUTPUTS, NUM_DATA = 8, 4, 500
 

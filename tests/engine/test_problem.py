@@ -124,7 +124,7 @@ def test_a_state_without_plans_is_taken_up_too() -> None:
             step(other, data)
 
 
-@pytest.mark.filterwarnings("ignore:The model has normalisation layers")
+@pytest.mark.filterwarnings("ignore:The model has normalization layers")
 @pytest.mark.parametrize("kind", ["gru", "transformer"])
 def test_lengths_share_what_was_checked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, F.linear, Linear())

@@ -26,7 +26,7 @@ def evidence_of(model: nn.Module, likelihood: Likelihood, estimator: str, **sett
     names = [n for n in (*HYPERPARAMETERS, "invariance") if hasattr(model, n)]
     prior = settings.pop("prior", "layerwise")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", EvigradWarning)  # of normalisation layers
+        warnings.simplefilter("ignore", EvigradWarning)  # of normalization layers
         return settings.pop("kind", Evidence)(
             model,
             likelihood,

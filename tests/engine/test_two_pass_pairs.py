@@ -21,7 +21,7 @@ from evigrad.invariances import AdditiveNoise, AffineInvariance, Averaged, Input
 from evigrad.likelihoods import Likelihood
 from evigrad.models import make_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:The model has normalisation layers")
+pytestmark = pytest.mark.filterwarnings("ignore:The model has normalization layers")
 
 Build = Callable[[], tuple[nn.Module, Tensor]]
 

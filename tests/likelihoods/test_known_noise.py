@@ -70,7 +70,45 @@ def test_weights_of_another_mean(factor: float, learnable: bool, is_warned: bool
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", EvigradWarning)
         evigrad.fit(nn.Linear(3, 1).double(), (x, targets), likelihood=likelihood, **settings)
-    assert [str(each.message)[:22] for each in caught] == ["The weights average 50"] * is_warned
+    words = "The positive weights average 50"
+    assert [str(each.message)[: len(words)] for each in caught] == [words] * is_warned
+    assert all(each.filename == __file__ for each in caught)
+
+
+def test_targets_that_do_not_count_are_not_averaged() -> None:
+    """Weights average 1 where targets count, and are zero at the other positions."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, 4, 3, generator=generator, dtype=torch.float64)
+    weights = torch.rand(N, 4, generator=generator, dtype=torch.float64) + 0.1
+    weights[:, 2:] = 0.0
+    weights = weights / weights[:, :2].mean()
+    likelihood = Weighted(Gaussian())
+    for inputs, w in ((x, weights), (x[:, 0], weights[:, 0] / weights[6:, 0].mean())):
+        if w.ndim == 1:
+            w[:6] = 0.0
+        targets = likelihood.targets(inputs.sum(-1, keepdim=True), w)
+        evigrad.fit(
+            nn.Linear(3, 1).double(),
+            (inputs, targets),
+            likelihood=likelihood,
+            **grouped(SMALL | {"estimator": None}),
+        )
+
+
+def test_two_values_among_targets_that_count() -> None:
+    """Targets of the left-out positions have other values, and are not looked at."""
+    x = torch.randn(N, 4, 3, generator=torch.Generator().manual_seed(0)).double()
+    y = (torch.arange(4 * N).view(N, 4, 1) % 2).double() - 0.5
+    weights = torch.ones(N, 4)
+    y[:, 2:], weights[:, 2:] = 0.3, 0.0
+    likelihood = Weighted(Gaussian())
+    with pytest.warns(EvigradWarning, match="has only two values"):
+        evigrad.fit(
+            nn.Linear(3, 1).double(),
+            (x, likelihood.targets(y, weights)),
+            likelihood=likelihood,
+            **grouped(SMALL | {"estimator": None}),
+        )
 
 
 def test_repetitions_are_left_alone() -> None:

@@ -15,7 +15,7 @@ from evigrad.likelihoods import Categorical
 from evigrad.models.sequences import Attention, Recurrent, Transformer
 from evigrad.priors import GaussianPrior
 
-pytestmark = pytest.mark.filterwarnings("ignore:The model has normalisation layers")
+pytestmark = pytest.mark.filterwarnings("ignore:The model has normalization layers")
 
 OUTPUTS = 3
 BUILDERS: dict[str, Callable[..., nn.Module]] = {"transformer": Transformer, "gru": Recurrent}

@@ -120,6 +120,6 @@ def train(case: str, data: Any, folder: Path, *, seed: int = 0, **changes: Any) 
     np.random.seed(seed)
     torch.manual_seed(seed)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The model has normalisation", EvigradWarning)
+        warnings.filterwarnings("ignore", "The model has normalization", EvigradWarning)
         given = {"run_dir": folder, "test": data[1], **SMALL, **settings, **changes}
         return fit(make(seed), data[0], **grouped(given))

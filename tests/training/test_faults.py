@@ -136,7 +136,7 @@ def test_more_than_a_tenth_of_the_batches_ends_training(changes, blobs, tmp_path
     assert all(weight.isfinite().all() for weight in saved["model"].values())
 
 
-@pytest.mark.filterwarnings("ignore:The model has normalisation")
+@pytest.mark.filterwarnings("ignore:The model has normalization")
 def test_running_statistics_that_took_up_a_bad_batch_end_training(blobs, tmp_path):
     class Overflow(nn.BatchNorm1d):
         calls = 0

@@ -25,7 +25,7 @@ def same(a: Any, b: Any) -> bool:
     return a == b
 
 
-@pytest.mark.filterwarnings("ignore:The model has normalisation")
+@pytest.mark.filterwarnings("ignore:The model has normalization")
 @pytest.mark.parametrize("case", ["map", "ntk", "anchored", "learned model", "batch normalisation"])
 def test_a_run_of_fit_is_filled_into_a_network(case, blobs, tmp_path):
     result = train(case, blobs, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Yes and no as real numbers: a regression learns them by heart, and a warning names Bernoulli."""
+"""Yes and no as real numbers: a regression memorizes them, and a warning names Bernoulli."""
 
 import warnings
 from typing import Any
@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 from training.small_runs import SMALL
 
 from evigrad.errors import EvigradWarning
 from evigrad.likelihoods import Gaussian, Likelihood, Weighted
-from evigrad.training import fit
+from evigrad.training import fit, tune
 from evigrad.training.settings import grouped
 
 N = 60
@@ -28,21 +29,43 @@ def warnings_of(x: Tensor, y: Any, likelihood: str | Likelihood, num_outputs: in
         warnings.simplefilter("always")
         fit(nn.Linear(3, num_outputs), (x, y), likelihood=likelihood, **grouped(SETTINGS))
     assert all(issubclass(each.category, EvigradWarning) for each in caught)
+    assert all(each.filename == __file__ for each in caught)  # not a file of evigrad
     return [str(each.message) for each in caught]
 
 
 @pytest.mark.parametrize(("likelihood", "num_outputs"), [("gaussian", 1), ("heteroscedastic", 2)])
 def test_two_values_are_warned_of_once(likelihood: str, num_outputs: int) -> None:
     (words,) = warnings_of(*table(2), likelihood, num_outputs)
-    assert "Column 0 of the targets has only two values, -0.5 and 0.5" in words
+    assert "Column 0 of the targets has only two values." in words
     assert 'likelihood="bernoulli"' in words
+
+
+def test_other_warnings_name_the_caller_too() -> None:
+    x, y = table(3)
+    (words,) = warnings_of(x, 1000 * y, "gaussian")
+    assert "The targets have a standard deviation of" in words
+    loader = DataLoader(TensorDataset(x, y), batch_size=7, drop_last=True)
+    with pytest.warns(EvigradWarning, match="omits 4 examples") as caught:
+        fit(nn.Linear(3, 1), loader, likelihood="gaussian", **grouped(SETTINGS))
+    assert [each.filename for each in caught] == [__file__]
+    softmax = nn.Sequential(nn.Linear(3, 3), nn.Softmax(1))
+    with pytest.warns(EvigradWarning, match="outputs are probabilities") as caught:
+        fit(softmax, (x, torch.arange(N) % 3), **grouped(SETTINGS))
+    assert [each.filename for each in caught] == [__file__]
+
+
+def test_tune_names_its_caller() -> None:
+    x, y = table(2)
+    with pytest.warns(EvigradWarning, match="only two values") as caught:
+        tune(nn.Linear(3, 1), (x, y), likelihood="gaussian", rounds=1, steps=1)
+    assert {each.filename for each in caught if "two values" in str(each.message)} == {__file__}
 
 
 def test_two_values_with_weights_and_in_a_data_set() -> None:
     x, y = table(2)
     weighted = Weighted(Gaussian())
     (words,) = warnings_of(x, weighted.targets(y, torch.ones(N)).float(), weighted)
-    assert "two values, -0.5 and 0.5" in words
+    assert "only two values" in words
     with pytest.warns(EvigradWarning, match="only two values"):
         fit(
             nn.Linear(3, 1),

@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 from evigrad.errors import EvigradWarning, InputError
 
-# Their order is not used, and they mean all examples.
+# Their order is not used, and they mean all examples, unless they draw fewer.
 _OF_ALL_EXAMPLES = (SequentialSampler, RandomSampler, DistributedSampler)
 
 
@@ -39,6 +39,8 @@ def check_sampler(loader: DataLoader[Any], *, is_read: bool = False) -> None:
         action = "draws examples by weights"
     elif is_read and isinstance(sampler, RandomSampler) and sampler.replacement:
         action = "draws with replacement"
+    elif isinstance(sampler, RandomSampler) and sampler.num_samples < num_examples:
+        action = f"draws {sampler.num_samples} examples"
     elif (indices := _indices(sampler)) is not None:
         if sorted(indices) != list(range(num_examples)):
             action = f"draws {len(indices)} indices"
@@ -68,8 +70,13 @@ def warn_of_ignored_sampler(loader: DataLoader[Any]) -> None:
         batches = loader.batch_sampler
         if isinstance(batches, BatchSampler) and batches.drop_last:
             if omitted := num_examples % batches.batch_size:
-                ignored = f"drop_last=True of the DataLoader, which omits {omitted} of the data,"
-    elif not isinstance(sampler, RandomSampler) and _indices(sampler) is None:
+                examples = "1 example" if omitted == 1 else f"{omitted} examples"
+                ignored = f"drop_last=True of the DataLoader, which omits {examples},"
+    elif isinstance(sampler, RandomSampler):
+        if sampler.replacement or sampler.num_samples != num_examples:
+            how = f"replacement={sampler.replacement}, num_samples={sampler.num_samples}"
+            ignored = f"The RandomSampler of the DataLoader ({how})"
+    elif _indices(sampler) is None:
         ignored = f"The {type(sampler).__name__} of the DataLoader"
     if ignored:
         warnings.warn(
@@ -77,7 +84,7 @@ def warn_of_ignored_sampler(loader: DataLoader[Any]) -> None:
             " once in the evidence. For a part of them, give"
             " torch.utils.data.Subset(dataset, indices).",
             EvigradWarning,
-            stacklevel=7,  # the caller of fit
+            stacklevel=8,  # the caller of fit
         )
 
 

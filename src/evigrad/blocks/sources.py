@@ -53,7 +53,7 @@ class Source(ABC):
         """The first data, ``count`` at most; see ``fetch``."""
         return self.fetch(torch.arange(min(count, len(self)), device="cpu"))
 
-    def _targets(self) -> Tensor:
+    def targets(self) -> Tensor:
         """All targets (N, ...)."""
         return torch.cat(
             [self.fetch(n)[1] for n in torch.arange(len(self), device="cpu").split(AT_ONCE)]
@@ -61,7 +61,7 @@ class Source(ABC):
 
     def labels(self) -> Int[Tensor, " N"]:
         """Labels (N,) as of ``class_labels``, for classification; may read all the data."""
-        return class_labels(self._targets(), len(self))
+        return class_labels(self.targets(), len(self))
 
 
 def class_labels(targets: Tensor, num_data: int) -> Int[Tensor, " N"]:
@@ -93,7 +93,7 @@ class _TensorSource(Source):
     def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
         return self._inputs[indices], self._all_targets[indices]
 
-    def _targets(self) -> Tensor:
+    def targets(self) -> Tensor:
         return self._all_targets
 
 
@@ -183,9 +183,9 @@ def _refuse_several_targets(y: Any) -> None:
         if all(isinstance(value, Tensor | np.ndarray) for value in values):
             raise InputError(
                 f"The targets are a {type(y).__name__} of {len(y)} tensors, and a likelihood takes"
-                " one. Join them, as torch.cat([y1, y2], dim=1), with as many columns of outputs."
-                " If they are of different kinds, such as a number and a class, write a likelihood"
-                " whose log_prob splits the columns of outputs and targets."
+                " one. Join them with torch.cat([y1, y2], dim=1). The model then needs as many"
+                " outputs. If they are of different kinds, such as a number and a class, write a"
+                " likelihood whose log_prob splits the columns of outputs and targets."
             )
 
 

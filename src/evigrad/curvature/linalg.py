@@ -305,7 +305,7 @@ class _PsdEigenvalues(Function):
             values, vectors = psd_eigen(matrix, rank)
             ctx.save_for_backward(vectors)
             return values
-        check_finite(matrix)
+        check_finite_curvature(matrix)
         (values,) = _eigen(lambda a: [torch.linalg.eigvalsh(a)], matrix)
         return values.clamp(min=0)
 
@@ -327,7 +327,7 @@ def psd_eigen(
     Raises:
         NotPositiveDefiniteError: The matrix is not finite.
     """
-    check_finite(matrix)
+    check_finite_curvature(matrix)
     if rank is None or not _is_of_low_rank(matrix, rank):
         values, vectors = _eigen(torch.linalg.eigh, matrix)
         return values.clamp(min=0), vectors
@@ -336,7 +336,7 @@ def psd_eigen(
     return values.clamp(min=0), basis @ vectors
 
 
-def check_finite(matrix: Tensor) -> None:
+def check_finite_curvature(matrix: Tensor) -> None:
     """Raise NotPositiveDefiniteError for a curvature that is NaN or infinite."""
     if not bool(matrix.isfinite().all()):
         raise NotPositiveDefiniteError(_why_not(False, True))

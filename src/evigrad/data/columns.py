@@ -85,8 +85,7 @@ def problem_of(column: Column, leave_out: str) -> str | None:
         if problem := problem_of_marks(column, leave_out):
             return problem
     elif column.kind != DECLARED:
-        what = DATES if column.kind == DATES else f"values of type {column.kind}"
-        return f"{column.label} holds {what} and not numbers: make numbers of them, or {leave_out}"
+        return _problem_of_kind(column, leave_out)
     count = len(column.categories)
     if count > MOST_CATEGORIES:
         what = "texts" if column.kind == TEXT else "values"
@@ -102,8 +101,7 @@ def problem_of_numbers(column: Column, leave_out: str) -> str | None:
     if column.kind not in NUMERIC:
         if column.kind == TEXT and (problem := problem_of_marks(column, leave_out)):
             return problem
-        what = {TEXT: "texts", DATES: "dates"}.get(column.kind, f"values of type {column.kind}")
-        return f"{column.label} holds {what} and not numbers: make numbers of them, or {leave_out}"
+        return _problem_of_kind(column, leave_out)
     if problem := problem_of_missing(column, leave_out):
         return problem
     if not np.isfinite(column.values).all():
@@ -112,6 +110,12 @@ def problem_of_numbers(column: Column, leave_out: str) -> str | None:
             f" {leave_out}"
         )
     return None
+
+
+def _problem_of_kind(column: Column, leave_out: str) -> str:
+    """Say what a column holds that are not numbers."""
+    what = {TEXT: "texts", DATES: DATES}.get(column.kind, f"values of type {column.kind}")
+    return f"{column.label} holds {what} and not numbers: make numbers of them, or {leave_out}"
 
 
 def problem_of_missing(column: Column, leave_out: str) -> str | None:
@@ -137,8 +141,8 @@ def problem_of_marks(column: Column, leave_out: str) -> str | None:
         return None
     if with_comma.any():
         return (
-            f"{column.label} holds numbers with a comma, as '{distinct[with_comma][0]}': write them"
-            " with a point, and thousands without a mark"
+            f"{column.label} holds numbers with a comma, such as '{distinct[with_comma][0]}': write"
+            " them with a point, and thousands without a mark"
         )
     if len(others):
         marks = ", ".join(f"'{text}'" for text in others[:3])
@@ -223,8 +227,8 @@ def problem_of_mixture(label: str, kinds: dict[str, Any]) -> str | None:
         return None
     (one, first), (other, second) = list(kinds.items())[:2]
     return (
-        f"{label} mixes {one}, as {_shown(first)}, and {other}, as {_shown(second)}: make all of"
-        " them the same type, as texts with .astype(str)"
+        f"{label} mixes {one} ({_shown(first)}) and {other} ({_shown(second)}): give all cells one"
+        " type, for example with .astype(str)"
     )
 
 

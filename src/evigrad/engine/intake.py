@@ -134,7 +134,7 @@ class CheckedSource(Source):
         self.is_held = self._source.is_held
         _, y, self.plan = checked(problem, *self._source.first(PROBE_SIZE))
         if self.is_held:
-            y = self._source._targets()
+            y = self._source.targets()
             shape = torch.Size((num_data, self.plan.partition.num_outputs))
             check_targets(problem.likelihood, shape, y, self.plan.outputs.device)
         if type(problem.likelihood) not in LIKELIHOODS.values():
@@ -170,8 +170,9 @@ class CheckedSource(Source):
         x, y, _ = checked(self._problem, *self._source.fetch(indices))
         return x, y
 
-    def _targets(self) -> Tensor:
-        return self._source._targets()
+    def targets(self) -> Tensor:
+        """See ``Source.targets``."""
+        return self._source.targets()
 
     def labels(self) -> Int[Tensor, " N"]:
         """See ``Source.labels``."""

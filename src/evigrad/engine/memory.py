@@ -53,11 +53,13 @@ def check_memory(
     device: torch.device,
     pass_bytes: int = 0,
     summarised: bool = False,
+    hint: str = "",
 ) -> None:
     """Refuse a structure that is predicted to need more memory than is free.
 
     ``pass_bytes`` are those of the rows of one pass, where the structure does not keep them;
-    ``summarised``: the block is a single, condensed pass (``Structure.summarise``).
+    ``summarised``: the block is a single, condensed pass (``Structure.summarise``). ``hint`` ends
+    the message.
 
     Raises:
         MemoryBudgetError: It names the need, what is free, and the cheaper choice.
@@ -74,7 +76,7 @@ def check_memory(
     raise MemoryBudgetError(
         f"{structure.name!r} with {num_rows} rows needs about {needed / GIB:.3g} GiB"
         f" on {device}, where {free / GIB:.3g} GiB are free.",
-        f"Cheaper: {cheaper}.",
+        f"Cheaper: {cheaper}. {hint}".rstrip(),
     )
 
 

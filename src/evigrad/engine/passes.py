@@ -43,6 +43,12 @@ State = TypeVar("State")
 _MEASURED = 2
 # Rows of the example on which the memory of each further row is measured.
 _MEASURED_ROWS = 8
+# From so many outputs on, they may be those of positions.
+_MANY_OUTPUTS = 1000
+_POSITIONS_HINT = (
+    "If outputs belong to positions (pixels, words), return (m, …, C): then only drawn positions go"
+    " through the last layer."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,7 +287,9 @@ def check_fits(problem: Problem, plan: InputPlan, block: Block, condensed: bool)
     pass_bytes = at_once * sum(w.numel() * w.element_size() for w in formed)
     summarised = condensed and most is not None and most >= size
     rows = size * width if block.num_rows is None else block.num_rows
-    check_memory(structure, rows, problem.device, pass_bytes, summarised)
+    many = not plan.positions and plan.partition.num_outputs >= _MANY_OUTPUTS
+    hint = _POSITIONS_HINT if many else ""
+    check_memory(structure, rows, problem.device, pass_bytes, summarised, hint)
 
 
 def _chunk_size(

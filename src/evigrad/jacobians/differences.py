@@ -309,9 +309,9 @@ def check_rows(
         undefined_in = _first_result(undefined)
     if undefined_in:
         warnings.warn(
-            f"Autograd's derivative of the outputs in {listed(undefined_in)} is not that of the"
-            " outputs, as with a straight-through estimator or a detached part. The gradient of the"
-            " evidence is autograd's, and not that of the estimate.",
+            f"Autograd's derivative of the outputs in {listed(undefined_in)} differs from a finite"
+            " difference of the outputs. Straight-through estimators and detached parts cause this."
+            " The gradient of the evidence follows autograd.",
             EvigradWarning,
             stacklevel=2,
         )

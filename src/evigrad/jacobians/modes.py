@@ -130,7 +130,7 @@ def warn_of_normalisation(model: nn.Module) -> None:
     _WARNED_OF[id(model)] = model
     named = ", ".join(layers[:3]) + (", …" if len(layers) > 3 else "")
     warnings.warn(
-        f"The model has normalisation layers ({named}), which undo the scale of the weights before"
+        f"The model has normalization layers ({named}), which undo the scale of the weights before"
         " them. Train as usual and judge the network by its predictions, not by the precisions of"
         " these weights.",
         EvigradWarning,

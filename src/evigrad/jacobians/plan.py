@@ -219,8 +219,8 @@ def _independent_outputs(model: nn.Module, x: Tensor) -> Tensor:
     if not joint.isfinite().all():
         raise InputError(
             "The model's outputs hold NaN or infinite values for these inputs, so that no"
-            " derivatives can be had. Mend the inputs (a mask may leave nothing of a datum), or the"
-            " weights (training may have diverged)."
+            " derivatives can be had. Fix the inputs (a mask may leave nothing of an example), or"
+            " the weights (training may have diverged)."
         )
     if not close(joint, alone):
         raise ConfigurationError(DATA_MIX)

@@ -32,9 +32,9 @@ def check_finite(what: str, value: Tensor) -> None:
     finite = torch.isfinite(value).flatten(1).all(1)
     if finite.any():
         raise NotFiniteOutputError(
-            f"{what} hold NaN or infinite values for {int((~finite).sum())} of {len(finite)} data"
-            " alone: mend their inputs or leave them out (a mask may leave nothing of a datum, and"
-            " a mean or a softmax over nothing is NaN)."
+            f"{what} hold NaN or infinite values for {int((~finite).sum())} of {len(finite)}"
+            " examples only: fix their inputs or omit them (a mask may leave nothing of an example,"
+            " and a mean or a softmax over nothing is NaN)."
         )
     raise NotFiniteOutputError(f"{what} hold NaN or infinite values: training has diverged.")
 

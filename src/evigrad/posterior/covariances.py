@@ -20,7 +20,7 @@ from torch import Tensor
 from evigrad.curvature.block_diagonal import BlockStatistic
 from evigrad.curvature.kernel_rows import NtkStatistic, slabs
 from evigrad.curvature.kfac import Factors, KfacStatistic
-from evigrad.curvature.linalg import check_finite, factor_identity_plus, psd_eigen
+from evigrad.curvature.linalg import check_finite_curvature, factor_identity_plus, psd_eigen
 from evigrad.jacobians import Linearization
 
 
@@ -280,8 +280,8 @@ def covariance_of(
     blocks: list[Block | KroneckerSums] = []
     if isinstance(statistic, KfacStatistic):
         for name, factors in statistic.factors.items():
-            check_finite(factors.inputs)
-            check_finite(factors.gradients)
+            check_finite_curvature(factors.inputs)
+            check_finite_curvature(factors.gradients)
             precision = precisions[name].detach().to(like, copy=True)
             blocks.append(KroneckerSums(name, factors, precision))
     for name, hessian in statistic.blocks.items():

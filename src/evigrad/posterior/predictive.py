@@ -134,7 +134,8 @@ class Predictive:
 
         Returns:
             One number for each datum, in nats; of all its outputs together. With outputs
-            (m, …, C) one for each position, (m, …), and NaN for one without a target.
+            (m, …, C) one for each position, (m, …), and NaN for one without a target. A sequence
+            without targets is NaN at all of its positions.
 
         Raises:
             ConfigurationError: If the link is ``probit`` and targets are no classes.

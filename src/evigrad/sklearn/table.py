@@ -182,9 +182,9 @@ def _refuse_texts(X: Any) -> None:
     if texts:
         first = next(cell for cell in cells.T[texts[0]] if isinstance(cell, str))
         raise InputError(
-            f"X is an array with texts, as {first!r} in column {texts[0]} (could not convert string"
-            " to float). Categories need a DataFrame: a ColumnTransformer or pipeline keeps it with"
-            " set_output(transform='pandas')."
+            f"X is an array with texts, such as {first!r} in column {texts[0]} (could not convert"
+            " string to float). Categories need a DataFrame: a ColumnTransformer or pipeline keeps"
+            " it with set_output(transform='pandas')."
         )
 
 
@@ -222,15 +222,15 @@ def refuse_targets(y: Any, is_classes: bool) -> None:
         if strange := [kind for kind in kinds if kind not in expected]:
             what = "Labels are texts or numbers" if is_classes else "Targets are numbers"
             raise InputError(
-                f"Unknown label type: y holds {strange[0]}, as {kinds[strange[0]]!r}. {what}."
+                f"Unknown label type: y holds {strange[0]}, such as {kinds[strange[0]]!r}. {what}."
             )
     if not is_classes or not {float} >= {type(cell) for cell in cells}:
         return
     if fractions := [cell for cell in cells if np.isfinite(cell) and cell % 1 != 0]:
         raise InputError(
-            f"Unknown label type: continuous. y holds fractions, as {fractions[0]:.4g}, and"
-            " classes are whole numbers or texts. Use EvidenceRegressor for numbers, or make"
-            " classes of them, as with numpy.digitize."
+            f"Unknown label type: continuous. y holds fractions, such as {fractions[0]:.4g},"
+            " and classes are whole numbers or texts. Use EvidenceRegressor for numbers, or make"
+            " classes of them, for example with numpy.digitize."
         )
 
 

@@ -137,9 +137,10 @@ class RunData(Source):
         with seeded(derived_seed(self._seed, "data"), self._device):
             return self._source.labels()
 
-    def _targets(self) -> Tensor:
+    def targets(self) -> Tensor:
+        """See ``Source.targets``."""
         if self.is_held:
-            return self._in_columns(self._source._targets())
+            return self._in_columns(self._source.targets())
         return self.fetch(torch.arange(len(self), device="cpu"))[1]
 
     def num_targets(self, indices: Int[Tensor, " m"]) -> int:

@@ -34,7 +34,7 @@ from evigrad.likelihoods.calls import (
     moments,
     summed_metrics,
 )
-from evigrad.likelihoods.positions import flattened
+from evigrad.likelihoods.positions import counted, flattened
 from evigrad.likelihoods.weighted import unweighted
 from evigrad.priors import GaussianPrior, matches
 from evigrad.training.augerino import range_parameters
@@ -359,14 +359,16 @@ def _warn_of_probabilities(f: Tensor) -> None:
             " categorical likelihood takes logits and has a softmax of its own: leave the model's"
             " last softmax out.",
             EvigradWarning,
-            stacklevel=5,  # the caller of fit
+            stacklevel=6,  # the caller of fit
         )
 
 
 def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
     """Warn of targets that are no numbers of about unit scale."""
     x, y = data.spread(_COMPARED)
-    f, y = flattened(evidence.likelihood, probe_outputs(evidence.model, x), y)
+    f = probe_outputs(evidence.model, x)
+    positions = f.shape[1:-1]
+    f, y = flattened(evidence.likelihood, f, y)
     if not len(f):
         return
     likelihood, y, weights = _split(evidence.likelihood, y)
@@ -374,11 +376,15 @@ def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
     has_two_values = len(_columns_of_two_values(y)) > 0
     if data.is_held and (has_two_values or weights is not None):
         # A sample may lack rare values.
-        likelihood, y, weights = _split(evidence.likelihood, data._targets())
+        y = data.targets()
+        y = y.flatten(0, len(positions))[counted(evidence.likelihood, positions, y).flatten()]
+        likelihood, y, weights = _split(evidence.likelihood, y)
+    if not len(y):  # all weights are zero
+        return
     if has_two_values:
-        _warn_of_two_values(y.flatten(0, -2))
+        _warn_of_two_values(y)
     if weights is not None and isinstance(likelihood, Gaussian) and learns_likelihood(likelihood):
-        _warn_of_weights(weights.flatten().double())
+        _warn_of_weights(weights.double())
 
 
 def _split(likelihood: Likelihood, y: Tensor) -> tuple[Likelihood, Tensor, Tensor | None]:
@@ -389,17 +395,17 @@ def _split(likelihood: Likelihood, y: Tensor) -> tuple[Likelihood, Tensor, Tenso
 
 
 def _warn_of_weights(weights: Tensor) -> None:
-    """Warn of weights that may mean known noises, of which only the ratios count."""
+    """Warn of positive weights that may mean known noises, of which only the ratios count."""
     mean = float(weights.mean())
     if bool((weights != weights.round()).any()) and abs(mean - 1.0) > _MEAN_WEIGHT_TOLERANCE:
         warnings.warn(
-            f"The weights average {mean:.3g} and are not whole numbers, and the Gaussian's noise is"
-            " learned. Weighted takes a weight for the number of times that an example was seen. If"
-            " weights are 1/σ² of known noises instead, the learned noise is too small by the"
-            f" factor √{mean:.3g} = {mean**0.5:.3g}: use weights / weights.mean(), which average"
-            " 1. The noise of an example is then noise / √weight.",
+            f"The positive weights average {mean:.3g} and are not whole numbers, and the Gaussian's"
+            " noise is learned. Weighted takes a weight for the number of times that an example was"
+            " seen. If weights are 1/σ² of known noises instead, the learned noise is too small by"
+            f" the factor √{mean:.3g} = {mean**0.5:.3g}. Divide the weights by {mean:.3g}, so that"
+            " they average 1. The noise of an example is then noise / √weight.",
             EvigradWarning,
-            stacklevel=6,  # the caller of fit
+            stacklevel=7,  # the caller of fit
         )
 
 
@@ -411,18 +417,17 @@ def _columns_of_two_values(y: Tensor) -> Tensor:
 
 
 def _warn_of_two_values(y: Tensor) -> None:
-    """Warn of yes and no as real numbers, which a regression learns by heart."""
+    """Warn of yes and no as real numbers, which a regression memorizes."""
     columns = _columns_of_two_values(y).tolist()
     if columns:
-        low, high = (float(end(y[:, columns[0]])) for end in (torch.min, torch.max))
         warnings.warn(
-            f"Column {columns[0]} of the targets has only two values, {low:.4g} and {high:.4g}."
-            " A Gaussian takes them for real numbers: its noise falls toward zero, and the network"
-            ' memorizes them. For yes or no, use likelihood="bernoulli" (evigrad.likelihoods'
-            '.Bernoulli) with targets 0.0 and 1.0. For classes, use likelihood="categorical" or'
+            f"Column {columns[0]} of the targets has only two values. A Gaussian takes them"
+            " for real numbers: its noise falls toward zero, and the network memorizes them. For"
+            ' yes or no, use likelihood="bernoulli" (evigrad.likelihoods.Bernoulli) with targets'
+            ' 0.0 and 1.0. For classes, use likelihood="categorical" or'
             " evigrad.sklearn.EvidenceClassifier.",
             EvigradWarning,
-            stacklevel=6,  # the caller of fit
+            stacklevel=7,  # the caller of fit
         )
 
 
@@ -450,5 +455,5 @@ def _warn_of_scale(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
         " with scaling = evigrad.data.Scaling.of(y) of the training targets; scaling.undo(means)"
         f" are predictions in their own units. (Of targets that are right as they are, {way}.)",
         EvigradWarning,
-        stacklevel=6,  # the caller of fit
+        stacklevel=7,  # the caller of fit
     )

@@ -358,7 +358,7 @@ class Learner:
         warnings.warn(
             f"{what} Estimates can reward a transform that runs away: huge inputs make certain"
             " outputs, which have no curvature. Give the transform bounds (Transform.bounds), lower"
-            " hyper_lr, or take a kfac estimator, as kfac-100-1. Compare test data.",
+            " hyper_lr, or take a kfac estimator such as kfac-100-1. Compare test data.",
             EvigradWarning,
             stacklevel=5,
         )
