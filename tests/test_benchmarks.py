@@ -643,3 +643,23 @@ def test_checks_are_passed_before_the_clock_starts(monkeypatch):
         before = evidence.state_dict()["preparation"]["passes"]
         numbers = range(before + 1, before + passes + 1)
         assert all(number & (number - 1) for number in numbers)  # none is a power of two
+
+
+def test_recorded_numbers_are_compared(monkeypatch, tmp_path, capsys):
+    script = load_script("record_numbers", monkeypatch)
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    only = ["--only", "partition-groups"]
+    script.main([str(first), *only])
+    with pytest.raises(SystemExit) as ended:
+        script.main([str(second), *only, "--against", str(first)])
+    assert ended.value.code == 0 and "largest difference 0.0e+00" in capsys.readouterr().out
+    record = json.loads(first.read_text())
+    key, numbers = next(iter(record["partition-groups"].items()))
+    numbers[0][0] *= 1 + 1e-11
+    first.write_text(json.dumps(record))
+    with pytest.raises(SystemExit) as ended:
+        script.main([str(second), *only, "--against", str(first)])
+    assert ended.value.code == 1 and key in capsys.readouterr().out
+    assert script.difference(["InputError"], [[1.0]]) == math.inf
+    assert script.difference([[1.0, math.nan]], [[1.0, math.nan]]) == 0.0
+    assert script.difference([[1.0, math.nan]], [[1.0, 2.0]]) == math.inf
