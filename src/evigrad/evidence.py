@@ -368,10 +368,11 @@ class Evidence:
         so that weights settle elsewhere.
 
         Args:
-            optimizer: That of the weights. If it is given, no decay is larger than 1/lr: a step of
-                plain SGD with that one leads to the prior's mean, and one with more passes it, so
-                that weights which the data do not determine, with precisions without bound, would
-                diverge. Adam's steps do not.
+            optimizer: The optimizer of the weights. Set its own ``weight_decay`` to 0, which is
+                0.01 by default in ``AdamW``: if you pass the optimizer, a warning names another
+                value. No decay is then larger than 1/lr. In plain SGD a decay of 1/lr moves a
+                weight onto the prior mean in one step, and a larger one overshoots. Adam is not
+                affected.
             scale: How many times the negative log likelihood the loss is, up to a constant: 2σ²/C
                 for the mean squared error of C outputs with noise σ.
         """
@@ -653,7 +654,7 @@ class Evidence:
         """
         if (data is None) == (state is None):
             raise ConfigurationError("posterior takes the data, or state=... in their place.")
-        with torch.no_grad(), self._problem.restored_on_error():
+        with torch.no_grad(), self._failing_by_name():
             if state is not None:
                 self._check_weights()
                 return load_posterior(self._problem, with_bare_names(self.model, state))

@@ -113,9 +113,25 @@ def test_a_parameter_is_reflected_at_its_bounds(bounds, raw, value, slope) -> No
     transform.bounds = {"width": bounds}
     with torch.no_grad():
         dict(transform.named_parameters())["width"].fill_(raw)
+    transform(torch.zeros(1, 1), torch.zeros(1, 1))
     assert transform.width.item() == pytest.approx(value)
     transform.width.backward()
-    assert dict(transform.named_parameters())["width"].grad == slope
+    assert transform.get_parameter("width").grad == slope
+
+
+def test_a_parameter_with_bounds_can_be_set_and_frozen() -> None:
+    class Initialized(Widened):
+        def __init__(self) -> None:
+            super().__init__()
+            nn.init.constant_(self.width, 0.7)
+
+    transform = Initialized()
+    assert transform.width.item() == pytest.approx(0.7)
+    Averaged(nn.Linear(1, 1), transform, num_samples=2)  # from here on it is reflected
+    transform.get_parameter("width").requires_grad_(False)
+    assert not transform.width.requires_grad
+    transform.get_parameter("width").fill_(2.5)
+    assert transform.width.item() == pytest.approx(1.5)
 
 
 def test_any_optimiser_and_loop_stays_inside_of_the_bounds() -> None:
@@ -133,6 +149,7 @@ def test_the_state_has_the_parameter_itself() -> None:
     transform = Widened(1.5)
     assert transform.state_dict()["width"] == 1.5
     transform.load_state_dict({"width": torch.tensor(2.5)})
+    transform(torch.zeros(1, 1), torch.zeros(1, 1))
     assert transform.state_dict()["width"] == 2.5 and transform.width == 1.5
 
 

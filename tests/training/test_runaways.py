@@ -66,6 +66,25 @@ def test_an_estimate_of_overflown_inputs_names_the_hyperparameter(verb: str) -> 
     assert isinstance(caught.value, NotFiniteError)
 
 
+def test_a_first_call_and_a_posterior_name_the_hyperparameter_too() -> None:
+    words = rf"outputs hold NaN.*{NAME} = 1e\+04"
+    evidence = learner_of().evidence
+    fresh = Evidence(
+        evidence.model,
+        Categorical(),
+        GaussianPrior(),
+        estimator="ntk-10-1",
+        num_data=N,
+        hyperparameters=["invariance"],
+    )
+    with torch.no_grad():
+        evidence.hyperparameters()[NAME].fill_(1e4)
+    with pytest.raises(NotFiniteError, match=words):
+        fresh.estimate(X[:10], Y[:10])
+    with pytest.raises(NotFiniteError, match=words):
+        fresh.posterior((X, Y))
+
+
 @pytest.mark.parametrize("estimator", ["ntk-10-1", "kfac-10-1", "ntk-20-rows-anchored"])
 def test_steps_on_overflown_inputs_are_skipped_and_a_second_round_ends_by_name(estimator) -> None:
     learner = learner_of(estimator=estimator)

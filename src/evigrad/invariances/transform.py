@@ -22,23 +22,35 @@ class Transform(nn.Module, ABC):
 
     Attributes:
         bounds: The least and the largest value of parameters by their names, as
-            ``{"width": (0.0, 8.0)}``. One of the two may be infinite. ``self.width`` is then the
-            parameter, reflected at both bounds with a derivative of 1 or -1. So it is inside of
-            them after every step of every optimizer. ``named_parameters()`` has the parameter
-            itself, which may be outside.
+            ``{"width": (0.0, 8.0)}``. One of the two may be infinite. From the first use of the
+            transform on, ``self.width`` is the parameter reflected at both bounds, with a
+            derivative of 1 or -1. So it is inside of them after every step of every optimizer.
+            ``get_parameter("width")`` is the parameter itself, which may be outside.
     """
 
     bounds: Mapping[str, tuple[float, float]] = MappingProxyType({})
+    _is_bounded = False
 
     def __getattr__(self, name: str) -> Any:
-        """Return a parameter with bounds inside of these, and all else as ``nn.Module`` does."""
+        """Return a parameter inside its bounds, and everything else as ``nn.Module`` does."""
         value = super().__getattr__(name)
-        if name not in self.bounds or not isinstance(value, nn.Parameter):
+        # Before the first use, for example in __init__, the parameter itself is to be set.
+        if not (self._is_bounded and name in self.bounds and isinstance(value, Tensor)):
             return value
         return reflected(value, *self.bounds[name])
 
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Transform inputs by their noise; see ``forward``."""
+        self._is_bounded = True
+        return super().__call__(*arguments, **keywords)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """Return a parameter itself, without reflection; see ``nn.Module.get_parameter``."""
+        parameter = self._parameters.get(target)
+        return super().get_parameter(target) if parameter is None else parameter
+
     def check_bounds(self) -> None:
-        """Refuse bounds that are no bounds, or that no parameter is inside of.
+        """Refuse bounds that are no bounds or that a parameter is outside of; then apply them.
 
         Raises:
             ConfigurationError: If there is no parameter of a name, a lower bound is not below the
@@ -63,6 +75,7 @@ class Transform(nn.Module, ABC):
                     f"The parameter '{name}' of {type(self).__name__} is {value.tolist()}, outside"
                     f" of its bounds {(low, high)}. Start inside of them."
                 )
+        self._is_bounded = True
 
     @abstractmethod
     def sample(self, n: int, generator: torch.Generator) -> Tensor:

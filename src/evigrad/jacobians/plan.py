@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evigrad.errors import ConfigurationError, InputError, is_out_of_memory
+from evigrad.errors import (
+    ConfigurationError,
+    InputError,
+    NotFiniteOutputError,
+    is_out_of_memory,
+)
 from evigrad.inputs import DATA_MIX
 from evigrad.jacobians.arguments import (
     NO_DERIVATIVE,
@@ -217,7 +222,7 @@ def _independent_outputs(model: nn.Module, x: Tensor) -> Tensor:
         joint = model_outputs(model, x)
         alone = torch.cat([model_outputs(model, x[n : n + 1]) for n in range(len(x))])
     if not joint.isfinite().all():
-        raise InputError(
+        raise NotFiniteOutputError(
             "The model's outputs hold NaN or infinite values for these inputs, so that no"
             " derivatives can be had. Fix the inputs (a mask may leave nothing of an example), or"
             " the weights (training may have diverged)."
