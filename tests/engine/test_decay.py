@@ -62,6 +62,17 @@ def test_a_forgotten_decay_is_said_once() -> None:
     assert caught[0].filename == __file__
 
 
+def test_a_loop_that_clears_the_gradients_after_each_step() -> None:
+    evidence = evidence_of()
+    optimizer = optimizer_of(evidence)
+    evidence.backward(*data())
+    for _ in range(6):
+        train(evidence, "plain", optimizer)
+        optimizer.zero_grad()
+    with pytest.warns(EvigradWarning, match="without the prior's decay"):
+        evidence.backward(*data())
+
+
 def test_a_learner_says_it_too() -> None:
     evidence = evidence_of()
     learner = Learner(evidence, data(), Schedule(epochs=3, burn_in=1, every=1, steps=1))

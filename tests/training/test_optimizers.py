@@ -97,7 +97,7 @@ def test_adam_refuses_float16_before_training_and_other_optimisers_do_not():
     before = model.weight.detach().clone()
     arguments: dict[str, Any] = {"likelihood": "gaussian", "estimator": "map", "progress": False}
     schedule = Schedule(epochs=2)
-    with pytest.raises(ConfigurationError, match=r"float16, as 'weight', 'bias'.*model.float\(\)"):
+    with pytest.raises(ConfigurationError, match=r"float16: 'weight', 'bias'.*model.float\(\)"):
         fit(model, (x, y), schedule=schedule, **arguments)
     assert torch.equal(model.weight, before)
     sgd = Optimization(optimizer="sgd", lr=0.1)

@@ -9,6 +9,10 @@ from torch.optim import Optimizer
 from evigrad.errors import EvigradWarning, listed
 from evigrad.invariances import Averaged
 
+# Writes into a weight that initializing it and loading a checkpoint may take. A loop that sets
+# gradients to None after each step is told by more of them.
+LOADING_WRITES = 4
+
 
 class DecayWatch:
     """Watches a loop that trains the weights of an evidence, and warns once of each mistake.
@@ -45,7 +49,7 @@ class DecayWatch:
         """Warn if the weights were trained since the last call, always without the prior's decay.
 
         A weight that changed and has a gradient was trained. Without a gradient it may have been
-        loaded, as a user does who compares checkpoints.
+        loaded or initialized, which takes fewer writes than training does.
         """
         if self._is_decayed or "missing" in self._told:
             return
@@ -53,7 +57,7 @@ class DecayWatch:
         versions = [0 if w.is_inference() else w._version for w in self._weights]
         before, self._versions = self._versions, versions
         if before is None or all(
-            old == new or weight.grad is None
+            old == new or (weight.grad is None and new - old <= LOADING_WRITES)
             for old, new, weight in zip(before, versions, self._weights, strict=True)
         ):
             return

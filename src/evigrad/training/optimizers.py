@@ -45,8 +45,9 @@ def make_weight_optimizer(
             rate = settings.lr * SCALAR_RATE
             groups.append({"params": [w for w in weights.values() if id(w) in slow], "lr": rate})
         if settings.optimizer == "adam":
-            _refuse_half(weights)
-            return Adam(groups, lr=settings.lr)
+            adam = Adam(groups, lr=settings.lr)
+            _refuse_half(adam, weights)
+            return adam
         return SGD(groups, lr=settings.lr, momentum=MOMENTUM)
     optimizer = settings.optimizer(weights)
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
@@ -59,17 +60,20 @@ def make_weight_optimizer(
             "The optimiser has weight decay. The prior in the loss is the weight decay here: set"
             " weight_decay=0 and say precision=... instead."
         )
+    _refuse_half(optimizer, weights)
     return optimizer
 
 
-def _refuse_half(weights: Mapping[str, nn.Parameter]) -> None:
+def _refuse_half(optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> None:
     """Refuse weights of which Adam makes NaN by its first step, at any rate."""
+    eps = min((group["eps"] for group in optimizer.param_groups if "eps" in group), default=1.0)
     names = [name for name, weight in weights.items() if weight.dtype == torch.float16]
-    if names:
+    if names and torch.tensor(eps, dtype=torch.float16, device="cpu") == 0:
         raise ConfigurationError(
-            f"Adam cannot train weights of torch.float16, as {listed(names)}: its ε of 1e-8 is zero"
-            " in this type, and so are squares of small gradients. Call model.float(), or"
-            ' model.bfloat16(). For faster estimates in float32 use Memory(autocast="bfloat16").'
+            f"{type(optimizer).__name__} cannot train weights of torch.float16: {listed(names)}."
+            f" Its ε of {eps:g} is zero in this type, and so are squares of small gradients. Call"
+            " model.float(), or model.bfloat16(). For faster estimates in float32 use"
+            ' Memory(autocast="bfloat16").'
         )
 
 
