@@ -189,8 +189,7 @@ def test_other_passes() -> None:
         # Not a loader, whose iteration reads a number of its own from the default device.
         batches = [data[:5], data[5:]]
         of_batches = build("kfac-N-C").estimate(batches).log_evidence
-        one_graph = rounds(build("ntk-6-1", gradient="one-graph"), (X, LABELS))
-        return [estimates, of_items, of_batches, one_graph]
+        return [estimates, of_items, of_batches]
 
     assert_same(compute)
 

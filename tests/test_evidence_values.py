@@ -558,6 +558,6 @@ def test_a_model_that_mixes_its_data_is_refused() -> None:
         Mixes().double(), Categorical(), GaussianPrior(), estimator="ntk-N-C", num_data=4
     )
     x = torch.linspace(-1, 1, 12).double().reshape(4, 3)
-    with pytest.raises(ConfigurationError, match="other data of the batch"):
+    with pytest.raises(ConfigurationError, match="other examples of the batch"):
         evidence.describe(x[:1])
         evidence.estimate(x, torch.arange(4) % 3)

@@ -101,7 +101,7 @@ def test_kept_passes_see_statistics_and_fixed_noise_change() -> None:
     x = torch.randn(M, 3, dtype=torch.float64)
     likelihood = Gaussian(0.5, learnable=False)
     y = targets(likelihood, M)
-    with pytest.warns(Warning, match="normalisation"):
+    with pytest.warns(Warning, match="normalization"):
         evidence = make(model, likelihood, "ntk-7-1")
     passes = evidence.collect(x, y)
     evidence.estimate(passes)
@@ -131,7 +131,7 @@ def test_kept_passes_notice_every_write_in_place(held: str, edit: str) -> None:
     tensor = model.state_dict(keep_vars=True)[held]
     tensor.data.copy_(torch.linspace(0.3, 1.0, tensor.numel()).reshape(tensor.shape))
     x = torch.randn(M, 3, dtype=torch.float64)
-    with pytest.warns(Warning, match="normalisation"):
+    with pytest.warns(Warning, match="normalization"):
         evidence = make(model, Gaussian(), "ntk-7-1")
     passes = evidence.collect(x, targets(Gaussian(), M))
     evidence.backward(passes)

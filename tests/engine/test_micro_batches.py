@@ -336,7 +336,7 @@ def test_memory_is_measured_as_passes_run(memory: Memory | None) -> None:
         model.body = nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.Dropout())
         x = torch.randn(M, 6, dtype=torch.float64)
     model.double().train()
-    with pytest.warns(EvigradWarning, match="normalisation"):
+    with pytest.warns(EvigradWarning, match="normalization"):
         evidence = Evidence(
             model,
             Categorical(),

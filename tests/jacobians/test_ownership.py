@@ -288,13 +288,13 @@ def test_data_that_mix_in_some_batches(case: str, size: int | None) -> None:
     x[7, 1] = 4.0  # only one batch in three shows it
     if case == "neighbour" and size == 3:
         pytest.skip("two neighbours may come in one part of so few")
-    with pytest.raises(ConfigurationError, match="with the other data of"):
+    with pytest.raises(ConfigurationError, match="with the other examples of"):
         evidence_of(model, "ntk-N-C", 9, size).estimate(x, y)
     later = evidence_of(model, "ntk-N-C", 9, size)
     for _ in range(3 if case != "neighbour" else 0):
         later.estimate(x.clamp(max=2), y)
         # Not only in passes that are checked whatever they do.
-        with pytest.raises(ConfigurationError, match="with the other data of"):
+        with pytest.raises(ConfigurationError, match="with the other examples of"):
             later.estimate(x, y)
 
 
@@ -312,5 +312,5 @@ def test_close_decisions_are_no_mixing(dtype: torch.dtype) -> None:
     if dtype == torch.float32:
         check_separate(model, x, model(x), own)
         return
-    with pytest.raises(ConfigurationError, match="with the other data of"):
+    with pytest.raises(ConfigurationError, match="with the other examples of"):
         check_separate(model, x, model(x), own)

@@ -200,7 +200,7 @@ def test_outputs_of_another_shape(forward: Callable, message: str) -> None:
 def test_data_that_mix_or_chance_are_refused(forward: Callable) -> None:
     model = Function(two_layers(), forward)
     state = torch.get_rng_state()
-    with pytest.raises(ConfigurationError, match="other data of\\s+the batch"):
+    with pytest.raises(ConfigurationError, match="other examples of\\s+the batch"):
         plan(model, weights_of(model), random(5, 3))
     torch.set_rng_state(state)
 

@@ -173,7 +173,7 @@ def test_data_that_mix_are_noticed_with_one_datum() -> None:
     model = Net(lambda net, x: by_name(net, x - x.mean(0)))
     with torch.no_grad():
         model.head.weight.normal_()
-    with pytest.raises(ConfigurationError, match="other data of\\s+the batch"):
+    with pytest.raises(ConfigurationError, match="other examples of\\s+the batch"):
         plan(model, weights_of(model), random(1, 3))
 
 

@@ -130,7 +130,7 @@ def test_data_that_mix_in_larger_batches(index: int) -> None:
     model = Net(lambda net, x: plain(net, x - x.mean(0) if len(x) > 3 else x))
     x = random(5, 3)
     made = plan(model, weights_of(model), x[:3])
-    with pytest.raises(ConfigurationError, match="other data of\\s+the batch"):
+    with pytest.raises(ConfigurationError, match="other examples of\\s+the batch"):
         check(model, x, made, index)
 
 
