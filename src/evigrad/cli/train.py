@@ -345,7 +345,8 @@ def _table(
             )
     classifies = "accuracy" in next(iter(results.values())).test_metrics
     if own := next(iter(in_training.values()), None):
-        judged += f" In training it was by {own.estimator}, here on {own.blocks} blocks at the end."
+        blocks = "1 block" if own.blocks == 1 else f"{own.blocks} blocks"
+        judged += f" In training it was by {own.estimator}, here on {blocks} at the end."
     units = ""
     if data.target_mean is not None and data.target_std is not None:
         mean, deviation = data.target_mean.item(), data.target_std.item()
