@@ -26,6 +26,7 @@ from evigrad.blocks import Block
 from evigrad.curvature import ParameterPartition, partition_names
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
+from evigrad.inputs import Inputs
 from evigrad.likelihoods import Categorical, Likelihood
 
 __all__ = [
@@ -60,7 +61,7 @@ def outputs(model: nn.Module, x: Any) -> Float[Tensor, "N C"]:
         return model(**x) if isinstance(x, Mapping) else model(x)
 
 
-def jacobian(model: nn.Module, weights: Mapping[str, Tensor], x: Tensor) -> Float[Tensor, "N C P"]:
+def jacobian(model: nn.Module, weights: Mapping[str, Tensor], x: Inputs) -> Float[Tensor, "N C P"]:
     """Return J_n of every example (Eq. 3), one backward pass for each entry of the outputs.
 
     The columns follow the order of ``weights``. There is a graph into everything that f depends on.
@@ -204,7 +205,7 @@ def parameter_partition(
 def kfac_log_det(
     model: nn.Module,
     weights: Mapping[str, Tensor],
-    x: Tensor,
+    x: Inputs,
     kept: Float[Tensor, "N C C"],
     precisions: Mapping[str, Tensor],
     sharing: str = "expand",
@@ -368,7 +369,7 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _layer_factors(
-    model: nn.Module, weights: Mapping[str, Tensor], x: Tensor
+    model: nn.Module, weights: Mapping[str, Tensor], x: Inputs
 ) -> dict[str, tuple[Float[Tensor, "N T i"], Float[Tensor, "N C T o"]]]:
     """Return a_nt and G_nt of each weight matrix; several calls of a layer are more positions."""
     names = {id(w): name for name, w in weights.items()}
