@@ -10,47 +10,31 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evigrad.blocks import Block
-    from evigrad.blocks.anchors import Anchoring
-    from evigrad.engine.allocator import kept_memory
-    from evigrad.engine.evaluation import Estimate
-    from evigrad.engine.problem import ParameterReport
-    from evigrad.engine.settings import Memory
-    from evigrad.errors import EvigradError, EvigradWarning
-    from evigrad.evidence import Evidence
-    from evigrad.inputs import Outputs
-    from evigrad.posterior import Posterior, Predictive
-    from evigrad.training import FitResult, LoadedRun, TuneResult, fit, load, tune
-    from evigrad.training.bracket import Bracket, bracket
-    from evigrad.training.learner import Learner
-    from evigrad.training.settings import Laplace, Optimization, Schedule
+    from evigrad.blocks import Block as Block
+    from evigrad.blocks.anchors import Anchoring as Anchoring
+    from evigrad.engine.allocator import kept_memory as kept_memory
+    from evigrad.engine.evaluation import Estimate as Estimate
+    from evigrad.engine.problem import ParameterReport as ParameterReport
+    from evigrad.engine.settings import Memory as Memory
+    from evigrad.errors import EvigradError as EvigradError
+    from evigrad.errors import EvigradWarning as EvigradWarning
+    from evigrad.evidence import Evidence as Evidence
+    from evigrad.inputs import Outputs as Outputs
+    from evigrad.posterior import Posterior as Posterior
+    from evigrad.posterior import Predictive as Predictive
+    from evigrad.training import FitResult as FitResult
+    from evigrad.training import LoadedRun as LoadedRun
+    from evigrad.training import TuneResult as TuneResult
+    from evigrad.training import fit as fit
+    from evigrad.training import load as load
+    from evigrad.training import tune as tune
+    from evigrad.training.bracket import Bracket as Bracket
+    from evigrad.training.bracket import bracket as bracket
+    from evigrad.training.learner import Learner as Learner
+    from evigrad.training.settings import Laplace as Laplace
+    from evigrad.training.settings import Optimization as Optimization
+    from evigrad.training.settings import Schedule as Schedule
 
-__all__ = [
-    "Anchoring",
-    "Bracket",
-    "Block",
-    "Estimate",
-    "EvigradError",
-    "EvigradWarning",
-    "Evidence",
-    "FitResult",
-    "Laplace",
-    "Learner",
-    "LoadedRun",
-    "Memory",
-    "Optimization",
-    "Outputs",
-    "ParameterReport",
-    "Posterior",
-    "Predictive",
-    "Schedule",
-    "TuneResult",
-    "bracket",
-    "fit",
-    "kept_memory",
-    "load",
-    "tune",
-]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -79,6 +63,7 @@ _HOMES = {
     "load": "evigrad.training",
     "tune": "evigrad.training",
 }
+__all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __dir__() -> list[str]:
@@ -89,8 +74,8 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that exist
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:
-            globals()[name] = found = getattr(import_module(_HOMES[name]), name)
-            return found
+            globals()[name] = value = getattr(import_module(_HOMES[name]), name)
+            return value
         if find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

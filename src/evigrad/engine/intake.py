@@ -13,13 +13,13 @@ from evigrad.blocks import Block
 from evigrad.blocks.positions import PositionSource, by_target
 from evigrad.blocks.samplers import check_sampler
 from evigrad.blocks.sources import Source, as_source
-from evigrad.engine.checks import as_pair, check_block, check_inputs, not_data
+from evigrad.engine.checks import as_pair, check_block, not_data
 from evigrad.engine.cotangents import rehearse
 from evigrad.engine.kept import KeptPass, checksums
 from evigrad.engine.passes import Batch, BlockPass, new_pass
 from evigrad.engine.problem import PROBE_SIZE, InputPlan, Problem
 from evigrad.errors import InputError
-from evigrad.inputs import AtPositions, Inputs, each_once, tensors_of
+from evigrad.inputs import AtPositions, Inputs, as_inputs, each_once, tensors_of
 from evigrad.likelihoods import LIKELIHOODS
 from evigrad.likelihoods.calls import check_targets, log_probabilities
 from evigrad.likelihoods.positions import NO_TARGET, counted, is_batch, spread
@@ -190,7 +190,7 @@ def resolve(problem: Problem, x: Data, y: Tensor | None) -> BlockPass:
     if isinstance(x, Block):
         return _given_block(problem, x)
     if isinstance(x, Inputs | Mapping) or (y is not None and isinstance(x, tuple | list)):
-        return _given_subset(problem, check_inputs(x, problem.device), y)
+        return _given_subset(problem, as_inputs(x), y)
     if y is not None or isinstance(x, KeptPass | str) or not isinstance(x, Iterable):
         raise not_data(x)
     return _given_batches(problem, cast(Iterable[Batch], x))

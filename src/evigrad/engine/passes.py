@@ -33,7 +33,7 @@ from evigrad.jacobians import (
     check_separate,
     model_outputs,
 )
-from evigrad.jacobians.modes import evaluation_run
+from evigrad.jacobians.modes import evaluation_mode, model_run
 from evigrad.likelihoods.calls import check_finite
 
 Batch = tuple[Inputs, Tensor]
@@ -205,9 +205,13 @@ def _chunk(
 
 
 def evaluating(block_pass: BlockPass) -> AbstractContextManager[object]:
-    """The context of every forward pass of a block: evaluation mode and seeds."""
-    plan = block_pass.plan
-    return evaluation_run(plan.model, block_pass.seed if plan.draws_globally else None)
+    """Return the context of all passes over a block: evaluation mode and seeds.
+
+    Each forward pass in it is a ``model_run`` of its own.
+    """
+    plan, seed = block_pass.plan, block_pass.seed
+    generator = torch.Generator().manual_seed(seed) if plan.draws_globally else None
+    return evaluation_mode(plan.model, generator)
 
 
 def linearized(block_pass: BlockPass, chunk: Chunk, differentiable: bool) -> Linearization:
@@ -225,8 +229,8 @@ def linearized(block_pass: BlockPass, chunk: Chunk, differentiable: bool) -> Lin
 
 def outputs(block_pass: BlockPass, chunk: Chunk) -> Tensor:
     """The outputs (m, C) of a micro-batch, finite, with a graph where gradients are on."""
-    model = (chunk.plan or block_pass.plan).model
-    with _autocast(block_pass.problem), Recorder({}, len(chunk.x)) as recorder:
+    model, recorder = (chunk.plan or block_pass.plan).model, Recorder({}, len(chunk.x))
+    with _autocast(block_pass.problem), model_run(model), recorder:
         f = model_outputs(model, chunk.x)
     _check_outputs(chunk.plan or block_pass.plan, f)
     if block_pass.suspicious or recorder.may_mix(model):
@@ -250,7 +254,7 @@ def _check_separate(block_pass: BlockPass, chunk: Chunk, f: Tensor) -> None:
     model = (chunk.plan or block_pass.plan).model
     generator = torch.Generator().manual_seed(block_pass.seed)
     if block_pass.problem.settings.autocast is not None:  # its rounding would look like mixed data
-        with torch.no_grad():
+        with model_run(model), torch.no_grad():
             f = model_outputs(model, chunk.x)
     check_separate(model, chunk.x, f, generator)
 
