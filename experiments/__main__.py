@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from evigrad.cli.trainings import Place, place_of
+from evigrad import cli
 from evigrad.errors import ConfigurationError, EvigradError
 from experiments import kinds  # noqa: F401  # what files may name
 from experiments.checks import problems
@@ -19,6 +20,7 @@ from experiments.definition import PRESETS, Experiment, paper_experiments, read_
 from experiments.jobs import Job, Store
 from experiments.present import PAGE_PRESETS, duration, present, state_of, write_page
 from experiments.runner import missing, run
+from experiments.trainings import Place, place_of
 from experiments.work import PARTIAL, RUN
 
 _DESCRIPTION = """\
@@ -34,7 +36,11 @@ examples:
   python -m experiments fig4 --preset tiny
   python -m experiments table1 --data-dir DIR
   python -m experiments FILE.yaml --seeds 0 1       an experiment of your own
-  python -m experiments table1 --preset paper --cluster CLUSTER.yaml"""
+  python -m experiments table1 --preset paper --cluster CLUSTER.yaml
+  python -m experiments pareto --help               which estimator is worth its time, on your data
+  python -m experiments bounds --help               bounds along a hyperparameter, on your data"""
+# Modules of commands with options of their own, which are those of ``evigrad train`` and more.
+_COMMANDS = ("bounds", "pareto")
 _INTERRUPTED = 130
 _PIPE_WIDTH = 100  # of tables that no terminal shows
 
@@ -49,7 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0; 1 where a run failed; 2 for a mistake that the user can mend; 130 after
         Ctrl-C.
     """
-    options = make_parser().parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments and arguments[0] in _COMMANDS:
+        name, *others = arguments
+        command = import_module(f"experiments.{name}")
+        return cli.reported(
+            lambda: cli.run_command(command, f"python -m experiments {name}", others)
+        )
+    options = make_parser().parse_args(arguments)
     try:
         return _run(options)
     except EvigradError as error:

@@ -8,13 +8,13 @@ from torch import nn
 
 from evigrad.blocks.partitions import Partition
 from evigrad.cli.setup import choose_device, default_model, read_invariance, sizes_of
-from evigrad.cli.trainings import Place
 from evigrad.data import available, load
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimators import EstimatorSpec
 from evigrad.models import make_model
-from evigrad.training import PRECISION
+from experiments.along import PRECISION
 from experiments.jobs import WITHOUT_ESTIMATE, Job
+from experiments.trainings import Place
 
 # Of data sets that need not be loaded for it: shape of an input, classes, training data.
 SHAPES: dict[str, tuple[tuple[int, ...], int, int]] = {

@@ -13,10 +13,10 @@ import signac
 from signac.job import Job as SignacJob
 from signac.job import calc_id
 
-from evigrad.cli.trainings import resolved, stored
 from evigrad.errors import ConfigurationError
 from evigrad.training.files import replacing
 from evigrad.training.settings import BASELINES
+from experiments.trainings import resolved, stored
 
 # Of a partition, that the estimate at the end of a training is the mean of, for Figure 1 and the
 # training figures, which have trainings in common.

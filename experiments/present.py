@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 
-from evigrad.cli.trainings import stored
 from evigrad.errors import ConfigurationError
 from experiments.cases import Case, Row, coverage, rows_of, seeds_of
 from experiments.definition import (
@@ -24,6 +23,7 @@ from experiments.definition import (
     read_experiment,
 )
 from experiments.jobs import Store
+from experiments.trainings import stored
 
 PAGE_PRESETS = (PAPER, CPU, SMALL)  # that a page shows if nobody names one
 BEGIN, END = "<!-- experiments -->", "<!-- end experiments -->"

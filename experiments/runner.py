@@ -11,9 +11,9 @@ import submitit
 import yaml
 
 from evigrad import EvigradError, kept_memory
-from evigrad.cli.trainings import Place, processes
 from evigrad.errors import ConfigurationError
 from experiments.jobs import Job, Store, distinct
+from experiments.trainings import Place, processes
 from experiments.work import RUN, perform
 
 # Called with what happened to a job, in words, and how many of how many are over.

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from evigrad.cli.trainings import Place, trained
-from evigrad.training import FitResult, curves_along, evaluate_evidence, evidence_along, time_steps
+from evigrad.training import FitResult, evaluate_evidence, time_steps
+from experiments.along import curves_along, evidence_along
 from experiments.jobs import Job, Store, is_kept
+from experiments.trainings import Place, trained
 
 RUN = "run"  # the folder of a training inside that of its job
 PARTIAL = "partial.json"  # what is done of a curve

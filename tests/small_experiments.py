@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from evigrad.cli.trainings import Place
 from experiments.definition import Experiment, make_experiment
 from experiments.kinds import Bounds
+from experiments.trainings import Place
 
 TRAINING: dict[str, Any] = {
     "data": "digits",

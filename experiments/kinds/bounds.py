@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from evigrad import plots
 from evigrad.estimators import EstimatorSpec
-from evigrad.training import make_grid
+from experiments.along import make_grid
 from experiments.cases import Case, Mean, Row
 from experiments.definition import Experiment, Options
 from experiments.jobs import curve, curves, training

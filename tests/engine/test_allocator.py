@@ -152,7 +152,7 @@ def test_a_command_keeps_memory(options_set, capsys):
 
 
 def test_a_training_of_many_keeps_memory(options_set, tmp_path):
-    trainings = pytest.importorskip("evigrad.cli.trainings")
+    trainings = pytest.importorskip("experiments.trainings")
 
     def work(config, place):
         assert options_set == [allocator._KEEPING]

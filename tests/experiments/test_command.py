@@ -6,10 +6,10 @@ import pytest
 import yaml
 from small_experiments import BOUNDS, TRAINING
 
-from evigrad.cli.trainings import place_of
 from experiments.__main__ import main
 from experiments.definition import paper_experiments, read_experiment
 from experiments.jobs import Store
+from experiments.trainings import place_of
 
 
 def run(*arguments, code=0):

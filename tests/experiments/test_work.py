@@ -11,13 +11,13 @@ import yaml
 from small_experiments import TRAINING, bounds, place_in
 
 from evigrad.cli import main
-from evigrad.cli.trainings import trained
 from evigrad.errors import ConfigurationError
 from evigrad.training.files import sole_writer
 from experiments import runner
 from experiments.jobs import Store, evaluation, timing, training
 from experiments.present import present, state_of
 from experiments.runner import attempt, cluster_executor, missing, run
+from experiments.trainings import trained
 from experiments.work import RUN, perform
 
 

@@ -3,7 +3,7 @@
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -33,31 +33,34 @@ _DESCRIPTION = (
 # imported on demand: it needs PyTorch, whose import would delay the overview.
 COMMANDS = {
     "train": "Train a network, learn its weight decay for each layer and its invariances",
-    "pareto": "Compare estimators: tightness over time (Figure 1 of the paper)",
-    "bounds": "Draw bounds along a hyperparameter (Figures 3 to 6 of the paper)",
     "report": "Make a page of figures and tables of a run",
     "doctor": "Show what an estimator does with each parameter of a network, and its cost",
 }
 
-# Of a command of earlier versions.
-_MOVED = (
-    "The paper's figures and tables are no part of the installed package any more. In a checkout of"
-    " evigrad's source: python -m experiments fig4, and python -m experiments --list for what"
-    " there is."
-)
+# Commands of earlier versions.
+_MOVED = {
+    "reproduce": "python -m experiments fig4, and python -m experiments --list for what there is",
+    "pareto": "python -m experiments pareto, with the same options",
+    "bounds": "python -m experiments bounds, with the same options",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Run ``evigrad``.
 
     Args:
         argv: The arguments after the program's name. Default: those of the process.
 
     Returns:
-        The exit code: 0, 2 for a mistake that the user can mend, 130 after Ctrl-C, 143 where
+        The exit code: 0, 2 for a mistake that the user can mend, 130 after Ctrl-C, 143 if
         the process was asked to end.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return reported(lambda: run(arguments))
+
+
+def reported(work: Callable[[], int]) -> int:
+    """Return the exit code of ``work``, with warnings and errors as a user should read them."""
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         words = "The command line needs more packages than the library: pip install 'evigrad[all]'"
         print(f"{words} ({', '.join(missing)} missing).", file=sys.stderr)
@@ -80,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.simplefilter("always", EvigradWarning)
         warnings.showwarning = show_warning
         try:
-            return run(arguments)
+            return work()
         except EvigradError as error:
             # Mistakes are those of all processes, and one says them.
             if is_first_process() or isinstance(error, RankError):
@@ -113,23 +116,38 @@ def run(arguments: Sequence[str]) -> int:
         print(f"{_PROGRAM} {evigrad.__version__}")
         return 0
     name = arguments[0]
-    if name == "reproduce":
-        raise ConfigurationError(_MOVED)
+    if name in _MOVED:
+        raise ConfigurationError(
+            f"'{name}' is not part of the installed package any more. In a checkout of evigrad's"
+            f" source: {_MOVED[name]}."
+        )
     if name not in COMMANDS:
         raise ConfigurationError(
             f"There is no command '{name}'.{nearest(name, COMMANDS)} See {_PROGRAM} --help."
         )
-    return _run_command(name, arguments[1:])
+    return run_command(module_of(name), f"{_PROGRAM} {name}", arguments[1:])
 
 
-def _run_command(name: str, arguments: Sequence[str]) -> int:
+def run_command(command: ModuleType, program: str, arguments: Sequence[str]) -> int:
+    """Run a subcommand.
+
+    Args:
+        command: A module with ``make_parser()`` and ``run(parser, options)``.
+        program: What the user types to call it.
+        arguments: What follows.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigurationError: If the arguments are wrong.
+    """
     # Not above: the overview does not wait for a parser of options either.
     from evigrad.cli.parser import CommandLineError, check_needs, check_null, explain, with_hyphens
     from evigrad.cli.resume import resumed_configuration
     from evigrad.engine.allocator import kept_memory
 
     arguments = with_hyphens(arguments)
-    command = module_of(name)
     parser = command.make_parser()
     try:
         options = parser.parse_args(list(arguments))
@@ -140,7 +158,7 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
         if not file:
             check_needs(parser, options, arguments)
     except CommandLineError as error:
-        mistake = explain(str(error), parser, f"{_PROGRAM} {name}")
+        mistake = explain(str(error), parser, program)
         raise mistake from error
     except UnicodeDecodeError as error:
         raise ConfigurationError(

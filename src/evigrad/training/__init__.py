@@ -1,6 +1,5 @@
 """Training: the interleaved scheme of weights and hyperparameters, and what it records."""
 
-from evigrad.training.along import PRECISION, curves_along, evidence_along, make_grid
 from evigrad.training.evaluation import (
     EvidenceValue,
     describe_estimator,
@@ -18,22 +17,18 @@ from evigrad.training.tune import TuneResult, tune
 
 __all__ = [
     "EvidenceValue",
-    "PRECISION",
     "FitResult",
     "LoadedRun",
     "Run",
     "RunDirectory",
     "Settings",
     "TuneResult",
-    "curves_along",
     "describe_estimator",
     "evaluate",
     "evaluate_evidence",
-    "evidence_along",
     "fit",
     "learns_likelihood",
     "load",
-    "make_grid",
     "prepare",
     "read_metrics",
     "tight_estimator",

@@ -1,4 +1,4 @@
-"""``evigrad pareto``: which estimator is worth its time, on one's own data and network."""
+"""``python -m experiments pareto``: which estimator is worth its time on your data and network."""
 
 import math
 from dataclasses import asdict, replace
@@ -8,7 +8,6 @@ from typing import Any
 from jsonargparse import Namespace
 
 from evigrad import plots
-from evigrad.cli import trainings
 from evigrad.cli.messages import show
 from evigrad.cli.parser import Options, Parser, add_list
 from evigrad.cli.train import add_training, folder_name
@@ -17,6 +16,7 @@ from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from evigrad.training import evaluate_evidence
 from evigrad.training.evaluation import time_steps
+from experiments import trainings
 
 _DESCRIPTION = """\
 Train with each of some estimators, and show the log evidence at the end by the estimator itself
@@ -25,10 +25,11 @@ frontier of those that no other one beats in both, full-batch estimators in blac
 bound is one of the family. All other options are those of evigrad train.
 
 examples:
-  evigrad pareto                                    digits, a small network
-  evigrad pareto --estimators ntk-100-1 kfac-100-1 ntk-400-rows-anchored --judge ntk-400-C
-  evigrad pareto --data mnist:rotated180 --subset 1000 --model mininet --invariance rotation \\
-      --estimators ntk-100-1 kfac-100-1 --epochs 20"""
+  python -m experiments pareto                                    digits, a small network
+  python -m experiments pareto --judge ntk-400-C \\
+      --estimators ntk-100-1 kfac-100-1 ntk-400-rows-anchored
+  python -m experiments pareto --data mnist:rotated180 --subset 1000 --model mininet \\
+      --invariance rotation --estimators ntk-100-1 kfac-100-1 --epochs 20"""
 
 ESTIMATORS = (
     *("ntk-50-1", "ntk-200-1", "ntk-20-C", "ntk-50-C"),
@@ -40,8 +41,8 @@ _BLOCKS = 30
 
 
 def make_parser() -> Parser:
-    """The options of ``evigrad pareto``."""
-    parser = Parser(description=_DESCRIPTION, usage="evigrad pareto [options]")
+    """Return the options of the command."""
+    parser = Parser(description=_DESCRIPTION, usage="python -m experiments pareto [options]")
     group = parser.add_argument_group("what to compare")
     add_list(group, "--estimators", str, ESTIMATORS, "Estimators.")
     add_list(group, "--seeds", int, [0], "Each is a training of its own for each estimator.")

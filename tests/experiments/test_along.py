@@ -12,8 +12,9 @@ from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Categorical
 from evigrad.likelihoods.weighted import Weighted
 from evigrad.priors import GaussianPrior
-from evigrad.training import along, curves_along, evidence_along, make_grid, time_steps
-from evigrad.training.along import served_together
+from evigrad.training import time_steps
+from experiments import along
+from experiments.along import curves_along, evidence_along, make_grid, served_together
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""``evigrad bounds``: bounds along a hyperparameter, on one's own data and network."""
+"""``python -m experiments bounds``: bounds along a hyperparameter, on your data and network."""
 
 import math
 from statistics import fmean
@@ -8,7 +8,6 @@ from jsonargparse import Namespace
 
 from evigrad import plots
 from evigrad.blocks.partitions import Partition
-from evigrad.cli import trainings
 from evigrad.cli.messages import show
 from evigrad.cli.parser import Options, Parser, add_list, chosen
 from evigrad.cli.train import add_training, folder_name
@@ -16,7 +15,8 @@ from evigrad.engine.evaluation import standard_error
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.estimators import EstimatorSpec
 from evigrad.invariances import GENERATORS
-from evigrad.training.along import PRECISION, curves_along, make_grid, served_together
+from experiments import trainings
+from experiments.along import PRECISION, curves_along, make_grid, served_together
 
 _DESCRIPTION = """\
 Train a network once, with --estimator, and evaluate bounds on its log evidence along one
@@ -24,18 +24,19 @@ hyperparameter, the weights being fixed, as in Figures 3 to 6 of the paper: the 
 of a partition and its standard error. All other options are those of evigrad train.
 
 examples:
-  evigrad bounds --subset 200
-  evigrad bounds --curves full-N-C kfac-N-C diag-N-C --log-grid --start 0.01 --stop 100
-  evigrad bounds --data mnist:rotated180 --subset 250 --model mininet --invariance rotation \\
-      --along rotation"""
+  python -m experiments bounds --subset 200
+  python -m experiments bounds --curves full-N-C kfac-N-C diag-N-C --log-grid \\
+      --start 0.01 --stop 100
+  python -m experiments bounds --data mnist:rotated180 --subset 250 --model mininet \\
+      --invariance rotation --along rotation"""
 
 CURVES = ("ntk-10-C", "ntk-50-C", "ntk-100-C")
 _TYPES: dict[str, Any] = {"along": Literal[(PRECISION, *GENERATORS)]}  # type: ignore[valid-type]
 
 
 def make_parser() -> Parser:
-    """The options of ``evigrad bounds``."""
-    parser = Parser(description=_DESCRIPTION, usage="evigrad bounds [options]")
+    """Return the options of the command."""
+    parser = Parser(description=_DESCRIPTION, usage="python -m experiments bounds [options]")
     group = parser.add_argument_group("what to draw")
     add_list(group, "--curves", str, CURVES, "Estimators, a curve for each.")
     add_list(group, "--seeds", int, [0], "Each is a training of its own.")
