@@ -267,7 +267,6 @@ def test_the_version(capsys):
         ("train --device gpu", "'gpu' cannot be used here. A GPU's name is cuda."),
         ("train --threads 0", "threads must be at least 1"),
         ("train --threads 1000000", "threads must be at most 1024, not 1000000"),
-        ("bounds --threads 1000000", "threads must be at most 1024, not 1000000"),
         ("train --seed -1", "seed must be at least 0, not -1"),
         (f"train --seed {2**64}", "seed must be at most"),
         *[
@@ -345,9 +344,7 @@ IDLE = [
     ("train --initial-range 0.2", "--invariance", "--invariance rotation"),
     ("train --no-learn-invariance", "--invariance", "--invariance rotation"),
     ("doctor --samples 3", "--invariance or --flip", "--flip"),
-    ("bounds --average probabilities", "--invariance or --flip", "--invariance shear"),
     ("train --hyper-every 1", "--invariance that is learned", "--invariance rotation"),
-    ("pareto --hyper-steps 3 --flip", "--invariance that is learned", "--invariance rotation"),
     ("train --hyper-lr 0.1", "--invariance that is learned", "--invariance rotation"),
     *[
         (f"train --estimator map --{option}", "estimator", "--estimator kfac-N-C")
@@ -369,8 +366,6 @@ IDLE = [
     ],
     ("train --prior-update fixed_point --prior-lr 0.3", "noise", "--likelihood gaussian"),
     ("train --sharing reduce", "kfac", "--estimator kfac-N-C"),
-    ("pareto --estimators ntk-9-1 ntk-8-1 --sharing reduce", "kfac", "--estimators kfac-N-C"),
-    ("bounds --parameter-partition module", "blockdiag", "--estimator blockdiag-N-C"),
     ("train --rows-dtype bfloat16 --estimator kfac-N-C", "ntk", "--estimator ntk-N-C"),
     ("train --estimator full-N-C --rows-device cpu", "ntk", "--estimator ntk-N-C"),
 ]

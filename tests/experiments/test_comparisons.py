@@ -10,7 +10,9 @@ pytest.importorskip("rich")
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
+from evigrad.cli.parser import check_needs
 from evigrad.errors import ConfigurationError
+from experiments import bounds, pareto
 from experiments.__main__ import main
 from experiments.trainings import kept, resolved
 
@@ -37,6 +39,7 @@ def run(*arguments, code=0):
         (("bounds", "--start", 2, "--stop", 1), "A grid goes up, not from 2 to 1"),
         (("bounds", "--points", 1), "2 points or more"),
         (("bounds", "--jobs", 0), "jobs must be at least 1"),
+        (("bounds", "--threads", 1000000), "threads must be at most 1024, not 1000000"),
         (("bounds", "--curves", "ntk-50-C", *QUICK), "'ntk-50-C' asks for"),
     ],
 )
@@ -44,6 +47,24 @@ def test_mistakes(arguments, words, capsys, tmp_path):
     run(*arguments, "--results", tmp_path / "r", code=2)
     assert words in capsys.readouterr().err
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "typed", "needed", "more"),
+    [
+        (bounds, "--average probabilities", "--invariance or --flip", "--invariance shear"),
+        (bounds, "--parameter-partition module", "blockdiag", "--estimator blockdiag-N-C"),
+        (pareto, "--hyper-steps 3 --flip", "--invariance that is", "--invariance rotation"),
+        (pareto, "--estimators ntk-9-1 ntk-8-1 --sharing reduce", "kfac", "--estimators kfac-N-C"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(command, typed, needed, more, capsys):
+    run(command.__name__.rpartition(".")[2], *typed.split(), code=2)
+    error = capsys.readouterr().err
+    assert "would be ignored: it is of use only with" in error and needed in error
+    arguments = [*typed.split(), *more.split()]
+    parser = command.make_parser()
+    check_needs(parser, parser.parse_args(arguments), arguments)
 
 
 def test_bounds_of_two_seeds(capsys, tmp_path):
