@@ -453,11 +453,12 @@ def _computing(model: nn.Module, x: Tensor) -> Iterator[None]:
 def _verdict(copied: _Copy, x: Tensor, function: str, tensors: Sequence[nn.Parameter]) -> _Verdict:
     """The verdict of ``_RandomSums``; a difference counts only if other random numbers show it."""
     with _computing(copied[0], x):
-        sums = [_RandomSums(copied, x, seed) for seed in range(2)]
-        first = sums[0].verdict(getattr(sums[0], function), tensors)
+        sums = _RandomSums(copied, x, seed=0)
+        first = sums.verdict(getattr(sums, function), tensors)
         if not first.differs:
             return first
-        second = sums[1].verdict(getattr(sums[1], function), tensors)
+        sums = _RandomSums(copied, x, seed=1)
+        second = sums.verdict(getattr(sums, function), tensors)
     return second if second.differs else second._replace(differs=None)
 
 

@@ -32,6 +32,8 @@ _WARNED_OF: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 _SPECIAL = (nn.RNNBase, nn.Embedding, nn.EmbeddingBag)
 
 _CONTAINERS = (dict, list, set, deque)
+# Types of most entries, which hold nothing: the walk over a model is part of every pass.
+_ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), Tensor, nn.Parameter})
 # How deep nested containers are searched.
 _DEPTH = 8
 
@@ -209,7 +211,8 @@ def _holders(model: nn.Module) -> list[Any]:
         elif not isinstance(value, tuple):
             continue
         entries = value.values() if isinstance(value, dict) else value
-        stack.extend((entry, depth + 1) for entry in entries)
+        if entries:
+            stack += [(entry, depth + 1) for entry in entries if type(entry) not in _ATOMS]
     return found
 
 
@@ -235,6 +238,8 @@ def held_tensors(model: nn.Module) -> list[Tensor]:
 
 def _contents(container: Any) -> list[Any]:
     """The entries, to be compared by identity."""
+    if not container:
+        return []
     return [*container, *container.values()] if isinstance(container, dict) else [*container]
 
 
@@ -257,6 +262,8 @@ def _unchanged_attributes(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for holder, then in before:
+            if not holder and not then:  # as most hooks of most modules
+                continue
             now = _contents(holder)
             if len(now) != len(then) or not all(map(is_, now, then)):
                 _put_back(holder, then)
