@@ -72,13 +72,18 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def public_names(package: str) -> list[str]:
-    """The public names of a package: its ``__all__``, or the public classes of a module."""
+    """Return the public names of a package: its ``__all__``, or a module's public classes.
+
+    ``evigrad`` itself lists them once, with the modules that they come from.
+    """
     place = ROOT / "src" / Path(*package.split("."))
     file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
     body = ast.parse(file.read_text()).body
     for statement in body:
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
-            return ast.literal_eval(statement.value)
+        if not isinstance(statement, ast.Assign):
+            continue
+        if ast.unparse(statement.targets[0]) in ("__all__", "_HOMES"):
+            return list(ast.literal_eval(statement.value))
     return [s.name for s in body if isinstance(s, ast.ClassDef) and s.name[0] != "_"]
 
 

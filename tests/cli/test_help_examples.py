@@ -40,7 +40,7 @@ SHORTER = {
     "bounds --curves": f"{MANY} --estimator ntk-20-1 --points 2",
     "bounds --data mnist": f"{MANY} --estimator ntk-9-1 --points 2 --curves ntk-9-C --samples 2",
     "pareto": f"{MANY} --estimators ntk-20-1 kfac-N-C",
-    "pareto --estimators": f"{MANY} --model mlp --estimators ntk-9-1 ntk-9-rows-anchored"
+    "pareto --judge": f"{MANY} --model mlp --estimators ntk-9-1 ntk-9-rows-anchored"
     " --judge ntk-9-C",
     "pareto --data mnist": f"{MANY} --estimators ntk-9-1 kfac-9-1 --samples 2",
     "report": "",
