@@ -6,6 +6,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,11 @@ def state_of(experiment: Experiment, store: Store) -> tuple[int, int, float]:
 
 def shown_in(experiment: Experiment, store: Store) -> Path:
     """The folder of an experiment's figure and tables."""
-    return store.path / "shown" / experiment.name / experiment.preset
+    return _folder_of(experiment.name, experiment.preset, store)
+
+
+def _folder_of(name: str, preset: str, store: Store) -> Path:
+    return store.path / "shown" / name / preset
 
 
 def present(experiment: Experiment, store: Store) -> Shown:
@@ -139,6 +144,10 @@ def _enumerated(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + more
 
 
+# Reading an experiment takes a tenth of a second, and a page names all of them.
+_as_published = cache(read_experiment)
+
+
 def write_page(page: Path, store: Store, presets: Sequence[str] = PAGE_PRESETS) -> list[str]:
     """Put all that was run into a page of Markdown, and its figures beside it.
 
@@ -166,7 +175,7 @@ def write_page(page: Path, store: Store, presets: Sequence[str] = PAGE_PRESETS) 
             if command in sections:
                 found.append(preset)
                 parts.append(sections[command])
-        experiment = read_experiment(name)
+        experiment = _as_published(name)
         if not found:
             left.append(f"`{name}` ({experiment.shows or experiment.title})")
             continue
@@ -205,16 +214,16 @@ def _read_page(page: Path) -> tuple[str, dict[str, str], str]:
 
 def _if_shown(name: str, preset: str, store: Store) -> Experiment | None:
     """One that was shown before, and still is: some of its jobs may be those of another one."""
+    summary = _folder_of(name, preset, store) / _SUMMARY
+    if not summary.exists():  # which is quicker to see than to read the experiment
+        return None
     try:
         experiment = read_experiment(name, preset)
-    except ConfigurationError:  # it has no such preset
+    except ConfigurationError:  # it has no such preset any more
         return None
-    summary = shown_in(experiment, store) / _SUMMARY
-    if not summary.exists():
-        return None
-    wanted = stored(summary).get(_WANTED, experiment.seeds)
-    if wanted != experiment.seeds:  # seeds of panels or blocks of their own stay where nobody asks
-        experiment = experiment.with_seeds(wanted)
+    seeds = stored(summary).get(_WANTED, experiment.seeds)
+    if seeds != experiment.seeds:  # seeds of panels or blocks of their own stay where nobody asks
+        experiment = experiment.with_seeds(seeds)
     cases = experiment.cases()
     return experiment if not cases or rows_of(cases, store) else None
 

@@ -61,6 +61,7 @@ def test_finished_runs_are_written_once_and_whole(monkeypatch, tmp_path):
         results.read()
 
 
+@pytest.mark.long
 def test_invariance_learning(monkeypatch, tmp_path, capsys):
     script = load_script("invariance_learning", monkeypatch)
     estimators = ("ntk-10-1",)
@@ -404,6 +405,7 @@ def test_spans(monkeypatch):
     assert script.spans([5, 0, 2, 1]) == "0-2, 5" and script.spans([3]) == "3"
 
 
+@pytest.mark.long
 def test_first_run(monkeypatch, tmp_path):
     pytest.importorskip("jsonargparse")
     pytest.importorskip("mlxtend")
@@ -437,6 +439,7 @@ def test_first_run(monkeypatch, tmp_path):
     assert (tmp_path / "first_run.csv").read_text() == before
 
 
+@pytest.mark.long
 def test_start(monkeypatch, tmp_path):
     script = load_script("start", monkeypatch)
     monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=3, eval_every=0))
@@ -537,6 +540,7 @@ def test_criteria_is_a_table_of_its_runs(monkeypatch, tmp_path, capsys):
     assert "| leave-one-out |" in printed and "| digits: fixed point |" in printed
 
 
+@pytest.mark.long
 def test_rotated(monkeypatch, tmp_path):
     script = load_script("rotated", monkeypatch)
     data = script.load("digits:rotated180", subset=30, seed=0).with_test_subset(20)
@@ -559,6 +563,7 @@ def test_rotated(monkeypatch, tmp_path):
     assert page.read_text().count("\n| ") == 1 + len(script.ROWS)
 
 
+@pytest.mark.long
 def test_transfer(monkeypatch, tmp_path):
     script = load_script("transfer", monkeypatch)
     generator = torch.Generator().manual_seed(0)
@@ -612,6 +617,7 @@ def test_transfer(monkeypatch, tmp_path):
         assert torch.equal(model.state_dict()[name], weight)
 
 
+@pytest.mark.long
 def test_step_cost_of_two_trees(monkeypatch, tmp_path, capsys):
     script = load_script("step_cost", monkeypatch)
     table = tmp_path / "table.csv"

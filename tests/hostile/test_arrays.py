@@ -61,7 +61,7 @@ def network(outputs: int) -> nn.Module:
         return nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, outputs))
 
 
-@hostile(problems(), 300, 6_000)
+@hostile(problems(), 100, 6_000)
 def test_estimates_are_finite_or_refused(tmp_path: Path, problem: Any) -> None:
     x, y, likelihood, name = problem
     with errors_of_ours():

@@ -92,12 +92,12 @@ def test_plain_values_are_read(tmp_path: Path) -> None:
     assert read(tmp_path, b"epochs: 3\nlr: 1e-3\ndata: 'yes'\ncompare_map: no\nlikelihood: null\n")
 
 
-@hostile(mutated(VALID), 150, 4_000, 0.15)
+@hostile(mutated(VALID), 60, 4_000, 0.15)
 def test_mutated_files(tmp_path: Path, content: bytes) -> bool:
     return read(tmp_path, content)
 
 
-@hostile(st.dictionaries(st.sampled_from(OPTIONS), values(), max_size=3), 150, 4_000, 0.05)
+@hostile(st.dictionaries(st.sampled_from(OPTIONS), values(), max_size=3), 60, 4_000, 0.05)
 def test_options_of_any_value(tmp_path: Path, options: dict[str, Any]) -> bool:
     begins = read(tmp_path, json.dumps(options).encode())
     with errors_of_ours():

@@ -105,7 +105,7 @@ def test_names_are_shown_and_never_run(tmp_path: Path) -> None:
             ).map(lambda found: json.dumps(found).encode()),
         ),
     ),
-    150,
+    60,
     4_000,
     0.2,
 )
