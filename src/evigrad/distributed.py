@@ -65,20 +65,20 @@ class Ranks:
             raise ConfigurationError(
                 "There is no process group yet: call torch.distributed.init_process_group first."
             )
-        given: Any = group
-        if hasattr(given, "get_group"):
-            if given.ndim != 1:
+        process_group: Any = group
+        if hasattr(process_group, "get_group"):
+            if process_group.ndim != 1:
                 raise ConfigurationError(
-                    f"The device mesh has {given.ndim} dimensions: give the one over the replicas,"
-                    " as mesh['replicas']."
+                    f"The device mesh has {process_group.ndim} dimensions: give the one over the"
+                    " replicas, as mesh['replicas']."
                 )
-            given = given.get_group()
-        if not isinstance(given, distributed.ProcessGroup):
+            process_group = process_group.get_group()
+        if not isinstance(process_group, distributed.ProcessGroup):
             raise ConfigurationError(
-                f"process_group is a process group or a device mesh, not {given!r}: say"
+                f"process_group is a process group or a device mesh, not {process_group!r}: say"
                 " torch.distributed.group.WORLD in a process that is one of it."
             )
-        group = given
+        group = process_group
         self._group = group
         self.rank, self.count = distributed.get_rank(group), distributed.get_world_size(group)
         if distributed.get_backend(group) == "nccl":
@@ -92,7 +92,7 @@ class Ranks:
     def part(self, count: int, rank: int | None = None) -> slice:
         """A rank's part of ``count`` things, or this one's; the first may be longer by one."""
         first = self.rank if rank is None else rank
-        start, stop = (-(-count * each // self.count) for each in (first, first + 1))
+        start, stop = (-(-count * index // self.count) for index in (first, first + 1))
         return slice(start, stop)
 
     # ------------------------------------------------------------ tensors
@@ -104,16 +104,16 @@ class Ranks:
         """
         if self.count == 1:
             return list(tensors)
-        found = [tensor.detach() for tensor in tensors]
-        for dtype in dict.fromkeys(tensor.dtype for tensor in found):
-            chosen = [i for i, tensor in enumerate(found) if tensor.dtype == dtype]
-            flat = torch.cat([found[i].reshape(-1).to(self._place) for i in chosen])
+        sums = [tensor.detach() for tensor in tensors]
+        for dtype in dict.fromkeys(tensor.dtype for tensor in sums):
+            chosen = [i for i, tensor in enumerate(sums) if tensor.dtype == dtype]
+            flat = torch.cat([sums[i].reshape(-1).to(self._place) for i in chosen])
             with self._contact():
                 distributed.all_reduce(flat, group=self._group)
             self.sent += 2 * flat.nbytes * (self.count - 1) // self.count
-            for i, own in zip(chosen, flat.split([found[i].numel() for i in chosen]), strict=True):
-                found[i] = own.reshape(found[i].shape).to(found[i].device)
-        return found
+            for i, part in zip(chosen, flat.split([sums[i].numel() for i in chosen]), strict=True):
+                sums[i] = part.reshape(sums[i].shape).to(sums[i].device)
+        return sums
 
     def any(self, value: bool) -> bool:
         """Whether a value is true on a rank; raises what another rank has raised before."""
@@ -124,11 +124,11 @@ class Ranks:
         if self.count == 1:
             return [tensor]
         length = torch.tensor([len(tensor)], device=self._place)
-        lengths = [int(each) for each in self._gathered(length)]
+        lengths = [int(n) for n in self._gathered(length)]
         padded = tensor.new_zeros(max(lengths), *tensor.shape[1:], device=self._place)
         padded[: len(tensor)] = tensor.detach()
         parts = self._gathered(padded)
-        return [part[:own].to(tensor.device) for part, own in zip(parts, lengths, strict=True)]
+        return [part[:size].to(tensor.device) for part, size in zip(parts, lengths, strict=True)]
 
     def share(self, tensors: Sequence[Tensor]) -> None:
         """Give the values of rank 0 to all ranks, in place."""
@@ -159,11 +159,11 @@ class Ranks:
         return torch.load(BytesIO(content.numpy().tobytes()), "cpu", weights_only=True)
 
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(tensor) for _ in range(self.count)]
+        tensors = [torch.empty_like(tensor) for _ in range(self.count)]
         with self._contact():
-            distributed.all_gather(found, tensor, group=self._group)
+            distributed.all_gather(tensors, tensor, group=self._group)
         self.sent += tensor.nbytes * (self.count - 1)
-        return found
+        return tensors
 
     # ------------------------------------------------------------ errors
 
@@ -197,11 +197,15 @@ class Ranks:
                 vars(error)[_TOLD] = True
                 self._exchange(f"{type(error).__name__}: {error}".encode()[:_TEXT], 0)
             raise
-        own = [_digest(value) for value in alike.values()]
-        if len(set(self._exchange(b"", _digest(own)))) == 1:
+        digests = [_digest(value) for value in alike.values()]
+        if len(set(self._exchange(b"", _digest(digests)))) == 1:
             return
-        found = torch.stack(self.gather(torch.tensor(own, device="cpu")))
-        names = [n for n, same in zip(alike, (found == found[0]).all(0), strict=True) if not same]
+        rank_digests = torch.stack(self.gather(torch.tensor(digests, device="cpu")))
+        names = [
+            n
+            for n, same in zip(alike, (rank_digests == rank_digests[0]).all(0), strict=True)
+            if not same
+        ]
         raise ConfigurationError(
             f"The {self.count} ranks differ in the {', '.join(names)}: all have to make"
             " the same calls, with the same model, data and settings."
@@ -219,8 +223,8 @@ class Ranks:
             if not text:
                 raise RankError(
                     "; ".join(
-                        f"Rank {rank} failed with {bytes(own.tolist()).decode(errors='replace')}"
-                        for rank, own in enumerate(texts)
+                        f"Rank {rank} failed with {bytes(reason.tolist()).decode(errors='replace')}"
+                        for rank, reason in enumerate(texts)
                         if lengths[rank]
                     )
                 )

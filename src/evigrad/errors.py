@@ -81,7 +81,7 @@ class EvigradWarning(UserWarning):
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
     """``" Did you mean 'x'?"`` for the nearest candidate; an empty string if none is close."""
-    best = max(candidates, key=lambda each: _likeness(name, each), default="")
+    best = max(candidates, key=lambda candidate: _likeness(name, candidate), default="")
     return f" Did you mean '{best}'?" if _likeness(name, best) else ""
 
 

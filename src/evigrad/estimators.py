@@ -113,14 +113,14 @@ class EstimatorSpec:
 
     def __post_init__(self) -> None:
         """Refuse combinations without a meaning, whichever way the spec was made."""
-        for kind, value, known in (
+        for kind, value, choices in (
             ("structure", self.structure, STRUCTURES),
             ("curvature", self.curvature, CURVATURES),
         ):
-            if value not in known:
+            if value not in choices:
                 raise ConfigurationError(
-                    f"unknown {kind} {value!r}; known are {', '.join(known)}."
-                    f"{nearest(str(value), known)}"
+                    f"unknown {kind} {value!r}; known are {', '.join(choices)}."
+                    f"{nearest(str(value), choices)}"
                 )
         for part, size in (("SUBSET", self.subset), ("OUTPUTS", self.outputs)):
             if size is not None and size < 1:
@@ -149,7 +149,7 @@ class EstimatorSpec:
             )
         if self.curvature == "hessian":
             if not self.facts.takes_hessian:
-                able = listed([name for name, each in STRUCTURES.items() if each.takes_hessian])
+                able = listed([name for name, facts in STRUCTURES.items() if facts.takes_hessian])
                 raise ConfigurationError(
                     f"'hessian' needs one of the structures {able}: the exact Hessian has no rows "
                     f"that '{self.structure}' could use."
@@ -209,25 +209,25 @@ class EstimatorSpec:
 
     @classmethod
     def _read(cls, name: str) -> "EstimatorSpec":
-        structure, *rest = name.split("-")
+        structure, *parts = name.split("-")
         if structure not in STRUCTURES:
             raise ConfigurationError(
                 f"unknown structure {structure!r}; known are {', '.join(STRUCTURES)}."
             )
-        if not rest:
+        if not parts:
             raise ConfigurationError(
                 "SUBSET and OUTPUTS are missing, "
                 f"as in '{structure}-100-1', '{structure}-100-C' or '{structure}-N-C'."
             )
-        subset = _read_size("SUBSET", rest[0], "N")
-        if len(rest) == 1 or rest[1] in MODIFIERS:
+        subset = _read_size("SUBSET", parts[0], "N")
+        if len(parts) == 1 or parts[1] in MODIFIERS:
             raise ConfigurationError(
-                f"OUTPUTS is missing, as in '{structure}-{rest[0]}-1' (one output drawn for each "
-                f"block) or '{structure}-{rest[0]}-C' (all outputs)."
+                f"OUTPUTS is missing, as in '{structure}-{parts[0]}-1' (one output drawn for each "
+                f"block) or '{structure}-{parts[0]}-C' (all outputs)."
             )
-        rows = rest[1] == "rows"
-        outputs = None if rows else _read_size("OUTPUTS", rest[1], "C")
-        return cls(structure, subset, outputs, rows, **_read_modifiers(rest[2:]))
+        rows = parts[1] == "rows"
+        outputs = None if rows else _read_size("OUTPUTS", parts[1], "C")
+        return cls(structure, subset, outputs, rows, **_read_modifiers(parts[2:]))
 
     @property
     def name(self) -> str:
@@ -254,15 +254,14 @@ class EstimatorSpec:
 
     @property
     def family(self) -> tuple[str, str]:
-        """What it has in common with others of other sizes, and its own size.
+        """Return the name without the size, shared by estimators of other sizes, and the size.
 
-        Returns:
-            As ``("ntk-m-1", "50")``; of a full-batch estimator twice its name.
+        For example ``("ntk-m-1", "50")``; for a full-batch estimator twice its name.
         """
         if self.is_full_batch:
             return self.name, self.name
-        _, subset, *rest = self.name.split("-")
-        return "-".join([self.structure, "k" if self.rows else "m", *rest]), subset
+        _, subset, *parts = self.name.split("-")
+        return "-".join([self.structure, "k" if self.rows else "m", *parts]), subset
 
     @property
     def default_root(self) -> str:
@@ -340,7 +339,7 @@ def _read_modifiers(modifiers: list[str]) -> dict[str, Any]:
 
 
 def _repair(name: str) -> str:
-    """The name that was probably meant; not necessarily a valid one."""
+    """Return the name that was probably meant; not necessarily a valid one."""
     words = [word for word in re.split(r"[^A-Za-z0-9]+", name) if word]
     if not words:
         return ""
@@ -352,8 +351,8 @@ def _repair(name: str) -> str:
         elif word.upper() in ("N", "C"):
             word = word.upper()
         else:
-            known = [*MODIFIERS, "rows"]
-            word = next(iter(get_close_matches(word.lower(), known, n=1, cutoff=0.5)), word)
+            candidates = [*MODIFIERS, "rows"]
+            word = next(iter(get_close_matches(word.lower(), candidates, n=1, cutoff=0.5)), word)
         if len(repaired) == 2 and word in MODIFIERS:
             repaired.append({"anchored": "rows", "hessian": "C"}.get(word, "1"))
         if word not in repaired or word not in MODIFIERS:

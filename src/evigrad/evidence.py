@@ -407,10 +407,10 @@ class Evidence:
         """
         with torch.no_grad(), self._failing_by_name():
             with self.ranks.together():
-                given = self._given(x, y, ())
-                estimates = estimates_of(given)
-            self._observe(given, estimates)
-            return over_ranks(self._problem, _blocks_of(given), estimates)[0]
+                passes = self._given(x, y, ())
+                estimates = estimates_of(passes)
+            self._observe(passes, estimates)
+            return over_ranks(self._problem, _blocks_of(passes), estimates)[0]
 
     def backward(
         self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
@@ -447,15 +447,15 @@ class Evidence:
         self._decay.check()
         with torch.enable_grad(), self._failing_by_name():
             with self.ranks.together():
-                given = self._given(x, y, learnable)
+                passes = self._given(x, y, learnable)
                 with held_constant(others):
-                    estimates, gradients = gradients_of(given, learnable)
-            blocks = _blocks_of(given)
+                    estimates, gradients = gradients_of(passes, learnable)
+            blocks = _blocks_of(passes)
             estimate, gradients = over_ranks(self._problem, blocks, estimates, gradients)
             check_gradients(learnable, gradients)
         for parameter, gradient in zip(learnable.values(), gradients, strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        self._observe(given, estimates)
+        self._observe(passes, estimates)
         return estimate
 
     def blocks(self, data: Any) -> BlockStream | AnchoredStream:
@@ -576,19 +576,19 @@ class Evidence:
         """
         if self._anchors is None or draws < 2:
             return False
-        own = self.spec.subset or 0
-        anchors = self._anchors.anchoring.num_anchors(own)
-        rows = anchors + draws * (own - anchors)
+        rows_per_draw = self.spec.subset or 0
+        anchors = self._anchors.anchoring.num_anchors(rows_per_draw)
+        rows = anchors + draws * (rows_per_draw - anchors)
         structure = self._problem.plan_of(x).structure
         budget = self._problem.settings.memory_budget
         return (
-            rows**2 <= draws * own**2
+            rows**2 <= draws * rows_per_draw**2
             and structure.condenses(rows)
             and (budget is None or structure.predicted_bytes(rows) <= budget)
         )
 
     def _given(
-        self, x: Data, y: Tensor | None, wanted: Iterable[str]
+        self, x: Data, y: Tensor | None, learnable: Iterable[str]
     ) -> BlockPass | Sequence[KeptPass]:
         """Return kept passes, or the block that the data are, checked and drawn, to evaluate.
 
@@ -597,7 +597,7 @@ class Evidence:
         self._check_weights()
         if self.ranks.count > 1 and _is_empty(x):
             return []
-        kept = as_kept(self._problem, x, self.hyperparameters(), wanted)
+        kept = as_kept(self._problem, x, self.hyperparameters(), learnable)
         return resolve(self._problem, x, y) if kept is None else kept
 
     @contextmanager
@@ -611,11 +611,11 @@ class Evidence:
         check_unchanged(self.model, self._weights, self._model_hyperparameters)
 
     def _observe(
-        self, given: BlockPass | Sequence[KeptPass], estimates: Sequence[Estimate]
+        self, passes: BlockPass | Sequence[KeptPass], estimates: Sequence[Estimate]
     ) -> None:
         """From anchored blocks, learn what to expect of the next ones."""
         if self._anchors is not None:
-            pairs = zip(_blocks_of(given), estimates, strict=True)
+            pairs = zip(_blocks_of(passes), estimates, strict=True)
             self._anchors.observe((block, e.entropies) for block, e in pairs)
 
     # ------------------------------------------------------------ predictions
@@ -689,8 +689,8 @@ class Evidence:
         """
         settings = self._problem.settings
         sizes = Memory(settings.micro_batch, settings.memory_budget)
-        given: dict[str, Any] = {"temperature": self.temperature, "memory": sizes}
-        given |= {name: value for name, value in changes.items() if value is not None}
+        keywords: dict[str, Any] = {"temperature": self.temperature, "memory": sizes}
+        keywords |= {name: value for name, value in changes.items() if value is not None}
         with TURN, warnings.catch_warnings():
             # Its warnings about the model were given when this evidence was made.
             warnings.simplefilter("ignore", EvigradWarning)
@@ -701,7 +701,7 @@ class Evidence:
                 estimator=estimator,
                 num_data=self.num_data,
                 hyperparameters=list(self._model_hyperparameters),
-                **given,
+                **keywords,
             )
         other._decay = self._decay  # a loop may train by one and learn by the other
         return other
@@ -823,9 +823,9 @@ class Evidence:
             self._anchors.load_state_dict(state["anchors"])
 
 
-def _blocks_of(given: BlockPass | Sequence[KeptPass]) -> list[Block]:
-    """The block of each estimate on what is given."""
-    return [given.block] if isinstance(given, BlockPass) else [each.block for each in given]
+def _blocks_of(passes: BlockPass | Sequence[KeptPass]) -> list[Block]:
+    """Return the block of each estimate that the passes give."""
+    return [passes.block] if isinstance(passes, BlockPass) else [kept.block for kept in passes]
 
 
 def _is_empty(x: Data) -> bool:

@@ -62,8 +62,8 @@ class Tree:
 
     def with_leaves(self, leaves: Sequence[Tensor]) -> "Tree":
         """The same containers with these tensors."""
-        rest = iter(leaves)
-        return self.map(lambda _: next(rest))
+        leaf_iterator = iter(leaves)
+        return self.map(lambda _: next(leaf_iterator))
 
     def __len__(self) -> int:
         return len(self.leaves()[0])
@@ -76,7 +76,7 @@ class Tree:
 
     @property
     def device(self) -> torch.device:
-        """That of all tensors."""
+        """The device of all tensors."""
         return self.leaves()[0].device
 
     def to(self, device: torch.device) -> "Tree":
@@ -149,10 +149,10 @@ class AtPositions:
             or len(f) != len(self.whole)
             or self.count not in (None, prod(f.shape[1:-1]))
         ):
-            found = tuple(f.shape) if isinstance(f, Tensor) else type(f).__name__
+            description = tuple(f.shape) if isinstance(f, Tensor) else type(f).__name__
             raise InputError(
-                f"For {len(self.whole)} data the model returned {found}, and before that outputs"
-                " (m, …, C): it must return one shape for inputs of one shape."
+                f"For {len(self.whole)} data the model returned {description}, and before that"
+                " outputs (m, …, C): it must return one shape for inputs of one shape."
             )
         f = f.flatten(1, -2)
         if self.data is not None:
@@ -174,7 +174,7 @@ class AtPositions:
 
     @property
     def device(self) -> torch.device:
-        """That of all tensors."""
+        """The device of all tensors."""
         return self.positions.device
 
     def to(self, device: torch.device) -> "AtPositions":
@@ -224,8 +224,8 @@ def as_inputs(value: Any) -> Inputs:
             )
     if not parts:
         raise InputError("The inputs hold no tensor.")
-    (first, one), *rest = parts
-    for name, part in rest:
+    (first, one), *other_parts = parts
+    for name, part in other_parts:
         if len(part) != len(one):
             raise InputError(
                 f"{first} of the inputs holds {len(one)} data and {name} {len(part)}: the first"
@@ -275,7 +275,7 @@ def stacked(values: list[Any], what: str) -> Any:
     if isinstance(first, Mapping) and all(_alike(first, value) for value in values):
         return {name: stacked([value[name] for value in values], what) for name in first}
     if isinstance(first, tuple | list) and all(_alike(first, value) for value in values):
-        return _made(first, (stacked(list(each), what) for each in zip(*values, strict=True)))
+        return _made(first, (stacked(list(parts), what) for parts in zip(*values, strict=True)))
     if all(value is None for value in values):
         return None
     raise InputError(f"The {what} of different items have different parts.")
@@ -417,21 +417,21 @@ def output_layer(model: nn.Module, x: Tensor | Tree) -> tuple[object, nn.Linear 
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     with noted_calls(layers, note):
         f = called(model, x)
-    made = [
+    output_layers = [
         layer
         for layer, ((count, output), *more) in seen.items()
         if count == 1 and not more and output is f
     ]
-    return f, made[0] if made else None
+    return f, output_layers[0] if output_layers else None
 
 
 def called_at(model: nn.Module, layer: nn.Linear, x: AtPositions) -> object:
     """The outputs (n, C) where ``layer`` makes them, which acts on the positions alone."""
 
     def gather(_: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        if (wanted := _wanted.get()) is None:  # a call in another thread
+        if (at_positions := _wanted.get()) is None:  # a call in another thread
             return None
-        return wanted.of_outputs(inputs[0])
+        return at_positions.of_outputs(inputs[0])
 
     token = _wanted.set(x)
     handle = layer.register_forward_pre_hook(gather)
@@ -451,7 +451,7 @@ def scores_of(output: object) -> Any:
 def arguments(model: nn.Module, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and named arguments of ``forward`` for the value of a ``Tree``."""
     parameters = inspect.signature(model.forward).parameters.values()
-    kinds = {each.name: each.kind for each in parameters}
+    kinds = {parameter.name: parameter.kind for parameter in parameters}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         takes_any = inspect.Parameter.VAR_KEYWORD in kinds.values()

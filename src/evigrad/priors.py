@@ -239,19 +239,19 @@ class GaussianPrior(nn.Module):
         group_of: Mapping[str, int],
     ) -> dict[str, str | Tensor]:
         """``"initial"`` or a tensor for each weight whose mean is not zero, in their order."""
-        found: dict[str, str | Tensor | None] = {}
+        means: dict[str, str | Tensor | None] = {}
         key_of: dict[str, str] = {}
         for key, value in self._mean.items():
             index = names.index(key) if key in names else None
-            own = [
+            matching_names = [
                 n for n in shapes if (matches(key, n) if index is None else group_of[n] == index)
             ]
-            if not own:
+            if not matching_names:
                 raise ConfigurationError(
                     f"mean names '{key}', which is no weight, module, pattern or group."
                     f"{nearest(key, [*names, *_known(shapes)])}"
                 )
-            for name in own:
+            for name in matching_names:
                 if name in key_of:
                     raise ConfigurationError(
                         f"mean has two values for '{name}', by '{key_of[name]}' and '{key}': name"
@@ -262,8 +262,8 @@ class GaussianPrior(nn.Module):
                         f"The mean of '{name}' is {tuple(value.shape)}, the weight"
                         f" {tuple(shapes[name])}: give a tensor of the weight's shape."
                     )
-                found[name], key_of[name] = value, key
-        return {name: mean for name in shapes if (mean := found.get(name)) is not None}
+                means[name], key_of[name] = value, key
+        return {name: mean for name in shapes if (mean := means.get(name)) is not None}
 
     def _set_means(self, names: list[str], means: Sequence[Tensor]) -> None:
         """Store a copy of the means of some weights; all others have mean zero."""
@@ -461,10 +461,12 @@ class GaussianPrior(nn.Module):
                 raise ConfigurationError("The saved prior has other groups than this one.")
             mean_of = list(self._assigned_means(shapes, names, group_of))
             if (there := saved.get("mean_of", [])) != mean_of:
-                own, kept = (listed(each) or "no weight" for each in (mean_of, there))
+                expected_text, saved_text = (
+                    listed(mean_names) or "no weight" for mean_names in (mean_of, there)
+                )
                 raise ConfigurationError(
-                    f"The saved prior has a mean other than zero for {kept}, this one for {own}:"
-                    " give the same mean=... as when it was made."
+                    f"The saved prior has a mean other than zero for {saved_text}, this one for"
+                    f" {expected_text}: give the same mean=... as when it was made."
                 )
             if self.log_precision is None:
                 self._shapes, self.group_names, self.group_of = shapes, names, group_of
@@ -474,8 +476,8 @@ class GaussianPrior(nn.Module):
                     self._set_means(mean_of, [torch.empty_like(state_dict[f"{prefix}_means"])])
         key = f"{prefix}log_precision"
         values = state_dict.get(key)
-        some = len(self._learned_index) > 0
-        if values is not None and some and values.shape == self._all_groups.shape:
+        has_learned = len(self._learned_index) > 0
+        if values is not None and has_learned and values.shape == self._all_groups.shape:
             with torch.no_grad():
                 self._all_groups.copy_(values)
             state_dict = {**state_dict, key: values[self._learned_index.to(values.device)]}
@@ -490,9 +492,9 @@ class GaussianPrior(nn.Module):
             destination[f"{prefix}log_precision"] = values if keep_vars else values.detach()
 
     def extra_repr(self) -> str:
-        """What ``print`` shows."""
+        """Return the text that ``print`` shows."""
         groups = f", groups={self.group_names}" if self.structure == "groups" else ""
-        means = ", ".join(f"{key!r}: {_in_words(each)}" for key, each in self._mean.items())
+        means = ", ".join(f"{key!r}: {_in_words(setting)}" for key, setting in self._mean.items())
         mean = f", mean={{{means}}}" if any(m is not None for m in self._mean.values()) else ""
         return f"structure={self.structure!r}{groups}, learnable={self.learnable}{mean}"
 
@@ -526,18 +528,18 @@ def _bool(value: object, which: str) -> bool:
 
 def _checked_mean(mean: object) -> dict[str, str | Tensor | None]:
     """By name or pattern a tensor, ``"initial"``, or None for zero; refuses what is no mean."""
-    found: dict[str, str | Tensor | None] = {}
+    means: dict[str, str | Tensor | None] = {}
     for key, value in (mean if isinstance(mean, Mapping) else {"*": mean}).items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.isfinite().all():
-            found[key] = value.detach()
+            means[key] = value.detach()
         elif isinstance(value, str) and value in MEANS:
-            found[key] = None if value == "zero" else value
+            means[key] = None if value == "zero" else value
         else:
             raise ConfigurationError(
                 f"The mean of '{key}' is zero, initial, or a finite floating-point tensor of the"
                 f" weight's shape, not {_in_words(value)}.{nearest(str(value), MEANS)}"
             )
-    return found
+    return means
 
 
 def _in_words(mean: object) -> str:
@@ -547,12 +549,12 @@ def _in_words(mean: object) -> str:
     return repr("zero" if mean is None else mean)
 
 
-def _check_names(what: str, given: Iterable[str], known: Sequence[str]) -> None:
-    for name in given:
-        if name not in known:
+def _check_names(what: str, names: Iterable[str], group_names: Sequence[str]) -> None:
+    for name in names:
+        if name not in group_names:
             raise ConfigurationError(
-                f"{what} names '{name}', but the prior's groups are {listed(known)}."
-                f"{nearest(name, known)}"
+                f"{what} names '{name}', but the prior's groups are {listed(group_names)}."
+                f"{nearest(name, group_names)}"
             )
 
 
@@ -613,22 +615,22 @@ def assign(names: Sequence[str], groups: Mapping[str, Sequence[str]], what: str)
         name: [g for g, patterns in groups.items() if any(matches(p, name) for p in patterns)]
         for name in names
     }
-    known = _known(names)
+    candidates = _known(names)
     problems = [
-        f"'{pattern}' names no weight.{nearest(pattern, known)}"
+        f"'{pattern}' names no weight.{nearest(pattern, candidates)}"
         for patterns in groups.values()
         for pattern in patterns
         if not any(matches(pattern, name) for name in names)
     ]
-    if missing := [name for name, found in owners.items() if not found]:
+    if missing := [name for name, group_names in owners.items() if not group_names]:
         problems.append(f"In no group: {listed(missing)}.")
     problems += [
-        f"'{name}' is in several: {', '.join(found)}."
-        for name, found in owners.items()
-        if len(found) > 1
+        f"'{name}' is in several: {', '.join(group_names)}."
+        for name, group_names in owners.items()
+        if len(group_names) > 1
     ]
     if problems:
         raise ConfigurationError(
             f"Each weight must be in one group of {what}. " + " ".join(problems)
         )
-    return {name: found[0] for name, found in owners.items()}
+    return {name: group_names[0] for name, group_names in owners.items()}

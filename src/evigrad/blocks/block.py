@@ -145,9 +145,9 @@ class Block:
         has_row = counts[origin] > 0
 
         def spread(table: Tensor) -> Tensor:
-            found = torch.full((len(origin), 1), -1, device="cpu")
-            found[has_row, 0] = table[present]
-            return found
+            column = torch.full((len(origin), 1), -1, device="cpu")
+            column[has_row, 0] = table[present]
+            return column
 
         anchored = self.anchored
         if anchored is not None:
@@ -186,8 +186,8 @@ class Block:
         draw, labels = anchored.draws[number], anchored.labels
         mine = torch.where(labels == anchored.label(draw), 1, -1)
         weights = anchored.likelihood_weights[number]
-        own = Anchored(torch.where(labels == 0, 0, mine), (draw,), weights[None])
-        return replace(self, likelihood_weights=weights, anchored=own)
+        one_draw = Anchored(torch.where(labels == 0, 0, mine), (draw,), weights[None])
+        return replace(self, likelihood_weights=weights, anchored=one_draw)
 
     def rows_of(self, position: int) -> int:
         """Most rows of a datum from a position on; 0 where none follow, or data have all C."""
@@ -210,9 +210,9 @@ class Block:
         """Whether only these data have rows, and the others count for their likelihood alone."""
         if data.start != 0:
             return False
-        rest = len(self.indices) - data.stop
-        if not rest or self.columns is None:
-            return not rest
+        num_others = len(self.indices) - data.stop
+        if not num_others or self.columns is None:
+            return not num_others
         return not bool((self.columns[data.stop :] >= 0).any())
 
     def cuts(self) -> list[int]:

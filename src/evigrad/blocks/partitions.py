@@ -83,8 +83,8 @@ class Partition:
         draws_outputs = spec.curvature == "ggn" and (spec.outputs or num_outputs) < num_outputs
         self._width = spec.outputs if draws_outputs else None
         whole = num_outputs if num_rows is None else num_rows
-        own = self._width if spec.curvature == "ggn" else spec.outputs
-        self.rows_per_datum = own or whole
+        part_rows = self._width if spec.curvature == "ggn" else spec.outputs
+        self.rows_per_datum = part_rows or whole
         self._output_groups = -(-num_outputs // self._width) if self._width else 1
         self.num_blocks = self._data_groups * self._output_groups
         self.splits_outputs = spec.rows or draws_outputs
@@ -136,8 +136,10 @@ class Partition:
             columns = self._fixed_columns(len(indices))
             if self._width is not None:
                 # More groups than seeds: those of one seed are WRITTEN groups apart.
-                own = torch.Generator().manual_seed(int(seeds[of_data % few]) ^ of_data // few)
-                outputs = self._output_orders(len(indices), own)
+                group_generator = torch.Generator().manual_seed(
+                    int(seeds[of_data % few]) ^ of_data // few
+                )
+                outputs = self._output_orders(len(indices), group_generator)
                 first = of_outputs * self._width
                 columns = outputs[:, first : first + self._width].clone()
             weights = torch.full(
@@ -316,16 +318,20 @@ class Stream(Iterable[Block]):
 
     def _local(self, builders: Iterable[Callable[[], Block]]) -> Iterator[Block]:
         """This rank's blocks, which alone are built: all, or one of R, with a seed of its own."""
-        rank, count, rest = self._ranks.rank, self._ranks.count, iter(builders)
+        rank, count, remaining_builders = self._ranks.rank, self._ranks.count, iter(builders)
         if count == 1:
-            yield from (build() for build in rest)
+            yield from (build() for build in remaining_builders)
             return
-        while some := list(islice(rest, count)):
+        while rank_builders := list(islice(remaining_builders, count)):
             seeds = [
                 int(torch.randint(_SEEDS, (), generator=self._generator, device="cpu"))
-                for _ in some
+                for _ in rank_builders
             ]
-            yield replace(some[rank](), seed=seeds[rank]) if rank < len(some) else Block.empty()
+            yield (
+                replace(rank_builders[rank](), seed=seeds[rank])
+                if rank < len(rank_builders)
+                else Block.empty()
+            )
 
 
 class BlockStream(Stream):

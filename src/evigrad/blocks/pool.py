@@ -52,19 +52,19 @@ class Pool:
         return self._order.at(POOL + places)
 
     def find(self, data: Int[Tensor, " m"]) -> tuple[Bool[Tensor, " m"], Int[Tensor, " k"]]:
-        """Which of some data are in the pool, and the places of these there."""
+        """Return a mask of the data that are in the pool, and their places there."""
         if len(data) and not 0 <= int(data.min()) <= int(data.max()) < self.num_data:
             raise InputError(f"Positions of data lie in 0 … {self.num_data - 1}.")
         if self.is_all:
             return torch.ones(len(data), dtype=torch.bool, device="cpu"), data
         near = torch.searchsorted(self._sorted, data).clamp(max=POOL - 1)
-        found = self._sorted[near] == data
-        return found, self._places[near[found]]
+        is_member = self._sorted[near] == data
+        return is_member, self._places[near[is_member]]
 
     def restrict(self, data: Int[Tensor, " m"], values: Tensor) -> tuple[Tensor, Tensor]:
-        """The places of those data that are in the pool, and their part of values (m, …)."""
-        found, places = self.find(data)
-        return places, values if self.is_all else values[found.to(values.device)]
+        """Return the places of the data that are in the pool, and their part of values (m, …)."""
+        is_member, places = self.find(data)
+        return places, values if self.is_all else values[is_member.to(values.device)]
 
     def of(self, source: Source) -> Source:
         """The data of the pool, read by their places."""

@@ -35,8 +35,8 @@ class PositionSource(Source):
         data, positions = [], []
         for indices in torch.arange(len(source), device="cpu").split(AT_ONCE):
             y = source.fetch(indices)[1]
-            own, first = (*self._positions_of(y), shape[-1]), int(indices[0])
-            _, counts = targets_at(likelihood, own, y, y.device, first)
+            batch_shape, first = (*self._positions_of(y), shape[-1]), int(indices[0])
+            _, counts = targets_at(likelihood, batch_shape, y, y.device, first)
             of_datum, position = counts.cpu().nonzero(as_tuple=True)
             data.append(indices[of_datum])
             positions.append(position)

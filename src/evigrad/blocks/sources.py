@@ -154,7 +154,7 @@ class _LoaderSource(_DatasetSource):
 
 def put_together(items: list[Any], positions: Sequence[int]) -> tuple[Any, Tensor]:
     """Inputs and targets of items (x, y); ``positions`` are for errors."""
-    pairs = [_pair(each, n) for each, n in zip(items, positions, strict=True)]
+    pairs = [_pair(item, n) for item, n in zip(items, positions, strict=True)]
     inputs, targets = zip(*pairs, strict=True)
     return as_inputs(stacked(list(inputs), "x")), stacked(list(targets), "y")
 
@@ -236,7 +236,7 @@ def as_source(data: Any, dtype: torch.dtype | None = None) -> Source:
     if isinstance(data, tuple) or (
         isinstance(data, list)
         and data
-        and all(isinstance(each, Tensor | np.ndarray) for each in data)
+        and all(isinstance(part, Tensor | np.ndarray) for part in data)
     ):
         return _tensor_source(_without_arrays(data, dtype))
     if isinstance(data, DataLoader):
@@ -288,7 +288,7 @@ def _tensor_source(pair: Any) -> Source:
         _refuse_several_targets(pair[1])
     accepted = len(pair) == 2 and isinstance(pair[1], Tensor)
     if not accepted or not isinstance(pair[0], Tensor | Tree | Mapping | tuple | list):
-        kinds = ", ".join(type(each).__name__ for each in pair)
+        kinds = ", ".join(type(entry).__name__ for entry in pair)
         raise InputError(
             f"Data must be {_ACCEPTED}, not ({kinds}); torch.as_tensor makes a tensor of an array."
         )

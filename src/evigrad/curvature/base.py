@@ -160,9 +160,9 @@ class Structure(ABC, Generic[StatisticT]):
         with torch.enable_grad():
             leaf_statistic = cast(StatisticT, statistic.with_tensors(leaves))
             log_det = self.evaluate(leaf_statistic, precisions, conditioning)
-            wanted = [*leaves, *arguments]
-            found = torch.autograd.grad(log_det.value, wanted, allow_unused=True)
-        of_leaves, of_arguments = found[: len(leaves)], found[len(leaves) :]
+            inputs = [*leaves, *arguments]
+            gradients = torch.autograd.grad(log_det.value, inputs, allow_unused=True)
+        of_leaves, of_arguments = gradients[: len(leaves)], gradients[len(leaves) :]
         filled = [
             torch.zeros_like(leaf) if gradient is None else gradient
             for leaf, gradient in zip(leaves, of_leaves, strict=True)

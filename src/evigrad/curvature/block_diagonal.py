@@ -112,9 +112,9 @@ class BlockDiagonal(Structure[BlockStatistic]):
         """See ``Structure.accumulate_hessian``."""
         blocks = {}
         for block, names in self._blocks.items():
-            found = hessian.block(names)
-            found = found.to(working_dtype(found.dtype, self._gram_dtype))
-            blocks[block] = found if statistic is None else statistic.blocks[block] + found
+            matrix = hessian.block(names)
+            matrix = matrix.to(working_dtype(matrix.dtype, self._gram_dtype))
+            blocks[block] = matrix if statistic is None else statistic.blocks[block] + matrix
         return BlockStatistic(blocks, positive=False)
 
     def log_det(
@@ -124,13 +124,13 @@ class BlockDiagonal(Structure[BlockStatistic]):
         terms: list[Tensor] = []
         for name, names in self._blocks.items():
             block, precision = statistic.blocks[name], self._precision(names, precisions)
-            found = None
+            spectrum = None
             if precision.ndim == 0 and statistic.positive and not block.requires_grad:
-                found = statistic.spectra.at_second_use(name, lambda block=block: block)
-            if found is None:
+                spectrum = statistic.spectra.at_second_use(name, lambda block=block: block)
+            if spectrum is None:
                 terms.append(log_det_dense(block, precision, positive=statistic.positive))
             else:
-                terms.append(found.log_det(precision))
+                terms.append(spectrum.log_det(precision))
         return torch.stack(terms).sum()
 
     def predicted_bytes(self, num_rows: int) -> int:

@@ -65,8 +65,8 @@ class _LogDetConditional(Function):
         rows: list[Tensor] = []
         # Without parts, or with empty ones, the anchors alone are left.
         chosen = [(parts == b + 1).nonzero().squeeze(1) for b in range(len(conditioning.weights))]
-        for index, own in enumerate(chosen or [anchors[:0]]):
-            both = torch.cat([anchors, own])
+        for index, part_rows in enumerate(chosen or [anchors[:0]]):
+            both = torch.cat([anchors, part_rows])
             factor = factor_identity_plus(matrix.index_select(0, both).index_select(1, both))
             logs = 2 * factor.diagonal().double().log()
             if index == 0:
@@ -79,9 +79,9 @@ class _LogDetConditional(Function):
         ctx.head, ctx.weights, ctx.like = head, conditioning.weights, matrix.new_empty(0)
         ctx.size = len(matrix)
         weights = torch.tensor([1.0, *conditioning.weights], dtype=torch.float64, device="cpu")
-        found = torch.stack(entropies)
-        ctx.mark_non_differentiable(found)
-        return (weights.to(found) @ found).to(matrix.dtype), found
+        entropy_vector = torch.stack(entropies)
+        ctx.mark_non_differentiable(entropy_vector)
+        return (weights.to(entropy_vector) @ entropy_vector).to(matrix.dtype), entropy_vector
 
     @staticmethod
     @first_order_only
@@ -89,7 +89,7 @@ class _LogDetConditional(Function):
         saved = ctx.saved_tensors
         factors, rows = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         like, head = ctx.like, ctx.head
-        found = like.new_zeros(ctx.size, ctx.size)
+        gradient = like.new_zeros(ctx.size, ctx.size)
         for number, (factor, both) in enumerate(zip(factors, rows, strict=True)):
             # A part's own rows add a matrix of their own rank to the anchors' inverse:
             # (I + S)⁻¹ = (I + S_ZZ)⁻¹ + Y Yᵀ, Y the last columns of the factor's inverse.
@@ -104,5 +104,5 @@ class _LogDetConditional(Function):
                 part[:head, :head] += torch.cholesky_inverse(factor[:head, :head]).to(like.dtype)
             # Back into the order of the rows. Products with rows of other parts have no derivative.
             spread = like.new_zeros(ctx.size, len(both)).index_copy_(0, both, part)
-            found.index_add_(1, both, spread)
-        return found.mul_(cotangent), None
+            gradient.index_add_(1, both, spread)
+        return gradient.mul_(cotangent), None

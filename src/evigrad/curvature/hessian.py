@@ -26,14 +26,14 @@ class ExactHessian:
     ) -> None:
         self._weights = dict(weights)
         self._differentiable = differentiable
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             value,
             list(weights.values()),
             create_graph=True,
             allow_unused=True,
             materialize_grads=True,
         )
-        self._gradients = dict(zip(weights, found, strict=True))
+        self._gradients = dict(zip(weights, gradients, strict=True))
 
     def block(self, names: Sequence[str]) -> Float[Tensor, "n n"]:
         """The dense block of some parameters, in their order, symmetrised."""

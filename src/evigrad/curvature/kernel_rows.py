@@ -97,15 +97,15 @@ class NtkStatistic(Statistic):
     def __add__(self, other: "NtkStatistic") -> "NtkStatistic":
         """The rows of both; cached Grams are dropped, as they lack the products between them."""
         scales = [part.scale for part in (self, other)]
-        given = next((scale for scale in scales if scale is not None), None)
-        if given is not None:
+        scale = next((s for s in scales if s is not None), None)
+        if scale is not None:
             sizes = (self.num_rows, other.num_rows)
             pairs = zip(scales, sizes, strict=True)
-            given = torch.cat([given.new_ones(n) if s is None else s for s, n in pairs])
+            scale = torch.cat([scale.new_ones(n) if s is None else s for s, n in pairs])
         return NtkStatistic(
             {name: chunks + other.rows[name] for name, chunks in self.rows.items()},
             {name: chunks + other.factors[name] for name, chunks in self.factors.items()},
-            given,
+            scale,
             self.present + other.present,
         )
 
@@ -119,15 +119,19 @@ class NtkStatistic(Statistic):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "NtkStatistic":
         """The same statistic with other rows, factors and scale, and no cached Grams."""
-        rest = iter(tensors)
-        rows = {name: tuple(next(rest) for _ in chunks) for name, chunks in self.rows.items()}
+        remaining_tensors = iter(tensors)
+        rows = {
+            name: tuple(next(remaining_tensors) for _ in chunks)
+            for name, chunks in self.rows.items()
+        }
         factors = {
             name: tuple(
-                tuple(next(rest) if t.is_floating_point() else t for t in chunk) for chunk in chunks
+                tuple(next(remaining_tensors) if t.is_floating_point() else t for t in chunk)
+                for chunk in chunks
             )
             for name, chunks in self.factors.items()
         }
-        return NtkStatistic(rows, factors, next(rest, None), self.present)
+        return NtkStatistic(rows, factors, next(remaining_tensors, None), self.present)
 
     def _kept(self) -> list[Tensor]:
         rows = [chunk for chunks in self.rows.values() for chunk in chunks]
@@ -208,15 +212,18 @@ class NtkStatistic(Statistic):
                 ]
                 whole = self._whole_factors(leaves, cotangent)
             detached = [(a.detach(), g.detach()) for a, g in whole]
-            found = uses_cotangents(detached, cotangent * inverse)
+            pair_cotangents = uses_cotangents(detached, cotangent * inverse)
             # The Gram is quadratic in the gradients: ⟨cotangent, it⟩ is half of these products.
-            products = [(of_g * g).sum() for (_, of_g), (_, g) in zip(found, detached, strict=True)]
+            products = [
+                (of_g * g).sum()
+                for (_, of_g), (_, g) in zip(pair_cotangents, detached, strict=True)
+            ]
             of_precision.copy_(-0.5 * torch.stack(products).sum() * inverse)
-            given = [t for chunk in leaves for t in chunk if t.requires_grad]
+            leaf_tensors = [t for chunk in leaves for t in chunk if t.requires_grad]
             kept = [t for chunk in chunks for t in chunk if t.is_floating_point()]
             ends = [t for pair in whole for t in pair if t.requires_grad]
-            of_ends = [t for pair in found for t in pair if t is not None]
-            parts = torch.autograd.grad(ends, given, of_ends)
+            of_ends = [t for pair in pair_cotangents for t in pair if t is not None]
+            parts = torch.autograd.grad(ends, leaf_tensors, of_ends)
             for tensor, part in zip(kept, parts, strict=True):
                 tensor.copy_(part)
             return of_precision.reshape(precision.shape)
@@ -240,11 +247,11 @@ class NtkStatistic(Statistic):
         return int(torch.cat([part.sum(1) for part in self.present])[:datum].sum())
 
     def part(self, data: slice) -> "NtkStatistic":
-        """What belongs to consecutive data, without the scales, as a single micro-batch."""
+        """Return the part of consecutive data, without the scales, as a single micro-batch."""
         span = slice(self.rows_before(data.start), self.rows_before(data.stop))
         rows = {name: (_between(chunks, span),) for name, chunks in self.rows.items()}
         factors = {
-            name: (tuple(_between(each, data) for each in zip(*chunks, strict=True)),)
+            name: (tuple(_between(tensors, data) for tensors in zip(*chunks, strict=True)),)
             for name, chunks in self.factors.items()
         }
         return NtkStatistic(rows, factors, None, (_between(self.present, data),))
@@ -253,11 +260,12 @@ class NtkStatistic(Statistic):
         self, chunks: Sequence[Sequence[Tensor]], like: Tensor
     ) -> list[tuple[Tensor, Tensor]]:
         """The pairs of each use, of all data; with padding, every row is a datum of its own."""
-        each = [list(tensors) for tensors in zip(*chunks, strict=True)]  # of all micro-batches
+        # For each tensor of a micro-batch, those of all micro-batches.
+        tensor_parts = [list(tensors) for tensors in zip(*chunks, strict=True)]
         widths = {part.shape[1] for part in self.present}
         is_padded = len(widths) > 1 or not all(bool(part.all()) for part in self.present)
-        found: list[tuple[Tensor, Tensor]] = []
-        for inputs, gradients in zip(each[::2], each[1::2], strict=True):
+        factors: list[tuple[Tensor, Tensor]] = []
+        for inputs, gradients in zip(tensor_parts[::2], tensor_parts[1::2], strict=True):
             pairs = [
                 (a.to(like) if a.is_floating_point() else a.to(like.device), g.to(like))
                 for a, g in zip(inputs, gradients, strict=True)
@@ -276,8 +284,8 @@ class NtkStatistic(Statistic):
                 )
                 for a, g in pairs
             ]
-            found.append((torch.cat([a for a, _ in pairs]), torch.cat([g for _, g in pairs])))
-        return found
+            factors.append((torch.cat([a for a, _ in pairs]), torch.cat([g for _, g in pairs])))
+        return factors
 
 
 def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Float[Tensor, "R _"]]]:
@@ -365,11 +373,12 @@ class RowsGram(Function):
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         """The derivatives in precision and rows."""
         precision, *chunks = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
+        needs_grad = ctx.needs_input_grad
         inverse = precision.to(ctx.like).reciprocal()
-        of_precision = torch.zeros_like(inverse) if wanted[1] else None
+        of_precision = torch.zeros_like(inverse) if needs_grad[1] else None
         of_chunks = [
-            torch.empty_like(c) if w else None for c, w in zip(chunks, wanted[2:], strict=True)
+            torch.empty_like(c) if needs else None
+            for c, needs in zip(chunks, needs_grad[2:], strict=True)
         ]
         for columns, slab in slabs(chunks, ctx.like):
             weight = part_of(inverse, columns)
@@ -393,14 +402,14 @@ def contracted(
 ) -> dict[str, Sequence[MatrixUse]]:
     """The weights whose Gram takes fewer multiplications without forming the rows."""
     rows, cheap = num_data * rows_per_datum, {}
-    for name, each in uses.items():
-        size = each[0].inputs * each[0].outputs
+    for name, weight_uses in uses.items():
+        size = weight_uses[0].inputs * weight_uses[0].outputs
         formed = rows**2 * size
-        for use in each:
+        for use in weight_uses:
             formed += rows * (size if use.looked_up else size * use.positions)
-        pairs = [(a, b) for i, a in enumerate(each) for b in each[: i + 1]]
+        pairs = [(a, b) for i, a in enumerate(weight_uses) for b in weight_uses[: i + 1]]
         if sum(_operations(a, b, num_data, rows) for a, b in pairs) < formed:
-            cheap[name] = each
+            cheap[name] = weight_uses
     return cheap
 
 
@@ -421,13 +430,13 @@ def uses_gram(uses: Sequence[tuple[Tensor, Tensor]]) -> Float[Tensor, "R R"]:
     products = [use for use in uses if use[0].is_floating_point()]
     lookups = [use for use in uses if not use[0].is_floating_point()]
     crossed = [contraction_gram(a, b) for i, a in enumerate(products) for b in products[:i]]
-    own = [contraction_gram(use, use) for use in products]
+    grams = [contraction_gram(use, use) for use in products]
     if lookups:  # several are one with more positions
         numbers, gradients = zip(*lookups, strict=True)
         lookup = torch.cat(numbers, 1), torch.cat(gradients, 2)
-        own.append(lookup_gram(*lookup))
+        grams.append(lookup_gram(*lookup))
         crossed += [_products_with_lookup(use, lookup) for use in products]
-    return reduce(torch.add, [*own, *(product + product.mT for product in crossed)])
+    return reduce(torch.add, [*grams, *(product + product.mT for product in crossed)])
 
 
 def contraction_gram(
@@ -506,10 +515,10 @@ def lookup_gram(
     first = counts.cumsum(0) - counts
     for count in counts.unique().tolist():
         start = first[counts == count]
-        some = start[:, None] + torch.arange(count, device=start.device)  # (n, c)
-        values = entries.values[:, some].permute(1, 2, 0, 3).flatten(1, 2)  # (n, c k, i)
-        each = torch.arange(k, device=start.device)
-        rows = (entries.data[some][..., None] * k + each).flatten(1)  # (n, c k)
+        indices = start[:, None] + torch.arange(count, device=start.device)  # (n, c)
+        values = entries.values[:, indices].permute(1, 2, 0, 3).flatten(1, 2)  # (n, c k, i)
+        offsets = torch.arange(k, device=start.device)
+        rows = (entries.data[indices][..., None] * k + offsets).flatten(1)  # (n, c k)
         places = rows[:, :, None] * (m * k) + rows[:, None]
         gram = gram.index_add(0, places.flatten(), (values @ values.mT).flatten())
     return gram.view(m * k, m * k)
@@ -527,9 +536,9 @@ def uses_cotangents(
             for a, g in uses
         ]
         gram = uses_gram(leaves)
-    given = [t for pair in leaves for t in pair if t.requires_grad]
-    found = iter(torch.autograd.grad(gram, given, cotangent))
-    return [(next(found) if a.requires_grad else None, next(found)) for a, _ in leaves]
+    leaf_tensors = [t for pair in leaves for t in pair if t.requires_grad]
+    gradients = iter(torch.autograd.grad(gram, leaf_tensors, cotangent))
+    return [(next(gradients) if a.requires_grad else None, next(gradients)) for a, _ in leaves]
 
 
 def contraction_cotangents(

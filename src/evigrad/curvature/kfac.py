@@ -119,17 +119,22 @@ class KfacStatistic(Statistic):
 
     def tensors(self) -> list[Tensor]:
         """A and B of every weight, then the other blocks."""
-        pairs = [(each.inputs, each.gradients) for each in self.factors.values()]
+        pairs = [
+            (weight_factors.inputs, weight_factors.gradients)
+            for weight_factors in self.factors.values()
+        ]
         return [tensor for pair in pairs for tensor in pair] + list(self.blocks.values())
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "KfacStatistic":
         """The same counts with other sums and an empty cache."""
-        rest = iter(tensors)
+        remaining_tensors = iter(tensors)
         factors = {
-            name: replace(each, inputs=next(rest), gradients=next(rest))
-            for name, each in self.factors.items()
+            name: replace(
+                weight_factors, inputs=next(remaining_tensors), gradients=next(remaining_tensors)
+            )
+            for name, weight_factors in self.factors.items()
         }
-        blocks = dict(zip(self.blocks, rest, strict=True))
+        blocks = dict(zip(self.blocks, remaining_tensors, strict=True))
         return KfacStatistic(factors, blocks)
 
     def all_reduce(self, ranks: Ranks) -> "KfacStatistic":
@@ -188,8 +193,8 @@ class Kfac(Structure[KfacStatistic]):
         factors = dict(statistic.factors)
         for name, examples in self._examples(linearization, root).items():
             for part in examples:
-                found = _factors(part)
-                factors[name] = factors[name] + found if name in factors else found
+                part_factors = _factors(part)
+                factors[name] = factors[name] + part_factors if name in factors else part_factors
         return KfacStatistic(factors, self._add_others(statistic.blocks, linearization, root))
 
     def summarise(self, linearization: Linearization, root: RootRows) -> KfacStatistic:
@@ -234,22 +239,22 @@ class Kfac(Structure[KfacStatistic]):
         self, statistic: KfacStatistic, precisions: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
         """See ``Structure.log_det``; refuses precisions that vary inside a Kronecker block."""
-        known = statistic.factors.keys() | statistic.spectra.keys()
-        used_as_matrix = [name for name in self._kronecker if name in known]
+        matrices = statistic.factors.keys() | statistic.spectra.keys()
+        used_as_matrix = [name for name in self._kronecker if name in matrices]
         self._check_constant(name for name in used_as_matrix if precisions[name].ndim > 0)
         terms: list[Tensor] = []
         used: list[tuple[Spectrum, Tensor]] = []
         for name in used_as_matrix:
-            found = self._spectrum(statistic, name)
-            factor = (precisions[name].to(found.left.dtype) * found.count).reciprocal()
-            terms.append(log_det_kronecker(found.left, found.right, factor))
-            used.append((found, factor))
+            spectrum = self._spectrum(statistic, name)
+            factor = (precisions[name].to(spectrum.left.dtype) * spectrum.count).reciprocal()
+            terms.append(log_det_kronecker(spectrum.left, spectrum.right, factor))
+            used.append((spectrum, factor))
         for name, block in statistic.blocks.items():
-            precision, known = precisions[name], None
+            precision, block_spectrum = precisions[name], None
             if name in self._dense and precision.ndim == 0 and not block.requires_grad:
-                known = statistic.of_blocks.at_second_use(name, lambda block=block: block)
-            if known is not None:
-                terms.append(known.log_det(precision))
+                block_spectrum = statistic.of_blocks.at_second_use(name, lambda block=block: block)
+            if block_spectrum is not None:
+                terms.append(block_spectrum.log_det(precision))
             elif name in self._dense:
                 terms.append(log_det_dense(block, precision))
             else:
@@ -268,10 +273,10 @@ class Kfac(Structure[KfacStatistic]):
         left = psd_eigenvalues(factors.inputs, factors.count)
         right = psd_eigenvalues(factors.gradients, factors.num_rows)
         rate = kronecker_rounding_rate(left, right)
-        found = Spectrum(left, right, factors.count, rate)
+        spectrum = Spectrum(left, right, factors.count, rate)
         if not (factors.inputs.requires_grad or factors.gradients.requires_grad):
-            statistic.spectra[name] = found
-        return found
+            statistic.spectra[name] = spectrum
+        return spectrum
 
     def predicted_bytes(self, num_rows: int) -> int:
         """See ``Structure.predicted_bytes``; channel groups, which need less, are not counted."""
@@ -312,8 +317,8 @@ class Kfac(Structure[KfacStatistic]):
             for part in examples:
                 terms.append(part.inner_input_gram(of_sums.inputs))
                 terms.append(inner_gram(_gradient_rows(part), of_sums.gradients))
-        rest = self._add_others({}, linearization, root)
-        terms += [(cotangent.blocks[name] * block).sum() for name, block in rest.items()]
+        blocks = self._add_others({}, linearization, root)
+        terms += [(cotangent.blocks[name] * block).sum() for name, block in blocks.items()]
         return torch.stack([term.to(terms[0]) for term in terms]).sum()
 
     def _examples(
@@ -322,7 +327,7 @@ class Kfac(Structure[KfacStatistic]):
         """The uses of each Kronecker weight, one item each; with ``"reduce"`` one for all."""
         if not self._kronecker:
             return {}
-        found = {}
+        examples = {}
         for name, uses in linearization.factors(root.vectors, self._kronecker).items():
             if not uses:
                 continue
@@ -334,8 +339,8 @@ class Kfac(Structure[KfacStatistic]):
                 total = torch.stack([use.gradients.sum(3) for use in scaled]).sum(0)
                 turned = uses[0].transposed
                 scaled = [KroneckerUse(mean[:, :, None], total[:, :, :, None], turned)]
-            found[name] = scaled
-        return found
+            examples[name] = scaled
+        return examples
 
     @staticmethod
     def _check_constant(varying: Iterable[str]) -> None:
@@ -351,9 +356,13 @@ class Kfac(Structure[KfacStatistic]):
 def _check_rounding(used: Sequence[tuple[Spectrum, Tensor]], value: Tensor) -> None:
     """See ``check_rounding``; a cheap bound spares most steps the estimate."""
     factors = torch.stack([factor.detach() for _, factor in used]).tolist()
-    bound = sum(found.rounding * factor for (found, _), factor in zip(used, factors, strict=True))
+    bound = sum(
+        spectrum.rounding * factor for (spectrum, _), factor in zip(used, factors, strict=True)
+    )
     if not is_tolerated(bound, float(value)):
-        errors = [kronecker_rounding(found.left, found.right, factor) for found, factor in used]
+        errors = [
+            kronecker_rounding(spectrum.left, spectrum.right, factor) for spectrum, factor in used
+        ]
         check_rounding(torch.stack(errors).sum(), value, errors[0].dtype)
 
 

@@ -171,16 +171,16 @@ def kronecker_rounding(
     unit = EIGENVALUE_ROUNDINGS * torch.finfo(left.dtype).eps
     parts = []
     with torch.no_grad():
-        for own, other in ((left, right), (right, left)):
-            error = unit * own.amax(-1, keepdim=True)
+        for eigenvalues, other in ((left, right), (right, left)):
+            error = unit * eigenvalues.amax(-1, keepdim=True)
             hidden, bias = (
-                (factor.to(own) * part * error * other).log1p().sum(-1, keepdim=True)
+                (factor.to(eigenvalues) * part * error * other).log1p().sum(-1, keepdim=True)
                 for part in (1.0, HIDDEN_BIAS)
             )
-            seen = other.shape[-1] * error / own
-            each = torch.minimum(hidden, seen)
-            small = own < PIVOT_ROUNDINGS * error
-            parts.append((bias * small).sum() + each.square().sum().sqrt())
+            seen = other.shape[-1] * error / eigenvalues
+            changes = torch.minimum(hidden, seen)
+            small = eigenvalues < PIVOT_ROUNDINGS * error
+            parts.append((bias * small).sum() + changes.square().sum().sqrt())
         return parts[0] + parts[1]
 
 
@@ -355,12 +355,12 @@ def _span(matrix: Tensor, size: int) -> Tensor:
 
 
 def _eigen(decompose: Callable[[Tensor], Any], matrix: Tensor) -> Sequence[Tensor]:
-    """What a decomposition returns, eigenvalues first; in float64 where it fails in float32."""
+    """Return a decomposition, eigenvalues first, computed in float64 where float32 fails."""
     # In float32 LAPACK may not converge (seen with repeated eigenvalues), or return NaN silently.
     with suppress(LinAlgError):
-        found = decompose(matrix)
-        if bool(found[0].isfinite().all()):
-            return found
+        decomposition = decompose(matrix)
+        if bool(decomposition[0].isfinite().all()):
+            return decomposition
     try:
         return [part.to(matrix.dtype) for part in decompose(matrix.to(torch.float64))]
     except LinAlgError as error:
@@ -414,8 +414,10 @@ class Spectra(dict[Hashable, MatrixSpectrum | None]):
         if key not in self:
             self[key] = None
             return None
-        if (found := self[key]) is None:
-            own = matrix().detach()
-            values = psd_eigenvalues(own.double(), rank)
-            found = self[key] = MatrixSpectrum(values, own.dtype, own.diagonal().amax())
-        return found
+        if (spectrum := self[key]) is None:
+            dense_matrix = matrix().detach()
+            values = psd_eigenvalues(dense_matrix.double(), rank)
+            spectrum = self[key] = MatrixSpectrum(
+                values, dense_matrix.dtype, dense_matrix.diagonal().amax()
+            )
+        return spectrum

@@ -84,8 +84,10 @@ class Ntk(Structure[NtkStatistic]):
             if name in precision_groups:
                 self._groups.setdefault(precision_groups[name], []).append(name)
         self._varying = [name for name in weights if name not in precision_groups]
-        given = contracted or {}
-        self.contracted = {name: uses for name, uses in given.items() if name in precision_groups}
+        contracted_uses = contracted or {}
+        self.contracted = {
+            name: uses for name, uses in contracted_uses.items() if name in precision_groups
+        }
         self.formed = [name for name in weights if name not in self.contracted]
         self._blocks = [list(weights)] if blocks is None else [list(names) for names in blocks]
         self.takes_anchors = len(self._blocks) == 1
@@ -96,9 +98,9 @@ class Ntk(Structure[NtkStatistic]):
     ) -> NtkStatistic:
         """See ``Structure.accumulate``; the rows themselves are kept."""
         part, keep = _without_rows(root), self._storage.keep
-        found = linearization.rows(root.vectors, self.formed)
+        weight_rows = linearization.rows(root.vectors, self.formed)
         # Contiguous, because expanded rows cannot be overwritten.
-        rows = {n: (keep(_present_rows(found[n], part).contiguous()),) for n in self.formed}
+        rows = {n: (keep(_present_rows(weight_rows[n], part).contiguous()),) for n in self.formed}
         factors = {
             name: (tuple(keep(_own(tensor)) for tensor in tensors),)
             for name, tensors in self._factors(linearization, root).items()
@@ -127,9 +129,9 @@ class Ntk(Structure[NtkStatistic]):
         terms: list[LogDet] = []
         for names in self._blocks:
             if is_fixed and scale is None and conditioning is None:
-                found = self._spectrum(statistic, precisions, names, like, keep)
-                if found is not None:
-                    terms.append(LogDet(found.log_det(precisions[names[0]])))
+                spectrum = self._spectrum(statistic, precisions, names, like, keep)
+                if spectrum is not None:
+                    terms.append(LogDet(spectrum.log_det(precisions[names[0]])))
                     continue
             total = self._differentiable_gram(statistic, precisions, names, like, keep)
             if scale is not None:
@@ -147,13 +149,13 @@ class Ntk(Structure[NtkStatistic]):
         """See ``Structure.differentiate``: W = 2 (I + S)^{-1} J̃ P0^{-1}, written over the rows."""
         self.check_conditioning(conditioning)
         self._shared_groups(precisions, self._numel)
-        found = [
+        block_derivatives = [
             self._differentiate_block(statistic, precisions, names, conditioning)
             for names in self._blocks
         ]
-        values, of_scales, of_precisions = zip(*found, strict=True)
+        values, of_scales, of_precisions = zip(*block_derivatives, strict=True)
         scale = statistic.scale
-        scale = None if scale is None else _sum([each for (each,) in of_scales]).to(scale)
+        scale = None if scale is None else _sum([of_scale for (of_scale,) in of_scales]).to(scale)
         gradients = _chained(precisions, dict(ChainMap(*of_precisions)), arguments)
         cotangent = replace(statistic, scale=scale, grams={})
         return Differential(_sum_of_blocks(values), cotangent, gradients)
@@ -171,10 +173,12 @@ class Ntk(Structure[NtkStatistic]):
         (m, k), flat = present.shape, present.flatten()
         whole = {}
         for name, (rows,) in part.rows.items():
-            wanted = rows.to(root.vectors.device, self._dtype)
+            row_cotangents = rows.to(root.vectors.device, self._dtype)
             if not bool(flat.all()):
-                wanted = wanted.new_zeros(m * k, rows.shape[1]).index_put((flat,), wanted)
-            whole[name] = wanted.reshape(m, k, *self._shapes[name])
+                row_cotangents = row_cotangents.new_zeros(m * k, rows.shape[1]).index_put(
+                    (flat,), row_cotangents
+                )
+            whole[name] = row_cotangents.reshape(m, k, *self._shapes[name])
         terms = [linearization.inner(root.vectors, whole)]
         for name, tensors in self._factors(linearization, root).items():
             (of_tensors,) = part.factors[name]
@@ -184,8 +188,8 @@ class Ntk(Structure[NtkStatistic]):
         if root.scale is not None:
             assert cotangent.scale is not None
             before = cotangent.rows_before(data.start)
-            own = cotangent.scale[before : before + int(flat.sum())]
-            terms.append((own.to(root.scale) * root.scale.flatten()[flat]).sum())
+            scale_cotangent = cotangent.scale[before : before + int(flat.sum())]
+            terms.append((scale_cotangent.to(root.scale) * root.scale.flatten()[flat]).sum())
         return torch.stack([term.to(terms[0]) for term in terms]).sum()
 
     def condenses(self, num_rows: int) -> bool:
@@ -244,17 +248,17 @@ class Ntk(Structure[NtkStatistic]):
             factors = self._factors(linearization, root)
             # All that have no closed form in one call, as each call repeats the backward passes.
             others = [name for name in self.formed if not linearization.is_closed(name)]
-            found = linearization.rows(root.vectors, others) if others else {}
+            other_rows = linearization.rows(root.vectors, others) if others else {}
 
             def part(name: str) -> NtkStatistic:
                 if name in factors:
                     return replace(empty, factors={name: (factors[name],)})
-                rows = found.get(name)
+                rows = other_rows.get(name)
                 if rows is None:
                     rows = linearization.rows(root.vectors, [name])[name]
-                own = {name: (_present_rows(rows, empty),)}
+                chunks = {name: (_present_rows(rows, empty),)}
                 del rows
-                return replace(empty, rows=own)
+                return replace(empty, rows=chunks)
 
             for names in self._groups.values():
                 whole.kept_gram(names, self._like(), part)
@@ -354,8 +358,8 @@ class Ntk(Structure[NtkStatistic]):
         self, precisions: Mapping[str, Tensor], block: Collection[str]
     ) -> list[list[str]]:
         """The precision groups of a block; refuses groups whose precisions are not one number."""
-        found = {group: names for group, names in self._groups.items() if names[0] in block}
-        for group, names in found.items():
+        groups = {group: names for group, names in self._groups.items() if names[0] in block}
+        for group, names in groups.items():
             shared = all(precisions[name].ndim == 0 for name in names)
             if shared and len(names) > 1:
                 values = torch.stack([precisions[name].detach() for name in names])
@@ -365,7 +369,7 @@ class Ntk(Structure[NtkStatistic]):
                     f"the parameters {names} of precision group {group!r} do not have one and the"
                     " same precision: give the groups of the prior that the precisions come from."
                 )
-        return list(found.values())
+        return list(groups.values())
 
 
 def _present(root: RootRows) -> Tensor:

@@ -212,7 +212,7 @@ def _table_file(name: str, folder: Path | None) -> Path | None:
 
 def _unknown(name: str, folder: Path | None) -> str:
     names = available(folder)
-    short = [known.removeprefix(f"{TABLE_FOLDER}/") for known in names]
+    short = [full_name.removeprefix(f"{TABLE_FOLDER}/") for full_name in names]
     example = name.removeprefix(f"{TABLE_FOLDER}/") if _is_plain(name) else "NAME"
     table = f", or a table {TABLE_FOLDER}/{example}.parquet"
     return (

@@ -87,8 +87,8 @@ class DataSet:
         else:
             order = shuffled(len(x), seed)
             first, second = np.sort(order[count:]), np.sort(order[:count])
-        rest, held_out = torch.from_numpy(first), torch.from_numpy(second)
-        return (x[rest], y[rest]), (x[held_out], y[held_out])
+        train_rows, validation_rows = torch.from_numpy(first), torch.from_numpy(second)
+        return (x[train_rows], y[train_rows]), (x[validation_rows], y[validation_rows])
 
     def with_test_subset(self, count: int, seed: int = 0) -> "DataSet":
         """The same train set with ``count`` test data, drawn at random, for cheaper evaluations."""

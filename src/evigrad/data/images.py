@@ -112,10 +112,10 @@ def image_data_set(
             f"{train.where} has {shape}"
         )
     x = {
-        key: torch.from_numpy(each)
+        key: torch.from_numpy(part_pixels)
         if variant is None
-        else transformed(each, variant, key, rows[key])
-        for key, each in pixels.items()
+        else transformed(part_pixels, variant, key, rows[key])
+        for key, part_pixels in pixels.items()
     }
     mean, std = _channel_statistics(x["train"], train.largest)
 
@@ -201,7 +201,7 @@ def table_images(where: str, table: Any, class_names: dict[str, Any]) -> Images:
     Raises:
         InputError: If a column is missing, or labels are missing or no integers.
     """
-    found = []
+    columns = []
     for candidates in (IMAGE_COLUMNS, LABEL_COLUMNS):
         matching = [name for name in candidates if name in table.column_names]
         if not matching:
@@ -210,8 +210,8 @@ def table_images(where: str, table: Any, class_names: dict[str, Any]) -> Images:
                 " image set needs 'image' (or 'img'), a struct of bytes and path, and 'label' (or "
                 "'fine_label'), integers"
             )
-        found.append(matching[0])
-    image, label = found
+        columns.append(matching[0])
+    image, label = columns
     cells, values = table.column(image), table.column(label)
     if len(values) == 0 or values.null_count:
         raise InputError(f"{where}: {'no rows' if len(values) == 0 else 'rows without a label'}")

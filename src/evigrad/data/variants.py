@@ -68,7 +68,7 @@ def split_name(name: str) -> tuple[str, str | None]:
     if variant not in VARIANTS:
         raise ConfigurationError(
             f"There is no variant '{variant}' of '{base}'.{nearest(variant, VARIANTS)} Image sets"
-            f" have the variants {', '.join(f'NAME:{known}' for known in VARIANTS)}."
+            f" have the variants {', '.join(f'NAME:{suffix}' for suffix in VARIANTS)}."
         )
     return base, variant
 

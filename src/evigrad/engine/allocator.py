@@ -72,8 +72,8 @@ def give_back() -> None:
 
 
 def _is_set_up() -> bool:
-    given = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-    return any(name != "GLIBC_TUNABLES" or "malloc" in value for name, value in given.items())
+    variables = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    return any(name != "GLIBC_TUNABLES" or "malloc" in value for name, value in variables.items())
 
 
 @cache

@@ -128,7 +128,7 @@ def check_block(block: Block, partition: Partition) -> None:
     """Refuse a block whose tensors differ in length, or whose columns do not exist."""
     columns, size = block.columns, len(block.indices)
     lengths = {size, len(block.likelihood_weights)}
-    lengths |= {len(each) for each in (block.inputs, columns) if each is not None}
+    lengths |= {len(tensor) for tensor in (block.inputs, columns) if tensor is not None}
     if len(lengths) > 1:
         raise InputError(f"The block's tensors have different lengths: {sorted(lengths)}.")
     if columns is None or partition.spec.curvature != "ggn":
@@ -139,14 +139,15 @@ def check_block(block: Block, partition: Partition) -> None:
 
 
 def check_state(
-    state: Mapping[str, Any], own: Mapping[str, Any], modules: Mapping[str, nn.Module]
+    state: Mapping[str, Any], current_state: Mapping[str, Any], modules: Mapping[str, nn.Module]
 ) -> None:
     """Refuse a state of another evidence; tried on copies, so that nothing changes."""
-    if missing := own.keys() - state.keys() - {"micro_batches", "preparation", "anchors"}:
+    if missing := current_state.keys() - state.keys() - {"micro_batches", "preparation", "anchors"}:
         raise ConfigurationError(f"The state lacks {', '.join(sorted(missing))}.")
-    if state["estimator"] != own["estimator"]:
+    if state["estimator"] != current_state["estimator"]:
         raise ConfigurationError(
-            f"The state is one of {state['estimator']}, this evidence is {own['estimator']}."
+            f"The state is one of {state['estimator']}, this evidence is"
+            f" {current_state['estimator']}."
         )
     for key, module in modules.items():
         try:

@@ -54,9 +54,9 @@ def _sampled(likelihood: Likelihood, f: Tensor, labels: Sequence[Tensor]) -> Roo
 
 def rehearse(problem: Problem, f: Tensor, y: Tensor) -> None:
     """Ask the likelihood, at some outputs, for all that a pass needs; it may raise EvigradError."""
-    own = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     sampled = problem.settings.spec.curvature == "mc"
-    labels = [problem.likelihood.sample(f, own)] if sampled else []
+    labels = [problem.likelihood.sample(f, generator)] if sampled else []
     columns = torch.zeros(len(f), 1, dtype=torch.int64, device="cpu")
     weights = torch.ones(len(f), device="cpu")
     with torch.no_grad(), suppress(NotPositiveDefiniteError):  # other outputs may do better

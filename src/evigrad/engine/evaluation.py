@@ -77,39 +77,41 @@ def standard_error(values: Sequence[float]) -> float:
     return float(torch.tensor(values, dtype=torch.float64, device="cpu").std()) / len(values) ** 0.5
 
 
-def estimates_of(given: BlockPass | Sequence[KeptPass]) -> list[Estimate]:
+def estimates_of(passes: BlockPass | Sequence[KeptPass]) -> list[Estimate]:
     """The estimate on a block, in float64 where float32 is too coarse, or those of kept passes."""
 
     def work(block_pass: BlockPass) -> Estimate:
         return objective(first_pass(block_pass, FirstPass(condensed=True)))[0]
 
-    if isinstance(given, BlockPass):
+    if isinstance(passes, BlockPass):
         with derivatives_named():
-            return [precisely(given, work)]
-    return [objective(kept)[0] for kept in given]
+            return [precisely(passes, work)]
+    return [objective(kept)[0] for kept in passes]
 
 
 def gradients_of(
-    given: BlockPass | Sequence[KeptPass], learnable: Mapping[str, nn.Parameter]
+    passes: BlockPass | Sequence[KeptPass], learnable: Mapping[str, nn.Parameter]
 ) -> tuple[list[Estimate], list[Tensor]]:
     """Return the estimates of ``estimates_of``, and the gradient of their mean.
 
     It is in the ``learnable`` hyperparameters, in their order; no other requires a gradient.
     """
     parameters = list(learnable.values())
-    if not isinstance(given, BlockPass):
+    if not isinstance(passes, BlockPass):
         estimates, total = list[Estimate](), [torch.zeros_like(p) for p in parameters]
-        for kept in given:
+        for kept in passes:
             estimate, value = objective(kept)
             estimates.append(estimate)
-            found = _gradients(value / len(given), parameters)
-            total = [a + b for a, b in zip(total, found, strict=True)]
+            gradients = _gradients(value / len(passes), parameters)
+            total = [a + b for a, b in zip(total, gradients, strict=True)]
         return estimates, total
-    problem = given.problem
-    if needs_two_passes(problem, learnable, given.plan.partition.num_outputs):
+    problem = passes.problem
+    if needs_two_passes(problem, learnable, passes.plan.partition.num_outputs):
         with derivatives_named():
-            estimate, found = precisely(given, lambda given: _two_passes(given, learnable))
-        return [estimate], found
+            estimate, gradients = precisely(
+                passes, lambda block_pass: _two_passes(block_pass, learnable)
+            )
+        return [estimate], gradients
     beside = any(not name.startswith("prior.") for name in learnable)
     use = FirstPass(keeps_outputs=beside, condensed=True)
 
@@ -118,8 +120,8 @@ def gradients_of(
         return estimate, _gradients(value, parameters)
 
     with derivatives_named():
-        estimate, found = precisely(given, one_pass)
-    return [estimate], found
+        estimate, gradients = precisely(passes, one_pass)
+    return [estimate], gradients
 
 
 def precisely(
@@ -191,11 +193,13 @@ def _two_passes(
     shared_scale = scale * kept.block.shares
     pulled = second_pass(again, differential.cotangent, shared_scale, of_passes)
     in_prior = [
-        own if g is None else own - 0.5 * scale * g
-        for own, g in zip(direct, differential.gradients, strict=True)
+        d if g is None else d - 0.5 * scale * g
+        for d, g in zip(direct, differential.gradients, strict=True)
     ]
-    found = dict(zip(map(id, [*of_prior, *of_passes.values()]), [*in_prior, *pulled], strict=True))
-    return estimate, [-found[id(p)] / problem.settings.num_data for p in learnable.values()]
+    gradients = dict(
+        zip(map(id, [*of_prior, *of_passes.values()]), [*in_prior, *pulled], strict=True)
+    )
+    return estimate, [-gradients[id(p)] / problem.settings.num_data for p in learnable.values()]
 
 
 def _rescaled(kept: KeptPass, precisions: Mapping[str, Tensor]) -> tuple[Any, Mapping[str, Tensor]]:
@@ -206,7 +210,7 @@ def _rescaled(kept: KeptPass, precisions: Mapping[str, Tensor]) -> tuple[Any, Ma
         if root.scale is None:
             return kept.statistic, precisions
         scales.append(root.scale if root.present is None else root.scale[root.present])
-    scale = torch.cat([each.flatten() for each in scales])
+    scale = torch.cat([s.flatten() for s in scales])
     if not len(scale) and not hasattr(kept.statistic, "with_scale"):
         # A share without rows: any row has the scale, if it is one number.
         (chunk, f), *_ = kept.outputs
@@ -254,8 +258,9 @@ def over_ranks(
     if problem.ranks.count == 1:
         return mean_estimate(estimates), list(gradients)
     count, settings = sum(max(1, block.num_draws) for block in blocks), problem.settings
-    unbound, each = sum(not e.is_bound for e in estimates), count / max(1, len(estimates))
-    terms = [each * sum(getattr(e, name) for e in estimates) for name in _TERMS]
+    unbound = sum(not e.is_bound for e in estimates)
+    draws_per_estimate = count / max(1, len(estimates))
+    terms = [draws_per_estimate * sum(getattr(e, name) for e in estimates) for name in _TERMS]
     scalars = torch.tensor([count, unbound, *terms], dtype=torch.float64, device="cpu")
     sums = problem.ranks.sum([scalars, *(count * g.to(scalars) for g in gradients)])
     count, unbound, *terms = sums[0].tolist()
@@ -307,5 +312,5 @@ def _gradients(value: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor
     """The gradient of a number in each of the parameters, zeros where it does not depend on one."""
     if not parameters:
         return []
-    found = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
-    return list(found)
+    gradients = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
+    return list(gradients)

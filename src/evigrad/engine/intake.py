@@ -71,8 +71,10 @@ class Batches:
         for index, batch in enumerate(self._given):
             x, y, _ = checked(self._problem, *as_pair(batch))
             signatures.append(_signature(x, y))
-            known = self._seen
-            if known is not None and (index >= len(known) or known[index] != signatures[index]):
+            first_signatures = self._seen
+            if first_signatures is not None and (
+                index >= len(first_signatures) or first_signatures[index] != signatures[index]
+            ):
                 raise InputError(
                     "The batches are not the same when they are read a second time, as two passes"
                     " do for the gradient in hyperparameters of the forward pass: do not shuffle"
@@ -84,9 +86,9 @@ class Batches:
                 yield x, y
             else:
                 ends = (min(max(end - count, 0), len(x)) for end in (part.start, part.stop))
-                own = slice(*ends)
-                if own.start < own.stop:
-                    yield x[own], y[own]
+                local_span = slice(*ends)
+                if local_span.start < local_span.stop:
+                    yield x[local_span], y[local_span]
             count += len(x)
         if part is not None and count != self._problem.settings.num_data:
             raise InputError(
@@ -122,14 +124,14 @@ class CheckedSource(Source):
             counted(problem.likelihood, plan.positions, y)  # which refuses other positions
         shape = (*plan.positions, plan.partition.num_outputs)
         self._source = by_target(source, problem.likelihood, shape)
-        num_data, found = problem.settings.num_data, len(self._source)
+        num_data, count = problem.settings.num_data, len(self._source)
         self.positions = self._source if isinstance(self._source, PositionSource) else None
-        if found != num_data:
+        if count != num_data:
             what = (
                 "positions of the data set with a target are" if self.positions else "data set has"
             )
             raise InputError(
-                f"num_data is {num_data}, but the {what} {found}: say num_data={found}."
+                f"num_data is {num_data}, but the {what} {count}: say num_data={count}."
             )
         self.is_held = self._source.is_held
         _, y, self.plan = checked(problem, *self._source.first(PROBE_SIZE))
@@ -140,8 +142,8 @@ class CheckedSource(Source):
         if type(problem.likelihood) not in LIKELIHOODS.values():
             # A user's own likelihood; each label needs one trial.
             y = y if y.is_floating_point() else y.unique(dim=0)
-            for some in y.split(max(1, _NUMBERS_AT_ONCE // self.plan.outputs.shape[1])):
-                self._try_density(some)
+            for labels in y.split(max(1, _NUMBERS_AT_ONCE // self.plan.outputs.shape[1])):
+                self._try_density(labels)
         f = self.plan.outputs
         rehearse(problem, f, y[torch.arange(len(f), device="cpu") % len(y)])
         if problem.ranks.count > 1:
@@ -149,10 +151,10 @@ class CheckedSource(Source):
                 alike["data"] = self._signatures() if self.is_held else None
 
     def _signatures(self) -> list[list[int]]:
-        """Those of up to ``_COMPARED`` data, evenly spaced."""
+        """Return the signatures of up to ``_COMPARED`` data, evenly spaced."""
         count = min(len(self), _COMPARED)
         chosen = torch.arange(count, device="cpu") * len(self) // count
-        return [_signature(*self._source.fetch(some)) for some in chosen.split(_AT_ONCE)]
+        return [_signature(*self._source.fetch(indices)) for indices in chosen.split(_AT_ONCE)]
 
     def _try_density(self, y: Tensor) -> None:
         """Take the density and its derivatives at all targets, for a few outputs."""
@@ -232,8 +234,10 @@ def _given_subset(problem: Problem, x: Inputs, y: Tensor | None) -> BlockPass:
         with problem.ranks.together() as alike:
             alike["data given"] = _signature(x, y)
         whole = replace(plan.partition.subset(len(x), problem.generator), inputs=x, targets=y)
-        own = whole.share(problem.ranks.part(len(x)), problem.ranks.count)
-        return new_pass(problem, plan, [cast(Batch, (own.inputs, own.targets))], own)
+        local_block = whole.share(problem.ranks.part(len(x)), problem.ranks.count)
+        return new_pass(
+            problem, plan, [cast(Batch, (local_block.inputs, local_block.targets))], local_block
+        )
     block = _own_subset(problem, plan, len(x))
     return new_pass(problem, plan, [(x, y)], block)
 
@@ -245,17 +249,17 @@ def _own_subset(problem: Problem, plan: InputPlan, size: int) -> Block:
         return plan.partition.subset(size, generator)
     seeds = torch.randint(2**62, (ranks.count,), generator=generator, device="cpu")
     seed = int(seeds[ranks.rank])
-    own = torch.Generator().manual_seed(seed)
-    return replace(plan.partition.subset(size, own), seed=seed)
+    rank_generator = torch.Generator().manual_seed(seed)
+    return replace(plan.partition.subset(size, rank_generator), seed=seed)
 
 
-def _given_batches(problem: Problem, given: Iterable[Batch]) -> BlockPass:
+def _given_batches(problem: Problem, all_batches: Iterable[Batch]) -> BlockPass:
     if problem.settings.spec.subset is not None:
         raise InputError(
             f"{problem.settings.spec.name} takes one subset, estimate(x, y), or a block of"
             " blocks(data); batches of all the data are for names with N."
         )
-    batches, num_data = Batches(problem, given), problem.settings.num_data
+    batches, num_data = Batches(problem, all_batches), problem.settings.num_data
     if batches.part is None:
         block = _own_subset(problem, batches.plan, num_data)
     else:

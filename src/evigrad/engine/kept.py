@@ -107,17 +107,17 @@ def as_kept(
     problem: Problem,
     x: object,
     hyperparameters: Mapping[str, nn.Parameter],
-    wanted: Iterable[str],
+    learnable: Iterable[str],
 ) -> list[KeptPass] | None:
     """Return the kept passes given in the place of data, or None where ``x`` are data.
 
-    ``wanted`` are the names of the hyperparameters to differentiate in.
+    ``learnable`` are the names of the hyperparameters to differentiate in.
 
     Raises:
         ConfigurationError: If a pass does not follow a hyperparameter that is wanted.
         InputError: If one was made by another evidence, or with other weights.
     """
-    names = list(wanted)
+    names = list(learnable)
     if isinstance(x, KeptPass):
         kept = [x]
     elif isinstance(x, list | tuple) and x and all(isinstance(p, KeptPass) for p in x):
@@ -125,20 +125,20 @@ def as_kept(
     else:
         return None
     now: dict[frozenset[str], tuple[tuple[int, int], ...]] = {}
-    for each in kept:
-        if each.problem is not problem:
+    for kept_pass in kept:
+        if kept_pass.problem is not problem:
             raise InputError("This pass was collected by another evidence.")
-        if each.follows not in now:
-            now[each.follows] = _versions(problem, hyperparameters, each.follows)
-        if each.versions != now[each.follows]:
+        if kept_pass.follows not in now:
+            now[kept_pass.follows] = _versions(problem, hyperparameters, kept_pass.follows)
+        if kept_pass.versions != now[kept_pass.follows]:
             raise InputError(
                 "The weights, a buffer of the model, a fixed noise or hyperparameters that the"
                 " pass does not follow have changed since collect(): pass the data again."
             )
-        if lost := [name for name in names if name not in each.follows]:
+        if lost := [name for name in names if name not in kept_pass.follows]:
             raise ConfigurationError(
                 f"The kept pass does not follow {', '.join(lost)}: name what it was collected for,"
-                f" as wrt={sorted(each.follows)}, or give the data."
+                f" as wrt={sorted(kept_pass.follows)}, or give the data."
             )
     return kept
 
@@ -194,9 +194,9 @@ def checksums(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
 def contents(module: nn.Module, device: torch.device) -> list[object]:
     """Classes, plain attributes and numbers of a module and of those in it, to compare them."""
     plain: list[object] = [
-        (type(each).__qualname__, name, value)
-        for each in module.modules()
-        for name, value in vars(each).items()
+        (type(submodule).__qualname__, name, value)
+        for submodule in module.modules()
+        for name, value in vars(submodule).items()
         if name != "training" and isinstance(value, bool | int | float | str | None)
     ]
     return [*plain, *checksums([*module.parameters(), *module.buffers()], device)]

@@ -81,15 +81,15 @@ def check_memory(
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """What is free now, without what the CPU's allocator keeps."""
+    """Return the bytes free now, without those that the CPU's allocator keeps; None if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # Memory that PyTorch has reserved but not allocated is free too.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if device.type != "cpu":
         return None
-    known = [free for free in (_system_bytes(), _cgroup_bytes()) if free is not None]
-    return min(known, default=None)
+    readings = [free for free in (_system_bytes(), _cgroup_bytes()) if free is not None]
+    return min(readings, default=None)
 
 
 def _system_bytes() -> int | None:

@@ -99,16 +99,16 @@ def select(model: nn.Module, prefixes: Sequence[str]) -> dict[str, nn.Parameter]
     named = named_parameters(model, remove_duplicate=False)
     chosen: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix in prefixes:
-        found = {n: p for n, p in named.items() if matches(prefix, n)}
-        if not found:
-            known = [*named, *sorted({n.split(".")[0] for n in named})]
+        parameters = {n: p for n, p in named.items() if matches(prefix, n)}
+        if not parameters:
+            names = [*named, *sorted({n.split(".")[0] for n in named})]
             raise ConfigurationError(
                 f"No parameter of the model is named '{prefix}' or lies below it."
-                f"{nearest(prefix, known)}"
+                f"{nearest(prefix, names)}"
             )
-        if not any(p.requires_grad for p in found.values()):
+        if not any(p.requires_grad for p in parameters.values()):
             raise ConfigurationError(f"The hyperparameters '{prefix}' do not require a gradient.")
-        for name, parameter in found.items():
+        for name, parameter in parameters.items():
             if parameter.requires_grad:
                 chosen.setdefault(id(parameter), (name, parameter))
     return dict(chosen.values())
@@ -118,9 +118,9 @@ def check_unchanged(
     model: nn.Module, weights: Mapping[str, nn.Parameter], others: Mapping[str, nn.Parameter]
 ) -> None:
     """Refuse a model in which a parameter was unfrozen, frozen, added or replaced since."""
-    known = {id(p) for p in (*weights.values(), *others.values())}
+    ids = {id(p) for p in (*weights.values(), *others.values())}
     now = {id(p): name for name, p in named_parameters(model).items() if p.requires_grad}
-    new = [name for key, name in now.items() if key not in known]
+    new = [name for key, name in now.items() if key not in ids]
     gone = [name for name, p in (*weights.items(), *others.items()) if id(p) not in now]
     if new or gone:
         raise ConfigurationError(
@@ -145,10 +145,10 @@ def divided(
     patterns = [wrt] if isinstance(wrt, str) else list(wrt)
     for pattern in patterns:
         if not any(matches(pattern, name) for name in hyperparameters):
-            known = [*hyperparameters, *sorted({n.split(".")[0] for n in hyperparameters})]
+            names = [*hyperparameters, *sorted({n.split(".")[0] for n in hyperparameters})]
             raise ConfigurationError(
                 f"wrt: no learnable hyperparameter is named '{pattern}' or lies below it."
-                f"{nearest(pattern, known)} There are {', '.join(hyperparameters) or 'none'}."
+                f"{nearest(pattern, names)} There are {', '.join(hyperparameters) or 'none'}."
             )
     asked = {n: p for n, p in hyperparameters.items() if any(matches(w, n) for w in patterns)}
     return asked, [p for name, p in hyperparameters.items() if name not in asked]

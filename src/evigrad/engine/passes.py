@@ -119,8 +119,8 @@ def new_pass(
     if spec.curvature != "mc":
         return fresh
 
-    def collect(found: list[Tensor], chunk: Chunk) -> list[Tensor]:
-        return [*found, outputs(fresh, chunk)]
+    def collect(chunk_outputs: list[Tensor], chunk: Chunk) -> list[Tensor]:
+        return [*chunk_outputs, outputs(fresh, chunk)]
 
     with torch.no_grad():
         f = torch.cat(over_chunks(fresh, "outputs", collect, []))
@@ -157,10 +157,10 @@ def over_chunks(
                 part = partial(_chunk, block_pass, (x, y), other, first, start)
                 peak = partial(_peak_bytes, block_pass, partial(step, state), part)
                 cut = next((c for c in cuts if c > first + start), expected)
-                rest = min(len(x), cut - first) - start
-                size = _chunk_size(block_pass, kind, x, rest, first + start, peak)
-                if found := fits(partial(step, state, part(size))):
-                    (state,) = found
+                num_remaining = min(len(x), cut - first) - start
+                size = _chunk_size(block_pass, kind, x, num_remaining, first + start, peak)
+                if states := fits(partial(step, state, part(size))):
+                    (state,) = states
                 else:
                     problem.sizes.halve(_memory_key(block_pass, kind, x), size)
                     continue
@@ -190,12 +190,12 @@ def _chunk(
 ) -> Chunk:
     """``size`` data of a batch from ``start`` on; ``position`` is that of its first one."""
     x, y = batch
-    own = slice(start, start + size)
+    span = slice(start, start + size)
     data = slice(position + start, position + start + size)
     block, padded = block_pass.block, block_pass.problem.settings.spec.facts.counts_data
     return Chunk(
-        x=(plan or block_pass.plan).pack(x[own], block_pass.noise, data),
-        y=y[own],
+        x=(plan or block_pass.plan).pack(x[span], block_pass.noise, data),
+        y=y[span],
         data=data,
         columns=block.columns_of(data, padded),
         likelihood_weights=block.likelihood_weights[data],
@@ -300,23 +300,23 @@ def _chunk_size(
     block_pass: BlockPass,
     kind: str,
     x: Inputs,
-    rest: int,
+    num_remaining: int,
     position: int,
     peak: Callable[[int], int],
 ) -> int:
     problem, sizes = block_pass.problem, block_pass.problem.sizes
     key = _memory_key(block_pass, kind, x)
     if (at_once := most_at_once(problem, block_pass.plan, block_pass.block, position)) is not None:
-        return min(rest, at_once, sizes.chosen.get(key, at_once))
+        return min(num_remaining, at_once, sizes.chosen.get(key, at_once))
     if key in sizes.chosen:
-        return min(rest, sizes.chosen[key])
+        return min(num_remaining, sizes.chosen[key])
     free = available_bytes(problem.device)
     if free is not None and kind != "second":  # the statistic is still to come
         block = block_pass.block
         rows = block.num_rows or block_pass.plan.partition.block_rows
         free -= block_pass.plan.structure.predicted_bytes(rows)
     limit = CPU_PASS_BYTES if problem.device.type == "cpu" else None
-    return sizes.size(key, rest, lambda: bytes_per_datum(peak, rest), free, limit)
+    return sizes.size(key, num_remaining, lambda: bytes_per_datum(peak, num_remaining), free, limit)
 
 
 def _memory_key(block_pass: BlockPass, kind: str, x: Inputs) -> str:
@@ -402,10 +402,10 @@ def _bytes_of_rows(problem: Problem, plan: InputPlan, x: Inputs, size: int, widt
         return _peak_bytes(block_pass, step, part, size)
 
 
-def bytes_per_datum(peak: Callable[[int], int], rest: int) -> float:
-    """Bytes that each further datum takes; ``peak`` is for so many, up to ``rest``."""
+def bytes_per_datum(peak: Callable[[int], int], num_remaining: int) -> float:
+    """Bytes that each further datum takes; ``peak`` is for so many, up to ``num_remaining``."""
     of_one = fits(partial(peak, 1))
     if not of_one:
         return math.inf
-    more = rest >= _MEASURED and fits(partial(peak, _MEASURED))
+    more = num_remaining >= _MEASURED and fits(partial(peak, _MEASURED))
     return float(max(more[0] - of_one[0], 1) if more else of_one[0])

@@ -147,13 +147,13 @@ class Plans:
                 probe.count = prod(positions)
             model = PackedModel(model, probe, noise, layer)
             probe = model.pack(probe, noise)
-        made, contracts = self._loaded.get(key, (None, True))
+        jacobian_plan, contracts = self._loaded.get(key, (None, True))
         with derivatives_named(), evaluation_run(model) as has_drawn:
             with torch.no_grad():
                 f = model_outputs(model, probe)
-            plans = [each.jacobian for each in reversed(self._plans.values())]
-            made = (
-                made
+            plans = [input_plan.jacobian for input_plan in reversed(self._plans.values())]
+            jacobian_plan = (
+                jacobian_plan
                 or adapted(plans, model, self.weights, probe)
                 or plan(model, self.weights, probe)
             )
@@ -162,10 +162,18 @@ class Plans:
         num_rows = self.likelihood.num_rows(num_outputs)
         partition = Partition(self.settings.spec, self.settings.num_data, num_outputs, num_rows)
         dtype = self.settings.gram_dtype
-        structure = self._structure(made, partition, contracts, dtype)
+        structure = self._structure(jacobian_plan, partition, contracts, dtype)
         self._loaded.pop(key, None)
         self._plans[key] = InputPlan(
-            model, made, structure, partition, draws_globally, f, contracts, dtype, positions
+            model,
+            jacobian_plan,
+            structure,
+            partition,
+            draws_globally,
+            f,
+            contracts,
+            dtype,
+            positions,
         )
         for old in list(self._plans)[:-_KEPT]:
             del self._plans[old]
@@ -184,11 +192,17 @@ class Plans:
         A plan depends on the weights that it was made with, and on checks on real data since: it
         could not be made again.
         """
-        used = {key: (each.jacobian, each.contracts) for key, each in self._plans.items()}
+        used = {
+            key: (input_plan.jacobian, input_plan.contracts)
+            for key, input_plan in self._plans.items()
+        }
         plans = self._loaded | used
         return {
             "passes": self._passes,
-            "plans": {key: made.as_record() for key, (made, _) in list(plans.items())[-_KEPT:]},
+            "plans": {
+                key: jacobian_plan.as_record()
+                for key, (jacobian_plan, _) in list(plans.items())[-_KEPT:]
+            },
             "formed": sorted(key for key, (_, contracts) in plans.items() if not contracts),
         }
 
@@ -199,12 +213,16 @@ class Plans:
             key: (JacobianPlan.from_record(record), key not in state["formed"])
             for key, record in state["plans"].items()
         }
-        for made, _ in self._loaded.values():
-            if set(made.describe()) != set(self.weights):
+        for jacobian_plan, _ in self._loaded.values():
+            if set(jacobian_plan.describe()) != set(self.weights):
                 raise ConfigurationError("The state has a plan of other weights.")
-        for key, each in self._plans.items():
-            made, contracts = self._loaded.pop(key, (each.jacobian, key not in state["formed"]))
-            self._plans[key] = self._replanned(each, jacobian=made, contracts=contracts)
+        for key, input_plan in self._plans.items():
+            jacobian_plan, contracts = self._loaded.pop(
+                key, (input_plan.jacobian, key not in state["formed"])
+            )
+            self._plans[key] = self._replanned(
+                input_plan, jacobian=jacobian_plan, contracts=contracts
+            )
 
     def last_layer(self, x: Inputs) -> tuple[Tensor, LastLayer | None]:
         """Outputs (m, C) without a graph, and their last layer, or None where none is linear."""
@@ -232,7 +250,10 @@ class Plans:
     def without_contraction(self, plan: InputPlan) -> InputPlan:
         """Replace a plan by one that forms all rows, where some pass lacks a closed form."""
         formed = self._replanned(plan, contracts=False)
-        self._plans = {key: formed if each is plan else each for key, each in self._plans.items()}
+        self._plans = {
+            key: formed if input_plan is plan else input_plan
+            for key, input_plan in self._plans.items()
+        }
         return formed
 
     def in_float64(self, plan: InputPlan) -> InputPlan:
@@ -247,7 +268,7 @@ class Plans:
 
     def _structure(
         self,
-        made: JacobianPlan,
+        jacobian_plan: JacobianPlan,
         partition: Partition,
         contracts: bool,
         gram_dtype: torch.dtype | None,
@@ -257,11 +278,11 @@ class Plans:
         data = rows if spec.rows else min(spec.subset or rows, rows)
         # An exact Hessian has no rows.
         plain = settings.plain_curvature
-        uses = matrix_uses(made, self.weights) if contracts and not plain else {}
+        uses = matrix_uses(jacobian_plan, self.weights) if contracts and not plain else {}
         return make_structure(
             spec.structure,
             self.weights,
-            made,
+            jacobian_plan,
             precision_groups={n: g for n, g in groups.items() if n in self.weights},
             parameter_partition=settings.parameter_partition,
             sharing=settings.sharing,
@@ -284,10 +305,11 @@ class Plans:
 
         They are compared with plain automatic differentiation of that datum alone.
         """
-        own = torch.Generator().manual_seed(self._passes)  # the evidence's draws are not shifted
+        # A generator of its own, so that the evidence's draws are not shifted.
+        generator = torch.Generator().manual_seed(self._passes)
         f = linearization.outputs
-        vectors = torch.randn(len(f), 1, f.shape[1], generator=own, device="cpu").to(f)
-        index = int(torch.randint(len(f), (), generator=own, device="cpu"))
+        vectors = torch.randn(len(f), 1, f.shape[1], generator=generator, device="cpu").to(f)
+        index = int(torch.randint(len(f), (), generator=generator, device="cpu"))
         wrong = spot_check(linearization, vectors, index)
         if not wrong:
             return plan
@@ -300,12 +322,14 @@ class Plans:
         )
         demoted = self._replanned(plan, jacobian=demote(plan.jacobian, wrong))
         # Plans of other lengths are made from these.
-        self._loaded = {k: (demote(made, wrong), c) for k, (made, c) in self._loaded.items()}
+        self._loaded = {
+            k: (demote(jacobian_plan, wrong), c) for k, (jacobian_plan, c) in self._loaded.items()
+        }
         self._plans = {
             key: demoted
-            if each is plan
-            else self._replanned(each, jacobian=demote(each.jacobian, wrong))
-            for key, each in self._plans.items()
+            if input_plan is plan
+            else self._replanned(input_plan, jacobian=demote(input_plan.jacobian, wrong))
+            for key, input_plan in self._plans.items()
         }
         return demoted
 

@@ -122,8 +122,11 @@ def _add(block_pass: BlockPass, use: FirstPass, sums: _Sums, chunk: Chunk) -> _S
     if sums.to_check:
         problem, plan = block_pass.problem, sums.plan
         with torch.enable_grad():
-            found = Linearization(plan.model, problem.weights, chunk.x, plan.jacobian, False)
-        sums = replace(sums, plan=problem.plans.checked(plan, found), to_check=False)
+            linearization = Linearization(
+                plan.model, problem.weights, chunk.x, plan.jacobian, False
+            )
+        sums = replace(sums, plan=problem.plans.checked(plan, linearization), to_check=False)
+        del linearization  # frees its graph
     block_pass = replace(block_pass, plan=sums.plan)
     spec, likelihood = block_pass.problem.settings.spec, block_pass.problem.likelihood
     statistic: Any = sums.statistic
@@ -134,10 +137,10 @@ def _add(block_pass: BlockPass, use: FirstPass, sums: _Sums, chunk: Chunk) -> _S
     elif spec.curvature == "hessian":
         statistic, f = _add_hessian(block_pass, chunk, statistic, False)
     else:
-        found = _add_rows(block_pass, use, chunk, statistic)
-        if found is None:
+        statistic_and_outputs = _add_rows(block_pass, use, chunk, statistic)
+        if statistic_and_outputs is None:
             return replace(sums, is_closed=False)
-        statistic, f = found
+        statistic, f = statistic_and_outputs
     log_probs = log_probabilities(likelihood, f, chunk.y)
     log_likelihood = weighted(block_pass.problem, log_probs, chunk.likelihood_weights)
     likelihood.check_derivatives(f, chunk.y, spec.curvature)
@@ -243,8 +246,8 @@ def second_pass(
         objective = log_likelihood_of(problem, f, chunk) - 0.5 * scale * inner
         if not objective.requires_grad:
             return sums
-        found = torch.autograd.grad(objective, arguments, allow_unused=True)
-        return [s if g is None else s + g for s, g in zip(sums, found, strict=True)]
+        gradients = torch.autograd.grad(objective, arguments, allow_unused=True)
+        return [s if g is None else s + g for s, g in zip(sums, gradients, strict=True)]
 
     with torch.enable_grad():
         _check_second_derivatives(block_pass, learned)

@@ -169,11 +169,11 @@ class PackedModel(Transparent):
     def forward(self, packed: Tensor) -> Any:
         """The model's outputs for packed inputs."""
         parts = packed.split([prod(shape) for shape, _ in self._layouts], dim=1)
-        found = [
+        tensors = [
             part.reshape(-1, *shape).to(dtype)
             for part, (shape, dtype) in zip(parts, self._layouts, strict=True)
         ]
-        leaves, noise = found[: len(self._inputs)], found[len(self._inputs) :]
+        leaves, noise = tensors[: len(self._inputs)], tensors[len(self._inputs) :]
         x = leaves[0] if self._example is None else self._example.with_leaves(leaves)
         with ExitStack() as stack:
             for module, part in zip(self._drawing, noise, strict=True):

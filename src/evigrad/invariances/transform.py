@@ -56,20 +56,21 @@ class Transform(nn.Module, ABC):
             ConfigurationError: If there is no parameter of a name, a lower bound is not below the
                 upper one, both are infinite, or a value is outside.
         """
-        own = dict(self.named_parameters(recurse=False))
+        parameters = dict(self.named_parameters(recurse=False))
         whose = f"bounds of {type(self).__name__}"
         for name, (low, high) in self.bounds.items():
-            if name not in own:
+            if name not in parameters:
                 raise ConfigurationError(
                     f"The {whose} name '{name}', which is no parameter of it."
-                    f"{nearest(name, own)} Its parameters are {listed(list(own)) or 'none'}."
+                    f"{nearest(name, parameters)} Its parameters are"
+                    f" {listed(list(parameters)) or 'none'}."
                 )
             if not low < high or not (math.isfinite(low) or math.isfinite(high)):
                 raise ConfigurationError(
                     f"The {whose} must be a number and a larger one, of which one may be infinite,"
                     f" not {name}={(low, high)}."
                 )
-            value = own[name].detach()
+            value = parameters[name].detach()
             if bool(((value < low) | (value > high)).any()):
                 raise ConfigurationError(
                     f"The parameter '{name}' of {type(self).__name__} is {value.tolist()}, outside"
@@ -261,15 +262,15 @@ def learnable_ranges(module: nn.Module) -> list[str]:
 def range_values(model: nn.Module) -> dict[str, float]:
     """The ranges by name, without those fixed at zero; with paths if several modules have some."""
     modules = ranged_modules(model)
-    found: dict[str, float] = {}
+    ranges: dict[str, float] = {}
     for path, module in modules.items():
         learnable = learnable_ranges(module)
         front = f"{path}." if len(modules) > 1 else ""
         assert isinstance(module, Ranged)
         for name, value in module.named_ranges().items():
             if value != 0 or name in learnable:
-                found[front + name] = value
-    return found
+                ranges[front + name] = value
+    return ranges
 
 
 def bounded_values(model: nn.Module) -> dict[int, Tensor]:

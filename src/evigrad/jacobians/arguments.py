@@ -51,17 +51,17 @@ def check_hooks(model: nn.Module) -> None:
     """Raise if a backward hook, which may change gradients, is on a module or on all of them."""
     # A hook that only reads gradients cannot be told from one that changes them.
     everywhere = (modules._global_backward_hooks, modules._global_backward_pre_hooks)
-    found = ["all modules"] if any(everywhere) else []
-    found += [
+    hook_places = ["all modules"] if any(everywhere) else []
+    hook_places += [
         f"{name!r}" if name else "the model"
         for name, module in model.named_modules()
         if module._backward_hooks or module._backward_pre_hooks
     ]
-    if found:
+    if hook_places:
         raise ConfigurationError(
-            f"A backward hook (register_full_backward_hook or alike) on {listed(found)} may change"
-            " gradients, which would make the curvature that of another function. Remove the hook,"
-            " or keep it only for the training steps. Forward hooks are part of the function."
+            f"A backward hook (register_full_backward_hook or alike) on {listed(hook_places)} may"
+            " change gradients, which would make the curvature that of another function. Remove the"
+            " hook, or keep it only for the training steps. Forward hooks are part of the function."
         )
 
 

@@ -87,12 +87,12 @@ class Geometry:
         return self._backward(gradient, x, weight, (False, True, False))[1]
 
     def _backward(
-        self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]
+        self, gradient: Tensor, x: Tensor, weight: Tensor, output_mask: Sequence[bool]
     ) -> Sequence[Any]:
         # Not transposed, hence no output padding.
-        rest = (self.stride, self.padding, self.dilation, False, (0,) * len(self.kernel))
+        settings = (self.stride, self.padding, self.dilation, False, (0,) * len(self.kernel))
         return torch.ops.aten.convolution_backward(
-            gradient, x, weight, None, *rest, self.groups, wanted
+            gradient, x, weight, None, *settings, self.groups, output_mask
         )
 
 
@@ -126,8 +126,8 @@ def convolution_rows(
     graph = torch.is_grad_enabled() and (x.requires_grad or gradient.requires_grad)
     if not x.is_cuda and not graph and _at_once(x, gradient, g) == 1:
         rows = x.new_empty(m, k * out, *inner)
-        for row, datum, own in zip(rows, x.split(parts), gradient.split(1), strict=True):
-            row.copy_(g.weight_gradient(datum, row, _columns(own, g)))
+        for row, datum, datum_gradient in zip(rows, x.split(parts), gradient.split(1), strict=True):
+            row.copy_(g.weight_gradient(datum, row, _columns(datum_gradient, g)))
     else:
         patches = convolution_patches(x, parts, g)
         # (m, k, F, G, o', T) → (m, G, k, o', F, T): one product for each datum and group.
@@ -187,11 +187,11 @@ def _convolved(
 ) -> Float[Tensor, "m k F o *positions"]:
     """Each datum convolved with its own k weights; in one convolution each is a channel group."""
     pieces = []
-    for data, own in zip(x.split(at_once * parts), weights.split(at_once), strict=True):
-        m, k, out = own.shape[:3]
+    for data, weight_chunk in zip(x.split(at_once * parts), weights.split(at_once), strict=True):
+        m, k, out = weight_chunk.shape[:3]
         # (m F, c, *space) → (F, m c, *space)
         side_by_side = data.unflatten(0, (m, -1)).transpose(0, 1).flatten(1, 2)
-        products = g.of_all(m).convolve(side_by_side, _kernels(own, g))
+        products = g.of_all(m).convolve(side_by_side, _kernels(weight_chunk, g))
         # (F, m G k o', *positions) → (m, k, F, o, *positions)
         products = products.unflatten(1, (m, g.groups, k, out // g.groups))
         pieces.append(products.movedim((1, 3), (0, 1)).flatten(3, 4))
@@ -207,10 +207,10 @@ def _pulled_back(
 ) -> Float[Tensor, "mF c *space"]:
     """The gradient of ``_convolved`` in its input, which has this shape."""
     pieces = []
-    for some, own in zip(gradient.split(at_once), weights.split(at_once), strict=True):
-        m, parts = len(own), some.shape[2]
+    for chunk, weight_chunk in zip(gradient.split(at_once), weights.split(at_once), strict=True):
+        m, parts = len(weight_chunk), chunk.shape[2]
         of_all = (parts, m * shape[1], *shape[2:])
-        pulled = g.of_all(m).input_gradient(of_all, _kernels(own, g), _columns(some, g))
+        pulled = g.of_all(m).input_gradient(of_all, _kernels(weight_chunk, g), _columns(chunk, g))
         # (F, m c, *space) → (m F, c, *space)
         pieces.append(pulled.unflatten(1, (m, -1)).transpose(0, 1).flatten(0, 1))
     return _joined(pieces)

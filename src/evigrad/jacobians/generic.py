@@ -99,18 +99,18 @@ def vmap_rows(
     # Not every module can be vectorised: some raise an error, and one that keeps references to its
     # parameters (as recurrent ones do) gives other numbers.
     constant = {name: p.detach() for name, p in weights.items()}
-    wanted = {name: constant.pop(name) for name in names}
+    variables = {name: constant.pop(name) for name in names}
     with_wrappers = {id(p): name for name, p in model.named_parameters()}
     in_model = {name: with_wrappers[id(p)] for name, p in weights.items()}
 
     def output(parameters: dict[str, Tensor], datum: Tensor) -> Tensor:
-        given = (datum.unsqueeze(0),)
+        inputs = (datum.unsqueeze(0),)
         values = {in_model[name]: value for name, value in {**constant, **parameters}.items()}
-        output = functional_call(model, values, given)
+        output = functional_call(model, values, inputs)
         return check_output(scores_of(output), 1)[0]
 
     def rows_of_datum(datum: Tensor, cotangents: Tensor) -> dict[str, Tensor]:
-        pull = vjp(lambda parameters: output(parameters, datum), wanted)[1]
+        pull = vjp(lambda parameters: output(parameters, datum), variables)[1]
         # A loop, as a second level of vmap takes some backward functions past what they support.
         rows = [pull(cotangent)[0] for cotangent in cotangents]
         return {name: torch.stack([row[name] for row in rows]) for name in names}

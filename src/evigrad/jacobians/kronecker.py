@@ -67,11 +67,11 @@ class KroneckerUse:
 
     def scaled(self, scale: Float[Tensor, "m k"] | None, dtype: torch.dtype) -> "KroneckerUse":
         """The same use, with gradients in this type and times the scale of each row (None: 1)."""
-        found = copy.copy(self)
-        found.gradients = self.gradients.to(dtype)
+        scaled_use = copy.copy(self)
+        scaled_use.gradients = self.gradients.to(dtype)
         if scale is not None:
-            found.gradients = found.gradients * scale.to(dtype)[:, :, None, None, None]
-        return found
+            scaled_use.gradients = scaled_use.gradients * scale.to(dtype)[:, :, None, None, None]
+        return scaled_use
 
     def detach(self) -> "KroneckerUse":
         """The same factors without a graph."""

@@ -244,10 +244,10 @@ class Product(Rule):
 
     def match(self, *args: Any, **kwargs: Any) -> Match | None:
         """See ``Rule.match``."""
-        found = self._arguments(*args, **kwargs)
-        if not found or not all(isinstance(each, Tensor) for each in found):
+        operands = self._arguments(*args, **kwargs)
+        if not operands or not all(isinstance(operand, Tensor) for operand in operands):
             return None
-        x, weight, *bias = found
+        x, weight, *bias = operands
         if x.dim() < 2 or weight.dim() != 2 or any(b.dim() != 1 for b in bias):
             return None
         return Match(x, given(weight=weight, bias=bias[0] if bias else None))
@@ -443,18 +443,18 @@ class Normalisation(Rule):
         """See ``Rule.match``."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        found = bound.arguments
-        slots = given(weight=found.pop("weight"), bias=found.pop("bias", None))
+        arguments = bound.arguments
+        slots = given(weight=arguments.pop("weight"), bias=arguments.pop("bias", None))
         # The data mix, or the call would update the running statistics.
-        if found.get("training") or (
-            found.get("use_input_stats") and found["running_mean"] is not None
+        if arguments.get("training") or (
+            arguments.get("use_input_stats") and arguments["running_mean"] is not None
         ):
             return None
         # Trailing dimensions that take in dim 0 leave no dimension for the data.
         trailing = 1 if self._channels else max(p.dim() for p in slots.values())
-        if found["input"].dim() <= trailing:
+        if arguments["input"].dim() <= trailing:
             return None
-        return Match(found["input"], slots, computed=lambda: self._function(**found))
+        return Match(arguments["input"], slots, computed=lambda: self._function(**arguments))
 
     def data_second(self, match: Match) -> bool:
         """See ``Rule.data_second``."""
@@ -589,7 +589,7 @@ def matrix_uses(
 ) -> dict[str, tuple[MatrixUse, ...]]:
     """Sizes of the weights that are used as one matrix, once or as tied linear layers are."""
     rules = {rule.name: rule for rule in RULES.values()}
-    found: dict[str, tuple[MatrixUse, ...]] = {}
+    uses_of_weights: dict[str, tuple[MatrixUse, ...]] = {}
     for name, uses in plan.uses.items():
         of_uses = [rules[use.rule] for use in uses]
         matrices = all(isinstance(rule, Linear | Embedding) for rule in of_uses)
@@ -601,7 +601,7 @@ def matrix_uses(
             if size is not None and rule.at_positions:  # as ``recorder.joined`` has them
                 size, times = replace(size, positions=times * size.positions), 1
             sizes += [size] * times
-        given = tuple(size for size in sizes if size is not None)
-        if len(given) == len(sizes):
-            found[name] = given
-    return found
+        matrix_sizes = tuple(size for size in sizes if size is not None)
+        if len(matrix_sizes) == len(sizes):
+            uses_of_weights[name] = matrix_sizes
+    return uses_of_weights

@@ -189,7 +189,7 @@ class Linearization:
                 )
         with self._computing():
             gradients = self._gradients(vectors)
-            found = {
+            factors = {
                 name: [
                     call.factors(gradient, average)
                     for call, _, gradient in self._joined_uses(name, gradients, vectors)
@@ -198,13 +198,13 @@ class Linearization:
             }
         # Detached, because a view of the recorded input requires a gradient if that input does.
         if self._differentiable:
-            return found
-        return {name: [use.detach() for use in uses] for name, uses in found.items()}
+            return factors
+        return {name: [use.detach() for use in uses] for name, uses in factors.items()}
 
     def products(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
     ) -> dict[str, list[tuple[Tensor, Tensor]]]:
-        """What rows are products of.
+        """Compute the factors whose products are rows.
 
         Args:
             vectors: Cotangents of the outputs.
@@ -215,7 +215,7 @@ class Linearization:
         """
         with self._computing():
             gradients = self._gradients(vectors)
-            found = {
+            products = {
                 name: [
                     call.products(gradient)
                     for call, _, gradient in self._joined_uses(name, gradients, vectors)
@@ -223,8 +223,8 @@ class Linearization:
                 for name in names
             }
         if self._differentiable:
-            return found
-        return {n: [(a.detach(), g.detach()) for a, g in each] for n, each in found.items()}
+            return products
+        return {n: [(a.detach(), g.detach()) for a, g in pairs] for n, pairs in products.items()}
 
     def is_closed(self, name: str) -> bool:
         """Whether this pass uses the parameter as the plan's closed forms expect."""
@@ -237,14 +237,15 @@ class Linearization:
 
     @cached_property
     def _as_planned(self) -> tuple[set[str], set[str]]:
-        """Names used as planned: those with known data for each row, and the others."""
+        """Return the names used as planned: those whose rows have known data, and the others."""
         uses = {name: self._uses[name] for name in self.weights if self._is_as_planned(name)}
-        calls = {id(call): call for each in uses.values() for call, _ in each}
-        known, rest = self._owned, [c for key, c in calls.items() if key not in self._owned]
-        if rest:
+        calls = {id(call): call for pairs in uses.values() for call, _ in pairs}
+        owned_ids = self._owned
+        unowned_calls = [call for key, call in calls.items() if key not in owned_ids]
+        if unowned_calls:
             with without_autocast(self.x.device):
-                known = known | probed(self._graph, rest, self._differentiable)
-        closed = {n for n, each in uses.items() if all(id(call) in known for call, _ in each)}
+                owned_ids = owned_ids | probed(self._graph, unowned_calls, self._differentiable)
+        closed = {n for n, pairs in uses.items() if all(id(call) in owned_ids for call, _ in pairs)}
         return closed, uses.keys() - closed
 
     def _as_in_plan(self, call: Call) -> Call:
@@ -288,12 +289,12 @@ class Linearization:
         """Rows in memory of their own: an addition gives both sides one gradient."""
         gradients = [] if self._kept is None else self._kept[1].values()
         seen = {g.untyped_storage().data_ptr() for g in gradients if g is not None}
-        found = {}
+        unshared_rows = {}
         for name, row in rows.items():
             place = row.untyped_storage().data_ptr()
-            found[name] = row.clone() if place in seen else row
+            unshared_rows[name] = row.clone() if place in seen else row
             seen.add(place)
-        return found
+        return unshared_rows
 
     def _closed_rows(
         self,
@@ -373,11 +374,11 @@ class Linearization:
         # A use that the plan does not know takes the loop, which needs no plan.
         vectorised = [name for name in names if self._is_vectorised(name)]
         others = [name for name in names if name not in vectorised]
-        for compute, some in ((vmap_rows, vectorised), (loop_rows, others)):
-            if some:
+        for compute, subset in ((vmap_rows, vectorised), (loop_rows, others)):
+            if subset:
                 with model_run(self.model):
                     rows |= compute(
-                        self.model, self.weights, some, self.x, vectors, self._differentiable
+                        self.model, self.weights, subset, self.x, vectors, self._differentiable
                     )
         return rows
 

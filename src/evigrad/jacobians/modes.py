@@ -126,7 +126,7 @@ def warn_of_normalisation(model: nn.Module) -> None:
     """Warn once of what a model's normalization layers mean for a Gaussian prior."""
     if _WARNED_OF.get(id(model)) is model:
         return
-    layers = [n for n, each in model.named_modules() if isinstance(each, _NORMALISATION_LAYERS)]
+    layers = [n for n, module in model.named_modules() if isinstance(module, _NORMALISATION_LAYERS)]
     if not layers:
         return
     _WARNED_OF[id(model)] = model
@@ -195,7 +195,7 @@ def without_autocast(device: torch.device) -> Iterator[None]:
 
 def _holders(model: nn.Module) -> list[Any]:
     """All containers that the model holds: attribute dictionaries, and containers in them."""
-    found: list[Any] = []
+    containers: list[Any] = []
     seen: set[int] = {id(module) for module in model.modules()}
     stack = [(module.__dict__, 0) for module in model.modules()]
     while stack:
@@ -204,7 +204,7 @@ def _holders(model: nn.Module) -> list[Any]:
             continue
         seen.add(id(value))
         if isinstance(value, _CONTAINERS):
-            found.append(value)
+            containers.append(value)
         elif _is_plain_object(value):
             stack.append((value.__dict__, depth))
             continue
@@ -213,7 +213,7 @@ def _holders(model: nn.Module) -> list[Any]:
         entries = value.values() if isinstance(value, dict) else value
         if entries:
             stack += [(entry, depth + 1) for entry in entries if type(entry) not in _ATOMS]
-    return found
+    return containers
 
 
 def _is_plain_object(value: Any) -> bool:

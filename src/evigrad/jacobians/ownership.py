@@ -32,14 +32,14 @@ _ROUNDING_FACTOR = 10.0
 
 
 def placed(outputs: Tensor, calls: Sequence[Call]) -> tuple[Sequence[Call], set[int], set[Node]]:
-    """Return ``traced`` calls, with the data in dim 0 of all, the ids of the known, and all nodes.
+    """Return ``traced`` calls with the data in dim 0, the ids of those with owners, and all nodes.
 
     Calls whose data are in dim 1, as in networks with the time in dim 0, are turned.
     """
-    known, nodes, turned = traced(outputs, calls)
-    found = [call.data_first() if id(call) in turned else call for call in calls]
-    pairs = zip(calls, found, strict=True)
-    return found, {id(new) for old, new in pairs if id(old) in known | turned}, nodes
+    owned_ids, nodes, turned = traced(outputs, calls)
+    data_first_calls = [call.data_first() if id(call) in turned else call for call in calls]
+    pairs = zip(calls, data_first_calls, strict=True)
+    return data_first_calls, {id(new) for old, new in pairs if id(old) in owned_ids | turned}, nodes
 
 
 def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node], set[int]]:
@@ -50,9 +50,9 @@ def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node
     The data's dimension is followed through the graph, once. Calls count by the graph alone, also
     where the outputs do not use them at all.
     """
-    m, found = len(outputs), {id(call) for call in calls}
+    m, owned_ids = len(outputs), {id(call) for call in calls}
     if outputs.grad_fn is None:
-        return found, set(), set()
+        return owned_ids, set(), set()
     turned = {id(call) for call in calls if call.may_turn and m > 1}
     # With one datum, all rows are its own.
     claimed = {
@@ -79,7 +79,7 @@ def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node
         if place in claimed:
             call, in_first, in_second = claimed[place]
             if stride != in_first:
-                found.discard(call)
+                owned_ids.discard(call)
             if stride != in_second:
                 turned.discard(call)
         shape = node._input_metadata[output].shape if stride is not None else ()
@@ -91,7 +91,7 @@ def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node
                     before = _stride_before(node, i, shape, of_input, stride, m)
                 stack.append((source, of_source, before))
     # A call that the outputs do not use says nothing about its data.
-    return found, {node for node, _ in seen}, turned - found
+    return owned_ids, {node for node, _ in seen}, turned - owned_ids
 
 
 def _stride_before(
@@ -135,13 +135,16 @@ def probed(outputs: Tensor, calls: Sequence[Call], differentiable: bool) -> set[
     several. With ``differentiable``, gradients that vanish do not count as agreeing: they say
     nothing about derivatives of the rows.
     """
-    m, own = len(outputs), torch.Generator().manual_seed(0)
-    u = torch.randn(outputs.shape, generator=own, dtype=torch.float64, device="cpu").to(outputs)
+    m, generator = len(outputs), torch.Generator().manual_seed(0)
+    u = torch.randn(outputs.shape, generator=generator, dtype=torch.float64, device="cpu")
+    u = u.to(outputs)
 
     def gradients(vectors: Tensor) -> list[Tensor | None]:
         edges = [call.edge for call in calls]
-        found = torch.autograd.grad(outputs, edges, vectors, retain_graph=True, allow_unused=True)
-        return list(found)
+        edge_gradients = torch.autograd.grad(
+            outputs, edges, vectors, retain_graph=True, allow_unused=True
+        )
+        return list(edge_gradients)
 
     plain = gradients(u)
     relative = max(tolerances(g)[0] for g in (*plain, outputs) if g is not None)
@@ -161,20 +164,20 @@ def probed(outputs: Tensor, calls: Sequence[Call], differentiable: bool) -> set[
 def _agree(call: Call, plain: Tensor, scaled: Tensor, c: Tensor) -> bool:
     relative, rounding = tolerances(plain)
     type_ = torch.promote_types(plain.dtype, torch.float32)
-    each = c.to(plain.device, type_).repeat_interleave(call.parts)[:, None]
+    row_codes = c.to(plain.device, type_).repeat_interleave(call.parts)[:, None]
     plain, scaled = plain.to(type_).flatten(1), scaled.to(type_).flatten(1)
     size = plain.norm(dim=1)
     allowed = relative * size + _ROUNDING_FACTOR * rounding * size.max()
-    return bool(((scaled - each * plain).norm(dim=1) <= allowed).all())
+    return bool(((scaled - row_codes * plain).norm(dim=1) <= allowed).all())
 
 
 def _codes(m: int, levels: int) -> list[Tensor]:
     """Numbers in [-1, 1] for m data: no two data have nearly the same in all of them."""
     levels = min(levels, m)
-    digits, rest = [], torch.arange(m, device="cpu")
-    while not digits or rest.any():
-        digits.append(rest % levels)
-        rest = rest // levels
+    digits, quotients = [], torch.arange(m, device="cpu")
+    while not digits or quotients.any():
+        digits.append(quotients % levels)
+        quotients = quotients // levels
     return [2.0 * digit / (levels - 1) - 1.0 for digit in digits]
 
 
@@ -286,8 +289,8 @@ def _index(edge: _Edge) -> int | None:
     chosen = edge.node._saved_indices[0]
     if edge.which != 0 or edge.dim != 0 or chosen is None or chosen.dtype == torch.bool:
         return None
-    own = torch.arange(len(chosen), device=chosen.device)
-    return 0 if chosen.dim() == 1 and torch.equal(chosen, own.to(chosen)) else None
+    data_order = torch.arange(len(chosen), device=chosen.device)
+    return 0 if chosen.dim() == 1 and torch.equal(chosen, data_order.to(chosen)) else None
 
 
 def _pad(edge: _Edge) -> int | None:

@@ -74,8 +74,8 @@ def patch_sum(x: Float[Tensor, "M c *space"], g: Geometry) -> Float[Tensor, "M c
 def add_gram(gram: Float[Tensor, "G n n"], rows: Float[Tensor, "G n R"]) -> None:
     """Add rows rowsᵀ above the diagonal; ``mirrored`` completes the sum of several."""
     for strip in _strips(gram.shape[1]):
-        rest = slice(strip.start, None)
-        gram[:, strip, rest].baddbmm_(rows[:, strip], rows[:, rest].mT)
+        columns = slice(strip.start, None)
+        gram[:, strip, columns].baddbmm_(rows[:, strip], rows[:, columns].mT)
 
 
 def mirrored(gram: Float[Tensor, "G n n"]) -> Float[Tensor, "G n n"]:
@@ -93,8 +93,8 @@ def _strips(size: int) -> Iterator[slice]:
 
 def _chunks(x: Tensor, g: Geometry) -> Iterator[Tensor]:
     """Inputs of a few data each, whose patches fit ``_PATCH_NUMBERS``."""
-    each = prod(g.positions(x.shape[2:])) * x.shape[1] * prod(g.kernel)
-    yield from x.split(max(1, _PATCH_NUMBERS // max(1, each)))
+    numbers_per_datum = prod(g.positions(x.shape[2:])) * x.shape[1] * prod(g.kernel)
+    yield from x.split(max(1, _PATCH_NUMBERS // max(1, numbers_per_datum)))
 
 
 def _pull(x: Tensor, matrix: Float[Tensor, "G i i"], g: Geometry) -> Tensor:

@@ -62,7 +62,7 @@ class JacobianPlan:
 
     def as_record(self) -> dict[str, Any]:
         """The plan in plain types, for a checkpoint; other weights may give another plan."""
-        uses = {name: tuple(map(tuple, each)) for name, each in self.uses.items()}
+        uses = {name: tuple(map(tuple, weight_uses)) for name, weight_uses in self.uses.items()}
         record = vars(self) | {"words": dict(self.words), "uses": uses}
         for name in _SETS:
             record[name] = sorted(record[name])
@@ -72,14 +72,16 @@ class JacobianPlan:
     def from_record(cls, record: Mapping[str, Any]) -> "JacobianPlan":
         """The plan of a record by ``as_record``."""
         sets = {name: frozenset(map(str, record.get(name, ()))) for name in _SETS}
-        uses = {name: tuple(map(_use, each)) for name, each in record["uses"].items()}
+        uses = {name: tuple(map(_use, records)) for name, records in record["uses"].items()}
         return cls(**{**record, **sets, "uses": uses})
 
 
 def _use(record: Sequence[Any]) -> Use:
     rule, slot, parts, samples, *shapes, settings = record
-    given, made = (tuple(map(int, shape)) for shape in shapes)
-    return Use(str(rule), str(slot), int(parts), int(samples), given, made, str(settings))
+    input_shape, output_shape = (tuple(map(int, shape)) for shape in shapes)
+    return Use(
+        str(rule), str(slot), int(parts), int(samples), input_shape, output_shape, str(settings)
+    )
 
 
 def demote(plan: JacobianPlan, names: Collection[str]) -> JacobianPlan:

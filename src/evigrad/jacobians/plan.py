@@ -146,12 +146,12 @@ def _checked_plan(
 
 
 def adapted(
-    known: Iterable[JacobianPlan],
+    plans: Iterable[JacobianPlan],
     model: nn.Module,
     weights: Mapping[str, nn.Parameter],
     x_probe: Tensor,
 ) -> JacobianPlan | None:
-    """Return the first of the known plans that fits inputs of another length, or None.
+    """Return the first of the plans that fits inputs of another length, or None.
 
     It costs two passes. A check shows that the closed forms, and vectorised derivatives, of certain
     operations with certain settings are right, first and second derivatives. That does not depend
@@ -159,8 +159,8 @@ def adapted(
     the same kinds of operations, the check still holds. What may depend on the length (the datum of
     each row, other uses of a weight, changes in place) is checked in every pass.
     """
-    known = [plan for plan in known if plan.operations]
-    if not known:
+    plans = [plan for plan in plans if plan.operations]
+    if not plans:
         return None
     with without_autocast(x_probe.device):
         x, distinct = distinct_probe(model, x_probe, _PROBE_SIZES[-1])
@@ -174,19 +174,19 @@ def adapted(
             if is_out_of_memory(error):
                 raise
             return None
-    found = next((plan for plan in known if _alike(plan, recording)), None)
-    if found is None:
+    fitting_plan = next((plan for plan in plans if _alike(plan, recording)), None)
+    if fitting_plan is None:
         return None
     words = {
         name: _counted(recording.uses[name])
-        if name in found.uses and found.words[name] != "unused"
+        if name in fitting_plan.uses and fitting_plan.words[name] != "unused"
         else word
-        for name, word in found.words.items()
+        for name, word in fitting_plan.words.items()
     }
     return replace(
-        found,
+        fitting_plan,
         words=words,
-        uses={name: recording.uses[name] for name in found.uses},
+        uses={name: recording.uses[name] for name in fitting_plan.uses},
         datum_shape=tuple(x.shape[1:]),
     )
 

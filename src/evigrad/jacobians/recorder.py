@@ -91,8 +91,8 @@ class Call:
         whole = self.match.computed
         computed = None if whole is None else lambda: whole().transpose(0, 1)
         match = replace(self.match, input=self.match.input.transpose(0, 1), computed=computed)
-        positions, data, *rest = self.output_shape
-        shape = torch.Size((data, positions, *rest))
+        positions, data, *trailing_shape = self.output_shape
+        shape = torch.Size((data, positions, *trailing_shape))
         return replace(self, match=match, output_shape=shape, turned=True)
 
     @property
@@ -183,17 +183,17 @@ def joined(
     for call, slot, gradient in uses:
         key = call.use(slot) if call.rule.at_positions else id(call)
         groups.setdefault((key, slot), []).append((call, slot, gradient))
-    found = []
+    joined_uses = []
     for group in groups.values():
         call, slot, gradient = group[0]
         if len(group) > 1:
-            inputs = torch.stack([each.match.input for each, _, _ in group], 1)
-            gradient = torch.stack([each for _, _, each in group], 3)
-            rows, *rest = call.output_shape
-            shape = torch.Size((rows, len(group), *rest))
+            inputs = torch.stack([use.match.input for use, _, _ in group], 1)
+            gradient = torch.stack([piece for _, _, piece in group], 3)
+            rows, *trailing_shape = call.output_shape
+            shape = torch.Size((rows, len(group), *trailing_shape))
             call = replace(call, match=replace(call.match, input=inputs), output_shape=shape)
-        found.append((call, slot, gradient))
-    return found
+        joined_uses.append((call, slot, gradient))
+    return joined_uses
 
 
 class Recorder(TorchFunctionMode):
@@ -233,17 +233,17 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in WRITTEN_OUT and self._uses_weights(args):
             linear = partial(self.__torch_function__, F.linear, ())
-            result = WRITTEN_OUT[func](lambda *given: linear(given), *args, **kwargs)
+            result = WRITTEN_OUT[func](lambda *operands: linear(operands), *args, **kwargs)
             if result is not NotImplemented:
                 return result
         if func is F.embedding:
             args = self._for_each_datum(args)
-        found = self._match(func, args, kwargs)
-        if found is None:
+        closed_form = self._match(func, args, kwargs)
+        if closed_form is None:
             result = func(*args, **kwargs)
             self._decides = self._decides or _decides(func, args, kwargs, result)
             return result
-        rule, match, names = found
+        rule, match, names = closed_form
         output = rule.call(
             func,
             [self._detached.get(id(a), a) for a in args],
@@ -281,27 +281,29 @@ class Recorder(TorchFunctionMode):
         if self._num_data == 1:
             return False
         modules = model.modules()
-        return self._decides or any(isinstance(each, torch.jit.ScriptModule) for each in modules)
+        return self._decides or any(
+            isinstance(module, torch.jit.ScriptModule) for module in modules
+        )
 
     def _uses_weights(self, args: Sequence[Any]) -> bool:
         """Whether a tracked parameter is among arguments, or in a list of them, of a graph."""
-        found = any(
+        has_weight = any(
             id(p) in self._names for a in args for p in (a if isinstance(a, list | tuple) else [a])
         )
-        return found and torch.is_grad_enabled() and not _is_transformed()
+        return has_weight and torch.is_grad_enabled() and not _is_transformed()
 
     def _for_each_datum(self, args: Sequence[Any]) -> Sequence[Any]:
         """The arguments of an embedding, with indices of all data as (m, T) where that is asked."""
-        indices, weight, *rest = args
+        indices, weight, *settings = args
         if not isinstance(indices, Tensor) or id(weight) not in self._repeated:
             return args
         if indices.dim() > 1 and len(indices) == 1:
-            return indices.expand(self._num_data, *indices.shape[1:]), weight, *rest
+            return indices.expand(self._num_data, *indices.shape[1:]), weight, *settings
         # A plan knows; before that, as many indices as data are one for each.
         planned = [use.input for use in self._repeated[id(weight)]]
         is_list = indices.shape in planned if planned else len(indices) != self._num_data
         if indices.dim() == 1 and is_list:
-            return indices.expand(self._num_data, -1), weight, *rest
+            return indices.expand(self._num_data, -1), weight, *settings
         return args
 
     def _match(
@@ -339,9 +341,9 @@ def _decides(
         return True
     if plain in ("__getitem__", "__setitem__"):
         index = args[1] if isinstance(args[1], tuple) else args[1:2]
-        return any(isinstance(each, Tensor | list) for each in index)
+        return any(isinstance(entry, Tensor | list) for entry in index)
     if plain == "repeat_interleave":
-        return any(isinstance(each, Tensor) for each in (*args[1:], *kwargs.values()))
+        return any(isinstance(argument, Tensor) for argument in (*args[1:], *kwargs.values()))
     if plain == "where":
         return len(args) + len(kwargs) == 1
     if plain not in _REDUCTIONS or not args or not isinstance(args[0], Tensor):
@@ -375,5 +377,5 @@ def reachable(
     # Only the nodes that stand for leaves have a variable.
     nodes = graph_nodes(outputs) if nodes is None else nodes
     leaves = (id(getattr(node, "variable", None)) for node in nodes)
-    found = {names[leaf] for leaf in leaves if leaf in names}
-    return found | {names[id(outputs)]} if id(outputs) in names else found
+    leaf_names = {names[leaf] for leaf in leaves if leaf in names}
+    return leaf_names | {names[id(outputs)]} if id(outputs) in names else leaf_names

@@ -76,18 +76,20 @@ class Reference:
         It may raise any exception, which counts as disagreement. Derivatives count where the
         reference has them.
         """
-        found = list(names)
+        agreeing_names = list(names)
         try:
             # In reverse too: a model that sorts its data may have found the probe sorted.
             places = torch.arange(len(self.x), device=self.x.device)
             for order in (places, places.flip(0)):
-                rows = compute(found, self.x[order], self._vectors[order], False)
-                found = [
+                rows = compute(agreeing_names, self.x[order], self._vectors[order], False)
+                agreeing_names = [
                     name
-                    for name in found
+                    for name in agreeing_names
                     if name in rows and close(rows[name], self.rows[name][order], self._norm)
                 ]
-            return self._with_right_derivatives(found, compute) if found else set()
+            if not agreeing_names:
+                return set()
+            return self._with_right_derivatives(agreeing_names, compute)
         except Exception as error:  # this path cannot take this model
             if is_out_of_memory(error):
                 raise
@@ -99,8 +101,10 @@ class Reference:
         # first derivatives do not imply right second ones. Layer normalisation under ``vmap``, for
         # example, treats its own statistics as constants.
         x, vectors = self.x[:2].clone(), self._vectors[:2, :1].clone().requires_grad_()
-        own = {id(p) for p in self.weights.values()}
-        arguments = [p for p in self.model.parameters() if p.requires_grad and id(p) not in own]
+        weight_ids = {id(p) for p in self.weights.values()}
+        arguments = [
+            p for p in self.model.parameters() if p.requires_grad and id(p) not in weight_ids
+        ]
         arguments = [vectors, *arguments]
         if x.is_floating_point():
             arguments.append(x.requires_grad_())
@@ -128,11 +132,11 @@ class Reference:
             return set(names)
         actual = products(compute)
 
-        def agree(some: Sequence[str]) -> bool:
-            values = torch.stack([expected[name].detach().to(vectors.dtype) for name in some])
+        def agree(subset: Sequence[str]) -> bool:
+            values = torch.stack([expected[name].detach().to(vectors.dtype) for name in subset])
             return close(
-                gradient([actual[name] for name in some]),
-                gradient([expected[name] for name in some]),
+                gradient([actual[name] for name in subset]),
+                gradient([expected[name] for name in subset]),
                 values.norm(),
                 _SECOND_ORDER_FACTOR,
             )
@@ -158,13 +162,13 @@ class Reference:
 def distinct_probe(model: nn.Module, x: Tensor, size: int) -> tuple[Tensor, bool]:
     """``size`` inputs, different where possible, and whether no two of them are equal."""
     # Among equal data a layer that sorts or mixes them goes unnoticed.
-    given = x.detach()[torch.arange(size, device=x.device) % len(x)]
-    if _all_differ(given):
-        return given, True
-    varied = _varied(given)
+    probe = x.detach()[torch.arange(size, device=x.device) % len(x)]
+    if _all_differ(probe):
+        return probe, True
+    varied = _varied(probe)
     if _all_differ(varied) and _runs(model, varied):
         return varied, True
-    return given, False
+    return probe, False
 
 
 def _all_differ(x: Tensor) -> bool:
@@ -206,15 +210,15 @@ def moved_copy(
             with model_run(model):
                 memo = {id(t): t.detach().clone() for t in held_tensors(model) if not t.is_leaf}
                 moved = copy.deepcopy(model, memo)
-            own = named_parameters(moved)
-            _move([own[name] for name in sorted(names)])
+            moved_parameters = named_parameters(moved)
+            _move([moved_parameters[name] for name in sorted(names)])
             with model_run(moved), torch.enable_grad():
                 outputs = scores_of(moved(x.clone()))
         except Exception:  # any error means that there is no such copy
             continue
         foreign = reachable(outputs, dict(model.named_parameters()))
         if outputs.isfinite().all() and not foreign:
-            return moved, {name: own[name] for name in weights}
+            return moved, {name: moved_parameters[name] for name in weights}
     return None
 
 
@@ -272,10 +276,10 @@ def spot_check(
         with without_autocast(x.device):
             settings = (linearization.model, linearization.weights, x, linearization.plan)
             return spot_check(Linearization(*settings, differentiable=False), vectors, index)
-    found = _disagreeing(linearization, vectors, index)
-    if found and f.dtype != torch.float64 and len(x) > 1:
-        found &= _disagreeing(linearization, vectors, (index + 1) % len(x))
-    return found
+    wrong_names = _disagreeing(linearization, vectors, index)
+    if wrong_names and f.dtype != torch.float64 and len(x) > 1:
+        wrong_names &= _disagreeing(linearization, vectors, (index + 1) % len(x))
+    return wrong_names
 
 
 def _disagreeing(

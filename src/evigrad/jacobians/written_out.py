@@ -128,8 +128,8 @@ def _cell(step: _Step) -> Callable[..., Any]:
         b_hh: Tensor | None = None,
     ) -> Any:
         state = (hx,) if isinstance(hx, Tensor) else tuple(hx)
-        found = step(linear(input, w_ih, b_ih), linear(state[0], w_hh, b_hh), state)
-        return found[0] if isinstance(hx, Tensor) else found
+        new_state = step(linear(input, w_ih, b_ih), linear(state[0], w_hh, b_hh), state)
+        return new_state[0] if isinstance(hx, Tensor) else new_state
 
     return call
 
@@ -161,13 +161,13 @@ def _layers(step: _Step) -> Callable[..., Any]:
             outputs = []
             for is_backward in (False, True)[:directions]:
                 at = len(lasts)
-                own = params[at * count : (at + 1) * count]
+                layer_params = params[at * count : (at + 1) * count]
                 start = tuple(s[at] for s in starts)
-                found, last = _run(linear, step, x, start, own, is_backward)
-                outputs.append(found)
+                hidden, last = _run(linear, step, x, start, layer_params, is_backward)
+                outputs.append(hidden)
                 lasts.append(last)
             x = torch.cat(outputs, 2)
-        last = tuple(torch.stack(each) for each in zip(*lasts, strict=True))
+        last = tuple(torch.stack(layer_states) for layer_states in zip(*lasts, strict=True))
         return (x if batch_first else x.transpose(0, 1)), *last
 
     return call
@@ -182,9 +182,9 @@ def _run(
     is_backward: bool,
 ) -> tuple[Float[Tensor, "m T h"], _State]:
     """The outputs of one layer in one direction, and its last state."""
-    w_ih, w_hh, *rest = params
-    b_ih, b_hh = rest[:2] if len(rest) > 1 else (None, None)
-    projection = rest[-1] if len(rest) % 2 else None
+    w_ih, w_hh, *optional_params = params
+    b_ih, b_hh = optional_params[:2] if len(optional_params) > 1 else (None, None)
+    projection = optional_params[-1] if len(optional_params) % 2 else None
     outputs = []
     of_inputs = linear(x, w_ih, b_ih).unbind(1)
     for of_input in reversed(of_inputs) if is_backward else of_inputs:

@@ -56,17 +56,17 @@ class Likelihood(nn.Module, ABC):
         super().__init_subclass__(**keywords)
         # How far above a class each method is defined.
         above = {
-            name: next(i for i, each in enumerate(cls.__mro__) if name in vars(each))
+            name: next(i for i, base in enumerate(cls.__mro__) if name in vars(base))
             for name in ("log_prob", *_DERIVED)
         }
-        found = {name for name in _DERIVED if above[name] > above["log_prob"]}
+        derived_names = {name for name in _DERIVED if above[name] > above["log_prob"]}
         if above["root"] > above["hessian"]:
-            found.add("root")
+            derived_names.add("root")
         if above["_diagonal_root"] > min(above["root"], above["hessian"]):
-            found.add("_diagonal_root")
+            derived_names.add("_diagonal_root")
         # Default roots and scores are derived from the class's own density.
         cls._inherited = frozenset(
-            n for n in found if n == "hessian" or cls.__mro__[above[n]] is not Likelihood
+            n for n in derived_names if n == "hessian" or cls.__mro__[above[n]] is not Likelihood
         )
 
     @abstractmethod
@@ -223,9 +223,9 @@ class Likelihood(nn.Module, ABC):
         )
         with torch.no_grad():
             expected = self._times_hessian(f, self.reference_targets(f)[0], direction)
-            found = self._times_hessian(f, y, direction)
-        if _differ(found, expected):
-            worst = int((found - expected).abs().amax(1).argmax())
+            product = self._times_hessian(f, y, direction)
+        if _differ(product, expected):
+            worst = int((product - expected).abs().amax(1).argmax())
             target = y[worst].item() if y.ndim == 1 else y[worst].flatten()[:3].tolist()
             raise ConfigurationError(
                 f"The Hessian of {type(self).__name__}.log_prob depends on the targets: at"
@@ -487,7 +487,7 @@ class Likelihood(nn.Module, ABC):
             a standard deviation in the units of y.
         """
         named = [by_entry(name, parameter) for name, parameter in self.named_parameters()]
-        return {name: value for each in named for name, value in each.items()}
+        return {name: value for entries in named for name, value in entries.items()}
 
 
 def by_entry(name: str, values: Tensor) -> dict[str, float]:

@@ -95,16 +95,16 @@ def class_probabilities(likelihood: Likelihood, f: Tensor) -> Tensor:
     """
     name = type(likelihood).__name__
     with raised_in(f"probabilities of {name}"):
-        found = None
+        probabilities = None
         if "probabilities" not in likelihood._inherited:
-            found = likelihood.probabilities(f)
-    if found is None:
+            probabilities = likelihood.probabilities(f)
+    if probabilities is None:
         raise ConfigurationError(
             f"{name} has no probabilities of classes. Regression has mean and std, and every"
             " likelihood has log_prob(y); one of your own for classes needs a method"
             " probabilities(f)."
         )
-    return found.detach()
+    return probabilities.detach()
 
 
 def noise_variance(likelihood: Likelihood, f: Tensor) -> Tensor | None:
@@ -112,8 +112,8 @@ def noise_variance(likelihood: Likelihood, f: Tensor) -> Tensor | None:
     if "noise_variance" in likelihood._inherited:
         return None
     with raised_in(f"noise_variance of {type(likelihood).__name__}"):
-        found = likelihood.noise_variance(f)
-    return None if found is None else found.detach()
+        variance = likelihood.noise_variance(f)
+    return None if variance is None else variance.detach()
 
 
 def moments(
@@ -126,8 +126,8 @@ def moments(
     if "moments" in likelihood._inherited:
         return None
     with raised_in(f"moments of {type(likelihood).__name__}"):
-        found = likelihood.moments(f, covariance)
-    if found is None:
+        target_moments = likelihood.moments(f, covariance)
+    if target_moments is None:
         return None
-    mean, epistemic, noise = (each.detach() for each in found)
+    mean, epistemic, noise = (moment.detach() for moment in target_moments)
     return mean, epistemic, noise

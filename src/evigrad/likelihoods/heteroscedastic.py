@@ -159,7 +159,7 @@ class NaturalGaussian(HeteroscedasticGaussian):
         columns: Int[Tensor, "m k"] | None = None,
         kind: str = "subblock",
     ) -> RootRows:
-        """Of ``hessian``; see ``Likelihood.root``."""
+        """Return a root of ``hessian``; see ``Likelihood.root``."""
         return Likelihood.root(self, f, columns, kind)
 
 

@@ -46,7 +46,7 @@ class Poisson(Likelihood):
     def moments(
         self, f: Float[Tensor, "m C"], covariance: Float[Tensor, "m C C"]
     ) -> tuple[Float[Tensor, "m C"], Float[Tensor, "m C"], Float[Tensor, "m C"]]:
-        """Those of log-normal rates, whose mean is exp(f + variance/2), and of counts."""
+        """Return the moments of log-normal rates, with mean exp(f + variance/2), and of counts."""
         variance = covariance.diagonal(dim1=1, dim2=2)
         rate = (f + 0.5 * variance).exp()
         return rate, rate.square() * variance.expm1(), rate

@@ -28,19 +28,19 @@ def counted(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> Tensor:
     Raises:
         InputError: If the targets have other positions.
     """
-    found = tuple(y.shape[1 : 1 + len(shape)])
-    if found != tuple(shape):
+    target_shape = tuple(y.shape[1 : 1 + len(shape)])
+    if target_shape != tuple(shape):
         hint = "Where some have none, as the last one of a language model, fill in -100."
-        if found[:1] == tuple(shape[1:2]):
+        if target_shape[:1] == tuple(shape[1:2]):
             hint = "Of a model with its channels second take evigrad.Outputs(model, channel_dim=1)."
         raise InputError(
             f"The model has outputs at positions {tuple(shape)} of each datum, and the targets are"
-            f" at {found}: give a target for each position. {hint}"
+            f" at {target_shape}: give a target for each position. {hint}"
         )
-    each = y.flatten(0, len(shape))
-    counts = likelihood.counted(each)
-    if counts is None or counts.shape != each.shape[:1]:  # which ``validate`` will refuse
-        counts = torch.ones(len(each), dtype=torch.bool, device=y.device)
+    flat_targets = y.flatten(0, len(shape))
+    counts = likelihood.counted(flat_targets)
+    if counts is None or counts.shape != flat_targets.shape[:1]:  # which ``validate`` will refuse
+        counts = torch.ones(len(flat_targets), dtype=torch.bool, device=y.device)
     return counts.view(len(y), -1)
 
 
@@ -62,8 +62,8 @@ def targets_at(
     counts = counted(likelihood, shape, y)
     targets = y.flatten(1, len(shape))[counts]
 
-    def check(some: Tensor) -> None:
-        check_targets(likelihood, (len(some), num_outputs), some, device)
+    def check(chunk: Tensor) -> None:
+        check_targets(likelihood, (len(chunk), num_outputs), chunk, device)
 
     try:
         if len(targets):

@@ -181,8 +181,8 @@ def _label_rows(
         shrink = (1.0 + root_q).unsqueeze(-1)
     others = p.unsqueeze(1) * (1.0 - pick) / shrink
     # 1 − p_j/(1+√q) as a sum of positive terms: no digits are lost where p_j is close to 1.
-    own = root_q + others.sum(dim=-1)
-    return u.unsqueeze(-1) * (pick * own.unsqueeze(-1) - others)
+    label_entries = root_q + others.sum(dim=-1)
+    return u.unsqueeze(-1) * (pick * label_entries.unsqueeze(-1) - others)
 
 
 def hessian_rows(

@@ -115,31 +115,31 @@ class Weighted(Likelihood):
         return self.likelihood.metrics(f, self._in(f, self.split(y)[0]))
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
-        """That of the other likelihood, at weight one."""
+        """Return the Hessian of the other likelihood, at weight one."""
         return self.likelihood.hessian(f)
 
     def root(
         self, f: Float[Tensor, "m C"], columns: Tensor | None = None, kind: str = "subblock"
     ) -> RootRows:
-        """That of the other likelihood, at weight one."""
+        """Return the root of the other likelihood, at weight one."""
         return self.likelihood.root(f, columns, kind)
 
     def num_rows(self, num_outputs: int) -> int:
-        """Those of the other likelihood."""
+        """Return the number of rows of the other likelihood."""
         return self.likelihood.num_rows(num_outputs)
 
     def row_norms(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m C"]:
-        """Those of the other likelihood."""
+        """Return the row norms of the other likelihood."""
         return self.likelihood.row_norms(f, kind)
 
     def condensed(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m D"]:
-        """That of the other likelihood."""
+        """Return the condensed outputs of the other likelihood."""
         return self.likelihood.condensed(f, kind)
 
     def row_scores(
         self, condensed: Float[Tensor, "m D"], kind: str
     ) -> tuple[Float[Tensor, "m K"], Float[Tensor, " m"] | None]:
-        """Those of the other likelihood."""
+        """Return the row scores of the other likelihood."""
         return self.likelihood.row_scores(condensed, kind)
 
     def reported(self) -> dict[str, float]:

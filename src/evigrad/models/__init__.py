@@ -62,12 +62,12 @@ def make_model(
         raise ConfigurationError(
             f"Unknown network '{name}'.{nearest(name, MODELS)} Choose one of {', '.join(MODELS)}"
         )
-    known = list(inspect.signature(MODELS[name]).parameters)[2:]
+    setting_names = list(inspect.signature(MODELS[name]).parameters)[2:]
     for setting in settings:
-        if setting not in known:
+        if setting not in setting_names:
             raise ConfigurationError(
-                f"'{name}' has no setting '{setting}'.{nearest(setting, known)} "
-                + (f"It has {', '.join(known)}" if known else "It has none")
+                f"'{name}' has no setting '{setting}'.{nearest(setting, setting_names)} "
+                + (f"It has {', '.join(setting_names)}" if setting_names else "It has none")
             )
     if not input_shape or min(input_shape) < 1 or num_outputs < 1:
         raise ConfigurationError(

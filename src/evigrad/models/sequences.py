@@ -47,7 +47,7 @@ class Attention(nn.Module):
     def forward(
         self, h: Float[Tensor, "m T d"], bias: Float[Tensor, "#m #heads #T T"] | None
     ) -> Float[Tensor, "m T d"]:
-        """What each position gathers from the others; ``bias`` is added to the scores."""
+        """Return what each position gathers from the others; ``bias`` is added to the scores."""
         query, key, value = (
             layer(h).unflatten(2, (self.heads, -1)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)

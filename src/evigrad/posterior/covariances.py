@@ -114,9 +114,9 @@ class Kronecker:
 
     def whitened(self, rows: Mapping[str, Tensor]) -> Float[Tensor, "m k n"]:
         """J Σ^{1/2} of the parameters' rows (m, k, *shape)."""
-        own = rows[self.name]
+        weight_rows = rows[self.name]
         shape = (self.gradients.shape[-2], self.inputs.shape[-2])
-        matrices = own.reshape(*own.shape[:2], -1, *shape).to(self.std)
+        matrices = weight_rows.reshape(*weight_rows.shape[:2], -1, *shape).to(self.std)
         of_both = _in_basis(_in_basis(matrices.mT, self.gradients).mT, self.inputs)
         return (of_both * self.std).flatten(2)
 
@@ -193,11 +193,11 @@ class Explained:
         return total
 
     def covariance(self, products: Float[Tensor, "R mk"], k: int) -> Float[Tensor, "m k k"]:
-        """What is explained of each datum's k outputs, from the sum of ``products``."""
+        """Return the explained covariance of each datum's outputs, from the sum of ``products``."""
         scaled = products * self.scale[:, None]
         solved = torch.linalg.solve_triangular(self.factor, scaled, upper=False)
-        each = solved.mT.unflatten(0, (-1, k))
-        return each @ each.mT
+        datum_factors = solved.mT.unflatten(0, (-1, k))
+        return datum_factors @ datum_factors.mT
 
 
 class Covariance:
@@ -241,7 +241,7 @@ class Covariance:
         """Tensors and texts, from which ``from_state`` makes the same."""
         kinds = {kind: name for name, kind in _KINDS.items()}
         return {
-            "blocks": [{"kind": kinds[type(each)], **vars(each)} for each in self.blocks],
+            "blocks": [{"kind": kinds[type(block)], **vars(block)} for block in self.blocks],
             "explained": None if self.explained is None else dict(vars(self.explained)),
         }
 
@@ -249,8 +249,8 @@ class Covariance:
     def from_state(cls, state: Mapping[str, Any]) -> Self:
         """The covariance of a state."""
         blocks = [
-            _KINDS[each["kind"]](**{key: value for key, value in each.items() if key != "kind"})
-            for each in state["blocks"]
+            _KINDS[record["kind"]](**{key: value for key, value in record.items() if key != "kind"})
+            for record in state["blocks"]
         ]
         explained = state["explained"]
         return cls(blocks, None if explained is None else Explained(**explained))
@@ -286,7 +286,7 @@ def covariance_of(
             blocks.append(KroneckerSums(name, factors, precision))
     for name, hessian in statistic.blocks.items():
         names = [name] if name in weights else list(weights)
-        precision = torch.cat([flat[each] for each in names])
+        precision = torch.cat([flat[weight_name] for weight_name in names])
         if hessian.ndim == 2:
             blocks.append(Dense.of(names, hessian, precision))
         else:
@@ -301,11 +301,12 @@ def _rows(
     # All that have no closed form in one call, as each call repeats the backward passes.
     names = [name for block in blocks for name in block.names]
     others = [name for name in names if not linearization.is_closed(name)]
-    found = linearization.rows(vectors, others) if others else {}
+    generic_rows = linearization.rows(vectors, others) if others else {}
     for block in blocks:
-        own = [name for name in block.names if name not in found]
-        rows = linearization.rows(vectors, own) if own else {}
-        yield block, {name: rows[name] if name in rows else found[name] for name in block.names}
+        closed_names = [name for name in block.names if name not in generic_rows]
+        closed_rows = linearization.rows(vectors, closed_names) if closed_names else {}
+        rows = generic_rows | closed_rows
+        yield block, {name: rows[name] for name in block.names}
 
 
 def _sum(total: Tensor | None, term: Tensor) -> Tensor:

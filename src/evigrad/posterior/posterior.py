@@ -190,19 +190,19 @@ class Posterior:
                 x = AtPositions.every(x, prod(plan.positions))
             weights = torch.ones(len(x), dtype=torch.float64, device="cpu")
             block = Block(torch.arange(len(x), device="cpu"), None, 1.0, weights)
-            given = new_pass(problem, plan, [(x, torch.zeros(len(x), device="cpu"))], block)
+            block_pass = new_pass(problem, plan, [(x, torch.zeros(len(x), device="cpu"))], block)
 
             def add(
-                found: list[tuple[Tensor, Tensor]], chunk: Chunk
+                moment_pairs: list[tuple[Tensor, Tensor]], chunk: Chunk
             ) -> list[tuple[Tensor, Tensor]]:
-                linearization = linearized(given, chunk, False)
+                linearization = linearized(block_pass, chunk, False)
                 f = linearization.outputs
                 vectors = torch.eye(f.shape[1], device="cpu").to(f).expand(len(f), -1, -1)
                 covariance = self._covariance.of_outputs(linearization, vectors)
-                return [*found, (f, covariance.to(f))]
+                return [*moment_pairs, (f, covariance.to(f))]
 
-            found = over_chunks(given, "first", add, [])
-        mean, covariance = (torch.cat(parts) for parts in zip(*found, strict=True))
+            moment_pairs = over_chunks(block_pass, "first", add, [])
+        mean, covariance = (torch.cat(parts) for parts in zip(*moment_pairs, strict=True))
         return mean.unflatten(0, shape), covariance.unflatten(0, shape)
 
     # ------------------------------------------------------------ keeping
@@ -287,16 +287,20 @@ def make_posterior(
     check_structure(structure, rows)
     names = last_layer(problem, data) if structure == "last-layer" else list(problem.weights)
     seed = int(torch.randint(_SEEDS, (), generator=problem.generator, device="cpu"))
-    own = posterior_problem(problem, structure, rows, names)
-    own = replace(own, generator=torch.Generator().manual_seed(seed))
+    laplace_problem = posterior_problem(problem, structure, rows, names)
+    laplace_problem = replace(laplace_problem, generator=torch.Generator().manual_seed(seed))
     if STRUCTURES[structure] == "full-N-C":
-        _warn_if_slow(own, data, structure)
-    with constant_beside(own):
-        kept = collect(own, data, structure)
-    dtype = own.settings.gram_dtype or torch.float64
-    covariance = covariance_of(kept.statistic, own.prior.precisions(), own.weights, dtype)
+        _warn_if_slow(laplace_problem, data, structure)
+    with constant_beside(laplace_problem):
+        kept = collect(laplace_problem, data, structure)
+    dtype = laplace_problem.settings.gram_dtype or torch.float64
+    covariance = covariance_of(
+        kept.statistic, laplace_problem.prior.precisions(), laplace_problem.weights, dtype
+    )
     outputs = kept.plan.partition.num_outputs
-    return Posterior(own, structure, covariance, outputs, seed, fingerprint(own))
+    return Posterior(
+        laplace_problem, structure, covariance, outputs, seed, fingerprint(laplace_problem)
+    )
 
 
 def load_posterior(problem: Problem, state: Mapping[str, Any]) -> Posterior:
@@ -312,8 +316,8 @@ def load_posterior(problem: Problem, state: Mapping[str, Any]) -> Posterior:
         raise ConfigurationError(
             f"The state is that of another model: this one has no weights {listed(strange)}."
         )
-    own = posterior_problem(problem, state["structure"], None, state["parameters"])
-    empty = Posterior(own, state["structure"], Covariance([]), 0, 0, {})
+    laplace_problem = posterior_problem(problem, state["structure"], None, state["parameters"])
+    empty = Posterior(laplace_problem, state["structure"], Covariance([]), 0, 0, {})
     empty.load_state_dict(state)
     return empty
 
@@ -369,7 +373,7 @@ def collect(problem: Problem, data: object, structure: str) -> KeptPass:
         MemoryBudgetError: If the statistic would not fit the free memory.
     """
     source, spec = CheckedSource(problem, data), problem.settings.spec
-    given: Data = _Batches(source)
+    batches: Data = _Batches(source)
     if spec.anchored:
         stream = AnchorSelection(
             Anchoring(),
@@ -380,9 +384,9 @@ def collect(problem: Problem, data: object, structure: str) -> KeptPass:
             problem.plans.last_layer,
             problem.generator,
         ).stream(source)
-        given = next(iter(stream))
+        batches = next(iter(stream))
     try:
-        return first_pass(resolve(problem, given, None), FirstPass())
+        return first_pass(resolve(problem, batches, None), FirstPass())
     except MemoryBudgetError as error:
         count = sum(weight.numel() for weight in problem.weights.values())
         raise MemoryBudgetError(
@@ -475,5 +479,5 @@ def _is_below(name: str, other: str) -> bool:
 
 def constant_beside(problem: Problem) -> AbstractContextManager[None]:
     """Hold all parameters but the problem's weights constant, so that they cost no graph."""
-    own = {id(weight) for weight in problem.weights.values()}
-    return held_constant(p for p in problem.model.parameters() if id(p) not in own)
+    weight_ids = {id(weight) for weight in problem.weights.values()}
+    return held_constant(p for p in problem.model.parameters() if id(p) not in weight_ids)

@@ -89,10 +89,10 @@ class Predictive:
     def _moments(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Mean, epistemic variance and noise, of the targets or of the outputs."""
         f, covariance = self.outputs.flatten(0, -2), self.covariance.flatten(0, -3)
-        found = moments(self.likelihood, f, covariance)
-        if found is None:
+        target_moments = moments(self.likelihood, f, covariance)
+        if target_moments is None:
             return self.outputs, self._variance, None
-        mean, epistemic, noise = (e.unflatten(0, self.outputs.shape[:-1]) for e in found)
+        mean, epistemic, noise = (e.unflatten(0, self.outputs.shape[:-1]) for e in target_moments)
         return mean, epistemic, noise
 
     @property
@@ -113,8 +113,8 @@ class Predictive:
         # Classes need not be as many as outputs.
         total, m = self.outputs.new_zeros(()), len(self.outputs)
         for f in self._samples(self.num_samples, self.seed):
-            found = class_probabilities(self.likelihood, f.flatten(0, 1))
-            total = total + found.unflatten(0, (-1, m)).sum(0)
+            sample_probabilities = class_probabilities(self.likelihood, f.flatten(0, 1))
+            total = total + sample_probabilities.unflatten(0, (-1, m)).sum(0)
         return total / self.num_samples
 
     @property
@@ -145,10 +145,10 @@ class Predictive:
             shape, device = self.outputs.shape, self.outputs.device
             targets, counts = targets_at(self.likelihood, shape[1:], y, device)
             where = counts.view(shape[:-1])
-            found = self.outputs.new_full(where.shape, math.nan)
+            log_densities = self.outputs.new_full(where.shape, math.nan)
             if len(targets):
-                found[where] = self._at(where).log_prob(targets)
-            return found
+                log_densities[where] = self._at(where).log_prob(targets)
+            return log_densities
         check_targets(self.likelihood, self.outputs.shape, y, self.outputs.device)
         noise = noise_variance(self.likelihood, self.outputs)
         if noise is not None and self.link != "plug-in":
@@ -158,8 +158,8 @@ class Predictive:
         total, m = self.outputs.new_full((len(self.outputs),), -math.inf), len(self.outputs)
         for f in self._samples(self.num_samples, self.seed):
             repeated = y.repeat(len(f), *[1] * (y.ndim - 1))
-            found = log_probabilities(self.likelihood, f.flatten(0, 1), repeated).detach()
-            total = total.logaddexp(found.unflatten(0, (-1, m)).logsumexp(0))
+            log_densities = log_probabilities(self.likelihood, f.flatten(0, 1), repeated).detach()
+            total = total.logaddexp(log_densities.unflatten(0, (-1, m)).logsumexp(0))
         return total - math.log(self.num_samples)
 
     def sample(

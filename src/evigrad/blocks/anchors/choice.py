@@ -114,9 +114,9 @@ def choose(
             others = best[half:]
             drawn = torch.randperm(len(others), generator=generator, device="cpu")[:half]
             candidates = torch.cat([best[:half], others[drawn]])
-            known = kernel(candidates)
-            if known is not None and bool(known.diagonal().isfinite().all()):
-                best = candidates[pivots(known, count)]
+            gram = kernel(candidates)
+            if gram is not None and bool(gram.diagonal().isfinite().all()):
+                best = candidates[pivots(gram, count)]
     if best is None:
         best = torch.randperm(num_data * num_columns, generator=generator, device="cpu")
     return best[:count].sort().values
@@ -137,8 +137,8 @@ def pivots(kernel: Float[Tensor, "m m"], count: int) -> Int[Tensor, " k"]:
         chosen[step] = row[0]
         before = factor[:step]
         column = kernel.index_select(0, row)[0] - before.index_select(1, row)[:, 0] @ before
-        own = left.index_select(0, row).clamp(min=0.0)
-        factor[step] = column / (1.0 + own).sqrt()
+        variance = left.index_select(0, row).clamp(min=0.0)
+        factor[step] = column / (1.0 + variance).sqrt()
         left = left - factor[step].square()
         left[row] = -torch.inf
     return chosen
@@ -171,8 +171,8 @@ class Centres:
             if left is None:  # the first centre is farthest from the mean of all
                 left = (points - points.mean(0)).square().sum(1)
             chosen = int(left.argmax())
-            own = (points - points[chosen]).square().sum(1)
-            self._left = own if self._left is None else torch.minimum(self._left, own)
+            distances = (points - points[chosen]).square().sum(1)
+            self._left = distances if self._left is None else torch.minimum(self._left, distances)
             # Among equal data, those already chosen come last.
             self._left[chosen] = -1.0
             self._order.append(chosen)
@@ -181,7 +181,7 @@ class Centres:
 
 def _points(source: Source) -> Float[Tensor, "N d"] | None:
     """The inputs as vectors of few numbers, on the CPU."""
-    found: list[Tensor] = []
+    vectors: list[Tensor] = []
     projection: Tensor | None = None
     for indices in torch.arange(len(source), device="cpu").split(AT_ONCE):
         x, _ = source.fetch(indices)
@@ -190,11 +190,13 @@ def _points(source: Source) -> Float[Tensor, "N d"] | None:
         flat = x.detach().reshape(len(x), -1).float().cpu()
         if flat.shape[1] > PROJECTED:
             if projection is None:
-                own = torch.Generator().manual_seed(0)
-                projection = torch.randn(flat.shape[1], PROJECTED, generator=own, device="cpu")
+                generator = torch.Generator().manual_seed(0)
+                projection = torch.randn(
+                    flat.shape[1], PROJECTED, generator=generator, device="cpu"
+                )
             flat = flat @ projection
-        found.append(flat)
-    return torch.cat(found)
+        vectors.append(flat)
+    return torch.cat(vectors)
 
 
 # ------------------------------------------------------------ the last layer
@@ -227,15 +229,15 @@ Look = Callable[[Inputs], tuple[Tensor, LastLayer | None]]
 @contextmanager
 def watched(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[list[Any]]:
     """Watch which linear layer with one of the weights is called last: module, input, output."""
-    own = {id(weight) for weight in weights.values()}
+    weight_ids = {id(weight) for weight in weights.values()}
     last: list[Any] = []
 
     def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if inputs and isinstance(output, Tensor):
             last[:] = [module, inputs[0], output]
 
-    layers = [each for each in model.modules() if isinstance(each, nn.Linear)]
-    with noted_calls([each for each in layers if id(each.weight) in own], note):
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    with noted_calls([layer for layer in layers if id(layer.weight) in weight_ids], note):
         yield last
 
 
@@ -300,7 +302,7 @@ class LastLayerKernel:
         if not self._is_there:
             return None
         features = torch.cat([layer.features for layer in self._layers])
-        position, columns = (each.to(features.device) for each in (self._place[data], columns))
+        position, columns = (t.to(features.device) for t in (self._place[data], columns))
         together = replace(self._layers[0], features=features[position])
         vectors = torch.cat(self._vectors)
         if self._likelihood.couples_outputs:

@@ -111,17 +111,17 @@ def form_groups(
     """
     size = num_rows - len(anchors)
     flat = scores.flatten()
-    rest = torch.ones(len(flat), dtype=torch.bool, device="cpu")
-    rest[anchors] = False
-    rows = rest.nonzero().squeeze(1)
+    is_free = torch.ones(len(flat), dtype=torch.bool, device="cpu")
+    is_free[anchors] = False
+    rows = is_free.nonzero().squeeze(1)
     if size < 2 or len(rows) < 2:
         return Groups()
     chosen = ranked(rows, flat, generator)[: min(ROWS_PER_ROW * num_rows, MOST_ROWS)]
     held = guessed(flat, unit_score(flat, anchors))
     if not float(held[chosen].sum()) > LEAST_SHARE * float(held[rows].sum()):
         return Groups()
-    known = kernel(torch.cat([anchors, chosen]))
-    left = None if known is None else conditional(known, len(anchors))
+    gram = kernel(torch.cat([anchors, chosen]))
+    left = None if gram is None else conditional(gram, len(anchors))
     if left is None or not bool(left.diagonal().isfinite().all()):
         return Groups()
     parts, entropies = grouped(left, size)
@@ -132,15 +132,17 @@ def form_groups(
     return Groups([chosen[part] for part in parts], entropies / total) if total > 0 else Groups()
 
 
-def conditional(kernel: Float[Tensor, "m m"], given: int) -> Float[Tensor, "r r"] | None:
+def conditional(kernel: Float[Tensor, "m m"], num_anchors: int) -> Float[Tensor, "r r"] | None:
     """S_rr − S_rz (I + S_zz)⁻¹ S_zr for the first rows z; None where rounding spoils I + S_zz."""
-    own = kernel[:given, :given].double()
-    factor, failed = torch.linalg.cholesky_ex(own + torch.eye(given, dtype=own.dtype, device="cpu"))
+    anchor_gram = kernel[:num_anchors, :num_anchors].double()
+    factor, failed = torch.linalg.cholesky_ex(
+        anchor_gram + torch.eye(num_anchors, dtype=anchor_gram.dtype, device="cpu")
+    )
     if int(failed):
         return None
-    cross = kernel[:given, given:].double()
+    cross = kernel[:num_anchors, num_anchors:].double()
     half = torch.linalg.solve_triangular(factor, cross, upper=False).to(kernel.dtype)
-    return torch.addmm(kernel[given:, given:], half.mT, half, alpha=-1.0)
+    return torch.addmm(kernel[num_anchors:, num_anchors:], half.mT, half, alpha=-1.0)
 
 
 def grouped(
@@ -172,9 +174,9 @@ def grouped(
 
 
 def _entropies(kernel: Float[Tensor, "r r"], parts: Int[Tensor, "G b"]) -> Float[Tensor, " G"]:
-    own = kernel[parts[:, :, None], parts[:, None, :]].double()
+    part_grams = kernel[parts[:, :, None], parts[:, None, :]].double()
     # Rounding may have made tiny eigenvalues negative.
-    return torch.linalg.eigvalsh(own).clamp(min=0.0).log1p().sum(-1)
+    return torch.linalg.eigvalsh(part_grams).clamp(min=0.0).log1p().sum(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,8 +282,8 @@ class AnchoredPartition:
         parts: list[Tensor] = []
         keys: list[int] = []
         for columns in _together(free.reshape(num_data, num_columns).sum(0).tolist(), size):
-            rest = (torch.arange(num_data, device="cpu")[:, None] * num_columns + columns).flatten()
-            dealt = _dealt(ranked(rest[free[rest]], flat, generator), size, generator)
+            rows = (torch.arange(num_data, device="cpu")[:, None] * num_columns + columns).flatten()
+            dealt = _dealt(ranked(rows[free[rows]], flat, generator), size, generator)
             parts += dealt
             keys += [int(columns[0])] * len(dealt)
         unit = unit_score(flat, anchors)
@@ -291,18 +293,18 @@ class AnchoredPartition:
         of_groups = groups.shares * _sums(held, groups.parts).sum()
         guesses = torch.cat([of_groups, _sums(held, parts)])
         parts, keys = groups.parts + parts, [GROUPED] * len(groups.parts) + keys
-        tails, known = [], held.sum()
+        tails, total = [], held.sum()
         if scores.behind:
             tails.append(Tail.draw(num_data, num_columns, scores.behind, size, generator))
             keys.append(num_columns)
             of_tail = scores.behind * guessed(scores.tail.double() / scores.behind, unit).sum()
-            guesses, known = torch.cat([guesses, of_tail.reshape(1)]), known + of_tail
+            guesses, total = torch.cat([guesses, of_tail.reshape(1)]), total + of_tail
         if pool is not None and not pool.is_all:
             others = pool.num_data - num_data
             tails.append(Tail.draw(others, 0, num_columns + scores.behind, size, generator))
             keys.append(OUTSIDE)
             # On average they are like those of the pool.
-            guesses = torch.cat([guesses, known.reshape(1) * others / num_data])
+            guesses = torch.cat([guesses, total.reshape(1) * others / num_data])
             num_data = pool.num_data
         return cls(anchors, parts, num_data, num_columns, tails, keys, guesses, pool)
 
@@ -320,7 +322,7 @@ class AnchoredPartition:
         numbers = list(dict.fromkeys(draw.part for draw in draws))
         rows = [self._listed(self.anchors)]
         rows += [self.rows(number) for number in numbers]
-        of_rows, columns = (torch.cat(each) for each in zip(*rows, strict=True))
+        of_rows, columns = (torch.cat(parts) for parts in zip(*rows, strict=True))
         sizes = torch.tensor([len(data) for data, _ in rows], device="cpu")
         labels = torch.arange(len(rows), device="cpu").repeat_interleave(sizes)
         indices = torch.cat([of_rows, of_likelihood.flatten()]).unique()
@@ -331,8 +333,10 @@ class AnchoredPartition:
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order), device="cpu")
         position, indices = rank[position], indices[order]
-        each = self.num_data / of_likelihood.shape[1]
-        weights = torch.stack([each * torch.isin(indices, own).double() for own in of_likelihood])
+        weight = self.num_data / of_likelihood.shape[1]
+        weights = torch.stack(
+            [weight * torch.isin(indices, subset).double() for subset in of_likelihood]
+        )
         # Rows and their labels are laid out in the same way.
         columns, labels = (padded_columns(position, t, len(indices)) for t in (columns, labels))
         anchored = Anchored(labels, tuple(draws), weights)
@@ -340,17 +344,17 @@ class AnchoredPartition:
 
     @property
     def counts(self) -> Float[Tensor, " _"]:
-        """How many parts each of ``keys`` and ``guesses`` stands for."""
-        each = [1] * len(self.parts) + [tail.count for tail in self.tails]
-        return torch.tensor(each, dtype=torch.float64, device="cpu")
+        """Return the number of parts that each of ``keys`` and ``guesses`` stands for."""
+        counts = [1] * len(self.parts) + [tail.count for tail in self.tails]
+        return torch.tensor(counts, dtype=torch.float64, device="cpu")
 
     def pick(self, entry: int, generator: torch.Generator) -> tuple[int, int]:
         """A part of those that an entry of ``keys`` stands for, and how many these are."""
-        own = entry - len(self.parts)
-        if own < 0:
+        index = entry - len(self.parts)
+        if index < 0:
             return entry, 1
-        count = self.tails[own].count
-        before = len(self.parts) + sum(tail.count for tail in self.tails[:own])
+        count = self.tails[index].count
+        before = len(self.parts) + sum(tail.count for tail in self.tails[:index])
         return before + int(torch.randint(count, (), generator=generator, device="cpu")), count
 
     def entry(self, number: int) -> int:
@@ -359,22 +363,22 @@ class AnchoredPartition:
 
     def rows(self, number: int) -> tuple[Tensor, Tensor]:
         """Data and columns of the rows of a part."""
-        entry, own = self._place(number)
+        entry, number_in_tail = self._place(number)
         if entry < len(self.parts):
             return self._listed(self.parts[entry])
-        data, columns = self.tails[entry - len(self.parts)].rows(own)
+        data, columns = self.tails[entry - len(self.parts)].rows(number_in_tail)
         if self.pool is None or self.keys[entry] != OUTSIDE:
             return self._of_pool(data), columns
         return self.pool.others(data), columns
 
     def _place(self, number: int) -> tuple[int, int]:
         """The entry of a part, and its number among those of a tail."""
-        entry, own = min(number, len(self.parts)), max(0, number - len(self.parts))
+        entry, number_in_tail = min(number, len(self.parts)), max(0, number - len(self.parts))
         for tail in self.tails[:-1]:
-            if entry < len(self.parts) or own < tail.count:
+            if entry < len(self.parts) or number_in_tail < tail.count:
                 break
-            entry, own = entry + 1, own - tail.count
-        return entry, own
+            entry, number_in_tail = entry + 1, number_in_tail - tail.count
+        return entry, number_in_tail
 
     def _listed(self, rows: Int[Tensor, " r"]) -> tuple[Tensor, Tensor]:
         return self._of_pool(rows // self.num_columns), rows % self.num_columns

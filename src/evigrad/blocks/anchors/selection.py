@@ -115,14 +115,14 @@ class AnchorSelection:
 
     def observe(self, evaluated: Iterable[tuple[Block, Sequence[float]]]) -> None:
         """Calibrate predictions by evaluated blocks of all ranks, each with ℓ(Z), ℓ(B_1|Z), …."""
-        found = [
+        observations = [
             (draw.key, draw.guess, entropies[block.anchored.label(draw)])
             for block, entropies in evaluated
             if block.anchored is not None
             for draw in block.anchored.draws
         ]
         tables = self._ranks.gather(
-            torch.tensor(found, dtype=torch.float64, device="cpu").reshape(-1, 3)
+            torch.tensor(observations, dtype=torch.float64, device="cpu").reshape(-1, 3)
         )
         for key, guess, seen in torch.cat(tables).tolist():
             self._predictor.observe(int(key), guess, seen)
@@ -141,8 +141,8 @@ class AnchorSelection:
                 f" {tuple(indices.shape)}."
             )
         self._num_outputs = f.shape[1]
-        places, own = self.pool.restrict(indices.cpu(), f.detach())
-        self.memory.update(places, self._likelihood.condensed(own, self._root))
+        places, outputs = self.pool.restrict(indices.cpu(), f.detach())
+        self.memory.update(places, self._likelihood.condensed(outputs, self._root))
 
     def scores(self) -> Scores:
         """|R_n[:, d]|² of every row that is not certainly zero, by the stored outputs."""
@@ -221,8 +221,8 @@ class AnchorSelection:
         total, seen, num_outputs = 0.0, [], 0
         with self._ranks.together():
             # A rank without a part of its own looks at one datum, for the number of outputs.
-            own = indices[self._ranks.part(len(indices))]
-            for batch in (own if len(own) else indices[:1]).split(AT_ONCE):
+            local_indices = indices[self._ranks.part(len(indices))]
+            for batch in (local_indices if len(local_indices) else indices[:1]).split(AT_ONCE):
                 x, y = source.fetch(batch)
                 f, _ = self._look_at(x)
                 total += float(log_probabilities(self._likelihood, f, y).detach().double().sum())
@@ -230,11 +230,13 @@ class AnchorSelection:
                 seen.append(self._likelihood.condensed(of_pool, self._root).float().cpu())
                 num_outputs = f.shape[1]
         # Only now, so that an error in the data changes nothing.
-        outputs = torch.cat(seen)[: len(own)]
+        outputs = torch.cat(seen)[: len(local_indices)]
         _, places = self.pool.find(indices)
         self.memory.update(places, torch.cat(self._ranks.gather(outputs)))
         self._num_outputs = num_outputs
-        terms = torch.tensor(total if len(own) else 0.0, dtype=torch.float64, device="cpu")
+        terms = torch.tensor(
+            total if len(local_indices) else 0.0, dtype=torch.float64, device="cpu"
+        )
         return float(self._ranks.sum([terms])[0])
 
     def _device(self) -> torch.device:

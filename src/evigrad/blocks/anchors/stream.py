@@ -41,8 +41,8 @@ class EntropyPredictor:
 
     def _ratio(self, key: int) -> float:
         """The logarithm of a key's ratio; the mean of the known ones for a key never seen."""
-        known = self._ratios
-        return known[key] if key in known else sum(known.values()) / max(1, len(known))
+        ratios = self._ratios
+        return ratios[key] if key in ratios else sum(ratios.values()) / max(1, len(ratios))
 
     def expected(self, keys: Sequence[int], guesses: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
         """Calibrated predictions of ℓ(B|Z), in nats once some were observed, float64."""
@@ -111,8 +111,8 @@ class DrawnParts:
 
     def block(self, start: int, count: int) -> Block:
         """``count`` draws at most, from ``start`` on, in a block with its data; see ``blocks``."""
-        some = slice(start, start + count)
-        block = self.partition.block(self.draws[some], self.of_likelihood[some])
+        span = slice(start, start + count)
+        block = self.partition.block(self.draws[span], self.of_likelihood[span])
         return fetched(block, self.source)
 
 
@@ -154,12 +154,14 @@ class AnchoredStream(Stream):
         return self._local(self._endless())
 
     def _endless(self) -> Iterator[Callable[[], Block]]:
-        partition = self._prepare()
+        draw_partition = self._prepare()
         while True:
-            made = partition()
-            for _ in range(max(1, made.num_parts)):
+            partition = draw_partition()
+            for _ in range(max(1, partition.num_parts)):
                 # Drawn late, as the last block's value calibrates the predictions.
-                yield self._builder(made, [self._draw(made)] if made.num_parts else [])
+                yield self._builder(
+                    partition, [self._draw(partition)] if partition.num_parts else []
+                )
 
     def round(self, n: int) -> Iterator[Block]:
         """See ``Stream.round``: drawn as by ``take``, or all of a partition of at most n."""
@@ -170,11 +172,11 @@ class AnchoredStream(Stream):
         return self._local(self._all())
 
     def _all(self) -> Iterator[Callable[[], Block]]:
-        made = self._prepare()()
-        for draw in self._each(made):
-            yield self._builder(made, [draw])
-        if not made.num_parts:
-            yield self._builder(made, [])
+        partition = self._prepare()()
+        for draw in self._each(partition):
+            yield self._builder(partition, [draw])
+        if not partition.num_parts:
+            yield self._builder(partition, [])
 
     def drawn(self, n: int, whole: bool = False) -> DrawnParts:
         """Return n fixed draws of one partition; none where all rows are anchors.
@@ -182,49 +184,52 @@ class AnchoredStream(Stream):
         ``whole`` takes each part once instead, where the partition has no more than n. With several
         ranks n counts the draws of each.
         """
-        made, total = self._prepare()(), n * self._ranks.count
-        if whole and made.num_parts <= total:
-            draws = list(self._each(made))
+        partition, total = self._prepare()(), n * self._ranks.count
+        if whole and partition.num_parts <= total:
+            draws = list(self._each(partition))
         else:
-            draws = [self._draw(made) for _ in range(total if made.num_parts else 0)]
-        of_likelihood = self._likelihood_data(made, max(1, len(draws)))
+            draws = [self._draw(partition) for _ in range(total if partition.num_parts else 0)]
+        of_likelihood = self._likelihood_data(partition, max(1, len(draws)))
         if draws:
-            own = slice(self._ranks.rank, None, self._ranks.count)
-            draws, of_likelihood = draws[own], of_likelihood[own]
-        return DrawnParts(self._source, made, draws, of_likelihood)
+            local_slice = slice(self._ranks.rank, None, self._ranks.count)
+            draws, of_likelihood = draws[local_slice], of_likelihood[local_slice]
+        return DrawnParts(self._source, partition, draws, of_likelihood)
 
-    def _each(self, made: AnchoredPartition) -> Iterator[Draw]:
-        count = made.num_parts
+    def _each(self, partition: AnchoredPartition) -> Iterator[Draw]:
+        count = partition.num_parts
         for number in torch.randperm(count, generator=self._generator, device="cpu").tolist():
-            yield self._of_part(made, number, float(count))
+            yield self._of_part(partition, number, float(count))
 
-    def _draw(self, made: AnchoredPartition) -> Draw:
-        expected = self._predictor.expected(made.keys, made.guesses)
-        chances = probabilities(expected, made.counts)
+    def _draw(self, partition: AnchoredPartition) -> Draw:
+        expected = self._predictor.expected(partition.keys, partition.guesses)
+        chances = probabilities(expected, partition.counts)
         entry = int(torch.multinomial(chances, 1, generator=self._generator))
-        number, count = made.pick(entry, self._generator)
-        return self._of_part(made, number, 1.0 / (float(chances[entry]) / count))
+        number, count = partition.pick(entry, self._generator)
+        return self._of_part(partition, number, 1.0 / (float(chances[entry]) / count))
 
     @staticmethod
-    def _of_part(made: AnchoredPartition, number: int, weight: float) -> Draw:
-        entry = made.entry(number)
+    def _of_part(partition: AnchoredPartition, number: int, weight: float) -> Draw:
+        entry = partition.entry(number)
         # All of the tail has one prediction, which its parts share.
-        guess = float(made.guesses[entry]) / float(made.counts[entry])
-        return Draw(number, weight, guess, made.keys[entry])
+        guess = float(partition.guesses[entry]) / float(partition.counts[entry])
+        return Draw(number, weight, guess, partition.keys[entry])
 
-    def _builder(self, made: AnchoredPartition, draws: list[Draw]) -> Callable[[], Block]:
-        of_likelihood = self._likelihood_data(made, 1)
-        parts = DrawnParts(self._source, made, draws, of_likelihood)
+    def _builder(self, partition: AnchoredPartition, draws: list[Draw]) -> Callable[[], Block]:
+        of_likelihood = self._likelihood_data(partition, 1)
+        parts = DrawnParts(self._source, partition, draws, of_likelihood)
         return partial(parts.block, 0, 1)
 
-    def _likelihood_data(self, made: AnchoredPartition, count: int) -> Int[Tensor, "d u"]:
+    def _likelihood_data(self, partition: AnchoredPartition, count: int) -> Int[Tensor, "d u"]:
         """The data of each draw's log likelihood; together they cover the data evenly."""
         num_data = len(self._source)
-        each = min(max(1, int(LIKELIHOOD_DATA * self._num_rows)), num_data)
-        if made.num_parts <= 1:
-            each = num_data  # a block that holds every row passes over all the data in any case
-        total = min(count * each, num_data)
+        data_per_draw = min(max(1, int(LIKELIHOOD_DATA * self._num_rows)), num_data)
+        if partition.num_parts <= 1:
+            # A block that holds every row passes over all the data in any case.
+            data_per_draw = num_data
+        total = min(count * data_per_draw, num_data)
         chosen = choose_distinct(num_data, total, self._generator)
         if count > 1:
             chosen = chosen[torch.randperm(total, generator=self._generator, device="cpu")]
-        return chosen[torch.arange(count * each, device="cpu") % total].reshape(count, each)
+        return chosen[torch.arange(count * data_per_draw, device="cpu") % total].reshape(
+            count, data_per_draw
+        )
