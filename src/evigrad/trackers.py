@@ -160,8 +160,12 @@ class MLflow(Tracker):
         self._metric = mlflow.entities.Metric
         uri = store.absolute().as_uri() if isinstance(store, Path) else store
         self._client = mlflow.MlflowClient(tracking_uri=uri)
-        found = self._client.get_experiment_by_name(experiment)
-        number = found.experiment_id if found else self._client.create_experiment(experiment)
+        existing_experiment = self._client.get_experiment_by_name(experiment)
+        number = (
+            existing_experiment.experiment_id
+            if existing_experiment
+            else self._client.create_experiment(experiment)
+        )
         self._run = self._client.create_run(number, run_name=name).info.run_id
 
     def write(self, values: dict[str, float], count: int) -> None:

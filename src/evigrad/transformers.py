@@ -135,7 +135,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
 
     # ------------------------------------------------------------ events of the trainer
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
         """Make the evidence of the network and the training data, or go on with that of a file."""
         if args.deepspeed or args.fsdp:
             raise ConfigurationError(
@@ -147,7 +147,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
                 "Smoothed labels have no log density, which the evidence compares: set"
                 " label_smoothing_factor=0."
             )
-        loader, model = given["train_dataloader"], given["model"]
+        loader, model = keywords["train_dataloader"], keywords["model"]
         if isinstance(loader.dataset, IterableDataset):
             raise ConfigurationError(
                 "The blocks of an estimator need the training data by position: give a map-style"
@@ -160,7 +160,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
         self._hosted.begin(
             model,
             loader_of_pairs(loader, split) if self._data is None else self._data,
-            given["optimizer"],
+            keywords["optimizer"],
             steps=state.max_steps,
             epoch=min(of_epoch, state.max_steps),
         )
@@ -169,14 +169,14 @@ class EvidenceCallback(_transformers.TrainerCallback):
         if self._loss == "nll":
             _compare_losses(self.evidence, loader, split, args.gradient_accumulation_steps)
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
         """Add the decay to the gradients, and clip them."""
         self._hosted.before_step()
         if self._max_norm:
-            held = [p for group in given["optimizer"].param_groups for p in group["params"]]
+            held = [p for group in keywords["optimizer"].param_groups for p in group["params"]]
             nn.utils.clip_grad_norm_(held, self._max_norm)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
         """Learn, if a round is due after the step of the optimiser."""
         row = self._hosted.after_step()
         if row is None:
@@ -189,11 +189,11 @@ class EvidenceCallback(_transformers.TrainerCallback):
         self.log(logs)
         control.should_log = due
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
         """Give clipping back to the trainer."""
         args.max_grad_norm, self._max_norm = self._max_norm, 0.0
 
-    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
         """Write the state into the folder of the checkpoint."""
         folder = _checkpoint(args, state.global_step)
         if state.is_world_process_zero and folder.is_dir():
@@ -224,9 +224,9 @@ def _split_for(model: nn.Module) -> Callable[[Any], tuple[Any, Tensor]]:
     of_adapters: Any = getattr(model, "get_base_model", None)
     core = model if of_adapters is None else of_adapters()
     auto = import_module("transformers.models.auto.modeling_auto")
-    known = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    causal_names = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
     shifts = getattr(core, "loss_type", None) == "ForCausalLM"
-    if not shifts and known.isdisjoint(kind.__name__ for kind in type(core).__mro__):
+    if not shifts and causal_names.isdisjoint(kind.__name__ for kind in type(core).__mro__):
         return as_pair
 
     def split(batch: Any) -> tuple[Any, Tensor]:
@@ -261,26 +261,26 @@ def _compare_losses(
         return loss is not None and abs(float(loss) - expected) > _SAME_LOSS * abs(expected)
 
     with evaluation_mode(model, torch.Generator().manual_seed(0)), torch.no_grad():
-        found: Any = getattr(model(**batch), "loss", None)
-        if differs(found):
+        model_loss: Any = getattr(model(**batch), "loss", None)
+        if differs(model_loss):
             warnings.warn(
-                f"The model's own loss of two data is {float(found):.4g}, and their mean negative"
-                f" log likelihood, which the evidence takes for it, {expected:.4g}: targets or"
-                " likelihood are others. Say split=..., likelihood=... or loss='mse'; this is of no"
-                " matter where the trainer has a loss of its own that is the mean negative log"
-                " likelihood.",
+                f"The model's own loss of two data is {float(model_loss):.4g}, and their mean"
+                " negative log likelihood, which the evidence takes for it,"
+                f" {expected:.4g}: targets or likelihood are others. Say split=...,"
+                " likelihood=... or loss='mse'; this is of no matter where the trainer has a loss"
+                " of its own that is the mean negative log likelihood.",
                 EvigradWarning,
                 stacklevel=2,
             )
         elif accumulation > 1 and _accepts_count(model):
             # The trainer leaves it to such a model to divide by the data of accumulated batches.
-            found = getattr(
+            model_loss = getattr(
                 model(**batch, num_items_in_batch=torch.tensor(2 * len(y), device="cpu")),
                 "loss",
                 None,
             )
             expected /= 2
-            if differs(found):
+            if differs(model_loss):
                 warnings.warn(
                     "The trainer adds up the losses of accumulated batches, as this model takes"
                     " num_items_in_batch, and the model does not divide by it: gradients are"
@@ -293,5 +293,5 @@ def _compare_losses(
 
 def _accepts_count(model: nn.Module) -> bool:
     parameters = signature(model.forward).parameters.values()
-    any_keyword = any(each.kind == Parameter.VAR_KEYWORD for each in parameters)
+    any_keyword = any(parameter.kind == Parameter.VAR_KEYWORD for parameter in parameters)
     return getattr(model, "accepts_loss_kwargs", any_keyword)

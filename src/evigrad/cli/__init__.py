@@ -69,9 +69,9 @@ def reported(work: Callable[[], int]) -> int:
 
     said: set[str] = set()
 
-    def show_warning(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+    def show_warning(message: Warning | str, category: type[Warning], *details: Any) -> None:
         if not issubclass(category, EvigradWarning):
-            return plain(message, category, *rest)
+            return plain(message, category, *details)
         # Two runs in one command warn of a model once, and many points of a curve of rounding.
         sentence = _NUMBER.sub("…", str(message))
         if sentence not in said:

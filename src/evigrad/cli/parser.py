@@ -97,10 +97,10 @@ class Parser(ArgumentParser):
             if "--print-config" in action.option_strings:
                 action.help, action.metavar = "Print all options as such a file and exit.", ""
 
-    def parse_args(self, *given: Any, **keywords: Any) -> Any:
-        """As that of ``ArgumentParser``; what it fails at is a CommandLineError too."""
+    def parse_args(self, *arguments: Any, **keywords: Any) -> Any:
+        """Parse arguments as ``ArgumentParser`` does; unexpected errors are a CommandLineError."""
         try:
-            return super().parse_args(*given, **keywords)
+            return super().parse_args(*arguments, **keywords)
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             if isinstance(error, UnicodeError):
                 raise
@@ -139,8 +139,8 @@ class Options:
         ``source`` has the keywords, with types, defaults and a Google docstring; ``types``,
         ``defaults`` and ``words`` are what differs from it, by name.
         """
-        known = {group.title: group for group in self.parser._action_groups}
-        group = known.get(title) or self.parser.add_argument_group(title)
+        groups = {group.title: group for group in self.parser._action_groups}
+        group = groups.get(title) or self.parser.add_argument_group(title)
         descriptions = argument_descriptions(source)
         parameters = inspect.signature(source).parameters
         annotations = get_type_hints(source.__init__ if isinstance(source, type) else source)
@@ -182,9 +182,9 @@ def check_null(parser: ArgumentParser, options: Namespace) -> None:
 
 
 def typed(annotation: Any) -> Any:
-    """What of an annotation can be typed: numbers, texts, yes or no, and names of a ``Literal``."""
+    """Return the members of a union that a command line can state, as numbers and texts."""
     if get_origin(annotation) in (Union, UnionType):
-        members = [each for each in get_args(annotation) if _is_plain(each)]
+        members = [member for member in get_args(annotation) if _is_plain(member)]
         return reduce(or_, members)
     return annotation
 
@@ -194,9 +194,13 @@ def _is_plain(kind: Any) -> bool:
 
 
 def argument_descriptions(function: Callable[..., Any]) -> dict[str, str]:
-    """Name to description, in one line each, from a Google docstring."""
-    found = docstring_parser.parse(function.__doc__ or "", docstring_parser.DocstringStyle.GOOGLE)
-    return {each.arg_name: " ".join((each.description or "").split()) for each in found.params}
+    """Return the description of each argument, in one line, from a Google docstring."""
+    docstring = docstring_parser.parse(
+        function.__doc__ or "", docstring_parser.DocstringStyle.GOOGLE
+    )
+    return {
+        param.arg_name: " ".join((param.description or "").split()) for param in docstring.params
+    }
 
 
 def with_hyphens(arguments: Sequence[str]) -> list[str]:
@@ -255,16 +259,16 @@ def _expected(text: str) -> str:
     """The parser's message about a value of a wrong type, without names of Python's types."""
     kinds = {"int": "a whole number", "float": "a number", "bool": "yes or no", "str": "a text"}
     value = re.search(r"(?:Got value|Given value): (.*)$", text)
-    given = f", not '{value[1].strip()}'" if value else ""
+    refusal = f", not '{value[1].strip()}'" if value else ""
     if choices := re.search(r"Literal\[([^\]]*)\]", text):
         names = re.findall(r"'([^']*)'", choices[1])
         hint = nearest(value[1].strip(), names) if value else ""
         if "<class 'int'>" in text:
-            return f"give a whole number or {', '.join(names)}{given}.{hint}"
-        return f"choose one of {', '.join(names)}{given}.{hint}"
+            return f"give a whole number or {', '.join(names)}{refusal}.{hint}"
+        return f"choose one of {', '.join(names)}{refusal}.{hint}"
     named = [words for kind, words in kinds.items() if f"<class '{kind}'>" in text]
     if named:
-        return f"give {named[0]}{given}."
+        return f"give {named[0]}{refusal}."
     return text if text.endswith(".") else f"{text}."
 
 
@@ -299,7 +303,7 @@ def check_needs(parser: ArgumentParser, options: Namespace, typed: Iterable[str]
     Raises:
         ConfigurationError: If one was typed; the text says what it works with.
     """
-    given = {
+    typed_names = {
         word[2:].partition("=")[0].removeprefix("no-").replace("-", "_")
         for word in typed
         if word.startswith("--")
@@ -311,7 +315,7 @@ def check_needs(parser: ArgumentParser, options: Namespace, typed: Iterable[str]
             if name not in options or options[name] == defaults[name] or is_met(options):
                 continue
             flag = f"--{name.replace('_', '-')}"
-            if name in given:
+            if name in typed_names:
                 raise ConfigurationError(
                     f"{flag} would be ignored: it is of use only {needed}. Change that, or leave"
                     f" {flag} away."

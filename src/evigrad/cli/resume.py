@@ -101,7 +101,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interruption:
-    """What a signal does: it ends a command at once, and a training after its epoch."""
+    """Handler of signals, which end a command at once, and a training after its epoch."""
 
     def __init__(self) -> None:
         self.number: int | None = None

@@ -78,21 +78,21 @@ def read_invariance(
         return None
     ranges: dict[str, float] = {}
     for part in parts:
-        name, given, value = part.partition("=")
+        name, equals_sign, value = part.partition("=")
         names = GENERATORS if name == EVERYTHING else (name,)
-        for each in names:
-            if each not in GENERATORS:
-                known = [EVERYTHING, *GENERATORS]
+        for generator in names:
+            if generator not in GENERATORS:
+                choices = [EVERYTHING, *GENERATORS]
                 raise ConfigurationError(
-                    f"--invariance: there is no '{each}'.{nearest(each, known)} Choose of"
-                    f" {', '.join(known)}."
+                    f"--invariance: there is no '{generator}'.{nearest(generator, choices)} Choose"
+                    f" of {', '.join(choices)}."
                 )
-            ranges[each] = _range(each, value) if given else initial
+            ranges[generator] = _range(generator, value) if equals_sign else initial
     if samples < 1:
         raise ConfigurationError(f"--samples: give at least 1, not {samples}.")
-    found = Invariance(ranges, learn, flip, samples, average)
-    AffineInvariance(found.ranges)  # refuses ranges beyond their limits
-    return found
+    invariance = Invariance(ranges, learn, flip, samples, average)
+    AffineInvariance(invariance.ranges)  # refuses ranges beyond their limits
+    return invariance
 
 
 def _range(name: str, text: str) -> float:
@@ -277,8 +277,8 @@ def check_range(name: str, value: int, least: int, most: int) -> None:
 
 def sizes_of(model: str, depth: int | None, width: int | None) -> dict[str, int]:
     """The settings of ``make_model`` for depth and width; None leaves the network's own."""
-    given = {"depth": depth, _WIDTHS.get(model, "width"): width}
-    return {name: size for name, size in given.items() if size is not None}
+    sizes = {"depth": depth, _WIDTHS.get(model, "width"): width}
+    return {name: size for name, size in sizes.items() if size is not None}
 
 
 def device_name(name: str) -> str:

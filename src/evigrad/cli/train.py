@@ -79,7 +79,7 @@ _MEAN = ("prior_mean",)  # in Python that of a ``GaussianPrior``
 _RECORD = ("eval_every", "bracket_every", "checkpoint_every")
 _PRIOR_TYPES = {"likelihood": str | None, "prior": Literal[STRUCTURES]}
 # All options that settings are made of.
-SETTINGS = (*PRIOR, *_MEAN, *(each.name for kind in GROUPS.values() for each in fields(kind)))
+SETTINGS = (*PRIOR, *_MEAN, *(setting.name for kind in GROUPS.values() for setting in fields(kind)))
 # Rough time of the final evaluation on one core, and blocks of the run's own estimator there.
 _EVALUATION_SECONDS, _BLOCKS = 20.0, 10
 # Options of estimates that the run's own estimator keeps in the final evaluation.
@@ -105,7 +105,7 @@ def make_parser() -> Parser:
 def add_training(options: Options, with_estimator: bool = True) -> None:
     """Add the options of a training, except those of its files and its machine."""
     add_problem(options, with_estimator)
-    names = [each.name for each in fields(Schedule) if each.name not in _RECORD]
+    names = [setting.name for setting in fields(Schedule) if setting.name not in _RECORD]
     options.add_group("schedule", Schedule, names)
     options.add_group("optimization", Optimization)
     add_details(options)
@@ -162,11 +162,13 @@ def _run(parser: Parser, options: Namespace, group: Group | None) -> int:
         show("note", f"Writing to {path}{together}")
         results = {}
         try:
-            for each in runs:
-                own = path / "map" if each is not runs[-1] else directory or path
+            for run in runs:
+                destination = path / "map" if run is not runs[-1] else directory or path
                 with interruption.patient() as stop:
-                    result = each.train(own, resume=True, progress=options.progress, stop=stop)
-                results[each.name] = result
+                    result = run.train(
+                        destination, resume=True, progress=options.progress, stop=stop
+                    )
+                results[run.name] = result
         except RankError as error:
             words = f"{error} To go on: evigrad train --resume {shlex.quote(str(path))}"
             raise RankError(words) from error
@@ -216,14 +218,14 @@ def report(
     if (directory.path / RESULTS).exists():
         return
     learned = [result for result in results.values() if result.estimator is not None]
-    own = learned[-1].evidence.spec.name if learned else None
-    name = _judge(results, setup, own) if evaluate_with == "auto" else evaluate_with
+    run_estimator = learned[-1].evidence.spec.name if learned else None
+    name = _judge(results, setup, run_estimator) if evaluate_with == "auto" else evaluate_with
     own_settings = {**laplace, "blocks": _BLOCKS}
-    kept = own_settings if evaluate_with == "auto" and name == own else {}
+    kept = own_settings if evaluate_with == "auto" and name == run_estimator else {}
     values = _evaluated(results, setup, name, kept)
     in_training: dict[str, EvidenceValue] = {}
-    if own is not None and own != name:
-        in_training = _evaluated(results, setup, own, own_settings)
+    if run_estimator is not None and run_estimator != name:
+        in_training = _evaluated(results, setup, run_estimator, own_settings)
     console = results_console()
     console.print(_table(results, values, in_training, setup.data))
     if words := _gain(results):
@@ -231,7 +233,7 @@ def report(
     directory.write_json(RESULTS, _record(results, values, in_training, setup.data))
 
 
-def _judge(results: dict[str, FitResult], setup: Setup, own: str | None) -> str:
+def _judge(results: dict[str, FitResult], setup: Setup, run_estimator: str | None) -> str:
     """The estimator of the final table, by sizes alone: times differ from run to run."""
     evidence, (x, _) = next(iter(results.values())).evidence, setup.data.train
     name = tight_estimator(
@@ -240,11 +242,11 @@ def _judge(results: dict[str, FitResult], setup: Setup, own: str | None) -> str:
         evidence.likelihood.num_rows(setup.data.num_outputs),
         _EVALUATION_SECONDS,
     )
-    if own is None or EstimatorSpec.parse(name).subset in (None, len(x)):
+    if run_estimator is None or EstimatorSpec.parse(name).subset in (None, len(x)):
         return name
-    spec = EstimatorSpec.parse(own)
+    spec = EstimatorSpec.parse(run_estimator)
     # Blocks of so many data without anchors would be looser.
-    return own if spec.anchored or spec.subset is None else name
+    return run_estimator if spec.anchored or spec.subset is None else name
 
 
 def _evaluated(
@@ -280,23 +282,23 @@ def prepare_runs(setup: Setup, options: Namespace, group: Group | None = None) -
     named = {name: options[name] for name in SETTINGS}
     named["likelihood"] = named["likelihood"] or setup.data.likelihood
     settings = Settings(**grouped(named), hyperparameters=setup.hyperparameters, seed=setup.seed)
-    wanted = [settings]
+    all_settings = [settings]
     if options.compare_map:
         if settings.estimator in (None, "map-noise"):
             raise ConfigurationError("compare_map needs an estimator to compare MAP with.")
         fair = "map-noise" if learns_likelihood(settings.likelihood) else None
-        wanted.insert(0, replace(settings, estimator=fair))
+        all_settings.insert(0, replace(settings, estimator=fair))
     data = setup.data
     return [
         prepare(
             setup.make_model(),
             data.train,
-            each,
+            run_settings,
             test=data.test,
             network=setup.network,
             process_group=group,
         )
-        for each in wanted
+        for run_settings in all_settings
     ]
 
 
@@ -344,9 +346,9 @@ def _table(
                 " (--evaluate-with ntk-N-C is exact)."
             )
     classifies = "accuracy" in next(iter(results.values())).test_metrics
-    if own := next(iter(in_training.values()), None):
-        blocks = "1 block" if own.blocks == 1 else f"{own.blocks} blocks"
-        judged += f" In training it was by {own.estimator}, here on {blocks} at the end."
+    if training_value := next(iter(in_training.values()), None):
+        blocks = "1 block" if training_value.blocks == 1 else f"{training_value.blocks} blocks"
+        judged += f" In training it was by {training_value.estimator}, here on {blocks} at the end."
     units = ""
     if data.target_mean is not None and data.target_std is not None:
         mean, deviation = data.target_mean.item(), data.target_std.item()
@@ -395,7 +397,7 @@ def _table(
 
 
 def _gain(results: dict[str, FitResult]) -> str:
-    """What learning won or lost on test data against MAP, in a sentence; empty without MAP."""
+    """Return a sentence on the gain on test data over MAP by learning; empty without MAP."""
     if len(results) < 2:
         return ""
     (name, base), (learner, learned) = results.items()
@@ -423,8 +425,8 @@ def _gain(results: dict[str, FitResult]) -> str:
 def _ranges(result: FitResult) -> str:
     """The ranges of a run's transforms at its end, one a line."""
     last = result.history[-1]
-    found = [(name.removeprefix("range/"), v) for name, v in last.items() if "range/" in name]
-    return "\n".join(f"{name} {value:.3g}" for name, value in found)
+    ranges = [(name.removeprefix("range/"), v) for name, v in last.items() if "range/" in name]
+    return "\n".join(f"{name} {value:.3g}" for name, value in ranges)
 
 
 def _rmse(metrics: Mapping[str, float], data: DataSet) -> float:

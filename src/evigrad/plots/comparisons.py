@@ -107,11 +107,11 @@ def legend_order(
         reference: Labels that the others are compared with, which come last.
         ordered: Whether to sort the others by the numbers in them; one without comes last.
     """
-    found = list(dict.fromkeys(labels))
-    others = [label for label in found if label not in reference]
+    unique_labels = list(dict.fromkeys(labels))
+    others = [label for label in unique_labels if label not in reference]
     if ordered:
         others.sort(key=lambda label: [*map(int, re.findall(r"\d+", label)), math.inf])
-    return others + [label for label in found if label in reference]
+    return others + [label for label in unique_labels if label in reference]
 
 
 def panels(
@@ -181,7 +181,7 @@ def panels(
 
 
 def points(
-    found: Sequence[Point],
+    data_points: Sequence[Point],
     title: str,
     across: str,
     along: str,
@@ -192,7 +192,7 @@ def points(
     """Return a figure of points of two quantities with errors both ways.
 
     Args:
-        found: The points; a line joins those of a group in their order.
+        data_points: The points; a line joins those of a group in their order.
         title: Title of the figure.
         across: Label of the horizontal axis.
         along: Label of the vertical axis.
@@ -204,10 +204,10 @@ def points(
     figure = new_figure(7.2, 4.4)
     axes = figure.add_subplot()
     decorate(axes, title, across, along)
-    groups = list(dict.fromkeys(point.group for point in found))
+    groups = list(dict.fromkeys(point.group for point in data_points))
     looks = _styles(groups, reference, False)
     for group in groups:
-        of_group = [point for point in found if point.group == group]
+        of_group = [point for point in data_points if point.group == group]
         joined = frontier and len(of_group) > 1
         axes.errorbar(
             [point.x for point in of_group],
@@ -224,15 +224,17 @@ def points(
             x, y = [point.x for point in hollow], [point.y for point in hollow]
             look = {**looks[group], "linestyle": "", "markerfacecolor": LIGHT.paper}
             axes.plot(x, y, markersize=_MARKER, zorder=3, **look)
-    named = list(found)
+    named = list(data_points)
     if frontier:
         axes.set_xscale("log")
-        named = [found[i] for i in pareto_front([(point.x, point.y) for point in found])]
+        named = [
+            data_points[i] for i in pareto_front([(point.x, point.y) for point in data_points])
+        ]
         x, y = [point.x for point in named], [point.y for point in named]
         look = {"color": LIGHT.muted, "linewidth": 3.5, "alpha": 0.25, "zorder": 0}
         axes.step(x, y, where="post", label="frontier", **look)
     axes.margins(0.1)
-    times = {point.x for point in found}
+    times = {point.x for point in data_points}
     if frontier and len(times) == 1:  # some limits of matplotlib's own would be equal
         axes.set_autoscalex_on(False)
         axes.set_xlim(min(times) / 2, min(times) * 2)
@@ -261,16 +263,16 @@ def _styles(
     # Only the names that others are compared with are drawn in ink.
     plain = [colour for colour in LIGHT.lines if colour != LIGHT.ink]
     colours = shades_of(len(others), LIGHT) if ordered else plain
-    found: dict[str, dict[str, Any]] = {}
+    styles: dict[str, dict[str, Any]] = {}
     for place, name in enumerate(others):
         turn = place // len(colours) if ordered else place
-        found[name] = {"color": colours[place % len(colours)], "linestyle": turn, "marker": place}
+        styles[name] = {"color": colours[place % len(colours)], "linestyle": turn, "marker": place}
     for place, name in enumerate(name for name in names if name in reference):
-        found[name] = {"color": LIGHT.ink, "linestyle": place, "marker": place}
-    for look in found.values():
+        styles[name] = {"color": LIGHT.ink, "linestyle": place, "marker": place}
+    for look in styles.values():
         look["linestyle"] = DASHES[look["linestyle"] % len(DASHES)]
         look["marker"] = _MARKERS[look["marker"] % len(_MARKERS)]
-    return found
+    return styles
 
 
 def _draw_curve(axes: "Axes", curve: Curve, look: dict[str, Any], mark_top: bool) -> Any:

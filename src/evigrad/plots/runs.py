@@ -53,13 +53,15 @@ def series(history: History, column: str) -> tuple[list[float], list[float]]:
 
 def errors(history: History, column: str) -> list[float]:
     """Standard errors ``COLUMN_sem`` of the values of ``series``; empty if one is unknown."""
-    found = [
+    standard_errors = [
         row.get(f"{column}_sem")
         for row in history
         if _is_known(row.get(column)) and row.get("epoch") is not None
     ]
-    known = [float(error) for error in found if error is not None and math.isfinite(error)]
-    return known if len(known) == len(found) else []
+    finite_errors = [
+        float(error) for error in standard_errors if error is not None and math.isfinite(error)
+    ]
+    return finite_errors if len(finite_errors) == len(standard_errors) else []
 
 
 def _is_known(value: int | float | None) -> bool:

@@ -1,4 +1,4 @@
-"""What all figures share: colours, axes, lines with their errors, legends, and words."""
+"""Elements that all figures share: colours, axes, lines with their errors, legends, and words."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -134,13 +134,13 @@ def plain_ticks(axis: "Axis") -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
-    some = (
+    subs_by_span = (
         (1e3, (1.0,)),
         (30, (1.0, 3.0)),
         (10, (1.0, 2.0, 5.0)),
         (0, (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)),
     )
-    subs = next(subs for least, subs in some if high / low > least)
+    subs = next(subs for least, subs in subs_by_span if high / low > least)
     axis.set_major_locator(LogLocator(subs=subs, numticks=20))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
@@ -196,14 +196,14 @@ def add_legend(
 
 def fitted(text: str, inches: float, size: float) -> str:
     """Break a text, in letters of ``size`` points, into lines no wider than ``inches``."""
-    found: list[str] = []
+    all_lines: list[str] = []
     for part in text.split("\n"):
         lines, columns = [part], len(part)
         while columns > 1 and any(_inches(line, size) > inches for line in lines):
             columns -= 1
             lines = wrap(part, columns)
-        found += lines
-    return "\n".join(found)
+        all_lines += lines
+    return "\n".join(all_lines)
 
 
 def _inches(text: str, size: float) -> float:

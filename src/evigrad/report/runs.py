@@ -97,15 +97,15 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
         label = name if names.count(name) == 1 else str(folder)
         runs += _read_with_map(folder, None if len(folders) == 1 else label)
     is_only = sum(not run.is_baseline for run in runs) == 1
-    found: list[Run] = []
+    suffixed_runs: list[Run] = []
     for run in runs:
         suffix = base = "-" + re.sub(r"[^\w.]+", "-", run.label).strip("-.").lower()
         number = 1
-        while suffix in [other.suffix for other in found]:
+        while suffix in [other.suffix for other in suffixed_runs]:
             number += 1
             suffix = f"{base}-{number}"
-        found.append(replace(run, suffix="" if is_only and not run.is_baseline else suffix))
-    return found
+        suffixed_runs.append(replace(run, suffix="" if is_only and not run.is_baseline else suffix))
+    return suffixed_runs
 
 
 def _read_with_map(folder: Path, label: str | None) -> list[Run]:
@@ -113,7 +113,7 @@ def _read_with_map(folder: Path, label: str | None) -> list[Run]:
     if not folder.is_dir():
         raise ConfigurationError(f"There is no folder {folder}; name the folder of a run.")
     options, results = _read(folder / "config.yaml"), _read(folder / "results.json")
-    found = []
+    runs = []
     for path in (folder / MAP_FOLDER, folder):
         if not (path / "metrics.csv").is_file():
             continue
@@ -129,7 +129,7 @@ def _read_with_map(folder: Path, label: str | None) -> list[Run]:
             )
         method = _method(settings)
         of_run = results.get(method)
-        found.append(
+        runs.append(
             Run(
                 path=path,
                 label=f"{label}, MAP" if label and path is not folder else label or method,
@@ -140,12 +140,12 @@ def _read_with_map(folder: Path, label: str | None) -> list[Run]:
                 is_baseline=path is not folder,
             )
         )
-    if not found:
+    if not runs:
         raise ConfigurationError(
             f"{folder} has no metrics.csv: it is not the folder of a run, or its first epoch is not"
             " over yet. Name the folder that --run-dir (run_dir=...) named."
         )
-    return found
+    return runs
 
 
 def _read_history(path: Path) -> History:

@@ -147,7 +147,7 @@ def _augmentations(
         if transform is None:
             continue
         x, names = examples_of(data, examples)
-        shown = [each * data.std + data.mean for each in (x, draw_transforms(x, transform))]
+        shown = [images * data.std + data.mean for images in (x, draw_transforms(x, transform))]
         learned = any(group.is_learned for group in hyperparameters(run) if "range" in group.kind)
         title = run.titled(f"inputs under the {'learned' if learned else 'fixed'} augmentation")
         make = partial(augmented_images, *shown, names)
@@ -178,7 +178,7 @@ def metrics(runs: Sequence[Run]) -> Rows:
     judged = [
         run.results["evidence"] for run in runs if isinstance(run.results.get("evidence"), dict)
     ]
-    judges = {str(each.get("estimator")) for each in judged}
+    judges = {str(evaluation.get("estimator")) for evaluation in judged}
     # The estimator that evaluated all runs after training, if it was one.
     judge = f"by {next(iter(judges))}" if len(judges) == 1 else "after training"
 
@@ -217,8 +217,8 @@ def ends(run: Run) -> Rows:
         if len(group.columns) > _MOST:
             rows.append([f"{group.title} of {len(group.columns)} groups", *["in metrics.csv"] * 2])
             continue
-        found = group.ends
-        rows += [[of + name, *found[name]] for name in group.columns]
+        ends_by_name = group.ends
+        rows += [[of + name, *ends_by_name[name]] for name in group.columns]
     return rows
 
 
@@ -261,9 +261,9 @@ def settings(runs: Sequence[Run]) -> Rows:
 
 def all_settings(run: Run) -> Rows:
     """Every setting of a run, under its name in Python and on the command line."""
-    known = {**run.options, **run.settings}
-    known.pop("network", None)  # its record repeats the options
-    return [[name, show(known[name])] for name in sorted(known)]
+    settings = {**run.options, **run.settings}
+    settings.pop("network", None)  # its record repeats the options
+    return [[name, show(settings[name])] for name in sorted(settings)]
 
 
 def _filled(runs: Sequence[Run], cells: dict[str, Callable[[Run], str]]) -> Rows:
@@ -305,6 +305,8 @@ def _rounds(run: Run) -> str:
 
     text = often(s["steps"], s.get("every"))
     if s.get("hyper_steps") or s.get("hyper_every"):
-        own = often(s.get("hyper_steps") or s["steps"], s.get("hyper_every") or s.get("every"))
-        text = f"{text} (prior, noise), {own} (the network's own)"
+        model_rounds = often(
+            s.get("hyper_steps") or s["steps"], s.get("hyper_every") or s.get("every")
+        )
+        text = f"{text} (prior, noise), {model_rounds} (the network's own)"
     return f"{text}, from epoch {show(s.get('burn_in'))}"

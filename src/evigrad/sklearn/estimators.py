@@ -70,7 +70,7 @@ def _refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
 
 
 class _EvidenceEstimator(BaseEstimator):
-    """What classifier and regressor have in common; their docstrings say what the settings are."""
+    """Base of classifier and regressor; their docstrings say what the settings are."""
 
     @_refusing_unknown
     def __init__(
@@ -244,10 +244,10 @@ class _EvidenceEstimator(BaseEstimator):
             state = check_random_state(state).randint(2**31 - 1)
         model = self._network(num_outputs, int(state))
         x = self._tensor(self._encoding(numbers), model)
-        if (found := tuple(probe_outputs(model, x[:2]).shape[1:])) != (num_outputs,):
+        if (output_shape := tuple(probe_outputs(model, x[:2]).shape[1:])) != (num_outputs,):
             raise ConfigurationError(
-                f"The module has outputs of shape {found} for each row, and these targets need"
-                f" ({num_outputs},)."
+                f"The module has outputs of shape {output_shape} for each row, and these targets"
+                f" need ({num_outputs},)."
             )
         scales = Relevance(self._encoding.feature_of, numbers.shape[1]).to(x)
         if self.relevance:
@@ -289,13 +289,13 @@ class _EvidenceEstimator(BaseEstimator):
 
     def _checked_settings(self) -> Mapping[str, Any]:
         settings = self.settings or {}
-        single = {each.name for kind in GROUPS.values() for each in fields(kind)}
-        known = single | {*signature(fit).parameters} - {*_OWN, *GROUPS}
+        single = {setting.name for kind in GROUPS.values() for setting in fields(kind)}
+        allowed_names = single | {*signature(fit).parameters} - {*_OWN, *GROUPS}
         for name in settings:
-            if name not in known:
+            if name not in allowed_names:
                 raise ConfigurationError(
                     f"settings are keywords of evigrad.fit, and fields of its groups, by their own"
-                    f" names; '{name}' is none that can be set.{nearest(name, known)}"
+                    f" names; '{name}' is none that can be set.{nearest(name, allowed_names)}"
                 )
         return settings
 
@@ -310,9 +310,9 @@ class _EvidenceEstimator(BaseEstimator):
             )
 
     def _in_parts(self, X: Any, function: Callable[[Tensor], Tensor]) -> np.ndarray:
-        """What a function makes of the network's inputs, row by row."""
-        found = [function(part) for part in self.inputs(X).split(_AT_ONCE)]
-        return torch.cat(found).double().cpu().numpy()
+        """Return the values of a row-wise function of the network's inputs, part by part."""
+        outputs = [function(part) for part in self.inputs(X).split(_AT_ONCE)]
+        return torch.cat(outputs).double().cpu().numpy()
 
 
 class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):

@@ -275,7 +275,7 @@ class Encoding:
         categories: dict[int, list[Hashable]],
         weights: np.ndarray | None = None,
     ) -> None:
-        self._sizes = {position: len(known) for position, known in categories.items()}
+        self._sizes = {position: len(levels) for position, levels in categories.items()}
         self._numeric = [p for p in range(numbers.shape[1]) if p not in self._sizes]
         if self._numeric:
             self._scaler = StandardScaler().fit(numbers[:, self._numeric], sample_weight=weights)

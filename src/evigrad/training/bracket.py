@@ -113,7 +113,7 @@ def bracket(
     )
     log_likelihood = other.refresh_anchors(source)
     stream = other.blocks(source)
-    found: list[float] = []
+    conditional_entropies: list[float] = []
     together: list[float] = []
     of_anchors = log_prior = 0.0
     for block in stream.epoch() if blocks is None else stream.take(blocks):
@@ -123,18 +123,20 @@ def bracket(
         # All blocks give the sum itself, some of them an estimate of it.
         anchored = None if blocks is None else block.anchored
         weights = [1.0] * len(of_parts) if anchored is None else anchored.weights
-        found.append(sum(w * part for w, part in zip(weights, of_parts, strict=True)))
+        conditional_entropies.append(
+            sum(w * part for w, part in zip(weights, of_parts, strict=True))
+        )
         together.append(of_anchors + sum(of_parts))
         if not of_parts:  # every row is an anchor
             break
-    count = len(found)
-    conditional = sum(found) if blocks is None else mean(found)
-    error = 0.0 if blocks is None else standard_error(found)
-    rest = log_likelihood + log_prior
+    count = len(conditional_entropies)
+    conditional = sum(conditional_entropies) if blocks is None else mean(conditional_entropies)
+    error = 0.0 if blocks is None else standard_error(conditional_entropies)
+    log_joint = log_likelihood + log_prior
     return Bracket(
-        lower=rest - 0.5 * (of_anchors + conditional),
+        lower=log_joint - 0.5 * (of_anchors + conditional),
         lower_error=0.5 * error,
-        upper=rest - 0.5 * max(together),
+        upper=log_joint - 0.5 * max(together),
         num_data=evidence.num_data,
         rows=rows,
         blocks=count,

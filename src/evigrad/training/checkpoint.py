@@ -1,4 +1,4 @@
-"""What a checkpoint records about its run, and the checks that it belongs to the run at hand."""
+"""Records of a run in its checkpoint, and checks that a checkpoint belongs to the run at hand."""
 
 import hashlib
 import math
@@ -39,18 +39,18 @@ _NAMED = 4
 
 
 def digest(data: Iterable[Tensor]) -> str:
-    """Hexadecimal digest of inputs and targets: their values, types, shapes and order."""
-    found = hashlib.blake2b(digest_size=16)
+    """Return a hexadecimal digest of inputs and targets: values, types, shapes and order."""
+    hasher = hashlib.blake2b(digest_size=16)
     for tensor in data:
-        found.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
+        hasher.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
         for part in tensor.detach().split(_DIGESTED):
             # Byte by byte, as NumPy has no bfloat16.
-            found.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+            hasher.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the last digits of results depend on: PyTorch's version, device, CPU threads."""
+    """Return PyTorch's version, device and CPU threads, which the last digits depend on."""
     return {
         "torch": str(torch.__version__),
         "device": device.type,
@@ -124,13 +124,13 @@ def load_optimizer(
                 f"The saved state of the optimiser does not fit parameter {index}: it has"
                 f" {listed(list(map(str, state)))}."
             )
-    known = optimizer.state_dict()["param_groups"]
+    param_groups = optimizer.state_dict()["param_groups"]
     rates = [group["lr"] for group in saved["param_groups"]]
-    for group, rate in zip(known, rates, strict=True):
+    for group, rate in zip(param_groups, rates, strict=True):
         if not isinstance(rate, float) or not 0 <= rate < math.inf:
             raise ConfigurationError(f"The saved learning rate of the optimiser is {rate!r}.")
         group["lr"] = rate
-    optimizer.load_state_dict({"state": saved["state"], "param_groups": known})
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": param_groups})
 
 
 def packed_history(history: Sequence[Row]) -> dict[str, list[Any]]:
@@ -142,7 +142,7 @@ def packed_history(history: Sequence[Row]) -> dict[str, list[Any]]:
 def unpacked_history(packed: Mapping[str, list[Any]]) -> list[Row]:
     """The history that ``packed_history`` packed: one row for each epoch."""
     rows = [dict(zip(packed["columns"], row, strict=True)) for row in packed["rows"]]
-    for name, value in (each for row in rows for each in row.items()):
+    for name, value in (cell for row in rows for cell in row.items()):
         is_name = isinstance(name, str) and name.isprintable()
         if not is_name or not isinstance(value, int | float | None):
             raise ConfigurationError(f"The saved history holds {value!r} as {name!r}, no number.")
@@ -159,12 +159,12 @@ def check_format(state: Mapping[str, Any], where: object) -> None:
         )
 
 
-def check_settings(saved: Mapping[str, Any], own: Mapping[str, Any], where: object) -> None:
+def check_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], where: object) -> None:
     """Raise ConfigurationError, naming the setting, unless both records have the same settings."""
-    names = [name for name in saved if name in own and name not in FREE_SETTINGS]
-    differing = [n for n in names if _comparable(saved[n]) != _comparable(own[n])]
+    names = [name for name in saved if name in settings and name not in FREE_SETTINGS]
+    differing = [n for n in names if _comparable(saved[n]) != _comparable(settings[n])]
     if differing:
-        words = _listed([f"{n}={saved[n]}, not {own[n]}" for n in differing])
+        words = _listed([f"{n}={saved[n]}, not {settings[n]}" for n in differing])
         raise ConfigurationError(
             f"The run in {where} has {words}. To go on with it give the same settings; for others"
             " start a new run in another folder."
@@ -177,13 +177,13 @@ def shared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_data(
-    saved: Mapping[str, str | None], own: Mapping[str, str | None], where: object
+    saved: Mapping[str, str | None], fingerprints: Mapping[str, str | None], where: object
 ) -> None:
     """Raise ConfigurationError, naming the part, unless the fingerprints of the data agree."""
     for part, words in (("train", "training"), ("test", "test")):
-        if saved[part] == own[part]:
+        if saved[part] == fingerprints[part]:
             continue
-        if saved[part] is None or own[part] is None:
+        if saved[part] is None or fingerprints[part] is None:
             raise ConfigurationError(
                 f"The run in {where} was started {'without' if saved[part] is None else 'with'}"
                 f" {words} data; go on with it in the same way."
@@ -199,24 +199,28 @@ def check_network(state: Mapping[str, Any], evidence: Evidence, where: object) -
     model = evidence.model
     saved = with_bare_names(model, {key: state[key] for key in ("model", "learned")})
     present = with_bare_names(model, model.state_dict())
-    found = _differences(_layout(saved["model"]), _layout(present))
-    own = {"weights": evidence.weights(), "hyperparameters": evidence.hyperparameters()}
-    for kind, names in own.items() if not found else ():
+    differences = _differences(_layout(saved["model"]), _layout(present))
+    parameters_by_kind = {
+        "weights": evidence.weights(),
+        "hyperparameters": evidence.hyperparameters(),
+    }
+    for kind, names in parameters_by_kind.items() if not differences else ():
         word = f"the {kind.removesuffix('s')} "
-        found += _differences(
+        differences += _differences(
             dict.fromkeys([word + name for name in saved["learned"][kind]], ""),
             dict.fromkeys([word + name for name in names], ""),
         )
-    if found:
+    if differences:
         raise ConfigurationError(
-            f"The network is not that of the run in {where}: {_listed(found)}. Give the same"
+            f"The network is not that of the run in {where}: {_listed(differences)}. Give the same"
             " network, or start a new run in another folder."
         )
 
 
 def load_network(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load weights, hyperparameters and all buffers, also those that no ``state_dict`` holds."""
-    saved, names = state["model"], bare_names(model, model.state_dict())
+    saved: Mapping[str, Any] = state["model"]
+    names = bare_names(model, model.state_dict())
     if saved.keys() != names.keys():  # the model is wrapped, as by torch.compile
         in_model = {bare: name for name, bare in names.items()}
         saved = {in_model.get(name, name): value for name, value in saved.items()}
@@ -230,18 +234,18 @@ def load_network(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def check_outputs(
-    saved: Tensor, own: Tensor, here: Mapping[str, Any], there: Mapping[str, Any], where: object
+    saved: Tensor, outputs: Tensor, here: Mapping[str, Any], there: Mapping[str, Any], where: object
 ) -> None:
     """Refuse a network that computes something else; warn where the machine may round otherwise.
 
-    ``saved`` and ``own`` are outputs for a few data, when it was saved and with the loaded
+    ``saved`` and ``outputs`` are outputs for a few data, when it was saved and with the loaded
     parameters; ``here`` and ``there`` describe the two machines.
 
     Raises:
         ConfigurationError: If the outputs differ by more than rounding.
     """
-    same = saved.shape == own.shape and saved.dtype == own.dtype
-    if not same or not (own - saved).norm() <= _SAME_OUTPUTS * saved.norm():
+    same = saved.shape == outputs.shape and saved.dtype == outputs.dtype
+    if not same or not (outputs - saved).norm() <= _SAME_OUTPUTS * saved.norm():
         raise ConfigurationError(
             f"The network computes something else than that of the run in {where}, with the same"
             " parameters: its layers or activations differ. Give the same network, or start a new"
@@ -252,7 +256,7 @@ def check_outputs(
         for name, words in (("torch", "PyTorch"), ("device", "on"))
         if there[name] != here[name]
     ]
-    if not changed and not torch.equal(saved, own):
+    if not changed and not torch.equal(saved, outputs):
         changed = ["the processor"]
     if changed:
         warnings.warn(
@@ -274,20 +278,20 @@ def _layout(state: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _differences(saved: Mapping[str, str], own: Mapping[str, str]) -> list[str]:
-    """What is missing, added or different in ``own``, in words."""
-    missing = [f"it lacks {name}" for name in saved if name not in own]
-    beside = [f"it has {name} beside" for name in own if name not in saved]
+def _differences(saved: Mapping[str, str], present: Mapping[str, str]) -> list[str]:
+    """Return in words which names ``present`` lacks, adds, or has with another value."""
+    missing = [f"it lacks {name}" for name in saved if name not in present]
+    beside = [f"it has {name} beside" for name in present if name not in saved]
     other = [
-        f"{name} is {own[name]}, not {saved[name]}"
+        f"{name} is {present[name]}, not {saved[name]}"
         for name in saved
-        if name in own and saved[name] != own[name]
+        if name in present and saved[name] != present[name]
     ]
     return missing + beside + other
 
 
-def _listed(found: Sequence[str]) -> str:
-    return "; ".join(found[:_NAMED]) + ("; …" if len(found) > _NAMED else "")
+def _listed(differences: Sequence[str]) -> str:
+    return "; ".join(differences[:_NAMED]) + ("; …" if len(differences) > _NAMED else "")
 
 
 def _comparable(value: Any) -> Any:

@@ -73,14 +73,14 @@ def batches(
     place, order, present = (epoch - 1) * epoch_size, torch.empty(0, device="cpu"), -1
     for number in range(count):
         left = epoch_size // count + (number < epoch_size % count)
-        found = []
+        parts = []
         while left:
             done, start = divmod(place, num_data)
             if done != present:
                 order, present = permutation(num_data, stream(seed, "shuffle", done + 1)), done
-            found.append(order[start : start + left])
-            place, left = place + len(found[-1]), left - len(found[-1])
-        yield torch.cat(found)
+            parts.append(order[start : start + left])
+            place, left = place + len(parts[-1]), left - len(parts[-1])
+        yield torch.cat(parts)
 
 
 class RunData(Source):

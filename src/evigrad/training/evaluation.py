@@ -1,4 +1,4 @@
-"""What is evaluated of trained models: their log evidence, and times.
+"""Evaluation of trained models: their log evidence, and times.
 
 Runs with different estimators show different bounds while they train, which cannot be compared.
 After training, one estimator near the exact value serves for all of them.

@@ -75,12 +75,12 @@ def is_intact(path: Path) -> bool | None:
 
 
 def _digest(file: IO[bytes], size: int) -> bytes:
-    found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     file.seek(0)
     while part := file.read(min(size, _PART_BYTES)):
-        found.update(part)
+        hasher.update(part)
         size -= len(part)
-    return found.digest()
+    return hasher.digest()
 
 
 def _sync_names(folder: Path) -> None:

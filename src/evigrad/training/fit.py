@@ -435,10 +435,10 @@ def _warn_of_scale(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     """Warn of real targets far from unit scale, for which networks, rates and priors are made."""
     # One zero, as C² for each example may be gigabytes.
     certain = f.new_zeros(()).expand(*f.shape, f.shape[1])
-    found = moments(likelihood, f, certain)
-    if found is None:  # a subclass with another density
+    output_moments = moments(likelihood, f, certain)
+    if output_moments is None:  # a subclass with another density
         return
-    error, noise = (y - found[0]).square().mean(0).sqrt(), found[2].mean(0).sqrt()
+    error, noise = (y - output_moments[0]).square().mean(0).sqrt(), output_moments[2].mean(0).sqrt()
     spread = y.std(0, correction=0)
     far = (error > _FAR * noise.clamp(min=1)) | ((spread > 0) & (_FAR * spread < noise))
     if not bool(far.any()):

@@ -146,7 +146,7 @@ class HostedLearner:
         return self.history[-1]
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on, besides the network's and the optimiser's own states."""
+        """Return the state to resume from, besides the network's and the optimizer's own states."""
         if self._learner is None:
             return {} if self._state is None else dict(self._state)
         return {"learner": self._learner.state_dict()}
@@ -175,9 +175,9 @@ def take_over(optimizer: Optimizer, evidence: Evidence) -> None:
             f"The optimiser does not hold {listed(missing)}, which the prior has for weights: give"
             " them to the optimiser, or freeze them (requires_grad_(False))."
         )
-    own = {id(weight) for weight in weights.values()}
+    weight_ids = {id(weight) for weight in weights.values()}
     for group in optimizer.param_groups:
-        if "weight_decay" in group and any(id(p) in own for p in group["params"]):
+        if "weight_decay" in group and any(id(p) in weight_ids for p in group["params"]):
             group["weight_decay"] = 0.0
 
 

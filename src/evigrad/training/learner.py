@@ -262,19 +262,19 @@ class Learner:
             EvigradError: If an estimate fails in another way, or no step of two rounds on end could
                 be taken.
         """
-        found = Round([], False)
+        hyper_round = Round([], False)
         with self.evidence.ranks.together():
             self.data.epoch = epoch
             try:
                 for rounds in self.rounds:
                     if rounds.is_due(epoch):
-                        found = self._round(rounds, found)
+                        hyper_round = self._round(rounds, hyper_round)
             except EvigradError as error:
                 raise type(error)(f"Hyperparameter step after epoch {epoch}: {error}") from error
             finally:
                 self._clear_gradients()
-            self._warn_of_runaways(epoch, found)
-        return found
+            self._warn_of_runaways(epoch, hyper_round)
+        return hyper_round
 
     def _round(self, rounds: Rounds, before: Round) -> Round:
         """Take the steps of one kind; returns them with those ``before`` them."""
@@ -326,7 +326,7 @@ class Learner:
         """Whether hyperparameters of the model are learned."""
         return any(name.startswith("model.") for name in self.learned)
 
-    def _warn_of_runaways(self, epoch: int, found: Round) -> None:
+    def _warn_of_runaways(self, epoch: int, hyper_round: Round) -> None:
         """Warn once of each hyperparameter of the model that grew far beyond its start.
 
         Large inputs make a network certain of its outputs. These have no curvature then, and the
@@ -339,9 +339,9 @@ class Learner:
             if name not in self._warned_of and (growth := _growth(name, start, value)):
                 self._warned_of.add(name)
                 self._warn(f"After epoch {epoch} {name} is {growth}.")
-        if not found.estimates:
+        if not hyper_round.estimates:
             return
-        likelihood = mean(e.log_likelihood / e.num_data for e in found.estimates)
+        likelihood = mean(e.log_likelihood / e.num_data for e in hyper_round.estimates)
         has_fallen = likelihood < self._best - LOST_NATS
         if has_fallen and self._has_fallen and "likelihood" not in self._warned_of:
             self._warned_of.add("likelihood")
@@ -456,14 +456,14 @@ def _growth(name: str, start: Tensor, value: Tensor) -> str:
 
 def make_rounds(s: PlannedSchedule, names: Iterable[str]) -> list[Rounds]:
     """The rounds: prior and noise, then the model's own, or one for all."""
-    known = list(names)
-    own = [name for name in known if name.startswith("model.")]
-    rest = [name for name in known if name not in own]
-    parts = [(known, s.every, s.steps)]
+    all_names = list(names)
+    model_names = [name for name in all_names if name.startswith("model.")]
+    other_names = [name for name in all_names if name not in model_names]
+    parts = [(all_names, s.every, s.steps)]
     if s.hyper_every is not None or s.hyper_steps is not None:
         parts = [
-            (rest, s.every, s.steps),
-            (own, s.hyper_every or s.every, s.hyper_steps or s.steps),
+            (other_names, s.every, s.steps),
+            (model_names, s.hyper_every or s.every, s.hyper_steps or s.steps),
         ]
     return [Rounds(part, every, steps, s.burn_in, s.epochs) for part, every, steps in parts if part]
 
@@ -489,14 +489,14 @@ def blocks_of_a_round(
         drawn = blocks.drawn(prior_blocks or steps, whole=prior_blocks is not None)
         passes = passes_over(evidence, drawn, x, names)
         if prior_blocks is None and drawn.draws:
-            return ([own] for each in passes for own in each.draws()), False
+            return ([draw] for kept_pass in passes for draw in kept_pass.draws()), False
     elif prior_blocks is None and (steps == 1 or not (blocks.is_constant and keepable)):
         return blocks.take(steps), False
     else:
         passes = (evidence.collect(b, wrt=names) for b in blocks.round(prior_blocks or 1))
     kept = list(passes)
     if len(kept) > 1:  # their draws may be of different number
-        kept = [own for each in kept for own in each.draws()]
+        kept = [draw for kept_pass in kept for draw in kept_pass.draws()]
     return repeat(kept, steps), True
 
 
@@ -520,14 +520,14 @@ def passes_over(
     number, start = len(drawn.draws) if drawn.partition.num_parts else 1, 0
     at_once = draws_at_once(evidence, x, number)
     while start < number:
-        block, found = drawn.block(start, at_once), list[KeptPass]()
+        block, passes = drawn.block(start, at_once), list[KeptPass]()
         if at_once == 1:
-            found.append(collect(block))
-        elif not fits(lambda own=block, kept=found: kept.append(collect(own))):
+            passes.append(collect(block))
+        elif not fits(lambda draws=block, kept=passes: kept.append(collect(draws))):
             at_once = -(-at_once // 2)
             continue
         start += at_once
-        yield found.pop()
+        yield passes.pop()
 
 
 def draws_at_once(evidence: Evidence, x: Inputs, count: int) -> int:
@@ -582,10 +582,10 @@ def evidence_columns(learned: Round | None) -> Row:
     }
 
 
-def round_columns(learner: Learner, found: Round | None) -> Row:
-    """What a history records after a round, besides the number that counts it."""
+def round_columns(learner: Learner, hyper_round: Round | None) -> Row:
+    """Return the columns of a history after a round, besides the number that counts it."""
     return {
-        **evidence_columns(found),
+        **evidence_columns(hyper_round),
         "hyper_steps": learner.hyper_steps,
         **hyperparameter_values(learner.evidence),
     }

@@ -111,16 +111,16 @@ def _loaded(
             f"The run in {path} was started from Python, which alone knows its network: give one of"
             " the same architecture, evigrad.load(run, model=...)."
         )
-    made = make_network(network) if model is None else model
+    module = make_network(network) if model is None else model
     if device is not None:
-        made.to(device)
+        module.to(device)
     settings = _settings(state["settings"], likelihood, prior, path)
-    evidence = make_evidence(made, num_data, settings)
+    evidence = make_evidence(module, num_data, settings)
     check_network(state, evidence, path)
     evidence.load_state_dict(state["evidence"])
-    load_network(made, state)
+    load_network(module, state)
     history = unpacked_history(state["history"])
-    return LoadedRun(made.eval(), evidence, state["settings"], history, state["epoch"])
+    return LoadedRun(module.eval(), evidence, state["settings"], history, state["epoch"])
 
 
 def _settings(
@@ -137,24 +137,24 @@ def _settings(
             f"The run in {where} was written by another version of evigrad: its settings lack"
             f" {', '.join(missing)}."
         )
-    given: dict[str, Any] = {name: record[name] for name in names}
-    for name, own, known in (
+    keywords: dict[str, Any] = {name: record[name] for name in names}
+    for name, override, choices in (
         ("likelihood", likelihood, LIKELIHOODS),
         ("prior", prior, STRUCTURES),
     ):
-        if own is not None:
-            given[name] = own
-        elif given[name] not in known:
-            words = " ".join(str(given[name]).split())
+        if override is not None:
+            keywords[name] = override
+        elif keywords[name] not in choices:
+            words = " ".join(str(keywords[name]).split())
             raise ConfigurationError(
                 f"The run in {where} had a {name} of its own, {words}: give one of the same kind,"
                 f" evigrad.load(run, {name}=...)."
             )
     if prior is not None:
-        given["precision"] = None
-        given["prior_mean"] = "zero"
-    if given["optimizer"] not in OPTIMIZERS:
-        given["optimizer"] = OPTIMIZERS[0]  # which is not used
-    if given["anchoring"] is not None:
-        given["anchoring"] = Anchoring(**given["anchoring"])
-    return Settings(**grouped(given))
+        keywords["precision"] = None
+        keywords["prior_mean"] = "zero"
+    if keywords["optimizer"] not in OPTIMIZERS:
+        keywords["optimizer"] = OPTIMIZERS[0]  # which is not used
+    if keywords["anchoring"] is not None:
+        keywords["anchoring"] = Anchoring(**keywords["anchoring"])
+    return Settings(**grouped(keywords))

@@ -141,8 +141,8 @@ class Loop:
         """Whether no gradient that the next step uses is NaN or infinite."""
         learned = self.evidence.hyperparameters()
         parameters = [*self.evidence.weights().values(), *(learned[n] for n in self.in_loss)]
-        found = [p.grad for p in parameters if p.grad is not None]
-        return bool(get_total_norm(found, math.inf).isfinite())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return bool(get_total_norm(gradients, math.inf).isfinite())
 
     def _finite_parts(self) -> set[str]:
         """The weights and buffers without NaN and infinite values, in words."""
@@ -157,14 +157,14 @@ class Loop:
         Of several ranks each takes a part of the batch, and gradients are summed.
         """
         ranks = self.evidence.ranks
-        own, value, scale = batch[ranks.part(len(batch))], 0.0, self._noise_variance()
+        local_batch, value, scale = batch[ranks.part(len(batch))], 0.0, self._noise_variance()
         with ranks.together():
             total = self.data.num_targets(batch)
-            share = self.data.num_targets(own) / total
-            if share and len(own):
-                step = f"a training step on {len(own)} data"
+            share = self.data.num_targets(local_batch) / total
+            if share and len(local_batch):
+                step = f"a training step on {len(local_batch)} data"
                 with memory_for(step, "a smaller batch_size"):
-                    loss = share * self._loss(*self.data.fetch(own), own, scale)
+                    loss = share * self._loss(*self.data.fetch(local_batch), local_batch, scale)
                     value = loss.item()
                     if math.isfinite(value):
                         (scale * loss).backward()
@@ -192,8 +192,12 @@ class Loop:
         """
         if self.learner is None:
             return 1.0
-        found = [m for m in self.evidence.likelihood.modules() if isinstance(m, Gaussian)]
-        return found[0].log_noise.detach().double().mul(2).mean().exp().item() if found else 1.0
+        gaussians = [m for m in self.evidence.likelihood.modules() if isinstance(m, Gaussian)]
+        return (
+            gaussians[0].log_noise.detach().double().mul(2).mean().exp().item()
+            if gaussians
+            else 1.0
+        )
 
     def _loss(self, x: Tensor, y: Tensor, indices: Tensor, scale: float) -> Tensor:
         # Precisions of weights that the data do not determine grow without bound.

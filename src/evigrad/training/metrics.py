@@ -225,9 +225,11 @@ def hyperparameter_values(evidence: Evidence) -> Row:
     in_ranges = {id(p) for module in transforms for p in module.parameters()}
     bounded = bounded_values(evidence.model)
     for name, value in evidence.hyperparameters().items():
-        kind, _, rest = name.partition(".")
+        kind, _, name_in_model = name.partition(".")
         if kind == "model" and id(value) not in in_ranges:
             value = bounded.get(id(value), value).detach()
             single = value.numel() == 1
-            row[f"model/{rest}"] = float(value if single else torch.linalg.vector_norm(value))
+            row[f"model/{name_in_model}"] = float(
+                value if single else torch.linalg.vector_norm(value)
+            )
     return row

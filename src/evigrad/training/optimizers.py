@@ -85,12 +85,12 @@ def make_hyper_optimizer(
     The prior is left out where it has its fixed-point update. There is no weight decay, and there
     may be no hyperparameters.
     """
-    own = [p for name, p in hyperparameters.items() if name.startswith("model.")]
+    model_parameters = [p for name, p in hyperparameters.items() if name.startswith("model.")]
     kinds = ("likelihood.",) if s.prior_update == "fixed_point" else ("prior.", "likelihood.")
     prior = [p for name, p in hyperparameters.items() if name.startswith(kinds)]
     groups: list[dict[str, Any]] = [
         {"params": prior, "lr_first": s.prior_lr, "lr_last": s.prior_lr_min},
-        {"params": own, "lr_first": s.hyper_lr, "lr_last": s.hyper_lr_min},
+        {"params": model_parameters, "lr_first": s.hyper_lr, "lr_last": s.hyper_lr_min},
     ]
     for group in groups:
         group["lr"] = group["lr_first"]

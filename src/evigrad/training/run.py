@@ -48,7 +48,7 @@ _EVALUATIONS = 10
 
 @dataclass(frozen=True)
 class FitResult:
-    """What a training run leaves.
+    """The trained model, evidence, history and metrics of a training run.
 
     Attributes:
         model: The given model, trained, in evaluation mode.
@@ -263,14 +263,14 @@ class Run:
             return {}
         if epoch % every and epoch != self.schedule.epochs:
             return dict.fromkeys(BRACKET_COLUMNS)
-        found = bracket(
+        bounds = bracket(
             self.evidence,
             self.loop.data,
             rows=BRACKET_ROWS,
             seed=derived_seed(self.settings.seed, "bracket", epoch),
         )
-        lower_error = found.lower_error / found.num_data
-        values = (found.lower_per_datum, lower_error, found.upper_per_datum)
+        lower_error = bounds.lower_error / bounds.num_data
+        values = (bounds.lower_per_datum, lower_error, bounds.upper_per_datum)
         return dict(zip(BRACKET_COLUMNS, values, strict=True))
 
     def _evaluate(self, epoch: int) -> None:
@@ -304,7 +304,7 @@ class Run:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """What must be the same when a run goes on."""
+        """Return the records that must be the same when a run goes on."""
         evidence = self.evidence
         return {
             "settings": self.settings.as_record(),
@@ -319,9 +319,9 @@ class Run:
         }
 
     def _restore(self, state: Mapping[str, Any], where: str) -> None:
-        own, here = self._identity, machine(self.loop.device)
-        check_settings(state["settings"], own["settings"], where)
-        check_data(state["data"], own["data"], where)
+        identity, here = self._identity, machine(self.loop.device)
+        check_settings(state["settings"], identity["settings"], where)
+        check_data(state["data"], identity["data"], where)
         check_network(state, self.evidence, where)
         self.loop.load_state_dict(state)
         self._probe = with_tensors(self._probe, state["probe"]).to(self.loop.device)
@@ -344,7 +344,7 @@ class Run:
     def _configuration(self) -> dict[str, Any]:
         """The settings for a file, with what is needed to understand them."""
         evidence = self.evidence
-        found: dict[str, Any] = {
+        context: dict[str, Any] = {
             "likelihood": evidence.likelihood.name,
             "num_data": evidence.num_data,
             "num_weights": sum(w.numel() for w in evidence.weights().values()),
@@ -353,7 +353,7 @@ class Run:
             **machine(self.loop.device),
             "device": str(self.loop.device),
         }
-        return self.settings.as_record() | found
+        return self.settings.as_record() | context
 
 
 def _directory(

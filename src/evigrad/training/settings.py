@@ -120,10 +120,10 @@ class Schedule:
     def __post_init__(self) -> None:
         """Refuse numbers that are out of range."""
         from_zero = ("burn_in", "eval_every", "bracket_every")
-        for each in fields(Schedule):
-            value = getattr(self, each.name)
-            if value is not None or each.default is not None:
-                check_integer(each.name, value, 0 if each.name in from_zero else 1)
+        for setting in fields(Schedule):
+            value = getattr(self, setting.name)
+            if value is not None or setting.default is not None:
+                check_integer(setting.name, value, 0 if setting.name in from_zero else 1)
 
     def data_in_epoch(self, num_data: int) -> int:
         """How many of all data are in an epoch."""
@@ -218,8 +218,8 @@ class Optimization:
         if lr is None:
             lr = max(CLASSIFICATION_LR if classifies else REGRESSION_LR, self.lr_min)
         if update is None:
-            given = isinstance(prior, GaussianPrior)
-            has_fixed_point = not given or (prior.learnable and prior.hyperprior is None)
+            is_prior_object = isinstance(prior, GaussianPrior)
+            has_fixed_point = not is_prior_object or (prior.learnable and prior.hyperprior is None)
             update = "fixed_point" if has_fixed_point else "adam"
         return PlannedOptimization(**{**vars(self), "lr": lr, "prior_update": update})
 
@@ -258,7 +258,7 @@ GROUPS: dict[str, type] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is trained and how, as the keywords of ``evigrad.fit`` of the same names.
+    """Settings of a training run, as the keywords of ``evigrad.fit`` of the same names.
 
     Attributes:
         prior_mean: What the prior draws the weights to: zero, or initial, the weights that training
@@ -332,12 +332,16 @@ def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         The same with the groups' own objects.
     """
-    found = dict(options)
+    keywords = dict(options)
     for name, kind in GROUPS.items():
-        own = {each.name: found.pop(each.name) for each in fields(kind) if each.name in found}
-        if own:
-            found[name] = kind(**own)
-    return found
+        group_fields = {
+            setting.name: keywords.pop(setting.name)
+            for setting in fields(kind)
+            if setting.name in keywords
+        }
+        if group_fields:
+            keywords[name] = kind(**group_fields)
+    return keywords
 
 
 def explains_groups(function: Callable[P, T]) -> Callable[P, T]:
@@ -348,7 +352,7 @@ def explains_groups(function: Callable[P, T]) -> Callable[P, T]:
         accepted = signature(function).parameters
         for name, value in keywords.items():
             for group, kind in GROUPS.items():
-                if name not in accepted and name in {each.name for each in fields(kind)}:
+                if name not in accepted and name in {setting.name for setting in fields(kind)}:
                     raise ConfigurationError(
                         f"{function.__name__} has no keyword {name}: it is a field of"
                         f" {kind.__name__}. Use {group}={kind.__name__}({name}={value!r})."

@@ -125,8 +125,8 @@ def tune(
         _check_deviations(learner.evidence)
         history: list[Row] = []
         for number in range(1, rounds + 1):
-            found = learner.step()
-            history.append({"round": number, **round_columns(learner, found)})
+            hyper_round = learner.step()
+            history.append({"round": number, **round_columns(learner, hyper_round)})
     return TuneResult(learner.evidence, history)
 
 
@@ -134,8 +134,8 @@ def _check_deviations(evidence: Evidence) -> None:
     """Refuse weights that all are the prior's mean, as those of ``"initial"`` are here."""
     prior = evidence.prior
     deviations = prior.deviations(evidence.weights())
-    own = [name for name in prior.means() if bool(deviations[name].any())]
-    if prior.means() and not own and prior.learnable:
+    deviating_names = [name for name in prior.means() if bool(deviations[name].any())]
+    if prior.means() and not deviating_names and prior.learnable:
         raise ConfigurationError(
             "The weights are the prior's mean, so that their precision has no finite optimum: give"
             " the weights that training began with, GaussianPrior(mean={name: tensor, ...}), or the"
