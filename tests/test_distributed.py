@@ -127,8 +127,9 @@ SPLIT: dict[str, dict[str, Any]] = {
     "full-N-C": {},
     "kfac-N-C-kept": {"likelihood": "gaussian", "hyperparameters": []},
 }
-# A subset, anchors, a sum over all data and kept rows: what four ranks may do otherwise than two.
-FOUR = ["ntk-4-C", "ntk-12-rows-anchored", "kfac-5-1", "kfac-N-C", "ntk-N-C"]
+# Subsets, anchors, kept rows and sums over all data: four ranks may differ from two in these.
+FOUR = ["ntk-4-C", "ntk-12-rows-anchored", "kfac-5-1", "ntk-N-C"]
+FOUR += ["kfac-N-C", "diag-N-C", "blockdiag-N-C", "full-N-C"]
 CASES: dict[int, list[str]] = {2: [*OWN, *SPLIT], 4: FOUR}
 EVERY = {**OWN, **SPLIT}
 
