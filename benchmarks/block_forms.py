@@ -18,7 +18,7 @@ import torch
 from measure import machine, paired
 
 from evigrad import Evidence
-from evigrad.curvature import ntk
+from evigrad.core.curvature import ntk
 from evigrad.likelihoods import Categorical
 from evigrad.models import make_model
 from evigrad.priors import GaussianPrior

@@ -8,14 +8,11 @@ import torch
 from torch import Tensor
 
 from evigrad import Estimate, Evidence
-from evigrad.engine.cotangents import root_rows
-from evigrad.engine.evaluation import objective
-from evigrad.engine.intake import resolve
-from evigrad.engine.kept import KeptPass, weighted
-from evigrad.engine.parameters import divided, held_constant
-from evigrad.engine.passes import BlockPass, Chunk, linearized, outputs, over_chunks
-from evigrad.engine.two_passes import _add_hessian
-from evigrad.likelihoods.calls import log_probabilities
+from evigrad.core.algorithm import log_evidence
+from evigrad.core.types import MicroBatch, Pass
+from evigrad.passes.intake import resolve
+from evigrad.passes.parameters import divided, held_constant
+from evigrad.passes.sweep import MicroBatchSweep
 
 
 class OneGraph(Evidence):
@@ -24,8 +21,7 @@ class OneGraph(Evidence):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         plain = replace(self._problem.settings, plain_curvature=True)
-        self._problem.plans.settings = plain
-        self._problem = replace(self._problem, settings=plain)
+        self._problem = replace(self._problem, settings=plain, curvatures={})
 
     def backward(
         self, x: Any, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
@@ -33,7 +29,7 @@ class OneGraph(Evidence):
         learnable, others = divided(self.hyperparameters(), wrt)
         parameters = list(learnable.values())
         with torch.enable_grad(), held_constant(others):
-            estimate, loss = objective(_with_graph(resolve(self._problem, x, y)))
+            estimate, loss = log_evidence(_with_graph(resolve(self._problem, x, y)))
             gradients = torch.autograd.grad(
                 loss, parameters, allow_unused=True, materialize_grads=True
             )
@@ -42,28 +38,27 @@ class OneGraph(Evidence):
         return estimate
 
 
-def _with_graph(block_pass: BlockPass) -> KeptPass:
-    problem, structure = block_pass.problem, block_pass.plan.structure
+def _with_graph(sweep: MicroBatchSweep) -> Pass:
+    model, curvature = sweep.problem, sweep.curvature
 
-    def step(state: tuple[Any, list[Tensor]], batch: Chunk) -> tuple[Any, list[Tensor]]:
-        statistic, log_probs = state
+    def step(state: tuple[Any, list[Tensor]], batch: MicroBatch) -> tuple[Any, list[Tensor]]:
+        statistic, terms = state
         if not batch.has_rows:
-            f = outputs(block_pass, batch)
-        elif problem.settings.spec.curvature == "hessian":
-            statistic, f = _add_hessian(block_pass, batch, statistic, True)
+            f = sweep.outputs(batch)
         else:
-            linearization = linearized(block_pass, batch, True)
+            linearization = sweep.linearize(batch, graph=True)
             f = linearization.outputs
-            statistic = structure.accumulate(statistic, linearization, root_rows(problem, f, batch))
-        return statistic, [*log_probs, log_probabilities(problem.likelihood, f, batch.y)]
+            statistic = curvature.collect(statistic, linearization, model.cotangents(f, batch))
+        return statistic, [*terms, model.log_probabilities(f, batch.y)]
 
-    statistic, terms = over_chunks(block_pass, "first", step, (None, []))
-    log_probs = torch.cat(terms)
-    return KeptPass(
-        problem=problem,
-        plan=block_pass.plan,
-        log_likelihood=weighted(problem, log_probs, block_pass.block.likelihood_weights),
+    statistic, terms = sweep.fold(step, (None, []))
+    log_probabilities = torch.cat(terms)
+    return Pass(
+        model=model,
+        curvature=curvature,
+        block=sweep.block,
         statistic=statistic,
-        block=block_pass.block,
-        log_probs=log_probs.detach(),
+        log_likelihood=model.log_likelihood(log_probabilities, sweep.block.likelihood_weights),
+        log_probabilities=log_probabilities.detach(),
+        num_outputs=sweep.num_outputs,
     )

@@ -30,11 +30,6 @@ FEW = (
     *("diag-3-C", "diag-N-1", "diag-3-2-iid", "ntk-3-2-mc"),
 )
 FEWEST = ("ntk-3-1", "ntk-N-C", "blockdiag-3-C", "kfac-3-1", "kfac-N-C", "diag-N-C")
-HESSIANS = [
-    f"{structure}-{ending}-hessian"
-    for structure in ("full", "blockdiag", "diag")
-    for ending in ("3-C", "3-C-grouped", "N-C", "N-C-grouped")
-]
 
 
 def crossed(names: Iterable[str] = NAMES, **axes: Iterable[Any]) -> Iterator[Case]:
@@ -46,16 +41,6 @@ def crossed(names: Iterable[str] = NAMES, **axes: Iterable[Any]) -> Iterator[Cas
 def options(**values: Iterable[Any]) -> list[dict[str, Any]]:
     """All combinations of values by name."""
     return [dict(zip(values, some, strict=True)) for some in product(*values.values())]
-
-
-def hessians() -> Iterator[Case]:
-    strong = partial(crossed, HESSIANS, prior=("strong",))
-    yield from strong(network=("gated", "attentive", "convolutional", "tagger"))
-    yield from strong(memory=[{"micro_batch": 2}])
-    names = [name for name in HESSIANS if "grouped" not in name]
-    likelihoods = ("gaussian", "gaussians", "bernoulli", "poisson", "weighted")
-    yield from crossed(names, prior=("strong",), likelihood=likelihoods)
-    yield from crossed(HESSIANS[::2], prior=("layerwise", "scalar", "diagonal", "groups"))
 
 
 def posteriors() -> Iterator[Case]:
@@ -226,5 +211,4 @@ FAMILIES = {
     # Changes once, when the control variate of anchored draws goes: see ``anchored``.
     "anchored-values": Family(partial(anchored_cases, values=True)),
     # Goes with the modifier.
-    "hessians": Family(hessians),
 }  # fmt: skip

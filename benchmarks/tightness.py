@@ -33,9 +33,9 @@ from evigrad import Evidence, Memory
 from evigrad.blocks import Block
 from evigrad.blocks.anchors import Anchoring
 from evigrad.data import DataSet, load
-from evigrad.engine.kept import KeptPass
 from evigrad.likelihoods import Categorical
 from evigrad.models import make_model
+from evigrad.passes.kept import KeptPass
 from evigrad.priors import GaussianPrior
 from evigrad.training.learner import blocks_of_a_round
 from evigrad.training.settings import grouped

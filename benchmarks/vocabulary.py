@@ -19,8 +19,8 @@ from measure import machine, paired, write_csv
 from torch import Tensor, nn
 
 from evigrad import Evidence
-from evigrad.engine.allocator import kept_memory
 from evigrad.likelihoods import Categorical
+from evigrad.passes.allocator import kept_memory
 from evigrad.priors import GaussianPrior
 
 WORDS = (100, 1_000, 10_000, 50_000)

@@ -23,16 +23,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evigrad.blocks import Block
-from evigrad.curvature import RoundingError, rounding_refused
-from evigrad.curvature.base import working_dtype
-from evigrad.curvature.linalg import log_det_identity_plus
-from evigrad.engine.evaluation import standard_error
-from evigrad.engine.memory import fits
+from evigrad.core.curvature import RoundingError, rounding_refused
+from evigrad.core.curvature.base import working_dtype
+from evigrad.core.curvature.linalg import log_det_identity_plus
+from evigrad.core.names import Estimator
+from evigrad.core.types import standard_error
 from evigrad.errors import ConfigurationError
-from evigrad.estimators import EstimatorSpec
 from evigrad.evidence import Evidence
 from evigrad.invariances import Averaged
 from evigrad.likelihoods import Gaussian
+from evigrad.passes.memory import fits
 from evigrad.priors import GaussianPrior
 from evigrad.training.data import derived_seed
 from evigrad.training.evaluation import default_memory
@@ -232,7 +232,7 @@ def served_together(
         estimators: Names.
         hyperparameter: What the curves are drawn along.
     """
-    specs = {name: EstimatorSpec.parse(name) for name in estimators}
+    specs = {name: Estimator.parse(name) for name in estimators}
     found = [name for name, spec in specs.items() if _is_of_rows(spec)]
     if hyperparameter == PRECISION or _WHOLE not in {specs[name].name for name in found}:
         return []
@@ -246,7 +246,7 @@ def _write(path: Path, found: Mapping[str, Any]) -> None:
         file.write(json.dumps(found).encode())
 
 
-def _is_of_rows(spec: EstimatorSpec) -> bool:
+def _is_of_rows(spec: Estimator) -> bool:
     """Whether its log-determinants are those of Gram matrices of rows that a block lists."""
     is_exact = spec.structure in ("ntk", "full", "blockdiag")
     return is_exact and spec.curvature == "ggn" and not spec.anchored
@@ -262,7 +262,7 @@ def _of_kernels(
     partial: Path | None,
 ) -> dict[str, dict[str, Any]]:
     """Return the results of estimators that one kernel at each point serves."""
-    drawn: dict[str, tuple[EstimatorSpec, list[Block]]] = {}
+    drawn: dict[str, tuple[Estimator, list[Block]]] = {}
     for name in estimators:
         one = evidence.with_estimator(name, generator=seed)
         blocks = one.blocks(data).epoch()
@@ -360,7 +360,7 @@ class _Kernels:
         return cls(evidence, outputs, y, whole, of_tensors)
 
     def estimates(
-        self, drawn: Mapping[str, tuple[EstimatorSpec, Sequence[Block]]]
+        self, drawn: Mapping[str, tuple[Estimator, Sequence[Block]]]
     ) -> dict[str, list[float]]:
         """Return the log evidence per datum by each block of each estimator."""
         evidence, found = self.evidence, dict[str, list[float]]()
@@ -371,7 +371,7 @@ class _Kernels:
             found[name] = [float(total) / evidence.num_data for total in totals]
         return found
 
-    def _of_data(self, spec: EstimatorSpec, block: Block, kernels: Sequence[Tensor]) -> Tensor:
+    def _of_data(self, spec: Estimator, block: Block, kernels: Sequence[Tensor]) -> Tensor:
         """The log evidence by a block, but for the log prior, in nats."""
         evidence, likelihood = self.evidence, self.evidence.likelihood
         data = block.indices.to(self.outputs.device)

@@ -7,13 +7,13 @@ from typing import Any, Literal
 from jsonargparse import Namespace
 
 from evigrad import plots
-from evigrad.blocks.partitions import Partition
 from evigrad.cli.messages import show
 from evigrad.cli.parser import Options, Parser, add_list, chosen
 from evigrad.cli.train import add_training, folder_name
-from evigrad.engine.evaluation import standard_error
+from evigrad.core.names import Estimator
+from evigrad.core.partition import Partition
+from evigrad.core.types import standard_error
 from evigrad.errors import ConfigurationError, EvigradError
-from evigrad.estimators import EstimatorSpec
 from evigrad.invariances import GENERATORS
 from experiments import trainings
 from experiments.along import PRECISION, curves_along, make_grid, served_together
@@ -113,7 +113,7 @@ def run(parser: Parser, options: Namespace) -> int:
     """Draw the bounds; the exit code is 1 where a curve is missing."""
     place, along = trainings.place_from(options), options.along
     grid = grid_along(**chosen(grid_along, options))
-    wanted = {spec.name: spec for spec in map(EstimatorSpec.parse, options.curves)}
+    wanted = {spec.name: spec for spec in map(Estimator.parse, options.curves)}
     if not wanted or not options.seeds:
         raise ConfigurationError("Name an estimator or more to draw a curve of, and a seed.")
     setup, training = trainings.named_setup(options, place)

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from evigrad.blocks.partitions import Partition
 from evigrad.cli.setup import choose_device, default_model, read_invariance, sizes_of
+from evigrad.core.names import Estimator
+from evigrad.core.partition import Partition
 from evigrad.data import available, load
 from evigrad.errors import ConfigurationError, EvigradError
-from evigrad.estimators import EstimatorSpec
 from evigrad.models import make_model
 from experiments.along import PRECISION
 from experiments.jobs import WITHOUT_ESTIMATE, Job
@@ -95,7 +95,7 @@ def _check(estimator: str | None, training: Mapping[str, Any]) -> None:
     shape = SHAPES.get(training["data"].partition(":")[0])
     if estimator in WITHOUT_ESTIMATE:
         return
-    spec = EstimatorSpec.parse(estimator or "")
+    spec = Estimator.parse(estimator or "")
     if shape is not None:
         Partition(spec, min(training["subset"] or shape[2], shape[2]), shape[1])
 

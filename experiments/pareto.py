@@ -11,9 +11,9 @@ from evigrad import plots
 from evigrad.cli.messages import show
 from evigrad.cli.parser import Options, Parser, add_list
 from evigrad.cli.train import add_training, folder_name
-from evigrad.engine.evaluation import standard_error
+from evigrad.core.names import Estimator
+from evigrad.core.types import standard_error
 from evigrad.errors import ConfigurationError
-from evigrad.estimators import EstimatorSpec
 from evigrad.training import evaluate_evidence
 from evigrad.training.evaluation import time_steps
 from experiments import trainings
@@ -101,10 +101,10 @@ def timed(config: dict[str, Any], place: trainings.Place) -> dict[str, Any]:
 def run(parser: Parser, options: Namespace) -> int:
     """Compare the estimators; the exit code is 1 where one is missing."""
     place = trainings.place_from(options)
-    specs = {spec.name: spec for spec in map(EstimatorSpec.parse, options.estimators)}
+    specs = {spec.name: spec for spec in map(Estimator.parse, options.estimators)}
     if len(specs) < 2 or not options.seeds:
         raise ConfigurationError("Name two estimators or more to compare, and a seed or more.")
-    judge = None if options.judge is None else EstimatorSpec.parse(options.judge).name
+    judge = None if options.judge is None else Estimator.parse(options.judge).name
     _, training = trainings.named_setup(options, place)
     configs = [
         trainings.resolved({**training, "estimator": name, "seed": seed})

@@ -33,8 +33,8 @@ from evigrad.cli.setup import (
     set_up,
 )
 from evigrad.cli.train import SETTINGS, Results, make_parser, prepare_runs
-from evigrad.engine.allocator import kept_memory
 from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.passes.allocator import kept_memory
 from evigrad.plots import save
 from evigrad.training import FitResult, RunDirectory
 from evigrad.training.files import replacing

@@ -76,7 +76,7 @@ def data_dir() -> Path:
 @pytest.fixture
 def by_h() -> Iterator[None]:
     """``full`` and ``blockdiag`` from H whatever is cheaper: another computation than ``ntk``."""
-    from evigrad.curvature import ntk
+    from evigrad.core.curvature import ntk
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ntk, "is_cheaper", lambda *_: False)

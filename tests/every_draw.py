@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from evigrad.blocks import Block
-from evigrad.blocks.partitions import Partition
+from evigrad.core.partition import Partition
 
 
 def every_subset(partition: Partition, m: int) -> Iterator[Block]:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Normal
 
+from evigrad.core.roots import check_root
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson, RootRows
-from evigrad.likelihoods.roots import check_root
 
 
 class RelativeNoise(Likelihood):

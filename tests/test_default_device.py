@@ -38,7 +38,7 @@ NAMES = [
         "blockdiag-N-C",
         "blockdiag-6-rows",
     ),
-    *("diag-6-C", "diag-N-1", "full-6-1", "full-N-C", "full-N-C-hessian"),
+    *("diag-6-C", "diag-N-1", "full-6-1", "full-N-C"),
 ]
 PRIORS: dict[str, Callable[[], GaussianPrior]] = {
     "scalar": lambda: GaussianPrior("scalar", hyperprior=NormalHyperprior()),

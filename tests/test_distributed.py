@@ -34,7 +34,7 @@ from evigrad import (
     Schedule,
     fit,
 )
-from evigrad.curvature.kfac import Kfac
+from evigrad.core.curvature.kfac import Kfac
 from evigrad.distributed import Ranks
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.invariances import AdditiveNoise, Averaged, InputScale
@@ -74,7 +74,7 @@ def made(estimator: str, group: Any = None, noisy: bool = False, **options: Any)
     return Evidence(
         model,
         likelihood,
-        GaussianPrior(structure, precision=50.0 if estimator.endswith("hessian") else 0.5),
+        GaussianPrior(structure, precision=0.5),
         estimator=estimator,
         num_data=N,
         hyperparameters=hyperparameters,
@@ -121,9 +121,7 @@ SPLIT: dict[str, dict[str, Any]] = {
     "kfac-N-1": {"sharing": "reduce"},
     "diag-N-C": {"noisy": True, "hyperparameters": ["invariance"]},
     "diag-N-1-iid": {"prior": "diagonal", "hyperparameters": []},
-    "diag-N-C-hessian": {},
     "blockdiag-N-C": {"likelihood": "gaussian"},
-    "full-N-C-hessian": {"hyperparameters": [], "prior": "scalar"},
     "full-N-C": {},
     "kfac-N-C-kept": {"likelihood": "gaussian", "hyperparameters": []},
 }

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from evigrad import Evidence, reference
 from evigrad.blocks import Block
-from evigrad.blocks.partitions import Partition
-from evigrad.estimators import STRUCTURES, EstimatorSpec
+from evigrad.core.names import STRUCTURES, Estimator
+from evigrad.core.partition import Partition
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
 
@@ -28,9 +28,6 @@ NAMES = [
     "ntk-3-C-grouped",
     "ntk-4-rows",
     "ntk-3-1-mc",
-    "full-N-C-hessian",
-    "blockdiag-3-C-hessian",
-    "diag-3-C-hessian",
 ]
 
 
@@ -60,11 +57,10 @@ def build(
     estimator: str, root: str | None = None, num_data: int = N
 ) -> tuple[Evidence, Tensor, Tensor]:
     model, x, y = problem(num_data)
-    precision = 20.0 if "hessian" in estimator else 2.0  # the exact Hessian is indefinite
     evidence = Evidence(
         model,
         Categorical(),
-        GaussianPrior("layerwise", precision=precision),
+        GaussianPrior("layerwise", precision=2.0),
         estimator=estimator,
         num_data=num_data,
         hyperparameters=["gate"],
@@ -154,22 +150,6 @@ def dense_terms(
     if spec.curvature == "ef":
         rows_ef = torch.einsum("nc,ncp->np", score, jac)
         h = rows_ef.T @ rows_ef
-    elif spec.curvature == "hessian":
-        first = torch.autograd.grad(-log_prob.sum(), list(weights.values()), create_graph=True)
-        entries = torch.cat([g.flatten() for g in first])
-        h = torch.stack(
-            [
-                torch.cat(
-                    [
-                        g.flatten()
-                        for g in torch.autograd.grad(
-                            e, list(weights.values()), create_graph=True, materialize_grads=True
-                        )
-                    ]
-                )
-                for e in entries
-            ]
-        )
     else:
         split = evidence.root != "subblock"
         root = reference.softmax_root(f, evidence.root) if split else None
@@ -218,7 +198,7 @@ def full_terms(evidence: Evidence, x: Tensor, y: Tensor) -> tuple[float, float]:
 
 
 def roots_for(name: str) -> list[str]:
-    spec = EstimatorSpec.parse(name)
+    spec = Estimator.parse(name)
     if spec.curvature != "ggn" or (spec.outputs is None and not spec.rows):
         return [spec.default_root]
     return ["subblock", "fisher", "eigen"]

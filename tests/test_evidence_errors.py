@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from evigrad import Evidence, Memory
 from evigrad.blocks.anchors import Anchoring
+from evigrad.core.names import DEFAULT_ESTIMATOR
 from evigrad.errors import ConfigurationError, EvigradError, InputError, MemoryBudgetError
-from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
 
@@ -243,16 +243,6 @@ def test_kfac_refuses_a_precision_that_varies_inside_a_block() -> None:
         build("kfac-4-1", prior=GaussianPrior("diagonal")).estimate(X[:4], Y[:4])
 
 
-def test_hessian_that_is_not_positive_definite() -> None:
-    model = network()
-    with torch.no_grad():
-        for w in model.parameters():
-            w.mul_(5)
-    evidence = build("full-N-C-hessian", model=model, prior=GaussianPrior(precision=1e-4))
-    with pytest.raises(EvigradError, match="positive definite"):
-        evidence.estimate(X, Y)
-
-
 def test_objects_of_the_wrong_type() -> None:
     """In a process of its own, without the checker of annotations that the tests install."""
     here = Path(__file__).parent
@@ -324,7 +314,7 @@ def test_rows_of_a_pass_count_as_memory(structure: str, monkeypatch: pytest.Monk
     model = nn.Sequential(nn.Linear(2, 40), nn.Tanh(), nn.Linear(40, 3))
     x, y = torch.randn(4000, 2), torch.zeros(4000, dtype=torch.long)
     free = 6 * 2**20
-    monkeypatch.setattr("evigrad.engine.memory._free_bytes", lambda device: free)
+    monkeypatch.setattr("evigrad.passes.memory._free_bytes", lambda device: free)
     arguments = {"model": model, "num_data": 4000}
     with pytest.raises(MemoryBudgetError, match="micro_batch"):
         build(f"{structure}-N-C", **arguments).estimate(x, y)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from zoo import CASES, HYPERPARAMETERS, OUTPUTS, Case
 
 from evigrad import Evidence, Memory, reference
+from evigrad.core.names import STRUCTURES
 from evigrad.errors import ConfigurationError, EvigradWarning
-from evigrad.estimators import STRUCTURES
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
 from evigrad.priors import GaussianPrior
 
@@ -378,39 +378,6 @@ def test_empirical_fisher(estimator: str) -> None:
     assert_gradients(evidence, x, y, expected)
 
 
-@pytest.mark.parametrize("structure", [s for s in STRUCTURES if STRUCTURES[s].takes_hessian])
-def test_exact_hessian(structure: str) -> None:
-    evidence, x, y = make(
-        CASES["linear"],
-        Categorical(),
-        GaussianPrior(precision=3.0),
-        f"{structure}-N-C-hessian",
-        m=4,
-        temperature=0.9,
-    )
-    weights = evidence.weights()
-    f = reference.outputs(evidence.model, x)
-    log_lik = f.log_softmax(-1).gather(1, y[:, None]).sum() / 0.9
-    first = torch.autograd.grad(-log_lik, list(weights.values()), create_graph=True)
-    gradient = torch.cat([g.flatten() for g in first])
-    rows = [
-        torch.cat(
-            [
-                g.flatten()
-                for g in torch.autograd.grad(
-                    entry, list(weights.values()), create_graph=True, materialize_grads=True
-                )
-            ]
-        )
-        for entry in gradient
-    ]
-    precision = reference.vector(evidence.prior.precisions(), weights)
-    parts = reference.parameter_partition(structure, weights)
-    flat = torch.cat([w.detach().flatten() for w in weights.values()])
-    det = reference.log_det(torch.stack(rows), precision, parts)
-    assert_gradients(evidence, x, y, log_lik - 0.5 * (precision * flat**2).sum() - 0.5 * det)
-
-
 def test_sampled_fisher_is_the_fisher_in_the_limit_of_many_samples() -> None:
     model, x = CASES["linear"].build(3)
     y = torch.zeros(3, dtype=torch.long)
@@ -491,7 +458,7 @@ def test_exact_hessian_of_a_weight_held_by_reference() -> None:
     x, y = torch.linspace(-1, 1, 12).double().reshape(4, 3), torch.arange(4) % 3
     found = [
         Evidence(
-            m, Categorical(), GaussianPrior(precision=8.0), estimator="full-N-C-hessian", num_data=4
+            m, Categorical(), GaussianPrior(precision=8.0), estimator="full-N-C", num_data=4
         ).estimate(x, y)
         for m in (model, plain)
     ]

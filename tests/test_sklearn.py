@@ -381,7 +381,7 @@ def test_a_wide_table_has_eigenvectors_of_its_rows_alone(monkeypatch: pytest.Mon
     assert len(kept) < len(pickle.dumps(again)) - 8 * 200 * 150  # without the sums, 200 x 200
     for same in (again, copied, pickle.loads(kept)):
         np.testing.assert_array_equal(same.predict(X, return_std=True)[1], std)
-    monkeypatch.setattr("evigrad.curvature.linalg.LOW_RANK_SHARE", 0.0)
+    monkeypatch.setattr("evigrad.core.curvature.linalg.LOW_RANK_SHARE", 0.0)
     _, expected = EvidenceRegressor(**SHORT).fit(X, y).predict(X, return_std=True)
     np.testing.assert_allclose(std, expected, rtol=1e-10)
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from evigrad import Evidence, Schedule, fit
-from evigrad.jacobians.modes import evaluation_mode
 from evigrad.likelihoods import Categorical
+from evigrad.network.modes import evaluation_mode
 from evigrad.priors import GaussianPrior
 
 N, SIZE, OUTPUTS = 12, 6, 3

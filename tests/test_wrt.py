@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from benchmarks.one_graph import OneGraph
 from evigrad import Evidence, Memory
-from evigrad.engine import evaluation, two_passes
+from evigrad.core import algorithm
 from evigrad.errors import ConfigurationError, EvigradError, InputError
 from evigrad.invariances import AdditiveNoise, Averaged
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood
+from evigrad.passes.sweep import MicroBatchSweep
 from evigrad.priors import GaussianPrior
 
 N, OUTPUTS = 10, 3
@@ -102,14 +103,14 @@ def test_the_gradients_of_the_others_stay() -> None:
 
 def passes_of(evidence: Evidence, monkeypatch: pytest.MonkeyPatch, **keywords: Any) -> list[str]:
     kinds: list[str] = []
-    run = two_passes.over_chunks
+    run = MicroBatchSweep.fold
 
-    def counted(own, kind, step, state):
-        kinds.append(kind)
-        return run(own, kind, step, state)
+    def counted(sweep, step, start, *, graph=False):
+        kinds.append("second" if graph else "first")
+        return run(sweep, step, start, graph=graph)
 
     with monkeypatch.context() as patch:
-        patch.setattr(two_passes, "over_chunks", counted)
+        patch.setattr(MicroBatchSweep, "fold", counted)
         evidence.backward(next(iter(evidence.blocks(data()))), **keywords)
     return kinds
 
@@ -126,16 +127,16 @@ def test_precisions_and_noise_take_no_second_pass(estimator, monkeypatch) -> Non
 def test_scores_have_no_graph_where_the_noise_is_not_asked_for(monkeypatch) -> None:
     """Rows that depend on the noise: also they take one pass for precisions alone."""
     seen = []
-    first_pass = evaluation.first_pass
+    run_pass = algorithm.run_pass
 
-    def record(own, use):
-        kept = first_pass(own, use)
-        seen.append(any(t.requires_grad for t in kept.statistic.tensors()))
-        return kept
+    def record(*arguments, **settings):
+        block_pass = run_pass(*arguments, **settings)
+        seen.append(any(t.requires_grad for t in block_pass.statistic.tensors()))
+        return block_pass
 
     evidence = make("kfac-4-1-ef")
     block = next(iter(evidence.blocks(data())))
-    monkeypatch.setattr(evaluation, "first_pass", record)
+    monkeypatch.setattr(algorithm, "run_pass", record)
     evidence.backward(block, wrt="prior")
     assert seen == [False]
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from evigrad import plots
-from evigrad.estimators import EstimatorSpec
+from evigrad.core.names import Estimator
 from experiments.along import make_grid
 from experiments.cases import Case, Mean, Row
 from experiments.definition import Experiment, Options
@@ -103,7 +103,7 @@ class Bounds(Experiment):
 
     def figure(self, rows: list[Row]) -> "Figure":
         """Panels side by side, one line for each estimator; those on grouped subsets below."""
-        is_grouped = {name: EstimatorSpec.parse(name).grouped for name in self.curves}
+        is_grouped = {name: Estimator.parse(name).grouped for name in self.curves}
         drawn = [self._panels([row for row in rows if not is_grouped[row["estimator"]]])]
         if any(is_grouped.values()):
             of_both = [

@@ -7,8 +7,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from evigrad import plots
+from evigrad.core.names import Estimator
 from evigrad.errors import ConfigurationError
-from evigrad.estimators import EstimatorSpec
 from experiments.cases import Case, Row
 from experiments.definition import Experiment, Options
 from experiments.jobs import BLOCKS, OVER_SUBSETS, RANGE, evaluation, timing, training
@@ -42,7 +42,7 @@ class Pareto(Experiment):
     exceptions: dict[str, Options] = field(default_factory=dict)
     judge: str | None = None
 
-    def specs(self) -> dict[str, EstimatorSpec]:
+    def specs(self) -> dict[str, Estimator]:
         """The estimators that are compared, by their names."""
         found = self.estimators
         if isinstance(found, Names):
@@ -50,7 +50,7 @@ class Pareto(Experiment):
             found = ["-".join(map(str, each)) for each in parts] + found.more
         if not found:
             raise ConfigurationError(f"The experiment {self.name} names no estimators.")
-        specs = map(EstimatorSpec.parse, found)
+        specs = map(Estimator.parse, found)
         return {spec.name: spec for spec in specs}
 
     def cases(self) -> list[Case]:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from evigrad.blocks import Block as Block
     from evigrad.blocks.anchors import Anchoring as Anchoring
-    from evigrad.engine.allocator import kept_memory as kept_memory
-    from evigrad.engine.evaluation import Estimate as Estimate
-    from evigrad.engine.problem import ParameterReport as ParameterReport
-    from evigrad.engine.settings import Memory as Memory
+    from evigrad.core.types import Estimate as Estimate
     from evigrad.errors import EvigradError as EvigradError
     from evigrad.errors import EvigradWarning as EvigradWarning
     from evigrad.evidence import Evidence as Evidence
     from evigrad.inputs import Outputs as Outputs
+    from evigrad.passes.allocator import kept_memory as kept_memory
+    from evigrad.passes.problem import ParameterReport as ParameterReport
+    from evigrad.passes.settings import Memory as Memory
     from evigrad.posterior import Posterior as Posterior
     from evigrad.posterior import Predictive as Predictive
     from evigrad.training import FitResult as FitResult
@@ -42,7 +42,7 @@ _HOMES = {
     "Bracket": "evigrad.training.bracket",
     "bracket": "evigrad.training.bracket",
     "Block": "evigrad.blocks",
-    "Estimate": "evigrad.engine.evaluation",
+    "Estimate": "evigrad.core.types",
     "EvigradError": "evigrad.errors",
     "EvigradWarning": "evigrad.errors",
     "Evidence": "evigrad.evidence",
@@ -50,16 +50,16 @@ _HOMES = {
     "Laplace": "evigrad.training.settings",
     "Learner": "evigrad.training.learner",
     "LoadedRun": "evigrad.training",
-    "Memory": "evigrad.engine.settings",
+    "Memory": "evigrad.passes.settings",
     "Optimization": "evigrad.training.settings",
     "Outputs": "evigrad.inputs",
-    "ParameterReport": "evigrad.engine.problem",
+    "ParameterReport": "evigrad.passes.problem",
     "Posterior": "evigrad.posterior",
     "Predictive": "evigrad.posterior",
     "Schedule": "evigrad.training.settings",
     "TuneResult": "evigrad.training",
     "fit": "evigrad.training",
-    "kept_memory": "evigrad.engine.allocator",
+    "kept_memory": "evigrad.passes.allocator",
     "load": "evigrad.training",
     "tune": "evigrad.training",
 }

@@ -11,32 +11,36 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from evigrad.blocks import Block
 from evigrad.blocks.anchors import AnchoredStream, Anchoring, AnchorSelection
-from evigrad.blocks.partitions import BlockStream
 from evigrad.blocks.positions import PositionSource
-from evigrad.curvature import ParameterPartition, partition_names
+from evigrad.blocks.streams import BlockStream
+from evigrad.core.block import Block
+from evigrad.core.curvature import Curvature
+from evigrad.core.names import DEFAULT_ESTIMATOR, Estimator
+from evigrad.core.types import Estimate
 from evigrad.distributed import Group, Ranks, check_whole
-from evigrad.engine.checks import (
+from evigrad.errors import ConfigurationError, EvigradWarning, InputError
+from evigrad.inputs import with_bare_names
+from evigrad.likelihoods import Likelihood
+from evigrad.likelihoods.calls import log_probabilities
+from evigrad.likelihoods.positions import flattened
+from evigrad.network import NO_DERIVATIVE, model_outputs
+from evigrad.network.modes import TURN, warn_of_normalisation
+from evigrad.network.network import Network
+from evigrad.passes.checks import (
     as_generator,
     check_gradients,
     check_inputs,
     check_state,
     check_type,
 )
-from evigrad.engine.decay import DecayWatch, warn_of_averaged
-from evigrad.engine.evaluation import (
-    Estimate,
-    estimates_of,
-    gradients_of,
-    objective,
-    over_ranks,
-    precisely,
-)
-from evigrad.engine.intake import CheckedSource, Data, resolve
-from evigrad.engine.kept import KeptPass, as_kept, checksums, contents, not_keepable
-from evigrad.engine.memory import MicroBatches
-from evigrad.engine.parameters import (
+from evigrad.passes.decay import DecayWatch, warn_of_averaged
+from evigrad.passes.evaluation import estimates_of, gradients_of, pass_over
+from evigrad.passes.intake import CheckedSource, Data, resolve
+from evigrad.passes.kept import KeptPass, as_kept, checksums, contents, kept, not_keepable
+from evigrad.passes.memory import MicroBatches
+from evigrad.passes.parameter_blocks import ParameterPartition, partition_names
+from evigrad.passes.parameters import (
     check_unchanged,
     divided,
     held_constant,
@@ -44,23 +48,15 @@ from evigrad.engine.parameters import (
     select,
     trainable,
 )
-from evigrad.engine.passes import BlockPass, predicted_bytes
-from evigrad.engine.problem import ParameterReport, Plans, Problem, parameter_reports
-from evigrad.engine.settings import Memory, Settings
-from evigrad.engine.two_passes import FirstPass, first_pass
-from evigrad.errors import ConfigurationError, EvigradWarning, InputError
-from evigrad.estimators import DEFAULT_ESTIMATOR, EstimatorSpec
-from evigrad.inputs import with_bare_names
-from evigrad.jacobians import NO_DERIVATIVE, model_outputs
-from evigrad.jacobians.modes import TURN, warn_of_normalisation
-from evigrad.likelihoods import Likelihood
-from evigrad.likelihoods.calls import log_probabilities
-from evigrad.likelihoods.positions import flattened
+from evigrad.passes.problem import ParameterReport, Problem, parameter_reports
+from evigrad.passes.replicas import mean_over_ranks
+from evigrad.passes.settings import Memory, Settings, check_model
+from evigrad.passes.sweep import MicroBatchSweep, predicted_bytes
 from evigrad.posterior import DEFAULT_STRUCTURE, Posterior, load_posterior, make_posterior
 from evigrad.priors import GaussianPrior
 
 # Settings that ranks may have of their own, as they change no number; others are compared by name.
-_OF_A_RANK = ("spec", "num_data", "micro_batch", "memory_budget", "rows_device")
+_OF_A_RANK = ("micro_batch", "memory_budget", "rows_device")
 
 
 class Evidence:
@@ -87,6 +83,7 @@ class Evidence:
         temperature: float = 1.0,
         memory: Memory | None = None,
         anchoring: Anchoring | None = None,
+        curvature: Curvature[Any] | None = None,
         generator: torch.Generator | int | None = None,
         process_group: Group | None = None,
     ) -> None:
@@ -112,6 +109,8 @@ class Evidence:
                 in one pass, in the weights' type.
             anchoring: How an anchored estimator divides its rows. Default: nine tenths are anchors,
                 chosen greedily for every third stream of blocks.
+            curvature: A curvature of your own. The estimator's name begins with its ``name``, as
+                ``traces-100-C``. Default: the one that the estimator names.
             generator: CPU generator or seed. Default: PyTorch's initial seed.
             process_group: Processes that share the work, each with the same model, data and calls:
                 ``torch.distributed.group.WORLD``, or a device mesh of one dimension. Each evaluates
@@ -130,17 +129,13 @@ class Evidence:
         check_type("estimator", estimator, str, "a name, as 'ntk-100-1'")
         if memory is not None:
             check_type("memory", memory, Memory, "a Memory, as Memory(micro_batch='auto')")
-        spec = EstimatorSpec.parse(estimator)
-        settings = Settings(
-            spec=spec,
-            num_data=num_data,
-            root=spec.default_root if root is None else root,
-            sharing=sharing,
-            parameter_partition=parameter_partition,
-            temperature=temperature,
-            anchoring=anchoring,
-            **(memory or Memory()).resolved(),
-        )
+        if curvature is not None:
+            check_type("curvature", curvature, Curvature, "a Curvature")
+        spec = Estimator.parse(estimator, curvature)
+        root = spec.default_root if root is None else root
+        check_model(spec, num_data, root, temperature, anchoring)
+        settings = Settings(sharing, parameter_partition, **(memory or Memory()).resolved())
+        settings.check_fits(spec)
         ranks = Ranks(process_group)
         self._model_hyperparameters = select(model, hyperparameters)
         self._weights = trainable(model, excluded=self._model_hyperparameters)
@@ -150,17 +145,20 @@ class Evidence:
         # A noise in half precision would not move by a small step: float32 at least, as precisions.
         likelihood.to(first.device, torch.promote_types(first.dtype, torch.float32))
         self._problem = Problem(
-            model,
-            self._weights,
-            likelihood,
-            prior,
-            settings,
-            as_generator(generator),
-            Plans(model, self._weights, likelihood, prior, settings),
-            MicroBatches(settings.micro_batch, settings.memory_budget),
-            ranks,
+            weights=self._weights,
+            likelihood=likelihood,
+            prior=prior,
+            estimator=spec,
+            num_data=int(num_data),
+            temperature=float(temperature),
+            root=root,
+            settings=settings,
+            generator=as_generator(generator),
+            network=Network(model, self._weights),
+            sizes=MicroBatches(settings.micro_batch, settings.memory_budget),
+            ranks=ranks,
         )
-        self._begin_together()
+        self._begin_together(anchoring)
         warn_of_normalisation(model)
         warn_of_averaged(model, self._weights)
         self._decay = DecayWatch(self._weights.values())
@@ -169,24 +167,26 @@ class Evidence:
         if spec.anchored:
             self._anchors = AnchorSelection(
                 anchoring or Anchoring(),
-                settings.num_data,
+                self.num_data,
                 spec.subset or 0,
-                settings.root,
+                root,
                 likelihood,
-                self._problem.plans.last_layer,
+                self._problem.last_layer,
                 self.generator,
                 self.ranks,
             )
 
-    def _begin_together(self) -> None:
+    def _begin_together(self, anchoring: Anchoring | None) -> None:
         """Check that all ranks have the same evidence, and take the generator of the first."""
         if self.ranks.count == 1:
             return
         with self.ranks.together() as alike:
             alike["estimator"], alike["number of data"] = self.spec.name, self.num_data
             alike["names of parameters"] = [list(self._weights), list(self.hyperparameters())]
+            alike["root"], alike["temperature"] = self.root, self.temperature
             of_all = vars(self._problem.settings).items()
             alike.update((name, value) for name, value in of_all if name not in _OF_A_RANK)
+            alike["anchoring"] = anchoring
             device = self._problem.device
             alike["likelihood"] = contents(self.likelihood, device)
             alike["prior"] = [self.prior.group_of, *contents(self.prior, device)]
@@ -217,24 +217,24 @@ class Evidence:
         return self._problem.prior
 
     @property
-    def spec(self) -> EstimatorSpec:
+    def spec(self) -> Estimator:
         """The parts of the estimator's name."""
-        return self._problem.settings.spec
+        return self._problem.estimator
 
     @property
     def num_data(self) -> int:
         """N, the number of training examples."""
-        return int(self._problem.settings.num_data)
+        return self._problem.num_data
 
     @property
     def temperature(self) -> float:
         """T of the likelihood p^(1/T)."""
-        return float(self._problem.settings.temperature)
+        return self._problem.temperature
 
     @property
     def root(self) -> str:
         """How the curvature of an example is split into rows."""
-        return self._problem.settings.root
+        return self._problem.root
 
     @property
     def generator(self) -> torch.Generator:
@@ -410,7 +410,8 @@ class Evidence:
                 passes = self._given(x, y, ())
                 estimates = estimates_of(passes)
             self._observe(passes, estimates)
-            return over_ranks(self._problem, _blocks_of(passes), estimates)[0]
+            blocks = _blocks_of(passes)
+            return mean_over_ranks(self._problem, self.ranks, blocks, estimates)[0]
 
     def backward(
         self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
@@ -451,7 +452,9 @@ class Evidence:
                 with held_constant(others):
                     estimates, gradients = gradients_of(passes, learnable)
             blocks = _blocks_of(passes)
-            estimate, gradients = over_ranks(self._problem, blocks, estimates, gradients)
+            estimate, gradients = mean_over_ranks(
+                self._problem, self.ranks, blocks, estimates, gradients
+            )
             check_gradients(learnable, gradients)
         for parameter, gradient in zip(learnable.values(), gradients, strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -484,7 +487,8 @@ class Evidence:
                 self._count_positions(source)
                 return self._anchors.stream(source)
             splits = self._problem.splits(source.plan)
-            return BlockStream(source.plan.partition, source, self.generator, self.ranks, splits)
+            partition = self._problem.partition(source.plan)
+            return BlockStream(partition, source, self.generator, self.ranks, splits)
 
     def collect(
         self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
@@ -511,16 +515,14 @@ class Evidence:
         """
         changing, others = divided(self.hyperparameters(), wrt)
         beside = any(not name.startswith("prior.") for name in changing)
-        use = FirstPass(keeps_outputs=beside, condensed=True)
         with torch.no_grad(), self._failing_by_name():
             self._check_weights()
-            block_pass = resolve(self._problem, x, y)
+            sweep = resolve(self._problem, x, y)
             with held_constant(others):
-                if reason := not_keepable(self._problem, block_pass.plan, list(changing)):
+                if reason := not_keepable(self._problem, sweep.plan, list(changing)):
                     raise ConfigurationError(reason)
-                # The trial finds rounding under this prior now; every step would meet it.
-                kept = precisely(block_pass, lambda again: first_pass(again, use), trial=objective)
-        return kept.following(self.hyperparameters(), changing)
+                block_pass = pass_over(sweep, beside=beside)
+        return kept(self._problem, block_pass, self.hyperparameters(), changing)
 
     def check_collect(self, x: Any, *, wrt: str | Sequence[str] | None = None) -> None:
         """Raise now what ``collect`` would refuse, without a pass over a block.
@@ -579,7 +581,7 @@ class Evidence:
         rows_per_draw = self.spec.subset or 0
         anchors = self._anchors.anchoring.num_anchors(rows_per_draw)
         rows = anchors + draws * (rows_per_draw - anchors)
-        structure = self._problem.plan_of(x).structure
+        structure = self._problem.curvature(self._problem.plan_of(x))
         budget = self._problem.settings.memory_budget
         return (
             rows**2 <= draws * rows_per_draw**2
@@ -589,7 +591,7 @@ class Evidence:
 
     def _given(
         self, x: Data, y: Tensor | None, learnable: Iterable[str]
-    ) -> BlockPass | Sequence[KeptPass]:
+    ) -> MicroBatchSweep | Sequence[KeptPass]:
         """Return kept passes, or the block that the data are, checked and drawn, to evaluate.
 
         A rank may have nothing to evaluate where others have.
@@ -597,8 +599,8 @@ class Evidence:
         self._check_weights()
         if self.ranks.count > 1 and _is_empty(x):
             return []
-        kept = as_kept(self._problem, x, self.hyperparameters(), learnable)
-        return resolve(self._problem, x, y) if kept is None else kept
+        kept_passes = as_kept(self._problem, x, self.hyperparameters(), learnable)
+        return resolve(self._problem, x, y) if kept_passes is None else kept_passes
 
     @contextmanager
     def _failing_by_name(self) -> Iterator[None]:
@@ -611,7 +613,7 @@ class Evidence:
         check_unchanged(self.model, self._weights, self._model_hyperparameters)
 
     def _observe(
-        self, passes: BlockPass | Sequence[KeptPass], estimates: Sequence[Estimate]
+        self, passes: MicroBatchSweep | Sequence[KeptPass], estimates: Sequence[Estimate]
     ) -> None:
         """From anchored blocks, learn what to expect of the next ones."""
         if self._anchors is not None:
@@ -715,7 +717,7 @@ class Evidence:
         Returns:
             The number.
         """
-        return self._problem.plan_of(x).partition.num_outputs
+        return self._problem.plan_of(x).num_outputs
 
     def refresh_anchors(self, data: Any) -> float:
         """Choose anchors anew, by the outputs of the present weights for all the data.
@@ -781,7 +783,7 @@ class Evidence:
             Bytes of the larger of both.
         """
         x = check_inputs(x, self._problem.device)
-        plan = self._problem.plans.of(x)
+        plan = self._problem.network.plan(x)
         with held_constant(self.hyperparameters().values()):
             return predicted_bytes(self._problem, plan, x)
 
@@ -794,7 +796,7 @@ class Evidence:
             "likelihood": self.likelihood.state_dict(),
             "generator": self.generator.get_state(),
             "micro_batches": dict(self._problem.sizes.chosen),
-            "preparation": self._problem.plans.state_dict(),
+            "preparation": self._problem.network.state_dict(),
             **anchors,
         }
 
@@ -818,14 +820,18 @@ class Evidence:
         chosen = state.get("micro_batches", {})
         self._problem.sizes.chosen = {kind: max(1, int(size)) for kind, size in chosen.items()}
         if "preparation" in state:
-            self._problem.plans.load_state_dict(state["preparation"])
+            self._problem.network.load_state_dict(state["preparation"])
         if self._anchors is not None and "anchors" in state:
             self._anchors.load_state_dict(state["anchors"])
 
 
-def _blocks_of(passes: BlockPass | Sequence[KeptPass]) -> list[Block]:
+def _blocks_of(passes: MicroBatchSweep | Sequence[KeptPass]) -> list[Block]:
     """Return the block of each estimate that the passes give."""
-    return [passes.block] if isinstance(passes, BlockPass) else [kept.block for kept in passes]
+    return (
+        [passes.block]
+        if isinstance(passes, MicroBatchSweep)
+        else [block_pass.block for block_pass in passes]
+    )
 
 
 def _is_empty(x: Data) -> bool:

@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 
 from evigrad.blocks.anchors import Anchoring
 from evigrad.blocks.samplers import check_sampler
-from evigrad.engine.settings import Memory
+from evigrad.core.names import DEFAULT_ESTIMATOR
 from evigrad.errors import ConfigurationError, nearest, require
-from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import Likelihood
+from evigrad.passes.settings import Memory
 from evigrad.priors import GaussianPrior
 from evigrad.training.hosted import HostedLearner, as_pair, loader_of_pairs
 from evigrad.training.learner import round_columns

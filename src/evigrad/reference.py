@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from evigrad.blocks import Block
-from evigrad.curvature import ParameterPartition, partition_names
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.inputs import Inputs
 from evigrad.likelihoods import Categorical, Likelihood
+from evigrad.passes.parameter_blocks import ParameterPartition, partition_names
 
 __all__ = [
     "anchored_log_det",

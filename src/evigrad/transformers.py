@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from evigrad.blocks.anchors import Anchoring
-from evigrad.engine.settings import Memory
+from evigrad.core.names import DEFAULT_ESTIMATOR
 from evigrad.errors import ConfigurationError, EvigradWarning, require
-from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence
 from evigrad.inputs import as_inputs
-from evigrad.jacobians.modes import evaluation_mode
 from evigrad.likelihoods import Likelihood
 from evigrad.likelihoods.calls import log_probabilities
 from evigrad.likelihoods.positions import flattened
+from evigrad.network.modes import evaluation_mode
+from evigrad.passes.settings import Memory
 from evigrad.priors import GaussianPrior
 from evigrad.training.files import replacing
 from evigrad.training.hosted import HostedLearner, as_pair, loader_of_pairs

@@ -9,23 +9,24 @@ from every_draw import every_subset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evigrad.blocks.partitions import BlockStream, Partition
 from evigrad.blocks.sources import as_source
+from evigrad.blocks.streams import BlockStream
+from evigrad.core.names import Estimator
+from evigrad.core.partition import Partition
 from evigrad.errors import ConfigurationError, InputError
-from evigrad.estimators import EstimatorSpec
 
 N, M, C = 7, 3, 3
 SPLIT = ["3-1", "3-2", "3-3", "3-C", "3-1-iid", "3-2-iid", "N-1", "N-2", "N-C", "N-1-iid"]
 SINGLE = ["3-rows", "5-rows", "1-rows"]
-OTHER = ["3-1-ef", "N-1-ef", "3-2-mc", "3-5-mc", "N-1-mc", "3-C-hessian", "N-C-hessian"]
+OTHER = ["3-1-ef", "N-1-ef", "3-2-mc", "3-5-mc", "N-1-mc"]
 GROUPED = ["3-1-grouped", "3-C-grouped", "3-2-iid-grouped", "3-1-ef-grouped"]
-NAMES = [f"{'full' if 'hessian' in tail else 'ntk'}-{tail}" for tail in SPLIT + SINGLE + OTHER]
+NAMES = [f"ntk-{tail}" for tail in SPLIT + SINGLE + OTHER]
 ALL_NAMES = NAMES + [f"ntk-{tail}" for tail in GROUPED]
 LABELS = torch.tensor([2, 0, 5, 0, 2, 5, 0])
 
 
 def make(name, num_data=N, num_outputs=C):
-    return Partition(EstimatorSpec.parse(name), num_data, num_outputs)
+    return Partition(Estimator.parse(name), num_data, num_outputs)
 
 
 def generator(seed=0):
@@ -117,7 +118,7 @@ def test_the_partition_laws(data, num_data, num_outputs, seed):
 @pytest.mark.parametrize(
     ("name", "num_blocks"),
     [("ntk-3-2", 6), ("ntk-3-C", 3), ("ntk-N-1", 3), ("ntk-N-C", 1), ("ntk-3-1-iid", 9)]
-    + [("ntk-5-rows", 5), ("ntk-3-1-ef", 3), ("ntk-3-2-mc", 3), ("full-3-C-hessian", 3)],
+    + [("ntk-5-rows", 5), ("ntk-3-1-ef", 3), ("ntk-3-2-mc", 3)],
 )
 def test_the_scale_is_the_number_of_blocks_with_ragged_ones_too(name, num_blocks):
     partition = make(name)
@@ -245,7 +246,7 @@ def test_curvatures_with_rows_of_their_own(name):
 
 
 def test_all_outputs_are_no_columns():
-    for name in ("ntk-3-C", "ntk-3-3", "ntk-3-3-iid", "full-3-C-hessian"):
+    for name in ("ntk-3-C", "ntk-3-3", "ntk-3-3-iid"):
         assert not make(name).splits_outputs
         assert all(block.columns is None for block in make(name).blocks(generator()))
     for name in ("ntk-3-2", "ntk-3-1-iid", "ntk-3-rows"):

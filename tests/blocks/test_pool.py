@@ -10,10 +10,10 @@ import evigrad
 from evigrad import Evidence, Schedule
 from evigrad.blocks import Block, pool
 from evigrad.blocks.anchors import AnchoredStream, Anchoring
-from evigrad.blocks.partitions import Partition
 from evigrad.blocks.pool import Pool
+from evigrad.core.names import Estimator
+from evigrad.core.partition import Partition
 from evigrad.errors import InputError
-from evigrad.estimators import EstimatorSpec
 from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
 from evigrad.training.data import batches, stream
@@ -131,7 +131,7 @@ def test_an_epoch_of_all_data_is_a_permutation() -> None:
 def test_epochs_of_a_part_go_on_where_the_last_one_ended(
     written: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evigrad.blocks.permutation.WRITTEN", written)
+    monkeypatch.setattr("evigrad.core.permutation.WRITTEN", written)
     found = [torch.cat(list(batches(0, epoch, N, 12, 5))) for epoch in range(1, 6)]
     assert [len(each) for each in found] == [12] * 5
     whole = torch.cat(found)
@@ -141,9 +141,9 @@ def test_epochs_of_a_part_go_on_where_the_last_one_ended(
 
 
 def test_more_groups_than_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evigrad.blocks.partitions.WRITTEN", 3)
-    monkeypatch.setattr("evigrad.blocks.permutation.WRITTEN", 3)
-    made = Partition(EstimatorSpec.parse("ntk-4-8"), N, 16)
+    monkeypatch.setattr("evigrad.core.partition.WRITTEN", 3)
+    monkeypatch.setattr("evigrad.core.permutation.WRITTEN", 3)
+    made = Partition(Estimator.parse("ntk-4-8"), N, 16)
     seen = Counter[tuple[int, int]]()
     orders = set[tuple[int, ...]]()
     for block in made.blocks(torch.Generator().manual_seed(0)):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from evigrad import Evidence
-from evigrad.curvature import Ntk
+from evigrad.core.curvature import Ntk
 from evigrad.errors import ConfigurationError
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Categorical

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from small_experiments import TRAINING, bounds
 
 import evigrad
+from evigrad.core.names import Estimator
 from evigrad.errors import ConfigurationError
-from evigrad.estimators import EstimatorSpec
 from experiments.cases import Case, Mean, coverage, rows_of, seeds_of
 from experiments.definition import Experiment, make_experiment, read_experiment
 from experiments.jobs import Job, Store
@@ -205,7 +205,7 @@ def test_the_overview_needs_no_runs(tmp_path):
     assert shown.figure is not None and shown.summary["jobs"] == [0, 0]
     source = Path(evigrad.__file__).parent
     for box in overview.BOXES.values():
-        EstimatorSpec.parse(
+        Estimator.parse(
             box.names.split(",")[0].split(" ")[0].replace("-m-", "-5-").replace("-k-", "-5-")
         )
         for file in re.findall(r"[a-z_/]+\.py|[a-z/]*anchors/", box.code):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from evigrad import Evidence
-from evigrad.estimators import STRUCTURES, EstimatorSpec
+from evigrad.core.names import STRUCTURES, Estimator
 from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
 
@@ -38,8 +38,8 @@ NAMES = st.one_of(
 @hostile(NAMES, 500, 20_000, 0.03)
 def test_a_name_that_is_read_is_written_the_same(tmp_path: Path, name: str) -> None:
     with errors_of_ours():
-        spec = EstimatorSpec.parse(name)
-        assert EstimatorSpec.parse(spec.name) == spec
+        spec = Estimator.parse(name)
+        assert Estimator.parse(spec.name) == spec
 
 
 X, Y = torch.linspace(-1, 1, 14).reshape(7, 2), torch.arange(7) % 3

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from evigrad import Estimate, Evidence, Memory, Optimization, Schedule, fit
 from evigrad.errors import ConfigurationError
-from evigrad.jacobians.written_out import WRITTEN_OUT
 from evigrad.likelihoods import Categorical
 from evigrad.models.sequences import Attention, Recurrent, Transformer
+from evigrad.network.written_out import WRITTEN_OUT
 from evigrad.priors import GaussianPrior
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model has normalization layers")

@@ -8,7 +8,7 @@ from posterior.cases import LIKELIHOODS, Case, case
 from torch import nn
 
 from evigrad import Memory
-from evigrad.curvature.kfac import Factors
+from evigrad.core.curvature.kfac import Factors
 from evigrad.errors import NotPositiveDefiniteError
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.posterior import covariances

@@ -10,8 +10,8 @@ import torch
 from posterior.cases import case
 from torch import nn
 
-from evigrad.engine import memory
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError, MemoryBudgetError
+from evigrad.passes import memory
 from evigrad.posterior import STRUCTURES
 from evigrad.posterior import posterior as of_posterior
 

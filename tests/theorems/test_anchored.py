@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine.test_two_pass import evidence_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from likelihood_zoo import LIKELIHOODS, targets
+from passes.test_two_pass import evidence_of
 from torch import Tensor, nn
 from zoo import OUTPUTS
 
@@ -24,8 +24,9 @@ from evigrad.blocks.anchors.partition import (
     guessed,
     unit_score,
 )
-from evigrad.blocks.block import Block, Draw
-from evigrad.likelihoods import Categorical, categorical, roots
+from evigrad.core import roots
+from evigrad.core.block import Block, Draw
+from evigrad.likelihoods import Categorical, categorical
 from evigrad.priors import GaussianPrior
 
 SLACK = 1e-8

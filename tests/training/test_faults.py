@@ -12,8 +12,7 @@ from training.interrupted import Killed, assert_same, assert_same_runs, killed, 
 from training.small_runs import SMALL, net, train
 
 from evigrad import evidence
-from evigrad.curvature import linalg
-from evigrad.engine import two_passes
+from evigrad.core.curvature import linalg
 from evigrad.errors import (
     EvigradError,
     EvigradWarning,
@@ -23,6 +22,7 @@ from evigrad.errors import (
 )
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import Categorical
+from evigrad.passes.sweep import MicroBatchSweep
 from evigrad.training import RunDirectory, fit, metrics
 from evigrad.training.settings import grouped
 
@@ -261,7 +261,7 @@ def test_a_pass_that_does_not_fit_is_halved_and_says_so(allocator, micro_batch, 
     given: dict[str, Any] = {"epochs": 2}
     expected = train("ntk", blobs, tmp_path / "whole", **given)
     error = ALLOCATORS[allocator]
-    with at_call(two_passes, "linearized", once(2), refusing(error)):
+    with at_call(MicroBatchSweep, "linearize", once(2), refusing(error)):
         if micro_batch == "auto":
             found = train("ntk", blobs, tmp_path / "run", micro_batch=micro_batch, **given)
         else:
@@ -279,14 +279,14 @@ def test_memory_that_never_suffices_ends_training_with_what_is_cheaper(allocator
     cases = {
         "a training step on 20 data. Cheaper: a smaller batch_size": (Evidence, "map_loss"),
         "an estimate by ntk-20-1. Cheaper: fewer rows in a block": (linalg, "_factor"),
-        "A pass over a single datum does not fit": (two_passes, "linearized"),
+        "A pass over a single datum does not fit": (MicroBatchSweep, "linearize"),
         "evaluate the network on a single datum": (metrics, "flattened"),
     }
     for number, (words, (owner, name)) in enumerate(cases.items()):
         with (
             at_call(owner, name, always(2), refusing(error)),
             pytest.raises(MemoryBudgetError, match=words),
-            pytest.warns(EvigradWarning) if name == "linearized" else patch.dict({}),
+            pytest.warns(EvigradWarning) if name == "linearize" else patch.dict({}),
         ):
             train("ntk", blobs, tmp_path / str(number))
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from evigrad.jacobians.modes import seeded
+from evigrad.network.modes import seeded
 from evigrad.training.data import derived_seed, stream
 
 

@@ -9,9 +9,9 @@ from loops import learner_of, loop_of
 from torch import Tensor, nn
 
 from benchmarks.one_graph import OneGraph
-from evigrad.engine import two_passes
 from evigrad.errors import ConfigurationError
 from evigrad.invariances import AffineInvariance, Averaged
+from evigrad.passes.sweep import MicroBatchSweep
 from evigrad.priors import GaussianPrior
 from evigrad.training import fit
 from evigrad.training.loop import Loop
@@ -146,13 +146,13 @@ def test_steps_on_precisions_do_not_pay_for_the_ranges(images, monkeypatch, chan
     """Each draws transforms of its own: no pass is shared, not even over anchors."""
     loop = prepared(images, **changes)
     kinds: list[str] = []
-    run = two_passes.over_chunks
+    run = MicroBatchSweep.fold
 
-    def counted(own, kind, step, state):
-        kinds.append(kind)
-        return run(own, kind, step, state)
+    def counted(sweep, step, start, *, graph=False):
+        kinds.append("second" if graph else "first")
+        return run(sweep, step, start, graph=graph)
 
-    monkeypatch.setattr(two_passes, "over_chunks", counted)
+    monkeypatch.setattr(MicroBatchSweep, "fold", counted)
     loop.learn(2)
     assert kinds == ["first"] * 2 + ["first", "second"] * 3
 

@@ -4,6 +4,6 @@
 ``anchors`` choose the rows that every block is conditioned on.
 """
 
-from evigrad.blocks.block import Block
+from evigrad.core.block import Block
 
 __all__ = ["Block"]

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from evigrad.blocks.permutation import Permutation
 from evigrad.blocks.sources import Source
+from evigrad.core.permutation import Permutation
 from evigrad.errors import InputError
 
 # More data than MANY have a pool of POOL: to look at all of them would take as long as an epoch of

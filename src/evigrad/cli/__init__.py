@@ -145,7 +145,7 @@ def run_command(command: ModuleType, program: str, arguments: Sequence[str]) -> 
     # Not above: the overview does not wait for a parser of options either.
     from evigrad.cli.parser import CommandLineError, check_needs, check_null, explain, with_hyphens
     from evigrad.cli.resume import resumed_configuration
-    from evigrad.engine.allocator import kept_memory
+    from evigrad.passes.allocator import kept_memory
 
     arguments = with_hyphens(arguments)
     parser = command.make_parser()

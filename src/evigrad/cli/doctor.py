@@ -13,10 +13,10 @@ from evigrad.cli.parser import Options, Parser, chosen
 from evigrad.cli.ranks import described_ranks, started_ranks
 from evigrad.cli.setup import MACHINE, set_up
 from evigrad.cli.train import SETTINGS, add_details, add_problem
-from evigrad.engine.problem import ParameterReport
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import make_likelihood
+from evigrad.passes.problem import ParameterReport
 from evigrad.priors import GaussianPrior
 from evigrad.training.evaluation import median_seconds, step_seconds
 from evigrad.training.settings import BASELINES, LEARNED_PRECISION, Schedule, grouped

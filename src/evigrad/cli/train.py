@@ -27,11 +27,11 @@ from evigrad.cli.resume import (
     resumed_folder,
 )
 from evigrad.cli.setup import INVARIANCE, MACHINE, NETWORK, Setup, set_up
+from evigrad.core.names import Estimator
 from evigrad.data import DataSet
 from evigrad.distributed import Group, Ranks
-from evigrad.engine.settings import Memory
 from evigrad.errors import ConfigurationError, EvigradError, RankError
-from evigrad.estimators import EstimatorSpec
+from evigrad.passes.settings import Memory
 from evigrad.priors import STRUCTURES
 from evigrad.training import (
     EvidenceValue,
@@ -143,7 +143,7 @@ def _run(parser: Parser, options: Namespace, group: Group | None) -> int:
         setup = set_up(**chosen(set_up, options))
         options.model = setup.model_name
         if options.evaluate_with != "auto":
-            EstimatorSpec.parse(options.evaluate_with)
+            Estimator.parse(options.evaluate_with)
     runs = prepare_runs(setup, options, group)
     with ExitStack() as stack:
         directory = None
@@ -242,9 +242,9 @@ def _judge(results: dict[str, FitResult], setup: Setup, run_estimator: str | Non
         evidence.likelihood.num_rows(setup.data.num_outputs),
         _EVALUATION_SECONDS,
     )
-    if run_estimator is None or EstimatorSpec.parse(name).subset in (None, len(x)):
+    if run_estimator is None or Estimator.parse(name).subset in (None, len(x)):
         return name
-    spec = EstimatorSpec.parse(run_estimator)
+    spec = Estimator.parse(run_estimator)
     # Blocks of so many data without anchors would be looser.
     return run_estimator if spec.anchored or spec.subset is None else name
 

@@ -11,6 +11,7 @@ targets overrides ``hessian``. ``LIKELIHOODS`` gives it a name; its closed forms
 and no longer compared on the user's data, so tests/likelihoods must.
 """
 
+from evigrad.core.roots import ROOTS, RootRows
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.likelihoods.base import Likelihood
 from evigrad.likelihoods.bernoulli import Bernoulli
@@ -18,7 +19,6 @@ from evigrad.likelihoods.categorical import Categorical
 from evigrad.likelihoods.gaussian import Gaussian
 from evigrad.likelihoods.heteroscedastic import HeteroscedasticGaussian, NaturalGaussian
 from evigrad.likelihoods.poisson import Poisson
-from evigrad.likelihoods.roots import ROOTS, RootRows
 from evigrad.likelihoods.weighted import Weighted
 
 __all__ = [

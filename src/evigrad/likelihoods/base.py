@@ -8,14 +8,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from evigrad.errors import ConfigurationError, InputError, raised_in
-from evigrad.likelihoods.roots import (
+from evigrad.core.roots import (
     RootRows,
     check_not_negative,
     check_root,
     diagonal_rows,
     hessian_rows,
 )
+from evigrad.errors import ConfigurationError, InputError, raised_in
 
 # Two Hessians by autodiff count as equal up to this many √eps of their size.
 SAME_HESSIAN = 10.0
@@ -349,7 +349,7 @@ class Likelihood(nn.Module, ABC):
             columns: The root columns of each datum, distinct in each row, in 0 … C − 1; −1 is
                 padding and gives a row of zeros. None takes a root of the whole Λ of any kind,
                 with ``num_rows`` columns.
-            kind: One of ``ROOTS`` (see ``evigrad.likelihoods.roots``). Where outputs are not
+            kind: One of ``ROOTS`` (see ``evigrad.core.roots``). Where outputs are not
                 coupled, all kinds give the column e_d √λ_d for output d.
 
         Returns:

@@ -6,9 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
-from evigrad.errors import InputError
-from evigrad.likelihoods.base import Likelihood, refuse_where, total
-from evigrad.likelihoods.roots import (
+from evigrad.core.roots import (
     TOP_CLASSES,
     RootRows,
     check_root,
@@ -17,6 +15,8 @@ from evigrad.likelihoods.roots import (
     softmax_rows,
     top_norms,
 )
+from evigrad.errors import InputError
+from evigrad.likelihoods.base import Likelihood, refuse_where, total
 
 
 class Categorical(Likelihood):

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from evigrad.core.roots import RootRows, check_root, one_hot
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.likelihoods.base import Likelihood, by_entry, check_one_per_output, total
-from evigrad.likelihoods.roots import RootRows, check_root, one_hot
 
 LOG_TWO_PI = math.log(2.0 * math.pi)
 

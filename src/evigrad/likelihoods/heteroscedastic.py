@@ -8,10 +8,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from evigrad.core.roots import RootRows, check_root, diagonal_rows
 from evigrad.errors import InputError
 from evigrad.likelihoods.base import Likelihood, check_one_per_output, total
 from evigrad.likelihoods.gaussian import LOG_TWO_PI
-from evigrad.likelihoods.roots import RootRows, check_root, diagonal_rows
 
 FISHER_OF_LOG_VARIANCE = 0.5
 

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from evigrad.core.roots import RootRows, check_root, diagonal_rows
 from evigrad.errors import InputError
 from evigrad.likelihoods.base import Likelihood, check_one_per_output, refuse_where, total
-from evigrad.likelihoods.roots import RootRows, check_root, diagonal_rows
 
 
 class Poisson(Likelihood):

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from evigrad.core.roots import RootRows
 from evigrad.errors import InputError
 from evigrad.likelihoods.base import Likelihood, refuse_where
-from evigrad.likelihoods.roots import RootRows
 
 
 class Weighted(Likelihood):

@@ -10,10 +10,10 @@ from torch import nn
 
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.invariances import AffineInvariance, Averaged
-from evigrad.jacobians.modes import seeded
 from evigrad.models.feedforward import cnn, digitsnet, lenet, mininet, mlp
 from evigrad.models.residual import fixup_scalars, resnet18, resnet50, wide_resnet, wrn16_4
 from evigrad.models.sequences import Recurrent, Transformer
+from evigrad.network.modes import seeded
 
 __all__ = ["MODELS", "fixup_scalars", "make_model", "make_network"]
 

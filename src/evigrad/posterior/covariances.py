@@ -17,11 +17,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evigrad.curvature.block_diagonal import BlockStatistic
-from evigrad.curvature.kernel_rows import NtkStatistic, slabs
-from evigrad.curvature.kfac import Factors, KfacStatistic
-from evigrad.curvature.linalg import check_finite_curvature, factor_identity_plus, psd_eigen
-from evigrad.jacobians import Linearization
+from evigrad.core.curvature.dense import BlockStatistic
+from evigrad.core.curvature.kfac import Factors, KfacStatistic
+from evigrad.core.curvature.linalg import check_finite_curvature, factor_identity_plus, psd_eigen
+from evigrad.core.curvature.ntk import NtkStatistic
+from evigrad.core.curvature.rows import slabs
+from evigrad.network import Linearization
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,9 +181,10 @@ class Explained:
             scale = statistic.scale.to(like)
         kernel = like.new_zeros(len(scale), len(scale))
         for name, precision in precisions.items():
-            kernel += statistic.gram(name, like, precision)
+            kernel += statistic.rows[name].gram(like, precision)
         kernel.mul_(scale).mul_(scale[:, None])
-        return cls(statistic.rows, scale, factor_identity_plus(kernel))
+        rows = {name: of_name.formed().chunks for name, of_name in statistic.rows.items()}
+        return cls(rows, scale, factor_identity_plus(kernel))
 
     def products(self, block: Diagonal, white: Float[Tensor, "m k n"]) -> Float[Tensor, "R mk"]:
         """Inner products of a parameter's rows with some whitened ones, under the prior."""

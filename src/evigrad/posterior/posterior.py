@@ -14,18 +14,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from evigrad.blocks import Block
 from evigrad.blocks.anchors import Anchoring, AnchorSelection
 from evigrad.blocks.sources import Source, as_source
-from evigrad.curvature import partition_names
-from evigrad.engine.checks import as_generator, check_choice, check_count, check_inputs
-from evigrad.engine.intake import CheckedSource, Data, resolve
-from evigrad.engine.kept import KeptPass, checksums
-from evigrad.engine.memory import GIB, MicroBatches
-from evigrad.engine.parameters import held_constant
-from evigrad.engine.passes import Batch, Chunk, linearized, new_pass, over_chunks
-from evigrad.engine.problem import PROBE_SIZE, Plans, Problem
-from evigrad.engine.two_passes import FirstPass, first_pass
+from evigrad.core.algorithm import run_pass
+from evigrad.core.block import Block
+from evigrad.core.names import Estimator
+from evigrad.core.types import MicroBatch, Pass
 from evigrad.errors import (
     ConfigurationError,
     EvigradWarning,
@@ -33,12 +27,21 @@ from evigrad.errors import (
     MemoryBudgetError,
     listed,
 )
-from evigrad.estimators import EstimatorSpec
 from evigrad.inputs import AtPositions, bare_names, noted_calls
-from evigrad.jacobians import model_outputs
-from evigrad.jacobians.modes import evaluation_run
 from evigrad.likelihoods import Likelihood
 from evigrad.likelihoods.weighted import unweighted
+from evigrad.network import model_outputs
+from evigrad.network.modes import evaluation_run
+from evigrad.network.network import PROBE_SIZE, Network
+from evigrad.passes.checks import as_generator, check_choice, check_count, check_inputs
+from evigrad.passes.intake import CheckedSource, Data, resolve
+from evigrad.passes.kept import checksums
+from evigrad.passes.memory import GIB, MicroBatches
+from evigrad.passes.parameter_blocks import partition_names
+from evigrad.passes.parameters import held_constant
+from evigrad.passes.problem import Problem
+from evigrad.passes.replicas import ReducedCurvature
+from evigrad.passes.sweep import Batch, new_sweep
 from evigrad.posterior.covariances import Covariance, covariance_of
 from evigrad.posterior.predictive import LINKS, Predictive
 
@@ -177,10 +180,10 @@ class Posterior:
         problem = replace(self._problem, generator=fresh)
         with torch.no_grad(), constant_beside(problem):
             x = check_inputs(x, problem.device)
-            plan = problem.plans.of(x)
-            if plan.partition.num_outputs != self.num_outputs:
+            plan = problem.network.plan(x)
+            if plan.num_outputs != self.num_outputs:
                 raise InputError(
-                    f"The model has {plan.partition.num_outputs} outputs for these inputs, and"
+                    f"The model has {plan.num_outputs} outputs for these inputs, and"
                     f" {self.num_outputs} for the data of the posterior: give inputs of the same"
                     " shape."
                 )
@@ -190,18 +193,18 @@ class Posterior:
                 x = AtPositions.every(x, prod(plan.positions))
             weights = torch.ones(len(x), dtype=torch.float64, device="cpu")
             block = Block(torch.arange(len(x), device="cpu"), None, 1.0, weights)
-            block_pass = new_pass(problem, plan, [(x, torch.zeros(len(x), device="cpu"))], block)
+            sweep = new_sweep(problem, plan, [(x, torch.zeros(len(x), device="cpu"))], block)
 
             def add(
-                moment_pairs: list[tuple[Tensor, Tensor]], chunk: Chunk
+                moment_pairs: list[tuple[Tensor, Tensor]], batch: MicroBatch
             ) -> list[tuple[Tensor, Tensor]]:
-                linearization = linearized(block_pass, chunk, False)
+                linearization = sweep.linearize(batch, graph=False)
                 f = linearization.outputs
                 vectors = torch.eye(f.shape[1], device="cpu").to(f).expand(len(f), -1, -1)
                 covariance = self._covariance.of_outputs(linearization, vectors)
                 return [*moment_pairs, (f, covariance.to(f))]
 
-            moment_pairs = over_chunks(block_pass, "first", add, [])
+            moment_pairs = sweep.fold(add, [])
         mean, covariance = (torch.cat(parts) for parts in zip(*moment_pairs, strict=True))
         return mean.unflatten(0, shape), covariance.unflatten(0, shape)
 
@@ -297,9 +300,8 @@ def make_posterior(
     covariance = covariance_of(
         kept.statistic, laplace_problem.prior.precisions(), laplace_problem.weights, dtype
     )
-    outputs = kept.plan.partition.num_outputs
     return Posterior(
-        laplace_problem, structure, covariance, outputs, seed, fingerprint(laplace_problem)
+        laplace_problem, structure, covariance, kept.num_outputs, seed, fingerprint(laplace_problem)
     )
 
 
@@ -339,32 +341,33 @@ def posterior_problem(
 ) -> Problem:
     """The problem of a posterior over the weights of these names, the others held constant."""
     name = STRUCTURES[structure] if rows is None else f"ntk-{rows}-rows-anchored"
-    spec, settings = EstimatorSpec.parse(name), problem.settings
+    estimator, settings = Estimator.parse(name), problem.settings
     precise = torch.float32 if problem.device.type == "mps" else torch.float64
     settings = replace(
         settings,
-        spec=spec,
-        root=spec.default_root,
         gram_dtype=settings.gram_dtype or precise,
-        rows_dtype=settings.rows_dtype if spec.facts.keeps_rows else None,
-        rows_device=settings.rows_device if spec.facts.keeps_rows else None,
-        anchoring=None,
+        rows_dtype=settings.rows_dtype if estimator.kind.keeps_rows else None,
+        rows_device=settings.rows_device if estimator.kind.keeps_rows else None,
         parameter_partition="tensor",  # of all weights, which may be others
         # Rows that can be multiplied with other rows, and H instead of their kernel.
         plain_curvature=True,
     )
-    weights = {name: problem.weights[name] for name in names}
+    weights = {name: problem.network.weights[name] for name in names}
     return replace(
         problem,
         weights=weights,
+        estimator=estimator,
+        root=estimator.default_root,
         settings=settings,
-        plans=Plans(problem.model, weights, problem.likelihood, problem.prior, settings),
+        network=Network(problem.model, weights),
         # All data at once are too many.
         sizes=MicroBatches(settings.micro_batch or "auto", settings.memory_budget),
+        partitions={},
+        curvatures={},
     )
 
 
-def collect(problem: Problem, data: object, structure: str) -> KeptPass:
+def collect(problem: Problem, data: object, structure: str) -> Pass:
     """Return the statistic of all data, or of the rows that the estimator keeps.
 
     Raises:
@@ -372,21 +375,28 @@ def collect(problem: Problem, data: object, structure: str) -> KeptPass:
         InputError: If the data do not fit.
         MemoryBudgetError: If the statistic would not fit the free memory.
     """
-    source, spec = CheckedSource(problem, data), problem.settings.spec
+    source, estimator = CheckedSource(problem, data), problem.estimator
     batches: Data = _Batches(source)
-    if spec.anchored:
+    if estimator.anchored:
         stream = AnchorSelection(
             Anchoring(),
-            problem.settings.num_data,
-            spec.subset or 0,
-            problem.settings.root,
+            problem.num_data,
+            estimator.subset or 0,
+            problem.root,
             problem.likelihood,
-            problem.plans.last_layer,
+            problem.last_layer,
             problem.generator,
         ).stream(source)
         batches = next(iter(stream))
     try:
-        return first_pass(resolve(problem, batches, None), FirstPass())
+        sweep = resolve(problem, batches, None)
+        sweep.check_memory(condense=False)
+        sweep = sweep.verified()
+        block_pass = run_pass(problem, sweep.curvature, sweep)
+        if isinstance(sweep.curvature, ReducedCurvature):
+            whole = sweep.curvature.total(block_pass.statistic)
+            block_pass = replace(block_pass, statistic=whole)
+        return block_pass
     except MemoryBudgetError as error:
         count = sum(weight.numel() for weight in problem.weights.values())
         raise MemoryBudgetError(
@@ -403,13 +413,13 @@ def _warn_if_slow(problem: Problem, data: object, structure: str) -> None:
     size = sum(weight.numel() for weight in problem.weights.values())
     x = check_inputs(as_source(data).first(PROBE_SIZE)[0], problem.device)
     with constant_beside(problem):
-        plan = problem.plans.of(x)
-    rows = plan.partition.block_rows / problem.ranks.count
+        plan = problem.network.plan(x)
+    rows = problem.partition(plan).block_rows / problem.ranks.count
     dtype = problem.settings.gram_dtype or torch.float64
     seconds = (2.0 * rows * size**2 + size**3 / 3) * _seconds_per_operation(dtype, problem.device)
     if seconds <= _SLOW_SECONDS:
         return
-    needed = plan.structure.predicted_bytes(plan.partition.block_rows)
+    needed = problem.curvature(plan).predicted_bytes(problem.partition(plan).block_rows)
     warnings.warn(
         f"The posterior {structure!r} over {size:,} weights takes about {seconds:,.0f} seconds"
         f" and {needed / GIB:.2g} GiB: its matrix has {size:,}² numbers. Take {_SMALLER[structure]}"
@@ -452,7 +462,7 @@ def last_layer(problem: Problem, data: object) -> list[str]:
         ConfigurationError: If no module with weights is called.
     """
     x = check_inputs(as_source(data).first(PROBE_SIZE)[0], problem.device)
-    problem.plans.of(x)  # which checks the model
+    problem.network.plan(x)  # which checks the model
     owned = partition_names(list(problem.weights), "module")
     last: list[nn.Module] = []
     model = problem.model

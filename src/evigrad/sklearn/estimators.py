@@ -18,12 +18,12 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from evigrad.engine.checks import check_choice
+from evigrad.core.names import DEFAULT_ESTIMATOR
 from evigrad.errors import ConfigurationError, InputError, nearest
-from evigrad.estimators import DEFAULT_ESTIMATOR
-from evigrad.jacobians.modes import seeded
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood, Weighted
 from evigrad.models import make_model
+from evigrad.network.modes import seeded
+from evigrad.passes.checks import check_choice
 from evigrad.posterior import DEFAULT_STRUCTURE, STRUCTURES, Posterior
 from evigrad.priors import GaussianPrior
 from evigrad.sklearn.table import (

@@ -15,13 +15,13 @@ from typing import Any
 
 from evigrad.blocks.anchors import Anchoring
 from evigrad.blocks.sources import as_source
-from evigrad.engine.checks import check_count
-from evigrad.engine.evaluation import standard_error
-from evigrad.engine.problem import PROBE_SIZE
-from evigrad.engine.settings import Memory
+from evigrad.core.names import Estimator
+from evigrad.core.types import standard_error
 from evigrad.errors import ConfigurationError
-from evigrad.estimators import EstimatorSpec
 from evigrad.evidence import Evidence
+from evigrad.network.network import PROBE_SIZE
+from evigrad.passes.checks import check_count
+from evigrad.passes.settings import Memory
 
 # Share of a block's rows that are anchors.
 _SHARE = 0.75
@@ -144,7 +144,7 @@ def bracket(
     )
 
 
-def check_bracket(spec: EstimatorSpec) -> None:
+def check_bracket(spec: Estimator) -> None:
     """Raise ConfigurationError for curvatures other than the GGN, which the bounds are on."""
     if spec.curvature != "ggn":
         raise ConfigurationError(

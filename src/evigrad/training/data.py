@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from evigrad.blocks.permutation import permutation
 from evigrad.blocks.positions import PositionSource
 from evigrad.blocks.sources import Source, as_source
+from evigrad.core.permutation import permutation
 from evigrad.errors import InputError
 from evigrad.inputs import tensors_of
-from evigrad.jacobians.modes import seeded
+from evigrad.network.modes import seeded
 from evigrad.training.checkpoint import digest
 
 # Items of a data set that its fingerprint reads: reading all of them might take a day.

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from evigrad.blocks.sources import as_source
-from evigrad.engine.evaluation import standard_error
-from evigrad.engine.settings import Memory
-from evigrad.estimators import EstimatorSpec
+from evigrad.core.names import Estimator
+from evigrad.core.types import standard_error
 from evigrad.evidence import Evidence
+from evigrad.passes.settings import Memory
 from evigrad.training.metrics import probe_outputs
 
 # Operations per second of one core, for the exact value and for kernels of subsets; and the most
@@ -151,10 +151,10 @@ def evaluate_evidence(
 
 def describe_estimator(estimator: str, blocks: int) -> str:
     """In words, as ``"full-N-C, exact"`` or ``"ntk-400-C, mean over 4 blocks of a partition"``."""
-    spec = EstimatorSpec.parse(estimator)
+    spec = Estimator.parse(estimator)
     if blocks > 1:
         return f"{spec.name}, mean over {blocks} blocks of a partition"
-    exact = spec.facts.log_det == "exact" and spec.curvature in ("ggn", "hessian")
+    exact = spec.kind.log_det_is == "exact" and spec.curvature == "ggn"
     whole = spec.subset is None and spec.outputs is None
     return f"{spec.name}, exact" if exact and whole else spec.name
 

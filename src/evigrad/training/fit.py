@@ -12,13 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from evigrad.blocks.anchors import Anchoring
 from evigrad.blocks.positions import by_target
+from evigrad.core.names import DEFAULT_ESTIMATOR
 from evigrad.distributed import Group, Ranks, check_whole
-from evigrad.engine.checks import check_inputs
-from evigrad.engine.parameters import trainable
-from evigrad.engine.problem import PROBE_SIZE
-from evigrad.engine.settings import Memory
 from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning
-from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import (
     Categorical,
@@ -36,6 +32,10 @@ from evigrad.likelihoods.calls import (
 )
 from evigrad.likelihoods.positions import counted, flattened
 from evigrad.likelihoods.weighted import unweighted
+from evigrad.network.network import PROBE_SIZE
+from evigrad.passes.checks import check_inputs
+from evigrad.passes.parameters import trainable
+from evigrad.passes.settings import Memory
 from evigrad.priors import GaussianPrior, matches
 from evigrad.training.augerino import range_parameters
 from evigrad.training.bracket import check_bracket

@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from evigrad.blocks.samplers import check_sampler
-from evigrad.engine.checks import check_choice
 from evigrad.errors import ConfigurationError, InputError, listed
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import Gaussian
+from evigrad.passes.checks import check_choice
 from evigrad.training.data import RunData
 from evigrad.training.fit import place_of, prepare_evidence
 from evigrad.training.learner import Learner

@@ -12,12 +12,8 @@ from torch import Tensor
 
 from evigrad.blocks import Block
 from evigrad.blocks.anchors import AnchoredStream, DrawnParts
-from evigrad.blocks.partitions import Stream
-from evigrad.engine.evaluation import Estimate, standard_error
-from evigrad.engine.kept import KeptPass
-from evigrad.engine.memory import fits
-from evigrad.engine.parameters import named_in_errors
-from evigrad.engine.problem import PROBE_SIZE
+from evigrad.blocks.streams import Stream
+from evigrad.core.types import Estimate, standard_error
 from evigrad.errors import (
     ConfigurationError,
     EvigradError,
@@ -32,6 +28,10 @@ from evigrad.evidence import Evidence
 from evigrad.inputs import Inputs
 from evigrad.invariances.noise import stochastic_modules
 from evigrad.invariances.transform import bounded_values, ranged_modules
+from evigrad.network.network import PROBE_SIZE
+from evigrad.passes.kept import KeptPass
+from evigrad.passes.memory import fits
+from evigrad.passes.parameters import named_in_errors
 from evigrad.training.checkpoint import fitting, load_optimizer, shared_settings
 from evigrad.training.data import RunData
 from evigrad.training.fixed_point import FixedPoint

@@ -15,9 +15,9 @@ from torch.optim import SGD
 from evigrad.errors import EvigradError, EvigradWarning, memory_for
 from evigrad.evidence import Evidence
 from evigrad.inputs import with_bare_names
-from evigrad.jacobians.modes import seeded
 from evigrad.likelihoods import Gaussian
 from evigrad.models import fixup_scalars
+from evigrad.network.modes import seeded
 from evigrad.training.augerino import Augerino
 from evigrad.training.checkpoint import fitting, load_network, load_optimizer
 from evigrad.training.data import RunData, batches, derived_seed

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from evigrad.blocks.sources import as_source
 from evigrad.distributed import Ranks
-from evigrad.engine.memory import fits
 from evigrad.errors import InputError, MemoryBudgetError
 from evigrad.evidence import Evidence
 from evigrad.inputs import Inputs
 from evigrad.invariances.transform import bounded_values, range_values, ranged_modules
-from evigrad.jacobians import model_outputs, model_run
-from evigrad.jacobians.modes import evaluation_mode
 from evigrad.likelihoods import Likelihood
 from evigrad.likelihoods.calls import summed_metrics
 from evigrad.likelihoods.positions import NO_TARGET, flattened
+from evigrad.network import model_outputs, model_run
+from evigrad.network.modes import evaluation_mode
+from evigrad.passes.memory import fits
 from evigrad.training.files import replacing, writing
 
 # A value that was not computed in an epoch is None, and an empty cell in the file.

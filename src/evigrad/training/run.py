@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 
 from evigrad.blocks.pool import Pool
-from evigrad.engine.allocator import kept_memory
 from evigrad.errors import ConfigurationError, EvigradError, listed
 from evigrad.evidence import Evidence
 from evigrad.inputs import tensors_of, with_tensors
+from evigrad.passes.allocator import kept_memory
 from evigrad.training.bracket import bracket
 from evigrad.training.checkpoint import (
     CHECKPOINT_FORMAT,

@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from evigrad.blocks.anchors import Anchoring
-from evigrad.engine.settings import Memory
+from evigrad.core.names import DEFAULT_ESTIMATOR
 from evigrad.errors import ConfigurationError, nearest
-from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.likelihoods import Likelihood, make_likelihood
+from evigrad.passes.settings import Memory
 from evigrad.priors import GaussianPrior
 
 P = ParamSpec("P")

@@ -7,12 +7,12 @@ from typing import Any
 from torch import nn
 
 from evigrad.blocks.anchors import Anchoring
-from evigrad.engine.allocator import kept_memory
-from evigrad.engine.settings import Memory
+from evigrad.core.names import DEFAULT_ESTIMATOR
 from evigrad.errors import ConfigurationError
-from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import Likelihood
+from evigrad.passes.allocator import kept_memory
+from evigrad.passes.settings import Memory
 from evigrad.priors import GaussianPrior
 from evigrad.training.fit import prepare
 from evigrad.training.learner import round_columns

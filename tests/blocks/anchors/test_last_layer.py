@@ -11,9 +11,9 @@ from evigrad import Evidence
 from evigrad.blocks.anchors import Anchoring
 from evigrad.blocks.anchors.choice import LastLayer, LastLayerKernel, watched
 from evigrad.blocks.sources import as_source
-from evigrad.engine.memory import PeakBytes
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Bernoulli, Categorical
+from evigrad.passes.memory import PeakBytes
 from evigrad.priors import GaussianPrior
 
 
@@ -48,7 +48,7 @@ def _three_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def kernel(evidence: Evidence, x: Tensor, data: Tensor, columns: Tensor, root: str) -> Any:
     source = as_source((x, torch.zeros(len(x), dtype=torch.int64)))
-    ask = LastLayerKernel(evidence._problem.plans.last_layer, evidence.likelihood, root, source, 3)
+    ask = LastLayerKernel(evidence._problem.last_layer, evidence.likelihood, root, source, 3)
     rows = 3 * data + columns
     ask(rows[: len(rows) // 2])  # some data are known already when the others are asked for
     found = ask(rows)

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from evigrad import Evidence, Memory
 from evigrad.blocks.anchors import AnchoredStream, Anchoring
-from evigrad.engine import two_passes
 from evigrad.errors import MemoryBudgetError
 from evigrad.likelihoods import Categorical
+from evigrad.passes.problem import Problem
 from evigrad.priors import GaussianPrior
 from evigrad.training.learner import draws_at_once
 
@@ -54,7 +54,7 @@ def test_anchors_are_shared_where_that_is_less_work(monkeypatch: pytest.MonkeyPa
     assert draws_at_once(evidence(), x, 10) == 10
     assert draws_at_once(evidence(anchoring=Anchoring(share=0.5)), x, 10) == 1
     assert not evidence(memory=Memory(memory_budget=1000, micro_batch="auto")).shares_anchors(x, 10)
-    monkeypatch.setattr("evigrad.curvature.ntk.GRAM_CACHE_BYTES", 4 * 95**2 * 4 - 1)
+    monkeypatch.setattr("evigrad.core.curvature.ntk.GRAM_CACHE_BYTES", 4 * 95**2 * 4 - 1)
     assert not evidence().shares_anchors(x, 10)  # four Grams of 45 + 10 x 5 rows
     assert evidence().shares_anchors(x, 9)
 
@@ -67,23 +67,23 @@ def test_no_more_rows_are_formed_at_once_than_for_a_single_draw(
     block = joint(made, 8)
     assert block.num_rows > 12
     sizes: list[int] = []
-    root_rows = two_passes.root_rows
+    cotangents = Problem.cotangents
 
-    def counted(problem: Any, f: Tensor, chunk: Any) -> Any:
-        sizes.append(int((chunk.columns >= 0).sum()))
-        return root_rows(problem, f, chunk)
+    def counted(problem: Problem, f: Tensor, batch: Any) -> Any:
+        sizes.append(int((batch.columns >= 0).sum()))
+        return cotangents(problem, f, batch)
 
-    monkeypatch.setattr(two_passes, "root_rows", counted)
+    monkeypatch.setattr(Problem, "cotangents", counted)
     kept = list(made.collect(block).draws())
     assert len(kept) == 8
     assert sum(sizes) == block.num_rows
     assert 0 < max(sizes) <= 12
     assert len(sizes) > 1
     # What is free holds all rows and products, but not those of a micro-batch too.
-    structure = kept[0].plan.structure
+    structure = kept[0].curvature
     needed = structure.predicted_bytes(block.num_rows)
-    monkeypatch.setattr("evigrad.engine.memory._free_bytes", lambda _: needed)
-    monkeypatch.setattr("evigrad.engine.memory.available_bytes", lambda _: needed)
+    monkeypatch.setattr("evigrad.passes.memory._free_bytes", lambda _: needed)
+    monkeypatch.setattr("evigrad.passes.memory.available_bytes", lambda _: needed)
     with pytest.raises(MemoryBudgetError):
         made.collect(block)
     assert torch.isfinite(torch.tensor(made.estimate(kept[0]).log_det))

@@ -24,8 +24,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from evigrad.blocks.anchors.choice import Kernel
-from evigrad.blocks.block import Anchored, Block, Draw, padded_columns
 from evigrad.blocks.pool import Pool
+from evigrad.core.block import Anchored, Block, Draw, padded_columns
 
 # Rows considered for each row of a block, those of the largest scores, but no more than MOST_ROWS:
 # their kernel has the square of it.

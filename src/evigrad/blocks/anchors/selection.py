@@ -18,9 +18,9 @@ from evigrad.blocks.anchors.choice import (
 )
 from evigrad.blocks.anchors.partition import AnchoredPartition, Groups, Scores, form_groups
 from evigrad.blocks.anchors.stream import AnchoredStream, EntropyPredictor
-from evigrad.blocks.block import Block
 from evigrad.blocks.pool import Pool
 from evigrad.blocks.sources import Source
+from evigrad.core.block import Block
 from evigrad.distributed import Ranks
 from evigrad.errors import InputError
 from evigrad.likelihoods import Likelihood

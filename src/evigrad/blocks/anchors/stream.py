@@ -18,9 +18,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from evigrad.blocks.anchors.partition import AnchoredPartition
-from evigrad.blocks.block import Block, Draw
-from evigrad.blocks.partitions import Stream, choose_distinct, fetched
 from evigrad.blocks.sources import Source
+from evigrad.blocks.streams import Stream, fetched
+from evigrad.core.block import Block, Draw
+from evigrad.core.partition import choose_distinct
 from evigrad.distributed import Ranks
 
 # Parts are drawn uniformly in this share of all cases: no weight exceeds M / FLOOR.

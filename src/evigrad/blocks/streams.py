@@ -1,0 +1,146 @@
+"""Streams of an estimator's blocks, with their data."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice, repeat
+
+import torch
+
+from evigrad.blocks.sources import Source
+from evigrad.core.block import Block
+from evigrad.core.partition import Partition
+from evigrad.distributed import Ranks
+from evigrad.errors import ConfigurationError, InputError
+
+# Seeds of what ranks draw are below.
+_SEEDS = 2**62
+
+
+def fetched(block: Block, source: Source) -> Block:
+    """Return the block with its data."""
+    inputs, targets = source.fetch(block.indices)
+    return replace(block, inputs=inputs, targets=targets)
+
+
+class Stream(Iterable[Block]):
+    """Blocks of an estimator with their data, without end.
+
+    It holds no position: each iteration (``for``, ``take``, ``round``, ``epoch``) starts anew. With
+    R ranks each takes one of every R blocks, all from one stream: they iterate it alike, and with
+    generators in the same state.
+
+    Args:
+        generator: A CPU generator.
+        ranks: The processes that share the blocks. Default: there is one.
+
+    Attributes:
+        is_constant: Whether every block is the same: all data and outputs, with nothing drawn.
+        period: How many consecutive iterations share a choice of anchors; 1 without anchors.
+    """
+
+    is_constant: bool = False
+    period: int = 1
+
+    def __init__(self, generator: torch.Generator, ranks: Ranks | None = None) -> None:
+        self._generator, self._ranks = generator, ranks or Ranks()
+
+    def take(self, n: int) -> Iterator[Block]:
+        """Return the first n blocks of a new iteration, with data, maybe of several partitions.
+
+        Raises:
+            ConfigurationError: If n is negative.
+        """
+        if n < 0:
+            raise ConfigurationError(f"The number of blocks must not be negative, as {n} is.")
+        return islice(iter(self), n)
+
+    def round(self, n: int) -> Iterator[Block]:
+        """At most n blocks of one partition for each rank, whose mean several steps share."""
+        return (block for block in islice(self.epoch(), n) if len(block.indices))
+
+    @abstractmethod
+    def epoch(self) -> Iterator[Block]:
+        """The blocks of exactly one partition, with their data.
+
+        With several ranks all get as many: a last one may be empty, and counts for nothing.
+        """
+
+    def _local(self, builders: Iterable[Callable[[], Block]]) -> Iterator[Block]:
+        """This rank's blocks, which alone are built: all, or one of R, with a seed of its own."""
+        rank, count, remaining_builders = self._ranks.rank, self._ranks.count, iter(builders)
+        if count == 1:
+            yield from (build() for build in remaining_builders)
+            return
+        while rank_builders := list(islice(remaining_builders, count)):
+            seeds = [
+                int(torch.randint(_SEEDS, (), generator=self._generator, device="cpu"))
+                for _ in rank_builders
+            ]
+            yield (
+                replace(rank_builders[rank](), seed=seeds[rank])
+                if rank < len(rank_builders)
+                else Block.empty()
+            )
+
+
+class BlockStream(Stream):
+    """An endless stream of an estimator's blocks, with their data.
+
+    It goes through the blocks of one random partition in random order, then through those of the
+    next. Each iteration (`for`, `take`, `epoch`) starts a new partition: only the generator, of the
+    CPU, which advances with every partition, has to be stored to resume.
+
+    Args:
+        partition: The partition.
+        source: The data.
+        generator: As for ``Stream``.
+        ranks: The same.
+        splits: Whether each rank gets its part of every block, instead of blocks of its own.
+
+    Raises:
+        InputError: If the number of data is not the partition's N, or the estimator is ``grouped``
+            and the targets are no class labels.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        source: Source,
+        generator: torch.Generator,
+        ranks: Ranks | None = None,
+        splits: bool = False,
+    ) -> None:
+        super().__init__(generator, ranks)
+        self._splits = splits
+        if len(source) != partition.num_data:
+            raise InputError(
+                f"The estimator was made for {partition.num_data} data, but these are "
+                f"{len(source)}."
+            )
+        self._partition, self._source = partition, source
+        self._labels = source.labels() if partition.spec.grouped else None
+        self.is_constant = partition.num_blocks == 1 and partition.spec.curvature != "mc"
+
+    def __iter__(self) -> Iterator[Block]:
+        return self._local(builder for _ in repeat(None) for builder in self._builders())
+
+    def epoch(self) -> Iterator[Block]:
+        """See ``Stream.epoch``."""
+        return self._local(self._builders())
+
+    def _local(self, builders: Iterable[Callable[[], Block]]) -> Iterator[Block]:
+        """See ``Stream``; the parts of one block need no seeds of their own."""
+        return (build() for build in builders) if self._splits else super()._local(builders)
+
+    def _builders(self) -> Iterator[Callable[[], Block]]:
+        """What builds and reads each block of a new partition."""
+        blocks = self._partition.blocks(self._generator, self._labels)
+        yield from (partial(self._read, blocks, number) for number in range(len(blocks)))
+
+    def _read(self, blocks: Sequence[Block], number: int) -> Block:
+        block, ranks = blocks[number], self._ranks
+        if self._splits and ranks.count > 1:
+            block = block.share(slice(ranks.rank, None, ranks.count), ranks.count)
+        return fetched(block, self._source)

@@ -1,0 +1,313 @@
+"""Algorithm 1: the estimate of a block, and its gradient in the hyperparameters.
+
+    log q(D|h) = (1/T) log p(D|w) − ½ (w−w₀)ᵀ P0 (w−w₀) − ½ scale · ℓ(block)
+
+ℓ = log|I + P0^{-1/2} H P0^{-1/2}| for the sum H of the outer products of the block's rows, and
+``scale`` makes it an estimate for all rows (Theorems 2 and 3). Data flow one way:
+
+    micro-batch → outputs f → cotangents of a root of −∇² log p(y|f) → rows → statistic → ℓ
+
+The gradient is that of −(log q + log hyperprior) / N. Where only the prior and a mere scale of the
+rows are learned, one pass over the data without a graph gives a statistic, and autograd does the
+rest. Hyperparameters of the forward pass take two passes: ``two_passes`` says why.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evigrad.core.changes import follows_by_scale, is_one_number
+from evigrad.core.curvature.anchored import LogDet
+from evigrad.core.curvature.base import Curvature
+from evigrad.core.types import Estimate, LinearizedModel, MicroBatch, Pass, Sweep
+from evigrad.errors import ConfigurationError, NotFiniteError
+
+# The numbers of an estimate that are averaged.
+TERMS = ("log_evidence", "log_likelihood", "log_prior", "log_det", "log_hyperprior")
+
+
+def value_and_gradient(
+    model: LinearizedModel, curvature: Curvature[Any], sweep: Sweep, learned: Mapping[str, Tensor]
+) -> tuple[Estimate, list[Tensor]]:
+    """Return the estimate of a block, and its gradient in what is learned, in that order.
+
+    ``learned`` are hyperparameters by name, as ``prior.…``, ``likelihood.…`` or ``model.…``; no
+    other requires a gradient.
+    """
+    if follows_by_scale(model, curvature, sweep.num_outputs, learned):
+        return one_pass(model, curvature, sweep, learned)
+    return two_passes(model, curvature, sweep, learned)
+
+
+# ------------------------------------------------------------ the first pass, and the value
+
+
+@dataclass(frozen=True, eq=False)
+class _Sums:
+    """The sums over the micro-batches so far."""
+
+    log_likelihood: Tensor
+    statistic: Any = None
+    is_condensed: bool = False
+    log_probabilities: tuple[Tensor, ...] = ()
+    outputs: tuple[tuple[MicroBatch, Tensor], ...] = ()
+    num_outputs: int = 0
+
+
+def run_pass(
+    model: LinearizedModel,
+    curvature: Curvature[Any],
+    sweep: Sweep,
+    *,
+    condense: bool = False,
+    keep_outputs: bool = False,
+) -> Pass:
+    """Return the log likelihood and the statistic of one pass over a block's data.
+
+    Args:
+        model: The model.
+        curvature: How rows become a statistic.
+        sweep: Takes the block through the network.
+        condense: Whether to keep only what log-determinants need.
+        keep_outputs: Whether to keep the outputs for steps on the likelihood's parameters, and
+            leave the rows unscaled for these.
+    """
+
+    def step(sums: _Sums, batch: MicroBatch) -> _Sums:
+        statistic, alone = sums.statistic, False
+        if batch.has_rows:
+            linearization = sweep.linearize(batch, graph=False)
+            f = linearization.outputs
+            root = model.cotangents(f, batch)
+            fixed = not root.vectors.requires_grad
+            if not fixed:
+                # The cotangents depend on hyperparameters of the likelihood themselves (a score, or
+                # a density that does not separate a scale): the rows then need a graph.
+                linearization = sweep.linearize(batch, graph=True)
+                f = linearization.outputs
+            if keep_outputs:
+                root = replace(root, scale=None)
+            alone = condense and batch.is_alone and fixed
+            statistic = curvature.collect(statistic, linearization, root, alone=alone)
+            if alone:  # before the next forward pass: deferred rows hold this one
+                statistic = curvature.condense(statistic)
+        else:  # examples that count only in the likelihood; they follow all that have rows
+            with torch.no_grad():
+                f = sweep.outputs(batch)
+        log_probabilities = model.log_probabilities(f, batch.y)
+        log_likelihood = model.log_likelihood(log_probabilities, batch.likelihood_weights)
+        model.likelihood.check_derivatives(f, batch.y, model.estimator.curvature)
+        # A view of the inputs would keep them in memory.
+        kept = ((replace(batch, x=batch.x[:0].clone()), f.detach()),) if keep_outputs else ()
+        return _Sums(
+            sums.log_likelihood + log_likelihood,
+            statistic,
+            sums.is_condensed or alone,
+            (*sums.log_probabilities, log_probabilities.detach()),
+            sums.outputs + kept,
+            f.shape[1],
+        )
+
+    device = next(iter(model.weights.values())).device
+    start = _Sums(torch.zeros((), dtype=torch.float64, device=device))
+    sums = sweep.fold(step, start)
+    statistic = sums.statistic
+    if condense and not sums.is_condensed:
+        statistic = curvature.condense(statistic)
+    return Pass(
+        model=model,
+        curvature=curvature,
+        block=replace(sweep.block, inputs=None, targets=None),
+        statistic=statistic,
+        log_likelihood=sums.log_likelihood,
+        log_probabilities=torch.cat(sums.log_probabilities),
+        num_outputs=sums.num_outputs,
+        outputs=sums.outputs,
+    )
+
+
+def log_evidence(block_pass: Pass) -> tuple[Estimate, Tensor]:
+    """Return the estimate under present hyperparameters, and −(log q + log hyperprior) / N."""
+    model = block_pass.model
+    statistic, precisions = block_pass.statistic, model.prior.precisions()
+    log_likelihood = block_pass.log_likelihood
+    if block_pass.outputs:  # under the likelihood's present parameters
+        statistic, precisions = _rescaled(block_pass, precisions)
+        terms = [
+            model.log_likelihood(model.log_probabilities(f, batch.y), batch.likelihood_weights)
+            for batch, f in block_pass.outputs
+        ]
+        log_likelihood = torch.stack(terms).sum()
+    log_det = block_pass.curvature.evaluate(statistic, precisions, block_pass.conditioning)
+    log_prior, log_hyperprior = _prior_terms(model)
+    estimate = _estimate(block_pass, log_likelihood, log_det, log_prior, log_hyperprior)
+    value = log_likelihood + log_prior - 0.5 * (block_pass.block.scale * log_det.value)
+    return estimate, -(value + log_hyperprior) / model.num_data
+
+
+def _rescaled(
+    block_pass: Pass, precisions: Mapping[str, Tensor]
+) -> tuple[Any, Mapping[str, Tensor]]:
+    """Statistic and precisions, with the rows' scale that the likelihood now gives."""
+    model, statistic, scales = block_pass.model, block_pass.statistic, list[Tensor]()
+    for batch, f in block_pass.outputs:
+        root = model.cotangents(f, batch)
+        if root.scale is None:
+            return statistic, precisions
+        scales.append(root.scale if root.present is None else root.scale[root.present])
+    scale = torch.cat([s.flatten() for s in scales])
+    if hasattr(statistic, "with_scale"):
+        return statistic.with_scale(scale), precisions
+    if not len(scale):
+        # A share without rows: any row has the scale, if it is one number.
+        (batch, f), *_ = block_pass.outputs
+        column = torch.zeros(len(f), 1, dtype=torch.int64, device="cpu")
+        root = model.cotangents(f, replace(batch, columns=column))
+        assert root.scale is not None
+        scale = root.scale.flatten()
+    # r² H under the precisions P0 has the log-determinant of H under P0 / r².
+    first = scale[0]
+    if not is_one_number(scale, list(model.likelihood.parameters())):
+        raise ConfigurationError(
+            f"{model.estimator.name} sums rows of different scales, so that a kept pass"
+            " cannot follow the likelihood's parameters. Take an 'ntk' estimator, or one noise for"
+            " all outputs."
+        )
+    return statistic, {n: p / first.square().to(p) for n, p in precisions.items()}
+
+
+# ------------------------------------------------------------ the gradient
+
+
+def one_pass(
+    model: LinearizedModel, curvature: Curvature[Any], sweep: Sweep, learned: Mapping[str, Tensor]
+) -> tuple[Estimate, list[Tensor]]:
+    """The gradient in precisions and a scale of the rows: of a statistic without a graph."""
+    beside = any(not name.startswith("prior.") for name in learned)
+    block_pass = run_pass(model, curvature, sweep, condense=True, keep_outputs=beside)
+    estimate, loss = log_evidence(block_pass)
+    return estimate, gradients_of(loss, list(learned.values()))
+
+
+def two_passes(
+    model: LinearizedModel, curvature: Curvature[Any], sweep: Sweep, learned: Mapping[str, Tensor]
+) -> tuple[Estimate, list[Tensor]]:
+    """Return the gradient in hyperparameters of the forward pass, a micro-batch's graph at a time.
+
+    The statistic 𝒯 is a sum over micro-batches, and so is its part of the gradient:
+
+        dℓ/dh = ⟨∂ℓ/∂𝒯, d𝒯/dh⟩ = Σ_b d⟨∂ℓ/∂𝒯, 𝒯_b⟩/dh
+
+    The first pass accumulates 𝒯 without a graph; ∂ℓ/∂𝒯 comes from one factorization; the second
+    pass makes the terms 𝒯_b again, with a graph of one micro-batch at a time.
+    """
+    of_prior = [p for name, p in learned.items() if name.startswith("prior.")]
+    of_passes = [p for name, p in learned.items() if not name.startswith("prior.")]
+    with torch.no_grad():
+        first = run_pass(model, curvature, sweep)
+    scale = first.block.scale
+    precisions = model.prior.precisions()
+    differential = curvature.differentiate(
+        first.statistic, precisions, of_prior, first.conditioning
+    )
+    with torch.enable_grad():
+        log_prior, log_hyperprior = _prior_terms(model)
+        direct = gradients_of(log_prior + log_hyperprior, of_prior)
+    estimate = _estimate(
+        first, first.log_likelihood, differential.log_det, log_prior, log_hyperprior
+    )
+
+    def step(sums: list[Tensor], batch: MicroBatch) -> list[Tensor]:
+        f, inner = _pulled_back(model, curvature, sweep, differential.cotangent, batch)
+        log_likelihood = model.log_likelihood(
+            model.log_probabilities(f, batch.y), batch.likelihood_weights
+        )
+        # The mean over ranks is taken later; their statistics have been added up.
+        objective = log_likelihood - 0.5 * scale * first.block.shares * inner
+        if not objective.requires_grad:
+            return sums
+        gradients = torch.autograd.grad(objective, of_passes, allow_unused=True)
+        return [s if g is None else s + g for s, g in zip(sums, gradients, strict=True)]
+
+    with torch.enable_grad():
+        pulled = sweep.fold(step, [torch.zeros_like(p) for p in of_passes], graph=True)
+    in_prior = [
+        d if g is None else d - 0.5 * scale * g
+        for d, g in zip(direct, differential.gradients, strict=True)
+    ]
+    gradients = dict(zip(map(id, [*of_prior, *of_passes]), [*in_prior, *pulled], strict=True))
+    return estimate, [-gradients[id(p)] / model.num_data for p in learned.values()]
+
+
+def _pulled_back(
+    model: LinearizedModel,
+    curvature: Curvature[Any],
+    sweep: Sweep,
+    cotangent: Any,
+    batch: MicroBatch,
+) -> tuple[Tensor, Tensor | float]:
+    """The outputs of a micro-batch, and ⟨cotangent, its term of the statistic⟩."""
+    if not batch.has_rows:
+        return sweep.outputs(batch), 0.0
+    linearization = sweep.linearize(batch, graph=True)
+    root = model.cotangents(linearization.outputs, batch)
+    return linearization.outputs, curvature.inner(cotangent, batch.data, linearization, root)
+
+
+def gradients_of(value: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The gradient of a number in each of the parameters, zeros where it does not depend on one."""
+    if not parameters:
+        return []
+    return list(torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True))
+
+
+# ------------------------------------------------------------ estimates
+
+
+def _prior_terms(model: LinearizedModel) -> tuple[Tensor, Tensor]:
+    weights = {name: w.detach() for name, w in model.weights.items()}
+    return -0.5 * model.prior.quadratic(weights), model.prior.log_hyperprior()
+
+
+def _estimate(
+    block_pass: Pass,
+    log_likelihood: Tensor,
+    log_det: LogDet,
+    log_prior: Tensor,
+    log_hyperprior: Tensor,
+) -> Estimate:
+    model = block_pass.model
+    terms = (log_likelihood, log_prior, block_pass.block.scale * log_det.value, log_hyperprior)
+    likelihood, prior, determinant, hyperprior = (float(t.detach()) for t in terms)
+    value = likelihood + prior - 0.5 * determinant
+    if not math.isfinite(value):
+        raise NotFiniteError(
+            f"The log evidence is {value} (log likelihood {likelihood:.4g}, log prior"
+            f" {prior:.4g}, log-determinant {determinant:.4g}): weights or"
+            " hyperparameters have diverged; lower their learning rates."
+        )
+    return Estimate(
+        log_evidence=value,
+        log_likelihood=likelihood,
+        log_prior=prior,
+        log_det=determinant,
+        log_hyperprior=hyperprior,
+        is_bound=block_pass.is_bound,
+        num_data=model.num_data,
+        estimator=model.estimator.name,
+        entropies=log_det.entropies,
+    )
+
+
+def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
+    """The mean of several estimates of the same evidence; a bound if all of them are."""
+    count = len(estimates)
+    if count == 1:
+        return estimates[0]
+    means = {name: sum(getattr(e, name) for e in estimates) / count for name in TERMS}
+    is_bound = all(estimate.is_bound for estimate in estimates)
+    return replace(estimates[0], **means, is_bound=is_bound, entropies=())

@@ -1,0 +1,73 @@
+"""What a change of a hyperparameter changes: rows, sums of them, or only their scale."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from evigrad.core.curvature.base import Curvature
+from evigrad.core.types import LinearizedModel
+from evigrad.errors import NotPositiveDefiniteError, raised_in
+
+
+def follows_by_scale(
+    model: LinearizedModel, curvature: Curvature[Any], num_outputs: int, learned: Iterable[str]
+) -> bool:
+    """Return whether a statistic of one pass follows all that is learned, given by name.
+
+    It follows the prior, and parameters of the likelihood that only scale rows.
+    """
+    names = [name for name in learned if not name.startswith("prior.")]
+    if any(name.startswith("model.") for name in names):
+        return False
+    return not names or likelihood_changes(model, curvature, num_outputs) == "scales"
+
+
+def likelihood_changes(
+    model: LinearizedModel, curvature: Curvature[Any], num_outputs: int
+) -> Literal["rows", "sums", "scales"]:
+    """Return what the likelihood's learnable parameters change, of which there must be some.
+
+    ``rows``: the vectors depend on them, and the data must be passed again. ``sums``: scales of
+    rows change by different factors, and the curvature has added these rows up. ``scales``: a
+    kept statistic can be rescaled.
+    """
+    estimator, likelihood = model.estimator, model.likelihood
+    if estimator.curvature != "ggn":
+        return "rows"
+    # Two examples of different outputs: scales that depend on f differ between them.
+    weight = next(iter(model.weights.values()))
+    f = torch.arange(2 * num_outputs, device="cpu").sin().view(2, num_outputs)
+    with torch.enable_grad(), raised_in(f"root of {type(likelihood).__name__}"):
+        try:
+            root = likelihood.root(f.to(weight.device, weight.dtype), None, model.root)
+        except NotPositiveDefiniteError:  # other outputs may do better, and two passes always do
+            return "rows"
+        if root.vectors.requires_grad:
+            return "rows"
+        if root.scale is None or curvature.keeps_rows:
+            return "scales"
+        one_output = estimator.outputs == 1 and not estimator.iid and not estimator.rows
+        added_up = root.scale.unbind(1) if one_output else [root.scale.flatten()]
+        parameters = list(likelihood.parameters())
+        return "scales" if all(is_one_number(r, parameters) for r in added_up) else "sums"
+
+
+def is_one_number(scale: Tensor, parameters: Sequence[Tensor]) -> bool:
+    """Whether all entries are equal, and stay so whatever the parameters become."""
+    if not bool((scale == scale[0]).all()):
+        return False
+    learned = [parameter for parameter in parameters if parameter.requires_grad]
+    if not scale.requires_grad or not learned:
+        return True
+    # Different parameters that happen to be equal have different derivatives.
+    weights = torch.arange(1, len(scale) + 1, device=scale.device, dtype=scale.dtype)
+    whole, alone = (
+        torch.autograd.grad(value, learned, retain_graph=True, allow_unused=True)
+        for value in ((weights * scale).sum(), weights.sum() * scale[0])
+    )
+    return all(
+        (a is None) == (b is None) and (a is None or b is None or torch.allclose(a, b, rtol=1e-3))
+        for a, b in zip(whole, alone, strict=True)
+    )

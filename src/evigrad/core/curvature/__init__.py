@@ -1,0 +1,99 @@
+"""The curvature of a block: collect a statistic of its rows, take its log-determinant.
+
+One file per structure; each computes or approximates ℓ = log|I + P0^{-1/2} H P0^{-1/2}|.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evigrad.core.block import Conditioning
+from evigrad.core.curvature import ntk
+from evigrad.core.curvature.anchored import LogDet
+from evigrad.core.curvature.base import Curvature, Differential, Statistic, inner_product
+from evigrad.core.curvature.dense import BlockDiagonal, Full
+from evigrad.core.curvature.diagonal import Diagonal
+from evigrad.core.curvature.kfac import DENSE_LIMIT, Kfac
+from evigrad.core.curvature.linalg import RoundingError, rounding_refused
+from evigrad.core.curvature.ntk import BlockKernel, Ntk
+from evigrad.errors import ConfigurationError
+
+__all__ = [
+    "BlockDiagonal",
+    "BlockKernel",
+    "Conditioning",
+    "Curvature",
+    "Diagonal",
+    "Differential",
+    "Full",
+    "Kfac",
+    "LogDet",
+    "Ntk",
+    "RoundingError",
+    "Statistic",
+    "inner_product",
+    "make_curvature",
+    "rounding_refused",
+]
+
+
+def make_curvature(
+    structure: str,
+    weights: Mapping[str, Tensor],
+    *,
+    kronecker: Collection[str] = (),
+    precision_groups: Mapping[str, Hashable] | None = None,
+    blocks: Mapping[str, Sequence[str]] | None = None,
+    sharing: str = "expand",
+    gram_dtype: torch.dtype | None = None,
+    dense_limit: int = DENSE_LIMIT,
+    contracted: Mapping[str, int] | None = None,
+    keep: Callable[[Tensor], Tensor] | None = None,
+    itemsize: int | None = None,
+    num_rows: int | None = None,
+) -> Curvature[Any]:
+    """Return the curvature of a structure's name.
+
+    Args:
+        structure: One of ``names.STRUCTURES``.
+        weights: The model's weights by name.
+        kronecker: The weights that have Kronecker factors (kfac).
+        precision_groups: For each parameter whose precision is one number, the label of its prior
+            group; a missing parameter has a precision that varies inside it. None: every parameter
+            has one number of its own.
+        blocks: The parameters of each block (blockdiag). None: every parameter is a block.
+        sharing: ``"expand"`` or ``"reduce"`` (kfac).
+        gram_dtype: Dtype of matrices and factorisations; None takes that of the rows.
+        dense_limit: Largest parameter without Kronecker factors to get a dense block (kfac).
+        contracted: See ``Ntk`` (ntk, and ``BlockKernel``).
+        keep: The same.
+        itemsize: The same.
+        num_rows: Rows of a whole block: full and blockdiag choose by it between H and the Grams of
+            the rows (``BlockKernel``), which give the same ℓ to rounding. None: H.
+
+    Raises:
+        ConfigurationError: The structure is unknown, or a setting does not fit it.
+    """
+    labels = {name: name for name in weights} if precision_groups is None else precision_groups
+    if structure == "ntk":
+        return Ntk(weights, labels, gram_dtype, contracted, keep, itemsize)
+    if structure in ("full", "blockdiag"):
+        dense = (
+            Full(weights, gram_dtype)
+            if structure == "full"
+            else BlockDiagonal(weights, blocks, gram_dtype)
+        )
+        # Compared as if every row were formed, so that the same settings always give the same form,
+        # even if a closed form is lost in a later pass.
+        kernel = BlockKernel(dense, weights, labels, gram_dtype)
+        if num_rows is None or not ntk.is_cheaper(kernel, dense, num_rows):
+            return dense
+        return BlockKernel(dense, weights, labels, gram_dtype, contracted, keep, itemsize)
+    if structure == "kfac":
+        constant = {name: name in labels for name in weights}
+        return Kfac(weights, kronecker, constant, sharing, gram_dtype, dense_limit)
+    if structure == "diag":
+        return Diagonal(weights, gram_dtype)
+    raise ConfigurationError(f"structure {structure!r} is unknown.")

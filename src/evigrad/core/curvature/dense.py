@@ -1,0 +1,157 @@
+"""Dense blocks of H over a partition of the parameters (Theorem 1 of the paper), or H whole.
+
+The blocks' log-determinants add up to ℓ or more; the finer the partition, the larger the sum.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from evigrad.core.curvature.base import (
+    DENSE_WORKING_COPIES,
+    Curvature,
+    Statistic,
+    scaled_rows,
+    working_dtype,
+)
+from evigrad.core.curvature.linalg import Spectra, log_det_dense
+from evigrad.core.roots import RootRows
+from evigrad.core.types import Linearization
+
+
+@dataclass(frozen=True)
+class BlockStatistic(Statistic):
+    """The blocks (or diagonals) of H, by the name of the block.
+
+    Attributes:
+        blocks: The part of H that belongs to each block.
+        spectra: A cache of their eigenvalues.
+    """
+
+    blocks: dict[str, Tensor]
+    spectra: Spectra = field(default_factory=Spectra, repr=False, compare=False)
+
+    def tensors(self) -> list[Tensor]:
+        """The blocks."""
+        return list(self.blocks.values())
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "BlockStatistic":
+        """The same statistic with other blocks."""
+        return BlockStatistic(dict(zip(self.blocks, tensors, strict=True)))
+
+
+class BlockDiagonal(Curvature[BlockStatistic]):
+    """One dense block of H for each block of a partition of the parameters.
+
+    Args:
+        weights: The parameters.
+        blocks: The parameters of each block, each in one. Default: every parameter is a block.
+        gram_dtype: Dtype of the blocks and their factors; None takes that of the rows.
+    """
+
+    name = "blockdiag"
+    log_det_is = "bound"
+    settings = ("parameter_partition",)
+    cheaper = "a finer parameter_partition ('tensor'), 'kfac', 'diag', or 'ntk' on a small subset"
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        blocks: Mapping[str, Sequence[str]] | None = None,
+        gram_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._blocks = {name: [name] for name in weights} if blocks is None else blocks
+        self._numel = {name: weight.numel() for name, weight in weights.items()}
+        self.formed = list(weights)
+        dtypes = {working_dtype(weight.dtype, gram_dtype) for weight in weights.values()}
+        self._itemsize = max((dtype.itemsize for dtype in dtypes), default=4)
+        self._gram_dtype = gram_dtype
+
+    @property
+    def blocks(self) -> Mapping[str, Sequence[str]]:
+        """The parameters of each block."""
+        return self._blocks
+
+    @property
+    def sizes(self) -> list[int]:
+        """The weights in each block."""
+        return [sum(self._numel[name] for name in names) for names in self._blocks.values()]
+
+    def collect(
+        self,
+        statistic: BlockStatistic | None,
+        linearization: Linearization,
+        root: RootRows,
+        *,
+        alone: bool = False,
+    ) -> BlockStatistic:
+        rows = linearization.rows(root.vectors, list(self._numel))
+        blocks = {}
+        for block, names in self._blocks.items():
+            dtype = working_dtype(rows[names[0]].dtype, self._gram_dtype)
+            flat = [scaled_rows(rows[name], root.scale, dtype) for name in names]
+            matrix = flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
+            blocks[block] = add_outer_products(
+                None if statistic is None else statistic.blocks[block], matrix
+            )
+        return BlockStatistic(blocks)
+
+    def log_det(
+        self, statistic: BlockStatistic, precisions: Mapping[str, Tensor]
+    ) -> Float[Tensor, ""]:
+        terms: list[Tensor] = []
+        for name, names in self._blocks.items():
+            block, precision = statistic.blocks[name], self._precision(names, precisions)
+            spectrum = None
+            if precision.ndim == 0 and not block.requires_grad:
+                spectrum = statistic.spectra.at_second_use(name, lambda block=block: block)
+            if spectrum is None:
+                terms.append(log_det_dense(block, precision))
+            else:
+                terms.append(spectrum.log_det(precision))
+        return torch.stack(terms).sum()
+
+    def predicted_bytes(self, num_rows: int) -> int:
+        """See ``Structure.predicted_bytes``: the blocks, their scaled copies, and their factors."""
+        squares = [size**2 for size in self.sizes]
+        # The statistic, the scaled copy and the factor of each block stay until the backward pass.
+        at_work = (DENSE_WORKING_COPIES - 2) * max(squares, default=0)
+        return self._itemsize * (3 * sum(squares) + at_work)
+
+    def describe(self) -> dict[str, str]:
+        words = {}
+        for block, names in self._blocks.items():
+            size = sum(self._numel[name] for name in names)
+            shared = f" (block {block!r} of {len(names)} parameters)" if len(names) > 1 else ""
+            words.update(dict.fromkeys(names, f"dense {size}x{size}{shared}"))
+        return {name: words[name] for name in self._numel}
+
+    def _precision(self, names: Sequence[str], precisions: Mapping[str, Tensor]) -> Tensor:
+        if len(names) == 1:
+            return precisions[names[0]]
+        flat = [precisions[name].reshape(-1).expand(self._numel[name]) for name in names]
+        return torch.cat(flat)
+
+
+class Full(BlockDiagonal):
+    """The exact ℓ of a block from H, for networks of a few thousand weights."""
+
+    name = "full"
+    log_det_is = "exact"
+    settings = ()
+    cheaper = "'blockdiag', 'kfac', or 'ntk', whose matrix is as large as the subset and not as P"
+
+    def __init__(
+        self, weights: Mapping[str, Tensor], gram_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(weights, {"all": list(weights)}, gram_dtype)
+
+
+def add_outer_products(
+    matrix: Float[Tensor, "n n"] | None, rows: Float[Tensor, "R n"]
+) -> Float[Tensor, "n n"]:
+    """A new tensor, matrix + rowsᵀ rows."""
+    return rows.mT @ rows if matrix is None else torch.addmm(matrix, rows.mT, rows)

@@ -1,0 +1,65 @@
+"""The diagonal of H: Theorem 1 of the paper for the finest partition of the parameters."""
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from evigrad.core.curvature.base import Curvature, scaled_rows, working_dtype
+from evigrad.core.curvature.dense import BlockStatistic
+from evigrad.core.curvature.linalg import log_det_diagonal
+from evigrad.core.roots import RootRows
+from evigrad.core.types import Linearization
+
+# Vectors as long as the weights while ℓ is differentiated: the statistic, its ratio to the
+# precision, the logarithm, and the cotangents of both.
+DIAGONAL_COPIES = 5
+
+
+class Diagonal(Curvature[BlockStatistic]):
+    """Each weight its own block: ℓ ≤ Σ log(1 + h_i / δ_i)."""
+
+    name = "diag"
+    log_det_is = "bound"
+    cheaper = "a smaller micro_batch, or a smaller network"
+
+    def __init__(
+        self, weights: Mapping[str, Tensor], gram_dtype: torch.dtype | None = None
+    ) -> None:
+        self._numel = {name: weight.numel() for name, weight in weights.items()}
+        self.formed = list(weights)
+        self._itemsize = max((weight.dtype.itemsize for weight in weights.values()), default=4)
+        self._gram_dtype = gram_dtype
+
+    def collect(
+        self,
+        statistic: BlockStatistic | None,
+        linearization: Linearization,
+        root: RootRows,
+        *,
+        alone: bool = False,
+    ) -> BlockStatistic:
+        rows = linearization.rows(root.vectors, list(self._numel))
+        blocks = {}
+        for name in self._numel:
+            dtype = working_dtype(rows[name].dtype, self._gram_dtype)
+            new = scaled_rows(rows[name], root.scale, dtype).square().sum(0)
+            blocks[name] = new if statistic is None else statistic.blocks[name] + new
+        return BlockStatistic(blocks)
+
+    def log_det(
+        self, statistic: BlockStatistic, precisions: Mapping[str, Tensor]
+    ) -> Float[Tensor, ""]:
+        terms = [
+            log_det_diagonal(diagonal, precisions[name])
+            for name, diagonal in statistic.blocks.items()
+        ]
+        return torch.stack(terms).sum()
+
+    def predicted_bytes(self, num_rows: int) -> int:
+        item = self._itemsize if self._gram_dtype is None else self._gram_dtype.itemsize
+        return DIAGONAL_COPIES * item * sum(self._numel.values())
+
+    def describe(self) -> dict[str, str]:
+        return dict.fromkeys(self._numel, "diagonal")

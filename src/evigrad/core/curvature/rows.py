@@ -1,0 +1,298 @@
+"""The rows of one parameter in a block, and products of them without a second copy.
+
+Rows are kept for each micro-batch, in the type and on the device asked for, and read in slabs of
+columns: there is never a second copy of all, and the derivative of ℓ in the rows can overwrite
+them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd import Function
+
+from evigrad.core.algebra import add_gram, first_order_only, mirrored
+
+# Bytes of a slab of columns: enough for matrix products at full speed, little beside the rows.
+SLAB_BYTES = 2**25
+
+
+class Rows(ABC):
+    """The rows A (R, n) of one parameter, without prior and scale.
+
+    A parameter's precisions are one number, or one for each of its n elements.
+    """
+
+    @property
+    @abstractmethod
+    def num_rows(self) -> int:
+        """R."""
+
+    @abstractmethod
+    def gram(self, like: Tensor, precision: Tensor | None = None) -> Float[Tensor, "R R"]:
+        """Return A Aᵀ, or A P0^{-1} Aᵀ, without a graph.
+
+        It is computed on the device and in the dtype of ``like``; ``precision`` is the diagonal of
+        P0, one number or one for each element.
+        """
+
+    @abstractmethod
+    def differentiable_gram(
+        self, like: Tensor, precision: Float[Tensor, " n"]
+    ) -> Float[Tensor, "R R"]:
+        """Return A P0^{-1} Aᵀ with a graph into the precision and the rows."""
+
+    @abstractmethod
+    def write_cotangent(self, cotangent: Float[Tensor, "R R"], precision: Tensor) -> Tensor:
+        """Return a function's derivative in P0, and overwrite the rows with that in them.
+
+        ``cotangent`` is the function's derivative in A P0^{-1} Aᵀ, symmetric; the result has the
+        shape of ``precision``.
+        """
+
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """The tensors that are differentiated in, in a fixed order."""
+
+    @abstractmethod
+    def with_tensors(self, tensors: Iterator[Tensor]) -> Self:
+        """The same rows with the next of other tensors in the place of these."""
+
+    @abstractmethod
+    def part(self, rows: slice, data: slice) -> Self:
+        """The part of consecutive examples, at these rows and data, as one micro-batch."""
+
+    @abstractmethod
+    def kept(self, keep: Callable[[Tensor], Tensor]) -> "Rows":
+        """The rows in memory of their own, each tensor as ``keep`` stores it."""
+
+    @abstractmethod
+    def formed(self) -> "DenseRows":
+        """The rows as matrices."""
+
+    @abstractmethod
+    def __add__(self, other: "Rows") -> "Rows":
+        """The rows of both, one below the other."""
+
+
+@dataclass(frozen=True, eq=False)
+class DenseRows(Rows):
+    """Rows as one matrix (R_i, n) for each micro-batch.
+
+    Attributes:
+        chunks: The matrices.
+    """
+
+    chunks: tuple[Tensor, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return sum(map(len, self.chunks))
+
+    def __add__(self, other: Rows) -> "DenseRows":
+        return DenseRows(self.chunks + other.formed().chunks)
+
+    def tensors(self) -> list[Tensor]:
+        return list(self.chunks)
+
+    def with_tensors(self, tensors: Iterator[Tensor]) -> "DenseRows":
+        return DenseRows(tuple(next(tensors) for _ in self.chunks))
+
+    def part(self, rows: slice, data: slice) -> "DenseRows":
+        return DenseRows((between(self.chunks, rows),))
+
+    def kept(self, keep: Callable[[Tensor], Tensor]) -> "DenseRows":
+        # Contiguous, because expanded rows cannot be overwritten.
+        return DenseRows(tuple(keep(chunk.contiguous()) for chunk in self.chunks))
+
+    def formed(self) -> "DenseRows":
+        return self
+
+    def gram(self, like: Tensor, precision: Tensor | None = None) -> Float[Tensor, "R R"]:
+        gram = like.new_zeros(self.num_rows, self.num_rows)
+        varies = precision is not None and precision.numel() > 1
+        root = precision.reshape(-1).to(like).rsqrt() if precision is not None and varies else None
+        for columns, slab in slabs(self.chunks, like):
+            add_gram(gram[None], (slab if root is None else slab * root[columns])[None])
+        mirrored(gram[None])
+        return gram if precision is None or varies else gram / precision.to(gram)
+
+    def differentiable_gram(
+        self, like: Tensor, precision: Float[Tensor, " n"]
+    ) -> Float[Tensor, "R R"]:
+        return RowsGram.apply(like, precision, *self.chunks)
+
+    def write_cotangent(self, cotangent: Float[Tensor, "R R"], precision: Tensor) -> Tensor:
+        inverse = precision.detach().reshape(-1).to(cotangent).reciprocal()
+        of_precision = torch.zeros_like(inverse)
+        for columns, slab in slabs(self.chunks, cotangent):
+            # S = A P0^{-1} Aᵀ: the cotangent S̄ gives 2 S̄ A P0^{-1} for A, and for a precision δ
+            # of column a it gives −aᵀ S̄ a / δ².
+            product = 2 * (cotangent @ slab)
+            weight = part_of(inverse, columns)
+            add_part(of_precision, columns, -0.5 * weight**2 * (product * slab).sum(0))
+            product *= weight
+            # The slab has been read, so its columns can be overwritten.
+            for chunk, part in zip(self.chunks, product.split(list(map(len, self.chunks)))):
+                if chunk.device == part.device:
+                    chunk[:, columns] = part
+                else:  # by columns, as they are stored there
+                    chunk.mT[columns] = part.mT.to(chunk.dtype).contiguous().to(chunk.device)
+        return of_precision.reshape(precision.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredRows(Rows):
+    """Rows that are formed each time they are read, so that those of one parameter exist at once.
+
+    Attributes:
+        form: Makes the matrix (R, n); it holds the forward pass that the rows come from.
+        count: R.
+    """
+
+    form: Callable[[], Tensor]
+    count: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.count
+
+    def formed(self) -> DenseRows:
+        return DenseRows((self.form(),))
+
+    def gram(self, like: Tensor, precision: Tensor | None = None) -> Float[Tensor, "R R"]:
+        return self.formed().gram(like, precision)
+
+    def kept(self, keep: Callable[[Tensor], Tensor]) -> DenseRows:
+        return self.formed().kept(keep)
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+    def differentiable_gram(
+        self, like: Tensor, precision: Float[Tensor, " n"]
+    ) -> Float[Tensor, "R R"]:
+        return self.formed().differentiable_gram(like, precision)
+
+    def __add__(self, other: Rows) -> DenseRows:
+        return self.formed() + other
+
+    def write_cotangent(self, cotangent: Float[Tensor, "R R"], precision: Tensor) -> Tensor:
+        raise NotImplementedError("Deferred rows have no memory of their own: keep them first.")
+
+    def with_tensors(self, tensors: Iterator[Tensor]) -> Self:
+        return self
+
+    def part(self, rows: slice, data: slice) -> Self:
+        raise NotImplementedError("Deferred rows have no parts: keep them first.")
+
+
+def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Float[Tensor, "R _"]]]:
+    """Yield slices of columns, and the rows of all micro-batches in them, like ``like``."""
+    num_rows, width = sum(len(chunk) for chunk in chunks), chunks[0].shape[1]
+    step = max(1, SLAB_BYTES // max(1, num_rows * like.element_size()))
+    for start in range(0, width, step):
+        columns = slice(start, min(start + step, width))
+        parts = [chunk[:, columns].to(like) for chunk in chunks]
+        yield columns, parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def part_of(values: Float[Tensor, " n"], columns: slice) -> Tensor:
+    """The entries of some columns; the only entry where one number serves all columns."""
+    return values[columns] if values.numel() > 1 else values
+
+
+def add_part(values: Float[Tensor, " n"], columns: slice, part: Tensor) -> None:
+    """The adjoint of ``part_of``, added in place."""
+    if values.numel() > 1:
+        values[columns] += part
+    else:
+        values += part.sum()
+
+
+def between(chunks: Sequence[Tensor], span: slice) -> Tensor:
+    """Entries of several tensors concatenated along dim 0; a view where one holds them all."""
+    parts, start = [], 0
+    for chunk in chunks:
+        stop = start + len(chunk)
+        first, last = max(span.start, start), min(span.stop, stop)
+        if first < last:
+            parts.append(chunk[first - start : last - start])
+        start = stop
+    if not parts:
+        return chunks[0][:0]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+# ------------------------------------------------------------ derivatives without copies
+
+
+class MixedGrams(Function):
+    """Σ weight · Gram over kept Grams, without a scaled copy of each."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, *grams: Tensor) -> Tensor:
+        """The sum, with one weight for each Gram."""
+        ctx.save_for_backward(*grams)
+        total = weights[0] * grams[0]
+        for weight, gram in zip(weights[1:], grams[1:], strict=True):
+            total.addcmul_(weight, gram)
+        return total
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        """The derivative in the weights; the Grams have none."""
+        flat = cotangent.reshape(-1)
+        products = [torch.dot(gram.reshape(-1), flat) for gram in ctx.saved_tensors]
+        return torch.stack(products), *[None] * len(products)
+
+
+class RowsGram(Function):
+    """A P0^{-1} Aᵀ of the rows A of one parameter in several chunks.
+
+    The backward pass keeps only the inputs (autograd would keep a scaled copy of all rows), and
+    reads the rows once for both cotangents.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, like: Tensor, precision: Tensor, *chunks: Tensor) -> Tensor:
+        """The Gram matrix of the chunks' rows, like ``like``."""
+        ctx.like = like
+        ctx.save_for_backward(precision, *chunks)
+        num_rows = sum(map(len, chunks))
+        gram = like.new_zeros(num_rows, num_rows)
+        for columns, slab in slabs(chunks, like):
+            slab = slab * part_of(precision.to(like), columns).rsqrt()
+            gram += slab @ slab.mT
+        return gram
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        """The derivatives in precision and rows."""
+        precision, *chunks = ctx.saved_tensors
+        needs_grad = ctx.needs_input_grad
+        inverse = precision.to(ctx.like).reciprocal()
+        of_precision = torch.zeros_like(inverse) if needs_grad[1] else None
+        of_chunks = [
+            torch.empty_like(c) if needs else None
+            for c, needs in zip(chunks, needs_grad[2:], strict=True)
+        ]
+        for columns, slab in slabs(chunks, ctx.like):
+            weight = part_of(inverse, columns)
+            # ⟨S̄, A P0^{-1} Aᵀ⟩ has the cotangent (S̄ + S̄ᵀ) A P0^{-1} for A.
+            product = ((cotangent + cotangent.mT) @ slab).mul_(weight)
+            if of_precision is not None:
+                add_part(of_precision, columns, -0.5 * weight * (product * slab).sum(0))
+            parts = product.split([len(chunk) for chunk in chunks])
+            for chunk, part in zip(of_chunks, parts, strict=True):
+                if chunk is not None:
+                    chunk[:, columns] = part.to(chunk)
+        of_precision = None if of_precision is None else of_precision.to(precision.dtype)
+        return None, of_precision, *of_chunks

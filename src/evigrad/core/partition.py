@@ -1,0 +1,259 @@
+"""Partitions of data and outputs into blocks, and random draws of a block.
+
+The index set I holds every pair (datum, output), the rows of the Gram matrix, and l(X) is the
+log-determinant of the rows in X. Two ways of drawing a block B are unbiased for an upper bound of
+l(I) (lower bounds of the evidence):
+
+- *partition mode*: one of the M blocks of a true partition of I, drawn uniformly. The estimate is
+  M l(B), with M the number of blocks also where the last ones are smaller; its expectation is
+  sum_m l(B_m) >= l(I) (Theorem 2).
+- *subset mode*: a uniformly random subset of a fixed size. The estimate is |I|/|B| l(B); every
+  pair is in B with probability |B|/|I|, so its expectation is a bound as well (Shearer).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from evigrad.core.block import Block, padded_columns
+from evigrad.core.names import Estimator
+from evigrad.core.permutation import WRITTEN, Permutation, permutation
+from evigrad.errors import ConfigurationError, InputError
+
+
+class Partition:
+    """The blocks that an estimator's name asks for, from N data with C outputs.
+
+    All randomness comes from the generators that the methods are given; the global random state
+    is not touched.
+
+    Args:
+        spec: The estimator. A SUBSET of more rows than there are takes them all.
+        num_data: N.
+        num_outputs: C.
+        num_rows: Rows of a datum whose outputs are all in one block; None: C.
+
+    Attributes:
+        rows_per_datum: Rows of a datum in a block, unless the estimator counts rows.
+        num_blocks: M, the number of blocks in a partition.
+        splits_outputs: Whether the rows of one datum are spread over several blocks. False for an
+            integer OUTPUTS that is C; such blocks have `columns` ``None``.
+
+    Raises:
+        InputError: If there are no data or outputs, or SUBSET counts data and is larger than N.
+        ConfigurationError: If OUTPUTS is larger than C.
+    """
+
+    def __init__(
+        self, spec: Estimator, num_data: int, num_outputs: int, num_rows: int | None = None
+    ) -> None:
+        if num_data < 1 or num_outputs < 1:
+            raise InputError(
+                f"An estimate needs data and outputs, not {num_data} data, {num_outputs} outputs."
+            )
+        total = num_data * num_outputs if spec.rows else num_data
+        if spec.subset is not None and spec.subset > total and not spec.rows:
+            raise InputError(
+                f"'{spec}' asks for blocks of {spec.subset} data, but there are only {total}; "
+                "lower SUBSET, or use N for all the data."
+            )
+        if spec.curvature == "ggn" and (spec.outputs or 1) > num_outputs:
+            raise ConfigurationError(
+                f"'{spec}' asks for blocks of {spec.outputs} outputs, but the model has only "
+                f"{num_outputs}; lower OUTPUTS, or use C for all outputs."
+            )
+        self.spec = spec
+        self.num_data = num_data
+        self.num_outputs = num_outputs
+        self._size = min(spec.subset or total, total)  # more rows than there are is all of them
+        self._data_groups = -(-total // self._size)  # for `rows`: groups of rows
+        # ef and mc have their own rows for each datum, not the outputs': nothing is split.
+        draws_outputs = spec.curvature == "ggn" and (spec.outputs or num_outputs) < num_outputs
+        self._width = spec.outputs if draws_outputs else None
+        whole = num_outputs if num_rows is None else num_rows
+        part_rows = self._width if spec.curvature == "ggn" else spec.outputs
+        self.rows_per_datum = part_rows or whole
+        self._output_groups = -(-num_outputs // self._width) if self._width else 1
+        self.num_blocks = self._data_groups * self._output_groups
+        self.splits_outputs = spec.rows or draws_outputs
+
+    @property
+    def block_rows(self) -> int:
+        """Number of rows in a full block."""
+        return self._size if self.spec.rows else self._size * self.rows_per_datum
+
+    def blocks(self, generator: torch.Generator, labels: Tensor | None = None) -> Sequence[Block]:
+        """Return one random partition of the index set, in random order: each (datum, output) once.
+
+        With N data in groups of m and C outputs in groups of k there are M = ceil(N/m) ceil(C/k)
+        blocks, each with scale M. The generator (of the CPU) advances here, not when the blocks are
+        read, which are built only then. ``grouped`` needs the class ``labels`` (N,).
+        """
+        if self.spec.rows:
+            build = self._row_blocks(generator)
+        else:
+            build = self._grid_blocks(self._data_order(generator, labels), generator)
+        return _LazyBlocks(permutation(self.num_blocks, generator), build)
+
+    def _data_order(
+        self, generator: torch.Generator, labels: Tensor | None
+    ) -> "Permutation | Int[Tensor, ' N']":
+        if not self.spec.grouped:
+            return permutation(self.num_data, generator)
+        if labels is None:
+            raise ConfigurationError(
+                f"'{self.spec}' fills its blocks class by class and needs the class labels."
+            )
+        order = torch.randperm(self.num_data, generator=generator, device="cpu")
+        classes, codes = labels.unique(return_inverse=True)
+        rank = torch.randperm(len(classes), generator=generator, device="cpu")
+        return order[rank[codes[order]].argsort(stable=True)]
+
+    def _grid_blocks(
+        self, order: "Permutation | Int[Tensor, ' N']", generator: torch.Generator
+    ) -> Callable[[int], Block]:
+        # A seed for each group of data stands for its permutations of the outputs: N*C numbers
+        # need not exist at once, and a group's blocks agree in whatever order they are built.
+        limit = torch.iinfo(torch.int64).max
+        few = min(self._data_groups, WRITTEN)
+        seeds = torch.randint(limit, (few,), generator=generator, device="cpu")
+
+        def build(number: int) -> Block:
+            of_data, of_outputs = divmod(number, self._output_groups)
+            indices = order[of_data * self._size : (of_data + 1) * self._size].clone()
+            columns = self._fixed_columns(len(indices))
+            if self._width is not None:
+                # More groups than seeds: those of one seed are WRITTEN groups apart.
+                group_generator = torch.Generator().manual_seed(
+                    int(seeds[of_data % few]) ^ of_data // few
+                )
+                outputs = self._output_orders(len(indices), group_generator)
+                first = of_outputs * self._width
+                columns = outputs[:, first : first + self._width].clone()
+            weights = torch.full(
+                (len(indices),), float(self._data_groups), dtype=torch.float64, device="cpu"
+            )
+            return Block(indices, columns, float(self.num_blocks), weights)
+
+        return build
+
+    def _row_blocks(self, generator: torch.Generator) -> Callable[[int], Block]:
+        order = permutation(self.num_data * self.num_outputs, generator)
+
+        def build(number: int) -> Block:
+            pairs = order[number * self._size : (number + 1) * self._size]
+            indices, local = (pairs // self.num_outputs).unique(return_inverse=True)
+            # By falling number of rows: data with equally many go through the network together.
+            by_rows = local.bincount().argsort(descending=True, stable=True)
+            indices, local = indices[by_rows], by_rows.argsort()[local]
+            columns = padded_columns(local, pairs % self.num_outputs, len(indices))
+            weights = (columns >= 0).sum(1).double() * self.num_blocks / self.num_outputs
+            return Block(indices, columns, float(self.num_blocks), weights)
+
+        return build
+
+    def _output_orders(self, m: int, generator: torch.Generator) -> Int[Tensor, "m C"]:
+        """Random orders of the outputs: one for each datum if ``iid``, else one for all."""
+        rows = m if self.spec.iid else 1
+        keys = torch.rand(
+            rows, self.num_outputs, dtype=torch.float64, generator=generator, device="cpu"
+        )
+        return keys.argsort(dim=1).expand(m, -1)
+
+    def _fixed_columns(self, m: int) -> Int[Tensor, "m k"] | None:
+        """The columns of curvatures with their own rows for each datum."""
+        if self.spec.curvature not in ("ef", "mc"):
+            return None
+        return torch.arange(self.spec.outputs or 1, device="cpu").repeat(m, 1)
+
+    def subset(self, m: int, generator: torch.Generator) -> Block:
+        """Return a uniformly random subset of m data, with outputs drawn for it.
+
+        The size m need not be the SUBSET of the name. For `rows`, SUBSET rows are drawn among the
+        m*C of the subset; data without a row keep columns that are all -1. The block has scale
+        |I|/|B| and likelihood weights N/m; its indices are in random order, but 0..N-1 for m = N.
+        """
+        self._check_subset(m)
+        indices = (
+            torch.arange(m, device="cpu")
+            if m == self.num_data
+            else choose_distinct(self.num_data, m, generator)
+        )
+        if self.spec.rows:
+            return self._subset_block(
+                indices,
+                self._row_columns(choose_distinct(m * self.num_outputs, self._size, generator), m),
+            )
+        columns = self._fixed_columns(m)
+        if self._width is not None:
+            columns = self._output_orders(m, generator)[:, : self._width].clone()
+        return self._subset_block(indices, columns)
+
+    def _row_columns(self, pairs: Int[Tensor, " r"], m: int) -> Int[Tensor, "m k"]:
+        return padded_columns(pairs // self.num_outputs, pairs % self.num_outputs, m)
+
+    def _subset_block(
+        self, indices: Int[Tensor, " m"], columns: Int[Tensor, "m k"] | None
+    ) -> Block:
+        m = len(indices)
+        scale = self.num_data / m
+        if self.spec.rows:
+            scale = self.num_data * self.num_outputs / self._size
+        elif self._width is not None:
+            scale = self.num_data * self.num_outputs / (m * self._width)
+        weights = torch.full((m,), self.num_data / m, dtype=torch.float64, device="cpu")
+        return Block(indices, columns, scale, weights)
+
+    def _check_subset(self, m: int) -> None:
+        if self.spec.grouped:
+            raise ConfigurationError(
+                f"The blocks of '{self.spec}' are not random subsets of the data: take them from "
+                "blocks(), or drop 'grouped'."
+            )
+        if not 1 <= m <= self.num_data:
+            raise InputError(f"A subset holds 1 to {self.num_data} of the data, not {m}.")
+        if self.spec.subset is None and m < self.num_data:
+            raise InputError(
+                f"'{self.spec}' needs all {self.num_data} data, not {m}; for subsets of {m} use "
+                f"'{replace(self.spec, subset=m)}'."
+            )
+        if self.spec.rows and self._size > m * self.num_outputs:
+            raise InputError(
+                f"'{self.spec}' draws {self._size} rows, but {m} data with {self.num_outputs} "
+                f"outputs have only {m * self.num_outputs}; give at least "
+                f"{-(-self._size // self.num_outputs)} data or lower SUBSET."
+            )
+
+
+class _LazyBlocks(Sequence[Block]):
+    """Blocks that are built when they are read."""
+
+    def __init__(
+        self, order: "Permutation | Int[Tensor, ' M']", build: Callable[[int], Block]
+    ) -> None:
+        self._order, self._build = order, build
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self._build(number) for number in self._order[index].tolist()]
+        return self._build(int(self._order[index]))
+
+
+def choose_distinct(n: int, size: int, generator: torch.Generator) -> Int[Tensor, " size"]:
+    """Draw distinct numbers below n, every ordered choice with the same probability."""
+    if 4 * size > n:
+        return torch.randperm(n, generator=generator, device="cpu")[:size].clone()
+    # Draw, skipping repetitions: a permutation of all n would cost a pass over the data set.
+    chosen: dict[int, None] = {}
+    while len(chosen) < size:
+        chosen.update(
+            dict.fromkeys(torch.randint(n, (size,), generator=generator, device="cpu").tolist())
+        )
+    return torch.tensor(list(chosen)[:size], device="cpu")

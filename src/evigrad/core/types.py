@@ -1,0 +1,354 @@
+"""What the core works on, and the protocols by which it asks the rings around it.
+
+A ``Sweep`` takes a block through the network one ``MicroBatch`` at a time, each with a
+``Linearization``; a ``LinearizedModel`` says which density and which prior the network has.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from evigrad.core.block import Block, Conditioning
+from evigrad.core.roots import RootRows
+from evigrad.errors import raised_in
+
+if TYPE_CHECKING:
+    from evigrad.core.curvature.base import Curvature
+    from evigrad.core.curvature.kronecker import KroneckerUse
+    from evigrad.core.curvature.rows import Rows
+    from evigrad.core.names import Estimator
+
+State = TypeVar("State")
+
+
+# ------------------------------------------------------------ the network
+
+
+@runtime_checkable
+class Linearization(Protocol):
+    """One forward pass of a model over m examples, and the rows vᵀ J of its Jacobian J.
+
+    Rows have a graph into the vectors and into all that the pass depends on besides the weights if
+    the pass was made with one.
+    """
+
+    @property
+    def outputs(self) -> Float[Tensor, "m C"]:
+        """f(x)."""
+        ...
+
+    def rows(
+        self, vectors: Float[Tensor, "m k C"], names: Sequence[str] | None = None
+    ) -> dict[str, Tensor]:
+        """Return ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter``, (m, k, *parameter shape), by name."""
+        ...
+
+    def deferred_rows(
+        self, root: RootRows, names: Sequence[str], contracted: Collection[str] = ()
+    ) -> dict[str, "Rows"]:
+        """Return the rows of each parameter without padding, formed only when they are read.
+
+        Those in ``contracted`` stay products of the inputs of a layer and the gradients in its
+        outputs where the pass has these.
+        """
+        ...
+
+    def factors(
+        self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
+    ) -> "dict[str, list[KroneckerUse]]":
+        """Return the Kronecker factors of the rows, one item for each use of a parameter."""
+        ...
+
+    def inner(
+        self, vectors: Float[Tensor, "m k C"], cotangents: Mapping[str, Tensor]
+    ) -> Float[Tensor, ""]:
+        """Return Σ cotangents · rows; the cotangents (m, k, *parameter shape) get no gradient."""
+        ...
+
+    def products(
+        self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
+    ) -> dict[str, list[tuple[Tensor, Tensor]]]:
+        """Return inputs (m, T, i) and gradients (m, k, T, o) whose products the rows are."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Some examples of a block, and what the block says of them.
+
+    Attributes:
+        x: Inputs, as the network takes them.
+        y: Targets.
+        data: Positions in the block.
+        columns: Columns of the root, or None for all.
+        likelihood_weights: Weights of the examples' log likelihoods.
+        labels: Sampled labels (curvature ``mc``).
+        is_alone: Whether no other micro-batch of the block has rows.
+    """
+
+    x: Tensor
+    y: Tensor
+    data: slice
+    columns: Int[Tensor, "m k"] | None
+    likelihood_weights: Tensor
+    labels: Sequence[Tensor] = ()
+    is_alone: bool = False
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether its examples have rows, and not only a log likelihood."""
+        return self.columns is None or self.columns.shape[1] > 0
+
+
+class Sweep(Protocol):
+    """How a block goes through the network: in micro-batches, each time the same ones."""
+
+    @property
+    def block(self) -> Block:
+        """The block."""
+        ...
+
+    @property
+    def num_outputs(self) -> int:
+        """C."""
+        ...
+
+    def fold(
+        self,
+        step: Callable[[State, MicroBatch], State],
+        start: State,
+        *,
+        graph: bool = False,
+    ) -> State:
+        """Return the state after ``step`` was applied to each micro-batch.
+
+        ``step`` makes the next state of a state and a micro-batch and changes neither, so that it
+        can be repeated on fewer examples; ``graph`` says that it asks for graphs.
+        """
+        ...
+
+    def linearize(self, batch: MicroBatch, *, graph: bool) -> Linearization:
+        """Return the forward pass of a micro-batch, with a graph beyond the weights or without."""
+        ...
+
+    def outputs(self, batch: MicroBatch) -> Float[Tensor, "m C"]:
+        """Return the outputs of a micro-batch without rows, with a graph where gradients are on."""
+        ...
+
+
+# ------------------------------------------------------------ the statistical model
+
+
+class Density(Protocol):
+    """log p(y|f), and roots of its negative Hessian in f."""
+
+    couples_outputs: bool
+
+    def parameters(self) -> Iterable[Tensor]:
+        """The hyperparameters."""
+        ...
+
+    def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
+        """Return log p(y_n|f_n) in nats."""
+        ...
+
+    def root(
+        self, f: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None, kind: str
+    ) -> RootRows:
+        """Return columns of a root of −∇² log p, as one of ``ROOTS``."""
+        ...
+
+    def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
+        """Return ∇_f log p(y|f)."""
+        ...
+
+    def weights(self, y: Tensor) -> Float[Tensor, " m"] | None:
+        """Return the weight of each example, None for 1."""
+        ...
+
+    def check_derivatives(self, f: Float[Tensor, "m C"], y: Tensor, curvature: str) -> None:
+        """Refuse a density whose Hessian the roots do not give."""
+        ...
+
+
+class Prior(Protocol):
+    """N(w₀, P0⁻¹) with a diagonal P0."""
+
+    def precisions(self) -> Mapping[str, Tensor]:
+        """Return the diagonal of P0 for each weight: one number, or one for each entry."""
+        ...
+
+    def quadratic(self, weights: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """Return (w − w₀)ᵀ P0 (w − w₀)."""
+        ...
+
+    def log_hyperprior(self) -> Float[Tensor, ""]:
+        """Return the log density of the hyperparameters."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class LinearizedModel:
+    """The model whose evidence is wanted: a density and a prior around a linearized network.
+
+    Attributes:
+        weights: The weights by name, as they are.
+        likelihood: The density of the targets.
+        prior: The prior on the weights.
+        estimator: Which rows make a block, and how their curvature is taken.
+        num_data: N.
+        temperature: T of the likelihood p^(1/T).
+        root: How an example's curvature is split into rows, one of ``ROOTS``.
+    """
+
+    weights: Mapping[str, Tensor]
+    likelihood: Any  # a Density
+    prior: Any  # a Prior
+    estimator: "Estimator"
+    num_data: int
+    temperature: float
+    root: str
+
+    def log_probabilities(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
+        """Log p(y_n|f_n) of each example, in nats."""
+        return self.likelihood.log_prob(f, y)
+
+    def log_likelihood(self, log_probabilities: Tensor, weights: Tensor) -> Float[Tensor, ""]:
+        """(1/T) Σ w_n log p(y_n|f_n), in float64, from two vectors (m,)."""
+        weighted = weights.to(log_probabilities) * log_probabilities
+        return weighted.sum().double() / self.temperature
+
+    def cotangents(self, f: Float[Tensor, "m C"], batch: MicroBatch) -> RootRows:
+        """Return the cotangents of a micro-batch's rows at outputs f, temperature included.
+
+        They have a graph into f and the likelihood's parameters where these have one.
+        """
+        likelihood = self.likelihood
+        name = type(likelihood).__name__
+        with raised_in(f"log_prob of {name}, or what is derived at its reference_targets,"):
+            if self.estimator.curvature == "ef":
+                root = RootRows(likelihood.score(f, batch.y)[:, None, :], None)
+            elif self.estimator.curvature == "mc":
+                root = sampled_rows(likelihood, f, batch.labels)
+            else:
+                columns = None if batch.columns is None else batch.columns.to(f.device)
+                root = likelihood.root(f, columns, self.root)
+                if columns is not None and (columns < 0).any():
+                    root = replace(root, present=columns >= 0)
+            weights = likelihood.weights(batch.y)
+        # Parameters of a likelihood may be of a wider type than the outputs.
+        root = replace(root, vectors=root.vectors.to(f))
+        if weights is not None:
+            root = replace(root, vectors=root.vectors * weights.to(f).sqrt()[:, None, None])
+        if self.temperature == 1.0:
+            return root
+        scale = torch.ones_like(root.vectors[:, :, 0]) if root.scale is None else root.scale
+        return replace(root, scale=scale * self.temperature**-0.5)
+
+
+def sampled_rows(likelihood: Density, f: Tensor, labels: Sequence[Tensor]) -> RootRows:
+    """Scores of sampled labels, whose outer products average to Λ."""
+    scores = torch.stack([likelihood.score(f, label) for label in labels], dim=1)
+    log_prob = torch.stack([likelihood.log_prob(f, label) for label in labels], dim=1)
+    # The ratio is 1; its derivative is that of the labels' distribution in f and the noise, so
+    # that the gradient of H is unbiased although the sampled labels are held fixed.
+    ratio = (0.5 * (log_prob - log_prob.detach())).exp()
+    return RootRows(scores * len(labels) ** -0.5, ratio)
+
+
+# ------------------------------------------------------------ results
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """One pass over a block: all that the log evidence needs of the data, for any prior.
+
+    Attributes:
+        model: The model.
+        curvature: What made the statistic.
+        block: The block, without its data.
+        statistic: The curvature's statistic of all rows.
+        log_likelihood: (1/T) log p(D|w,h), scaled to the whole data set, in nats.
+        log_probabilities: log p(y|w,h) of each example of the block, (m,).
+        num_outputs: C.
+        outputs: Micro-batches without inputs, with their outputs, for steps on the likelihood's own
+            hyperparameters; empty unless asked for.
+    """
+
+    model: LinearizedModel
+    curvature: "Curvature[Any]"
+    block: Block
+    statistic: Any
+    log_likelihood: Tensor
+    log_probabilities: Tensor
+    num_outputs: int
+    outputs: Sequence[tuple[MicroBatch, Tensor]] = ()
+
+    @cached_property
+    def conditioning(self) -> Conditioning | None:
+        """The rows that are anchors and those of drawn parts; None without anchors."""
+        columns, anchored = self.block.columns, self.block.anchored
+        if anchored is None or columns is None:
+            return None
+        return Conditioning(anchored.labels[columns >= 0], anchored.weights)
+
+    @cached_property
+    def is_bound(self) -> bool:
+        """Whether the expectation of the log-determinant is at least ℓ(I)."""
+        columns = self.block.columns
+        splits_outputs = (
+            columns is not None
+            and bool(columns.numel())
+            and (columns.shape[1] < self.num_outputs or bool((columns < 0).any()))
+        )
+        coupled = self.model.likelihood.couples_outputs and splits_outputs
+        return self.model.estimator.is_bound(self.model.root, coupled)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One estimate of the log evidence of the whole data set, in nats.
+
+    ``log_evidence = log_likelihood + log_prior - log_det / 2``: the linearised Laplace
+    approximation with all constants in (the paper's Algorithm 1).
+
+    Attributes:
+        log_evidence: Estimate of log q(D|h).
+        log_likelihood: Estimate of (1/T) log p(D|w,h).
+        log_prior: −½ (w−w₀)ᵀP0(w−w₀), exact. (The rest of log p(w|h) cancels in the determinant.)
+        log_det: Estimate of ℓ(I) = log|I + S|, scaled to the whole data set.
+        log_hyperprior: Log density of the hyperparameters, not part of ``log_evidence``.
+        is_bound: Whether the expectation of ``log_evidence`` is a lower bound on the log evidence
+            of the same curvature; a single estimate can be above it.
+        num_data: N.
+        estimator: Canonical name of the estimator.
+        entropies: ℓ(Z) of the anchors and ℓ(B_b|Z) of each drawn part of an anchored block, in
+            nats; empty for other blocks.
+    """
+
+    log_evidence: float
+    log_likelihood: float
+    log_prior: float
+    log_det: float
+    log_hyperprior: float
+    is_bound: bool
+    num_data: int
+    estimator: str
+    entropies: tuple[float, ...] = ()
+
+    @property
+    def per_datum(self) -> float:
+        """The log evidence divided by N, in nats per datum."""
+        return self.log_evidence / self.num_data
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """The standard error of the mean of independent values; 0 for a single one."""
+    if len(values) < 2:
+        return 0.0
+    return float(torch.tensor(values, dtype=torch.float64, device="cpu").std()) / len(values) ** 0.5

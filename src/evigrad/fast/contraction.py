@@ -1,0 +1,340 @@
+"""Rows of a matrix as products of the layer's inputs and the gradients in its outputs.
+
+The row of example n and output j is Σ_t g_(n,j,t) ⊗ a_(n,t) over the positions t at which the matrix
+is applied. Inner products of rows need only inner products of the a and of the g (*Jacobian
+contraction* and *structured derivatives* in Novak, Sohl-Dickstein, Schoenholz (2022), *Fast Finite
+Width Neural Tangent Kernel*): far cheaper than the rows for few positions and a large matrix, in
+operations and in memory.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from evigrad.core.curvature.rows import DenseRows, Rows, between
+
+# A multiplication of looked-up numbers takes the time of so many in a product of matrices.
+_SCATTERED = 8
+
+
+@dataclass(frozen=True)
+class MatrixUse:
+    """Sizes of a use of a weight as a matrix.
+
+    Attributes:
+        positions: T, how often a datum is multiplied with the matrix, over all its samples; or how
+            many of its rows a datum looks up.
+        inputs: Columns of the matrix.
+        outputs: Rows of the matrix.
+        looked_up: Whether rows are looked up, as in an embedding.
+    """
+
+    positions: int
+    inputs: int
+    outputs: int
+    looked_up: bool = False
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers of a datum with one row stand for the rows."""
+        return self.positions * (self.inputs + (1 if self.looked_up else self.outputs))
+
+
+@dataclass(frozen=True, eq=False)
+class ProductRows(Rows):
+    """Rows that are never formed; the parameter's precision is one number.
+
+    Attributes:
+        chunks: For each micro-batch and each use of the parameter, in pairs, the inputs (m, T, i)
+            and the gradients (m, k, T, o); where rows are looked up, their numbers (m, T) and the
+            gradients (m, k, T, i).
+        present: For each micro-batch which of the rows (m, k) are no padding.
+        shape: Shape of the parameter.
+        transposed: Whether it is (in, out) and not (out, in).
+    """
+
+    chunks: tuple[tuple[Tensor, ...], ...]
+    present: tuple[Bool[Tensor, "_ _"], ...]
+    shape: torch.Size
+    transposed: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return sum(int(part.sum()) for part in self.present)
+
+    def __add__(self, other: Rows) -> Rows:
+        if not isinstance(other, ProductRows) or len(other.chunks[0]) != len(self.chunks[0]):
+            return self.formed() + other  # another micro-batch has no closed form
+        present = self.present + other.present
+        return replace(self, chunks=self.chunks + other.chunks, present=present)
+
+    def tensors(self) -> list[Tensor]:
+        return [t for chunk in self.chunks for t in chunk if t.is_floating_point()]
+
+    def with_tensors(self, tensors: Iterator[Tensor]) -> "ProductRows":
+        chunks = tuple(
+            tuple(next(tensors) if t.is_floating_point() else t for t in chunk)
+            for chunk in self.chunks
+        )
+        return replace(self, chunks=chunks)
+
+    def part(self, rows: slice, data: slice) -> "ProductRows":
+        tensors = (between(parts, data) for parts in zip(*self.chunks, strict=True))
+        return replace(self, chunks=(tuple(tensors),), present=(between(self.present, data),))
+
+    def kept(self, keep: Callable[[Tensor], Tensor]) -> "ProductRows":
+        # A copy, which may be overwritten; the tensor itself where it carries a graph.
+        chunks = tuple(
+            tuple(keep(t if t.requires_grad else t.detach().clone()) for t in chunk)
+            for chunk in self.chunks
+        )
+        return replace(self, chunks=chunks)
+
+    def formed(self) -> DenseRows:
+        chunks = []
+        for chunk, present in zip(self.chunks, self.present, strict=True):
+            pairs = zip(chunk[::2], chunk[1::2], strict=True)
+            rows = reduce(torch.add, (self._formed(a, g) for a, g in pairs))
+            chunks.append(rows.flatten(2)[present.to(rows.device)])
+        return DenseRows(tuple(chunks))
+
+    def _formed(self, a: Tensor, g: Float[Tensor, "m k T o"]) -> Float[Tensor, "m k _ _"]:
+        if a.is_floating_point():
+            rows = torch.einsum("mkto,mti->mkoi", g, a)
+            return rows.mT if self.transposed else rows
+        return g.new_zeros(*g.shape[:2], *self.shape).scatter_add(
+            2, a[:, None, :, None].expand(g.shape), g
+        )
+
+    def gram(self, like: Tensor, precision: Tensor | None = None) -> Float[Tensor, "R R"]:
+        gram = uses_gram(self._whole(like))
+        return gram if precision is None else gram / precision.to(gram)
+
+    def differentiable_gram(
+        self, like: Tensor, precision: Float[Tensor, " n"]
+    ) -> Float[Tensor, "R R"]:
+        return self.gram(like) * precision.to(like).reciprocal()
+
+    def write_cotangent(self, cotangent: Float[Tensor, "R R"], precision: Tensor) -> Tensor:
+        inverse = precision.detach().reshape(-1).to(cotangent).reciprocal()
+        with torch.enable_grad():  # only its indices and copies are differentiated
+            leaves = self.with_tensors(iter([t.detach().requires_grad_() for t in self.tensors()]))
+            whole = leaves._whole(cotangent)
+        detached = [(a.detach(), g.detach()) for a, g in whole]
+        of_pairs = uses_cotangents(detached, cotangent * inverse)
+        # The Gram is quadratic in the gradients: ⟨cotangent, it⟩ is half of these products.
+        products = [(of_g * g).sum() for (_, of_g), (_, g) in zip(of_pairs, detached, strict=True)]
+        ends = [t for pair in whole for t in pair if t.requires_grad]
+        of_ends = [t for pair in of_pairs for t in pair if t is not None]
+        of_tensors = torch.autograd.grad(ends, leaves.tensors(), of_ends)
+        for tensor, of_tensor in zip(self.tensors(), of_tensors, strict=True):
+            tensor.copy_(of_tensor)
+        return (-0.5 * torch.stack(products).sum() * inverse).reshape(precision.shape)
+
+    def _whole(self, like: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The pairs of each use, of all data; with padding, every row is a datum of its own."""
+        widths = {part.shape[1] for part in self.present}
+        is_padded = len(widths) > 1 or not all(bool(part.all()) for part in self.present)
+        whole: list[tuple[Tensor, Tensor]] = []
+        # For each tensor of a micro-batch, those of all micro-batches.
+        of_uses = list(zip(*self.chunks, strict=True))
+        for inputs, gradients in zip(of_uses[::2], of_uses[1::2], strict=True):
+            pairs = [
+                (a.to(like) if a.is_floating_point() else a.to(like.device), g.to(like))
+                for a, g in zip(inputs, gradients, strict=True)
+            ]
+            if is_padded:
+                pairs = [
+                    (a[present.nonzero()[:, 0]], g[present][:, None])
+                    for (a, g), present in zip(pairs, self.present, strict=True)
+                ]
+            # Data of fewer positions have zeros in the others, which add nothing.
+            most = max(a.shape[1] for a, _ in pairs)
+            pairs = [
+                (
+                    F.pad(a, (*[0, 0] * (a.dim() - 2), 0, most - a.shape[1])),
+                    F.pad(g, (0, 0, 0, most - g.shape[2])),
+                )
+                for a, g in pairs
+            ]
+            whole.append((torch.cat([a for a, _ in pairs]), torch.cat([g for _, g in pairs])))
+        return whole
+
+
+def contracted(
+    uses: Mapping[str, Sequence[MatrixUse]], num_data: int, rows_per_datum: int
+) -> dict[str, Sequence[MatrixUse]]:
+    """The weights whose Gram takes fewer multiplications without forming the rows."""
+    rows, cheap = num_data * rows_per_datum, {}
+    for name, weight_uses in uses.items():
+        size = weight_uses[0].inputs * weight_uses[0].outputs
+        formed = rows**2 * size
+        for use in weight_uses:
+            formed += rows * (size if use.looked_up else size * use.positions)
+        pairs = [(a, b) for i, a in enumerate(weight_uses) for b in weight_uses[: i + 1]]
+        if sum(_operations(a, b, num_data, rows) for a, b in pairs) < formed:
+            cheap[name] = weight_uses
+    return cheap
+
+
+def _operations(one: MatrixUse, other: MatrixUse, num_data: int, rows: int) -> float:
+    """Multiplications of the Gram of two uses of a weight, by positions."""
+    at_one, at_other = rows * one.positions, rows * other.positions
+    if not (one.looked_up or other.looked_up):
+        inputs = num_data**2 * one.positions * other.positions * one.inputs
+        return inputs + at_one * at_other * (one.outputs + 1)
+    if one.looked_up and other.looked_up:
+        # As many pairs as meet where rows are looked up evenly.
+        return _SCATTERED * at_one * one.inputs * (1 + at_other / one.outputs)
+    return at_one * at_other * (one.inputs + _SCATTERED)
+
+
+def uses_gram(uses: Sequence[tuple[Tensor, Tensor]]) -> Float[Tensor, "R R"]:
+    """The Gram of a weight's rows, the sum of its uses (``Rule.products``), not forming them."""
+    products = [use for use in uses if use[0].is_floating_point()]
+    lookups = [use for use in uses if not use[0].is_floating_point()]
+    crossed = [contraction_gram(a, b) for i, a in enumerate(products) for b in products[:i]]
+    grams = [contraction_gram(use, use) for use in products]
+    if lookups:  # several are one with more positions
+        numbers, gradients = zip(*lookups, strict=True)
+        lookup = torch.cat(numbers, 1), torch.cat(gradients, 2)
+        grams.append(lookup_gram(*lookup))
+        crossed += [_products_with_lookup(use, lookup) for use in products]
+    return reduce(torch.add, [*grams, *(product + product.mT for product in crossed)])
+
+
+def contraction_gram(
+    one: tuple[Float[Tensor, "m T i"], Float[Tensor, "m k T o"]],
+    other: tuple[Float[Tensor, "m U i"], Float[Tensor, "m k U o"]],
+) -> Float[Tensor, "R R"]:
+    """Return products of a matrix's rows Σ_t g_(n,j,t) ⊗ a_(n,t) in two uses, not forming them.
+
+    Σ_(t,t') (a_(n,t)·a_(n',t')) (g_(n,j,t)·g_(n',j',t')) over positions t is, for few positions and
+    a large matrix, far cheaper than the rows, in operations and in memory. *Jacobian contraction*
+    and *NTK-vector products by structured derivatives* in Novak, Sohl-Dickstein, Schoenholz (2022),
+    *Fast Finite Width Neural Tangent Kernel*; the choice by operation count (``contracted``) is
+    theirs too. R = m k, the rows of a datum side by side.
+    """
+    (a, g), (b, h) = one, other
+    k, total = g.shape[1], a.new_zeros(())
+    for t in range(a.shape[1]):
+        for u in range(b.shape[1]):
+            total = total + _spread(a[:, t] @ b[:, u].mT, k) * (_flat(g, t) @ _flat(h, u).mT)
+    return total
+
+
+def _products_with_lookup(
+    one: tuple[Float[Tensor, "m T i"], Float[Tensor, "m k T o"]],
+    other: tuple[Int[Tensor, "m U"], Float[Tensor, "m k U i"]],
+) -> Float[Tensor, "R R"]:
+    (a, g), (looked_up, h) = one, other
+    entries = _Entries.of(looked_up, h)
+    (m, k), rows = g.shape[:2], []
+    for j in range(k):
+        total = a.new_zeros(m, *entries.values.shape[:2])
+        for t in range(a.shape[1]):
+            inputs = torch.einsum("mi,kei->mke", a[:, t], entries.values)
+            total = total + g[:, j, t].index_select(1, entries.numbers)[:, None] * inputs
+        of_data = a.new_zeros(m, k, m).index_add(2, entries.data, total)
+        rows.append(of_data.transpose(1, 2))  # (m, m', k')
+    return torch.stack(rows, 1).reshape(m * k, m * k)
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """What data looked up, each row of the matrix once for each datum.
+
+    Attributes:
+        data: The datum of each entry, (E,).
+        numbers: The number of the row, (E,).
+        values: The sum of its gradients, (k, E, i).
+    """
+
+    data: Int[Tensor, " E"]
+    numbers: Int[Tensor, " E"]
+    values: Float[Tensor, "k E i"]
+
+    @classmethod
+    def of(cls, looked_up: Int[Tensor, "m T"], gradients: Float[Tensor, "m k T i"]) -> "_Entries":
+        m = len(looked_up)
+        # By the numbers first, so that equal ones are neighbours.
+        keys = looked_up * m + torch.arange(m, device=looked_up.device)[:, None]
+        keys, entry = keys.unique(return_inverse=True)
+        flat = gradients.transpose(0, 1).flatten(1, 2)
+        values = flat.new_zeros(flat.shape[0], len(keys), flat.shape[2])
+        return cls(keys % m, keys // m, values.index_add(1, entry.flatten(), flat))
+
+
+def lookup_gram(
+    looked_up: Int[Tensor, "m T"], gradients: Float[Tensor, "m k T i"]
+) -> Float[Tensor, "R R"]:
+    """Return the Gram of an embedding's rows Σ_t e_(v_nt) ⊗ g_(n,j,t), not forming them.
+
+    Only data that look up the same row of the matrix have a product: the numbers that c data share
+    are taken together for each c, in matrices of c × c.
+    """
+    (m, k), entries = gradients.shape[:2], _Entries.of(looked_up, gradients)
+    gram = gradients.new_zeros(m * k * m * k)
+    _, counts = entries.numbers.unique_consecutive(return_counts=True)
+    first = counts.cumsum(0) - counts
+    for count in counts.unique().tolist():
+        start = first[counts == count]
+        indices = start[:, None] + torch.arange(count, device=start.device)  # (n, c)
+        values = entries.values[:, indices].permute(1, 2, 0, 3).flatten(1, 2)  # (n, c k, i)
+        offsets = torch.arange(k, device=start.device)
+        rows = (entries.data[indices][..., None] * k + offsets).flatten(1)  # (n, c k)
+        places = rows[:, :, None] * (m * k) + rows[:, None]
+        gram = gram.index_add(0, places.flatten(), (values @ values.mT).flatten())
+    return gram.view(m * k, m * k)
+
+
+def uses_cotangents(
+    uses: Sequence[tuple[Tensor, Tensor]], cotangent: Float[Tensor, "R R"]
+) -> list[tuple[Tensor | None, Tensor]]:
+    """Cotangents of ``uses_gram``'s pairs, without those of numbers; the Gram's is symmetric."""
+    if len(uses) == 1 and uses[0][0].is_floating_point():
+        return [contraction_cotangents(*uses[0], cotangent)]
+    with torch.enable_grad():
+        leaves = [
+            (a.detach().requires_grad_(a.is_floating_point()), g.detach().requires_grad_())
+            for a, g in uses
+        ]
+        gram = uses_gram(leaves)
+    leaf_tensors = [t for pair in leaves for t in pair if t.requires_grad]
+    gradients = iter(torch.autograd.grad(gram, leaf_tensors, cotangent))
+    return [(next(gradients) if a.requires_grad else None, next(gradients)) for a, _ in leaves]
+
+
+def contraction_cotangents(
+    inputs: Float[Tensor, "m T i"],
+    gradients: Float[Tensor, "m k T o"],
+    cotangent: Float[Tensor, "R R"],
+) -> tuple[Float[Tensor, "m T i"], Float[Tensor, "m k T o"]]:
+    """Cotangents of a use whose ``contraction_gram`` with itself has this symmetric one."""
+    (m, k), positions = gradients.shape[:2], inputs.shape[1]
+    twice = 2 * cotangent
+    of_inputs, of_gradients = torch.zeros_like(inputs), torch.zeros_like(gradients)
+    for t in range(positions):
+        for u in range(positions):
+            left = _spread(inputs[:, t] @ inputs[:, u].mT, k)
+            of_gradients[:, :, t] += ((twice * left) @ _flat(gradients, u)).unflatten(0, (m, k))
+            right = twice * (_flat(gradients, t) @ _flat(gradients, u).mT)
+            of_inputs[:, t] += right.reshape(m, k, m, k).sum((1, 3)) @ inputs[:, u]
+    return of_inputs, of_gradients
+
+
+def _flat(gradients: Float[Tensor, "m k T o"], position: int) -> Float[Tensor, "R o"]:
+    return gradients[:, :, position].flatten(0, 1)
+
+
+def _spread(products: Float[Tensor, "m m"], k: int) -> Float[Tensor, "R R"]:
+    """Repeat the number of each pair of data for each pair of their rows."""
+    if k == 1:
+        return products
+    return products.repeat_interleave(k, 0).repeat_interleave(k, 1)

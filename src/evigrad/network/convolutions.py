@@ -1,0 +1,310 @@
+"""Convolutions: their rows, the inner products of these, and their input's patches.
+
+The rows in a convolution's weight correlate each datum's input with its own gradient. Their inner
+product with cotangents convolves each datum's input with its own cotangent and forms no rows.
+Which way is fastest depends on the sizes; the constants below were measured on a CPU.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from evigrad.core.algebra import dot
+
+CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+# From so many multiplications per datum, one convolution per datum is as fast as one for all data;
+# below, the cost of starting each call counts.
+_WORTH_A_CALL = 2**24
+
+# Where a datum has several parts, one convolution of all data needs input, gradient and products in
+# another order. From so many numbers per datum, copying them takes longer than separate calls.
+_WORTH_NO_COPY = 2**16
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The settings of a convolution with D spatial dimensions.
+
+    Attributes:
+        kernel: Size of the kernel, D numbers.
+        stride: D numbers.
+        padding: Zeros on both sides of each dimension, D numbers.
+        dilation: Distance between the kernel's entries, D numbers.
+        groups: G, the number of channel groups.
+    """
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def positions(self, space: Sequence[int]) -> tuple[int, ...]:
+        """The number of the output's positions along each dimension of an input."""
+        settings = zip(space, self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        return tuple(
+            (length + 2 * pad - gap * (size - 1) - 1) // step + 1
+            for length, size, step, pad, gap in settings
+        )
+
+    def of_all(self, m: int) -> "Geometry":
+        """The convolution of m data at once, in which every datum is a group of channels."""
+        return replace(self, groups=m * self.groups)
+
+    def convolve(
+        self,
+        x: Float[Tensor, "n c *space"],
+        weight: Float[Tensor, "o i *kernel"],
+        bias: Float[Tensor, " o"] | None = None,
+    ) -> Float[Tensor, "n o *positions"]:
+        """The convolution itself."""
+        settings = (self.stride, self.padding, self.dilation, self.groups)
+        return CONVOLUTIONS[len(self.kernel)](x, weight, bias, *settings)
+
+    def input_gradient(
+        self,
+        shape: Sequence[int],
+        weight: Float[Tensor, "o i *kernel"],
+        gradient: Float[Tensor, "n o *positions"],
+    ) -> Float[Tensor, "n c *space"]:
+        """The gradient in the input, which has this shape."""
+        # Only the shape of this input is read; ``torch.nn.grad`` would copy the input first.
+        return self._backward(gradient, gradient.new_empty(shape), weight, (True, False, False))[0]
+
+    def weight_gradient(
+        self,
+        x: Float[Tensor, "n c *space"],
+        weight: Float[Tensor, "o i *kernel"],
+        gradient: Float[Tensor, "n o *positions"],
+    ) -> Float[Tensor, "o i *kernel"]:
+        """The gradient in the weight; of the contiguous ``weight`` no values are read."""
+        return self._backward(gradient, x, weight, (False, True, False))[1]
+
+    def _backward(
+        self, gradient: Tensor, x: Tensor, weight: Tensor, output_mask: Sequence[bool]
+    ) -> Sequence[Any]:
+        # Not transposed, hence no output padding.
+        settings = (self.stride, self.padding, self.dilation, False, (0,) * len(self.kernel))
+        return torch.ops.aten.convolution_backward(
+            gradient, x, weight, None, *settings, self.groups, output_mask
+        )
+
+
+def convolution_patches(
+    x: Float[Tensor, "mF c *space"], parts: int, g: Geometry
+) -> Float[Tensor, "m G i FT"]:
+    """Return the input that the kernel is multiplied with at each of the output's T positions.
+
+    ``parts`` is F, how many entries of dim 0 belong to each datum; i counts a group's channels
+    times the kernel's entries, in the weight's order.
+    """
+    windows, dims = x, len(g.kernel)
+    if any(g.padding):
+        windows = F.pad(x, [p for size in reversed(g.padding) for p in (size, size)])
+    for dim, (size, step, gap) in enumerate(zip(g.kernel, g.stride, g.dilation, strict=True)):
+        windows = windows.unfold(2 + dim, gap * (size - 1) + 1, step)[..., ::gap]
+    # (m F, c, *positions, *kernel) → (m, c, *kernel, F, *positions)
+    windows = windows.unflatten(0, (-1, parts))
+    positions, entries = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
+    windows = windows.permute(0, 2, *entries, 1, *positions)
+    inner = x.shape[1] // g.groups * prod(g.kernel)
+    return windows.reshape(len(windows), g.groups, inner, -1)
+
+
+def convolution_rows(
+    x: Float[Tensor, "mF c *space"], gradient: Float[Tensor, "m k F o *positions"], g: Geometry
+) -> Tensor:
+    """The rows (m, k, o, c / groups, *kernel) in the weight, from the output's gradients."""
+    m, k, parts, out = gradient.shape[:4]
+    inner = (x.shape[1] // g.groups, *g.kernel)
+    graph = torch.is_grad_enabled() and (x.requires_grad or gradient.requires_grad)
+    if not x.is_cuda and not graph and _at_once(x, gradient, g) == 1:
+        rows = x.new_empty(m, k * out, *inner)
+        for row, datum, datum_gradient in zip(rows, x.split(parts), gradient.split(1), strict=True):
+            row.copy_(g.weight_gradient(datum, row, _columns(datum_gradient, g)))
+    else:
+        patches = convolution_patches(x, parts, g)
+        # (m, k, F, G, o', T) → (m, G, k, o', F, T): one product for each datum and group.
+        columns = gradient.flatten(4).unflatten(3, (g.groups, -1)).permute(0, 3, 1, 4, 2, 5)
+        rows = columns.flatten(4).flatten(2, 3) @ patches.mT
+    # (m, G, k o', ...) → (m, k, o, c / groups, *kernel)
+    return rows.reshape(m, g.groups, k, -1, *inner).transpose(1, 2).flatten(2, 3)
+
+
+def convolution_inner(
+    x: Float[Tensor, "mF c *space"],
+    gradient: Float[Tensor, "m k F o *positions"],
+    cotangent: Float[Tensor, "m k o i *kernel"],
+    g: Geometry,
+) -> Float[Tensor, ""]:
+    """Σ cotangent · rows without forming the rows; the cotangent gets no gradient."""
+    return _Inner.apply(x, gradient, cotangent, g, _at_once(x, gradient, g))
+
+
+def _at_once(x: Tensor, gradient: Tensor, g: Geometry) -> int:
+    """How many data to convolve at once: one where that is as fast as all of them."""
+    (m, _, parts), numbers = gradient.shape[:3], prod(gradient.shape[1:])
+    multiplications = numbers * (x.shape[1] // g.groups) * prod(g.kernel)
+    copied = parts * prod(x.shape[1:]) + numbers if parts > 1 else 0
+    return 1 if multiplications >= _WORTH_A_CALL or copied >= _WORTH_NO_COPY else m
+
+
+def _columns(gradient: Float[Tensor, "m k F o *positions"], g: Geometry) -> Tensor:
+    """The gradients of all data side by side, (F, m G k o', *positions)."""
+    columns = gradient.unflatten(3, (g.groups, -1)).movedim(2, 0).transpose(2, 3)
+    return columns.flatten(1, 4)
+
+
+def _kernels(weights: Float[Tensor, "m k o i *kernel"], g: Geometry) -> Tensor:
+    """The weights of all data side by side, (m G k o', i, *kernel)."""
+    return weights.unflatten(2, (g.groups, -1)).transpose(1, 2).flatten(0, 3)
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _convolved(
+    x: Float[Tensor, "mF c *space"],
+    weights: Float[Tensor, "m k o i *kernel"],
+    parts: int,
+    g: Geometry,
+    at_once: int,
+) -> Float[Tensor, "m k F o *positions"]:
+    """Each datum convolved with its own k weights; in one convolution each is a channel group."""
+    pieces = []
+    for data, weight_chunk in zip(x.split(at_once * parts), weights.split(at_once), strict=True):
+        m, k, out = weight_chunk.shape[:3]
+        # (m F, c, *space) → (F, m c, *space)
+        side_by_side = data.unflatten(0, (m, -1)).transpose(0, 1).flatten(1, 2)
+        products = g.of_all(m).convolve(side_by_side, _kernels(weight_chunk, g))
+        # (F, m G k o', *positions) → (m, k, F, o, *positions)
+        products = products.unflatten(1, (m, g.groups, k, out // g.groups))
+        pieces.append(products.movedim((1, 3), (0, 1)).flatten(3, 4))
+    return _joined(pieces)
+
+
+def _pulled_back(
+    shape: torch.Size,
+    weights: Float[Tensor, "m k o i *kernel"],
+    gradient: Float[Tensor, "m k F o *positions"],
+    g: Geometry,
+    at_once: int,
+) -> Float[Tensor, "mF c *space"]:
+    """The gradient of ``_convolved`` in its input, which has this shape."""
+    pieces = []
+    for chunk, weight_chunk in zip(gradient.split(at_once), weights.split(at_once), strict=True):
+        m, parts = len(weight_chunk), chunk.shape[2]
+        of_all = (parts, m * shape[1], *shape[2:])
+        pulled = g.of_all(m).input_gradient(of_all, _kernels(weight_chunk, g), _columns(chunk, g))
+        # (F, m c, *space) → (m F, c, *space)
+        pieces.append(pulled.unflatten(1, (m, -1)).transpose(0, 1).flatten(0, 1))
+    return _joined(pieces)
+
+
+class _Inner(torch.autograd.Function):
+    """Σ cotangent · rows as ⟨each datum convolved with its cotangent, gradient⟩.
+
+    The value is linear in the gradients, so the convolutions are its derivative in them. The
+    tensors are as large as the network's activations: each is written once, and scaled in place.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gradient: Tensor,
+        cotangent: Tensor,
+        g: Geometry,
+        at_once: int,
+    ) -> Tensor:
+        products = _convolved(x, cotangent, gradient.shape[2], g, at_once)
+        ctx.save_for_backward(x, gradient, cotangent)
+        ctx.products, ctx.settings = products, (g, at_once)
+        return dot(products, gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *factors: Tensor) -> tuple[Tensor | None, ...]:
+        x, gradient, cotangent = ctx.saved_tensors
+        factor, again = factors[0].to(gradient.dtype), torch.is_grad_enabled()
+        scaled = torch.mul if again else Tensor.mul_
+        of_x = of_gradient = None
+        if ctx.needs_input_grad[0]:
+            of_x = scaled(_pulled_back(x.shape, cotangent, gradient, *ctx.settings), factor)
+        if ctx.needs_input_grad[1]:
+            products, ctx.products = ctx.products, None
+            if again or products is None:  # with a graph of its own, or a second call
+                products = _convolved(x, cotangent, gradient.shape[2], *ctx.settings)
+            of_gradient = scaled(products, factor)
+        return of_x, of_gradient, None, None, None
+
+
+def fixed_convolution(
+    x: Float[Tensor, "mF c *space"],
+    weight: Float[Tensor, "o i *kernel"],
+    bias: Float[Tensor, " o"] | None,
+    g: Geometry,
+) -> Float[Tensor, "mF o *positions"]:
+    """A convolution as PyTorch computes it, also under autocast, with a graph into x alone."""
+    # PyTorch's second derivative of a convolution also computes the one in the weight, wanted or
+    # not: one convolution in three of a gradient through rows. With a fixed weight there are two
+    # linear maps, and each is the other's derivative, any number of times.
+    # The layout in memory is that of x: gradients of many outputs are faster with channels first,
+    # which networks that train with channels last would leave at every layer.
+    weight = weight.clone(memory_format=torch.contiguous_format)
+    return _Convolve.apply(x, weight, bias, g)
+
+
+def is_convolution(node: Node) -> bool:
+    """Whether a node of an autograd graph is a ``fixed_convolution``."""
+    return getattr(node, "_forward_cls", None) is _Convolve
+
+
+class _Convolve(torch.autograd.Function):
+    """x ↦ W x + b."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.shape, ctx.dtype, ctx.geometry = x.shape, x.dtype, g
+        return g.convolve(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Wᵀ g."""
+        (weight,) = ctx.saved_tensors
+        of_x = _PullBack.apply(gradients[0], weight, ctx.shape, ctx.dtype, ctx.geometry)
+        return of_x, None, None, None
+
+
+class _PullBack(torch.autograd.Function):
+    """g ↦ Wᵀ g, in the type of the convolution's input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gradient: Tensor,
+        weight: Tensor,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        g: Geometry,
+    ) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.dtype, ctx.geometry = gradient.dtype, g
+        return g.input_gradient(shape, weight.to(gradient.dtype), gradient).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *vectors: Tensor) -> tuple[Tensor | None, ...]:
+        """W v."""
+        (weight,) = ctx.saved_tensors
+        vector = vectors[0].to(ctx.dtype)
+        product = _Convolve.apply(vector, weight.to(ctx.dtype), None, ctx.geometry)
+        return product, None, None, None, None

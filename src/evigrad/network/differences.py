@@ -1,0 +1,530 @@
+"""Comparing autograd's derivatives with finite differences of what it differentiates.
+
+Everything else here compares one use of autograd with another. A backward that is not the
+derivative of its forward, or that cannot be differentiated itself, is wrong in all of them. Three
+checks find it, each once and on a few examples:
+
+- Outputs in the weights, when a plan is made for a model with custom functions or with hooks on
+  tensors in its forward pass. A difference is often on purpose, as in straight-through estimators,
+  and a warning. If a hook causes it, it is an error.
+- Rows in the hyperparameters of the model, and in the cotangents, before the first gradient that
+  needs them. There a difference would make the gradient silently wrong: it is an error.
+- Functions that are marked as not differentiable twice, by their name.
+
+Differences are taken in float64, on a copy of the model. Its weights are moved a little, because a
+head that starts at zero would hide everything before it.
+"""
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from evigrad.errors import (
+    ConfigurationError,
+    EvigradError,
+    EvigradWarning,
+    is_out_of_memory,
+    listed,
+)
+from evigrad.network.arguments import model_outputs
+from evigrad.network.generic import dense
+from evigrad.network.modes import evaluation_run, without_autocast
+from evigrad.network.recorder import graph_nodes
+from evigrad.network.verification import moved_copy
+
+# The examples that derivatives are compared on.
+CHECKED_EXAMPLES = 2
+
+# Step, relative to a tensor's size, and largest relative difference that passes. Steps in float64
+# are so small that they do not cross the kinks of activations.
+_SETTINGS = {torch.float64: (1e-5, 1e-4)}
+_COARSE_SETTINGS = (3e-3, 2e-2)
+# Values are sums of many terms: their rounding error is this many units of the largest sum.
+_ROUNDING = 100.0
+# A difference counts only if it is this much larger than that between both sides of a point. On a
+# kink, or where rounding decides, the sides differ.
+_SIDES = 10.0
+
+# Each operation without a derivative that PyTorch's users meet, and what has one.
+_WAYS_OUT = {
+    "embedding_bag": "F.embedding, then .sum(-2), .mean(-2) or .amax(-2)",
+    "cdist": "(a[..., :, None, :] - b[..., None, :, :]).norm(p, dim=-1)",
+    "pdist": "(x[i] - x[j]).norm(p, dim=1) with i, j = torch.triu_indices(len(x), len(x), 1)",
+    "segment_reduce": "Tensor.scatter_reduce or Tensor.index_add",
+    "attention": "the kernel SDPBackend.MATH, which evigrad chooses if forward chooses none",
+}
+_MISSING = re.compile(
+    r"derivative for '?(?:aten::)?_?(\w+?)(?:_for_cpu)?(_backward)?(?::[^']*)?'? is"
+)
+
+_Result = TypeVar("_Result")
+
+
+# ------------------------------------------------------------ operations without derivatives
+
+
+@contextmanager
+def derivatives_named() -> Iterator[None]:
+    """Make PyTorch's error of a missing derivative one that names the operation and a way out.
+
+    Raises:
+        ConfigurationError: If an operation inside has no derivative, or no second one.
+        RuntimeError: Any other one, as it is.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        refused = _without_derivative(error)
+        if refused is None:
+            raise
+        raise refused from error
+
+
+def _without_derivative(error: BaseException) -> ConfigurationError | None:
+    """The error for an operation that has no derivative; None for other errors."""
+    if not isinstance(error, RuntimeError) or isinstance(error, EvigradError):
+        return None
+    text = str(error)
+    if "marked with @once_differentiable" in text:
+        return ConfigurationError(
+            "A custom function of the model cannot be differentiated twice: its backward is marked"
+            " with @once_differentiable. Write the backward in differentiable operations without"
+            " that mark, or leave the hyperparameters of the model fixed (requires_grad=False)."
+        )
+    match = _MISSING.search(text)
+    if match is None:
+        return None
+    name, second = match[1], match[2] is not None
+    way_out = next((way for part, way in _WAYS_OUT.items() if part in name), None)
+    instead = f"Use instead: {way_out}." if way_out else "Use other operations instead."
+    if second:
+        return ConfigurationError(
+            f"The model uses '{name}', which has no second derivative in PyTorch. The gradient in"
+            " hyperparameters of the model needs it, and so does an exact Hessian."
+            f" {instead} Or leave the hyperparameters of the model fixed (requires_grad=False)."
+        )
+    return ConfigurationError(
+        f"The model uses '{name}', which has no derivative in PyTorch for this argument. {instead}"
+        " Or let the argument depend on nothing that requires a gradient."
+    )
+
+
+def refuse_scaled_gradients(nodes: Iterable[Node]) -> None:
+    """Raise for an embedding whose gradient is divided by the counts of its indices."""
+    if any(getattr(node, "_saved_scale_grad_by_freq", False) for node in nodes):
+        raise ConfigurationError(
+            "forward calls F.embedding or F.embedding_bag with scale_grad_by_freq=True. The"
+            " gradient is then that of another function, and so would be the curvature. Leave the"
+            " argument out, or set it in an nn.Embedding, where evigrad switches it off."
+        )
+
+
+def refuse_once_differentiable(
+    model: nn.Module, weights: Mapping[str, nn.Parameter], learned: Sequence[str], x: Tensor
+) -> None:
+    """Raise for a function with ``once_differentiable`` whose backward the rows go through.
+
+    Args:
+        model: The model.
+        weights: Name → weight.
+        learned: The hyperparameters for whose gradient the rows are differentiated; none for the
+            exact Hessian.
+        x: A few inputs.
+
+    Raises:
+        ConfigurationError: If there is one.
+    """
+    with evaluation_run(model), torch.enable_grad():
+        nodes = _nodes_of_rows(model_outputs(model, x), weights.values())
+    names = sorted({name for node in nodes if (name := _once_differentiable(node))})
+    if names:
+        needed = f"in {listed(learned)}" if learned else "of the exact Hessian"
+        raise ConfigurationError(
+            f"{listed(names)} cannot be differentiated twice: the backward is marked with"
+            f" @once_differentiable. The derivative {needed} needs the second derivative, and would"
+            " be silently wrong. Write the backward in differentiable operations without that"
+            " mark, or fix these hyperparameters (requires_grad=False)."
+        )
+
+
+# The code of every function that the decorator makes.
+_ONCE = once_differentiable(lambda *_: None).__code__
+
+
+def _once_differentiable(node: Node) -> str:
+    """The name of a custom function that is marked as not differentiable twice, or nothing."""
+    function = getattr(node, "_forward_cls", None)
+    code = getattr(getattr(function, "backward", None), "__code__", None)
+    return function.__name__ if function is not None and code is _ONCE else ""
+
+
+def _nodes_of_rows(outputs: Tensor, weights: Iterable[Tensor]) -> set[Node]:
+    """The nodes of the graph of outputs that lead to a weight."""
+    nodes = graph_nodes(outputs)
+    users: dict[Node, list[Node]] = {}
+    for node in nodes:
+        for before, _ in node.next_functions:
+            if before is not None:
+                users.setdefault(before, []).append(node)
+    leaves = {id(w) for w in weights}
+    stack = [node for node in nodes if id(getattr(node, "variable", None)) in leaves]
+    leading = set(stack)
+    while stack:
+        for user in users.get(stack.pop(), ()):
+            if user not in leading:
+                leading.add(user)
+                stack.append(user)
+    return leading
+
+
+class TensorHooks(TorchFunctionMode):
+    """Whether a hook on a tensor was registered inside; ``ignore`` registers none."""
+
+    def __init__(self, ignore: bool = False) -> None:
+        super().__init__()
+        self._ignore = ignore
+        self.registered = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call the function, or return a handle of no hook."""
+        if func is Tensor.register_hook:
+            self.registered = True
+            if self._ignore:
+                return RemovableHandle({})
+        return func(*args, **(kwargs or {}))
+
+
+# ------------------------------------------------------------ finite differences
+
+
+def check_outputs(
+    moved: nn.Module,
+    weights: Collection[nn.Parameter],
+    x: Tensor,
+    nodes: Collection[Node],
+    hooked: bool,
+) -> None:
+    """Compare autograd's derivative of the outputs in the weights with finite differences.
+
+    Nothing is done for a model without custom functions and hooks. Its forward pass may still
+    detach tensors on purpose.
+
+    Args:
+        moved: A copy of the model, with weights off their initial values.
+        weights: The weights of the copy.
+        x: Inputs.
+        nodes: The nodes of the outputs' graph.
+        hooked: Whether the forward pass registers hooks on tensors.
+
+    Raises:
+        ConfigurationError: If they differ because of a hook.
+    """
+    functions = _custom_functions(nodes)
+    if not functions and not hooked:
+        return
+    x = x[:CHECKED_EXAMPLES]
+    verdict = _first_result(lambda dtype: _outputs_verdict(_copied(moved, weights, dtype), x))
+    if verdict is None or not verdict.differs:
+        return
+    numbers = (
+        f"Along a random direction in the weights, autograd's derivative of the outputs is"
+        f" {verdict.autograd:.4g}, and a finite difference of the outputs is"
+        f" {verdict.difference:.4g}."
+    )
+    if hooked:
+        with TensorHooks(ignore=True):
+            plain = _first_result(lambda dtype: _outputs_verdict(_copied(moved, weights, dtype), x))
+        if plain is None or plain.autograd != verdict.autograd:
+            raise ConfigurationError(
+                f"A hook on a tensor (register_hook in forward) changes gradients. {numbers} The"
+                " curvature would be that of another function. Remove the hook, or register it only"
+                " if self.training."
+            )
+    if functions:
+        warnings.warn(
+            f"The backward of {listed(functions)} is not the derivative of the forward, or a tensor"
+            f" is detached. {numbers} The curvature uses autograd's derivative. This is what you"
+            " want of a straight-through estimator, and not of reversed or scaled gradients. Use"
+            " these only if self.training.",
+            EvigradWarning,
+            stacklevel=2,
+        )
+
+
+def check_rows(
+    model: nn.Module,
+    weights: Mapping[str, nn.Parameter],
+    learned: Mapping[str, nn.Parameter],
+    names: Sequence[str],
+    x: Tensor,
+    varies: bool,
+) -> None:
+    """Compare autograd's derivatives of the rows with finite differences.
+
+    A hyperparameter in which autograd's derivative of the outputs is no difference of them is left
+    out with a warning: the model then defines its own derivatives, and differences cannot tell.
+
+    Args:
+        model: The model; it stays as it is.
+        weights: Name → weight.
+        learned: Name → hyperparameter of the model that the gradient is taken in.
+        names: All that the gradient is taken in, those of the likelihood included.
+        x: Inputs, of which the first few are used.
+        varies: Whether the rows' cotangents depend on what is learned.
+
+    Raises:
+        ConfigurationError: If they differ, or an operation has no second derivative.
+    """
+    x = x[:CHECKED_EXAMPLES].detach()
+    paths = {id(p): path for path, p in model.named_parameters()}
+    with derivatives_named():
+        refuse_once_differentiable(model, weights, names, x)
+
+        def undefined(dtype: torch.dtype | None) -> list[str]:
+            with evaluation_run(model):
+                moved = moved_copy(model, weights, x) or _plain_copy(model, weights)
+            copied = _copied(moved[0], moved[1].values(), dtype)
+            if varies:
+                _check_cotangents(copied, x, names)
+            parameters = dict(copied[0].named_parameters())
+            chosen = {name: parameters[paths[id(p)]] for name, p in learned.items()}
+            return [name for name, p in chosen.items() if not _check_row(name, copied, p, x)]
+
+        undefined_in = _first_result(undefined)
+    if undefined_in:
+        warnings.warn(
+            f"Autograd's derivative of the outputs in {listed(undefined_in)} differs from a finite"
+            " difference of the outputs. Straight-through estimators and detached parts cause this."
+            " The gradient of the evidence follows autograd.",
+            EvigradWarning,
+            stacklevel=2,
+        )
+
+
+# ------------------------------------------------------------ copies, sums and verdicts
+
+_Copy = tuple[nn.Module, list[nn.Parameter]]
+
+
+def _first_result(compute: Callable[[torch.dtype | None], _Result]) -> _Result | None:
+    """The result in float64, else in the model's type; None where the model takes neither."""
+    for dtype in (torch.float64, None):
+        try:
+            return compute(dtype)
+        except Exception as error:  # any other error means that the copy does not run
+            if isinstance(error, ConfigurationError) or is_out_of_memory(error):
+                raise
+            if _without_derivative(error) is not None:
+                raise
+    return None
+
+
+def _plain_copy(
+    model: nn.Module, weights: Mapping[str, nn.Parameter]
+) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+    """A copy as it is, where weights cannot be moved."""
+    copied = copy.deepcopy(model)
+    parameters = dict(copied.named_parameters())
+    return copied, {name: parameters[name] for name in weights}
+
+
+def _copied(model: nn.Module, weights: Iterable[nn.Parameter], dtype: torch.dtype | None) -> _Copy:
+    """A copy of a model in a type, and its weights."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    copied = copy.deepcopy(model)
+    copied = copied if dtype is None else copied.to(dtype)
+    parameters = dict(copied.named_parameters())
+    return copied, [parameters[names[id(w)]] for w in weights]
+
+
+class _Verdict(NamedTuple):
+    """A comparison of autograd with a finite difference, along a random direction.
+
+    Attributes:
+        differs: Whether autograd's derivative is not that of the function; None if it is unclear.
+        autograd: Autograd's derivative.
+        difference: The finite difference.
+    """
+
+    differs: bool | None
+    autograd: float
+    difference: float
+
+
+class _RandomSums:
+    """A random sum of a copy's outputs, and one of a row's entries; with those of their sizes."""
+
+    def __init__(self, copied: _Copy, x: Tensor, seed: int) -> None:
+        self.model, self.weights = copied
+        first = next(self.model.parameters())
+        self.x = x.to(first.dtype) if x.is_floating_point() else x
+        self._generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            self.vectors = self._random(self._outputs()).requires_grad_()
+        self._factors = [self._random(w) for w in self.weights]
+
+    def of_outputs(self, differentiable: bool) -> tuple[Tensor, float]:
+        """The sum of the outputs with random factors."""
+        terms = self.vectors.detach() * self._outputs()
+        return terms.sum(), float(terms.detach().abs().sum())
+
+    def of_row(self, differentiable: bool) -> tuple[Tensor, float]:
+        """The sum of a row's entries with random factors; linear in ``vectors``, its cotangents."""
+        value = (self.vectors * self._outputs()).sum()
+        row = torch.autograd.grad(
+            value, self.weights, create_graph=differentiable, allow_unused=True
+        )
+        terms = [
+            factor * dense(gradient)
+            for factor, gradient in zip(self._factors, row, strict=True)
+            if gradient is not None
+        ]
+        sizes = [float(term.detach().abs().sum()) for term in terms]
+        return torch.stack([term.sum() for term in terms]).sum(), sum(sizes)
+
+    def verdict(
+        self, function: Callable[[bool], tuple[Tensor, float]], tensors: Sequence[nn.Parameter]
+    ) -> _Verdict:
+        """Compare the derivative of one of the sums in some parameters, which are moved back."""
+        value, size = function(True)
+        directions = [self._random(p) * _root_mean_square(p) for p in tensors]
+        gradients: Sequence[Tensor | None] = [None] * len(tensors)
+        if value.requires_grad:
+            gradients = torch.autograd.grad(value, list(tensors), allow_unused=True)
+        pairs = zip(gradients, directions, strict=True)
+        autograd = sum(float((dense(g) * d).sum()) for g, d in pairs if g is not None)
+
+        step, tolerance = _SETTINGS.get(value.dtype, _COARSE_SETTINGS)
+        starts = [p.detach().clone() for p in tensors]
+
+        def at(place: float) -> float:
+            with torch.no_grad():
+                for p, start, direction in zip(tensors, starts, directions, strict=True):
+                    p.copy_(start + place * direction)
+            return float(function(False)[0].detach())
+
+        before, after, here = at(-step), at(step), at(0.0)
+        left, right = (here - before) / step, (after - here) / step
+        difference = (left + right) / 2
+        error, sides = abs(autograd - difference), abs(right - left)
+        allowed = tolerance * max(abs(autograd), abs(difference))
+        allowed += _ROUNDING * torch.finfo(value.dtype).eps * size / step
+        differs = False if error <= allowed else True if error > allowed + _SIDES * sides else None
+        return _Verdict(differs, autograd, difference)
+
+    def _outputs(self) -> Tensor:
+        with evaluation_run(self.model):  # the same draws in each pass
+            return model_outputs(self.model, self.x)
+
+    def _random(self, like: Tensor) -> Tensor:
+        return torch.randn(
+            like.shape, generator=self._generator, dtype=torch.float64, device="cpu"
+        ).to(like)
+
+
+def _root_mean_square(p: Tensor) -> float:
+    """The root mean square of the entries; 1 where they are zero."""
+    return float(p.detach().square().mean().sqrt()) or 1.0
+
+
+@contextmanager
+def _computing(model: nn.Module, x: Tensor) -> Iterator[None]:
+    """Forward and backward passes; those in the backward of a checkpoint are in the same mode."""
+    with evaluation_run(model), torch.enable_grad(), without_autocast(x.device):
+        yield
+
+
+def _verdict(copied: _Copy, x: Tensor, function: str, tensors: Sequence[nn.Parameter]) -> _Verdict:
+    """The verdict of ``_RandomSums``; a difference counts only if other random numbers show it."""
+    with _computing(copied[0], x):
+        sums = _RandomSums(copied, x, seed=0)
+        first = sums.verdict(getattr(sums, function), tensors)
+        if not first.differs:
+            return first
+        sums = _RandomSums(copied, x, seed=1)
+        second = sums.verdict(getattr(sums, function), tensors)
+    return second if second.differs else second._replace(differs=None)
+
+
+def _outputs_verdict(copied: _Copy, x: Tensor) -> _Verdict:
+    """The verdict on the outputs' derivative in all weights that autograd knows them to use."""
+    model, weights = copied
+    with _computing(model, x):
+        nodes = graph_nodes(model_outputs(model, _RandomSums(copied, x, 0).x))
+    leaves = {id(getattr(node, "variable", None)) for node in nodes}
+    return _verdict(copied, x, "of_outputs", [w for w in weights if id(w) in leaves])
+
+
+def _check_row(name: str, copied: _Copy, p: nn.Parameter, x: Tensor) -> bool:
+    """Return False if the outputs' derivative in a parameter is not theirs.
+
+    Raises:
+        ConfigurationError: If it is, and a row's derivative is not that of the row.
+    """
+    if p.numel() == 0 or p.layout != torch.strided or not p.is_floating_point():
+        return True
+    first = _verdict(copied, x, "of_outputs", [p])
+    if first.differs is not False:
+        return not first.differs
+    second = _verdict(copied, x, "of_row", [p])
+    if second.differs:
+        raise ConfigurationError(
+            f"The gradient in {name!r} would be wrong. It needs the derivative of Jacobian rows in"
+            f" {name!r}. Along a random direction autograd's derivative is {second.autograd:.4g},"
+            f" and a finite difference of autograd's rows is {second.difference:.4g}."
+            f" {_culprits(copied, x)} Write that backward in differentiable operations on its"
+            f" inputs and saved tensors, or fix {name!r} (requires_grad=False)."
+        )
+    return True
+
+
+def _check_cotangents(copied: _Copy, x: Tensor, learned: Sequence[str]) -> None:
+    """Raise if autograd's derivative of a row in its cotangents is wrong; the row is linear."""
+    with _computing(copied[0], x):
+        sums = _RandomSums(copied, x, 0)
+        value, size = sums.of_row(True)
+        gradient = None
+        if value.requires_grad:
+            (gradient,) = torch.autograd.grad(value, [sums.vectors], allow_unused=True)
+    derivative = 0.0 if gradient is None else float((gradient * sums.vectors.detach()).sum())
+    tolerance = _SETTINGS.get(value.dtype, _COARSE_SETTINGS)[1]
+    if abs(derivative - float(value.detach())) > tolerance * size:
+        raise ConfigurationError(
+            f"The gradient in {listed(learned)} would be wrong. It needs the derivative of Jacobian"
+            " rows in their cotangents, the derivatives of the likelihood. A random row has"
+            f" {float(value.detach()):.4g}, and autograd's derivative gives {derivative:.4g}."
+            f" {_culprits(copied, x)} Write that backward in differentiable operations on its"
+            " inputs and saved tensors, or fix these hyperparameters (requires_grad=False)."
+        )
+
+
+def _culprits(copied: _Copy, x: Tensor) -> str:
+    """A sentence with the custom functions that the rows go through."""
+    model, weights = copied
+    with _computing(model, x):
+        nodes = _nodes_of_rows(model_outputs(model, _RandomSums(copied, x, 0).x), weights)
+    names = _custom_functions(nodes)
+    of_whom = f"The backward of {listed(names)}" if names else "A backward of the model"
+    return f"{of_whom} holds something constant, for example by detaching it."
+
+
+def _custom_functions(nodes: Iterable[Node]) -> list[str]:
+    """Names of the ``autograd.Function`` classes among nodes."""
+    functions = (getattr(node, "_forward_cls", None) for node in nodes)
+    return sorted({function.__name__ for function in functions if function is not None})

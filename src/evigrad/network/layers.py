@@ -1,0 +1,609 @@
+"""Closed forms: one rule for each function that a layer calls with its parameters.
+
+A rule turns the input of a call and the gradients of the rows in its output into the rows in each
+parameter of the call. It looks at functions, not at modules: ``F.linear(x, w)`` in a forward method
+is the same to it as ``nn.Linear``.
+
+A new layer type is a ``Rule`` with ``match`` and ``rows``, and an entry in ``RULES``. The numbers
+need nothing else: every plan compares the rows with plain autograd (``verification.Reference``),
+and a rule that is wrong is not used. The tests loop over ``RULES`` and ask for arguments to call
+the function with (``tests/network/calls.py``). For speed there are ``inner``, ``kronecker`` with
+``factors`` and ``matrix``, and, where the tests say that ``ownership`` does not know the function's
+autograd node, a step there: without one the layers in front cost extra backward passes.
+"""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from inspect import signature
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from evigrad.core.algebra import dot
+from evigrad.core.curvature.kronecker import KroneckerUse
+from evigrad.fast.contraction import MatrixUse
+from evigrad.network.convolutions import (
+    Geometry,
+    convolution_inner,
+    convolution_rows,
+    fixed_convolution,
+)
+from evigrad.network.kronecker import ConvolutionUse
+from evigrad.network.paths import JacobianPlan, Use
+
+
+@dataclass(frozen=True)
+class Match:
+    """A function call that a closed form covers.
+
+    Attributes:
+        input: The tensor that the parameters act on, or one that is computed from the call's
+            arguments, as a padded input; its dim 0 has F consecutive entries for each datum, m F in
+            all. It alone is checked for changes in place, cast under autocast and cut to a datum.
+        slots: The call's parameters by their role, for example "weight" or "bias".
+        settings: What else the rows depend on, which must be the same in every batch.
+        computed: Gives a tensor whose dim 0 is that of ``input``, when rows are formed; or None.
+    """
+
+    input: Tensor
+    slots: dict[str, Tensor]
+    settings: dict[str, Any] = field(default_factory=dict)
+    computed: Callable[[], Tensor] | None = None
+
+
+class Rule(ABC):
+    """The closed form of one function.
+
+    Dim 0 of the input counts m data times F consecutive parts of each, for example augmentation
+    samples or patches; F is 1 where it counts the data alone. Gradients in the output have separate
+    dimensions for the two, and a datum's rows are sums over its parts.
+
+    Attributes:
+        name: For ``JacobianPlan.describe()``.
+        kronecker: Slots for which ``factors`` and ``matrix`` are defined.
+        at_positions: Whether the function acts on each entry of the input's dimensions between the
+            first and the last alone, so that several calls are one with more such entries.
+        transposed: Whether their weights are (in, out) and not (out, in).
+    """
+
+    name: str
+    kronecker: frozenset[str] = frozenset()
+    at_positions: bool = False
+    transposed: bool = False
+
+    @abstractmethod
+    def match(self, *args: Any, **kwargs: Any) -> Match | None:
+        """Read a call's arguments, in the function's signature; None if no closed form holds.
+
+        A rule that shares the formulas of another function's holds that rule and does not inherit
+        from it, as the signatures differ.
+        """
+
+    def data_second(self, match: Match) -> bool:
+        """Whether dim 1 of input and output may count the data, as dim 0 does for other calls."""
+        return self.at_positions
+
+    def call(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call the function, with detached parameters, or a faster equivalent."""
+        return function(*args, **kwargs)
+
+    @abstractmethod
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
+        """The rows in one parameter, (m, k, *parameter shape), from the gradient in the output."""
+
+    def inner(
+        self,
+        slot: str,
+        match: Match,
+        gradient: Float[Tensor, "m k F *out"],
+        cotangent: Float[Tensor, "m k *parameter"],
+    ) -> Float[Tensor, ""]:
+        """Return Σ cotangent · rows in one parameter; the cotangent gets no gradient.
+
+        This forms the rows: override it for a slot whose rows are much larger than the inputs and
+        the gradients, and leave the other slots to it.
+        """
+        parts, numel = gradient.shape[2], prod(cotangent.shape[2:])
+        if parts > 1 and numel <= prod(gradient.shape[3:]):
+            # Each part as a datum of its own: the derivative in the gradients, a few numbers for
+            # each part, is then never expanded in memory.
+            gradient = gradient.transpose(1, 2).flatten(0, 1).unsqueeze(2)
+            cotangent = cotangent.repeat_interleave(parts, dim=0)
+        return dot(self.rows(slot, match, gradient), cotangent)
+
+    def factors(self, match: Match, gradient: Float[Tensor, "m k F *out"]) -> KroneckerUse:
+        """The Kronecker factors of the rows in the weight."""
+        raise NotImplementedError(f"{self.name} has no Kronecker factors")
+
+    def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
+        """Sizes of a use of the weight, of this shape, as one matrix; None if it is none."""
+        del use, shape
+        return None
+
+    def products(
+        self, match: Match, gradient: Float[Tensor, "m k F *out"]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the inputs (m, T, i) and gradients (m, k, T, o) whose products the rows are.
+
+        Where rows of the matrix are looked up, these are their numbers (m, T) and gradients
+        (m, k, T, i).
+        """
+        use = self.factors(match, gradient)
+        return use.inputs[:, 0], use.gradients[:, :, 0]
+
+
+def aligned(values: Tensor, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
+    """Values of the data and their parts, (m F, ...), as (m, 1, F, ...) like the gradients."""
+    return values.unflatten(0, (gradient.shape[0], gradient.shape[2]))[:, None]
+
+
+def given(**slots: Tensor | None) -> dict[str, Tensor]:
+    """The slots that hold a tensor."""
+    return {slot: tensor for slot, tensor in slots.items() if tensor is not None}
+
+
+def sum_to(
+    values: Float[Tensor, "m k F *out"], shape: Sequence[int]
+) -> Float[Tensor, "m k *parameter"]:
+    """Sum over the dimensions along which a parameter of this shape was broadcast."""
+    out = values.shape[2:]
+    sizes = list(shape)[-len(out) :]
+    sizes = [1] * (len(out) - len(sizes)) + sizes
+    dims = [2 + i for i, (a, b) in enumerate(zip(sizes, out, strict=True)) if a == 1 and b != 1]
+    if dims:
+        values = values.sum(dims)
+    return values.reshape(*values.shape[:2], *shape)
+
+
+def sum_to_channels(values: Float[Tensor, "m k F c *space"]) -> Float[Tensor, "m k c"]:
+    """Sum over all dimensions but the channels."""
+    return values.sum((2, *range(4, values.dim())))
+
+
+class Linear(Rule):
+    """z = x Wᵀ + b, with any number of dimensions between the data and the features."""
+
+    name = "linear"
+    kronecker = frozenset({"weight"})
+    at_positions = True
+
+    def match(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Match | None:
+        """See ``Rule.match``."""
+        if input.dim() < 2 or weight.dim() != 2:
+            return None
+        return Match(input, given(weight=weight, bias=bias))
+
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
+        """See ``Rule.rows``."""
+        a, g = self.positions(match, gradient)
+        if slot == "bias":
+            return g.sum(2)
+        m, k, positions, out = g.shape
+        if positions == 1:
+            return g.transpose(2, 3) * a[:, None]
+        return (g.transpose(2, 3).reshape(m, k * out, positions) @ a).reshape(m, k, out, -1)
+
+    def inner(
+        self,
+        slot: str,
+        match: Match,
+        gradient: Float[Tensor, "m k F *out"],
+        cotangent: Float[Tensor, "m k *parameter"],
+    ) -> Float[Tensor, ""]:
+        """See ``Rule.inner``."""
+        if slot == "bias":
+            return super().inner(slot, match, gradient, cotangent)
+        a, g = self.positions(match, gradient)
+        m, k, positions, out = g.shape
+        products = a @ cotangent.flatten(1, 2).mT  # each datum's input through its own weights
+        return dot(products.reshape(m, positions, k, out).transpose(1, 2), g)
+
+    def factors(
+        self, match: Match, gradient: Float[Tensor, "m k F *out"], transposed: bool = False
+    ) -> KroneckerUse:
+        """See ``Rule.factors``."""
+        a, g = self.positions(match, gradient)
+        return KroneckerUse(a[:, None], g[:, :, None], transposed)
+
+    def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
+        """See ``Rule.matrix``."""
+        return MatrixUse(use.parts * prod(use.input[:-1]), shape[1], shape[0])
+
+    @staticmethod
+    def positions(
+        match: Match, gradient: Float[Tensor, "m k F *out"]
+    ) -> tuple[Float[Tensor, "m T i"], Float[Tensor, "m k T o"]]:
+        """The input and the gradients at all positions of a datum, parts among them."""
+        a, (m, k, parts) = match.input, gradient.shape[:3]
+        positions = parts * prod(a.shape[1:-1])
+        a = a.reshape(m, positions, a.shape[-1])
+        return a, gradient.reshape(m, k, positions, gradient.shape[-1])
+
+
+class Product(Rule):
+    """z = x W or b + x W: a linear layer whose weight (in, out) is transposed.
+
+    Args:
+        name: The name of the rule.
+        arguments: Reads a call as (x, W) or (x, W, b).
+    """
+
+    kronecker = frozenset({"weight"})
+    at_positions = True
+    transposed = True
+
+    def __init__(self, name: str, arguments: Callable[..., tuple[Any, ...]]) -> None:
+        self.name = name
+        self._arguments, self._linear = arguments, Linear()
+
+    def match(self, *args: Any, **kwargs: Any) -> Match | None:
+        """See ``Rule.match``."""
+        operands = self._arguments(*args, **kwargs)
+        if not operands or not all(isinstance(operand, Tensor) for operand in operands):
+            return None
+        x, weight, *bias = operands
+        if x.dim() < 2 or weight.dim() != 2 or any(b.dim() != 1 for b in bias):
+            return None
+        return Match(x, given(weight=weight, bias=bias[0] if bias else None))
+
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
+        """See ``Rule.rows``."""
+        if slot == "bias":
+            return self._linear.rows(slot, match, gradient)
+        a, g = self._linear.positions(match, gradient)
+        return a.mT[:, None] @ g
+
+    def inner(
+        self,
+        slot: str,
+        match: Match,
+        gradient: Float[Tensor, "m k F *out"],
+        cotangent: Float[Tensor, "m k *parameter"],
+    ) -> Float[Tensor, ""]:
+        """See ``Rule.inner``."""
+        cotangent = cotangent if slot == "bias" else cotangent.mT
+        return self._linear.inner(slot, match, gradient, cotangent)
+
+    def factors(self, match: Match, gradient: Float[Tensor, "m k F *out"]) -> KroneckerUse:
+        """See ``Rule.factors``."""
+        return self._linear.factors(match, gradient, self.transposed)
+
+    def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
+        """See ``Rule.matrix``."""
+        return self._linear.matrix(use, shape[::-1])
+
+
+def _addmm(
+    input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1
+) -> tuple[Any, ...]:
+    return (mat1, mat2, input) if beta == alpha == 1 else ()
+
+
+def _matmul(input: Any, other: Any) -> tuple[Any, ...]:
+    return input, other
+
+
+class Convolution(Rule):
+    """Convolutions with 1 to 3 spatial dimensions."""
+
+    kronecker = frozenset({"weight"})
+
+    def __init__(self, dimensions: int) -> None:
+        self.name = f"conv{dimensions}d"
+        self.dimensions = dimensions
+
+    def match(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: int | Sequence[int] = 1,
+        padding: int | str | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+    ) -> Match | None:
+        """See ``Rule.match``."""
+        if input.dim() != self.dimensions + 2:  # one datum without a batch dimension
+            return None
+        kernel, dilation = tuple(weight.shape[2:]), self._each(dilation)
+        if padding == "same":
+            spans = [d * (size - 1) for size, d in zip(kernel, dilation, strict=True)]
+            padding = tuple(span // 2 for span in spans)
+            if any(span % 2 for span in spans):  # another zero behind
+                input = F.pad(input, [z for s in reversed(spans) for z in (0, s % 2)])
+        # Padding modes other than zeros arrive here as a padded input.
+        pads = self._each(0 if isinstance(padding, str) else padding)
+        geometry = Geometry(kernel, self._each(stride), pads, dilation, groups)
+        return Match(input, given(weight=weight, bias=bias), {"geometry": geometry})
+
+    def call(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """See ``Rule.call``."""
+        match = self.match(*args, **kwargs)
+        if match is None or any(p.requires_grad for p in match.slots.values()):
+            return function(*args, **kwargs)
+        slots, geometry = match.slots, match.settings["geometry"]
+        return fixed_convolution(match.input, slots["weight"], slots.get("bias"), geometry)
+
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
+        """See ``Rule.rows``."""
+        if slot == "bias":
+            return sum_to_channels(gradient)
+        return convolution_rows(match.input, gradient, match.settings["geometry"])
+
+    def inner(
+        self,
+        slot: str,
+        match: Match,
+        gradient: Float[Tensor, "m k F *out"],
+        cotangent: Float[Tensor, "m k *parameter"],
+    ) -> Float[Tensor, ""]:
+        """See ``Rule.inner``."""
+        if slot == "bias":
+            return super().inner(slot, match, gradient, cotangent)
+        return convolution_inner(match.input, gradient, cotangent, match.settings["geometry"])
+
+    def factors(self, match: Match, gradient: Float[Tensor, "m k F *out"]) -> KroneckerUse:
+        """See ``Rule.factors``."""
+        geometry: Geometry = match.settings["geometry"]
+        # (m, k, F, o, *positions) → (m, k, G, F T, o')
+        g = gradient.flatten(4).unflatten(3, (geometry.groups, -1))
+        g = g.permute(0, 1, 3, 2, 5, 4).flatten(3, 4)
+        return ConvolutionUse(match.input, g, geometry)
+
+    def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
+        """See ``Rule.matrix``; channel groups have a matrix each."""
+        if shape[1] != use.input[0]:
+            return None
+        return MatrixUse(use.parts * prod(use.output[1:]), prod(shape[1:]), shape[0])
+
+    def _each(self, setting: int | Sequence[int]) -> tuple[int, ...]:
+        values = (setting,) if isinstance(setting, int) else tuple(setting)
+        return values * self.dimensions if len(values) == 1 else values
+
+
+class Embedding(Rule):
+    """z = W[indices]; the padding index gets no gradient."""
+
+    name = "embedding"
+
+    def match(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Match | None:
+        """See ``Rule.match``."""
+        # max_norm changes the weight; scale_grad_by_freq changes its gradient.
+        if max_norm is not None or scale_grad_by_freq or input.dim() == 0:
+            return None
+        if padding_idx is not None and padding_idx < 0:
+            padding_idx += weight.shape[0]
+        return Match(input, {"weight": weight}, {"padding_idx": padding_idx})
+
+    def data_second(self, match: Match) -> bool:
+        """See ``Rule.data_second``."""
+        return True
+
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
+        """See ``Rule.rows``."""
+        weight = match.slots["weight"]
+        (m, k), (entries, size) = gradient.shape[:2], weight.shape
+        indices, gradient = self.products(match, gradient)
+        indices = indices[:, None]
+        # The tables of all rows lie in one long table, which a single scatter fills.
+        table = entries * torch.arange(m * k, device=indices.device).reshape(m, k, 1)
+        rows = gradient.new_zeros(m * k * entries, size)
+        rows = rows.index_add(0, (indices + table).flatten(), gradient.flatten(0, 2))
+        return rows.reshape(m, k, entries, size)
+
+    def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
+        """See ``Rule.matrix``."""
+        return MatrixUse(use.parts * prod(use.input), shape[1], shape[0], looked_up=True)
+
+    def products(
+        self, match: Match, gradient: Float[Tensor, "m k F *out"]
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Rule.products``."""
+        (m, k), size = gradient.shape[:2], match.slots["weight"].shape[1]
+        indices = match.input.reshape(m, -1)
+        gradient = gradient.reshape(m, k, indices.shape[1], size)
+        padding_idx = match.settings["padding_idx"]
+        if padding_idx is not None:
+            gradient = gradient * (indices != padding_idx)[:, None, :, None]
+        return indices, gradient
+
+
+class Normalisation(Rule):
+    """z = W x̂ + b, where x̂ is what the function gives without parameters.
+
+    Args:
+        function: Standardises its first argument, and has arguments ``weight`` and maybe ``bias``.
+        channels: Whether these are one number for each channel, as in group norm; else they have
+            the trailing dimensions of the output, as in layer norm.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], channels: bool) -> None:
+        self.name = function.__name__
+        self._function, self._signature = function, signature(function)
+        self._channels = channels
+
+    def match(self, *args: Any, **kwargs: Any) -> Match | None:
+        """See ``Rule.match``."""
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
+        slots = given(weight=arguments.pop("weight"), bias=arguments.pop("bias", None))
+        # The data mix, or the call would update the running statistics.
+        if arguments.get("training") or (
+            arguments.get("use_input_stats") and arguments["running_mean"] is not None
+        ):
+            return None
+        # Trailing dimensions that take in dim 0 leave no dimension for the data.
+        trailing = 1 if self._channels else max(p.dim() for p in slots.values())
+        if arguments["input"].dim() <= trailing:
+            return None
+        return Match(arguments["input"], slots, computed=lambda: self._function(**arguments))
+
+    def data_second(self, match: Match) -> bool:
+        """See ``Rule.data_second``."""
+        return not self._channels
+
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
+        """See ``Rule.rows``."""
+        if slot == "weight":
+            assert match.computed is not None
+            gradient = gradient * aligned(match.computed(), gradient)
+        if self._channels:
+            return sum_to_channels(gradient)
+        return sum_to(gradient, match.slots[slot].shape)
+
+
+class PReLU(Rule):
+    """z = max(x, 0) + w min(x, 0), with one w in all or one per channel."""
+
+    name = "prelu"
+
+    def match(self, input: Tensor, weight: Tensor) -> Match | None:
+        """See ``Rule.match``."""
+        if input.dim() < (1 if weight.numel() == 1 else 2):
+            return None
+        return Match(input, {"weight": weight})
+
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
+        """See ``Rule.rows``."""
+        values = gradient * aligned(match.input.clamp(max=0), gradient)
+        shape = match.slots["weight"].shape
+        return sum_to(values, shape) if shape.numel() == 1 else sum_to_channels(values)
+
+
+class Elementwise(Rule):
+    """A parameter combined with a tensor element by element, broadcast over the data.
+
+    Args:
+        name: The name of the rule.
+        derivatives: For a parameter in the slots "input" (left) and "other" (right): (the tensor,
+            the parameter, alpha) → derivative of the result, a number or a tensor that broadcasts.
+    """
+
+    def __init__(
+        self, name: str, derivatives: Mapping[str, Callable[[Tensor, Tensor, Any], Any]]
+    ) -> None:
+        self.name = name
+        self._derivatives = derivatives
+
+    def match(self, input: Any, other: Any, *, alpha: Any = 1) -> Match | None:
+        """See ``Rule.match``."""
+        if not isinstance(input, Tensor) or not isinstance(other, Tensor):
+            return None
+        slot = "input" if isinstance(input, torch.nn.Parameter) else "other"
+        tensor, parameter = (other, input) if slot == "input" else (input, other)
+        # The parameter must not have the batch dimension, nor make up for a missing one.
+        room = tensor.dim() - parameter.dim()
+        if tensor.dim() == 0 or room < 0 or (room == 0 and parameter.shape[0] != 1):
+            return None
+        return Match(tensor, {slot: parameter}, {"alpha": alpha})
+
+    def data_second(self, match: Match) -> bool:
+        """See ``Rule.data_second``."""
+        return all(match.input.dim() - p.dim() > 1 for p in match.slots.values())
+
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
+        """See ``Rule.rows``."""
+        parameter = match.slots[slot]
+        # Detached: rows have no graph into the weights.
+        derivative = self._derivatives[slot](
+            match.input, parameter.detach(), match.settings["alpha"]
+        )
+        if isinstance(derivative, Tensor):
+            return sum_to(gradient * aligned(derivative, gradient), parameter.shape)
+        rows = sum_to(gradient, parameter.shape)
+        return rows if derivative == 1 else rows * derivative
+
+
+class Expand(Rule):
+    """A parameter that each datum gets, as a class token."""
+
+    name = "expand"
+
+    def match(self, input: Tensor, *sizes: Any) -> Match | None:
+        """See ``Rule.match``."""
+        shape = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes
+        room = len(shape) - input.dim()
+        if not shape or shape[0] < 0 or (room == 0 and input.shape[0] != 1):
+            return None
+        # No tensor is acted on: this one only counts the data.
+        return Match(input.new_empty(shape[0], 0), {"input": input})
+
+    def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
+        """See ``Rule.rows``."""
+        return sum_to(gradient, match.slots[slot].shape)
+
+
+_ADD = Elementwise("add", {"input": lambda x, p, alpha: 1, "other": lambda x, p, alpha: alpha})
+_SUB = Elementwise("sub", {"input": lambda x, p, alpha: 1, "other": lambda x, p, alpha: -alpha})
+_MUL = Elementwise("mul", {"input": lambda x, p, alpha: x, "other": lambda x, p, alpha: x})
+_DIV = Elementwise(
+    "div", {"input": lambda x, p, alpha: 1 / x, "other": lambda x, p, alpha: -x / p**2}
+)
+
+_MATMUL = Product("matmul", _matmul)
+
+# Every function that has a closed form, as ``__torch_function__`` reports it: ``F.x`` and
+# ``torch.x`` are mostly one object, an operator and its method always.
+RULES: dict[Callable[..., Any], Rule] = {
+    F.linear: Linear(),
+    torch.addmm: Product("addmm", _addmm),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm), _MATMUL),
+    torch.conv1d: Convolution(1),
+    torch.conv2d: Convolution(2),
+    torch.conv3d: Convolution(3),
+    F.embedding: Embedding(),
+    F.layer_norm: Normalisation(F.layer_norm, channels=False),
+    F.rms_norm: Normalisation(F.rms_norm, channels=False),
+    F.group_norm: Normalisation(F.group_norm, channels=True),
+    F.batch_norm: Normalisation(F.batch_norm, channels=True),
+    F.instance_norm: Normalisation(F.instance_norm, channels=True),
+    torch.prelu: PReLU(),
+    Tensor.expand: Expand(),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _ADD),
+    **dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), _SUB),
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _MUL),
+    **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__), _DIV),
+}
+
+
+def matrix_uses(
+    plan: JacobianPlan, weights: Mapping[str, Tensor]
+) -> dict[str, tuple[MatrixUse, ...]]:
+    """Sizes of the weights that are used as one matrix, once or as tied linear layers are."""
+    rules = {rule.name: rule for rule in RULES.values()}
+    uses_of_weights: dict[str, tuple[MatrixUse, ...]] = {}
+    for name, uses in plan.uses.items():
+        of_uses = [rules[use.rule] for use in uses]
+        matrices = all(isinstance(rule, Linear | Embedding) for rule in of_uses)
+        if any(use.slot != "weight" for use in uses) or not (matrices or len(uses) == 1):
+            continue
+        sizes: list[MatrixUse | None] = []
+        for use, times in Counter(uses).items():
+            rule, size = rules[use.rule], rules[use.rule].matrix(use, weights[name].shape)
+            if size is not None and rule.at_positions:  # as ``recorder.joined`` has them
+                size, times = replace(size, positions=times * size.positions), 1
+            sizes += [size] * times
+        matrix_sizes = tuple(size for size in sizes if size is not None)
+        if len(matrix_sizes) == len(sizes):
+            uses_of_weights[name] = matrix_sizes
+    return uses_of_weights

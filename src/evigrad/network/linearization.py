@@ -1,0 +1,434 @@
+"""The rows of a micro-batch: one forward pass, then one backward pass for each root column."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, cached_property, partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from evigrad.core.curvature.kronecker import KroneckerUse
+from evigrad.core.curvature.rows import DeferredRows, Rows
+from evigrad.core.roots import RootRows
+from evigrad.errors import ConfigurationError, InputError, is_out_of_memory, nearest
+from evigrad.fast.contraction import ProductRows
+from evigrad.inputs import called
+from evigrad.network.arguments import check_call, check_output
+from evigrad.network.generic import loop_rows, vmap_rows
+from evigrad.network.modes import model_run, without_autocast
+from evigrad.network.ownership import placed, probed
+from evigrad.network.paths import JacobianPlan
+from evigrad.network.recorder import Call, Recorder, joined, reachable
+
+
+def uses_of(calls: Sequence[Call]) -> dict[str, list[tuple[Call, str]]]:
+    """Name → its recorded uses as (call, slot)."""
+    uses: dict[str, list[tuple[Call, str]]] = {}
+    for call in calls:
+        for slot, name in call.names.items():
+            uses.setdefault(name, []).append((call, slot))
+    return uses
+
+
+class Linearization:
+    """One forward pass of a model over m data, and the rows of its Jacobian.
+
+    The model must be in evaluation mode; its attributes, buffers, hooks and gradients stay as they
+    are. The autograd graph of the pass is held for as long as this lives.
+
+    Args:
+        model: Maps m inputs to (m, C).
+        weights: Name → trainable parameter of the model, the coordinates of the Jacobian.
+        x: The m inputs; dim 0 counts the data.
+        plan: From ``plan`` for the same model and weights.
+        differentiable: Whether outputs and rows get a graph into x and the model's parameters that
+            are not in ``weights`` (outputs possibly into weights too). Else they are detached.
+
+    Attributes:
+        outputs: f(x), in the weights' type; has a graph only if ``differentiable``.
+        mixed: Whether the pass ran under autocast. Closed forms then have its precision and the
+            weights' type; the other rows are computed without autocast.
+
+    Raises:
+        InputError: If there are no data, or the outputs are not of shape (m, C).
+        ConfigurationError: If a weight is not a parameter of the model that requires a gradient,
+            or gradients are off.
+    """
+
+    outputs: Float[Tensor, "m C"]
+    mixed: bool
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Mapping[str, nn.Parameter],
+        x: Tensor,
+        plan: JacobianPlan,
+        differentiable: bool,
+    ) -> None:
+        check_call(model, weights, x)
+        self.model, self.weights, self.x, self.plan = model, weights, x, plan
+        self._differentiable = differentiable
+        # Where nothing has a closed form there is nothing to record, and recording might disturb.
+        recorder = Recorder(weights if plan.uses else {}, len(x), plan.uses)
+        self.mixed = torch.is_autocast_enabled(x.device.type)
+        with model_run(model), torch.enable_grad():
+            with recorder:
+                output = called(model, x)
+            self._graph = check_output(output, len(x))
+            if self.mixed:
+                self._graph = self._graph.to(next(iter(weights.values()), x).dtype)
+        self.outputs = self._graph if differentiable else self._graph.detach()
+        self._recorder_doubts = recorder.may_mix(model)
+        calls, self._owned, nodes = placed(self._graph, recorder.calls)
+        if len(x) == 1:  # all rows are its own, and the graph does not tell the dimension
+            calls = [self._as_in_plan(call) for call in calls]
+            self._owned = {id(call) for call in calls}
+        self._uses = uses_of(calls)
+        self._elsewhere = reachable(self._graph, weights, nodes)
+        self._kept: tuple[Tensor, dict[int, Tensor | None]] | None = None
+
+    def rows(
+        self, vectors: Float[Tensor, "m k C"], names: Sequence[str] | None = None
+    ) -> dict[str, Tensor]:
+        """Vector-Jacobian products, k for each datum.
+
+        Args:
+            vectors: Cotangents of the outputs.
+            names: The parameters wanted; None for all.
+
+        Returns:
+            Name → ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter``, (m, k, *parameter shape); zeros where the
+            outputs do not use the parameter. No two share memory. If ``differentiable``, with a
+            graph into the vectors, the inputs and the parameters that are not in ``weights``.
+
+        Raises:
+            ConfigurationError: If a name is not among the weights.
+        """
+        names = list(self.weights) if names is None else list(names)
+        closed, generic = self._paths(names)
+        with self._computing():
+            rows = self._closed_rows(self._gradients(vectors), closed)
+            rows.update(self._generic_rows(vectors, generic))
+            shape = vectors.shape[:2]
+            for name in names:
+                if name not in rows:
+                    rows[name] = self.weights[name].new_zeros(*shape, *self.weights[name].shape)
+        return self._unshared({name: rows[name] for name in names})
+
+    def deferred_rows(
+        self, root: RootRows, names: Sequence[str], contracted: Collection[str] = ()
+    ) -> dict[str, Rows]:
+        """Return the rows of each parameter without padding, formed only when they are read.
+
+        Args:
+            root: Cotangents of the outputs.
+            names: The parameters wanted.
+            contracted: Those of ``matrix_uses`` whose rows stay products where this pass has a
+                closed form for them.
+        """
+        vectors, present = root.vectors, root.present
+        if present is None:
+            present = torch.ones(vectors.shape[:2], dtype=torch.bool, device=vectors.device)
+        products = [name for name in names if name in contracted and self.is_closed(name)]
+        # All that have no closed form in one call, as each call repeats the backward passes.
+        generic = [name for name in names if not self.is_closed(name)]
+        generic_rows = cache(lambda: self.rows(vectors, generic))
+        num_rows = int(present.sum())
+
+        def form(name: str) -> Float[Tensor, "R n"]:
+            rows = generic_rows() if name in generic else self.rows(vectors, [name])
+            flat = rows[name].reshape(present.numel(), self.weights[name].numel())
+            return flat if num_rows == present.numel() else flat[present.flatten()]
+
+        deferred: dict[str, Rows] = {n: DeferredRows(partial(form, n), num_rows) for n in names}
+        for name, pairs in self.products(vectors, products).items():
+            (call, _), *_ = self._uses[name]
+            chunk = tuple(tensor for pair in pairs for tensor in pair)
+            shape, is_transposed = self.weights[name].shape, call.rule.transposed
+            if chunk:  # the outputs depend on it
+                deferred[name] = ProductRows((chunk,), (present,), shape, is_transposed)
+        return deferred
+
+    def inner(
+        self, vectors: Float[Tensor, "m k C"], cotangents: Mapping[str, Tensor]
+    ) -> Float[Tensor, ""]:
+        """Σ cotangents · rows; cotangents (m, k, *parameter shape) get no gradient."""
+        closed, generic = self._paths(list(cotangents))
+        # Closed forms form no rows: this value and its gradient cost a pass through the network
+        # with weights of its own for each datum.
+        with self._computing():
+            total = vectors.new_zeros(())
+            gradients = self._gradients(vectors)
+            for name in closed:
+                cotangent = cotangents[name].detach()
+                for call, slot, gradient in self._joined_uses(name, gradients):
+                    total = total + call.inner(slot, gradient, cotangent)
+            for name, rows in self._generic_rows(vectors, generic).items():
+                total = total + (cotangents[name].detach() * rows).sum()
+        return total
+
+    def fast_rows_of_datum(
+        self, vectors: Float[Tensor, "m k C"], index: int
+    ) -> dict[str, Tensor | None]:
+        """Return one datum's part of ``rows``, by the same fast paths, for a check.
+
+        Rows are (1, k, *parameter shape), detached, or None where the path fails, for all names
+        that do not take the loop in this pass.
+        """
+        vectors, one = vectors.detach(), slice(index, index + 1)
+        closed, generic = self._paths(list(self.weights))
+        with self._computing(), torch.no_grad():
+            # With the cotangents of all data, a path that confuses the rows of two data shows.
+            gradients = self._pulled(vectors, closed, differentiable=False)
+            rows: dict[str, Tensor | None] = {**self._closed_rows(gradients, closed, index)}
+            for name, p in self.weights.items():
+                if name not in rows and name not in generic:
+                    rows[name] = p.new_zeros(1, vectors.shape[1], *p.shape)
+            vectorised = [name for name in generic if self._is_vectorised(name)]
+            if vectorised:
+                arguments = (self.model, self.weights, vectorised, self.x[one], vectors[one])
+                try:
+                    with model_run(self.model):
+                        rows |= vmap_rows(*arguments, differentiable=False)
+                except Exception as error:  # any error means that this path fails for the datum
+                    if is_out_of_memory(error):
+                        raise
+                    rows |= dict.fromkeys(vectorised)
+        return rows
+
+    def factors(
+        self, vectors: Float[Tensor, "m k C"], names: Sequence[str], average: bool = True
+    ) -> dict[str, list[KroneckerUse]]:
+        """Return the Kronecker factors of each use of the named parameters.
+
+        ``average`` takes the mean over a datum's augmentation samples; else they count as
+        positions, so that rows are sums of products.
+
+        Raises:
+            ConfigurationError: If a parameter has none.
+            InputError: If it has none for these data.
+        """
+        self._check_names(names)
+        for name in names:
+            if name not in self.plan.kronecker:
+                raise ConfigurationError(
+                    f"{name!r} has no Kronecker factors ({self.plan.words[name]}); ask for its"
+                    " rows."
+                )
+            if not self.is_closed(name):
+                raise InputError(
+                    f"{name!r} is used otherwise for this batch than for the probe that the plan"
+                    " was made with, or acts on rows in another order than that of their data, so"
+                    " it has no Kronecker factors here. Plan with inputs of the same shape, or"
+                    " choose a structure other than kfac."
+                )
+        with self._computing():
+            gradients = self._gradients(vectors)
+            factors = {
+                name: [
+                    call.factors(gradient, average)
+                    for call, _, gradient in self._joined_uses(name, gradients, vectors)
+                ]
+                for name in names
+            }
+        # Detached, because a view of the recorded input requires a gradient if that input does.
+        if self._differentiable:
+            return factors
+        return {name: [use.detach() for use in uses] for name, uses in factors.items()}
+
+    def products(
+        self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
+    ) -> dict[str, list[tuple[Tensor, Tensor]]]:
+        """Compute the factors whose products are rows.
+
+        Args:
+            vectors: Cotangents of the outputs.
+            names: Some of ``matrix_uses``, with closed forms in this pass.
+
+        Returns:
+            Name → for each use what ``Rule.products`` returns.
+        """
+        with self._computing():
+            gradients = self._gradients(vectors)
+            products = {
+                name: [
+                    call.products(gradient)
+                    for call, _, gradient in self._joined_uses(name, gradients, vectors)
+                ]
+                for name in names
+            }
+        if self._differentiable:
+            return products
+        return {n: [(a.detach(), g.detach()) for a, g in pairs] for n, pairs in products.items()}
+
+    def is_closed(self, name: str) -> bool:
+        """Whether this pass uses the parameter as the plan's closed forms expect."""
+        return name in self._as_planned[0]
+
+    @property
+    def may_mix(self) -> bool:
+        """Whether data may have acted on each other, by the functions called or by the graph."""
+        return self._recorder_doubts or bool(self._as_planned[1])
+
+    @cached_property
+    def _as_planned(self) -> tuple[set[str], set[str]]:
+        """Return the names used as planned: those whose rows have known data, and the others."""
+        uses = {name: self._uses[name] for name in self.weights if self._is_as_planned(name)}
+        calls = {id(call): call for pairs in uses.values() for call, _ in pairs}
+        owned_ids = self._owned
+        unowned_calls = [call for key, call in calls.items() if key not in owned_ids]
+        if unowned_calls:
+            with without_autocast(self.x.device):
+                owned_ids = owned_ids | probed(self._graph, unowned_calls, self._differentiable)
+        closed = {n for n, pairs in uses.items() if all(id(call) in owned_ids for call, _ in pairs)}
+        return closed, uses.keys() - closed
+
+    def _as_in_plan(self, call: Call) -> Call:
+        """A call with one datum, whose dimension is that of the planned use."""
+        planned = all(call.use(s) in self.plan.uses.get(n, ()) for s, n in call.names.items())
+        return call if planned or not call.may_turn else call.data_first()
+
+    def _is_as_planned(self, name: str) -> bool:
+        uses = self._uses.get(name, [])
+        return (
+            name in self.plan.uses
+            and name not in self._elsewhere
+            and self.x.shape[1:] == self.plan.datum_shape
+            and tuple(call.use(slot) for call, slot in uses) == self.plan.uses[name]
+            and all(call.parts > 0 for call, _ in uses)
+            and not any(call.input_changed for call, _ in uses)
+        )
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """With a graph if ``differentiable``, in the types of the forward pass."""
+        with torch.set_grad_enabled(self._differentiable), without_autocast(self.x.device):
+            yield
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self.weights:
+                raise ConfigurationError(
+                    f"There is no weight named {name!r}.{nearest(name, self.weights)}"
+                )
+
+    def _paths(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The names with closed forms, and those of the generic path; others are not used."""
+        self._check_names(names)
+        closed = [name for name in names if self.is_closed(name)]
+        # Demoted parameters count as used.
+        used = self._uses.keys() | self._elsewhere | self.plan.demoted
+        return closed, [name for name in names if name in used and name not in closed]
+
+    def _unshared(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Rows in memory of their own: an addition gives both sides one gradient."""
+        gradients = [] if self._kept is None else self._kept[1].values()
+        seen = {g.untyped_storage().data_ptr() for g in gradients if g is not None}
+        unshared_rows = {}
+        for name, row in rows.items():
+            place = row.untyped_storage().data_ptr()
+            unshared_rows[name] = row.clone() if place in seen else row
+            seen.add(place)
+        return unshared_rows
+
+    def _closed_rows(
+        self,
+        gradients: Mapping[int, Tensor | None],
+        names: Sequence[str],
+        index: int | None = None,
+    ) -> dict[str, Tensor]:
+        """Rows of all data, or of one, from the gradients in the outputs of calls."""
+        rows: dict[str, Tensor] = {}
+        for name in names:
+            for call, slot, gradient in self._joined_uses(name, gradients):
+                if index is not None:
+                    call, gradient = call.datum(index), gradient[index : index + 1]
+                part = call.rows(slot, gradient)
+                rows[name] = rows[name] + part if name in rows else part
+        return rows
+
+    def _joined_uses(
+        self,
+        name: str,
+        gradients: Mapping[int, Tensor | None],
+        vectors: Float[Tensor, "m k C"] | None = None,
+    ) -> list[tuple[Call, str, Tensor]]:
+        """Return the ``joined`` uses of a parameter.
+
+        Those that the outputs do not depend on are left out, or have zeros like the ``vectors``.
+        """
+        uses = []
+        for call, slot in self._uses[name]:
+            gradient = gradients[id(call)]
+            if gradient is None and vectors is not None:
+                shape = (*vectors.shape[:2], call.parts, *call.output_shape[1:])
+                gradient = vectors.new_zeros(shape)
+            if gradient is not None:
+                uses.append((call, slot, gradient))
+        return joined(uses)
+
+    def _gradients(self, vectors: Float[Tensor, "m k C"]) -> dict[int, Tensor | None]:
+        """id(call) → gradients of the k rows in the call's output, (m, k, F, *out)."""
+        # One backward pass gives those of all closed forms; the next call mostly asks for the same.
+        if self._kept is None or self._kept[0] is not vectors:
+            names = [name for name in self.weights if self.is_closed(name)]
+            self._kept = (vectors, self._pulled(vectors, names, self._differentiable))
+        return self._kept[1]
+
+    def _pulled(
+        self, vectors: Float[Tensor, "m k C"], names: Sequence[str], differentiable: bool
+    ) -> dict[int, Tensor | None]:
+        """``_gradients`` for the calls of some parameters: one backward pass per column."""
+        calls = list({id(c): c for name in names for c, _ in self._uses[name]}.values())
+        if not calls or not self._graph.requires_grad:
+            return {id(call): None for call in calls}
+        vectors = vectors if differentiable else vectors.detach()
+        columns = [
+            torch.autograd.grad(
+                self._graph,
+                [call.edge for call in calls],
+                grad_outputs=vectors[:, j],
+                retain_graph=True,
+                create_graph=differentiable,
+                allow_unused=True,
+            )
+            for j in range(vectors.shape[1])
+        ]
+        return {
+            id(call): None
+            if of_call[0] is None
+            else _stacked([_by_datum(call, g) for g in of_call])
+            for call, of_call in zip(calls, zip(*columns, strict=True), strict=True)
+        }
+
+    def _generic_rows(
+        self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
+    ) -> dict[str, Tensor]:
+        rows: dict[str, Tensor] = {}
+        vectors = vectors if self._differentiable else vectors.detach()
+        # A use that the plan does not know takes the loop, which needs no plan.
+        vectorised = [name for name in names if self._is_vectorised(name)]
+        others = [name for name in names if name not in vectorised]
+        for compute, subset in ((vmap_rows, vectorised), (loop_rows, others)):
+            if subset:
+                with model_run(self.model):
+                    rows |= compute(
+                        self.model, self.weights, subset, self.x, vectors, self._differentiable
+                    )
+        return rows
+
+    def _is_vectorised(self, name: str) -> bool:
+        return name in self.plan.vectorised and self.x.shape[1:] == self.plan.datum_shape
+
+
+def _by_datum(call: Call, gradient: Tensor) -> Float[Tensor, "m F *out"]:
+    """A gradient in the output of a call, as autograd returns it, with its data in dim 0."""
+    gradient = gradient.transpose(0, 1) if call.turned else gradient
+    return gradient.unflatten(0, (-1, call.parts))
+
+
+def _stacked(columns: Sequence[Tensor]) -> Tensor:
+    """Stack along a new dim 1; a single column gives a view."""
+    return columns[0].unsqueeze(1) if len(columns) == 1 else torch.stack(list(columns), dim=1)

@@ -1,0 +1,229 @@
+"""Any module as a network to linearize: a plan for each shape of inputs, made once and checked."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evigrad.errors import ConfigurationError, EvigradWarning, listed
+from evigrad.inputs import AtPositions, Inputs, Tree, each_once, layout, output_layer
+from evigrad.invariances.noise import Noise, PackedModel, stochastic_modules
+from evigrad.network.arguments import check_hooks, check_output, model_outputs
+from evigrad.network.differences import derivatives_named
+from evigrad.network.linearization import Linearization
+from evigrad.network.modes import evaluation_run
+from evigrad.network.paths import JacobianPlan, demote
+from evigrad.network.plan import adapted, plan
+from evigrad.network.verification import spot_check
+
+# The plans of so many latest input shapes are kept; others are adapted from these at little cost.
+KEPT_PLANS = 16
+# Planning finds the batch dimension by comparing batches of two and three data.
+PROBE_SIZE = 3
+
+
+@dataclass(frozen=True, eq=False)
+class InputPlan:
+    """The plan for inputs of one shape.
+
+    Attributes:
+        model: Takes ``pack(x, noise)``.
+        jacobian: How its derivatives are computed.
+        draws_globally: Whether the model drew from the global generators when it was planned.
+        outputs: Outputs (probe, C) of the inputs that it was planned on; may be stale.
+        positions: The shape … of outputs (m, …, C) for whole inputs; the plan is for single
+            positions then.
+    """
+
+    model: nn.Module
+    jacobian: JacobianPlan
+    draws_globally: bool
+    outputs: Tensor
+    positions: tuple[int, ...] = ()
+
+    @property
+    def num_outputs(self) -> int:
+        """C."""
+        return self.outputs.shape[1]
+
+    def pack(self, x: Inputs, noise: Noise, data: slice) -> Tensor:
+        """The inputs as ``model`` takes them: several parts and their noise as one tensor."""
+        if isinstance(self.model, PackedModel):
+            return self.model.pack(x, noise.slice(data.start, data.stop))
+        assert isinstance(x, Tensor)
+        return x
+
+    def fits(self, x: Inputs) -> bool:
+        """Whether this is a plan for inputs of their shape."""
+        if isinstance(self.model, PackedModel):
+            return self.model.fits(x)
+        return isinstance(x, Tensor) and tuple(x.shape[1:]) == self.jacobian.datum_shape
+
+    def numbers(self, x: Inputs) -> int:
+        """How many numbers a datum has, its noise included."""
+        if isinstance(self.model, PackedModel):
+            return self.model.numbers
+        return sum(prod(shape) for _, shape, _ in layout(x))
+
+
+class Network:
+    """A model whose weights are the coordinates of its Jacobian.
+
+    Args:
+        model: The user's.
+        weights: Its trainable parameters that are no hyperparameters, by name.
+
+    Attributes:
+        differentiated: Names of the parameters in which the derivatives of rows were checked.
+    """
+
+    def __init__(self, model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
+        self.model, self.weights = model, dict(weights)
+        self.differentiated: set[str] = set()
+        self._drawing = stochastic_modules(model)
+        self._plans: dict[str, InputPlan] = {}
+        # Of a checkpoint, for inputs not seen since.
+        self._loaded: dict[str, JacobianPlan] = {}
+        self._outputs: dict[str, tuple[tuple[int, ...], nn.Linear | None]] = {}
+        self._passes = 0
+
+    def plan(self, x: Inputs) -> InputPlan:
+        """The plan for inputs of this shape, or for their single positions, made once."""
+        check_hooks(self.model)
+        key = self._key(x)
+        if key in self._plans:
+            self._plans[key] = self._plans.pop(key)  # the latest is the last
+            return self._plans[key]
+        if key not in self._outputs:
+            self._outputs[key] = self._output_layer(each_once(x))
+            for old in list(self._outputs)[: -2 * KEPT_PLANS]:
+                del self._outputs[old]
+        positions, layer = self._outputs[key]
+        if positions and not isinstance(x, AtPositions):
+            few = x[:PROBE_SIZE]
+            first = torch.zeros(len(few), dtype=torch.int64, device=x.device)
+            return self.plan(AtPositions(few, None, first))
+        probe, model = x[:PROBE_SIZE].detach(), self.model
+        if self._drawing or not isinstance(probe, Tensor):
+            noise = self.noise(seed=0).slice(0, len(probe))
+            if isinstance(probe, AtPositions):
+                probe = probe.alone()
+                probe.count = prod(positions)
+            model = PackedModel(model, probe, noise, layer)
+            probe = model.pack(probe, noise)
+        jacobian_plan = self._loaded.get(key)
+        with derivatives_named(), evaluation_run(model) as has_drawn:
+            with torch.no_grad():
+                f = model_outputs(model, probe)
+            plans = [input_plan.jacobian for input_plan in reversed(self._plans.values())]
+            jacobian_plan = (
+                jacobian_plan
+                or adapted(plans, model, self.weights, probe)
+                or plan(model, self.weights, probe)
+            )
+            draws_globally = has_drawn()
+        self._loaded.pop(key, None)
+        self._plans[key] = InputPlan(model, jacobian_plan, draws_globally, f, positions)
+        for old in list(self._plans)[:-KEPT_PLANS]:
+            del self._plans[old]
+        return self._plans[key]
+
+    def _key(self, x: Inputs) -> str:
+        """What a plan depends on: the shape of an example, and of what is drawn for it."""
+        # A module's number of samples may change at any time.
+        one = torch.Generator().manual_seed(0)
+        drawn = [tuple(module.draw(1, one).shape) for module in self._drawing]
+        if isinstance(x, Tensor):
+            return f"{[tuple(x.shape[1:]), *drawn]} {x.dtype} {x.device}"
+        return f"{layout(x)} {drawn} {x.device}"
+
+    def _output_layer(self, x: Tensor | Tree) -> tuple[tuple[int, ...], nn.Linear | None]:
+        """The shape … of outputs (m, …, C), and the layer that makes them, by a small pass."""
+        few = x[:PROBE_SIZE].detach()
+        with evaluation_run(self.model), torch.no_grad():
+            f, layer = output_layer(self.model, few)
+            return tuple(check_output(f, len(few), positions=True).shape[1:-1]), layer
+
+    def latest(self) -> InputPlan | None:
+        """The plan that was used last, if any."""
+        return next(reversed(self._plans.values()), None)
+
+    def noise(self, seed: int, positions: Tensor | None = None) -> Noise:
+        """The noise of a block, drawn when read; ``positions`` says whose noise each datum has."""
+        return Noise(self._drawing, seed, positions)
+
+    # ------------------------------------------------------------ checking on real data
+
+    def check_is_due(self) -> bool:
+        """True at passes 1, 2, 4, 8, …, to check what a plan assumed on real data and weights."""
+        self._passes += 1
+        return self._passes & (self._passes - 1) == 0
+
+    def checked(self, input_plan: InputPlan, x: Tensor) -> InputPlan:
+        """Return the plan without the fast derivatives that are wrong for one datum of a pass.
+
+        They are compared with plain automatic differentiation of that datum alone; ``x`` are packed
+        inputs.
+        """
+        with torch.enable_grad():
+            linearization = Linearization(
+                input_plan.model, self.weights, x, input_plan.jacobian, False
+            )
+        # A generator of its own, so that the evidence's draws are not shifted.
+        generator = torch.Generator().manual_seed(self._passes)
+        f = linearization.outputs
+        vectors = torch.randn(len(f), 1, f.shape[1], generator=generator, device="cpu").to(f)
+        index = int(torch.randint(len(f), (), generator=generator, device="cpu"))
+        wrong = spot_check(linearization, vectors, index)
+        if not wrong:
+            return input_plan
+        warnings.warn(
+            f"The fast derivatives of {listed(sorted(wrong))} are wrong for this model (it may"
+            " reorder its data, or use a weight in an unusual way): from here on they are"
+            " computed one datum at a time. Earlier estimates of this evidence may be wrong.",
+            EvigradWarning,
+            stacklevel=2,
+        )
+        # Plans of other lengths are made from these.
+        self._loaded = {key: demote(old, wrong) for key, old in self._loaded.items()}
+        demoted = {
+            key: replace(old, jacobian=demote(old.jacobian, wrong))
+            for key, old in self._plans.items()
+        }
+        keys = [key for key, old in self._plans.items() if old is input_plan]
+        self._plans = demoted
+        return (
+            demoted[keys[0]]
+            if keys
+            else replace(input_plan, jacobian=demote(input_plan.jacobian, wrong))
+        )
+
+    # ------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later passes depend on, in plain types: their number and the plans.
+
+        A plan depends on the weights that it was made with, and on checks on real data since: it
+        could not be made again.
+        """
+        plans = self._loaded | {key: plan.jacobian for key, plan in self._plans.items()}
+        latest = list(plans.items())[-KEPT_PLANS:]
+        return {
+            "passes": self._passes,
+            "plans": {key: jacobian_plan.as_record() for key, jacobian_plan in latest},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state of ``state_dict`` of the same model."""
+        self._passes = int(state["passes"])
+        self._loaded = {k: JacobianPlan.from_record(r) for k, r in state["plans"].items()}
+        for jacobian_plan in self._loaded.values():
+            if set(jacobian_plan.describe()) != set(self.weights):
+                raise ConfigurationError("The state has a plan of other weights.")
+        for key, old in self._plans.items():
+            if key in self._loaded:
+                self._plans[key] = replace(old, jacobian=self._loaded.pop(key))

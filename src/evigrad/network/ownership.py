@@ -1,0 +1,351 @@
+"""Which datum each row of a recorded call belongs to; where that is unknown, no closed form holds.
+
+A call's output has R = m F rows, the entries of dim 0. The closed forms assume that row r belongs
+to datum r // F, which holds if the model's outputs for all other data have no derivative in row r.
+Where the rows of a call are packed tokens or sorted for experts, the number R may be right and the
+order wrong.
+
+``traced`` follows the data's dimension through the autograd graph of the pass, from the outputs to
+the calls. It knows the operations that never mix rows, whatever numbers they act on, and costs no
+arithmetic. Calls behind any other operation (indexing, sorting, scattering, a product along the
+data's dimension, a custom function) are left to ``probed``, which finds out with a few backward
+passes; it is exact but for a set of random numbers of measure zero.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from evigrad.network.convolutions import is_convolution
+from evigrad.network.generic import tolerances
+from evigrad.network.recorder import Call
+
+# Distance of the coefficients c, in tolerances.
+_APART = 16.0
+# Factor on the part of the largest gradient below which all is rounding.
+_ROUNDING_FACTOR = 10.0
+
+
+def placed(outputs: Tensor, calls: Sequence[Call]) -> tuple[Sequence[Call], set[int], set[Node]]:
+    """Return ``traced`` calls with the data in dim 0, the ids of those with owners, and all nodes.
+
+    Calls whose data are in dim 1, as in networks with the time in dim 0, are turned.
+    """
+    owned_ids, nodes, turned = traced(outputs, calls)
+    data_first_calls = [call.data_first() if id(call) in turned else call for call in calls]
+    pairs = zip(calls, data_first_calls, strict=True)
+    return data_first_calls, {id(new) for old, new in pairs if id(old) in owned_ids | turned}, nodes
+
+
+def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node], set[int]]:
+    """Return the ids of the calls whose rows belong to their data, and all nodes of the graph.
+
+    The third set holds the ids of the calls whose data are in dim 1 instead.
+
+    The data's dimension is followed through the graph, once. Calls count by the graph alone, also
+    where the outputs do not use them at all.
+    """
+    m, owned_ids = len(outputs), {id(call) for call in calls}
+    if outputs.grad_fn is None:
+        return owned_ids, set(), set()
+    turned = {id(call) for call in calls if call.may_turn and m > 1}
+    # With one datum, all rows are its own.
+    claimed = {
+        (call.edge.node, call.edge.output_nr): (
+            id(call),
+            call.parts * prod(call.output_shape[1:]),
+            prod(call.output_shape[2:]),
+        )
+        for call in (calls if m > 1 else ())
+    }
+    # What is followed is the stride of the data: entry i of a tensor, in row-major order, belongs
+    # to datum (i // stride) % m; None where that is not known.
+    first = outputs[0].numel() if claimed else None
+    stack: list[tuple[Node, int, int | None]] = [(outputs.grad_fn, outputs.output_nr, first)]
+    seen: dict[tuple[Node, int], int | None] = {}
+    while stack:
+        node, output, stride = stack.pop()
+        place = (node, output)
+        if place in seen:
+            if seen[place] == stride or seen[place] is None:
+                continue
+            stride = None  # two paths lead here that disagree
+        seen[place] = stride
+        if place in claimed:
+            call, in_first, in_second = claimed[place]
+            if stride != in_first:
+                owned_ids.discard(call)
+            if stride != in_second:
+                turned.discard(call)
+        shape = node._input_metadata[output].shape if stride is not None else ()
+        for i, (source, of_source) in enumerate(node.next_functions):
+            if source is not None:
+                before = None
+                if stride is not None:
+                    of_input = source._input_metadata[of_source].shape
+                    before = _stride_before(node, i, shape, of_input, stride, m)
+                stack.append((source, of_source, before))
+    # A call that the outputs do not use says nothing about its data.
+    return owned_ids, {node for node, _ in seen}, turned - owned_ids
+
+
+def _stride_before(
+    node: Node, which: int, shape: Sequence[int], of_input: Sequence[int], stride: int, m: int
+) -> int | None:
+    """The stride of the data in an input of an operation, from the one in its output."""
+    operation = _operation(node)
+    if operation in _VIEWS:
+        return stride if _dimension(of_input, stride, m) is not None else None
+    step = _first if is_convolution(node) else _STEPS.get(operation)
+    dim = _dimension(shape, stride, m)
+    if step is None or dim is None:
+        return None
+    try:
+        before = step(_Edge(node, which, shape, dim, of_input))
+    except AttributeError:  # settings of nodes have other names in other versions of PyTorch
+        return None
+    if before is None or not 0 <= before < len(of_input) or of_input[before] != shape[dim]:
+        return None
+    return prod(of_input[before + 1 :]) * (stride // prod(shape[dim + 1 :]))
+
+
+def _dimension(shape: Sequence[int], stride: int, m: int) -> int | None:
+    """The one dimension that counts the data, of size (groups, m, parts); None if there is none."""
+    inner = 1
+    for dim in reversed(range(len(shape))):
+        size = shape[dim]
+        if size and inner * size >= stride * m:
+            whole = stride % inner == 0 and (inner * size) % (stride * m) == 0
+            return dim if whole else None
+        inner *= size
+    return None
+
+
+def probed(outputs: Tensor, calls: Sequence[Call], differentiable: bool) -> set[int]:
+    """Return the ids of the calls whose rows belong to their data, by their gradients.
+
+    With cotangents u of the outputs the gradient in row r is g_r = Σ_n J_nrᵀ u_n; with c_n u_n in
+    their place it is c_n g_r for all rows of datum n alone, and for no others. The numbers c are
+    so far apart that every wrong owner shows, in one pass or, for many data and few digits, in
+    several. With ``differentiable``, gradients that vanish do not count as agreeing: they say
+    nothing about derivatives of the rows.
+    """
+    m, generator = len(outputs), torch.Generator().manual_seed(0)
+    u = torch.randn(outputs.shape, generator=generator, dtype=torch.float64, device="cpu")
+    u = u.to(outputs)
+
+    def gradients(vectors: Tensor) -> list[Tensor | None]:
+        edges = [call.edge for call in calls]
+        edge_gradients = torch.autograd.grad(
+            outputs, edges, vectors, retain_graph=True, allow_unused=True
+        )
+        return list(edge_gradients)
+
+    plain = gradients(u)
+    relative = max(tolerances(g)[0] for g in (*plain, outputs) if g is not None)
+    passing = {
+        id(call)
+        for call, g in zip(calls, plain, strict=True)
+        if g is None or not differentiable or g.any()
+    }
+    for c in _codes(m, max(2, int(2 / (_APART * relative)))):
+        scaled = gradients(u * c.to(u)[:, None])
+        for call, g, of_scaled in zip(calls, plain, scaled, strict=True):
+            if g is not None and of_scaled is not None and not _agree(call, g, of_scaled, c):
+                passing.discard(id(call))
+    return passing
+
+
+def _agree(call: Call, plain: Tensor, scaled: Tensor, c: Tensor) -> bool:
+    relative, rounding = tolerances(plain)
+    type_ = torch.promote_types(plain.dtype, torch.float32)
+    row_codes = c.to(plain.device, type_).repeat_interleave(call.parts)[:, None]
+    plain, scaled = plain.to(type_).flatten(1), scaled.to(type_).flatten(1)
+    size = plain.norm(dim=1)
+    allowed = relative * size + _ROUNDING_FACTOR * rounding * size.max()
+    return bool(((scaled - row_codes * plain).norm(dim=1) <= allowed).all())
+
+
+def _codes(m: int, levels: int) -> list[Tensor]:
+    """Numbers in [-1, 1] for m data: no two data have nearly the same in all of them."""
+    levels = min(levels, m)
+    digits, quotients = [], torch.arange(m, device="cpu")
+    while not digits or quotients.any():
+        digits.append(quotients % levels)
+        quotients = quotients // levels
+    return [2.0 * digit / (levels - 1) - 1.0 for digit in digits]
+
+
+# ------------------------------------------------------------ operations that mix no rows
+
+
+# The same entries in the same order.
+_VIEWS = frozenset(("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"))
+
+
+def _operation(node: Node) -> str:
+    """The name of a built-in operation, else an empty string."""
+    name = node.name()
+    # A custom function's node has a name that ends in "Backward", without a digit.
+    return name.rstrip("0123456789").removesuffix("Backward") if name[-1:].isdigit() else ""
+
+
+@dataclass(frozen=True)
+class _Edge:
+    """From an operation (``node``) of the graph to its input of number ``which``.
+
+    Attributes:
+        shape: Shape of the output.
+        dim: Dimension of the data in the output.
+        of_input: Shape of the input.
+    """
+
+    node: Any
+    which: int
+    shape: Sequence[int]
+    dim: int
+    of_input: Sequence[int]
+
+    def signed(self, dim: int, further: int = 0) -> int:
+        """A dimension counted from the front, of the input's or so many ``further`` ones."""
+        dim = dim - 2**64 if dim >= 2**63 else dim  # autograd keeps -1 as 2^64 - 1
+        return dim + len(self.of_input) + further if dim < 0 else dim
+
+
+# Given the dimension of an operation's output that counts the data (``edge.dim``), the dimension of
+# its input number ``edge.which`` that does; None if entries along it may mix.
+_Step = Callable[[_Edge], int | None]
+
+
+def _broadcast(edge: _Edge) -> int | None:
+    return edge.dim - len(edge.shape) + len(edge.of_input)
+
+
+def _first(edge: _Edge) -> int | None:
+    """An operation on each entry of dim 0 of its first input; the other inputs are shared."""
+    return 0 if edge.which == edge.dim == 0 else None
+
+
+def _both(edge: _Edge) -> int | None:
+    return 0 if edge.dim == 0 else None
+
+
+def _product(edge: _Edge) -> int | None:
+    """Rows of the left matrix, columns of the right one, and the summand, if any."""
+    side = edge.which - len(edge.node.next_functions) + 2
+    if side < 0:
+        return _broadcast(edge)
+    return edge.dim if edge.dim != len(edge.shape) - 1 - side else None
+
+
+def _reduction(edge: _Edge) -> int | None:
+    dims = edge.node._saved_dim
+    if edge.node._saved_keepdim:
+        return edge.dim
+    reduced = {edge.signed(d) for d in (dims if isinstance(dims, tuple) else (dims,))}
+    kept = sorted(set(range(len(edge.of_input))) - reduced)
+    return kept[edge.dim] if len(kept) == len(edge.shape) else None
+
+
+def _along(edge: _Edge) -> int | None:
+    """An operation along one dimension, which must not be that of the data."""
+    return edge.dim if edge.signed(edge.node._saved_dim) != edge.dim else None
+
+
+def _flip(edge: _Edge) -> int | None:
+    return edge.dim if edge.dim not in map(edge.signed, edge.node._saved_dims) else None
+
+
+def _without(edge: _Edge) -> int | None:
+    """The output lacks a dimension of the input."""
+    return edge.dim + (edge.dim >= edge.signed(edge.node._saved_dim))
+
+
+def _stack(edge: _Edge) -> int | None:
+    new = edge.signed(edge.node._saved_dim, 1)
+    return edge.dim - (edge.dim > new) if edge.dim != new else None
+
+
+def _permute(edge: _Edge) -> int | None:
+    return edge.signed(edge.node._saved_dims[edge.dim])
+
+
+def _transpose(edge: _Edge) -> int | None:
+    one, other = edge.signed(edge.node._saved_dim0), edge.signed(edge.node._saved_dim1)
+    return {one: other, other: one}.get(edge.dim, edge.dim)
+
+
+def _repeat(edge: _Edge) -> int | None:
+    return _broadcast(edge) if edge.node._saved_repeats[edge.dim] == 1 else None
+
+
+def _index(edge: _Edge) -> int | None:
+    """One entry for each datum in its order, as at the last word of each sentence."""
+    chosen = edge.node._saved_indices[0]
+    if edge.which != 0 or edge.dim != 0 or chosen is None or chosen.dtype == torch.bool:
+        return None
+    data_order = torch.arange(len(chosen), device=chosen.device)
+    return 0 if chosen.dim() == 1 and torch.equal(chosen, data_order.to(chosen)) else None
+
+
+def _pad(edge: _Edge) -> int | None:
+    behind = 2 * (len(edge.shape) - 1 - edge.dim)  # pads come from the last dimension on
+    return None if any(edge.node._saved_pad[behind : behind + 2]) else edge.dim
+
+
+def _layer_norm(edge: _Edge) -> int | None:
+    kept = len(edge.shape) - len(edge.node._saved_normalized_shape)
+    return edge.dim if edge.which == 0 and edge.dim < kept else None
+
+
+def _batch_norm(edge: _Edge) -> int | None:
+    """Its own statistics are sums over all but dim 1, which instance norm folds the data into."""
+    if edge.which != 0 or (edge.node._saved_training and edge.dim != 1):
+        return None
+    return edge.dim
+
+
+def _named(names: str, step: _Step) -> dict[str, _Step]:
+    return dict.fromkeys(names.split(), step)
+
+
+# By the names of autograd nodes, without ``Backward0``.
+_STEPS: dict[str, _Step] = {
+    **_named(
+        "Abs Add Addcdiv Addcmul Alias Asinh Atan Atan2 Celu Clamp ClampMax ClampMin Clone Cos Cosh"
+        " Div Elu Erf Erfc Exp Exp2 Expand Expm1 Gelu Hardsigmoid Hardswish Hardtanh LeakyRelu Lerp"
+        " Log Log10 Log1P Log2 Logaddexp LogSigmoid MaskedFill Maximum Minimum Mish Mul Neg Pow"
+        " PreluKernel Reciprocal Relu Rsqrt Rsub Sigmoid Sign Silu Sin Sinh Softplus Softshrink"
+        " Sqrt Sub Tan Tanh Threshold ToCopy Where",
+        _broadcast,
+    ),
+    **_named("Addmm Mm Bmm Baddbmm", _product),
+    **_named("Sum Mean Amax Amin Max Min Logsumexp LinalgVectorNorm Var Std", _reduction),
+    **_named(
+        "Softmax SafeSoftmax LogSoftmax Cumsum Gather Glu Slice Split SplitWithSizes Cat", _along
+    ),
+    **_named("Flip", _flip),
+    **_named("Select Unbind", _without),
+    **_named("Stack", _stack),
+    **_named("Permute", _permute),
+    **_named("Index", _index),
+    **_named("Transpose", _transpose),
+    **_named("Repeat", _repeat),
+    **_named("ConstantPadNd", _pad),
+    **_named("NativeLayerNorm", _layer_norm),
+    **_named("NativeBatchNorm CudnnBatchNorm", _batch_norm),
+    **_named(
+        "Convolution NativeGroupNorm MaxPool2DWithIndices MaxPool3DWithIndices AvgPool2D AvgPool3D"
+        " AdaptiveAvgPool2D AdaptiveAvgPool3D AdaptiveMaxPool2D AdaptiveMaxPool3D UpsampleNearest1D"
+        " UpsampleNearest2D UpsampleNearest3D UpsampleLinear1D UpsampleBilinear2D"
+        " UpsampleBicubic2D ReflectionPad1D ReflectionPad2D ReplicationPad1D ReplicationPad2D"
+        " Im2Col Col2Im",
+        _first,
+    ),
+    **_named("GridSampler2D GridSampler3D", _both),
+}

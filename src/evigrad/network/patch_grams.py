@@ -1,0 +1,181 @@
+"""The Gram matrix of a convolution's patches, and its pull back into the input.
+
+With stride and dilation 1, the products of two entries of the patches depend only on the distance
+of the entries, up to patches that reach beyond the output's positions. Summed over *all* shifts t
+of the kernel,
+
+    Σ_t x[t+u, c] x[t+v, c'] = C_{v-u}[c, c'],    C_d[c, c'] = Σ_s x[s, c] x[s+d, c'],
+
+where x is zero outside of the image. C is the weight gradient of a convolution of x with itself:
+for a 3 x 3 kernel 15 matrices of c x c numbers, the others of 25 being transposes, instead of 81.
+Shifts that are no positions of the output are subtracted again; they meet the rim of the image
+only. On a GPU such correlations are rounded as convolutions are (to TF32, unless PyTorch is told
+otherwise).
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from evigrad.core.algebra import add_gram, mirrored
+from evigrad.network.convolutions import Geometry, convolution_patches
+
+# Most numbers in the patches that exist at once (64 MiB in float32).
+_PATCH_NUMBERS = 2**24
+
+# From this side of an image on, and with several channels in a group, correlations take a fifth to
+# three quarters of the time of products of patches (on a CPU); at a side of 4 they take longer.
+_SHORTEST_SIDE = 6
+
+
+def patch_gram(x: Float[Tensor, "M c *space"], g: Geometry) -> Float[Tensor, "G i i"]:
+    """Σ a aᵀ over the patches a of all inputs and positions, without a graph."""
+    x = x.detach()
+    if _has_distances(x, g):
+        return _gram_by_distance(x, g)
+    size = x.shape[1] // g.groups * prod(g.kernel)
+    gram = x.new_zeros(g.groups, size, size)
+    for chunk in _chunks(x, g):
+        add_gram(gram, convolution_patches(chunk, len(chunk), g)[0])
+    return mirrored(gram)
+
+
+def patch_gram_pull(
+    x: Float[Tensor, "M c *space"], matrix: Float[Tensor, "G i i"], g: Geometry
+) -> Float[Tensor, "M c *space"]:
+    """Half of the gradient in x of ⟨matrix, ``patch_gram``⟩, for a symmetric matrix; no graph."""
+    x, matrix = x.detach(), matrix.detach()
+    if _has_distances(x, g):
+        return _pull_by_distance(x, matrix, g)
+    return torch.cat([_pull(chunk, matrix, g) for chunk in _chunks(x, g)])
+
+
+def patch_sum(x: Float[Tensor, "M c *space"], g: Geometry) -> Float[Tensor, "M c *kernel"]:
+    """The patches summed over all positions, differentiable."""
+    # Each entry of the kernel sums a box of x, the product of one interval for each dimension.
+    for dim, positions in enumerate(g.positions(x.shape[2:])):
+        length, entries = x.shape[2 + dim], torch.arange(g.kernel[dim], device=x.device)
+        first = g.dilation[dim] * entries[:, None] - g.padding[dim]
+        seen = first + g.stride[dim] * torch.arange(positions, device=x.device)
+        counts = (seen[..., None] == torch.arange(length, device=x.device)).any(1)
+        x = (x.movedim(2 + dim, -1) @ counts.to(x.dtype).mT).movedim(-1, 2 + dim)
+    return x
+
+
+def _chunks(x: Tensor, g: Geometry) -> Iterator[Tensor]:
+    """Inputs of a few data each, whose patches fit ``_PATCH_NUMBERS``."""
+    numbers_per_datum = prod(g.positions(x.shape[2:])) * x.shape[1] * prod(g.kernel)
+    yield from x.split(max(1, _PATCH_NUMBERS // max(1, numbers_per_datum)))
+
+
+def _pull(x: Tensor, matrix: Float[Tensor, "G i i"], g: Geometry) -> Tensor:
+    """``patch_gram_pull`` by patches."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        patches = convolution_patches(leaf, len(leaf), g)[0]
+    return torch.autograd.grad(patches, leaf, matrix @ patches.detach())[0]
+
+
+def _has_distances(x: Tensor, g: Geometry) -> bool:
+    """Whether the products by distance are defined, and faster than those of patches."""
+    return (
+        len(g.kernel) == 2
+        and max(g.kernel) > 1
+        and x.shape[1] > g.groups
+        and set(g.stride) == set(g.dilation) == {1}
+        and all(pad < size for pad, size in zip(g.padding, g.kernel, strict=True))
+        and min(x.shape[2:]) >= max(_SHORTEST_SIDE, *g.kernel)
+    )
+
+
+def _distances(g: Geometry, device: torch.device) -> Int[Tensor, " pairs"]:
+    """For each pair (u, v) of the kernel's entries, the number of the distance v - u."""
+    height, width = g.kernel
+    down, across = (torch.arange(size, device=device) for size in g.kernel)
+    rows = (down - down[:, None] + height - 1)[:, None, :, None]
+    columns = (across - across[:, None] + width - 1)[None, :, None, :]
+    return (rows * (2 * width - 1) + columns).flatten()
+
+
+def _gram_by_distance(x: Float[Tensor, "M c h w"], g: Geometry) -> Float[Tensor, "G i i"]:
+    (height, width), channels = g.kernel, x.shape[1]
+    inner, reach = channels // g.groups, 2 * width - 1
+    correlation = replace(g, kernel=(height, reach), padding=(0, width - 1))
+    below = F.pad(x, (0, 0, 0, height - 1))
+    half = correlation.weight_gradient(below, x.new_empty(channels, inner, height, reach), x)
+    # Distances down of zero and more, (G, distances, c, c'); the others are transposes.
+    half = half.reshape(g.groups, inner, inner, -1).permute(0, 3, 1, 2).contiguous()
+    every = torch.cat([half[:, reach:].flip(1).mT, half], dim=1)
+    pairs = every.index_select(1, _distances(g, x.device))
+    pairs = pairs.reshape(g.groups, height, width, height, width, inner, inner)
+    gram = pairs.permute(0, 5, 1, 2, 6, 3, 4).contiguous()
+    for rim in _rims(x, g):
+        patches = convolution_patches(F.pad(rim.strip, rim.pads), len(x), rim.geometry)[0]
+        block = rim.block(gram)
+        block -= (patches @ patches.mT).reshape(block.shape)
+    return gram.reshape(g.groups, inner * height * width, -1)
+
+
+def _pull_by_distance(
+    x: Float[Tensor, "M c h w"], matrix: Float[Tensor, "G i i"], g: Geometry
+) -> Float[Tensor, "M c h w"]:
+    (height, width), channels = g.kernel, x.shape[1]
+    inner, sizes = channels // g.groups, (2 * height - 1, 2 * width - 1)
+    matrix = matrix.reshape(g.groups, inner, height, width, inner, height, width)
+    kernel = x.new_zeros(g.groups, prod(sizes), inner, inner)
+    pairs = matrix.permute(0, 2, 3, 5, 6, 1, 4)
+    kernel.index_add_(1, _distances(g, x.device), pairs.reshape(g.groups, -1, inner, inner))
+    kernel = kernel.permute(0, 2, 3, 1).reshape(channels, inner, *sizes)
+    every = replace(g, kernel=sizes, padding=(height - 1, width - 1))
+    pulled = every.convolve(x, kernel)
+    for rim, of_rim in zip(_rims(x, g), _rims(pulled, g), strict=True):
+        block = rim.block(matrix).reshape(g.groups, -1, inner * prod(rim.geometry.kernel))
+        of_strip = _pull(F.pad(rim.strip, rim.pads), block, rim.geometry)
+        of_rim.strip.sub_(F.pad(of_strip, [-pad for pad in rim.pads]))
+    return pulled
+
+
+class _Rim(NamedTuple):
+    """Shifts of the kernel on one side that meet the image, but are no positions of the output.
+
+    Attributes:
+        strip: The part of the image that they meet.
+        pads: Zeros around it, as ``torch.nn.functional.pad`` takes them.
+        geometry: The convolution of the padded strip whose positions are these shifts.
+        entries: The kernel's entries that meet the strip, down and across.
+    """
+
+    strip: Float[Tensor, "M c h w"]
+    pads: list[int]
+    geometry: Geometry
+    entries: tuple[slice, slice]
+
+    def block(self, matrix: Float[Tensor, "G c h w c h w"]) -> Tensor:
+        """The part of a matrix of pairs of the kernel's entries in which both meet the strip."""
+        down, across = self.entries
+        return matrix[:, :, down, across, :, down, across]
+
+
+def _rims(x: Float[Tensor, "M c h w"], g: Geometry) -> Iterator[_Rim]:
+    """The rims of all shifts outside of the output's positions, each shift once."""
+    for dim, size in enumerate(g.kernel):
+        outside = size - 1 - g.padding[dim]
+        # Above and below at any place across; left and right beside the output's positions.
+        beyond = g.padding[0] if dim else g.kernel[1] - 1
+        kernel = (g.kernel[0], outside) if dim else (outside, g.kernel[1])
+        geometry = replace(g, kernel=kernel, padding=(0, 0))
+        for start, first, pads in (
+            (0, size - outside, [outside - 1, 0]),
+            (x.shape[2 + dim] - outside, 0, [0, outside - 1]),
+        ):
+            if outside:
+                along, other = slice(first, first + outside), slice(None)
+                entries = (other, along) if dim else (along, other)
+                pads = [*pads, beyond, beyond] if dim else [beyond, beyond, *pads]
+                yield _Rim(x.narrow(2 + dim, start, outside), pads, geometry, entries)

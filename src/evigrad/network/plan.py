@@ -1,0 +1,328 @@
+"""Choosing a path for each parameter, and checking the choice before it is used."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evigrad.errors import (
+    ConfigurationError,
+    InputError,
+    NotFiniteOutputError,
+    is_out_of_memory,
+)
+from evigrad.inputs import DATA_MIX
+from evigrad.network.arguments import (
+    NO_DERIVATIVE,
+    check_call,
+    check_storage,
+    model_outputs,
+)
+from evigrad.network.differences import (
+    TensorHooks,
+    check_outputs,
+    refuse_scaled_gradients,
+)
+from evigrad.network.generic import close, vmap_rows
+from evigrad.network.linearization import Linearization, uses_of
+from evigrad.network.modes import model_run, without_autocast
+from evigrad.network.ownership import placed
+from evigrad.network.paths import LOOP, JacobianPlan, Use
+from evigrad.network.recorder import Recorder, graph_nodes, reachable
+from evigrad.network.verification import (
+    Reference,
+    distinct_probe,
+    moved_copy,
+    refuse_reentrant,
+)
+
+# Two batch sizes distinguish the dimension of the data from all others; the larger is also the
+# number of data on which rows are compared.
+_PROBE_SIZES = (2, 3)
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """What every forward pass of the probe showed to the recorder.
+
+    Attributes:
+        uses: Name → each use, for the parameters whose every use has a closed form.
+        kronecker: Those of ``uses`` whose every use has Kronecker factors.
+        idle: Parameters that are not used at all.
+        without_effect: Parameters that are used, but not for the outputs.
+        operations: Names of the nodes of the outputs' graph.
+    """
+
+    uses: dict[str, tuple[Use, ...]] = field(default_factory=dict)
+    kronecker: set[str] = field(default_factory=set)
+    idle: set[str] = field(default_factory=set)
+    without_effect: set[str] = field(default_factory=set)
+    operations: frozenset[str] = frozenset()
+
+
+def plan(model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor) -> JacobianPlan:
+    """Find out which parameters have closed-form rows, and how to compute the others.
+
+    A parameter takes the closed forms only if every use of it has one, if dim 0 counts the data
+    in all of them (or consecutive parts of each datum), and if the numbers agree with plain
+    automatic differentiation on the probe, derivatives included. All others take the generic path,
+    vectorised if that agrees too. Numbers are compared on a copy of the model whose parameters are
+    moved a little, as a head that starts at zero would make them all zero; fewer than 3 different
+    data are varied to make as many.
+
+    The model must be in evaluation mode. Its attributes, buffers, hooks and gradients stay as they
+    are. Autocast is off while planning; the plan holds with it too.
+
+    Args:
+        model: Maps m inputs to (m, C).
+        weights: Name → trainable parameter of the model.
+        x_probe: Typical inputs, at best 3 different ones; dim 0 counts the data.
+
+    Returns:
+        The plan, for inputs of this shape.
+
+    Raises:
+        InputError: If there are no data, or the outputs are not finite, not of shape (m, C), or
+            have no derivative in any weight.
+        ConfigurationError: If the rows would not be defined: the output for a datum depends on
+            the other data or is random, or a weight is not a real parameter of the model that
+            requires a gradient, or shares its memory with another, or a hook may change its
+            gradient, or gradients are off by ``torch.inference_mode``, or the model uses a
+            reentrant checkpoint.
+    """
+    check_call(model, weights, x_probe)
+    check_storage(weights)
+    with without_autocast(x_probe.device):  # autocast's rounding would hide errors
+        return _checked_plan(model, weights, x_probe)
+
+
+def _checked_plan(
+    model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor
+) -> JacobianPlan:
+    x, distinct = distinct_probe(model, x_probe, _PROBE_SIZES[-1])
+    outputs = _independent_outputs(model, x)
+    refuse_reentrant(model, x)
+    with model_run(model), torch.enable_grad(), TensorHooks() as hooks:
+        recorded = model_outputs(model, x)
+    nodes = graph_nodes(recorded)
+    if not reachable(recorded, weights, nodes):
+        raise InputError(NO_DERIVATIVE)
+    refuse_scaled_gradients(nodes)
+
+    # The structure is the model's own; numbers are compared on a copy with moved weights.
+    moved = moved_copy(model, weights, x)
+    if moved:
+        check_outputs(moved[0], moved[1].values(), x, nodes, hooks.registered)
+    del recorded, nodes
+    reference = Reference(*(moved or (model, weights)), x, outputs)
+    # With equal data neither order nor mixing shows, so that only the loop is safe.
+    recording = _record(model, weights, x, outputs) if distinct else _Recording()
+    closed = _verified_closed(reference, recording)
+    idle = {name for name in recording.idle if not reference.rows[name].any()}
+    generic = [name for name in weights if name not in closed and name not in idle]
+    # Vectorised rows are checked by their numbers alone, and zeros say nothing.
+    telling = [name for name in generic if name not in reference.vanishing]
+    vectorised = _verified_vectorised(reference, telling) if moved and distinct else set()
+
+    words = {}
+    for name in weights:
+        if name in idle or (name in closed and name in recording.without_effect):
+            words[name] = "unused"
+        elif name in closed:
+            words[name] = _counted(recording.uses[name])
+        else:
+            words[name] = "generic: vmap" if name in vectorised else LOOP
+    return JacobianPlan(
+        words=words,
+        uses={name: recording.uses[name] for name in weights if name in closed},
+        vectorised=frozenset(vectorised),
+        kronecker=frozenset(closed & recording.kronecker),
+        datum_shape=tuple(x.shape[1:]),
+        operations=recording.operations,
+    )
+
+
+def adapted(
+    plans: Iterable[JacobianPlan],
+    model: nn.Module,
+    weights: Mapping[str, nn.Parameter],
+    x_probe: Tensor,
+) -> JacobianPlan | None:
+    """Return the first of the plans that fits inputs of another length, or None.
+
+    It costs two passes. A check shows that the closed forms, and vectorised derivatives, of certain
+    operations with certain settings are right, first and second derivatives. That does not depend
+    on the length: where the same functions with the same settings use a weight, and the graph holds
+    the same kinds of operations, the check still holds. What may depend on the length (the datum of
+    each row, other uses of a weight, changes in place) is checked in every pass.
+    """
+    plans = [plan for plan in plans if plan.operations]
+    if not plans:
+        return None
+    with without_autocast(x_probe.device):
+        x, distinct = distinct_probe(model, x_probe, _PROBE_SIZES[-1])
+        if not distinct:
+            return None
+        try:
+            with model_run(model), torch.no_grad():
+                alone = model_outputs(model, x[:1])
+            recording = _record_once(model, weights, x, alone)
+        except Exception as error:  # ``plan`` will say what is wrong
+            if is_out_of_memory(error):
+                raise
+            return None
+    fitting_plan = next((plan for plan in plans if _alike(plan, recording)), None)
+    if fitting_plan is None:
+        return None
+    words = {
+        name: _counted(recording.uses[name])
+        if name in fitting_plan.uses and fitting_plan.words[name] != "unused"
+        else word
+        for name, word in fitting_plan.words.items()
+    }
+    return replace(
+        fitting_plan,
+        words=words,
+        uses={name: recording.uses[name] for name in fitting_plan.uses},
+        datum_shape=tuple(x.shape[1:]),
+    )
+
+
+def _alike(plan: JacobianPlan, recording: _Recording) -> bool:
+    """Whether a recording shows all that a plan relies on, but for lengths and counts."""
+
+    def kinds(uses: Iterable[Use]) -> set[tuple[Any, ...]]:
+        return {
+            (use.rule, use.slot, use.samples, len(use.input), len(use.output), use.settings)
+            for use in uses
+        }
+
+    unused = {name for name, word in plan.words.items() if word == "unused"}
+    return (
+        plan.operations == recording.operations
+        and plan.uses.keys() <= recording.uses.keys()
+        and all(kinds(uses) == kinds(recording.uses[name]) for name, uses in plan.uses.items())
+        and plan.kronecker <= recording.kronecker
+        and unused == (recording.idle | recording.without_effect) - plan.demoted
+    )
+
+
+def _counted(uses: Iterable[Use]) -> str:
+    """The rules of a parameter's uses in words."""
+    rules = Counter(use.rule for use in uses)
+    return " + ".join(f"{n} x {rule}" if n > 1 else rule for rule, n in rules.items())
+
+
+def _independent_outputs(model: nn.Module, x: Tensor) -> Tensor:
+    """The outputs for the probe; raises unless each depends on its datum alone."""
+    with model_run(model), torch.no_grad():
+        joint = model_outputs(model, x)
+        alone = torch.cat([model_outputs(model, x[n : n + 1]) for n in range(len(x))])
+    if not joint.isfinite().all():
+        raise NotFiniteOutputError(
+            "The model's outputs hold NaN or infinite values for these inputs, so that no"
+            " derivatives can be had. Fix the inputs (a mask may leave nothing of an example), or"
+            " the weights (training may have diverged)."
+        )
+    if not close(joint, alone):
+        raise ConfigurationError(DATA_MIX)
+    return joint
+
+
+def _record(
+    model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor, outputs: Tensor
+) -> _Recording:
+    """Run the recorder at two batch sizes and keep what holds in both."""
+    recordings = []
+    for size in _PROBE_SIZES:
+        try:
+            recordings.append(_record_once(model, weights, x[:size], outputs[:size]))
+        except Exception as error:  # it cannot be recorded; the generic path needs less
+            if is_out_of_memory(error):
+                raise
+            return _Recording()
+    small, large = recordings
+    same = {name for name in large.uses if small.uses.get(name) == large.uses[name]}
+    return _Recording(
+        {name: large.uses[name] for name in large.uses if name in same},
+        large.kronecker & same,
+        large.idle & small.idle,
+        large.without_effect & small.without_effect,
+        large.operations,
+    )
+
+
+def _record_once(
+    model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor, outputs: Tensor
+) -> _Recording:
+    try:
+        return _recorded(model, weights, x, outputs, dict.fromkeys(weights, ()))
+    except Exception as error:  # repeated positions do not fit this model
+        if is_out_of_memory(error):
+            raise
+        return _recorded(model, weights, x, outputs, {})
+
+
+def _recorded(
+    model: nn.Module,
+    weights: Mapping[str, nn.Parameter],
+    x: Tensor,
+    outputs: Tensor,
+    repeated: Mapping[str, Sequence[Use]],
+) -> _Recording:
+    recorder = Recorder(weights, len(x), repeated)
+    with model_run(model), torch.enable_grad(), recorder:
+        recorded = model_outputs(model, x)
+    if not close(recorded[: len(outputs)], outputs):
+        return _recorded(model, weights, x, outputs, {}) if repeated else _Recording()
+    elsewhere = reachable(recorded, weights)
+    calls, _, nodes = placed(recorded, recorder.calls)
+    all_uses = uses_of(calls)
+    recording = _Recording(
+        idle={n for n in weights if n not in elsewhere and n not in all_uses},
+        operations=frozenset(node.name() for node in nodes),
+    )
+    for name, uses in all_uses.items():
+        by_datum = all(call.parts > 0 for call, _ in uses)
+        if name in elsewhere or not by_datum:
+            continue
+        recording.uses[name] = tuple(call.use(slot) for call, slot in uses)
+        one_way = len({call.rule.transposed for call, _ in uses}) == 1
+        if one_way and all(slot in call.rule.kronecker for call, slot in uses):
+            recording.kronecker.add(name)
+        if not any(call.edge.node in nodes for call, _ in uses):
+            recording.without_effect.add(name)
+    return recording
+
+
+def _verified_closed(reference: Reference, recording: _Recording) -> set[str]:
+    if not recording.uses:
+        return set()
+    model, weights = reference.model, reference.weights
+    none: frozenset[str] = frozenset()
+    datum_shape = tuple(reference.x.shape[1:])
+    candidate = JacobianPlan({}, recording.uses, none, none, datum_shape)
+
+    def rows(
+        names: list[str], x: Tensor, vectors: Tensor, differentiable: bool
+    ) -> dict[str, Tensor]:
+        linearization = Linearization(model, weights, x, candidate, differentiable)
+        return linearization.rows(vectors, [n for n in names if linearization.is_closed(n)])
+
+    return reference.agreeing(list(recording.uses), rows)
+
+
+def _verified_vectorised(reference: Reference, names: list[str]) -> set[str]:
+    if not names:
+        return set()
+
+    def rows(
+        names: list[str], x: Tensor, vectors: Tensor, differentiable: bool
+    ) -> dict[str, Tensor]:
+        with model_run(reference.model):
+            return vmap_rows(reference.model, reference.weights, names, x, vectors, differentiable)
+
+    return reference.agreeing(names, rows)

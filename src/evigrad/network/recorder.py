@@ -1,0 +1,381 @@
+"""One forward pass that records what the closed forms need.
+
+A mode intercepts the functions that have a closed form, whoever calls them. A call that takes a
+tracked parameter runs with the parameter *detached* and leaves a ``Call``. Every other use of the
+parameter (through a parametrization, a view, a scripted module, a custom function, ...) therefore
+still shows in the autograd graph of the outputs, where ``reachable`` finds it: no use is missed
+silently.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from evigrad.core.curvature.kronecker import KroneckerUse
+from evigrad.invariances.noise import current_samples
+from evigrad.network.layers import RULES, Match, Rule
+from evigrad.network.paths import Use
+from evigrad.network.written_out import WRITTEN_OUT
+
+_PLAIN_TENSORS = (Tensor, nn.Parameter)
+
+# Functions through which the numbers of some data can decide what is done with others. Those that
+# return numbers to Python:
+_TO_PYTHON = (
+    "__array__ __bool__ __complex__ __contains__ __dlpack__ __float__ __index__ __int__ allclose"
+    " equal is_nonzero item numpy tolist"
+)
+# Those that count, order, choose or place entries by numbers:
+_BY_NUMBERS = (
+    "_pack_padded_sequence argsort argwhere bincount bucketize cummax cummin embedding_bag gather"
+    " histc index_add index_copy index_fill index_put index_reduce index_select kthvalue"
+    " masked_scatter masked_select median mode msort nanmedian nanquantile nonzero quantile scatter"
+    " scatter_add scatter_reduce searchsorted segment_reduce sort take take_along_dim tensor_split"
+    " topk unique unique_consecutive"
+)
+_DECIDING = frozenset((*_TO_PYTHON.split(), *_BY_NUMBERS.split()))
+# Those that may reduce all data, or some of them, to one number:
+_REDUCTIONS = frozenset(
+    (
+        "all amax amin aminmax any argmax argmin count_nonzero logsumexp max mean min nanmean"
+        " nansum norm prod std std_mean sum var var_mean vector_norm"
+    ).split()
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A recorded call.
+
+    Attributes:
+        rule: Its closed form.
+        match: Its arguments.
+        names: Slot → name of the parameter, for the tracked parameters among the arguments.
+        edge: Where the gradient in the output is found, even after the output changed in place.
+        output_shape: Shape of the output.
+        version: The input's count of in-place changes at the time of the call.
+        num_data: m, how many data the model was given.
+        samples: S, how many augmentation samples of each datum were announced (``sampled``).
+        turned: Whether the data were in dim 1 of the output at ``edge``; all else has them in
+            dim 0.
+    """
+
+    rule: Rule
+    match: Match
+    names: Mapping[str, str]
+    edge: GradientEdge
+    output_shape: torch.Size
+    version: int
+    num_data: int
+    samples: int
+    turned: bool = False
+
+    @property
+    def may_turn(self) -> bool:
+        """Whether dim 1 of input and output may count the data."""
+        shapes = (self.match.input.shape, self.output_shape)
+        fits = all(shape[1:2] == (self.num_data,) for shape in shapes)
+        return fits and self.rule.data_second(self.match)
+
+    def data_first(self) -> "Call":
+        """The same call, whose data are in dim 1, with the data in dim 0."""
+        whole = self.match.computed
+        computed = None if whole is None else lambda: whole().transpose(0, 1)
+        match = replace(self.match, input=self.match.input.transpose(0, 1), computed=computed)
+        positions, data, *trailing_shape = self.output_shape
+        shape = torch.Size((data, positions, *trailing_shape))
+        return replace(self, match=match, output_shape=shape, turned=True)
+
+    @property
+    def parts(self) -> int:
+        """F, if dim 0 of input and output has F entries for each datum, else 0."""
+        sizes = set(self.match.input.shape[:1] + self.output_shape[:1])
+        size = sizes.pop() if len(sizes) == 1 else 0
+        return 0 if size % self.num_data else size // self.num_data
+
+    @property
+    def input_changed(self) -> bool:
+        """Whether the input was changed in place after the call."""
+        return self.match.input._version != self.version
+
+    def use(self, slot: str) -> Use:
+        """How the call uses the parameter in a slot."""
+        return Use(
+            self.rule.name,
+            slot,
+            self.parts,
+            self.samples,
+            tuple(self.match.input.shape[1:]),
+            tuple(self.output_shape[1:]),
+            repr(self.match.settings),
+        )
+
+    def rows(self, slot: str, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
+        """This call's part of the rows in one parameter, (m, k, *parameter shape)."""
+        return self.rule.rows(slot, self._match_in(gradient), gradient).to(self._dtype(slot))
+
+    def inner(
+        self,
+        slot: str,
+        gradient: Float[Tensor, "m k F *out"],
+        cotangent: Float[Tensor, "m k *parameter"],
+    ) -> Float[Tensor, ""]:
+        """The inner product of cotangents with this call's part of the rows in a parameter."""
+        match = self._match_in(gradient)
+        if cotangent.dtype == gradient.dtype:
+            return self.rule.inner(slot, match, gradient, cotangent)
+        # Cotangents may underflow in half precision; relative to their largest they do not.
+        scale = cotangent.abs().amax().clamp(min=torch.finfo(cotangent.dtype).tiny)
+        relative = (cotangent / scale).to(gradient.dtype)
+        return self.rule.inner(slot, match, gradient, relative).to(cotangent.dtype) * scale
+
+    def datum(self, index: int) -> "Call":
+        """The same call restricted to one datum, for the rows of that datum."""
+        one, match = slice(index * self.parts, (index + 1) * self.parts), self.match
+        whole = match.computed
+        computed = None if whole is None else lambda: whole()[one]
+        match = replace(match, input=match.input[one], computed=computed)
+        shape = torch.Size((self.parts, *self.output_shape[1:]))
+        return replace(self, match=match, output_shape=shape, num_data=1)
+
+    def factors(self, gradient: Float[Tensor, "m k F *out"], average: bool) -> KroneckerUse:
+        """Return the Kronecker factors of this call's part of the rows, for their output gradients.
+
+        ``average`` takes the mean input and the summed gradient over the samples of each datum;
+        else samples count as positions, as other parts always do.
+        """
+        match = self._match_in(gradient)
+        if average and self.samples > 1 and self.parts % self.samples == 0:
+            shape = (self.num_data, self.samples, self.parts // self.samples)
+            match = replace(match, input=match.input.unflatten(0, shape).mean(1).flatten(0, 1))
+            gradient = gradient.unflatten(2, shape[1:]).sum(2)
+        return self.rule.factors(match, gradient.to(self._dtype("weight")))
+
+    def products(self, gradient: Float[Tensor, "m k F *out"]) -> tuple[Tensor, Tensor]:
+        """See ``Rule.products``; samples count as positions."""
+        return self.rule.products(self._match_in(gradient), gradient.to(self._dtype("weight")))
+
+    def _match_in(self, gradient: Tensor) -> Match:
+        """The arguments in the type of the output, as autocast made them."""
+        a = self.match.input
+        if a.dtype == gradient.dtype or not a.is_floating_point():
+            return self.match
+        return replace(self.match, input=a.to(gradient.dtype))
+
+    def _dtype(self, slot: str) -> torch.dtype:
+        return self.match.slots[slot].dtype
+
+
+def joined(
+    uses: Iterable[tuple[Call, str, Tensor]],
+) -> list[tuple[Call, str, Tensor]]:
+    """Uses of a parameter and their gradients; equal ones at positions, as of time, are one use."""
+    groups: dict[Any, list[tuple[Call, str, Tensor]]] = {}
+    for call, slot, gradient in uses:
+        key = call.use(slot) if call.rule.at_positions else id(call)
+        groups.setdefault((key, slot), []).append((call, slot, gradient))
+    joined_uses = []
+    for group in groups.values():
+        call, slot, gradient = group[0]
+        if len(group) > 1:
+            inputs = torch.stack([use.match.input for use, _, _ in group], 1)
+            gradient = torch.stack([piece for _, _, piece in group], 3)
+            rows, *trailing_shape = call.output_shape
+            shape = torch.Size((rows, len(group), *trailing_shape))
+            call = replace(call, match=replace(call.match, input=inputs), output_shape=shape)
+        joined_uses.append((call, slot, gradient))
+    return joined_uses
+
+
+class Recorder(TorchFunctionMode):
+    """Records the calls, in order, of closed-form functions with tracked parameters.
+
+    Args:
+        weights: The tracked parameters.
+        num_data: m, how many data the model is given.
+        repeated: Names of embeddings that look up a single list of indices, as positions, once for
+            each datum, so that the graph shows whose rows are whose; with their uses, as planned.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, nn.Parameter],
+        num_data: int,
+        repeated: Mapping[str, Sequence[Use]] | None = None,
+    ) -> None:
+        super().__init__()
+        self._num_data = num_data
+        self._repeated = {id(weights[name]): uses for name, uses in (repeated or {}).items()}
+        self.calls: list[Call] = []
+        self._decides = False
+        self._names = {id(p): name for name, p in weights.items()}
+        # Autocast around the whole pass was not on when the plan was made.
+        self._mixed = any(torch.is_autocast_enabled(p.device.type) for p in weights.values())
+        self._detached = {id(p): p.detach() for p in weights.values()}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Record the call if it has a closed form; call the function."""
+        kwargs = kwargs or {}
+        if func in WRITTEN_OUT and self._uses_weights(args):
+            linear = partial(self.__torch_function__, F.linear, ())
+            result = WRITTEN_OUT[func](lambda *operands: linear(operands), *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if func is F.embedding:
+            args = self._for_each_datum(args)
+        closed_form = self._match(func, args, kwargs)
+        if closed_form is None:
+            result = func(*args, **kwargs)
+            self._decides = self._decides or _decides(func, args, kwargs, result)
+            return result
+        rule, match, names = closed_form
+        output = rule.call(
+            func,
+            [self._detached.get(id(a), a) for a in args],
+            {key: self._detached.get(id(a), a) for key, a in kwargs.items()},
+        )
+        # The output has another type than the parameters, as by autocast within the model: a plan
+        # could not tell rounding from errors.
+        foreign = any(match.slots[slot].dtype != output.dtype for slot in names)
+        if foreign and not self._mixed:
+            return func(*args, **kwargs)
+        if output.requires_grad:
+            result = output
+        else:
+            # Nothing before this call needs a gradient, so the output becomes a leaf; the model
+            # gets a copy, which it may change in place.
+            output = output.detach().requires_grad_()
+            result = output.clone()
+        edge = get_gradient_edge(output)
+        self.calls.append(
+            Call(
+                rule,
+                match,
+                names,
+                edge,
+                output_shape=output.shape,
+                version=match.input._version,
+                num_data=self._num_data,
+                samples=current_samples(),
+            )
+        )
+        return result
+
+    def may_mix(self, model: nn.Module) -> bool:
+        """Whether a called function, or a scripted module, may let data act on each other."""
+        if self._num_data == 1:
+            return False
+        modules = model.modules()
+        return self._decides or any(
+            isinstance(module, torch.jit.ScriptModule) for module in modules
+        )
+
+    def _uses_weights(self, args: Sequence[Any]) -> bool:
+        """Whether a tracked parameter is among arguments, or in a list of them, of a graph."""
+        has_weight = any(
+            id(p) in self._names for a in args for p in (a if isinstance(a, list | tuple) else [a])
+        )
+        return has_weight and torch.is_grad_enabled() and not _is_transformed()
+
+    def _for_each_datum(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments of an embedding, with indices of all data as (m, T) where that is asked."""
+        indices, weight, *settings = args
+        if not isinstance(indices, Tensor) or id(weight) not in self._repeated:
+            return args
+        if indices.dim() > 1 and len(indices) == 1:
+            return indices.expand(self._num_data, *indices.shape[1:]), weight, *settings
+        # A plan knows; before that, as many indices as data are one for each.
+        planned = [use.input for use in self._repeated[id(weight)]]
+        is_list = indices.shape in planned if planned else len(indices) != self._num_data
+        if indices.dim() == 1 and is_list:
+            return indices.expand(self._num_data, -1), weight, *settings
+        return args
+
+    def _match(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Rule, Match, dict[str, str]] | None:
+        rule = RULES.get(func)
+        tracked = {id(a) for a in (*args, *kwargs.values()) if id(a) in self._names}
+        # Inside a function transform, tensors are wrapped; without gradients there is nothing to
+        # record, and nothing in the graph either.
+        if rule is None or not tracked or not torch.is_grad_enabled() or _is_transformed():
+            return None
+        try:
+            match = rule.match(*args, **kwargs)
+        except TypeError:  # an argument that the closed form does not know, such as ``out=``
+            return None
+        if match is None or type(match.input) not in _PLAIN_TENSORS:
+            return None
+        if match.input.layout != torch.strided or id(match.input) in tracked:
+            return None
+        names = {
+            slot: self._names[id(p)] for slot, p in match.slots.items() if id(p) in self._names
+        }
+        if {id(match.slots[slot]) for slot in names} != tracked:
+            return None
+        return rule, match, names
+
+
+def _decides(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> bool:
+    """Whether numbers of some data may decide what is done with others."""
+    name = getattr(func, "__name__", "")
+    plain = name if name.startswith("__") else name.removesuffix("_")
+    if plain in _DECIDING or "nested" in name:
+        return True
+    if plain in ("__getitem__", "__setitem__"):
+        index = args[1] if isinstance(args[1], tuple) else args[1:2]
+        return any(isinstance(entry, Tensor | list) for entry in index)
+    if plain == "repeat_interleave":
+        return any(isinstance(argument, Tensor) for argument in (*args[1:], *kwargs.values()))
+    if plain == "where":
+        return len(args) + len(kwargs) == 1
+    if plain not in _REDUCTIONS or not args or not isinstance(args[0], Tensor):
+        return False
+    result = result[0] if isinstance(result, tuple) else result
+    return not isinstance(args[0], nn.Parameter) and result.shape[:1] != args[0].shape[:1]
+
+
+def _is_transformed() -> bool:
+    return peek_interpreter_stack() is not None
+
+
+def graph_nodes(outputs: Tensor) -> set[Node]:
+    """All nodes of the autograd graph of a tensor."""
+    if outputs.grad_fn is None:
+        return set()
+    stack, seen = [outputs.grad_fn], {outputs.grad_fn}
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                stack.append(node)
+    return seen
+
+
+def reachable(
+    outputs: Tensor, weights: Mapping[str, nn.Parameter], nodes: Collection[Node] | None = None
+) -> set[str]:
+    """Names of the parameters that the outputs' graph, with these nodes, leads to."""
+    names = {id(p): name for name, p in weights.items()}
+    # Only the nodes that stand for leaves have a variable.
+    nodes = graph_nodes(outputs) if nodes is None else nodes
+    leaves = (id(getattr(node, "variable", None)) for node in nodes)
+    leaf_names = {names[leaf] for leaf in leaves if leaf in names}
+    return leaf_names | {names[id(outputs)]} if id(outputs) in names else leaf_names

@@ -1,0 +1,355 @@
+"""Checking fast paths against plain automatic differentiation.
+
+A plan is checked on a probe of a few data that differ, with weights that are moved a little
+(``Reference``). What it could not see there (a branch that only other inputs take, data that mix
+only in larger batches) shows on the data and weights of real passes, which ``spot_check`` and
+``check_separate`` look at.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from evigrad.errors import ConfigurationError, is_out_of_memory
+from evigrad.inputs import DATA_MIX, called, named_parameters, scores_of
+from evigrad.network.arguments import model_outputs
+from evigrad.network.generic import close, close_outputs, datum_rows, loop_rows, tolerances
+from evigrad.network.linearization import Linearization
+from evigrad.network.modes import held_tensors, model_run, without_autocast
+from evigrad.network.paths import LOOP
+from evigrad.network.recorder import graph_nodes, reachable
+
+# (names, x, vectors, differentiable) → rows; names may be missing in the result.
+Rows = Callable[[list[str], Tensor, Tensor, bool], dict[str, Tensor]]
+
+# With one column, mistakes in the dimension of a datum's rows would not show.
+_COLUMNS = 2
+
+# Second derivatives are sums of more terms.
+_SECOND_ORDER_FACTOR = 10.0
+
+# Equal data are made different by shrinking each entry by up to this part: towards zero, where
+# indices stay in range and positive numbers positive.
+_SHRINK = 0.2
+# The entries' size where all are zero.
+_SMALL = 0.01
+# Name of the graph's node for a reentrant checkpoint.
+_REENTRANT = "CheckpointFunctionBackward"
+# How far weights are moved, relative to their root mean square.
+_MOVE = 0.1
+# Factor on the part of the largest rows below which all is rounding: trained networks cancel more
+# than those on which plans are made.
+_TRAINED_ROUNDING_FACTOR = 10.0
+
+
+class Reference:
+    """Rows of a probe by the plain loop, to compare other ways with.
+
+    Attributes:
+        rows: Name → rows for random cotangents, (m, 2, *parameter shape).
+        vanishing: The names whose rows are only rounding; anything agrees with them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Mapping[str, nn.Parameter],
+        x: Tensor,
+        outputs: Float[Tensor, "m C"],
+    ) -> None:
+        self.model, self.weights, self.x = model, weights, x
+        self._generator = torch.Generator().manual_seed(0)
+        self._vectors = self._random(outputs[:, None, :].expand(-1, _COLUMNS, -1))
+        self.rows = self._loop_rows(list(weights), x, self._vectors, False)
+        self._norm = max((r.norm() for r in self.rows.values()), default=outputs.new_zeros(()))
+        rounding = tolerances(outputs)[1]
+        self.vanishing = {
+            name for name, r in self.rows.items() if not r.norm() > rounding * self._norm
+        }
+
+    def agreeing(self, names: Sequence[str], compute: Rows) -> set[str]:
+        """Return the names for which ``compute`` gives the same numbers and derivatives.
+
+        It may raise any exception, which counts as disagreement. Derivatives count where the
+        reference has them.
+        """
+        agreeing_names = list(names)
+        try:
+            # In reverse too: a model that sorts its data may have found the probe sorted.
+            places = torch.arange(len(self.x), device=self.x.device)
+            for order in (places, places.flip(0)):
+                rows = compute(agreeing_names, self.x[order], self._vectors[order], False)
+                agreeing_names = [
+                    name
+                    for name in agreeing_names
+                    if name in rows and close(rows[name], self.rows[name][order], self._norm)
+                ]
+            if not agreeing_names:
+                return set()
+            return self._with_right_derivatives(agreeing_names, compute)
+        except Exception as error:  # this path cannot take this model
+            if is_out_of_memory(error):
+                raise
+            return set()
+
+    def _with_right_derivatives(self, names: list[str], compute: Rows) -> set[str]:
+        """The names whose rows' derivatives agree; all where the reference has none."""
+        # Gradients of random functions of the rows are compared, in all that they depend on: right
+        # first derivatives do not imply right second ones. Layer normalisation under ``vmap``, for
+        # example, treats its own statistics as constants.
+        x, vectors = self.x[:2].clone(), self._vectors[:2, :1].clone().requires_grad_()
+        weight_ids = {id(p) for p in self.weights.values()}
+        arguments = [
+            p for p in self.model.parameters() if p.requires_grad and id(p) not in weight_ids
+        ]
+        arguments = [vectors, *arguments]
+        if x.is_floating_point():
+            arguments.append(x.requires_grad_())
+        factors = {name: self._random(self.rows[name][:2, :1]) for name in names}
+
+        def products(compute: Rows) -> dict[str, Tensor]:
+            rows = compute(names, x, vectors, True)
+            return {name: (factors[name] * rows[name]).sum() for name in names}
+
+        def gradient(values: Sequence[Tensor]) -> Tensor:
+            parts: Sequence[Tensor | None] = [None] * len(arguments)
+            value = torch.stack([value.to(vectors.dtype) for value in values]).sum()
+            if value.requires_grad:
+                parts = torch.autograd.grad(value, arguments, retain_graph=True, allow_unused=True)
+            filled = [
+                torch.zeros_like(a) if g is None else g
+                for a, g in zip(arguments, parts, strict=True)
+            ]
+            return torch.cat([g.flatten().to(vectors.dtype) for g in filled])
+
+        try:
+            expected = products(self._loop_rows)
+            gradient(list(expected.values()))
+        except (RuntimeError, NotImplementedError):  # an operation without a second derivative
+            return set(names)
+        actual = products(compute)
+
+        def agree(subset: Sequence[str]) -> bool:
+            values = torch.stack([expected[name].detach().to(vectors.dtype) for name in subset])
+            return close(
+                gradient([actual[name] for name in subset]),
+                gradient([expected[name] for name in subset]),
+                values.norm(),
+                _SECOND_ORDER_FACTOR,
+            )
+
+        # Each takes a backward pass, so one by one only where they fail together.
+        return set(names) if agree(names) else {name for name in names if agree([name])}
+
+    def _loop_rows(
+        self, names: list[str], x: Tensor, vectors: Tensor, differentiable: bool
+    ) -> dict[str, Tensor]:
+        with model_run(self.model):
+            return loop_rows(self.model, self.weights, names, x, vectors, differentiable)
+
+    def _random(self, like: Tensor) -> Tensor:
+        return torch.randn(
+            like.shape, generator=self._generator, dtype=torch.float64, device="cpu"
+        ).to(like)
+
+
+# ------------------------------------------------------------ what plans are checked on
+
+
+def distinct_probe(model: nn.Module, x: Tensor, size: int) -> tuple[Tensor, bool]:
+    """``size`` inputs, different where possible, and whether no two of them are equal."""
+    # Among equal data a layer that sorts or mixes them goes unnoticed.
+    probe = x.detach()[torch.arange(size, device=x.device) % len(x)]
+    if _all_differ(probe):
+        return probe, True
+    varied = _varied(probe)
+    if _all_differ(varied) and _runs(model, varied):
+        return varied, True
+    return probe, False
+
+
+def _all_differ(x: Tensor) -> bool:
+    return all(not torch.equal(x[i], x[j]) for i in range(len(x)) for j in range(i))
+
+
+def _varied(x: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    part = torch.rand(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x.device)
+    if x.dtype == torch.bool:
+        return x & (part > 0.5)
+    if x.is_complex() or x.is_floating_point():
+        if not x.any():
+            return (_SMALL * part).to(x.dtype)
+        return (x * (1 - _SHRINK * part)).to(x.dtype)
+    # Half of the entries move, to anything between zero and their value.
+    return torch.where(part > 0.5, x, (x * (2 * part)).to(x.dtype))
+
+
+def _runs(model: nn.Module, x: Tensor) -> bool:
+    try:
+        with model_run(model), torch.no_grad():
+            output = called(model, x)
+    except Exception:  # the caller then uses the given data, which show whose error it is
+        return False
+    return isinstance(output, Tensor) and bool(output.isfinite().all())
+
+
+def moved_copy(
+    model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor
+) -> tuple[nn.Module, dict[str, nn.Parameter]] | None:
+    """A copy with its weights moved off their initial values, and these; None where it fails."""
+    # A head that starts at zero makes all rows before it zero; two ways to compute them then agree
+    # whether they are right or not.
+    learnable = {name for name, p in named_parameters(model).items() if p.requires_grad}
+    for names in (learnable, set(weights)):
+        # Second try with the weights alone: a hyperparameter may have a domain.
+        try:
+            with model_run(model):
+                memo = {id(t): t.detach().clone() for t in held_tensors(model) if not t.is_leaf}
+                moved = copy.deepcopy(model, memo)
+            moved_parameters = named_parameters(moved)
+            _move([moved_parameters[name] for name in sorted(names)])
+            with model_run(moved), torch.enable_grad():
+                outputs = scores_of(moved(x.clone()))
+        except Exception:  # any error means that there is no such copy
+            continue
+        foreign = reachable(outputs, dict(model.named_parameters()))
+        if outputs.isfinite().all() and not foreign:
+            return moved, {name: moved_parameters[name] for name in weights}
+    return None
+
+
+@torch.no_grad()
+def _move(parameters: list[nn.Parameter]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for p in parameters:
+        if p.is_floating_point() and p.numel() > 0:
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64, device="cpu").to(
+                p
+            )
+            size = _MOVE * p.square().mean().sqrt()
+            p.add_(noise * torch.where(size > 0, size, torch.full_like(size, _SMALL)))
+
+
+def refuse_reentrant(model: nn.Module, x: Tensor) -> None:
+    """Raise if a reentrant checkpoint, which has no gradient in chosen parameters, is used."""
+    x = x.clone()
+    if x.is_floating_point():  # without a gradient in its input the checkpoint leaves no node
+        x = x.requires_grad_().clone()
+    try:
+        with model_run(model), torch.enable_grad():
+            output = scores_of(model(x))
+    except Exception:  # the model cannot take such an input; other calls will report real errors
+        return
+    if any(node.name() == _REENTRANT for node in graph_nodes(output)):
+        raise ConfigurationError(
+            "The model uses torch.utils.checkpoint with use_reentrant=True, which cannot give the"
+            " gradient in chosen parameters. Pass use_reentrant=False, which computes the same."
+        )
+
+
+# ------------------------------------------------------------ the data of real passes
+
+
+def spot_check(
+    linearization: Linearization, vectors: Float[Tensor, "m k C"], index: int
+) -> set[str]:
+    """Return the names whose rows of one datum disagree with differentiating that datum alone.
+
+    Takes a forward pass of the datum alone and k backward passes, and k backward passes of the
+    batch; nothing at all where every parameter goes through the loop. The model is in the same mode
+    as in the pass; ``vectors`` are the cotangents of its rows. Below double precision they must
+    disagree for the next datum too: a rounding error can carry a unit across the kink of its
+    activation.
+
+    Raises:
+        ConfigurationError: If the output for the datum differs from that in the batch.
+    """
+    x, f = linearization.x, linearization.outputs
+    if all(word == LOOP for word in linearization.plan.words.values()):
+        return set()
+    if linearization.mixed:
+        # Rounding would hide errors, or look like one: repeat the pass in full precision.
+        with without_autocast(x.device):
+            settings = (linearization.model, linearization.weights, x, linearization.plan)
+            return spot_check(Linearization(*settings, differentiable=False), vectors, index)
+    wrong_names = _disagreeing(linearization, vectors, index)
+    if wrong_names and f.dtype != torch.float64 and len(x) > 1:
+        wrong_names &= _disagreeing(linearization, vectors, (index + 1) % len(x))
+    return wrong_names
+
+
+def _disagreeing(
+    linearization: Linearization, vectors: Float[Tensor, "m k C"], index: int
+) -> set[str]:
+    """The names whose rows of one datum are not those of the loop."""
+    one, x, f = slice(index, index + 1), linearization.x, linearization.outputs.detach()
+    model, weights = linearization.model, linearization.weights
+    names = [name for name, word in linearization.plan.words.items() if word != LOOP]
+    with model_run(model):
+        alone, expected = datum_rows(
+            model, weights, names, x[one].detach(), vectors[one].detach(), False
+        )
+    if not f.isfinite().all():  # the comparison would say nothing about the paths
+        return set()
+    if not close_outputs(f[one], alone, f.norm(dim=1).max()):
+        _refuse_mixing(model, x, [torch.arange(len(x), device="cpu")[one]])
+    rows = linearization.fast_rows_of_datum(vectors, index)
+    stacked = {name: torch.stack(expected[name])[None] for name in names}
+    largest = torch.stack([r.norm().to(f.dtype) for r in stacked.values()]).max()
+    # Names that are missing among the rows take the loop in this pass, against the plan.
+    return {
+        name
+        for name, row in rows.items()
+        if name in stacked
+        and (row is None or not close(row, stacked[name], largest * _TRAINED_ROUNDING_FACTOR))
+    }
+
+
+def check_separate(
+    model: nn.Module, x: Tensor, outputs: Float[Tensor, "m C"], generator: torch.Generator
+) -> None:
+    """Raise if an output depends on other data of its batch.
+
+    The data go through the model again in random parts of 1, 2, 4, …: they may mix because of any
+    single datum, of many, or of their number. Takes one forward pass without a graph in all, in the
+    same mode as for the ``outputs`` f(x), in the type of the weights.
+    """
+    order, parts = torch.randperm(len(x), generator=generator, device="cpu"), list[Tensor]()
+    while len(order):
+        size = 2 ** len(parts)
+        parts.append(order[:size])
+        order = order[size:]
+    outputs = outputs.detach()
+    if outputs.isfinite().all() and not _is_separate(model, x, outputs, parts):
+        _refuse_mixing(model, x, parts)
+
+
+def _is_separate(
+    model: nn.Module, x: Tensor, outputs: Float[Tensor, "m C"], parts: Sequence[Tensor]
+) -> bool:
+    scale = outputs.norm(dim=1).max()
+    with model_run(model), torch.no_grad():
+        return all(
+            close_outputs(model_outputs(model, x[part]).to(outputs), outputs[part], scale)
+            for part in parts
+        )
+
+
+def _refuse_mixing(model: nn.Module, x: Tensor, parts: Sequence[Tensor]) -> None:
+    """Raise for outputs that differ, unless they agree in double precision."""
+    # Where numbers choose between experts, say, rounding may choose one in the batch and another in
+    # a part of it. In double precision no datum is so near the border.
+    try:
+        with model_run(model), torch.no_grad(), without_autocast(x.device):
+            exact = copy.deepcopy(model).double()
+            x = x.double() if x.is_floating_point() else x
+            if _is_separate(exact, x, model_outputs(exact, x), parts):
+                return
+    except Exception as error:  # any error means that there is no such copy
+        if is_out_of_memory(error):
+            raise
+    raise ConfigurationError(DATA_MIX)

@@ -1,0 +1,156 @@
+"""Checks of what a user gives; each error says how to mend it."""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evigrad.core.block import Block
+from evigrad.core.partition import Partition
+from evigrad.errors import ConfigurationError, InputError, NotFiniteError, nearest
+from evigrad.inputs import Inputs, Tree, as_inputs, check_integers, each_once, tensors_of
+
+
+def check_inputs(x: object, device: torch.device) -> Inputs:
+    """The inputs; those that are empty, not finite, or elsewhere than the weights are refused."""
+    if not isinstance(x, Inputs | Mapping | tuple | list):
+        raise not_data(x)
+    inputs = as_inputs(x)
+    for part in tensors_of(each_once(inputs)):
+        if part.ndim == 0 or len(part) == 0:
+            raise InputError("The set of inputs is empty: give at least one datum, (m, ...).")
+        if part.device != device:
+            raise InputError(f"Inputs are on {part.device}, weights on {device}: move one of them.")
+        if part.is_floating_point() and not torch.isfinite(part).all():
+            raise InputError("Inputs hold NaN or infinite values: clean or impute them.")
+    check_integers(inputs)
+    if isinstance(inputs, Tree):
+        _check_masks(inputs)
+    return inputs
+
+
+def _check_masks(inputs: Tree) -> None:
+    """Refuse a tokenizer's mask that leaves nothing: what a model makes of it is no prediction."""
+    for name, mask in inputs.named():
+        # Masks of other names, or of real numbers that are added, may mean anything by a zero.
+        if "attention_mask" in name and not mask.is_floating_point():
+            empty = ~mask.flatten(1).any(1)
+            if empty.any():
+                raise InputError(
+                    f"{name} of the inputs is zero everywhere for {int(empty.sum())} of"
+                    f" {len(empty)} data, the first at position {int(empty.int().argmax())}:"
+                    " nothing is left of them. Leave these data out, or keep a token of each."
+                )
+
+
+def not_data(x: object) -> InputError:
+    """The error for anything that is no data."""
+    return InputError(
+        f"Inputs must be a tensor or a dictionary or tuple of tensors, not {type(x).__name__}:"
+        " give estimate(x, y), a block of blocks(data), or (for names with N) an iterable of"
+        " batches (x, y)."
+    )
+
+
+def check_choice(what: str, value: object, choices: Sequence[str]) -> None:
+    """Refuse anything but one of the choices."""
+    if value not in choices:
+        raise ConfigurationError(
+            f"{what} is one of {', '.join(choices)}, not '{value}'.{nearest(str(value), choices)}"
+        )
+
+
+def check_positive(what: str, value: object) -> None:
+    """Refuse anything but a positive finite number."""
+    if not isinstance(value, Real) or not 0 < float(value) < float("inf"):
+        raise ConfigurationError(f"{what} must be a positive number, not {value}.")
+
+
+def check_type(what: str, value: object, kind: type, hint: str) -> None:
+    """Refuse an instance of another class; ``hint`` says what is needed."""
+    if not isinstance(value, kind):
+        raise ConfigurationError(f"{what} must be {hint}, not {value!r}.")
+
+
+def check_count(what: str, value: object) -> None:
+    """Refuse anything but a positive integer."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise ConfigurationError(f"{what} must be a positive integer, not {value!r}.")
+
+
+def as_device(what: str, device: torch.device | str | None) -> torch.device | None:
+    """The device of a name, with its index; refuses one that this machine does not have."""
+    if device is None:
+        return None
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigurationError(
+            f"{what} '{device}' does not exist here: say cpu, or leave it away."
+        ) from error
+
+
+def check_gradients(names: Iterable[str], gradients: Iterable[Tensor]) -> None:
+    """Refuse gradients that are not finite."""
+    for name, gradient in zip(names, gradients, strict=True):
+        if not bool(gradient.isfinite().all()):
+            raise NotFiniteError(
+                f"The gradient in {name} is not finite: weights or hyperparameters have diverged"
+                " (lower their learning rates), or a type of rows_dtype, gram_dtype or autocast is"
+                " too coarse."
+            )
+
+
+def as_generator(generator: torch.Generator | int | None) -> torch.Generator:
+    """A CPU generator: the given one, one of the given seed, or of PyTorch's initial seed."""
+    if isinstance(generator, torch.Generator):
+        if generator.device.type != "cpu":
+            raise ConfigurationError("The generator must be a CPU generator.")
+        return generator
+    seed = torch.initial_seed() if generator is None else generator
+    if not isinstance(seed, int):
+        raise ConfigurationError(f"generator is a CPU generator or a seed, not {generator!r}.")
+    return torch.Generator().manual_seed(seed)
+
+
+def as_pair(batch: object) -> tuple[Inputs, Tensor]:
+    """The batch as a pair of inputs and targets."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise InputError(f"A batch is a pair (inputs, targets), not {type(batch).__name__}.")
+    x, y = batch
+    return as_inputs(x), y
+
+
+def check_block(block: Block, partition: Partition) -> None:
+    """Refuse a block whose tensors differ in length, or whose columns do not exist."""
+    columns, size = block.columns, len(block.indices)
+    lengths = {size, len(block.likelihood_weights)}
+    lengths |= {len(tensor) for tensor in (block.inputs, columns) if tensor is not None}
+    if len(lengths) > 1:
+        raise InputError(f"The block's tensors have different lengths: {sorted(lengths)}.")
+    if columns is None or partition.spec.curvature != "ggn":
+        return
+    last = partition.num_outputs - 1
+    if bool(((columns < -1) | (columns > last)).any()):
+        raise InputError(f"The block's columns must be 0 to {last}, or -1 for padding.")
+
+
+def check_state(
+    state: Mapping[str, Any], current_state: Mapping[str, Any], modules: Mapping[str, nn.Module]
+) -> None:
+    """Refuse a state of another evidence; tried on copies, so that nothing changes."""
+    if missing := current_state.keys() - state.keys() - {"micro_batches", "preparation", "anchors"}:
+        raise ConfigurationError(f"The state lacks {', '.join(sorted(missing))}.")
+    if state["estimator"] != current_state["estimator"]:
+        raise ConfigurationError(
+            f"The state is one of {state['estimator']}, this evidence is"
+            f" {current_state['estimator']}."
+        )
+    for key, module in modules.items():
+        try:
+            copy.deepcopy(module).load_state_dict(state[key])
+        except RuntimeError as error:
+            raise ConfigurationError(f"The state of the {key} does not fit: {error}") from error

@@ -1,0 +1,118 @@
+"""Estimates and gradients of blocks, in float64 where float32 is too coarse."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from evigrad.core import algorithm
+from evigrad.core.changes import follows_by_scale
+from evigrad.core.curvature import RoundingError, rounding_refused
+from evigrad.core.types import Estimate, Pass
+from evigrad.network import derivatives_named
+from evigrad.passes.kept import KeptPass
+from evigrad.passes.memory import fits
+from evigrad.passes.sweep import MicroBatchSweep, curvature_of
+
+Result = TypeVar("Result")
+
+
+def estimates_of(passes: MicroBatchSweep | Sequence[KeptPass]) -> list[Estimate]:
+    """The estimate on a block, or those of kept passes."""
+
+    def work(sweep: MicroBatchSweep) -> Estimate:
+        block_pass = algorithm.run_pass(sweep.problem, sweep.curvature, sweep, condense=True)
+        return algorithm.log_evidence(block_pass)[0]
+
+    if isinstance(passes, MicroBatchSweep):
+        return [precisely(passes, work, condense=True)]
+    return [algorithm.log_evidence(kept)[0] for kept in passes]
+
+
+def pass_over(sweep: MicroBatchSweep, *, beside: bool) -> Pass:
+    """Return a condensed pass over a block, in a type that gives its log-determinant.
+
+    ``beside`` keeps the outputs, for steps on the likelihood besides the prior.
+    """
+
+    def work(sweep: MicroBatchSweep) -> Pass:
+        return algorithm.run_pass(
+            sweep.problem, sweep.curvature, sweep, condense=True, keep_outputs=beside
+        )
+
+    # The trial finds rounding under this prior now; every step would meet it.
+    return precisely(sweep, work, condense=True, trial=algorithm.log_evidence)
+
+
+def gradients_of(
+    passes: MicroBatchSweep | Sequence[KeptPass], learned: Mapping[str, nn.Parameter]
+) -> tuple[list[Estimate], list[Tensor]]:
+    """Return the estimates of ``estimates_of``, and the gradient of their mean.
+
+    It is in the ``learned`` hyperparameters, in their order; no other requires a gradient.
+    """
+    parameters = list(learned.values())
+    if not isinstance(passes, MicroBatchSweep):
+        estimates, total = list[Estimate](), [torch.zeros_like(p) for p in parameters]
+        for kept in passes:
+            estimate, loss = algorithm.log_evidence(kept)
+            estimates.append(estimate)
+            gradients = algorithm.gradients_of(loss / len(passes), parameters)
+            total = [a + b for a, b in zip(total, gradients, strict=True)]
+        return estimates, total
+    problem = passes.problem
+    in_one_pass = follows_by_scale(problem, passes.curvature, passes.num_outputs, learned)
+    if not in_one_pass:
+        with derivatives_named():
+            passes.check_second_derivatives(learned)
+    way = algorithm.one_pass if in_one_pass else algorithm.two_passes
+
+    def work(sweep: MicroBatchSweep) -> tuple[Estimate, list[Tensor]]:
+        return way(problem, sweep.curvature, sweep, learned)
+
+    estimate, gradients = precisely(passes, work, condense=in_one_pass)
+    return [estimate], gradients
+
+
+def precisely(
+    sweep: MicroBatchSweep,
+    work: Callable[[MicroBatchSweep], Result],
+    *,
+    condense: bool,
+    trial: Callable[[Result], object] | None = None,
+) -> Result:
+    """Return what ``work`` returns; where float32 rounds too much, run it again in float64.
+
+    Every evaluation starts in float32, so that none depends on earlier ones. Where the user chose
+    ``gram_dtype`` or memory does not suffice, a warning tells of the rounding instead. ``work``
+    leaves nothing behind where it raises, and keeps only what log-determinants need if it
+    ``condense``s; ``trial`` is called on the result to provoke rounding errors that later steps
+    would meet.
+    """
+    problem = sweep.problem
+    sweep.check_memory(condense)
+    with derivatives_named():
+        sweep = sweep.verified()
+        narrow = any(weight.dtype != torch.float64 for weight in problem.weights.values())
+        if problem.settings.gram_dtype is not None or not narrow or problem.device.type == "mps":
+            return work(sweep)
+        try:
+            with rounding_refused():
+                result = work(sweep)
+                if trial is not None:
+                    trial(result)
+                return result
+        except RoundingError:
+            wide = curvature_of(problem, sweep.plan, sweep.block, torch.float64)
+            precise = replace(sweep, curvature=wide)
+
+        def again() -> Result:
+            precise.check_memory(condense)
+            return work(precise)
+
+        if sweep.block.shares > 1:  # a rank cannot go back to float32 without the others
+            return again()
+        in_float64 = fits(again)
+        return in_float64[0] if in_float64 else work(sweep)

@@ -1,0 +1,302 @@
+"""The data that a user gives an evidence, checked before anything is drawn or computed."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from evigrad.blocks.positions import PositionSource, by_target
+from evigrad.blocks.samplers import check_sampler
+from evigrad.blocks.sources import Source, as_source
+from evigrad.core.block import Block
+from evigrad.core.types import MicroBatch
+from evigrad.errors import InputError, NotPositiveDefiniteError
+from evigrad.inputs import AtPositions, Inputs, as_inputs, each_once, tensors_of
+from evigrad.likelihoods import LIKELIHOODS
+from evigrad.likelihoods.calls import check_targets, log_probabilities
+from evigrad.likelihoods.positions import NO_TARGET, counted, is_batch, spread
+from evigrad.network.network import PROBE_SIZE, InputPlan
+from evigrad.passes.checks import as_pair, check_block, not_data
+from evigrad.passes.kept import KeptPass, checksums
+from evigrad.passes.problem import Problem
+from evigrad.passes.sweep import Batch, MicroBatchSweep, new_sweep
+
+# Inputs may be any that ``as_inputs`` takes.
+Data = Any
+
+# Outputs at which a user's own density is tried in one call.
+_NUMBERS_AT_ONCE = 2**22
+# Data in memory that ranks compare at most, and how many of them are read at once.
+_COMPARED, _AT_ONCE = 4096, 64
+
+
+class Batches:
+    """Checked batches of all the data, which must be the same in every iteration.
+
+    An iterable that can be iterated again is not copied. A batch that does not fit, or later
+    differs from that of the first iteration, is an InputError. Where ranks have shares of the
+    data, only this rank's is yielded, and the first iteration compares the batches of all ranks.
+
+    Args:
+        problem: Whose data they are.
+        batches: The user's.
+
+    Attributes:
+        plan: The plan for the first batch.
+        part: This rank's share of the positions of all data, or None for all.
+
+    Raises:
+        InputError: If there is no batch, or the sampler of a loader omits or repeats examples.
+    """
+
+    def __init__(self, problem: Problem, batches: Iterable[Batch]) -> None:
+        self._problem = problem
+        if isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset):
+            check_sampler(batches, is_read=True)
+        once = isinstance(batches, Iterator)
+        self._given = [as_pair(batch) for batch in batches] if once else batches
+        self._seen: list[list[int]] | None = None
+        first = next((as_pair(batch) for batch in self._given), None)
+        if first is None:
+            raise InputError("The set is empty: there is no batch of data.")
+        _, _, self.plan = checked(problem, *first)
+        num_data = problem.num_data
+        self.part = problem.ranks.part(num_data) if problem.splits(self.plan) else None
+
+    def __iter__(self) -> Iterator[Batch]:
+        signatures, count, part = list[list[int]](), 0, self.part
+        for index, batch in enumerate(self._given):
+            x, y, _ = checked(self._problem, *as_pair(batch))
+            signatures.append(_signature(x, y))
+            first_signatures = self._seen
+            if first_signatures is not None and (
+                index >= len(first_signatures) or first_signatures[index] != signatures[index]
+            ):
+                raise InputError(
+                    "The batches are not the same when they are read a second time, as two passes"
+                    " do for the gradient in hyperparameters of the forward pass: do not shuffle"
+                    " or augment in the loader, or give a list of batches."
+                )
+            if not len(x):
+                continue  # no target counts
+            if part is None:
+                yield x, y
+            else:
+                ends = (min(max(end - count, 0), len(x)) for end in (part.start, part.stop))
+                local_span = slice(*ends)
+                if local_span.start < local_span.stop:
+                    yield x[local_span], y[local_span]
+            count += len(x)
+        if part is not None and count != self._problem.num_data:
+            raise InputError(
+                f"The batches hold {count} data, but {self._problem.estimator.name} needs all"
+                f" {self._problem.num_data}."
+            )
+        if self._seen is None:
+            self._seen = signatures
+            if part is not None:
+                with self._problem.ranks.together() as alike:
+                    alike["batches (a loader that shuffles needs the same seed on each)"] = (
+                        signatures
+                    )
+
+
+class CheckedSource(Source):
+    """All N data of a user, as for ``as_source``, each checked for model and likelihood when read.
+
+    The constructor checks what needs no reading: their number, the first few data, all targets
+    that are in memory, and whether the likelihood can make rows at these. ``plan`` is the plan for
+    their inputs. All ranks make one together, and compare some of the data that are in memory.
+
+    Raises:
+        ConfigurationError: If the likelihood cannot make rows, or ranks have other data.
+        InputError: If the data do not fit.
+    """
+
+    def __init__(self, problem: Problem, data: object) -> None:
+        self._problem, source = problem, as_source(data)
+        x, y = source.first(PROBE_SIZE)
+        plan = problem.plan_of(x)
+        if plan.positions and is_batch(y, len(x)):
+            counted(problem.likelihood, plan.positions, y)  # which refuses other positions
+        shape = (*plan.positions, plan.num_outputs)
+        self._source = by_target(source, problem.likelihood, shape)
+        num_data, count = problem.num_data, len(self._source)
+        self.positions = self._source if isinstance(self._source, PositionSource) else None
+        if count != num_data:
+            what = (
+                "positions of the data set with a target are" if self.positions else "data set has"
+            )
+            raise InputError(
+                f"num_data is {num_data}, but the {what} {count}: say num_data={count}."
+            )
+        self.is_held = self._source.is_held
+        _, y, self.plan = checked(problem, *self._source.first(PROBE_SIZE))
+        if self.is_held:
+            y = self._source.targets()
+            shape = torch.Size((num_data, self.plan.num_outputs))
+            check_targets(problem.likelihood, shape, y, self.plan.outputs.device)
+        if type(problem.likelihood) not in LIKELIHOODS.values():
+            # A user's own likelihood; each label needs one trial.
+            y = y if y.is_floating_point() else y.unique(dim=0)
+            for labels in y.split(max(1, _NUMBERS_AT_ONCE // self.plan.outputs.shape[1])):
+                self._try_density(labels)
+        f = self.plan.outputs
+        rehearse(problem, f, y[torch.arange(len(f), device="cpu") % len(y)])
+        if problem.ranks.count > 1:
+            with problem.ranks.together() as alike:
+                alike["data"] = self._signatures() if self.is_held else None
+
+    def _signatures(self) -> list[list[int]]:
+        """Return the signatures of up to ``_COMPARED`` data, evenly spaced."""
+        count = min(len(self), _COMPARED)
+        chosen = torch.arange(count, device="cpu") * len(self) // count
+        return [_signature(*self._source.fetch(indices)) for indices in chosen.split(_AT_ONCE)]
+
+    def _try_density(self, y: Tensor) -> None:
+        """Take the density and its derivatives at all targets, for a few outputs."""
+        likelihood, f = self._problem.likelihood, self.plan.outputs
+        f = f[torch.arange(len(y), device="cpu") % len(f)]
+        with torch.no_grad():
+            log_probabilities(likelihood, f, y)
+        likelihood.check_derivatives(f, y, self._problem.estimator.curvature)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
+        """See ``Source.fetch``; the data are checked."""
+        x, y, _ = checked(self._problem, *self._source.fetch(indices))
+        return x, y
+
+    def targets(self) -> Tensor:
+        """See ``Source.targets``."""
+        return self._source.targets()
+
+    def labels(self) -> Int[Tensor, " N"]:
+        """See ``Source.labels``."""
+        return self._source.labels()
+
+
+def rehearse(problem: Problem, f: Tensor, y: Tensor) -> None:
+    """Ask the likelihood, at some outputs, for all that a pass needs; it may raise EvigradError."""
+    generator = torch.Generator().manual_seed(0)
+    sampled = problem.estimator.curvature == "mc"
+    labels = [problem.likelihood.sample(f, generator)] if sampled else []
+    columns = torch.zeros(len(f), 1, dtype=torch.int64, device="cpu")
+    weights = torch.ones(len(f), device="cpu")
+    batch = MicroBatch(f, y, slice(0, len(f)), columns, weights, labels)
+    with torch.no_grad(), suppress(NotPositiveDefiniteError):  # other outputs may do better
+        problem.cotangents(f, batch)
+
+
+def resolve(problem: Problem, x: Data, y: Tensor | None) -> MicroBatchSweep:
+    """Return the block to evaluate, drawn where x is no block, ready for passes over its data.
+
+    ``x`` are inputs with targets ``y``, a block, or batches of all the data.
+
+    Raises:
+        InputError: If the data do not fit the model, the likelihood or the estimator.
+    """  # noqa: DOC501 - not_data is an InputError
+    if isinstance(x, Block):
+        return _given_block(problem, x)
+    if isinstance(x, Inputs | Mapping) or (y is not None and isinstance(x, tuple | list)):
+        return _given_subset(problem, as_inputs(x), y)
+    if y is not None or isinstance(x, KeptPass | str) or not isinstance(x, Iterable):
+        raise not_data(x)
+    return _given_batches(problem, cast(Iterable[Batch], x))
+
+
+def _given_block(problem: Problem, block: Block) -> MicroBatchSweep:
+    if block.inputs is None or block.targets is None:
+        raise InputError("The block holds no data: use one of evidence.blocks(data).")
+    _, _, plan = checked(problem, block.inputs, block.targets)
+    check_block(block, problem.partition(plan))
+    # A sub-block root needs a datum's columns together.
+    if problem.root != "subblock" and not problem.estimator.kind.counts_data:
+        block = block.expanded()
+    return new_sweep(problem, plan, [cast(Batch, (block.inputs, block.targets))], block)
+
+
+def _given_subset(problem: Problem, x: Inputs, y: Tensor | None) -> MicroBatchSweep:
+    if y is None:
+        raise InputError("Inputs need their targets: estimate(x, y).")
+    if problem.estimator.anchored:
+        raise InputError(
+            f"The anchors of {problem.estimator.name} are chosen among all the data: take its"
+            " blocks, for block in evidence.blocks(data).take(n)."
+        )
+    x, y, plan = checked(problem, x, y)
+    if not len(x):
+        raise InputError(NO_TARGET)
+    if isinstance(x, AtPositions) and x.data is not None and len(x) != problem.num_data:
+        counts = x.data.bincount(minlength=len(x.whole))
+        if bool((counts != counts[0]).any()):
+            # Then positions are in a random subset of the data as often as others, but its number
+            # of positions is random, and the factor of the estimate with it.
+            raise InputError(
+                f"These data have from {int(counts.min())} to {int(counts.max())} targets, so that"
+                " they are no subset of a known size: take the blocks of all data, for block in"
+                " evidence.blocks(data).take(n)."
+            )
+    if problem.splits(plan):
+        with problem.ranks.together() as alike:
+            alike["data given"] = _signature(x, y)
+        whole = replace(
+            problem.partition(plan).subset(len(x), problem.generator), inputs=x, targets=y
+        )
+        local_block = whole.share(problem.ranks.part(len(x)), problem.ranks.count)
+        return new_sweep(
+            problem, plan, [cast(Batch, (local_block.inputs, local_block.targets))], local_block
+        )
+    block = _own_subset(problem, plan, len(x))
+    return new_sweep(problem, plan, [(x, y)], block)
+
+
+def _own_subset(problem: Problem, plan: InputPlan, size: int) -> Block:
+    """A subset's block, drawn by the problem's generator, or with a seed of this rank's own."""
+    ranks, generator = problem.ranks, problem.generator
+    if ranks.count == 1:
+        return problem.partition(plan).subset(size, generator)
+    seeds = torch.randint(2**62, (ranks.count,), generator=generator, device="cpu")
+    seed = int(seeds[ranks.rank])
+    rank_generator = torch.Generator().manual_seed(seed)
+    return replace(problem.partition(plan).subset(size, rank_generator), seed=seed)
+
+
+def _given_batches(problem: Problem, all_batches: Iterable[Batch]) -> MicroBatchSweep:
+    if problem.estimator.subset is not None:
+        raise InputError(
+            f"{problem.estimator.name} takes one subset, estimate(x, y), or a block of"
+            " blocks(data); batches of all the data are for names with N."
+        )
+    batches, num_data = Batches(problem, all_batches), problem.num_data
+    if batches.part is None:
+        block = _own_subset(problem, batches.plan, num_data)
+    else:
+        block = problem.partition(batches.plan).subset(num_data, problem.generator)
+        block = block.share(batches.part, problem.ranks.count)
+    return new_sweep(problem, batches.plan, batches, block)
+
+
+def checked(problem: Problem, x: Inputs, y: Tensor) -> tuple[Inputs, Tensor, InputPlan]:
+    """Return checked data and the plan for inputs of their shape.
+
+    Outputs (m, …, C) make a datum of each position with a target.
+    """
+    plan, likelihood = problem.plan_of(x), problem.likelihood
+    num_outputs, device = plan.num_outputs, plan.outputs.device
+    if plan.positions and is_batch(y, len(x)) and not isinstance(x, AtPositions):
+        return *spread(likelihood, (*plan.positions, num_outputs), x, y), plan
+    check_targets(likelihood, torch.Size((len(x), num_outputs)), y, device)
+    return x, y, plan
+
+
+def _signature(x: Inputs, y: Tensor) -> list[int]:
+    """The length, and numbers that other data, another order or flipped images would change."""
+    return [len(x), *checksums([*tensors_of(each_once(x)), y], x.device)]

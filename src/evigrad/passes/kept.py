@@ -1,0 +1,175 @@
+"""A pass over a block, kept for many steps on the prior and the likelihood."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor, nn
+
+from evigrad.core.changes import likelihood_changes
+from evigrad.core.types import Pass
+from evigrad.errors import ConfigurationError, InputError
+from evigrad.network.network import InputPlan
+from evigrad.passes.problem import Problem
+
+# Row length of the table that a checksum sums over: a prime, unlike the rows of any layer.
+_WIDTH = 1021
+
+
+@dataclass(frozen=True, eq=False)
+class KeptPass(Pass):
+    """One pass over a block that many steps on the prior and the likelihood share.
+
+    Attributes:
+        follows: Names of the hyperparameters that may change without invalidating this pass.
+        versions: Fingerprints of everything else that the pass depends on.
+    """
+
+    follows: frozenset[str] = frozenset()
+    versions: tuple[tuple[int, int], ...] = ()
+
+    def draws(self) -> Iterator["KeptPass"]:
+        """A pass for each draw of an anchored block; their mean is this one. They share memory."""
+        if self.block.num_draws < 2:
+            yield self
+            return
+        for number in range(self.block.num_draws):
+            block = self.block.of_draw(number)
+            weights = block.likelihood_weights
+            yield replace(
+                self,
+                block=block,
+                log_likelihood=self.model.log_likelihood(self.log_probabilities, weights),
+                outputs=[
+                    (replace(batch, likelihood_weights=weights[batch.data]), f)
+                    for batch, f in self.outputs
+                ],
+            )
+
+
+def kept(
+    problem: Problem,
+    block_pass: Pass,
+    hyperparameters: Mapping[str, nn.Parameter],
+    names: Iterable[str],
+) -> KeptPass:
+    """Return a pass with fingerprints of what it depends on, for ``as_kept`` to compare.
+
+    ``names`` of all learnable ``hyperparameters`` may change besides the prior's, which always may.
+    """
+    free = frozenset([*names, *(n for n in hyperparameters if n.startswith("prior."))])
+    versions = _versions(problem, hyperparameters, free)
+    of_pass = {field.name: getattr(block_pass, field.name) for field in fields(Pass)}
+    return KeptPass(**of_pass, follows=free, versions=versions)
+
+
+def as_kept(
+    problem: Problem,
+    x: object,
+    hyperparameters: Mapping[str, nn.Parameter],
+    learnable: Iterable[str],
+) -> list[KeptPass] | None:
+    """Return the kept passes given in the place of data, or None where ``x`` are data.
+
+    ``learnable`` are the names of the hyperparameters to differentiate in.
+
+    Raises:
+        ConfigurationError: If a pass does not follow a hyperparameter that is wanted.
+        InputError: If one was made by another evidence, or with other weights.
+    """
+    names = list(learnable)
+    if isinstance(x, KeptPass):
+        passes = [x]
+    elif isinstance(x, list | tuple) and x and all(isinstance(p, KeptPass) for p in x):
+        passes = [p for p in x if isinstance(p, KeptPass)]
+    else:
+        return None
+    now: dict[frozenset[str], tuple[tuple[int, int], ...]] = {}
+    for kept_pass in passes:
+        if kept_pass.model is not problem:
+            raise InputError("This pass was collected by another evidence.")
+        if kept_pass.follows not in now:
+            now[kept_pass.follows] = _versions(problem, hyperparameters, kept_pass.follows)
+        if kept_pass.versions != now[kept_pass.follows]:
+            raise InputError(
+                "The weights, a buffer of the model, a fixed noise or hyperparameters that the"
+                " pass does not follow have changed since collect(): pass the data again."
+            )
+        if lost := [name for name in names if name not in kept_pass.follows]:
+            raise ConfigurationError(
+                f"The kept pass does not follow {', '.join(lost)}: name what it was collected for,"
+                f" as wrt={sorted(kept_pass.follows)}, or give the data."
+            )
+    return passes
+
+
+def not_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> str | None:
+    """Return why a kept pass cannot follow steps on what is learned; None if it can.
+
+    It follows the prior, and parameters of the likelihood that only scale rows.
+    """
+    beside = [name for name in learned if not name.startswith("prior.")]
+    changing = [name for name in beside if name.startswith("model.")]
+    changed = "scales"
+    if beside and not changing:
+        changed = likelihood_changes(problem, problem.curvature(plan), plan.num_outputs)
+    if changed == "rows":
+        changing = beside
+    if changing:
+        return (
+            "A pass can only be kept for steps on the prior and the noise;"
+            f" {', '.join(changing)} changes it. Leave it out (wrt=['prior'], in training"
+            " hyper_steps=...), or use estimate and backward on the data."
+        )
+    if changed == "sums":
+        return (
+            f"{problem.estimator.name} sums rows of different scales, so that a kept pass"
+            f" cannot follow {', '.join(beside)}. Take an 'ntk' estimator, one noise for all"
+            " outputs, or estimate and backward on the data."
+        )
+    return None
+
+
+def _versions(
+    problem: Problem, hyperparameters: Mapping[str, nn.Parameter], follows: Iterable[str]
+) -> tuple[tuple[int, int], ...]:
+    """Address and version of every parameter and buffer that must not change."""
+    # The version counts writes in place. A write through ``.data`` goes unnoticed.
+    free = {id(hyperparameters[name]) for name in follows if name in hyperparameters}
+    held = [
+        tensor
+        for module in (problem.model, problem.likelihood)
+        for tensor in (*module.parameters(), *module.buffers())
+        if id(tensor) not in free and tensor.layout == torch.strided
+    ]
+    return tuple((tensor.data_ptr(), tensor._version) for tensor in held)
+
+
+def checksums(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
+    """A number for each tensor that a change of any entry changes; computed on the device."""
+    if not tensors:
+        return []
+    return torch.stack([_checksum(tensor).to(device) for tensor in tensors]).tolist()
+
+
+def contents(module: nn.Module, device: torch.device) -> list[object]:
+    """Classes, plain attributes and numbers of a module and of those in it, to compare them."""
+    plain: list[object] = [
+        (type(submodule).__qualname__, name, value)
+        for submodule in module.modules()
+        for name, value in vars(submodule).items()
+        if name != "training" and isinstance(value, bool | int | float | str | None)
+    ]
+    return [*plain, *checksums([*module.parameters(), *module.buffers()], device)]
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """A position-weighted sum of bits."""
+    whole = tensor.detach().reshape(-1)
+    # Halves of 64 bits, whose sums cannot overflow; sums of integers are exact in any order.
+    bits = whole.view({1: torch.int8, 2: torch.int16}.get(whole.element_size(), torch.int32))
+    head = len(bits) // _WIDTH * _WIDTH
+    table = bits[:head].view(-1, _WIDTH)
+    sums = (bits[head:], table.sum(0), table.sum(1))[: 3 if head else 1]
+    terms = [(s * torch.arange(1, len(s) + 1, device=s.device)).sum() for s in sums]
+    return torch.stack(terms).sum()

@@ -1,0 +1,197 @@
+"""The model of an evidence, and how its blocks are passed: sizes, types, processes, curvature."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evigrad.blocks.anchors.choice import LastLayer, last_layer, watched
+from evigrad.core.curvature import Curvature, make_curvature
+from evigrad.core.partition import Partition
+from evigrad.core.types import LinearizedModel
+from evigrad.distributed import Ranks
+from evigrad.errors import ConfigurationError
+from evigrad.fast.contraction import contracted
+from evigrad.fast.storage import Storage
+from evigrad.inputs import AtPositions, Inputs, each_once
+from evigrad.likelihoods.calls import log_probabilities
+from evigrad.network import matrix_uses, model_outputs
+from evigrad.network.modes import evaluation_run
+from evigrad.network.network import KEPT_PLANS, InputPlan, Network
+from evigrad.passes.checks import check_inputs
+from evigrad.passes.memory import MicroBatches
+from evigrad.passes.parameter_blocks import partition_names
+from evigrad.passes.settings import Settings
+
+
+@dataclass(frozen=True, eq=False)
+class Problem(LinearizedModel):
+    """A linearized model, and how its evidence is computed.
+
+    Attributes:
+        settings: How the evidence is computed.
+        generator: The source of every random choice.
+        network: The model, with a plan for each shape of inputs.
+        sizes: How many data pass through the network at once.
+        ranks: The processes that share the work.
+        partitions: A cache, by the number of outputs.
+        curvatures: A cache, by the plan and the type of matrices.
+    """
+
+    settings: Settings
+    generator: torch.Generator
+    network: Network
+    sizes: MicroBatches
+    ranks: Ranks = field(default_factory=Ranks)
+    partitions: dict[int, Partition] = field(default_factory=dict, repr=False)
+    curvatures: dict[Any, Curvature[Any]] = field(default_factory=dict, repr=False)
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+        return self.network.model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(iter(self.weights.values())).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the first weight."""
+        return next(iter(self.weights.values())).dtype
+
+    def log_probabilities(self, f: Tensor, y: Tensor) -> Tensor:
+        """See ``LinearizedModel``; errors in a likelihood of the user's own say so."""
+        return log_probabilities(self.likelihood, f, y)
+
+    def plan_of(self, x: Any) -> InputPlan:
+        """The plan for these inputs, which are checked."""
+        return self.network.plan(check_inputs(x, self.device))
+
+    def partition(self, plan: InputPlan) -> Partition:
+        """The partition of all rows into blocks."""
+        num_outputs = plan.num_outputs
+        if num_outputs not in self.partitions:
+            num_rows = self.likelihood.num_rows(num_outputs)
+            self.partitions[num_outputs] = Partition(
+                self.estimator, self.num_data, num_outputs, num_rows
+            )
+        return self.partitions[num_outputs]
+
+    def splits(self, plan: InputPlan) -> bool:
+        """Whether each rank passes over its part of all the data: if the statistic is a sum."""
+        if self.ranks.count == 1 or self.estimator.subset is not None:
+            return False
+        return not self.curvature(plan).keeps_rows and self.ranks.count <= self.num_data
+
+    def curvature(self, plan: InputPlan, gram_dtype: torch.dtype | None = None) -> Curvature[Any]:
+        """The curvature of the estimator's name, made once for a plan and a type of its matrices."""
+        dtype = self.settings.gram_dtype if gram_dtype is None else gram_dtype
+        key = (plan, dtype)
+        if key not in self.curvatures:
+            self.curvatures[key] = self._new_curvature(plan, dtype)
+            for old in list(self.curvatures)[: -2 * KEPT_PLANS]:
+                del self.curvatures[old]
+        return self.curvatures[key]
+
+    def _new_curvature(self, plan: InputPlan, dtype: torch.dtype | None) -> Curvature[Any]:
+        settings, estimator = self.settings, self.estimator
+        if estimator.custom is not None:
+            return estimator.custom
+        rows, groups = self.partition(plan).block_rows, self.prior.constant_groups()
+        data = rows if estimator.rows else min(estimator.subset or rows, rows)
+        uses = {} if settings.plain_curvature else matrix_uses(plan.jacobian, self.weights)
+        cheap = contracted(uses, data, max(1, rows // data))
+        storage = Storage(settings.rows_dtype, settings.rows_device)
+        return make_curvature(
+            estimator.structure,
+            self.weights,
+            kronecker=plan.jacobian.kronecker,
+            precision_groups={n: g for n, g in groups.items() if n in self.weights},
+            blocks=partition_names(list(self.weights), settings.parameter_partition),
+            sharing=settings.sharing,
+            gram_dtype=dtype,
+            contracted={n: sum(use.numbers for use in of_name) for n, of_name in cheap.items()},
+            keep=storage.keep,
+            itemsize=storage.itemsize(self.dtype, self.device),
+            num_rows=None if settings.plain_curvature else rows,
+        )
+
+    def last_layer(self, x: Inputs) -> tuple[Tensor, LastLayer | None]:
+        """Outputs (m, C) without a graph, and their last layer, or None where none is linear."""
+        model = self.model
+        with evaluation_run(model), torch.no_grad(), watched(model, self.weights) as call:
+            f = model_outputs(model, each_once(x), positions=True)
+        shape = f.shape[:-1]
+        f = f.flatten(0, -2)
+        layer = last_layer(call, f, self.weights, self.prior.precisions(), self.temperature)
+        if isinstance(x, AtPositions):
+            f = x.of_outputs(f.unflatten(0, shape))
+            if layer is not None:
+                features = x.of_outputs(layer.features.unflatten(0, shape))
+                layer = replace(layer, features=features)
+        return f, layer
+
+    @contextmanager
+    def restored_on_error(self) -> Iterator[None]:
+        """Put generator and sizes of micro-batches back if an exception is raised inside."""
+        state, chosen = self.generator.get_state(), dict(self.sizes.chosen)
+        try:
+            yield
+        except BaseException:
+            self.generator.set_state(state)
+            self.sizes.chosen = chosen
+            raise
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """What one weight tensor gets from an estimator.
+
+    Attributes:
+        name: Its name in the model.
+        shape: Its shape.
+        rows: How its derivatives are computed: a closed form, or a generic path.
+        curvature: Its block of the curvature.
+        group: Its prior group.
+        precision: Its prior precision (the mean, where it varies inside the tensor).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: str
+    curvature: str
+    group: str
+    precision: float
+
+
+def parameter_reports(problem: Problem, x: Any | None) -> list[ParameterReport]:
+    """Return a report for each weight tensor, in the model's order.
+
+    ``x`` are some inputs, or None for the plan that was used last.
+
+    Raises:
+        ConfigurationError: If ``x`` is None and no input was seen yet.
+    """
+    plan = problem.network.latest() if x is None else problem.plan_of(x)
+    if plan is None:
+        raise ConfigurationError(
+            "No inputs were seen yet: call describe(x) with a few inputs, as x[:3]."
+        )
+    rows, curvature = plan.jacobian.describe(), problem.curvature(plan).describe()
+    precisions = problem.prior.precisions()
+    return [
+        ParameterReport(
+            name=name,
+            shape=tuple(w.shape),
+            rows=rows[name],
+            curvature=curvature.get(name, problem.estimator.structure),
+            group=problem.prior.group_name(name),
+            precision=float(precisions[name].detach().double().mean()),
+        )
+        for name, w in problem.weights.items()
+    ]

@@ -1,0 +1,109 @@
+"""Several processes around the core: sums of statistics, and means of estimates."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evigrad.core.algorithm import TERMS, mean_estimate
+from evigrad.core.block import Block
+from evigrad.core.curvature import Conditioning, Curvature, Differential, LogDet
+from evigrad.core.roots import RootRows
+from evigrad.core.types import Estimate, Linearization, LinearizedModel
+from evigrad.distributed import Ranks
+
+
+class ReducedCurvature(Curvature[Any]):
+    """A curvature whose statistic of all data is the sum over the ranks' parts.
+
+    Ranks collect their own parts; the statistics are added up before a log-determinant is taken.
+
+    Args:
+        curvature: One with an additive statistic.
+        ranks: The processes.
+    """
+
+    def __init__(self, curvature: Curvature[Any], ranks: Ranks) -> None:
+        self._curvature, self._ranks = curvature, ranks
+        self.name, self.formed = curvature.name, curvature.formed
+
+    def collect(
+        self,
+        statistic: Any,
+        linearization: Linearization,
+        root: RootRows,
+        *,
+        alone: bool = False,
+    ) -> Any:
+        # Not what is condensed: only sums can be added up over ranks.
+        return self._curvature.collect(statistic, linearization, root)
+
+    def total(self, statistic: Any) -> Any:
+        """The sum of the ranks' statistics."""
+        with self._ranks.together() as alike:
+            alike["form of the curvature"] = [tensor.shape for tensor in statistic.tensors()]
+        return statistic.reduced(self._ranks.sum)
+
+    def condense(self, statistic: Any) -> Any:
+        return self._curvature.condense(self.total(statistic))
+
+    def differentiate(
+        self,
+        statistic: Any,
+        precisions: Mapping[str, Tensor],
+        arguments: Sequence[Tensor],
+        conditioning: Conditioning | None = None,
+    ) -> Differential[Any]:
+        whole = self.total(statistic)
+        return self._curvature.differentiate(whole, precisions, arguments, conditioning)
+
+    def log_det(self, statistic: Any, precisions: Mapping[str, Tensor]) -> Tensor:
+        return self._curvature.log_det(statistic, precisions)
+
+    def evaluate(
+        self,
+        statistic: Any,
+        precisions: Mapping[str, Tensor],
+        conditioning: Conditioning | None = None,
+    ) -> LogDet:
+        return self._curvature.evaluate(statistic, precisions, conditioning)
+
+    def inner(
+        self, cotangent: Any, data: slice, linearization: Linearization, root: RootRows
+    ) -> Tensor:
+        return self._curvature.inner(cotangent, data, linearization, root)
+
+    def predicted_bytes(self, num_rows: int) -> int:
+        return self._curvature.predicted_bytes(num_rows)
+
+
+def mean_over_ranks(
+    model: LinearizedModel,
+    ranks: Ranks,
+    blocks: Sequence[Block],
+    estimates: Sequence[Estimate],
+    gradients: Sequence[Tensor] = (),
+) -> tuple[Estimate, list[Tensor]]:
+    """Return the mean of the estimates of all ranks, and that of the gradients of ``estimates``.
+
+    Each is on one of the ``blocks``. A rank counts as often as these have draws of anchored blocks
+    (others have one). It may have none, but for the first; its gradients are zero. With H numbers
+    in the gradients a rank sends 2 (R − 1)/R · 8 (H + 7) bytes.
+    """
+    if ranks.count == 1:
+        return mean_estimate(estimates), list(gradients)
+    count = sum(max(1, block.num_draws) for block in blocks)
+    unbound = sum(not e.is_bound for e in estimates)
+    draws_per_estimate = count / max(1, len(estimates))
+    terms = [draws_per_estimate * sum(getattr(e, name) for e in estimates) for name in TERMS]
+    scalars = torch.tensor([count, unbound, *terms], dtype=torch.float64, device="cpu")
+    sums = ranks.sum([scalars, *(count * g.to(scalars) for g in gradients)])
+    count, unbound, *terms = sums[0].tolist()
+    mean = Estimate(
+        **{name: term / count for name, term in zip(TERMS, terms, strict=True)},
+        is_bound=unbound == 0,
+        num_data=model.num_data,
+        estimator=model.estimator.name,
+    )
+    return mean, [(s / count).to(g) for s, g in zip(sums[1:], gradients, strict=True)]

@@ -1,0 +1,439 @@
+"""A block's way through the network: its micro-batches, one after the other.
+
+All that is random belongs to the block and is drawn before the first pass, so that every pass and
+every size of micro-batch sees the same.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from evigrad.core.block import MOST_EXPANDED, Block
+from evigrad.core.curvature import Curvature
+from evigrad.core.types import MicroBatch
+from evigrad.errors import InputError
+from evigrad.inputs import Inputs
+from evigrad.invariances.noise import Noise
+from evigrad.likelihoods.calls import check_finite
+from evigrad.network import (
+    CHECKED_EXAMPLES,
+    Linearization,
+    Recorder,
+    check_rows,
+    check_separate,
+    model_outputs,
+)
+from evigrad.network.modes import evaluation_mode, model_run
+from evigrad.network.network import InputPlan
+from evigrad.passes.memory import (
+    CPU_PASS_BYTES,
+    PeakBytes,
+    available_bytes,
+    check_memory,
+    fits,
+)
+from evigrad.passes.problem import Problem
+from evigrad.passes.replicas import ReducedCurvature
+
+Batch = tuple[Inputs, Tensor]
+State = TypeVar("State")
+
+# The memory of a pass is measured on one datum and on two; the difference is what each adds.
+_MEASURED = 2
+# Rows of the example on which the memory of each further row is measured.
+_MEASURED_ROWS = 8
+# From so many outputs on, they may be those of positions.
+_MANY_OUTPUTS = 1000
+_POSITIONS_HINT = (
+    "If outputs belong to positions (pixels, words), return (m, …, C): then only drawn positions go"
+    " through the last layer."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedBatch(MicroBatch):
+    """A micro-batch with its plan.
+
+    Attributes:
+        plan: The plan for its inputs, where a batch has another shape than the block's first one.
+    """
+
+    plan: InputPlan | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatchSweep:
+    """A block, its data, and all that was drawn for it: the same in every pass over it.
+
+    Attributes:
+        problem: The model and how its evidence is computed.
+        plan: The plan for the inputs.
+        curvature: What the rows are collected in.
+        batches: The block's data, in its order, the same in every iteration.
+        block: Columns and scale factors.
+        seed: For what the model draws from global generators.
+        noise: What modules draw through the evidence.
+        labels: Sampled labels of all data, one tensor for each sample (curvature ``mc``).
+        suspicious: Whether to check in every micro-batch that the model mixes no data.
+    """
+
+    problem: Problem
+    plan: InputPlan
+    curvature: Curvature[Any]
+    batches: Iterable[Batch]
+    block: Block
+    seed: int
+    noise: Noise
+    labels: Sequence[Tensor] = ()
+    suspicious: bool = False
+
+    # ------------------------------------------------------------ as ``core.types.Sweep``
+
+    @property
+    def num_outputs(self) -> int:
+        """See ``Sweep.num_outputs``."""
+        return self.plan.num_outputs
+
+    def fold(
+        self,
+        step: Callable[[State, MicroBatch], State],
+        start: State,
+        *,
+        graph: bool = False,
+    ) -> State:
+        """See ``Sweep.fold``; where memory does not suffice, ``step`` gets half of the data.
+
+        Raises:
+            InputError: If the batches do not hold the block's data.
+        """
+        return self._folded(step, start, "second" if graph else "first")
+
+    def linearize(self, batch: MicroBatch, *, graph: bool) -> Linearization:
+        """See ``Sweep.linearize``."""
+        plan = self._plan_of(batch)
+        with self._autocast():
+            linearization = Linearization(
+                plan.model, self.problem.network.weights, batch.x, plan.jacobian, graph
+            )
+        self._check_outputs(plan, linearization.outputs)
+        if (self.suspicious and not graph) or linearization.may_mix:
+            self._check_separate(plan, batch.x, linearization.outputs)
+        return linearization
+
+    def outputs(self, batch: MicroBatch) -> Tensor:
+        """See ``Sweep.outputs``."""
+        plan = self._plan_of(batch)
+        recorder = Recorder({}, len(batch.x))
+        with self._autocast(), model_run(plan.model), recorder:
+            f = model_outputs(plan.model, batch.x)
+        self._check_outputs(plan, f)
+        if self.suspicious or recorder.may_mix(plan.model):
+            self._check_separate(plan, batch.x, f)
+        return f.to(self.problem.dtype)
+
+    # ------------------------------------------------------------ micro-batches
+
+    def _folded(
+        self,
+        step: Callable[[State, MicroBatch], State],
+        state: State,
+        label: str,
+        *,
+        once: bool = False,
+    ) -> State:
+        """``fold``; passes of one ``label`` take the same memory. ``once``: the first batch only."""
+        problem, plan, block = self.problem, self.plan, self.block
+        expected, first = len(block.indices), 0
+        cuts = [] if problem.estimator.kind.counts_data else block.cuts()
+        with self._evaluating():
+            for x, y in self.batches:
+                if first + len(x) > expected:
+                    raise InputError(f"The batches hold more than the {expected} data expected.")
+                other = None if plan.fits(x) else problem.plan_of(x)
+                start = 0
+                while start < len(x):
+                    part = partial(self._batch, (x, y), other, first, start)
+                    cut = next((c for c in cuts if c > first + start), expected)
+                    num_remaining = min(len(x), cut - first) - start
+                    peak = partial(self._peak_bytes, partial(step, state), part)
+                    size = self._size(label, x, num_remaining, first + start, peak)
+                    if states := fits(partial(step, state, part(size))):
+                        (state,) = states
+                    else:
+                        problem.sizes.halve(self._memory_key(label, x), size)
+                        continue
+                    if once:
+                        return state
+                    start += size
+                first += len(x)
+        if first != expected:
+            name = problem.estimator.name
+            raise InputError(f"The batches hold {first} data, but {name} needs all {expected}.")
+        return state
+
+    def _batch(
+        self, batch: Batch, plan: InputPlan | None, position: int, start: int, size: int
+    ) -> PlannedBatch:
+        """``size`` data of a batch from ``start`` on; ``position`` is that of its first one."""
+        x, y = batch
+        span = slice(start, start + size)
+        data = slice(position + start, position + start + size)
+        block = self.block
+        return PlannedBatch(
+            x=(plan or self.plan).pack(x[span], self.noise, data),
+            y=y[span],
+            data=data,
+            columns=block.columns_of(data, self.problem.estimator.kind.counts_data),
+            likelihood_weights=block.likelihood_weights[data],
+            labels=[labels[data] for labels in self.labels],
+            is_alone=block.has_all_rows(data),
+            plan=plan,
+        )
+
+    def _plan_of(self, batch: MicroBatch) -> InputPlan:
+        return (batch.plan if isinstance(batch, PlannedBatch) else None) or self.plan
+
+    def _evaluating(self) -> AbstractContextManager[object]:
+        """The context of all passes: evaluation mode and seeds."""
+        generator = torch.Generator().manual_seed(self.seed) if self.plan.draws_globally else None
+        return evaluation_mode(self.plan.model, generator)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        dtype, device = self.problem.settings.autocast, self.problem.device
+        return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+    # ------------------------------------------------------------ checks on real data
+
+    def verified(self) -> "MicroBatchSweep":
+        """Return the sweep without fast derivatives that are wrong, by a check that is due or not.
+
+        Its passes without a graph then check that the model mixes no data.
+        """
+        network = self.problem.network
+        if not network.check_is_due():
+            return self
+        plan = self._folded(
+            lambda plan, batch: network.checked(plan, batch.x), self.plan, "first", once=True
+        )
+        if plan is self.plan:
+            return replace(self, suspicious=True)
+        curvature = curvature_of(self.problem, plan, self.block)
+        return replace(self, plan=plan, curvature=curvature, suspicious=True)
+
+    def check_second_derivatives(self, learned: Mapping[str, nn.Parameter]) -> None:
+        """Check once that rows of the first examples have the derivatives that a gradient takes."""
+        problem, checked = self.problem, self.problem.network.differentiated
+        if checked.issuperset(learned):
+            return
+        of_model = {name: p for name, p in learned.items() if name.startswith("model.")}
+        x, y = next(iter(self.batches))
+        plan = None if self.plan.fits(x) else problem.plan_of(x)
+        with torch.enable_grad(), self._evaluating():
+            batch = self._batch((x, y), plan, 0, 0, min(CHECKED_EXAMPLES, len(x)))
+            root = problem.cotangents(self.linearize(batch, graph=True).outputs, batch)
+            varies = root.vectors.requires_grad
+            if of_model or varies:
+                model, weights = self._plan_of(batch).model, problem.network.weights
+                check_rows(model, weights, of_model, list(learned), batch.x, varies)
+        checked.update(learned)
+
+    def _check_outputs(self, plan: InputPlan, f: Tensor) -> None:
+        if f.shape[1] != plan.num_outputs:
+            raise InputError(
+                f"The model has {f.shape[1]} outputs where it had {plan.num_outputs} before: it"
+                " must return one shape for inputs of one shape. Make a new Evidence of a model"
+                " that was changed."
+            )
+        check_finite("The model's outputs", f)
+
+    def _check_separate(self, plan: InputPlan, x: Tensor, f: Tensor) -> None:
+        if len(x) == 1:
+            return
+        if self.problem.settings.autocast is not None:  # its rounding would look like mixed data
+            with model_run(plan.model), torch.no_grad():
+                f = model_outputs(plan.model, x)
+        check_separate(plan.model, x, f, torch.Generator().manual_seed(self.seed))
+
+    # ------------------------------------------------------------ memory
+
+    def check_memory(self, condense: bool) -> None:
+        """Refuse a block that would not fit; ``condense`` keeps only what log-determinants need."""
+        problem, block, curvature = self.problem, self.block, self.curvature
+        size, weights, width = len(block.indices), problem.weights, self._width
+        most = most_at_once(problem, self.plan, block)
+        at_once = min(most or 1, size) * width
+        if block.num_draws > 1:
+            # Several micro-batches: the formed rows of one, beside all that are kept.
+            at_once = min(at_once, problem.partition(self.plan).block_rows)
+        elif curvature.keeps_rows:
+            at_once = 0
+        formed = [weights[name] for name in curvature.formed]
+        pass_bytes = at_once * sum(w.numel() * w.element_size() for w in formed)
+        condensed = condense and most is not None and most >= size
+        rows = size * width if block.num_rows is None else block.num_rows
+        many = not self.plan.positions and self.plan.num_outputs >= _MANY_OUTPUTS
+        hint = _POSITIONS_HINT if many else ""
+        check_memory(curvature, rows, problem.device, pass_bytes, condensed, hint)
+
+    @property
+    def _width(self) -> int:
+        """Most rows of a datum."""
+        columns = self.block.columns
+        if columns is None:
+            return self.problem.partition(self.plan).rows_per_datum
+        return columns.shape[1]
+
+    def _size(
+        self,
+        label: str,
+        x: Inputs,
+        num_remaining: int,
+        position: int,
+        peak: Callable[[int], int],
+    ) -> int:
+        """How many of the remaining data to take next."""
+        problem, sizes = self.problem, self.problem.sizes
+        at_once = most_at_once(problem, self.plan, self.block, position)
+        if at_once is not None and not sizes.chosen:
+            return min(num_remaining, at_once)
+        key = self._memory_key(label, x)
+        if at_once is not None:
+            return min(num_remaining, at_once, sizes.chosen.get(key, at_once))
+        if key in sizes.chosen:
+            return min(num_remaining, sizes.chosen[key])
+        free = available_bytes(problem.device)
+        if free is not None and label != "second":  # the statistic is still to come
+            rows = self.block.num_rows or problem.partition(self.plan).block_rows
+            free -= self.curvature.predicted_bytes(rows)
+        limit = CPU_PASS_BYTES if problem.device.type == "cpu" else None
+        per_datum = partial(bytes_per_datum, peak, num_remaining)
+        return sizes.size(key, num_remaining, per_datum, free, limit)
+
+    def _memory_key(self, label: str, x: Inputs) -> str:
+        """In words, what the memory of a pass depends on besides the number of data."""
+        return f"{label} pass of {self.plan.numbers(x):,} numbers and {self._width} rows for each"
+
+    def _peak_bytes(
+        self, step: Callable[[MicroBatch], object], part: Callable[[int], MicroBatch], size: int
+    ) -> int:
+        """The most bytes that a step over so many data holds; it leaves no trace."""
+        with self._evaluating(), PeakBytes() as held:
+            step(part(size))
+        return held.most
+
+
+def new_sweep(
+    problem: Problem, plan: InputPlan, batches: Iterable[Batch], block: Block
+) -> MicroBatchSweep:
+    """Return a block with all that passes over it need, drawn by the problem's generator.
+
+    ``batches`` are its data, in its order and checked, and can be iterated again.
+    """
+    generator, estimator, seed = problem.generator, problem.estimator, block.seed
+    if seed is None:
+        seed = int(torch.randint(2**62, (), generator=generator, device="cpu"))
+    curvature = curvature_of(problem, plan, block)
+    noise = problem.network.noise(seed, block.origin)
+    sweep = MicroBatchSweep(problem, plan, curvature, batches, block, seed, noise)
+    if estimator.curvature != "mc":
+        return sweep
+
+    def step(outputs: list[Tensor], batch: MicroBatch) -> list[Tensor]:
+        return [*outputs, sweep.outputs(batch)]
+
+    with torch.no_grad():
+        f = torch.cat(sweep._folded(step, [], "outputs"))
+    if block.seed is not None:  # the shared generator stays where that of other ranks is
+        generator = torch.Generator().manual_seed(seed)
+    elif block.shares > 1:
+        generator = torch.Generator().manual_seed(seed + problem.ranks.rank)
+    sample = problem.likelihood.sample
+    labels = [sample(f, generator) for _ in range(estimator.outputs or 1)]
+    return replace(sweep, labels=labels)
+
+
+def most_at_once(problem: Problem, plan: InputPlan, block: Block, position: int = 0) -> int | None:
+    """Return how many data from this position on may pass together; None where memory decides."""
+    asked = problem.sizes.asked
+    if asked is None and block.num_draws > 1:
+        # No more rows than one draw has, a number that the user has chosen.
+        return max(1, problem.partition(plan).block_rows // max(1, block.rows_of(position)))
+    return len(block.indices) if asked is None else asked if isinstance(asked, int) else None
+
+
+def curvature_of(
+    problem: Problem, plan: InputPlan, block: Block, gram_dtype: torch.dtype | None = None
+) -> Curvature[Any]:
+    """The curvature for a block, of which ranks may have parts."""
+    curvature = problem.curvature(plan, gram_dtype)
+    return ReducedCurvature(curvature, problem.ranks) if block.shares > 1 else curvature
+
+
+def bytes_per_datum(peak: Callable[[int], int], num_remaining: int) -> float:
+    """Bytes that each further datum takes; ``peak`` is for so many, up to ``num_remaining``."""
+    of_one = fits(partial(peak, 1))
+    if not of_one:
+        return math.inf
+    more = num_remaining >= _MEASURED and fits(partial(peak, _MEASURED))
+    return float(max(more[0] - of_one[0], 1) if more else of_one[0])
+
+
+def predicted_bytes(problem: Problem, plan: InputPlan, x: Inputs) -> int:
+    """Return the most bytes that an estimate is predicted to hold, by passes over a few examples.
+
+    It is what the statistic and its log-determinant take, or a pass, if that takes more: its
+    activations and gradients are as many as the rows times the numbers in the network. ``x`` are
+    some inputs, or one batch if the estimator takes all data.
+    """
+    partition, sizes, estimator = problem.partition(plan), problem.sizes, problem.estimator
+    num_rows = partition.block_rows
+    kept = problem.curvature(plan).predicted_bytes(num_rows)
+    rows_each = 1 if estimator.rows else partition.rows_per_datum
+    num_data = min(partition.num_data, num_rows // rows_each)
+    at_once = num_data
+    if estimator.rows and num_rows > MOST_EXPANDED * num_data:
+        # Examples with equally many rows pass together: hardly ever more than half of them.
+        at_once = -(-num_data // 2)
+    if estimator.subset is None:
+        at_once = min(at_once, len(x))
+    if isinstance(sizes.asked, int):
+        at_once = min(at_once, sizes.asked)
+    rows_at_once = -(-num_rows * at_once // num_data)
+    # The rows of a pass over one example, over two, and over one with more rows.
+    more = min(_MEASURED_ROWS, partition.num_outputs)
+    one = _bytes_of_rows(problem, plan, x, 1, 1)
+    of_datum = max(_bytes_of_rows(problem, plan, x, 2, 1) - one, 0) if len(x) > 1 else one
+    of_row = max(_bytes_of_rows(problem, plan, x, 1, more) - one, 0) / max(more - 1, 1)
+    passing = one + int((at_once - 1) * of_datum + (rows_at_once - at_once) * of_row)
+    if sizes.asked == "auto" and sizes.budget is not None:
+        passing = min(passing, max(sizes.budget, one))
+    return max(kept, passing)
+
+
+def _bytes_of_rows(problem: Problem, plan: InputPlan, x: Inputs, size: int, width: int) -> int:
+    """The most bytes that a pass over so many examples holds, each with so many rows."""
+    columns = torch.arange(width, device="cpu").expand(size, -1)
+    indices = torch.arange(size, device="cpu")
+    block = Block(indices, columns, 1.0, torch.ones_like(indices, dtype=torch.float64))
+    curvature, noise = problem.curvature(plan), problem.network.noise(0)
+    sweep = MicroBatchSweep(problem, plan, curvature, [], block, 0, noise)
+    condenses = curvature.condenses(problem.partition(plan).block_rows)
+
+    def step(batch: MicroBatch) -> object:
+        linearization = sweep.linearize(batch, graph=False)
+        where = columns.to(linearization.outputs.device)
+        root = problem.likelihood.root(linearization.outputs, where, problem.root)
+        statistic = curvature.collect(None, linearization, root, alone=condenses)
+        return curvature.condense(statistic) if condenses else statistic
+
+    def part(size: int) -> MicroBatch:
+        return sweep._batch((x, torch.zeros(size, device="cpu")), None, 0, 0, size)
+
+    with torch.no_grad():
+        return sweep._peak_bytes(step, part, size)

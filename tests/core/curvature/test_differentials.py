@@ -1,0 +1,304 @@
+"""The small step between two passes, and the products of the second one, against autograd."""
+
+import pytest
+import torch
+from core.curvature.fakes import Fake, Root, make_fake, make_structure, random, weights_of
+from torch import Tensor
+
+from evigrad.core.algebra import inner_gram
+from evigrad.core.curvature import (
+    BlockDiagonal,
+    BlockKernel,
+    Curvature,
+    Ntk,
+    inner_product,
+)
+from evigrad.core.curvature.linalg import psd_eigenvalues
+from evigrad.core.names import STRUCTURES
+from evigrad.fast.contraction import (
+    MatrixUse,
+    contracted,
+    contraction_cotangents,
+    contraction_gram,
+    uses_cotangents,
+    uses_gram,
+)
+from evigrad.fast.storage import Storage
+from evigrad.passes.parameter_blocks import partition_names
+
+M, C, K = 5, 3, 2
+SHAPES = {"a.weight": (2, 3), "a.bias": (2,), "b.weight": (2, 2)}
+
+
+def linear_fake(positions: int = 2) -> Fake:
+    """Its weight "a.weight" has exact factors: rows are Σ_t gradients ⊗ inputs."""
+    inputs, outputs = random(M, 1, positions, 3, seed=5), random(M, C, 1, positions, 2, seed=6)
+    fake = make_fake(M, C, SHAPES)
+    jacobian = dict(fake.jacobian)
+    jacobian["a.weight"] = torch.einsum("mcgto,mgti->mcoi", outputs, inputs)
+    return Fake(jacobian, {"a.weight": [(inputs, outputs)]})
+
+
+def structures(fake: Fake) -> dict[str, Curvature]:
+    weights = weights_of(fake)
+    groups = {"a.weight": 0, "a.bias": 0, "b.weight": 1}
+    use = {"a.weight": MatrixUse(2, 3, 2).numbers}
+    plan = {"a.weight"}
+    made: dict[str, Curvature] = {name: make_structure(name, weights, plan) for name in STRUCTURES}
+    made["kfac-reduce"] = make_structure("kfac", weights, plan, sharing="reduce")
+    made["ntk-groups"] = Ntk(weights, groups)
+    made["ntk-varying"] = Ntk(weights, {"b.weight": 0})
+    made["ntk-contracted"] = Ntk(weights, groups, contracted=use)
+    for partition in ("tensor", "module"):
+        dense = BlockDiagonal(weights, partition_names(list(weights), partition))
+        made[f"blocks-{partition}"] = BlockKernel(dense, weights, groups)
+        made[f"blocks-{partition}-varying"] = BlockKernel(dense, weights, {"b.weight": 0})
+        made[f"blocks-{partition}-contracted"] = BlockKernel(dense, weights, groups, None, use)
+        made[f"dense-{partition}"] = dense
+    return made
+
+
+NAMES = list(structures(linear_fake()))
+
+
+def precisions_of(name: str) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    shared, other = (torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in (0.7, 2.0))
+    given = {"a.weight": shared, "a.bias": shared, "b.weight": other}
+    if name.endswith("-varying"):
+        own = random(2, 3, seed=9).exp().requires_grad_()
+        return given | {"a.weight": own}, [shared, other, own]
+    return given, [shared, other]
+
+
+def roots(padded: bool) -> Root:
+    present = torch.ones(M, K, dtype=torch.bool)
+    vectors, scale = random(M, K, C, seed=20), random(M, K, seed=21).exp()
+    if padded:
+        present[1, 0] = present[4, 1] = False
+        vectors = vectors * present[..., None]
+    return Root(vectors, scale, present if padded else None)
+
+
+def reference_of(name: str) -> str:
+    """The structure that gives the same in one graph, by H where the structure itself has rows."""
+    if name.startswith("blocks"):
+        return "dense-module" if "module" in name else "dense-tensor"
+    return "ntk-groups" if name == "ntk-contracted" else name
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_both_steps_against_autograd(name: str, padded: bool) -> None:
+    """Cotangents of the first pass, micro-batch by micro-batch, against one graph."""
+    fake, root = linear_fake(), roots(padded)
+    structure = structures(fake)[name]
+    precisions, leaves = precisions_of(name)
+
+    # One graph, from a factor inside the rows and one inside their scale.
+    inside = torch.ones(M, dtype=torch.float64, requires_grad=True)
+
+    def bent(fake: Fake, data: slice) -> Fake:
+        factor = inside[data]
+        jacobian = {
+            n: j * (factor**2).reshape(-1, *[1] * (j.ndim - 1)) for n, j in fake.jacobian.items()
+        }
+        uses = {
+            n: [(a * factor[:, None, None, None], d * factor[:, None, None, None, None])]
+            for n, ((a, d),) in fake.uses.items()
+        }
+        return Fake(jacobian, uses)
+
+    def scaled(root: Root, data: slice) -> Root:
+        assert root.scale is not None
+        return Root(root.vectors, root.scale * inside[data, None], root.present)
+
+    whole = slice(0, M)
+    reference = structures(fake)[reference_of(name)]
+    statistic = reference.collect(None, bent(fake, whole), scaled(root, whole))
+    value = reference.log_det(statistic, precisions)
+    want_inside, *want = torch.autograd.grad(value, [inside, *leaves], allow_unused=True)
+
+    parts = [slice(0, 2), slice(2, 5)]
+    with torch.no_grad():
+        statistic = None
+        for data in parts:
+            statistic = structure.collect(
+                statistic, bent(fake.part(data), data), scaled(root.part(data), data)
+            )
+    differential = structure.differentiate(statistic, precisions, leaves)
+    torch.testing.assert_close(differential.log_det.value, value.detach(), rtol=1e-12, atol=0)
+    for got, expected in zip(differential.gradients, want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-13)
+    total = torch.zeros_like(inside)
+    for data in parts:
+        inner = structure.inner(
+            differential.cotangent, data, bent(fake.part(data), data), scaled(root.part(data), data)
+        )
+        total += torch.autograd.grad(inner, inside)[0]
+    torch.testing.assert_close(total, want_inside, rtol=1e-10, atol=1e-13)
+
+
+def test_the_cotangent_is_written_over_the_rows() -> None:
+    fake = linear_fake()
+    structure = structures(fake)["ntk"]
+    statistic = structure.collect(None, fake, roots(False))
+    precisions, leaves = precisions_of("ntk")
+    differential = structure.differentiate(statistic, precisions, leaves)
+    for mine, given in zip(differential.cotangent.tensors(), statistic.tensors(), strict=True):
+        if mine.ndim == 2:
+            assert mine.data_ptr() == given.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ntk", "ntk-groups", "ntk-contracted", "kfac", "diag", "blocks-tensor"]
+    + ["blocks-module", "blocks-module-contracted"],
+)
+def test_a_condensed_statistic_has_the_same_log_determinants(name: str) -> None:
+    fake, root = linear_fake(), roots(True)
+    structure = structures(fake)[name]
+    precisions, leaves = precisions_of(name)
+    expected = structure.log_det(structure.collect(None, fake, root), precisions)
+    want = torch.autograd.grad(expected, leaves)
+    for statistic in (
+        structure.condense(structure.collect(None, fake, root)),
+        structure.condense(structure.collect(None, fake, root, alone=True)),
+    ):
+        if name.startswith(("ntk", "blocks")):
+            assert not statistic.rows
+        value = structure.log_det(statistic, precisions)
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+        for got, gradient in zip(torch.autograd.grad(value, leaves), want, strict=True):
+            torch.testing.assert_close(got, gradient, rtol=1e-11, atol=0)
+
+
+def test_rows_are_kept_in_the_storage_asked_for() -> None:
+    fake = linear_fake()
+    weights = weights_of(fake)
+    storage = Storage(torch.bfloat16, torch.device("cpu"))
+    structure = Ntk(weights, {name: name for name in weights}, keep=storage.keep)
+    statistic = structure.collect(None, fake, roots(False))
+    assert {t.dtype for rows in statistic.rows.values() for t in rows.tensors()} == {torch.bfloat16}
+    precisions, leaves = precisions_of("ntk")
+    exact = structures(fake)["ntk"]
+    value = exact.log_det(exact.collect(None, fake, roots(False)), precisions)
+    differential = structure.differentiate(statistic, precisions, leaves)
+    assert differential.log_det.value.dtype == torch.float64  # the products are not in bfloat16
+    torch.testing.assert_close(differential.log_det.value, value.detach(), rtol=1e-2, atol=0)
+
+
+# ------------------------------------------------------------------ contraction
+
+
+@pytest.mark.parametrize("positions", [1, 3])
+@pytest.mark.parametrize("k", [1, 2])
+def test_contraction_against_rows(positions: int, k: int) -> None:
+    inputs = random(M, positions, 4, seed=1).requires_grad_()
+    gradients = random(M, k, positions, 3, seed=2).requires_grad_()
+    rows = torch.einsum("mkto,mti->mkoi", gradients, inputs).flatten(0, 1).flatten(1)
+    gram = contraction_gram((inputs, gradients), (inputs, gradients))
+    torch.testing.assert_close(gram, rows @ rows.mT)
+    cotangent = random(M * k, M * k, seed=3)
+    cotangent = cotangent + cotangent.mT
+    want = torch.autograd.grad((cotangent * (rows @ rows.mT)).sum(), [inputs, gradients])
+    got = contraction_cotangents(inputs.detach(), gradients.detach(), cotangent)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-12)
+
+
+def looked_up_rows(numbers: Tensor, gradients: Tensor, entries: int) -> Tensor:
+    chosen = torch.nn.functional.one_hot(numbers, entries).to(gradients)
+    return torch.einsum("mkti,mtv->mkvi", gradients, chosen).flatten(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("entries", [2, 5, 40])
+@pytest.mark.parametrize("kinds", ["l", "lp", "pl", "ll", "plp", "pp"])
+def test_tied_uses_against_rows(kinds: str, entries: int, k: int) -> None:
+    """Lookups and products (l, p) of one matrix: Gram and cotangents."""
+    generator = torch.Generator().manual_seed(entries)
+    uses, rows = [], torch.zeros(M * k, entries * 4, dtype=torch.float64)
+    for seed, kind in enumerate(kinds):
+        positions = 3 + seed
+        if kind == "l":
+            numbers = torch.randint(entries, (M, positions), generator=generator)
+            gradients = random(M, k, positions, 4, seed=seed).requires_grad_()
+            uses.append((numbers, gradients))
+            rows = rows + looked_up_rows(numbers, gradients, entries)
+        else:
+            inputs = random(M, positions, 4, seed=10 + seed).requires_grad_()
+            gradients = random(M, k, positions, entries, seed=seed).requires_grad_()
+            uses.append((inputs, gradients))
+            products = torch.einsum("mkto,mti->mkoi", gradients, inputs)
+            rows = rows + products.flatten(0, 1).flatten(1)
+    torch.testing.assert_close(uses_gram(uses), rows @ rows.mT)
+    cotangent = random(M * k, M * k, seed=3)
+    cotangent = cotangent + cotangent.mT
+    leaves = [t for pair in uses for t in pair if t.requires_grad]
+    want = torch.autograd.grad((cotangent * (rows @ rows.mT)).sum(), leaves)
+    found = uses_cotangents([(a.detach(), g.detach()) for a, g in uses], cotangent)
+    got = [t for pair in found for t in pair if t is not None]
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-10, atol=1e-11)
+
+
+def test_lookups_are_contracted_where_the_table_is_long() -> None:
+    long, short = MatrixUse(16, 8, 10_000, True), MatrixUse(16, 8, 10, True)
+    head = MatrixUse(1, 8, 10_000)
+    uses = {"long": (long,), "short": (short,), "tied": (long, head)}
+    assert set(contracted(uses, 64, 1)) == {"long", "tied"}
+
+
+def test_the_cheaper_way_by_operation_count() -> None:
+    uses = {
+        "wide": (MatrixUse(1, 1000, 500),),
+        "tiny": (MatrixUse(1, 1, 2),),
+        "long": (MatrixUse(64, 32, 32),),
+    }
+    assert set(contracted(uses, 100, 1)) == {"wide"}
+    assert set(contracted(uses, 1000, 10)) == {"wide"}
+    # One datum: T² (i + o + 1) products against 2 T i o or so.
+    assert not contracted({"long": (MatrixUse(1000, 8, 8),)}, 10, 1)
+
+
+# ------------------------------------------------------------------ linear algebra
+
+
+def test_eigenvalues_of_low_rank() -> None:
+    rows = random(4, 60, seed=1)
+    rows[3] *= 1e-4
+    rows.requires_grad_()
+    gram = rows.mT @ rows
+    few, all_of_them = psd_eigenvalues(gram, 4), psd_eigenvalues(gram)
+    assert len(few) < 20 and len(all_of_them) == 60
+    values = [eigenvalues.log1p().sum() for eigenvalues in (few, all_of_them)]
+    torch.testing.assert_close(values[0], values[1], rtol=1e-12, atol=0)
+    got, want = (torch.autograd.grad(v, rows, retain_graph=True)[0] for v in values)
+    assert float((got - want).norm()) < 1e-9 * float(want.norm())
+    assert len(psd_eigenvalues(gram, 30)) == 60  # no gain: the whole decomposition
+
+
+def test_low_rank_batches_and_zeros() -> None:
+    rows = random(3, 2, 50, seed=2)
+    rows[1] = 0
+    gram = rows.mT @ rows
+    few = psd_eigenvalues(gram, 2)
+    torch.testing.assert_close(few[1], torch.zeros_like(few[1]))
+    whole = torch.linalg.eigvalsh(gram)
+    torch.testing.assert_close(few.log1p().sum(-1), whole.clamp(min=0).log1p().sum(-1))
+
+
+def test_inner_gram_by_autograd() -> None:
+    rows, cotangent = random(2, 6, 3, seed=1).requires_grad_(), random(2, 3, 3, seed=2)
+    value, expected = inner_gram(rows, cotangent), (cotangent * (rows.mT @ rows)).sum()
+    torch.testing.assert_close(value, expected)
+    (got,), (want,) = (torch.autograd.grad(v, rows) for v in (value, expected))
+    torch.testing.assert_close(got, want)
+
+
+def test_inner_product_of_statistics() -> None:
+    fake = linear_fake()
+    structure = structures(fake)["blockdiag"]
+    one = structure.collect(None, fake, roots(False))
+    expected = sum((t * t).sum() for t in one.tensors())
+    torch.testing.assert_close(inner_product(one, one), expected)

@@ -1,0 +1,67 @@
+"""A convolution with a fixed weight against PyTorch's own."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evigrad.network import Linearization, plan
+from evigrad.network.convolutions import Geometry, fixed_convolution
+
+GEOMETRIES = {
+    "same": Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "strided": Geometry((2, 3), (2, 1), (0, 1), (1, 1), 1),
+    "dilated, grouped": Geometry((3, 2), (1, 2), (2, 0), (2, 1), 2),
+    "one dimension": Geometry((3,), (2,), (1,), (1,), 2),
+    "three dimensions": Geometry((2, 1, 3), (1, 1, 2), (0, 0, 1), (1, 1, 1), 1),
+}
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_value_and_two_derivatives(name: str, bias: bool) -> None:
+    g = GEOMETRIES[name]
+    x = random(2, 4, *(6,) * len(g.kernel)).requires_grad_()
+    weight, offset = random(6, 4 // g.groups, *g.kernel), random(6) if bias else None
+
+    def ours(x: Tensor) -> Tensor:
+        return fixed_convolution(x, weight, offset, g)
+
+    torch.testing.assert_close(ours(x), g.convolve(x, weight, offset))
+    assert torch.autograd.gradcheck(ours, x, fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda x: ours(x).sin(), x, fast_mode=True)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("channels", [1, 4])  # of one channel the layout is seen in strides alone
+def test_layout_is_that_of_the_input(channels: int, layout: torch.memory_format) -> None:
+    x = random(2, channels, 6, 6).clone(memory_format=layout)
+    weight = random(6, channels, 3, 3).clone(memory_format=torch.channels_last)
+    found = fixed_convolution(x, weight, None, GEOMETRIES["same"])
+    assert found.is_contiguous(memory_format=layout)
+
+
+class Branches(nn.Module):
+    """Two parameters of which each datum's rows are the same gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(random(1, 3))
+        self.second = nn.Parameter(random(1, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.first + self.second).sin()
+
+
+def test_rows_never_share_memory() -> None:
+    """What keeps rows may write over them."""
+    model = Branches().eval()
+    weights, x = dict(model.named_parameters()), random(4, 3)
+    made = plan(model, weights, x)
+    rows = Linearization(model, weights, x, made, False).rows(random(4, 1, 3))
+    kept = rows["second"].clone()
+    rows["first"].zero_()
+    torch.testing.assert_close(rows["second"], kept)

@@ -1,0 +1,255 @@
+import pytest
+import torch
+from core.curvature.fakes import Root, make_fake, make_structure, random, weights_of
+from torch import Tensor, nn
+
+from evigrad import Evidence
+from evigrad.core.curvature import (
+    BlockDiagonal,
+    BlockKernel,
+)
+from evigrad.core.curvature.rows import SLAB_BYTES
+from evigrad.core.names import STRUCTURES
+from evigrad.errors import MemoryBudgetError
+from evigrad.likelihoods import Gaussian
+from evigrad.network import MatrixUse
+from evigrad.passes import memory
+from evigrad.passes.memory import PeakBytes, available_bytes, check_memory
+from evigrad.priors import GaussianPrior
+
+GIB = 2**30
+
+
+def structures(weights, **settings):
+    return {
+        name: make_structure(name, weights, frozenset({"w"}), **settings) for name in STRUCTURES
+    }
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_prediction_covers_the_statistic_and_is_of_its_order(name):
+    shapes = {"w": (20, 10), "b": (20,)}
+    fake = make_fake(6, 3, shapes)
+    plan = ()  # no factors in the fake: kfac has its dense blocks
+    structure = make_structure(name, weights_of(fake), plan)
+    statistic = structure.collect(None, fake, Root(random(6, 2, 3)))
+    held = sum(tensor.numel() * tensor.element_size() for tensor in statistic.tensors())
+    assert held <= structure.predicted_bytes(12) <= 10 * held
+
+
+def test_predictions_by_hand():
+    weights = {"w": torch.zeros(300, 200), "b": torch.zeros(300)}
+    made = structures(weights)
+    p = 60_300
+    assert made["full"].predicted_bytes(10) == 4 * 5 * p**2
+    assert made["diag"].predicted_bytes(10) == 4 * 5 * p
+    assert made["blockdiag"].predicted_bytes(10) == 4 * (3 * (60_000**2 + 300**2) + 2 * 60_000**2)
+    # rows, two slabs of the largest parameter's columns, two Grams, five more squares
+    assert made["ntk"].predicted_bytes(50) == 4 * (50 * (p + 2 * 60_000) + 7 * 50**2)
+    assert made["ntk"].predicted_bytes(500) == 4 * (500 * p + 7 * 500**2) + 2 * SLAB_BYTES
+    kronecker = 3 * (300**2 + 200**2) + 3 * 60_000
+    assert made["kfac"].predicted_bytes(10) == 4 * (kronecker + 5 * 300**2)
+    assert made["kfac"].predicted_bytes(10) == made["kfac"].predicted_bytes(10_000)
+    double = structures(weights, gram_dtype=torch.float64)
+    assert double["full"].predicted_bytes(10) == 2 * made["full"].predicted_bytes(10)
+
+
+def test_predictions_of_blocks_by_their_rows() -> None:
+    weights = {"w": torch.zeros(300, 200), "b": torch.zeros(300)}
+    p = 60_300
+    kernel = make_structure("blockdiag", weights, num_rows=50)
+    assert isinstance(kernel, BlockKernel)
+    # A Gram for each tensor, five squares at work, and three that autograd holds of another block.
+    assert kernel.predicted_bytes(50) == 4 * (50 * (p + 2 * 60_000) + 10 * 50**2)
+    whole = make_structure("full", weights, num_rows=50)
+    ntk = make_structure("ntk", weights)
+    for predict in ("predicted_bytes", "condensed_bytes"):
+        assert getattr(whole, predict)(50) == getattr(ntk, predict)(50)
+
+
+@pytest.mark.parametrize("name", ["full", "blockdiag"])
+def test_a_prediction_covers_rows_and_grams(name: str) -> None:
+    fake = make_fake(6, 3, {"w": (20, 10), "b": (20,)})
+    structure = make_structure(name, weights_of(fake), num_rows=12)
+    assert isinstance(structure, BlockKernel)
+    scale = random(6, 2, seed=1).exp().requires_grad_()
+    statistic = structure.collect(None, fake, Root(random(6, 2, 3), scale))
+    held = sum(t.numel() * t.element_size() for t in statistic.tensors())
+    precisions = {n: torch.ones((), dtype=torch.float64, requires_grad=True) for n in fake.jacobian}
+    sizes: dict[int, int] = {}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        structure.log_det(statistic, precisions)
+    assert held + sum(sizes.values()) <= structure.predicted_bytes(12)
+
+
+# ------------------------------------------------------------------ H or the Grams of the rows
+
+
+@pytest.mark.parametrize("name", ["full", "blockdiag"])
+@pytest.mark.parametrize("tall", [1, 40])
+def test_the_form_with_fewer_multiplications_and_no_more_memory(name: str, tall: int) -> None:
+    weights = {"w": torch.zeros(30, tall), "b": torch.zeros(30)}
+    sizes = [30 * tall, 30] if name == "blockdiag" else [30 * tall + 30]
+    kinds = {}
+    for rows in (1, 5, 20, 30, 50, 100, 500, 1200, 2000):
+        structure = make_structure(name, weights, num_rows=rows)
+        kinds[rows] = isinstance(structure, BlockKernel)
+        assert isinstance(structure, BlockKernel | BlockDiagonal)
+        dense = make_structure(name, weights)
+        assert isinstance(dense, BlockDiagonal)
+        by_rows = sum(2 * rows**2 * n + rows**3 / 3 for n in sizes)
+        by_h = sum(2 * rows * n**2 + n**3 / 3 for n in sizes)
+        if kinds[rows]:
+            assert by_rows < by_h
+            assert structure.predicted_bytes(rows) <= dense.predicted_bytes(rows)
+        else:
+            kernel = BlockKernel(dense, weights, {n: n for n in weights})
+            assert by_rows >= by_h or kernel.predicted_bytes(rows) > dense.predicted_bytes(rows)
+        # Rows whose products have a closed form, and where they are kept, have no part in it.
+        other = make_structure(
+            name, weights, num_rows=rows, contracted={"w": MatrixUse(1, tall, 30).numbers}
+        )
+        assert type(other) is type(structure)
+    assert kinds[1] and not kinds[2000]
+    assert kinds[500] == (tall == 40)
+
+
+def test_grams_that_are_too_large_to_keep_are_not_predicted():
+    weights = {str(i): torch.zeros(2) for i in range(10)}
+    structure = make_structure("ntk", weights)
+    assert structure.predicted_bytes(20_000) == 4 * (20_000 * 24 + 5 * 20_000**2)
+
+
+@pytest.mark.parametrize(
+    ("name", "cheaper"),
+    [
+        ("full", "'blockdiag'"),
+        ("ntk", "a smaller subset"),
+        ("blockdiag", "parameter_partition"),
+        ("kfac", "'diag'"),
+        ("diag", "micro_batch"),
+    ],
+)
+def test_the_error_has_the_number_what_is_free_and_the_cheaper_choice(name, cheaper, monkeypatch):
+    weights = {"w": torch.zeros(3000, 1000)}
+    structure = make_structure(name, weights, frozenset({"w"}))
+    needed = structure.predicted_bytes(4000)
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: needed - 1)
+    with pytest.raises(MemoryBudgetError, match=cheaper) as caught:
+        check_memory(structure, 4000, torch.device("cpu"))
+    assert f"{needed / GIB:.3g} GiB" in str(caught.value)
+    assert repr(name) in str(caught.value)
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: needed)
+    check_memory(structure, 4000, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("num_outputs", "shape"), [(1000, ()), (999, ()), (1000, (2,))])
+def test_many_outputs_without_positions_get_a_hint(num_outputs, shape, monkeypatch):
+    model, likelihood = nn.Linear(2, num_outputs), Gaussian()
+    x, y = torch.zeros(4, *shape, 2), torch.zeros(4, *shape, num_outputs)
+    num_data = y[..., 0].numel()
+    evidence = Evidence(model, likelihood, GaussianPrior(), estimator="ntk-2-1", num_data=num_data)
+    block = next(iter(evidence.blocks((x, y))))
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: 1)
+    with pytest.raises(MemoryBudgetError, match="'ntk' with 2 rows needs about") as caught:
+        evidence.estimate(block)
+    hint = (
+        "If outputs belong to positions (pixels, words), return (m, …, C): then only drawn"
+        " positions go through the last layer."
+    )
+    assert str(caught.value).endswith(hint) == (num_outputs == 1000 and not shape)
+
+
+def test_what_is_kept_is_given_back_before_anything_is_refused(monkeypatch):
+    structure = make_structure("full", {"w": torch.zeros(10)})
+    needed = structure.predicted_bytes(1)
+    free = [needed]
+
+    def give_back():
+        free[0] += 1
+
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: free[0])
+    monkeypatch.setattr(memory, "give_back", give_back)
+    cpu = torch.device("cpu")
+    check_memory(structure, 1, cpu)
+    assert free == [needed]
+    free[0] = needed - 1
+    check_memory(structure, 1, cpu)
+    assert free == [needed]
+    free[0] = needed - 2
+    with pytest.raises(MemoryBudgetError):
+        check_memory(structure, 1, cpu)
+
+
+def test_nothing_is_refused_where_the_system_does_not_tell(monkeypatch):
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: None)
+    structure = make_structure("full", {"w": torch.zeros(10_000)})
+    check_memory(structure, 1, torch.device("cpu"))
+
+
+def test_available_bytes_here():
+    free = available_bytes(torch.device("cpu"))
+    assert free is None or 0 < free < 2**50
+
+
+def test_the_smaller_of_machine_and_container(tmp_path, monkeypatch):
+    meminfo, limit, used = (tmp_path / name for name in ("meminfo", "max", "current"))
+    for name, path in (("MEMINFO", meminfo), ("CGROUP_LIMIT", limit), ("CGROUP_USED", used)):
+        monkeypatch.setattr(memory, name, path)
+    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:  5000 kB\n")
+    assert available_bytes(torch.device("cpu")) == 5000 * 1024
+    limit.write_text("max\n")
+    used.write_text("1000\n")
+    assert available_bytes(torch.device("cpu")) == 5000 * 1024
+    limit.write_text("4000\n")
+    assert available_bytes(torch.device("cpu")) == 3000
+
+
+def test_other_devices_do_not_tell():
+    assert available_bytes(torch.device("meta")) is None
+
+
+class Denoiser(nn.Module):
+    """A convolutional network with an output for each number of an image."""
+
+    def __init__(self, channels: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, channels, 3, padding=1)
+        self.last = nn.Conv2d(channels, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu()).flatten(1)
+
+
+def many_outputs(estimator: str) -> tuple[Evidence, Tensor, Tensor]:
+    """A problem with 300 outputs and 100 examples."""
+    torch.manual_seed(0)
+    x = torch.randn(100, 3, 10, 10)
+    evidence = Evidence(
+        Denoiser(),
+        Gaussian(0.3),
+        GaussianPrior("layerwise"),
+        estimator=estimator,
+        num_data=len(x),
+        generator=0,
+    )
+    return evidence, x, x.flatten(1)
+
+
+@pytest.mark.parametrize("estimator", ["ntk-400-rows-anchored", "kfac-3-C", "kfac-60-1"])
+def test_the_predicted_memory_of_many_outputs_is_what_an_estimate_takes(estimator: str) -> None:
+    evidence, x, y = many_outputs(estimator)
+    before = evidence.generator.get_state()
+    predicted = evidence.predicted_bytes(x)
+    assert torch.equal(evidence.generator.get_state(), before)
+    (block,) = evidence.blocks((x, y)).take(1)
+    evidence.estimate(block)
+    evidence.estimate(block)  # after the checks of the first passes
+    with PeakBytes() as held:
+        evidence.estimate(block)
+    assert held.most / 2 < predicted < 2 * held.most

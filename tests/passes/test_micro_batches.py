@@ -1,0 +1,352 @@
+"""Micro-batches by a budget of memory, and what happens where memory does not suffice."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from evigrad import Evidence, Memory
+from evigrad.errors import ConfigurationError, EvigradWarning, MemoryBudgetError, is_out_of_memory
+from evigrad.likelihoods import Categorical
+from evigrad.passes.memory import MicroBatches, PeakBytes, fits
+from evigrad.priors import GaussianPrior
+
+M = 12
+LABELS = torch.arange(M) % 3
+
+SEEN: list[int] = []  # sizes of the batches that the network was given
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(20))
+        self.body = nn.Sequential(nn.Linear(6, 20), nn.Tanh())
+        self.head = nn.Linear(20, 3)
+        self.limit = 10**9
+
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.append(len(x))
+        if len(x) > self.limit:
+            raise torch.OutOfMemoryError("no more memory")
+        return self.head(self.body(x) * self.gate.exp())
+
+
+def build(estimator: str = f"ntk-{M}-1", **settings: Any) -> tuple[Evidence, Net, Tensor, Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Net().double()
+        x = torch.randn(M, 6, dtype=torch.float64)
+    evidence = Evidence(
+        model,
+        Categorical(),
+        GaussianPrior("layerwise"),
+        estimator=estimator,
+        num_data=2 * M,
+        hyperparameters=["gate"],
+        generator=0,
+        **settings,
+    )
+    evidence.describe(x)
+    SEEN.clear()
+    return evidence, model, x, LABELS
+
+
+def gradients(evidence: Evidence, x: Tensor, y: Tensor) -> list[Tensor]:
+    evidence.backward(x, y)
+    found = []
+    for p in evidence.hyperparameters().values():
+        assert p.grad is not None
+        found.append(p.grad)
+    return found
+
+
+def sizes_of(evidence: Evidence) -> dict[str, int]:
+    """By the kind of pass."""
+    chosen = evidence.state_dict()["micro_batches"]
+    return {words.split()[0]: size for words, size in chosen.items()}
+
+
+@pytest.mark.parametrize("estimator", [f"ntk-{M}-1", f"kfac-{M}-1"])
+def test_a_small_budget_gives_small_micro_batches_and_the_same_result(estimator: str) -> None:
+    evidence, _, x, y = build(estimator)
+    expected = gradients(evidence, x, y)
+    sizes = {}
+    for budget in (1, 20_000, 2**30):
+        evidence, _, x, y = build(
+            estimator, memory=Memory(micro_batch="auto", memory_budget=budget)
+        )
+        got = gradients(evidence, x, y)
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+        sizes[budget] = sizes_of(evidence)
+    assert sizes[1] == {"first": 1, "second": 1}
+    assert 1 < sizes[20_000]["second"] < M
+    assert min(sizes[2**30].values()) >= M
+
+
+def test_without_a_budget_it_takes_what_is_free() -> None:
+    evidence, _, x, y = build(memory=Memory(micro_batch="auto"))
+    gradients(evidence, x, y)
+    assert sizes_of(evidence)["second"] > M
+
+
+def test_out_of_memory_halves_and_goes_on() -> None:
+    evidence, _, x, y = build()
+    expected = gradients(evidence, x, y)
+    evidence, model, x, y = build(memory=Memory(micro_batch="auto"))
+    model.limit = 5
+    got = gradients(evidence, x, y)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+    assert sizes_of(evidence) == {"first": 3, "second": 3}
+    SEEN.clear()
+    evidence.backward(x, y)
+    assert max(SEEN) == 3  # it remembers
+
+
+@pytest.mark.parametrize("estimator", [f"ntk-{M}-1", f"kfac-{M}-1", f"ntk-{M}-2-mc"])
+@pytest.mark.parametrize("place", ["collect", "inner", "grad"])
+def test_out_of_memory_in_the_middle_of_a_micro_batch(
+    estimator: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of what failed is counted twice."""
+    evidence, _, x, y = build(estimator)
+    expected = gradients(evidence, x, y)
+    evidence, _, x, y = build(estimator, memory=Memory(micro_batch="auto"))
+    monkeypatch.setattr("evigrad.passes.sweep.bytes_per_datum", lambda *_: 1.0)
+    calls = [0]
+    structure = evidence._problem.curvature(evidence._problem.network.plan(x))
+    holder, name = (torch.autograd, "grad") if place == "grad" else (type(structure), place)
+    real = getattr(holder, name)
+
+    def failing(*arguments: Any, **settings: Any) -> Any:
+        found = real(*arguments, **settings)
+        calls[0] += 1
+        if calls[0] in (1, 3):
+            raise torch.OutOfMemoryError("no memory left")
+        return found
+
+    monkeypatch.setattr(holder, name, failing)
+    got = gradients(evidence, x, y)
+    assert calls[0] > 3
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+
+
+def test_a_single_datum_that_does_not_fit_is_refused_and_nothing_changes() -> None:
+    evidence, model, x, y = build(memory=Memory(micro_batch="auto"))
+    state = evidence.generator.get_state()
+    model.limit = 0
+    with pytest.raises(MemoryBudgetError, match="single datum"):
+        evidence.backward(x, y)
+    assert all(p.grad is None for p in evidence.hyperparameters().values())
+    assert torch.equal(state, evidence.generator.get_state())
+
+
+def test_a_given_size_that_does_not_fit_is_halved_with_a_word() -> None:
+    evidence, model, x, y = build(memory=Memory(micro_batch=4))
+    expected = gradients(evidence, x, y)
+    evidence, model, x, y = build(memory=Memory(micro_batch=4))
+    model.limit = 3
+    with pytest.warns(EvigradWarning, match="over 4 data at once: it takes 2 from here on"):
+        found = gradients(evidence, x, y)
+    torch.testing.assert_close(found, expected)
+
+
+def test_chosen_sizes_are_kept() -> None:
+    evidence, _, x, y = build(memory=Memory(micro_batch="auto", memory_budget=20_000))
+    gradients(evidence, x, y)
+    other, _, _, _ = build(memory=Memory(micro_batch="auto", memory_budget=1))
+    other.load_state_dict(evidence.state_dict())
+    other.backward(x, y)
+    assert other.state_dict()["micro_batches"] == evidence.state_dict()["micro_batches"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"memory": Memory(micro_batch=0)},
+        {"memory": Memory(memory_budget=0, micro_batch="auto")},
+        {"memory": Memory(memory_budget=10**9)},
+        {"memory": Memory(memory_budget=10**9, micro_batch=4)},
+        {"memory": Memory(rows_dtype=torch.float16)},
+        {"memory": Memory(autocast=torch.float16)},
+        {"memory": Memory(rows_device="nowhere")},
+        {"estimator": "kfac-N-1", "memory": Memory(rows_dtype=torch.bfloat16)},
+        {"memory": Memory(rows_dtype=torch.int32)},
+        {"memory": Memory(autocast=torch.int8)},
+    ],
+)
+def test_settings_that_do_not_exist(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        build(**settings)
+
+
+def test_what_counts_as_out_of_memory() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("x")) and is_out_of_memory(MemoryError())
+    cpu = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"
+    assert is_out_of_memory(RuntimeError(cpu))
+    assert not is_out_of_memory(RuntimeError("shapes do not fit"))
+    assert fits(lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        fits(lambda: 1 // 0)
+
+
+def test_sizes_by_hand() -> None:
+    sizes = MicroBatches("auto")
+    assert sizes.size("first", 100, lambda: 10.0, None) == 100  # nobody knows what is free
+    assert sizes.size("first", 100, lambda: 10.0, 1000) == 35
+    assert sizes.size("first", 20, lambda: 10.0, 1) == 20  # measured once
+    assert sizes.size("second", 100, lambda: 10.0, 1000, 200) == 10
+    assert sizes.size("third", 100, lambda: 10.0, None, 200) == 10
+    budgeted = MicroBatches("auto", 400)  # a user's own choice
+    assert budgeted.size("first", 100, lambda: 10.0, 1000, 200) == 20
+
+
+def test_a_pass_takes_no_more_than_it_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a budget an automatic pass filled what is free."""
+    monkeypatch.setattr("evigrad.passes.sweep.CPU_PASS_BYTES", 1)
+    evidence, _, x, y = build(f"kfac-{M}-1", memory=Memory(micro_batch="auto"))
+    evidence.estimate(x, y)
+    assert set(evidence.state_dict()["micro_batches"].values()) == {1}
+
+
+def test_sizes_found_in_what_failed_are_forgotten() -> None:
+    problem = build(memory=Memory(micro_batch="auto"))[0]._problem
+    problem.sizes.chosen = {"first": 8}
+    with pytest.raises(ZeroDivisionError), problem.restored_on_error():
+        problem.sizes.halve("first", 8)
+        assert 1 // 0
+    assert problem.sizes.chosen == {"first": 8}
+
+
+def test_peak_bytes_count_each_storage_once() -> None:
+    x = torch.randn(100, requires_grad=True)
+    with PeakBytes() as held:
+        kept = [(2 * x).tanh(), x.detach().view(10, 10)]
+        assert held.most == 400 + 400  # the argument of tanh is there until its result is
+        kept += [kept[0][:50], torch.zeros(100).sin(), torch.zeros(7)]
+        assert held.most == 400 + 400 + 400
+        del kept
+        kept = [torch.zeros(299)]
+        assert held.most == 1200
+        vectorised = torch.func.vmap(torch.func.grad(lambda v: (v * v).sum()))(x.view(10, 10))
+        kept.append(vectorised)
+        assert held.most > 4 * 299 + 400 + vectorised.numel() * 4  # its graph into x too
+
+
+class Convolutional(nn.Module):
+    """Two layers of which activations are much larger than weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.head = nn.Linear(4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x).sin()).sin().mean((2, 3)))
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diag", "blockdiag", "ntk"])
+def test_the_gradients_of_all_outputs_count(
+    structure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are ten times as large as the activations, which alone were counted once."""
+    found = []
+
+    def size(_: MicroBatches, kind: str, total: int, per_datum: Callable[[], float], *__: Any):
+        found.append((kind.split()[0], per_datum()))
+        return total
+
+    monkeypatch.setattr(MicroBatches, "size", size)
+    x, y = torch.rand(6, 1, 16, 16), torch.arange(6)
+    evidence = Evidence(
+        Convolutional(),
+        Categorical(),
+        GaussianPrior("layerwise"),
+        estimator=f"{structure}-6-C",
+        num_data=6,
+        memory=Memory(micro_batch="auto"),
+    )
+    evidence.backward(x, y)
+    ((kind, of_datum),) = found
+    gradients = 10 * (4 + 4) * 16**2 * 4  # those in the outputs of both layers
+    assert kind == "first" and gradients < of_datum < 4 * gradients
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("ni,io->no", x, self.weight)
+
+
+AUTOMATIC = Memory(micro_batch="auto", memory_budget=20_000)
+
+GENERIC: dict[str, Callable[[], nn.Module]] = {
+    "a matrix product": Product,
+    "a transposed convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 3)), nn.ConvTranspose1d(2, 2, 1), nn.Flatten()
+    ),
+    "weight_norm": lambda: weight_norm(nn.Linear(6, 6)),
+}
+
+
+@pytest.mark.parametrize("name", GENERIC)
+def test_generic_parameters_beside_a_hyperparameter_of_the_model(name: str) -> None:
+    """Their rows come out of function transforms, in which memory is measured too."""
+    found = []
+    for memory in (None, AUTOMATIC):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = Net()
+            model.body = nn.Sequential(GENERIC[name](), nn.Tanh(), nn.Linear(6, 20))
+            x = torch.randn(M, 6, dtype=torch.float64)
+        evidence = Evidence(
+            model.double(),
+            Categorical(),
+            GaussianPrior("layerwise"),
+            estimator=f"ntk-{M}-C",
+            num_data=M,
+            hyperparameters=["gate"],
+            generator=0,
+            memory=memory,
+        )
+        assert "generic: vmap" in {report.rows for report in evidence.describe(x)}
+        found.append((evidence.estimate(x, LABELS), gradients(evidence, x, LABELS)))
+        if memory is not None:
+            assert 1 <= sizes_of(evidence)["second"] < M
+    assert found[0][0].log_evidence == pytest.approx(found[1][0].log_evidence, rel=1e-12)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("memory", [None, AUTOMATIC])
+def test_memory_is_measured_as_passes_run(memory: Memory | None) -> None:
+    """In evaluation mode, with random states of their own, and without traces."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Net()
+        model.body = nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.Dropout())
+        x = torch.randn(M, 6, dtype=torch.float64)
+    model.double().train()
+    with pytest.warns(EvigradWarning, match="normalization"):
+        evidence = Evidence(
+            model,
+            Categorical(),
+            GaussianPrior(),
+            estimator=f"ntk-{M}-1",
+            num_data=M,
+            hyperparameters=["gate"],
+            memory=memory,
+        )
+    random_state, buffers = torch.get_rng_state(), [b.clone() for b in model.buffers()]
+    evidence.backward(x, LABELS)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
+    assert all(module.training for module in model.modules())
