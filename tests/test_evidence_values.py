@@ -19,7 +19,7 @@ from evigrad.priors import GaussianPrior
 
 TOLERANCE = 1e-8
 # Their log-determinants are those of blocks of H, which the oracle forms.
-DENSE = [name for name, facts in STRUCTURES.items() if facts.log_det != "approximate"]
+DENSE = [name for name, facts in STRUCTURES.items() if facts.log_det_is != "approximate"]
 
 
 def make(

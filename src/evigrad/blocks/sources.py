@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from evigrad.blocks.samplers import check_sampler, warn_of_ignored_sampler
+from evigrad.core.partition import class_labels
 from evigrad.errors import InputError
 from evigrad.inputs import Inputs, Tree, as_inputs, mapped, stacked, tensors_of
 
@@ -62,21 +63,6 @@ class Source(ABC):
     def labels(self) -> Int[Tensor, " N"]:
         """Labels (N,) as of ``class_labels``, for classification; may read all the data."""
         return class_labels(self.targets(), len(self))
-
-
-def class_labels(targets: Tensor, num_data: int) -> Int[Tensor, " N"]:
-    """Targets as labels (N,), int64, on the CPU; raises unless they are N integers."""
-    if targets.shape != (num_data,):
-        raise InputError(
-            f"Class labels need the shape ({num_data},), one for each datum, "
-            f"not {tuple(targets.shape)}."
-        )
-    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
-        raise InputError(
-            f"Class labels must be integers, not {targets.dtype}; if these numbers are classes, "
-            "convert them with .long()."
-        )
-    return targets.detach().to("cpu", torch.int64)
 
 
 class _TensorSource(Source):

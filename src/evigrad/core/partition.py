@@ -109,7 +109,7 @@ class Partition:
                 f"'{self.spec}' fills its blocks class by class and needs the class labels."
             )
         order = torch.randperm(self.num_data, generator=generator, device="cpu")
-        classes, codes = labels.unique(return_inverse=True)
+        classes, codes = class_labels(labels, self.num_data).unique(return_inverse=True)
         rank = torch.randperm(len(classes), generator=generator, device="cpu")
         return order[rank[codes[order]].argsort(stable=True)]
 
@@ -244,6 +244,21 @@ class _LazyBlocks(Sequence[Block]):
         if isinstance(index, slice):
             return [self._build(number) for number in self._order[index].tolist()]
         return self._build(int(self._order[index]))
+
+
+def class_labels(targets: Tensor, num_data: int) -> Int[Tensor, " N"]:
+    """Targets as labels (N,), int64, on the CPU; raises unless they are N integers."""
+    if targets.shape != (num_data,):
+        raise InputError(
+            f"Class labels need the shape ({num_data},), one for each datum, "
+            f"not {tuple(targets.shape)}."
+        )
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        raise InputError(
+            f"Class labels must be integers, not {targets.dtype}; if these numbers are classes, "
+            "convert them with .long()."
+        )
+    return targets.detach().to("cpu", torch.int64)
 
 
 def choose_distinct(n: int, size: int, generator: torch.Generator) -> Int[Tensor, " size"]:

@@ -1,7 +1,7 @@
 """Rows of a matrix as products of the layer's inputs and the gradients in its outputs.
 
-The row of example n and output j is Σ_t g_(n,j,t) ⊗ a_(n,t) over the positions t at which the matrix
-is applied. Inner products of rows need only inner products of the a and of the g (*Jacobian
+The row of example n and output j is Σ_t g_(n,j,t) ⊗ a_(n,t) over the positions t at which the
+matrix is applied. Inner products of rows need only inner products of the a and of the g (*Jacobian
 contraction* and *structured derivatives* in Novak, Sohl-Dickstein, Schoenholz (2022), *Fast Finite
 Width Neural Tangent Kernel*): far cheaper than the rows for few positions and a large matrix, in
 operations and in memory.

@@ -32,7 +32,7 @@ class Storage:
         return by_columns(rows, torch.empty(0, device=self.device), pinned)
 
     def itemsize(self, dtype: torch.dtype, device: torch.device) -> int:
-        """Bytes that a number of this type takes on this device: none where it is kept elsewhere."""
+        """Bytes that a number of this type takes on this device; 0 where it is kept elsewhere."""
         if self.device not in (None, device):
             return 0
         return (self.dtype or dtype).itemsize

@@ -64,9 +64,8 @@ def gradients_of(
         return estimates, total
     problem = passes.problem
     in_one_pass = follows_by_scale(problem, passes.curvature, passes.num_outputs, learned)
-    if not in_one_pass:
-        with derivatives_named():
-            passes.check_second_derivatives(learned)
+    beside = {name: p for name, p in learned.items() if not name.startswith("prior.")}
+    passes = replace(passes, learned=beside)
     way = algorithm.one_pass if in_one_pass else algorithm.two_passes
 
     def work(sweep: MicroBatchSweep) -> tuple[Estimate, list[Tensor]]:

@@ -89,7 +89,7 @@ class Problem(LinearizedModel):
         return not self.curvature(plan).keeps_rows and self.ranks.count <= self.num_data
 
     def curvature(self, plan: InputPlan, gram_dtype: torch.dtype | None = None) -> Curvature[Any]:
-        """The curvature of the estimator's name, made once for a plan and a type of its matrices."""
+        """The curvature of the estimator's name, made once for a plan and a type of matrices."""
         dtype = self.settings.gram_dtype if gram_dtype is None else gram_dtype
         key = (plan, dtype)
         if key not in self.curvatures:

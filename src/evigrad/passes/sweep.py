@@ -7,7 +7,7 @@ every size of micro-batch sees the same.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -81,6 +81,7 @@ class MicroBatchSweep:
         noise: What modules draw through the evidence.
         labels: Sampled labels of all data, one tensor for each sample (curvature ``mc``).
         suspicious: Whether to check in every micro-batch that the model mixes no data.
+        learned: The hyperparameters that a second pass differentiates in.
     """
 
     problem: Problem
@@ -92,6 +93,7 @@ class MicroBatchSweep:
     noise: Noise
     labels: Sequence[Tensor] = ()
     suspicious: bool = False
+    learned: Mapping[str, nn.Parameter] = field(default_factory=dict)
 
     # ------------------------------------------------------------ as ``core.types.Sweep``
 
@@ -112,6 +114,8 @@ class MicroBatchSweep:
         Raises:
             InputError: If the batches do not hold the block's data.
         """
+        if graph:
+            self._check_second_derivatives()
         return self._folded(step, start, "second" if graph else "first")
 
     def linearize(self, batch: MicroBatch, *, graph: bool) -> Linearization:
@@ -226,9 +230,9 @@ class MicroBatchSweep:
         curvature = curvature_of(self.problem, plan, self.block)
         return replace(self, plan=plan, curvature=curvature, suspicious=True)
 
-    def check_second_derivatives(self, learned: Mapping[str, nn.Parameter]) -> None:
+    def _check_second_derivatives(self) -> None:
         """Check once that rows of the first examples have the derivatives that a gradient takes."""
-        problem, checked = self.problem, self.problem.network.differentiated
+        problem, learned, checked = self.problem, self.learned, self.problem.network.differentiated
         if checked.issuperset(learned):
             return
         of_model = {name: p for name, p in learned.items() if name.startswith("model.")}

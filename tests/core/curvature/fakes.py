@@ -27,6 +27,7 @@ class Root(RootRows):
 class Fake(Linearization):
     """jacobian: name → (m, C, *shape); uses: name → [(inputs (m,G,T,i), d output (m,C,G,T,o))]."""
 
+    outputs = torch.zeros(0, 0)  # never read
     jacobian: Mapping[str, Tensor]
     uses: Mapping[str, Sequence[tuple[Tensor, Tensor]]]
 

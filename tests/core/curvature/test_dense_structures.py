@@ -231,8 +231,8 @@ def test_several_prior_steps_on_one_statistic_read_the_rows_once():
     statistic = accumulated(structure, fake, root, (2,))
     structure.log_det(statistic, precisions)
     kept = dict(statistic.grams)
-    for chunks in statistic.rows.values():
-        for chunk in chunks:
+    for rows in statistic.rows.values():
+        for chunk in rows.tensors():
             chunk.fill_(float("nan"))  # whoever reads the rows again will show it
     for factor in (0.1, 1.0, 30.0):
         other = {n: (factor * p.detach()).requires_grad_() for n, p in precisions.items()}

@@ -18,7 +18,7 @@ from evigrad.core.curvature.diagonal import Diagonal
 from evigrad.core.curvature.kfac import DENSE_LIMIT, Kfac
 from evigrad.core.curvature.linalg import RoundingError, rounding_refused
 from evigrad.core.curvature.ntk import BlockKernel, Ntk
-from evigrad.errors import ConfigurationError
+from evigrad.errors import ConfigurationError, nearest
 
 __all__ = [
     "BlockDiagonal",
@@ -96,4 +96,8 @@ def make_curvature(
         return Kfac(weights, kronecker, constant, sharing, gram_dtype, dense_limit)
     if structure == "diag":
         return Diagonal(weights, gram_dtype)
-    raise ConfigurationError(f"structure {structure!r} is unknown.")
+    names = ("ntk", "full", "blockdiag", "kfac", "diag")
+    raise ConfigurationError(
+        f"structure {structure!r} is unknown: take one of {', '.join(names)}."
+        f"{nearest(structure, names)}"
+    )
