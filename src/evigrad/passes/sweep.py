@@ -109,7 +109,7 @@ class MicroBatchSweep:
         *,
         graph: bool = False,
     ) -> State:
-        """See ``Sweep.fold``; where memory does not suffice, ``step`` gets half of the data.
+        """Return what ``Sweep`` says; where memory does not suffice, ``step`` gets half of the data.
 
         Raises:
             InputError: If the batches do not hold the block's data.
@@ -151,7 +151,7 @@ class MicroBatchSweep:
         *,
         once: bool = False,
     ) -> State:
-        """``fold``; passes of one ``label`` take the same memory. ``once``: the first batch only."""
+        """``fold``; passes of one ``label`` take as much memory; ``once``: the first batch only."""
         problem, plan, block = self.problem, self.plan, self.block
         expected, first = len(block.indices), 0
         cuts = [] if problem.estimator.kind.counts_data else block.cuts()

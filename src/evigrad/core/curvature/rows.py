@@ -138,7 +138,9 @@ class DenseRows(Rows):
             add_part(of_precision, columns, -0.5 * weight**2 * (product * slab).sum(0))
             product *= weight
             # The slab has been read, so its columns can be overwritten.
-            for chunk, part in zip(self.chunks, product.split(list(map(len, self.chunks)))):
+            for chunk, part in zip(
+                self.chunks, product.split([*map(len, self.chunks)]), strict=True
+            ):
                 if chunk.device == part.device:
                     chunk[:, columns] = part
                 else:  # by columns, as they are stored there
