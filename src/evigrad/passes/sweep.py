@@ -109,7 +109,7 @@ class MicroBatchSweep:
         *,
         graph: bool = False,
     ) -> State:
-        """Return what ``Sweep`` says; where memory does not suffice, ``step`` gets half of the data.
+        """Return what ``Sweep`` says; where memory is too small, ``step`` gets half of the data.
 
         Raises:
             InputError: If the batches do not hold the block's data.
