@@ -37,8 +37,8 @@ from torch import Tensor, nn
 import evigrad
 from evigrad.data import DataSet
 from evigrad.invariances import AffineInvariance, Averaged
+from evigrad.measure import evaluate, evaluate_evidence
 from evigrad.models import make_model
-from evigrad.training import evaluate, evaluate_evidence
 from evigrad.training.settings import grouped
 
 DECAY = 5e-4

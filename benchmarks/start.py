@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 import evigrad
 from evigrad import Optimization
+from evigrad.measure import evaluate_evidence
 from evigrad.models import make_model
-from evigrad.training import evaluate_evidence, settings
+from evigrad.training import settings
 
 # Starts of each way: weight decays of the burn-in, or precisions.
 WAYS = {"fixed point": (0.003, 0.01, 0.03), "adam": (0.01, 0.1, 1.0, 10.0)}

@@ -14,8 +14,8 @@ from evigrad.cli.train import add_training, folder_name
 from evigrad.engine.evaluation import standard_error
 from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
-from evigrad.training import evaluate_evidence
-from evigrad.training.evaluation import time_steps
+from evigrad.measure import evaluate_evidence
+from evigrad.measure.judging import time_steps
 from experiments import trainings
 
 _DESCRIPTION = """\

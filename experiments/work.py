@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from evigrad.training import FitResult, evaluate_evidence, time_steps
+from evigrad.measure import evaluate_evidence, time_steps
+from evigrad.training import FitResult
 from experiments.along import curves_along, evidence_along
 from experiments.jobs import Job, Store, is_kept
 from experiments.trainings import Place, trained

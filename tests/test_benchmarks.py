@@ -15,8 +15,8 @@ import torch
 from evigrad import Evidence, Schedule
 from evigrad.blocks.anchors import Anchoring
 from evigrad.likelihoods import Categorical
+from evigrad.measure import evaluate_evidence
 from evigrad.priors import GaussianPrior
-from evigrad.training import evaluate_evidence
 
 pytest.importorskip("sklearn")
 

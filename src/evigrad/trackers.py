@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from evigrad.errors import require
-from evigrad.training.metrics import known
+from evigrad.training.history import known
 
 __all__ = ["MLflow", "TensorBoard", "Tracker", "WandB", "numbers"]
 

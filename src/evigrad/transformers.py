@@ -24,10 +24,11 @@ from evigrad.jacobians.modes import evaluation_mode
 from evigrad.likelihoods import Likelihood
 from evigrad.likelihoods.calls import log_probabilities
 from evigrad.likelihoods.positions import flattened
+from evigrad.measure.metrics import probe_outputs
 from evigrad.priors import GaussianPrior
 from evigrad.training.files import replacing
+from evigrad.training.history import Row, headlines
 from evigrad.training.hosted import HostedLearner, as_pair, loader_of_pairs
-from evigrad.training.metrics import Row, headlines, probe_outputs
 from evigrad.training.settings import Laplace, Optimization, Schedule, Settings
 
 __all__ = ["EvidenceCallback"]

@@ -181,7 +181,7 @@ def test_make_run_shows_real_data_beside_map(capsys):
 
 def test_the_doctor_lists_every_parameter_and_the_cost(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("evigrad.training.evaluation.SECONDS", 0.01)
+    monkeypatch.setattr("evigrad.measure.judging.SECONDS", 0.01)
     arguments = "--data digits --subset 60 --model mlp --estimator kfac-20-1 --prior scalar"
     run("doctor", *arguments.split(), "--device", "cpu")
     output = capsys.readouterr().out
@@ -195,7 +195,7 @@ def test_the_doctor_lists_every_parameter_and_the_cost(capsys, tmp_path, monkeyp
 
 
 def test_the_doctor_shows_the_micro_batches_that_it_chose(capsys, monkeypatch):
-    monkeypatch.setattr("evigrad.training.evaluation.SECONDS", 0.01)
+    monkeypatch.setattr("evigrad.measure.judging.SECONDS", 0.01)
     arguments = "doctor --data digits --subset 60 --model mlp --estimator kfac-20-1 --device cpu"
     run(*arguments.split(), "--micro-batch", "auto", "--memory-budget", "100kB")
     words = " ".join(capsys.readouterr().out.split())

@@ -144,7 +144,7 @@ def test_fixed_ranges_and_baselines(capsys, tmp_path, estimator):
 
 
 def test_the_doctor_examines_invariances(capsys, monkeypatch):
-    monkeypatch.setattr("evigrad.training.evaluation.SECONDS", 0.01)
+    monkeypatch.setattr("evigrad.measure.judging.SECONDS", 0.01)
     arguments = "doctor --data digits --subset 40 --model digitsnet --samples 2 --device cpu"
     extra = "--estimator ntk-20-1 --invariance rotation"
     run(*arguments.split(), *extra.split())

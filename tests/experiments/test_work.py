@@ -62,7 +62,7 @@ def test_an_evaluation_is_that_of_the_trained_network(done):
 
 def test_times_are_positive(done, monkeypatch):
     place, job = done
-    monkeypatch.setattr("evigrad.training.evaluation.SECONDS", 0.01)
+    monkeypatch.setattr("evigrad.measure.judging.SECONDS", 0.01)
     found = perform(timing(job), place)
     # An estimate has its part of the draw that its round begins with.
     assert found["estimate_seconds"] > found["draw_seconds"] / job.training["steps"] > 0

@@ -4,7 +4,8 @@ import pytest
 from training.small_runs import SMALL, net
 
 from evigrad.errors import ConfigurationError
-from evigrad.training import evaluate_evidence, fit, run
+from evigrad.measure import evaluate_evidence
+from evigrad.training import fit, run
 from evigrad.training.progress import summary
 from evigrad.training.settings import grouped
 

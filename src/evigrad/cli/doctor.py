@@ -17,8 +17,8 @@ from evigrad.engine.problem import ParameterReport
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import make_likelihood
+from evigrad.measure.judging import median_seconds, step_seconds
 from evigrad.priors import GaussianPrior
-from evigrad.training.evaluation import median_seconds, step_seconds
 from evigrad.training.settings import BASELINES, LEARNED_PRECISION, Schedule, grouped
 
 _DESCRIPTION = """\

@@ -32,20 +32,10 @@ from evigrad.distributed import Group, Ranks
 from evigrad.engine.settings import Memory
 from evigrad.errors import ConfigurationError, EvigradError, RankError
 from evigrad.estimators import EstimatorSpec
+from evigrad.measure import EvidenceValue, describe_estimator, evaluate_evidence, tight_estimator
+from evigrad.measure.metrics import HYPERPARAMETERS
 from evigrad.priors import STRUCTURES
-from evigrad.training import (
-    EvidenceValue,
-    FitResult,
-    Run,
-    RunDirectory,
-    describe_estimator,
-    evaluate_evidence,
-    fit,
-    learns_likelihood,
-    prepare,
-    tight_estimator,
-)
-from evigrad.training.metrics import HYPERPARAMETERS
+from evigrad.training import FitResult, Run, RunDirectory, fit, learns_likelihood, prepare
 from evigrad.training.settings import GROUPS, Laplace, Optimization, Schedule, Settings, grouped
 
 _DESCRIPTION = """\

@@ -10,7 +10,7 @@ from typing import Any
 from evigrad.errors import ConfigurationError, InputError, require
 from evigrad.plots.runs import History, series
 from evigrad.training.configuration import check_plain
-from evigrad.training.metrics import read_metrics
+from evigrad.training.history import read_metrics
 from evigrad.training.settings import BASELINES
 
 # The folder of the MAP run that ``evigrad train --compare-map`` makes inside a run's folder.

@@ -23,6 +23,7 @@ from evigrad.errors import ConfigurationError, InputError, nearest
 from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.jacobians.modes import seeded
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood, Weighted
+from evigrad.measure.metrics import probe_outputs
 from evigrad.models import make_model
 from evigrad.posterior import DEFAULT_STRUCTURE, STRUCTURES, Posterior
 from evigrad.priors import GaussianPrior
@@ -37,7 +38,6 @@ from evigrad.sklearn.table import (
     refuse_targets,
 )
 from evigrad.training import FitResult, fit
-from evigrad.training.metrics import probe_outputs
 from evigrad.training.settings import GROUPS, grouped
 
 P = ParamSpec("P")

@@ -20,7 +20,7 @@ from evigrad.errors import (
 )
 from evigrad.evidence import Evidence
 from evigrad.inputs import bare_names, with_bare_names
-from evigrad.training.metrics import Row
+from evigrad.training.history import Row
 
 CHECKPOINT_FORMAT = 4
 # Settings that change no result. All others must be the same when a run goes on.

@@ -36,13 +36,13 @@ from evigrad.likelihoods.calls import (
 )
 from evigrad.likelihoods.positions import counted, flattened
 from evigrad.likelihoods.weighted import unweighted
+from evigrad.measure.bracket import check_bracket
+from evigrad.measure.metrics import probe_outputs
 from evigrad.priors import GaussianPrior, matches
 from evigrad.training.augerino import range_parameters
-from evigrad.training.bracket import check_bracket
 from evigrad.training.checkpoint import shared_settings
 from evigrad.training.data import RunData, stream
 from evigrad.training.loop import Loop
-from evigrad.training.metrics import probe_outputs
 from evigrad.training.run import Callback, FitResult, Run
 from evigrad.training.run_directory import RunDirectory
 from evigrad.training.settings import (

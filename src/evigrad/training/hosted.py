@@ -14,10 +14,11 @@ from evigrad.engine.checks import check_choice
 from evigrad.errors import ConfigurationError, InputError, listed
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import Gaussian
+from evigrad.measure.metrics import hyperparameter_values
 from evigrad.training.data import RunData
 from evigrad.training.fit import place_of, prepare_evidence
+from evigrad.training.history import Row
 from evigrad.training.learner import Learner
-from evigrad.training.metrics import Row, hyperparameter_values
 from evigrad.training.settings import Settings, check_burn_in
 
 LOSSES = ("nll", "mse")

@@ -32,10 +32,11 @@ from evigrad.evidence import Evidence
 from evigrad.inputs import Inputs
 from evigrad.invariances.noise import stochastic_modules
 from evigrad.invariances.transform import bounded_values, ranged_modules
+from evigrad.measure.metrics import hyperparameter_values
 from evigrad.training.checkpoint import fitting, load_optimizer, shared_settings
 from evigrad.training.data import RunData
 from evigrad.training.fixed_point import FixedPoint
-from evigrad.training.metrics import Row, hyperparameter_values
+from evigrad.training.history import Row
 from evigrad.training.optimizers import cosine, make_hyper_optimizer
 from evigrad.training.settings import (
     PRETRAINED_DECAY,

@@ -23,7 +23,7 @@ from evigrad.training.checkpoint import (
     unpacked_history,
 )
 from evigrad.training.fit import make_evidence
-from evigrad.training.metrics import Row
+from evigrad.training.history import Row
 from evigrad.training.run_directory import RunDirectory
 from evigrad.training.settings import OPTIMIZERS, Settings, grouped
 

@@ -16,7 +16,8 @@ from evigrad.engine.allocator import kept_memory
 from evigrad.errors import ConfigurationError, EvigradError, listed
 from evigrad.evidence import Evidence
 from evigrad.inputs import tensors_of, with_tensors
-from evigrad.training.bracket import bracket
+from evigrad.measure.bracket import bracket
+from evigrad.measure.metrics import evaluate, hyperparameter_values, probe_outputs
 from evigrad.training.checkpoint import (
     CHECKPOINT_FORMAT,
     PROBED,
@@ -32,9 +33,9 @@ from evigrad.training.checkpoint import (
     with_threads,
 )
 from evigrad.training.data import RunData, derived_seed, stream
+from evigrad.training.history import Row
 from evigrad.training.learner import evidence_columns
 from evigrad.training.loop import Loop
-from evigrad.training.metrics import Row, evaluate, hyperparameter_values, probe_outputs
 from evigrad.training.progress import make_progress
 from evigrad.training.run_directory import RunDirectory, RunRecord
 

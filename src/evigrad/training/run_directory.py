@@ -13,7 +13,7 @@ import torch
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.training.checkpoint import CHECKPOINT_FORMAT
 from evigrad.training.files import PARTIAL, is_intact, replacing, seal, sole_writer
-from evigrad.training.metrics import MetricsFile, Row
+from evigrad.training.history import MetricsFile, Row
 
 # Share of the time that checkpoints take by default.
 _SHARE = 0.05

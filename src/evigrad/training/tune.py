@@ -15,8 +15,8 @@ from evigrad.evidence import Evidence
 from evigrad.likelihoods import Likelihood
 from evigrad.priors import GaussianPrior
 from evigrad.training.fit import prepare
+from evigrad.training.history import Row
 from evigrad.training.learner import round_columns
-from evigrad.training.metrics import Row
 from evigrad.training.progress import summary
 from evigrad.training.settings import (
     BASELINES,

@@ -20,7 +20,7 @@ from evigrad.engine.evaluation import standard_error
 from evigrad.engine.settings import Memory
 from evigrad.estimators import EstimatorSpec
 from evigrad.evidence import Evidence
-from evigrad.training.metrics import probe_outputs
+from evigrad.measure.metrics import probe_outputs
 
 # Operations per second of one core, for the exact value and for kernels of subsets; and the most
 # operations, and numbers in memory at once.
