@@ -245,7 +245,7 @@ def test_training_without_an_evidence_needs_no_rows() -> None:
         network(),
         (X, NUMBERS),
         likelihood=StudentT(),
-        estimator="map",
+        estimator=None,
         schedule=Schedule(epochs=1),
         progress=False,
     )

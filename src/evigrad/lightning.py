@@ -20,9 +20,8 @@ from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import Likelihood
 from evigrad.priors import GaussianPrior
-from evigrad.training.history import Row, known
+from evigrad.training.history import Row, known, round_columns
 from evigrad.training.hosted import HostedLearner, as_pair, loader_of_pairs
-from evigrad.training.learner import round_columns
 from evigrad.training.settings import Laplace, Optimization, Schedule, Settings
 
 __all__ = ["EvidenceCallback"]

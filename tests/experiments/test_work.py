@@ -92,22 +92,22 @@ def test_nothing_is_done_twice_and_the_folder_can_be_moved(done, tmp_path):
 
 
 def test_an_interrupted_training_goes_on(done, tmp_path, monkeypatch):
-    from evigrad.training.loop import Loop
+    from evigrad.training import Trainer
 
     place, job = place_in(tmp_path), done[1]
-    real = Loop.train_epoch
+    real = Trainer.train_weights
 
     def stop(self, epoch):
         if epoch == 3:
             raise KeyboardInterrupt
         return real(self, epoch)
 
-    monkeypatch.setattr(Loop, "train_epoch", stop)
+    monkeypatch.setattr(Trainer, "train_weights", stop)
     with pytest.raises(KeyboardInterrupt):
         run([job], place)
     store = Store(place.results)
     assert store.result(job) is None and store.folder(job).exists()
-    monkeypatch.setattr(Loop, "train_epoch", real)
+    monkeypatch.setattr(Trainer, "train_weights", real)
     assert run([job], place) == []
     whole = result_of(done[0], job)
     assert result_of(place, job)["test"] == whole["test"]

@@ -11,7 +11,7 @@ from evigrad.errors import ConfigurationError, InputError, require
 from evigrad.plots.runs import History, series
 from evigrad.training.configuration import check_plain
 from evigrad.training.history import read_metrics
-from evigrad.training.settings import BASELINES
+from evigrad.training.settings import current_record, method_of
 
 # The folder of the MAP run that ``evigrad train --compare-map`` makes inside a run's folder.
 MAP_FOLDER = "map"
@@ -46,7 +46,12 @@ class Run:
     @property
     def method(self) -> str:
         """Name of the estimator or the baseline by which hyperparameters were learned."""
-        return _method(self.settings)
+        return method_of(self.settings)
+
+    @property
+    def has_estimator(self) -> bool:
+        """Whether hyperparameters were learned by the estimate of a named estimator."""
+        return current_record(self.settings).get("estimator") not in (None, "augerino")
 
     @property
     def epochs(self) -> int:
@@ -127,7 +132,7 @@ def _read_with_map(folder: Path, label: str | None) -> list[Run]:
             raise ConfigurationError(
                 f"{path / 'config.json'} has epochs: {epochs!r}, which is no number of epochs."
             )
-        method = _method(settings)
+        method = method_of(settings)
         of_run = results.get(method)
         runs.append(
             Run(
@@ -183,8 +188,3 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict | None):
         raise ConfigurationError(f"{path} cannot be read: it holds no names with values.")
     return content or {}
-
-
-def _method(settings: Mapping[str, Any]) -> str:
-    name = str(settings.get("estimator") or "map")
-    return BASELINES.get(name, name)

@@ -21,7 +21,7 @@ from evigrad.report.images import (
 )
 from evigrad.report.runs import Run, read_runs
 from evigrad.training.files import replacing, writing
-from evigrad.training.settings import BASELINES, burn_in_precision
+from evigrad.training.plan import burn_in_precision
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -297,7 +297,7 @@ def _first_precision(run: Run) -> str:
 
 def _rounds(run: Run) -> str:
     s = run.settings
-    if s.get("steps") is None or run.method in BASELINES.values():
+    if s.get("steps") is None or not run.has_estimator:
         return NOTHING
 
     def often(steps: object, every: object) -> str:

@@ -331,7 +331,7 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
             (n, classes), of which a copy is trained from the weights that it has, or a function
             from the two numbers to such a module. It is trained in its own type, on its device.
         relevance: Whether each column has a scale in front of the network that the evidence learns.
-        estimator: Of the evidence, by its name; ``"map"`` learns nothing but the weights.
+        estimator: Of the evidence, by its name; None learns nothing but the weights.
         prior: What has a precision of its own: layerwise, scalar, diagonal or a ``GaussianPrior``.
         posterior: Structure of the weights' posterior over which ``predict_proba`` averages: kfac,
             last-layer, diag, full or ntk. None takes the network alone, which has the better
@@ -437,7 +437,7 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
             (n, targets), of which a copy is trained from the weights that it has, or a function
             from the two numbers to such a module. It is trained in its own type, on its device.
         relevance: Whether each column has a scale in front of the network that the evidence learns.
-        estimator: Of the evidence, by its name; ``"map"`` learns nothing but the weights.
+        estimator: Of the evidence, by its name; None learns nothing but the weights.
         prior: What has a precision of its own: layerwise, scalar, diagonal or a ``GaussianPrior``.
         posterior: Structure of the weights' posterior for ``predict(X, return_std=True)``: kfac,
             the default, last-layer, diag, full or ntk.

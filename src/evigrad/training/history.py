@@ -4,16 +4,29 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
 
-from evigrad.errors import InputError
+from evigrad.engine.evaluation import standard_error
+from evigrad.errors import ConfigurationError, InputError
+from evigrad.evidence import Evidence
+from evigrad.measure.bracket import bracket
+from evigrad.measure.metrics import hyperparameter_values
+from evigrad.training.data import derived_seed
 from evigrad.training.files import replacing, writing
+
+if TYPE_CHECKING:
+    from evigrad.training.learner import Learner, Round
+    from evigrad.training.trainer import Trainer
 
 # A value that was not computed in an epoch is None, and an empty cell in the file.
 Row = dict[str, int | float | None]
 # Logs of rounds show each of so many precisions, and omit these columns.
 _FEW_PRECISIONS = 3
 _DETAILS = ("step", "log_det_term", "hyper_steps")
+# Rows of a block of the bounds on the exact log evidence, and their columns.
+BRACKET_ROWS = 400
+BRACKET_COLUMNS = ("bracket_lower", "bracket_lower_sem", "bracket_upper")
 
 
 def known(row: Mapping[str, int | float | None]) -> dict[str, float]:
@@ -32,6 +45,55 @@ def headlines(row: Mapping[str, int | float | None]) -> dict[str, float]:
     if not values.get("skipped_steps"):
         values.pop("skipped_steps", None)
     return {name: v for name, v in values.items() if name not in _DETAILS}
+
+
+def evidence_columns(learned: "Round | None") -> Row:
+    """Means of the log evidence and its log-determinant, the former's error, and skipped steps."""
+    skipped: Row = {"skipped_steps": 0 if learned is None else learned.skipped}
+    if learned is None or not learned.estimates:
+        return dict.fromkeys(("log_evidence", "log_det_term", "log_evidence_sem")) | skipped
+    estimates = learned.estimates
+    values = [e.per_datum for e in estimates]
+    many = len(values) > 1 and not learned.is_shared
+    return {
+        "log_evidence": mean(values),
+        "log_det_term": mean(-0.5 * e.log_det / e.num_data for e in estimates),
+        "log_evidence_sem": standard_error(values) if many else None,
+        **skipped,
+    }
+
+
+def round_columns(learner: "Learner", hyper_round: "Round | None") -> Row:
+    """Return the columns of a history after a round, besides the number that counts it."""
+    return {
+        **evidence_columns(hyper_round),
+        "hyper_steps": learner.hyper_steps,
+        **hyperparameter_values(learner.evidence),
+    }
+
+
+def metric_columns(evidence: Evidence, metrics: Mapping[str, Mapping[str, float]]) -> Row:
+    """Return the columns of ``metrics`` on training and test data, empty where there are none."""
+    error = "accuracy" if evidence.likelihood.is_classification else "squared_error"
+    return {
+        f"{part}_{name}": metrics.get(part, {}).get(name)
+        for part in ("train", "test")
+        for name in ("log_likelihood", error)
+    }
+
+
+def bracket_columns(trainer: "Trainer", epoch: int) -> Row:
+    """Return bounds on the exact log evidence, nats per datum, in the epochs that ask for them."""
+    every = trainer.schedule.bracket_every
+    if not every:
+        return {}
+    if epoch % every and epoch != trainer.epochs:
+        return dict.fromkeys(BRACKET_COLUMNS)
+    seed = derived_seed(trainer.settings.seed, "bracket", epoch)
+    bounds = bracket(trainer.evidence, trainer.data, rows=BRACKET_ROWS, seed=seed)
+    lower_error = bounds.lower_error / bounds.num_data
+    values = (bounds.lower_per_datum, lower_error, bounds.upper_per_datum)
+    return dict(zip(BRACKET_COLUMNS, values, strict=True))
 
 
 class MetricsFile:
@@ -99,3 +161,19 @@ def _cell(value: int | float | None) -> str:
     if value is None:
         return ""
     return str(value) if isinstance(value, int) else f"{value:.6g}"
+
+
+def packed_history(history: Sequence[Row]) -> dict[str, list[Any]]:
+    """A history as columns, each named once, and rows; all rows have the same columns."""
+    columns = list(history[0]) if history else []
+    return {"columns": columns, "rows": [[row[name] for name in columns] for row in history]}
+
+
+def unpacked_history(packed: Mapping[str, list[Any]]) -> list[Row]:
+    """The history that ``packed_history`` packed: one row for each epoch."""
+    rows = [dict(zip(packed["columns"], row, strict=True)) for row in packed["rows"]]
+    for name, value in (cell for row in rows for cell in row.items()):
+        is_name = isinstance(name, str) and name.isprintable()
+        if not is_name or not isinstance(value, int | float | None):
+            raise ConfigurationError(f"The saved history holds {value!r} as {name!r}, no number.")
+    return rows
