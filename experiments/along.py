@@ -31,13 +31,13 @@ from evigrad.engine.memory import fits
 from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from evigrad.evidence import Evidence
+from evigrad.files import replacing
 from evigrad.invariances import Averaged
 from evigrad.likelihoods import Gaussian
 from evigrad.measure.judging import default_memory
 from evigrad.measure.metrics import probe_outputs
 from evigrad.priors import GaussianPrior
 from evigrad.training.data import derived_seed
-from evigrad.training.files import replacing
 
 # The hyperparameter that is no range of an invariance: one precision for all weights.
 PRECISION = "precision"

@@ -14,7 +14,7 @@ from signac.job import Job as SignacJob
 from signac.job import calc_id
 
 from evigrad.errors import ConfigurationError
-from evigrad.training.files import replacing
+from evigrad.files import replacing
 from experiments.trainings import resolved, stored
 
 # Of a partition, that the estimate at the end of a training is the mean of, for Figure 1 and the

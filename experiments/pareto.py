@@ -15,8 +15,8 @@ from evigrad.engine.evaluation import standard_error
 from evigrad.errors import ConfigurationError
 from evigrad.estimators import EstimatorSpec
 from evigrad.measure import evaluate_evidence
-from evigrad.measure.judging import time_steps
 from experiments import trainings
+from experiments.times import time_steps
 
 _DESCRIPTION = """\
 Train with each of some estimators, and show the log evidence at the end by the estimator itself

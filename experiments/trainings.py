@@ -35,9 +35,9 @@ from evigrad.cli.setup import (
 from evigrad.cli.train import SETTINGS, Results, make_parser, prepare_runs, settings_of
 from evigrad.engine.allocator import kept_memory
 from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.files import replacing
 from evigrad.plots import save
 from evigrad.training import FitResult, RunDirectory
-from evigrad.training.files import replacing
 from experiments.augerino import NAME as AUGERINO
 from experiments.augerino import WEIGHT, prepare_augerino
 

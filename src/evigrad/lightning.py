@@ -18,10 +18,10 @@ from evigrad.engine.settings import Memory
 from evigrad.errors import ConfigurationError, nearest, require
 from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence
+from evigrad.hosted import HostedLearner, as_pair, loader_of_pairs
 from evigrad.likelihoods import Likelihood
 from evigrad.priors import GaussianPrior
 from evigrad.training.history import Row, known, round_columns
-from evigrad.training.hosted import HostedLearner, as_pair, loader_of_pairs
 from evigrad.training.settings import Laplace, Optimization, Schedule, Settings
 
 __all__ = ["EvidenceCallback"]

@@ -19,6 +19,8 @@ from evigrad.engine.settings import Memory
 from evigrad.errors import ConfigurationError, EvigradWarning, require
 from evigrad.estimators import DEFAULT_ESTIMATOR
 from evigrad.evidence import Evidence
+from evigrad.files import replacing
+from evigrad.hosted import HostedLearner, as_pair, loader_of_pairs
 from evigrad.inputs import as_inputs
 from evigrad.jacobians.modes import evaluation_mode
 from evigrad.likelihoods import Likelihood
@@ -26,9 +28,7 @@ from evigrad.likelihoods.calls import log_probabilities
 from evigrad.likelihoods.positions import flattened
 from evigrad.measure.metrics import probe_outputs
 from evigrad.priors import GaussianPrior
-from evigrad.training.files import replacing
 from evigrad.training.history import Row, headlines
-from evigrad.training.hosted import HostedLearner, as_pair, loader_of_pairs
 from evigrad.training.settings import Laplace, Optimization, Schedule, Settings
 
 __all__ = ["EvidenceCallback"]

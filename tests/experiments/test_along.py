@@ -11,10 +11,10 @@ from evigrad.errors import ConfigurationError
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Categorical
 from evigrad.likelihoods.weighted import Weighted
-from evigrad.measure import time_steps
 from evigrad.priors import GaussianPrior
 from experiments import along
 from experiments.along import curves_along, evidence_along, make_grid, served_together
+from experiments.times import time_steps
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from small_experiments import TRAINING, bounds, place_in
 
 from evigrad.cli import main
 from evigrad.errors import ConfigurationError
-from evigrad.training.files import sole_writer
+from evigrad.files import sole_writer
 from experiments import runner
 from experiments.jobs import Store, evaluation, timing, training
 from experiments.present import present, state_of

@@ -14,9 +14,9 @@ from jsonargparse import ActionYesNo, ArgumentParser, Namespace, get_loader, set
 from yaml import YAMLError
 
 from evigrad.cli.messages import show
+from evigrad.configuration import check_plain
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.estimators import DEFAULT_ESTIMATOR, STRUCTURES
-from evigrad.training.configuration import check_plain
 
 _HELP_WIDTH = 96
 _HELP_COLUMN = 30

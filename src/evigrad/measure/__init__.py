@@ -1,11 +1,10 @@
-"""Measures of a trained model: metrics on data, its log evidence by any estimator, and times."""
+"""Measures of a trained model: metrics on data, and its log evidence by any estimator."""
 
 from evigrad.measure.judging import (
     EvidenceValue,
     describe_estimator,
     evaluate_evidence,
     tight_estimator,
-    time_steps,
 )
 from evigrad.measure.metrics import evaluate
 
@@ -15,5 +14,4 @@ __all__ = [
     "evaluate",
     "evaluate_evidence",
     "tight_estimator",
-    "time_steps",
 ]

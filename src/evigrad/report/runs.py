@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from evigrad.configuration import check_plain
 from evigrad.errors import ConfigurationError, InputError, require
 from evigrad.plots.runs import History, series
-from evigrad.training.configuration import check_plain
 from evigrad.training.history import read_metrics
 from evigrad.training.settings import current_record, method_of
 

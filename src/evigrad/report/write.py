@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, PackageLoader, select_autoescape
 
 from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.files import replacing, writing
 from evigrad.plots import DARK, LIGHT, Palette
 from evigrad.report.drawings import NOTHING, Drawing, curves, hyperparameters, show
 from evigrad.report.images import (
@@ -20,7 +21,6 @@ from evigrad.report.images import (
     rebuild,
 )
 from evigrad.report.runs import Run, read_runs
-from evigrad.training.files import replacing, writing
 from evigrad.training.plan import burn_in_precision
 
 if TYPE_CHECKING:

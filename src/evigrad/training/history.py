@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from evigrad.engine.evaluation import standard_error
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.evidence import Evidence
+from evigrad.files import replacing, writing
 from evigrad.measure.bracket import bracket
 from evigrad.measure.metrics import hyperparameter_values
 from evigrad.training.data import derived_seed
-from evigrad.training.files import replacing, writing
 
 if TYPE_CHECKING:
     from evigrad.training.learner import Learner, Round

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning
+from evigrad.files import PARTIAL, is_intact, replacing, seal, sole_writer
 from evigrad.training.checkpoint import CHECKPOINT_FORMAT
-from evigrad.training.files import PARTIAL, is_intact, replacing, seal, sole_writer
 from evigrad.training.history import MetricsFile, Row
 
 # Share of the time that checkpoints take by default.
