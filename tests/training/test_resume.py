@@ -119,6 +119,22 @@ def test_a_run_from_before_there_were_means_goes_on_with_mean_zero(blobs, tmp_pa
     assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
 
 
+def test_a_run_by_the_former_name_map_noise_goes_on(blobs, tmp_path):
+    case = "map, learned noise"
+    train(case, blobs, tmp_path / "whole")
+    with dying_at_call(Evidence, "map_loss", 8):
+        assert killed(lambda: train(case, blobs, tmp_path / "cut"))
+    state = torch.load(tmp_path / "cut" / "checkpoint.pt", weights_only=True)
+    del state["settings"]["noise_on_loss"]
+    state["settings"] |= {"estimator": "map-noise", "augerino_weight": 0.01}
+    RunDirectory(tmp_path / "cut", resume=True).write_checkpoint(state)
+    assert load(tmp_path / "cut", net(3)).evidence.likelihood.name == "gaussian"
+    with pytest.raises(ConfigurationError, match="noise_on_loss=True, not False"):
+        train(case, blobs, tmp_path / "cut", resume=True, noise_on_loss=False)
+    train(case, blobs, tmp_path / "cut", seed=3, resume=True)
+    assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_every_moment_at_which_a_file_changes(every, blobs, tmp_path):
     def run(folder: Path, **changes: Any) -> FitResult:

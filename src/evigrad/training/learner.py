@@ -1,7 +1,7 @@
 """The hyperparameters' part of training, beside any loop that trains the weights."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any
@@ -92,7 +92,7 @@ class StepGroup:
         return min(1.0, self.taken / (len(rounds) * self.steps))
 
 
-def step_groups(schedule: Schedule, names: Iterable[str]) -> list[StepGroup]:
+def step_groups(schedule: Schedule, names: Collection[str]) -> list[StepGroup]:
     """Return prior and noise, then the model's own hyperparameters; or all of them in one group."""
     s, every = schedule, planned(schedule.every)
     model_names = [name for name in names if name.startswith("model.")]

@@ -209,34 +209,18 @@ class Trainer:
         ranks = self.evidence.ranks
         if not ranks.is_first:
             run_dir, progress, callbacks = None, False, ()
-        directory, state = None, None
         with ExitStack() as stack:
             stack.enter_context(kept_memory())
-            with ranks.together():
-                directory = open_directory(run_dir, resume, progress)
-                if directory is not None:
-                    stack.enter_context(directory.locked())
-                    state = directory.read_checkpoint() if resume else None
-                    if state is None:
-                        directory.write_json("config.json", self._configuration())
-            if (state := ranks.shared(state)) is not None:
-                where = ranks.shared("" if directory is None else str(directory.path))
-                with ranks.together(), fitting(f"The checkpoint in {where}"):
-                    check_format(state, where)
-                    stack.enter_context(with_threads(int(state["machine"]["threads"])))
-                    restore(self, state, where)
-                if progress:
-                    print(f"{self.name}: {self._done()}", file=sys.stderr, flush=True)
-            watchers = [*callbacks]
-            if progress and len(self.history) < self.epochs:
-                bar = stack.enter_context(closing(make_progress(self.name, self.epochs)))
-                watchers.insert(0, bar.update)
-            record = None
+            directory = self._begin(stack, run_dir, resume, progress)
+            record, watchers = None, list[Callback]()
             if directory is not None:
                 stack.enter_context(naming_files(directory, self.history))
                 record = stack.enter_context(RunRecord(directory, self.history))
-                watchers.insert(0, record.write_row)
-            self._run(record, watchers, stop)
+                watchers.append(record.write_row)
+            if progress and len(self.history) < self.epochs:
+                bar = stack.enter_context(closing(make_progress(self.name, self.epochs)))
+                watchers.append(bar.update)
+            self._run(record, [*watchers, *callbacks], stop)
         self.evidence.model.eval()
         return FitResult(
             model=self.evidence.model,
@@ -248,6 +232,36 @@ class Trainer:
             run_dir=None if directory is None else directory.path,
             estimator=None if self.learner is None else self.evidence.spec.name,
         )
+
+    def _begin(
+        self,
+        stack: ExitStack,
+        run_dir: str | Path | RunDirectory | None,
+        resume: bool,
+        progress: bool,
+    ) -> RunDirectory | None:
+        """Return the folder, locked in ``stack``; its checkpoint is restored, if it has one."""
+        ranks, directory, state = self.evidence.ranks, None, None
+        with ranks.together():
+            directory = open_directory(run_dir, resume, progress)
+            if directory is not None:
+                stack.enter_context(directory.locked())
+                state = directory.read_checkpoint() if resume else None
+                if state is None:
+                    directory.write_json("config.json", self._configuration())
+        if (state := ranks.shared(state)) is not None:
+            where = ranks.shared("" if directory is None else str(directory.path))
+            with ranks.together(), fitting(f"The checkpoint in {where}"):
+                check_format(state, where)
+                stack.enter_context(with_threads(int(state["machine"]["threads"])))
+                restore(self, state, where)
+            if progress:
+                epoch, epochs = len(self.history), self.epochs
+                words = f"goes on after epoch {epoch} of {epochs}"
+                if epoch == epochs:
+                    words = f"all {epochs} epochs are done"
+                print(f"{self.name}: {words}", file=sys.stderr, flush=True)
+        return directory
 
     def _run(
         self,
@@ -470,12 +484,6 @@ class Trainer:
                     generator=stream(seed, "evaluation", epoch),
                     ranks=evidence.ranks,
                 )
-
-    def _done(self) -> str:
-        done = len(self.history)
-        if done == self.epochs:
-            return f"all {done} epochs are done"
-        return f"goes on after epoch {done} of {self.epochs}"
 
     def _configuration(self) -> dict[str, Any]:
         """The settings for a file, with what is needed to understand them."""
