@@ -64,10 +64,12 @@ class Likelihood(nn.Module, ABC):
             derived_names.add("root")
         if above["_diagonal_root"] > min(above["root"], above["hessian"]):
             derived_names.add("_diagonal_root")
-        # Default roots and scores are derived from the class's own density.
-        cls._inherited = frozenset(
-            n for n in derived_names if n == "hessian" or cls.__mro__[above[n]] is not Likelihood
-        )
+        defaults = {name for name in _DERIVED if cls.__mro__[above[name]] is Likelihood}
+        # Defaults are derived from the class's own density, and a root from its Hessian.
+        inherited = derived_names - (defaults - {"hessian"})
+        if "root" in derived_names and "hessian" in derived_names - defaults:
+            inherited.add("root")
+        cls._inherited = frozenset(inherited)
 
     @abstractmethod
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
@@ -123,7 +125,6 @@ class Likelihood(nn.Module, ABC):
         Returns:
             False for what is no target, as padding; None where all count, which is the default.
         """
-        del y
         return None
 
     def weights(self, y: Tensor) -> Float[Tensor, " m"] | None:
@@ -135,7 +136,6 @@ class Likelihood(nn.Module, ABC):
         Returns:
             Non-negative numbers, or None, which is the default.
         """
-        del y
         return None
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
@@ -213,7 +213,8 @@ class Likelihood(nn.Module, ABC):
                 expected = self.hessian(f)[0][outputs][:, outputs]
             vectors = self.root(f, outputs[None], "subblock").scaled
         if _differ((vectors.mT @ vectors)[0][outputs][:, outputs], expected):
-            self._refuse_inherited("root", "that of the Hessian of its log_prob")
+            name = "hessian" if type(self).root is Likelihood.root else "root"
+            self._refuse_inherited(name, "that of the Hessian of its log_prob")
 
     def _check_same_hessian(self, f: Tensor, y: Tensor) -> None:
         """Compare Hessians at targets and at reference targets along a random direction."""
@@ -284,7 +285,6 @@ class Likelihood(nn.Module, ABC):
         Raises:
             ConfigurationError: If the likelihood does not define it.
         """
-        del f, generator
         raise ConfigurationError(
             f"{type(self).__name__} has no sample(f, generator), which the sampled Fisher ('mc')"
             " needs; add one or take another curvature."
@@ -299,7 +299,6 @@ class Likelihood(nn.Module, ABC):
         Returns:
             Numbers in 0 … 1, or None where targets are no classes, which is the default.
         """
-        del f
         return None
 
     def noise_variance(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"] | None:
@@ -313,7 +312,6 @@ class Likelihood(nn.Module, ABC):
         Returns:
             Variances in the units of y squared, or None for other densities, which is the default.
         """
-        del f
         return None
 
     def moments(
@@ -330,7 +328,6 @@ class Likelihood(nn.Module, ABC):
             given f (noise), in the units of y and of y². None, the default, where the posterior
             says mean and variance of the outputs only.
         """
-        del f, covariance
         return None
 
     def root(
@@ -361,6 +358,8 @@ class Likelihood(nn.Module, ABC):
             NotPositiveDefiniteError: If Λ has a negative eigenvalue.
         """
         check_root(kind)
+        if (closed := self._closed_root(f)) is not None:
+            return RootRows(diagonal_rows(f, closed, columns))
         curvature = self.hessian(f)
         if self.couples_outputs:
             return RootRows(hessian_rows(curvature, columns, kind))
@@ -400,10 +399,8 @@ class Likelihood(nn.Module, ABC):
             One number for each row, without a graph.
         """
         check_root(kind)
-        if not self.couples_outputs and "_diagonal_root" not in self._inherited:
-            root = self._diagonal_root(f.detach())
-            if root is not None:
-                return root.detach().square()
+        if (closed := self._closed_root(f.detach())) is not None:
+            return closed.detach().square()
         num_outputs = f.shape[1]
         at_once = max(1, ROOT_BYTES // (f.element_size() * num_outputs**2))
         columns = torch.arange(num_outputs, device=f.device)
@@ -414,16 +411,17 @@ class Likelihood(nn.Module, ABC):
             return torch.cat([root.scaled.square().sum(-1) for root in roots])
 
     def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"] | None:
-        """√λ_d of each output d in closed form, or None, which derives it from ``root``.
+        """Return √λ_d of each output d of a diagonal Λ in closed form, or None if there is none.
 
-        Args:
-            f: Outputs. Λ is diagonal.
-
-        Returns:
-            C numbers for each example. All columns of a root have C².
+        These are C numbers for each example. All columns of a root have C².
         """
-        del f
         return None
+
+    def _closed_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"] | None:
+        """The ``_diagonal_root`` if it is that of the density, or None."""
+        if self.couples_outputs or "_diagonal_root" in self._inherited:
+            return None
+        return self._diagonal_root(f)
 
     def condensed(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m D"]:
         """Return what ``row_scores`` needs of the outputs, small enough to keep for every datum.
