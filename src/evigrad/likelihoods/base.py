@@ -117,24 +117,17 @@ class Likelihood(nn.Module, ABC):
             refuse_where(~torch.isfinite(y), y, "is not finite; remove or impute such data")
 
     def counted(self, y: Tensor) -> Bool[Tensor, " m"] | None:
-        """Which targets count, where outputs (m, …, C) have one at each position.
+        """Return which targets (m, ...) count, where outputs (m, …, C) have one at each position.
 
-        Args:
-            y: Targets of all positions (m, ...), before ``validate``.
-
-        Returns:
-            False for what is no target, as padding; None where all count, which is the default.
+        It is False for what is no target, as padding, and None, the default, where all count. The
+        targets are those before ``validate``.
         """
         return None
 
     def weights(self, y: Tensor) -> Float[Tensor, " m"] | None:
-        """Factors of Λ of each datum, where these are not 1 for all; see ``Weighted``.
+        """Return non-negative factors of Λ of each datum; None, the default, where all are 1.
 
-        Args:
-            y: Targets.
-
-        Returns:
-            Non-negative numbers, or None, which is the default.
+        See ``Weighted``.
         """
         return None
 
@@ -246,17 +239,11 @@ class Likelihood(nn.Module, ABC):
         return torch.func.grad(slope)(f)
 
     def reference_targets(self, f: Float[Tensor, "m C"]) -> tuple[Tensor, Tensor]:
-        """Two sets of targets that ``validate`` accepts, for the default ``hessian``.
+        """Return two sets of targets that ``validate`` accepts, for the default ``hessian``.
 
-        That differentiates at the first, and is refused where the second has another Hessian.
-        Override this where zeros and ones (m, C) are no targets.
-
-        Args:
-            f: Outputs.
-
-        Returns:
-            Class labels 0 and C − 1 where the outputs are the scores of one label; else zeros and
-            ones (m, C).
+        That differentiates at the first, and is refused where the second has another Hessian. These
+        are class labels 0 and C − 1 where the outputs are the scores of one label, and else zeros
+        and ones (m, C). Override this where those are no targets.
         """
         if self.is_classification and self.couples_outputs:
             label = torch.zeros(len(f), dtype=torch.long, device=f.device)
@@ -264,15 +251,7 @@ class Likelihood(nn.Module, ABC):
         return torch.zeros_like(f), torch.ones_like(f)
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """The score ∇_f log p(y|f), differentiable in f and parameters.
-
-        Args:
-            f: Outputs.
-            y: Targets.
-
-        Returns:
-            One gradient for each datum.
-        """
+        """The score ∇_f log p(y|f) of each datum, differentiable in f and parameters."""
         return torch.func.grad(lambda f: self.log_prob(f, y).sum())(f)
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Tensor:
@@ -376,27 +355,17 @@ class Likelihood(nn.Module, ABC):
         return RootRows(diagonal_rows(f, root, columns))
 
     def num_rows(self, num_outputs: int) -> int:
-        """Columns of ``root`` without a list of columns: C, or fewer where Λ has a smaller rank.
+        """Return the number of columns of ``root`` without a list of columns.
 
-        Memory is planned by it; the log-determinant does not depend on it.
-
-        Args:
-            num_outputs: C.
-
-        Returns:
-            By default C.
+        By default it is C; it is less where Λ has a smaller rank. Memory is planned by it, and the
+        log-determinant does not depend on it.
         """
         return num_outputs
 
     def row_norms(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m C"]:
-        """|R[:, d]|² of each column of a root of Λ: how much curvature each row can hold.
+        """Return |R[:, d]|² of each column of a root of Λ, without a graph.
 
-        Args:
-            f: Outputs.
-            kind: The kind of root.
-
-        Returns:
-            One number for each row, without a graph.
+        That is how much curvature each row can hold. ``kind`` is one of ``ROOTS``.
         """
         check_root(kind)
         if (closed := self._closed_root(f.detach())) is not None:
@@ -426,12 +395,7 @@ class Likelihood(nn.Module, ABC):
     def condensed(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m D"]:
         """Return what ``row_scores`` needs of the outputs, small enough to keep for every datum.
 
-        Args:
-            f: Outputs.
-            kind: The kind of root.
-
-        Returns:
-            By default the outputs themselves.
+        By default these are the outputs themselves.
         """
         check_root(kind)
         return f
@@ -439,15 +403,10 @@ class Likelihood(nn.Module, ABC):
     def row_scores(
         self, condensed: Float[Tensor, "m D"], kind: str
     ) -> tuple[Float[Tensor, "m K"], Float[Tensor, " m"] | None]:
-        """The norms of ``row_norms``, maybe approximate, for the columns that matter.
+        """Return the norms of ``row_norms``, maybe approximate, from ``condensed`` outputs.
 
-        Args:
-            condensed: From ``condensed``.
-            kind: The kind of root.
-
-        Returns:
-            The norms of the first columns, and the sum of all further ones; None for the sum where
-            the others are always zero, or there are none.
+        They are those of the first columns, and the sum of all further ones; None for the sum where
+        the others are always zero, or there are none.
         """
         return self.row_norms(condensed, kind), None
 
@@ -478,11 +437,10 @@ class Likelihood(nn.Module, ABC):
         return total(p.argmax(dim=1) == y.flatten())
 
     def reported(self) -> dict[str, float]:
-        """The parameters as numbers that a reader knows, for histories and reports.
+        """Return the parameters as numbers that a reader knows, for histories and reports.
 
-        Returns:
-            By default each parameter under its name, or each entry under NAME/INDEX. ``noise`` is
-            a standard deviation in the units of y.
+        By default it is each parameter under its name, or each entry under NAME/INDEX. ``noise`` is
+        a standard deviation in the units of y.
         """
         named = [by_entry(name, parameter) for name, parameter in self.named_parameters()]
         return {name: value for entries in named for name, value in entries.items()}

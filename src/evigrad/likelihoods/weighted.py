@@ -68,11 +68,11 @@ class Weighted(Likelihood):
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
         """The weight times the other log density."""
-        targets, weights = self.split(y)
-        return weights.to(f) * self.likelihood.log_prob(f, self._in(f, targets))
+        return self.weights(y).to(f) * self.likelihood.log_prob(f, self._targets(f, y))
 
-    @staticmethod
-    def _in(f: Tensor, targets: Tensor) -> Tensor:
+    def _targets(self, f: Tensor, y: Tensor) -> Tensor:
+        """Targets of the other likelihood, numbers in the type of the outputs."""
+        targets, _ = self.split(y)
         return targets.to(f) if targets.is_floating_point() else targets
 
     def weights(self, y: Tensor) -> Float[Tensor, " m"]:
@@ -98,11 +98,11 @@ class Weighted(Likelihood):
         self.likelihood.validate(f_shape, targets)
 
     def check_derivatives(self, f: Float[Tensor, "m C"], y: Tensor, curvature: str = "ggn") -> None:
-        self.likelihood.check_derivatives(f, self._in(f, self.split(y)[0]), curvature)
+        self.likelihood.check_derivatives(f, self._targets(f, y), curvature)
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
         """The score of the other likelihood; the rows made of it are weighted by ``weights``."""
-        return self.likelihood.score(f, self._in(f, self.split(y)[0]))
+        return self.likelihood.score(f, self._targets(f, y))
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Tensor:
         """Targets of weight one."""
@@ -110,7 +110,7 @@ class Weighted(Likelihood):
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
         """Each datum counts once."""
-        return self.likelihood.metrics(f, self._in(f, self.split(y)[0]))
+        return self.likelihood.metrics(f, self._targets(f, y))
 
     # Curvatures are those of the other likelihood at weight one.
 
