@@ -271,7 +271,11 @@ def check_whole(model: nn.Module) -> None:
             " the model inside it, model.module."
         )
     kinds = {"FullyShardedDataParallel": "FSDP1", "FSDPModule": "FSDP2"}
-    wrapped = [kind for name, kind in kinds.items() if _has_module(model, _class("fsdp", name))]
+    wrapped = [
+        kind
+        for name, kind in kinds.items()
+        if any(isinstance(module, _class("fsdp", name)) for module in model.modules())
+    ]
     sharded = any(isinstance(p, _class("tensor", "DTensor")) for p in model.parameters())
     if wrapped or sharded:
         raise ConfigurationError(
@@ -279,10 +283,6 @@ def check_whole(model: nn.Module) -> None:
             " estimates need whole parameters. Use the model as it was before it was sharded."
             ' docs/machines.md, "Weights in shards", has a loop for FSDP2.'
         )
-
-
-def _has_module(model: nn.Module, kind: Any) -> bool:
-    return any(isinstance(module, kind) for module in model.modules())
 
 
 def _class(module: str, name: str) -> Any:

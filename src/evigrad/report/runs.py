@@ -21,27 +21,16 @@ _COLUMNS = ("epoch", "loss")
 
 @dataclass(frozen=True)
 class Run:
-    """A run, or the finished part of one.
-
-    Attributes:
-        path: Its folder.
-        label: Its name in the report.
-        history: One row for each finished epoch, one at least.
-        settings: The content of ``config.json``.
-        options: The content of ``config.yaml``; empty for a run that was started from Python.
-        results: The part of ``results.json`` on this run; empty before there is one.
-        is_baseline: Whether it is the MAP run that another one is compared with.
-        suffix: End of the names of its files, unique in a report; empty for the only run.
-    """
+    """A run, or the finished part of one."""
 
     path: Path
     label: str
-    history: History
-    settings: Mapping[str, Any]
-    options: Mapping[str, Any]
-    results: Mapping[str, Any]
-    is_baseline: bool = False
-    suffix: str = ""
+    history: History  # one row for each finished epoch, one at least
+    settings: Mapping[str, Any]  # the content of ``config.json``
+    options: Mapping[str, Any]  # of ``config.yaml``; empty for a run started from Python
+    results: Mapping[str, Any]  # the part of ``results.json`` on this run, if there is one
+    is_baseline: bool = False  # whether it is the MAP run that another one is compared with
+    suffix: str = ""  # end of the names of its files, unique in a report; empty for the only run
 
     @property
     def method(self) -> str:

@@ -102,7 +102,7 @@ def write_report(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["inlined"] = _inlined
+    environment.filters["base64"] = lambda png: base64.b64encode(png).decode("ascii")
     page = environment.get_template("page.html.jinja").render(
         light=LIGHT,
         dark=DARK,
@@ -159,10 +159,6 @@ def _png(make: "Callable[[Palette], Figure]", palette: Palette) -> bytes:
     buffer = io.BytesIO()
     make(palette).savefig(buffer, dpi=_RESOLUTION, format="png")
     return buffer.getvalue()
-
-
-def _inlined(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
 
 
 def metrics(runs: Sequence[Run]) -> Rows:
