@@ -19,7 +19,7 @@ The authors' published code, and where this one differs:
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,12 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
-from evigrad.evidence import Evidence
 from evigrad.inputs import named_parameters
 from evigrad.invariances.transform import Ranged, learnable_ranges, ranged_modules
 from evigrad.priors import matches
 from evigrad.training import FitResult, Settings, Trainer, prepare
-from evigrad.training.data import RunData
 
 NAME = "augerino"  # in the place of an estimator's
 WEIGHT = 0.01
@@ -46,28 +44,19 @@ class AugerinoTrainer(Trainer):
     """Learns the ranges of transforms on the training loss.
 
     The model's ranges are among the hyperparameters; ``weight`` is λ, in nats per datum and unit of
-    width. The other arguments are those of ``Trainer``.
+    width. The positional arguments are those of ``Trainer``.
     """
 
-    def __init__(
-        self,
-        evidence: Evidence,
-        data: RunData,
-        settings: Settings,
-        test: RunData | None = None,
-        network: Mapping[str, Any] | None = None,
-        *,
-        weight: float,
-    ) -> None:
-        super().__init__(evidence, data, settings, test, network)
+    def __init__(self, *arguments: Any, weight: float) -> None:
+        super().__init__(*arguments)
         if not 0 <= weight < math.inf:
             raise ConfigurationError(f"The weight of the reward must be 0 or more, not {weight}.")
-        self._weight, model = weight, evidence.model
+        self._weight, model = weight, self.evidence.model
         self._transforms = [
             (module, learnable_ranges(module)) for module in ranged_modules(model).values()
         ]
         ids = {id(named_parameters(model)[name]) for name in range_parameters(model)}
-        self.on_loss = [name for name, p in evidence.hyperparameters().items() if id(p) in ids]
+        self.on_loss = [name for name, p in self.evidence.hyperparameters().items() if id(p) in ids]
 
     @property
     def record(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Each process is a *rank* of R. Wherever there is one process, nothing here does 
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -272,17 +272,19 @@ def check_whole(model: nn.Module) -> None:
         )
     kinds = {"FullyShardedDataParallel": "FSDP1", "FSDPModule": "FSDP2"}
     wrapped = [
-        kind
-        for name, kind in kinds.items()
-        if any(isinstance(module, _class("fsdp", name)) for module in model.modules())
+        kind for name, kind in kinds.items() if _any_is(_class("fsdp", name), model.modules())
     ]
-    sharded = any(isinstance(p, _class("tensor", "DTensor")) for p in model.parameters())
+    sharded = _any_is(_class("tensor", "DTensor"), model.parameters())
     if wrapped or sharded:
         raise ConfigurationError(
             f"The model's parameters are shards ({wrapped[0] if wrapped else 'DTensor'}), and"
             " estimates need whole parameters. Use the model as it was before it was sharded."
             ' docs/machines.md, "Weights in shards", has a loop for FSDP2.'
         )
+
+
+def _any_is(kind: Any, things: Iterable[object]) -> bool:
+    return any(isinstance(thing, kind) for thing in things)
 
 
 def _class(module: str, name: str) -> Any:

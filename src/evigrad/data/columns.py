@@ -34,9 +34,8 @@ class Column:
 
     name: Hashable  # its number where the table has no names
     kind: str  # of ``NUMERIC``, or ``TEXT``, ``DATES``, ``DECLARED``, or the name of another type
-    values: (
-        np.ndarray
-    )  # numbers in float64, NaN where missing, and else objects, None where missing
+    # Numbers in float64, NaN where missing, and else objects, None where missing.
+    values: np.ndarray
     declared: Sequence[Hashable] | None = None  # all categories, where they are declared
 
     @property

@@ -221,7 +221,10 @@ def _sizes(shape: int | Sequence[int]) -> tuple[int, ...]:
 class Ranged(Protocol):
     """A transform with ranges, as ``AffineInvariance``: half the width of what it draws."""
 
-    ranges: Any  # with a graph to the parameters that are learned
+    @property
+    def ranges(self) -> Tensor:
+        """The ranges, with a graph to the parameters that are learned."""
+        ...
 
     def named_ranges(self) -> dict[str, float]:
         """The ranges as numbers, in their order, by the names of their parameters."""

@@ -68,12 +68,12 @@ class Weighted(Likelihood):
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
         """The weight times the other log density."""
-        return self.weights(y).to(f) * self.likelihood.log_prob(f, self._targets(f, y))
+        targets, weights = self.split(y)
+        return weights.to(f) * self.likelihood.log_prob(f, _like(f, targets))
 
     def _targets(self, f: Tensor, y: Tensor) -> Tensor:
         """Targets of the other likelihood, numbers in the type of the outputs."""
-        targets, _ = self.split(y)
-        return targets.to(f) if targets.is_floating_point() else targets
+        return _like(f, self.split(y)[0])
 
     def weights(self, y: Tensor) -> Float[Tensor, " m"]:
         return self.split(y)[1]
@@ -143,3 +143,7 @@ class Weighted(Likelihood):
 def unweighted(likelihood: Likelihood) -> Likelihood:
     """The likelihood of single data."""
     return likelihood.likelihood if isinstance(likelihood, Weighted) else likelihood
+
+
+def _like(f: Tensor, targets: Tensor) -> Tensor:
+    return targets.to(f) if targets.is_floating_point() else targets

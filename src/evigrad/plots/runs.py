@@ -54,8 +54,8 @@ def series(history: History, column: str) -> tuple[list[float], list[float]]:
 def errors(history: History, column: str) -> list[float]:
     """Standard errors ``COLUMN_sem`` of the values of ``series``; empty if one is unknown."""
     rows = [row for row in history if _is_known(row.get(column)) and row.get("epoch") is not None]
-    values = [value for row in rows if _is_known(value := row.get(f"{column}_sem"))]
-    return [float(value or 0) for value in values] if len(values) == len(rows) else []
+    _, values = series(rows, f"{column}_sem")
+    return values if len(values) == len(rows) else []
 
 
 def _is_known(value: int | float | None) -> bool:
