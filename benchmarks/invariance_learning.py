@@ -18,6 +18,7 @@ draw of transforms, by all rows of all data. The test set, all of it, is only ev
 transforms of each digit than in training. Every run is kept as it ends, and has checkpoints while
 it lasts: the script goes on where it was stopped. All settings are below, fixed beforehand.
 
+    export PYTHONPATH=.  # for experiments/augerino.py
     python benchmarks/invariance_learning.py --data mnist:rotated180 --data-dir DIR --seeds 0 1 2
     python benchmarks/invariance_learning.py --data mnist:rotated180 --results docs/results --table
 """
@@ -37,9 +38,10 @@ from torch import Tensor, nn
 import evigrad
 from evigrad.data import DataSet
 from evigrad.invariances import AffineInvariance, Averaged
+from evigrad.measure import evaluate, evaluate_evidence
 from evigrad.models import make_model
-from evigrad.training import evaluate, evaluate_evidence
 from evigrad.training.settings import grouped
+from experiments.augerino import fit_augerino
 
 DECAY = 5e-4
 START = 0.1
@@ -119,12 +121,14 @@ def run_row(problem: Problem, folder: Path, data: DataSet, seed: int, row: str) 
     options: dict[str, Any] = {"estimator": row, "prior": "layerwise", "precision": 1.0}
     if row not in ESTIMATORS:
         # The usual decay in the loss's units, one for all weights.
-        options = {"estimator": "map", "prior": "scalar", "precision": DECAY * len(data.train[0])}
+        options = {"estimator": None, "prior": "scalar", "precision": DECAY * len(data.train[0])}
     if row in ESTIMATORS:
         options["hyperparameters"] = ["invariance"]
+    fit = evigrad.fit
     if row in REWARDS:
-        options |= {"estimator": "augerino", "augerino_weight": REWARDS[row]}
-    result = evigrad.fit(
+        fit = partial(fit_augerino, weight=REWARDS[row])
+        del options["estimator"]
+    result = fit(
         model,
         data.train,
         **grouped(

@@ -37,7 +37,7 @@ DRAWS, ROUND, MANY = 12, 10, pool.MANY
 PRECISION = 25.0  # the usual weight decay, 5e-4, of 50,000 data
 MODEL: dict[str, Any] = {"depth": 10, "widen_factor": 1}
 TRAINING: dict[str, Any] = {
-    "estimator": "map",
+    "estimator": None,
     "batch_size": 100,
     "optimizer": "sgd",
     "lr": 0.1,

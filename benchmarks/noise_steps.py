@@ -15,7 +15,7 @@ from learning import Result, Results, make_parser, parse
 from measure import mean_and_error, show, spans, with_error
 from rivals import SEEDS, make_task, run_default_posterior
 
-from evigrad.training.loop import Loop
+from evigrad.training import Trainer
 
 SETS = ("yacht", "boston", "energy", "wine_red", "power", "naval")
 WAYS = ("σ² times the loss", "the loss itself")
@@ -29,7 +29,7 @@ def run(name: str, way: str, seed: int, data_dir: str | None) -> Result:
     if way == WAYS[0]:
         plug_in, posterior = run_default_posterior(task)
     else:
-        with patch.object(Loop, "_noise_variance", return_value=1.0):
+        with patch.object(Trainer, "_noise_variance", return_value=1.0):
             plug_in, posterior = run_default_posterior(task)
     both = {"plug_in": plug_in["log_likelihood"], "posterior": posterior["log_likelihood"]}
     return both | {"rmse": plug_in["rmse"]}

@@ -25,8 +25,8 @@ from measure import summaries, with_error
 
 import evigrad
 from evigrad.data import DataSet
+from evigrad.measure import evaluate_evidence
 from evigrad.models import make_model
-from evigrad.training import evaluate_evidence
 from evigrad.training.settings import grouped
 
 DECAYS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)

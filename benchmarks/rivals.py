@@ -80,6 +80,7 @@ from evigrad.data.dataset import Scaling, stratified_split
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.models import make_model
 from evigrad.priors import GaussianPrior
+from evigrad.training.plan import plan_optimization, plan_schedule, planned
 
 USUAL = 5e-4
 SCHEDULE = Schedule(eval_every=0)  # fit's defaults; evaluations would only cost time
@@ -323,9 +324,8 @@ def run_usual(task: Task) -> Result:
     return judged(task, fitted) | {"seconds": clock.seconds, "decay": USUAL}
 
 
-def run_learned(task: Task, estimator: str) -> Result:
-    """``fit`` with an estimator, or with its own default."""
-    options = {} if estimator == "default" else {"estimator": estimator}
+def run_learned(task: Task, **options: Any) -> Result:
+    """``fit`` with some options in the place of its defaults."""
     with Clock() as clock:
         fitted = train(task, **options)
     return judged(task, fitted) | {"seconds": clock.seconds, "decay": fitted.decay}
@@ -456,10 +456,10 @@ def train_laplace(task: Task) -> tuple[Any, Fitted]:
 
     data, model = task.data, task.network()
     x, y = data.train
-    planned = SCHEDULE.for_data(len(x))
-    rates = Optimization().for_data(data.is_classification, "layerwise")
-    batches = Batches(len(x), planned.batch_size, task.seed)
-    steps = planned.epochs * len(batches)
+    schedule = plan_schedule(SCHEDULE, len(x))
+    rates = plan_optimization(Optimization(), data.is_classification, "layerwise")
+    batches = Batches(len(x), schedule.batch_size, task.seed)
+    steps = planned(schedule.epochs) * len(batches)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         laplace, model, _, _ = marglik_training(
@@ -470,7 +470,7 @@ def train_laplace(task: Task) -> tuple[Any, Fitted]:
             optimizer_kwargs={"lr": rates.lr},
             scheduler_cls=torch.optim.lr_scheduler.CosineAnnealingLR,
             scheduler_kwargs={"T_max": steps, "eta_min": rates.lr_min},
-            n_epochs=planned.epochs,
+            n_epochs=planned(schedule.epochs),
             prior_structure="layerwise",
             **LAPLACE,
         )
@@ -514,14 +514,16 @@ WAYS: dict[str, Callable[[Task], Any]] = {
     "ensemble-3": run_ensemble,
     "laplace-torch": run_laplace,
     "kfac-400-1": partial(run_learned, estimator="kfac-400-1"),
-    "default": partial(run_learned, estimator="default"),
+    "default": run_learned,
 }
 TABLE_WAYS: dict[str, Callable[[Task], Any]] = {
     "early stopping": run_early,
     "grid": run_grid,
     "laplace-torch": run_laplace_posterior,
     f"laplace-torch{BY_POSTERIOR}": run_laplace_posterior,
-    "map-noise": partial(run_learned, estimator="map-noise"),
+    "map-noise": partial(
+        run_learned, estimator=None, optimization=Optimization(noise_on_loss=True)
+    ),
     "default": run_default_posterior,
     f"default{BY_POSTERIOR}": run_default_posterior,
 }
@@ -575,7 +577,7 @@ def run_way(task: Task, row: str) -> dict[str, Result]:
     common = {
         "seed": task.seed,
         "num_data": num_data,
-        "epochs": SCHEDULE.for_data(num_data).epochs,
+        "epochs": plan_schedule(SCHEDULE, num_data).epochs,
         "threads": torch.get_num_threads(),
     }
     return {
@@ -597,13 +599,13 @@ def missing_runs(given: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
 def estimated(name: str, rows: Sequence[str], data_dir: str | None) -> float:
     """Seconds of some rows, from a few epochs of a MAP training and ``COSTS``."""
     task = make_task(name, 0, data_dir)
-    planned = SCHEDULE.for_data(len(task.data.train[0]))
+    schedule = plan_schedule(SCHEDULE, len(task.data.train[0]))
     short = partial(train, task, decay=USUAL, schedule=replace(SCHEDULE, epochs=TIMED))
     short()  # the first passes of a process take longer
     with Clock() as clock:
         short()
     costs = TABLE_COSTS if name in UCI else COSTS
-    one = clock.seconds / TIMED * planned.epochs
+    one = clock.seconds / TIMED * planned(schedule.epochs)
     return one * sum(costs.get(row, 1) for row in rows)
 
 

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 import evigrad
 from evigrad import Optimization
+from evigrad.measure import evaluate_evidence
 from evigrad.models import make_model
-from evigrad.training import evaluate_evidence, settings
+from evigrad.training import plan
 
 # Starts of each way: weight decays of the burn-in, or precisions.
 WAYS = {"fixed point": (0.003, 0.01, 0.03), "adam": (0.01, 0.1, 1.0, 10.0)}
@@ -62,9 +63,9 @@ def problem(name: str, seed: int, data_dir: str | None) -> tuple[nn.Module, Pair
 def run(name: str, way: str, start: float, seed: int, data_dir: str | None) -> Result:
     """One training and its judgement."""
     model, train, test, likelihood = problem(name, seed, data_dir)
-    decay = start if way == "fixed point" else settings.BURN_IN_DECAY
+    decay = start if way == "fixed point" else plan.BURN_IN_DECAY
     start_of_burn_in = {"BURN_IN_DECAY": decay, "BURN_IN_PRECISION": math.inf}
-    with Clock() as clock, patch.multiple(settings, **start_of_burn_in):
+    with Clock() as clock, patch.multiple(plan, **start_of_burn_in):
         result = evigrad.fit(
             model,
             train,

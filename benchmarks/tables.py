@@ -101,7 +101,9 @@ def run_row(name: str, method: str, seed: int, data_dir: str | None) -> Result:
     size = {"num_data": len(train[0]), "num_features": train[0].shape[1]}
     if method == "early stopping":
         return size | stop_early(model, train, test, seed)
-    options: dict[str, Any] = {} if method == "fit" else {"estimator": method}
+    options: dict[str, Any] = {}
+    if method == "map-noise":
+        options = {"estimator": None, "noise_on_loss": True}
     result = evigrad.fit(
         model,
         train,

@@ -37,7 +37,7 @@ from evigrad.likelihoods import Categorical
 from evigrad.models import make_model
 from evigrad.passes.kept import KeptPass
 from evigrad.priors import GaussianPrior
-from evigrad.training.learner import blocks_of_a_round
+from evigrad.training.rounds import blocks_of_a_round
 from evigrad.training.settings import grouped
 
 DATA, MODEL = "mnist", "mininet"

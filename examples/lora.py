@@ -25,10 +25,11 @@ from evigrad import Schedule
 from evigrad.data import load
 from evigrad.errors import require
 from evigrad.likelihoods import Categorical
+from evigrad.measure import evaluate
 from evigrad.models import make_model
 from evigrad.plots import LIGHT, new_figure, save
 from evigrad.plots.runs import series
-from evigrad.training import FitResult, evaluate
+from evigrad.training import FitResult
 
 MAP, LEARNED = "MAP, decay 5e-4", "learned"
 ADAPTED = ["query", "key", "value", "output", "linear1", "linear2"]

@@ -30,9 +30,10 @@ from torch import nn
 import evigrad
 from evigrad import Optimization, Schedule
 from evigrad.data import DataSet, load
+from evigrad.measure import evaluate_evidence
 from evigrad.models import make_model
 from evigrad.plots import LIGHT, new_figure, save
-from evigrad.training import FitResult, evaluate_evidence
+from evigrad.training import FitResult
 
 
 @dataclass(frozen=True)

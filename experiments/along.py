@@ -30,14 +30,14 @@ from evigrad.core.names import Estimator
 from evigrad.core.types import standard_error
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
+from evigrad.files import replacing
 from evigrad.invariances import Averaged
 from evigrad.likelihoods import Gaussian
+from evigrad.measure.judging import default_memory
+from evigrad.measure.metrics import probe_outputs
 from evigrad.passes.memory import fits
 from evigrad.priors import GaussianPrior
 from evigrad.training.data import derived_seed
-from evigrad.training.evaluation import default_memory
-from evigrad.training.files import replacing
-from evigrad.training.metrics import probe_outputs
 
 # The hyperparameter that is no range of an invariance: one precision for all weights.
 PRECISION = "precision"

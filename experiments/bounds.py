@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from jsonargparse import Namespace
 
-from evigrad import plots
 from evigrad.cli.messages import show
 from evigrad.cli.parser import Options, Parser, add_list, chosen
 from evigrad.cli.train import add_training, folder_name
@@ -15,7 +14,7 @@ from evigrad.core.partition import Partition
 from evigrad.core.types import standard_error
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.invariances import GENERATORS
-from experiments import trainings
+from experiments import figures, trainings
 from experiments.along import PRECISION, curves_along, make_grid, served_together
 
 _DESCRIPTION = """\
@@ -137,12 +136,12 @@ def run(parser: Parser, options: Namespace) -> int:
     for name in names:
         means = list(map(fmean, zip(*(found[name]["mean"] for found in known), strict=True)))
         spread = list(map(fmean, zip(*(found[name]["sem"] for found in known), strict=True)))
-        lines.append(plots.Curve(name, grid, means, spread))
+        lines.append(figures.Curve(name, grid, means, spread))
         best = max(range(len(grid)), key=means.__getitem__)
         error = standard_error([found[name]["mean"][best] for found in known]) or math.nan
         rows.append([name, means[best], error, grid[best]])
     is_precision = along == PRECISION
-    panel = plots.Panel(
+    panel = figures.Panel(
         f"{training['model']} on {training['data']}",
         "prior precision" if is_precision else f"range of {along}",
         "log marginal likelihood bound\n(nats per datum)",
@@ -152,6 +151,6 @@ def run(parser: Parser, options: Namespace) -> int:
     )
     heads = ["estimator", "highest, nats per datum", "standard error", f"there, {along}"]
     folder = folder_name("bounds", along, training["data"], training["model"])
-    figure = plots.panels([[panel]], mark_tops=True)
+    figure = figures.panels([[panel]], mark_tops=True)
     trainings.write_results(place, folder, [configs, names, along, grid], figure, heads, rows)
     return 1 if problems or len(known) < len(done) else 0

@@ -11,8 +11,8 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from evigrad.errors import ConfigurationError, nearest
-from evigrad.plots import legend_order
 from experiments.cases import Case, Row
+from experiments.figures import legend_order
 from experiments.jobs import Job, distinct
 from experiments.tables import Table
 

@@ -7,16 +7,15 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from evigrad import plots
 from evigrad.cli.messages import show
 from evigrad.cli.parser import Options, Parser, add_list
 from evigrad.cli.train import add_training, folder_name
 from evigrad.core.names import Estimator
 from evigrad.core.types import standard_error
 from evigrad.errors import ConfigurationError
-from evigrad.training import evaluate_evidence
-from evigrad.training.evaluation import time_steps
-from experiments import trainings
+from evigrad.measure import evaluate_evidence
+from experiments import figures, trainings
+from experiments.times import time_steps
 
 _DESCRIPTION = """\
 Train with each of some estimators, and show the log evidence at the end by the estimator itself
@@ -127,19 +126,19 @@ def run(parser: Parser, options: Namespace) -> int:
         seconds, value = over["estimate"], over["value"]
         error = standard_error([each["value"] for each in of_seeds]) or math.nan
         group, size = specs[name].family
-        drawn.append(plots.Point(group, size, seconds, -value, y_error=error))
+        drawn.append(figures.Point(group, size, seconds, -value, y_error=error))
         ratio = seconds / over["step"]
         judged = [] if judge is None else [-over["judge"]]
         rows.append([name, -value, error, seconds, ratio, over["log_likelihood"], *judged])
     if not drawn:
         return 1
-    corners = plots.pareto_front([(point.x, point.y) for point in drawn])
+    corners = figures.pareto_front([(point.x, point.y) for point in drawn])
     for number, row in enumerate(rows):
         row.append("yes" if number in corners else "")
     where = f"{training['model']} on {training['data']}"
     if training["subset"] is not None:
         where = f"{training['model']} on {training['subset']} of {training['data']}"
-    figure = plots.points(
+    figure = figures.points(
         drawn,
         f"Tightness over time, {where}",
         "seconds of an estimate and its gradient",

@@ -21,7 +21,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from evigrad.cli.messages import results_console, show
-from evigrad.cli.parser import CommandLineError, Parser, chosen, explain
+from evigrad.cli.parser import NO_ESTIMATOR, CommandLineError, Parser, chosen, explain
 from evigrad.cli.resume import CONFIGURATION
 from evigrad.cli.setup import (
     INVARIANCE,
@@ -32,12 +32,14 @@ from evigrad.cli.setup import (
     device_name,
     set_up,
 )
-from evigrad.cli.train import SETTINGS, Results, make_parser, prepare_runs
+from evigrad.cli.train import SETTINGS, Results, make_parser, prepare_runs, settings_of
 from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.files import replacing
 from evigrad.passes.allocator import kept_memory
 from evigrad.plots import save
 from evigrad.training import FitResult, RunDirectory
-from evigrad.training.files import replacing
+from experiments.augerino import NAME as AUGERINO
+from experiments.augerino import WEIGHT, prepare_augerino
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,8 +52,12 @@ PLACE_OF_TRAINING = ("results", "jobs", "device", "threads")
 # Runs side by side where nothing is said: more of them may be too much for the memory.
 _MOST_JOBS = 4
 _DIGITS = 16  # of a name that is a hash
-# Options that are younger than results: at their default these keep the folders that they have.
-_YOUNGER = {"prior_mean": "zero"}
+# Options that are younger than results, or gone: at their default results keep the folders that
+# they have, and the spelling of training without an estimator.
+_YOUNGER = {"prior_mean": "zero", "noise_on_loss": False}
+_YOUNGER |= dict.fromkeys(("categorical", "drop", "features"))
+_GONE = {"split_blocks": False, "augerino_weight": WEIGHT}
+_MAP = "map"
 
 
 @dataclass(frozen=True)
@@ -104,20 +110,25 @@ def place_from(options: Namespace) -> Place:
 def resolved(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return all options that a training's result may depend on, typed, names with underscores.
 
-    ``options`` are some of those of ``evigrad train``, with hyphens or underscores.
+    ``options`` are some of those of ``evigrad train``, with hyphens or underscores; the estimator
+    may also be ``augerino``, and ``augerino_weight`` that of its reward.
 
     Raises:
         ConfigurationError: If there is no such option, or a value is of a wrong type.
     """
     parser, defaults = _parser()
     given = {name.replace("-", "_"): value for name, value in options.items()}
+    gone = {name: given.pop(name, default) for name, default in _GONE.items()}
     try:
         typed = parser.parse_object(given, defaults=False)
     except CommandLineError as error:
         mistake = explain(str(error), parser, "evigrad train")
         raise mistake from error
     found = {**defaults, **{name: typed[name] for name in given if name not in _FREE}}
-    return {name: v for name, v in found.items() if name not in _YOUNGER or v != _YOUNGER[name]}
+    if found["estimator"] == NO_ESTIMATOR:
+        found["estimator"] = _MAP
+    found = {name: v for name, v in found.items() if name not in _YOUNGER or v != _YOUNGER[name]}
+    return found | gone
 
 
 @cache
@@ -137,15 +148,31 @@ def trained(config: Mapping[str, Any], folder: Path, place: Place) -> tuple[Setu
         EvigradError: If the options do not fit each other or the data.
     """
     parser, _ = _parser()
-    options = parser.parse_object({**config, "checkpoint_every": None})
+    method = config["estimator"]
+    options = parser.parse_object({**train_options(config), "checkpoint_every": None})
     setup = _set_up_at(place, chosen(set_up, options))
-    (run,) = prepare_runs(setup, options)
+    if method == AUGERINO:
+        settings, data, weight = settings_of(setup, options), setup.data, config["augerino_weight"]
+        parts: dict[str, Any] = {"test": data.test, "network": setup.network}
+        run = prepare_augerino(setup.make_model(), data.train, settings, weight, **parts)
+    else:
+        (run,) = prepare_runs(setup, options)
     directory = RunDirectory(folder, resume=True)
     # Several jobs may want one training at once, also only to read it.
     with directory.locked(wait=True):
         if not (directory.path / CONFIGURATION).exists():
-            directory.write_text(CONFIGURATION, parser.dump(parser.parse_object(dict(config))))
+            directory.write_text(
+                CONFIGURATION, parser.dump(parser.parse_object(train_options(config)))
+            )
         return setup, run.train(directory, resume=True, progress=False)
+
+
+def train_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of ``evigrad train`` for a training from ``resolved``."""
+    options = {name: value for name, value in config.items() if name not in _GONE}
+    if options["estimator"] in (_MAP, AUGERINO):
+        options["estimator"] = NO_ESTIMATOR
+    return options
 
 
 def run_folder(config: Mapping[str, Any], place: Place) -> Path:

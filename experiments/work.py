@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
-from evigrad.training import FitResult, evaluate_evidence, time_steps
+from evigrad.measure import evaluate_evidence
+from evigrad.training import FitResult
 from experiments.along import curves_along, evidence_along
 from experiments.jobs import Job, Store, is_kept
+from experiments.times import time_steps
 from experiments.trainings import Place, trained
 
 RUN = "run"  # the folder of a training inside that of its job

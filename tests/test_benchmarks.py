@@ -15,8 +15,8 @@ import torch
 from evigrad import Evidence, Schedule
 from evigrad.blocks.anchors import Anchoring
 from evigrad.likelihoods import Categorical
+from evigrad.measure import evaluate_evidence
 from evigrad.priors import GaussianPrior
-from evigrad.training import evaluate_evidence
 
 pytest.importorskip("sklearn")
 
@@ -258,7 +258,7 @@ def test_rivals_of_other_packages(monkeypatch, tmp_path, capsys, row, package):
 
 def test_posterior(monkeypatch, tmp_path, capsys):
     script = load_script("posterior", monkeypatch)
-    short = {"estimator": "map", "precision": 1.0, "schedule": Schedule(epochs=1)}
+    short = {"estimator": None, "precision": 1.0, "schedule": Schedule(epochs=1)}
     monkeypatch.setattr(script, "TRAININGS", {"MAP": short})
     monkeypatch.setattr(script, "OF_DIGITS", {"diag": {}})
     page = tmp_path / "page.md"
@@ -278,7 +278,7 @@ def test_noise_models(monkeypatch, tmp_path, capsys):
     script = load_script("noise_models", monkeypatch)
     monkeypatch.setattr(script, "SIZES", (20,))
     monkeypatch.setattr(script, "NUM_TEST", 10)
-    fit = partial(script.evigrad.fit, estimator="map", schedule=Schedule(epochs=1))
+    fit = partial(script.evigrad.fit, estimator=None, schedule=Schedule(epochs=1))
     monkeypatch.setattr(script, "evigrad", SimpleNamespace(fit=fit))
     script.main(["--seeds", "0", "1", "--results", str(tmp_path)])
     runs = runs_of(tmp_path / "noise_models.csv")

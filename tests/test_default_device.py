@@ -243,7 +243,7 @@ def test_transforms(estimator: str) -> None:
         {"estimator": "ntk-8-rows-anchored"},
         {"estimator": "kfac-6-1", "optimization": Optimization(prior_update="adam")},
         {"estimator": "ntk-6-1", "optimization": Optimization(optimizer="sgd")},
-        {"estimator": "map"},
+        {"estimator": None},
     ],
 )
 def test_fit(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_a_model_without_numbers() -> None:
         with pytest.raises(EvigradError, match="meta"):
             build("ntk-6-1", model=model)
         with pytest.raises(EvigradError, match="meta"):
-            evigrad.fit(model, (X, LABELS), estimator="map", progress=False)
+            evigrad.fit(model, (X, LABELS), estimator=None, progress=False)
 
 
 # ------------------------------------------------------------ in the source

@@ -420,10 +420,17 @@ def full_memory(*_: Any) -> None:
 
 # Runs of ``fit``: name -> the network, and what differs in the settings.
 FITS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "map": (lambda: network(), {"estimator": "map"}),
-    "map-noise": (lambda: network(), {"estimator": "map-noise", "likelihood": "gaussian"}),
+    "map": (lambda: network(), {"estimator": None}),
+    "map-noise": (
+        lambda: network(),
+        {
+            "estimator": None,
+            "likelihood": "gaussian",
+            "optimization": Optimization(noise_on_loss=True),
+        },
+    ),
     "all data": (lambda: network(), {"estimator": "kfac-N-C", "hyperparameters": ["0"]}),
-    "positions": (lambda: Positions(), {"estimator": "map"}),
+    "positions": (lambda: Positions(), {"estimator": None}),
     "anchored": (lambda: network(), {"estimator": "ntk-12-rows-anchored"}),
     "norm": (lambda: norm(), {"estimator": "diag-3-1", "schedule": Schedule(epochs=2, burn_in=1)}),
 }

@@ -345,7 +345,7 @@ class Silent(Plain):
         (Plain, {"network": "nett"}, {}, "Did you mean 'net'"),
         (Plain, {}, {"max_epochs": -1}, "Training has no end"),
         (Plain, {"schedule": Schedule(burn_in=4)}, {}, "training ends after 3 epochs"),
-        (Plain, {"estimator": "map"}, {}, "by the estimate of a named estimator"),
+        (Plain, {"estimator": None}, {}, "by the estimate of a named estimator"),
         (Plain, {"schedule": Schedule(epochs=4)}, {}, "leave epochs=... out"),
         (Plain, {"loss": "sum"}, {}, "loss is one of nll, mse"),
     ],

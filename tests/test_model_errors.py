@@ -120,9 +120,7 @@ def test_outputs_without_a_graph(verb: str, cut: Any) -> None:
     before = {name: w.clone() for name, w in evidence.weights().items()}
     with pytest.raises(InputError, match="no derivative in any weight.*no_grad.*detach"):
         if verb == "map":
-            fit(
-                evidence.model, (X, Y), estimator="map", schedule=Schedule(epochs=1), progress=False
-            )
+            fit(evidence.model, (X, Y), estimator=None, schedule=Schedule(epochs=1), progress=False)
         else:
             VERBS[verb](evidence)
     assert all(torch.equal(w, before[name]) for name, w in evidence.weights().items())
@@ -220,7 +218,7 @@ def test_exceptions_of_the_likelihood(verb: str) -> None:
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_lazy_modules(module: nn.Module) -> None:
-    for call in (build, lambda model: fit(model, (X, Y), estimator="map", progress=False)):
+    for call in (build, lambda model: fit(model, (X, Y), estimator=None, progress=False)):
         with pytest.raises(ConfigurationError, match=r"lazy: .* Run one batch first, model\(x\)"):
             call(module)
 
@@ -256,7 +254,7 @@ def test_targets_on_another_device(verb: str, likelihood: Likelihood) -> None:
         getattr(evidence, verb)(X, y)
     with pytest.raises(InputError, match="Targets are on meta, outputs on cpu"):
         evidence.blocks((X, y))
-    settings: dict[str, Any] = {"likelihood": likelihood.name, "estimator": "map"}
+    settings: dict[str, Any] = {"likelihood": likelihood.name, "estimator": None}
     with pytest.raises(InputError, match="Targets are on meta"):
         fit(Returns(), (X, y), progress=False, **grouped(settings))
 

@@ -20,8 +20,8 @@ from evigrad.core.partition import Partition
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.inputs import AtPositions, Outputs
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from evigrad.measure.metrics import evaluate
 from evigrad.priors import GaussianPrior
-from evigrad.training.metrics import evaluate
 
 N, LENGTH, WORDS = 5, 4, 3
 PRECISION = 3.0

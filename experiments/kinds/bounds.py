@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from evigrad import plots
 from evigrad.core.names import Estimator
+from experiments import figures
 from experiments.along import make_grid
 from experiments.cases import Case, Mean, Row
 from experiments.definition import Experiment, Options
@@ -111,14 +111,14 @@ class Bounds(Experiment):
             ]
             drawn.append(self._panels(of_both, _GROUPED))
         drawn = [row for row in drawn if row]
-        return plots.panels(drawn, reference=self.reference, ordered=self.ordered, mark_tops=True)
+        return figures.panels(drawn, reference=self.reference, ordered=self.ordered, mark_tops=True)
 
-    def _panels(self, rows: list[Row], ending: str = "") -> list[plots.Panel]:
+    def _panels(self, rows: list[Row], ending: str = "") -> list[figures.Panel]:
         """A panel for each hyperparameter with these rows, whose labels lose their ending."""
         drawn = []
         for name, panel in self.panels.items():
             curves = [
-                plots.Curve(
+                figures.Curve(
                     row["label"].removesuffix(ending),
                     panel.grid.values(),
                     row["log_evidence"].mean,
@@ -129,7 +129,7 @@ class Bounds(Experiment):
             ]
             unit = "" if drawn else "log marginal likelihood bound\n(nats per datum)"
             title = (panel.title or name) + ending
-            made = plots.Panel(title, panel.axis, unit, curves, panel.grid.log, True)
+            made = figures.Panel(title, panel.axis, unit, curves, panel.grid.log, True)
             drawn += [made] if curves else []
         return drawn
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evigrad import plots
 from evigrad.errors import ConfigurationError
+from experiments import figures
 from experiments.cases import Case, Mean, Row
 from experiments.definition import Experiment, Options
 from experiments.jobs import BLOCKS, OVER_SUBSETS, RANGE, is_kept, training, with_estimate
@@ -89,12 +89,12 @@ class Learning(Experiment):
         columns = {group: found for group, found in columns.items() if found}
         grid = [
             [
-                plots.Panel(
+                figures.Panel(
                     group if down == 0 else "",
                     "epoch" if down == len(self.quantities) - 1 else "",
                     "" if group != next(iter(columns)) else unit,
                     [
-                        plots.Curve(
+                        figures.Curve(
                             row["label"],
                             range(1, len(row[name].mean) + 1),
                             row[name].mean,
@@ -110,7 +110,7 @@ class Learning(Experiment):
             for down, (name, unit) in enumerate(self.quantities.items())
         ]
         looks = {"reference": self.reference, "ordered": self.ordered}
-        return plots.panels(grid, size=(3.6, 2.5), shared=True, **looks)
+        return figures.panels(grid, size=(3.6, 2.5), shared=True, **looks)
 
     def table(self, rows: list[Row]) -> Table:
         """Where each training ended, in the order of the legend."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from evigrad import plots
 from evigrad.core.names import Estimator
 from evigrad.errors import ConfigurationError
+from experiments import figures
 from experiments.cases import Case, Row
 from experiments.definition import Experiment, Options
 from experiments.jobs import BLOCKS, OVER_SUBSETS, RANGE, evaluation, timing, training
@@ -84,8 +84,8 @@ class Pareto(Experiment):
             if many[group] == 1:
                 group = row["estimator"]
             x, y, own = row["seconds"], row["value"], row["estimator"] in self.exceptions
-            found.append(plots.Point(group, size, x.mean, y.mean, y_error=y.error, hollow=own))
-        return plots.points(
+            found.append(figures.Point(group, size, x.mean, y.mean, y_error=y.error, hollow=own))
+        return figures.points(
             found,
             self.title,
             "seconds of an estimate and its gradient",
@@ -138,7 +138,7 @@ class Pareto(Experiment):
 
     def _front(self, rows: list[Row]) -> list[str]:
         points = [(row["seconds"].mean, row["value"].mean) for row in rows]
-        return [rows[i]["estimator"] for i in plots.pareto_front(points)]
+        return [rows[i]["estimator"] for i in figures.pareto_front(points)]
 
 
 def _read(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evigrad import plots
+from experiments import figures
 from experiments.cases import Case, Row
 from experiments.definition import Experiment, Options
 from experiments.jobs import evaluation, training
@@ -42,7 +42,7 @@ class Selection(Experiment):
     def figure(self, rows: list[Row]) -> "Figure":
         """A point for each architecture, with errors both ways."""
         found = [
-            plots.Point(
+            figures.Point(
                 row["family"],
                 row["label"],
                 row["x"].mean,
@@ -53,7 +53,7 @@ class Selection(Experiment):
             for row in rows
         ]
         across = f"log marginal likelihood by {self.judge} (nats per datum)"
-        return plots.points(found, self.title, across, "test log likelihood (nats per datum)")
+        return figures.points(found, self.title, across, "test log likelihood (nats per datum)")
 
     def table(self, rows: list[Row]) -> Table:
         """Both numbers for each architecture."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from evigrad import plots
+from experiments import figures
 from experiments.cases import Case, Row
 from experiments.definition import Experiment, Options
 from experiments.jobs import OVER_SUBSETS, final_numbers, training, with_estimate
@@ -65,14 +65,16 @@ class Subsets(Experiment):
         if len({row["size"] for row in rows}) == 1:
             grid = [
                 [
-                    plots.Panel("", "", unit, _beside(rows, variants, name), names=variants)
+                    figures.Panel("", "", unit, _beside(rows, variants, name), names=variants)
                     for name, unit in _QUANTITIES.items()
                 ]
             ]
-            return plots.panels(grid, size=(1.2 + 0.7 * len(variants), 3.1), markers=True, **looks)
+            return figures.panels(
+                grid, size=(1.2 + 0.7 * len(variants), 3.1), markers=True, **looks
+            )
         grid = [
             [
-                plots.Panel(
+                figures.Panel(
                     variant if down == 0 else "",
                     "training data" if down == len(_QUANTITIES) - 1 else "",
                     "" if variant != variants[0] else unit,
@@ -86,7 +88,7 @@ class Subsets(Experiment):
             ]
             for down, (name, unit) in enumerate(_QUANTITIES.items())
         ]
-        return plots.panels(grid, size=(3.6, 2.5), shared=True, markers=True, **looks)
+        return figures.panels(grid, size=(3.6, 2.5), shared=True, markers=True, **looks)
 
     def table(self, rows: list[Row]) -> Table:
         """A row for each point of the figure."""
@@ -110,13 +112,13 @@ class Subsets(Experiment):
         return Table(columns, cells, [f"{r['variant']} {r['size']}" for r in ordered])
 
 
-def _curve(label: str, rows: list[Row], places: list[float], name: str) -> plots.Curve:
+def _curve(label: str, rows: list[Row], places: list[float], name: str) -> figures.Curve:
     """A quantity of a method at the places of its rows."""
     numbers = [row[name] for row in rows]
-    return plots.Curve(label, places, [n.mean for n in numbers], [n.error for n in numbers])
+    return figures.Curve(label, places, [n.mean for n in numbers], [n.error for n in numbers])
 
 
-def _beside(rows: list[Row], variants: list[str], name: str) -> list[plots.Curve]:
+def _beside(rows: list[Row], variants: list[str], name: str) -> list[figures.Curve]:
     """A quantity of each method over the variants, the methods a little apart."""
     by_label = _by_label(rows)
     found = []

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from evigrad.errors import EvigradWarning as EvigradWarning
     from evigrad.evidence import Evidence as Evidence
     from evigrad.inputs import Outputs as Outputs
+    from evigrad.measure.bracket import Bracket as Bracket
+    from evigrad.measure.bracket import bracket as bracket
     from evigrad.passes.allocator import kept_memory as kept_memory
     from evigrad.passes.problem import ParameterReport as ParameterReport
     from evigrad.passes.settings import Memory as Memory
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
     from evigrad.training import fit as fit
     from evigrad.training import load as load
     from evigrad.training import tune as tune
-    from evigrad.training.bracket import Bracket as Bracket
-    from evigrad.training.bracket import bracket as bracket
     from evigrad.training.learner import Learner as Learner
     from evigrad.training.settings import Laplace as Laplace
     from evigrad.training.settings import Optimization as Optimization
@@ -39,8 +39,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Anchoring": "evigrad.blocks.anchors",
-    "Bracket": "evigrad.training.bracket",
-    "bracket": "evigrad.training.bracket",
+    "Bracket": "evigrad.measure.bracket",
+    "bracket": "evigrad.measure.bracket",
     "Block": "evigrad.blocks",
     "Estimate": "evigrad.core.types",
     "EvigradError": "evigrad.errors",

@@ -5,7 +5,7 @@ Each process is a *rank* of R. Wherever there is one process, nothing here does 
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -271,8 +271,10 @@ def check_whole(model: nn.Module) -> None:
             " the model inside it, model.module."
         )
     kinds = {"FullyShardedDataParallel": "FSDP1", "FSDPModule": "FSDP2"}
-    wrapped = [kind for name, kind in kinds.items() if _has_module(model, _class("fsdp", name))]
-    sharded = any(isinstance(p, _class("tensor", "DTensor")) for p in model.parameters())
+    wrapped = [
+        kind for name, kind in kinds.items() if _any_is(_class("fsdp", name), model.modules())
+    ]
+    sharded = _any_is(_class("tensor", "DTensor"), model.parameters())
     if wrapped or sharded:
         raise ConfigurationError(
             f"The model's parameters are shards ({wrapped[0] if wrapped else 'DTensor'}), and"
@@ -281,8 +283,8 @@ def check_whole(model: nn.Module) -> None:
         )
 
 
-def _has_module(model: nn.Module, kind: Any) -> bool:
-    return any(isinstance(module, kind) for module in model.modules())
+def _any_is(kind: Any, things: Iterable[object]) -> bool:
+    return any(isinstance(thing, kind) for thing in things)
 
 
 def _class(module: str, name: str) -> Any:

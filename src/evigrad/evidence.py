@@ -299,7 +299,7 @@ class Evidence:
                 positional ones where ``forward`` asks for as many.
             y: Targets in the likelihood's form.
             wrt: Hyperparameters to learn on the training loss, by names or prefixes as for
-                ``backward``. The evidence needs none; Augerino learns its invariances so.
+                ``backward``. The evidence needs none.
             indices: Places (m,) of the examples in the data set that ``blocks`` gets. An anchored
                 estimator keeps their outputs, and then needs no pass of its own to choose anchors.
                 Outputs at positions are kept if ``blocks`` has got the data set before.

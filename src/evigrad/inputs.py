@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from jaxtyping import Float
@@ -36,29 +36,49 @@ _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "module")
 _MODEL = "_evigrad_model"
 
 
-class Tree:
+class _Joined:
+    """Tensors that are moved together as one tensor is."""
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """The tensors (n, ...) with words for their places, in a fixed order."""
+        raise NotImplementedError
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The same containers with another tensor in the place of each."""
+        raise NotImplementedError
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors (n, ...), in a fixed order."""
+        return [leaf for _, leaf in self.named()]
+
+    def to(self, device: torch.device) -> Self:
+        """The same on a device."""
+        return self.map(lambda leaf: leaf.to(device))
+
+    def clone(self) -> Self:
+        """The same in memory of its own."""
+        return self.map(Tensor.clone)
+
+    def detach(self) -> Self:
+        """The same without a graph."""
+        return self.map(Tensor.detach)
+
+
+class Tree(_Joined):
     """Dictionaries, tuples, named tuples and lists of tensors, nested, which share dim 0.
 
-    It is indexed and moved as one tensor is. ``as_inputs`` makes one.
-
-    Attributes:
-        value: The containers and their tensors; None stays None.
+    It is indexed and moved as one tensor is. ``as_inputs`` makes one of the containers ``value``,
+    in which None stays None.
     """
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def named(self) -> list[tuple[str, Tensor]]:
-        """The tensors with words for their places, in a fixed order."""
         return [(name, leaf) for name, leaf in _leaves(self.value, "") if leaf is not None]
 
-    def leaves(self) -> list[Tensor]:
-        """The tensors, in a fixed order."""
-        return [leaf for _, leaf in self.named()]
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Tree":
-        """The same containers with another tensor in the place of each."""
-        return Tree(mapped(function, self.value))
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        return type(self)(mapped(function, self.value))
 
     def with_leaves(self, leaves: Sequence[Tensor]) -> "Tree":
         """The same containers with these tensors."""
@@ -79,20 +99,8 @@ class Tree:
         """The device of all tensors."""
         return self.leaves()[0].device
 
-    def to(self, device: torch.device) -> "Tree":
-        """The same on a device."""
-        return self.map(lambda leaf: leaf.to(device))
 
-    def clone(self) -> "Tree":
-        """The same in memory of its own."""
-        return self.map(Tensor.clone)
-
-    def detach(self) -> "Tree":
-        """The same without a graph."""
-        return self.map(Tensor.detach)
-
-
-class AtPositions:
+class AtPositions(_Joined):
     """Inputs for outputs (m, …, C) at single positions: of a sequence, or of an image.
 
     Each position is a datum of its own, whose inputs are those of the whole datum and the position.
@@ -127,14 +135,14 @@ class AtPositions:
         return AtPositions(self.whole[self.data], None, self.positions, self.count)
 
     def named(self) -> list[tuple[str, Tensor]]:
-        """The tensors (n, ...) with words for their places."""
         whole = self.alone().whole
         named = [("x", whole)] if isinstance(whole, Tensor) else whole.named()
         return [*named, ("position", self.positions)]
 
-    def leaves(self) -> list[Tensor]:
-        """The tensors (n, ...)."""
-        return [leaf for _, leaf in self.named()]
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        whole = function(self.whole) if isinstance(self.whole, Tensor) else self.whole.map(function)
+        data = None if self.data is None else function(self.data)
+        return type(self)(whole, data, function(self.positions), self.count)
 
     def with_leaves(self, leaves: Sequence[Tensor]) -> "AtPositions":
         """The same containers with these tensors."""
@@ -165,30 +173,16 @@ class AtPositions:
 
     def __getitem__(self, index: Any) -> "AtPositions":
         """Some of the positions, by a slice or by numbers (n,)."""
-        data, positions = self.data, self.positions
         if isinstance(index, Tensor):
-            index = index.to(positions.device)
-        if data is None:
-            return AtPositions(self.whole[index], None, positions[index], self.count)
-        return AtPositions(self.whole, data[index], positions[index], self.count)
+            index = index.to(self.positions.device)
+        if self.data is None:
+            return AtPositions(self.whole[index], None, self.positions[index], self.count)
+        return AtPositions(self.whole, self.data[index], self.positions[index], self.count)
 
     @property
     def device(self) -> torch.device:
         """The device of all tensors."""
         return self.positions.device
-
-    def to(self, device: torch.device) -> "AtPositions":
-        """The same on a device."""
-        data = None if self.data is None else self.data.to(device)
-        return AtPositions(self.whole.to(device), data, self.positions.to(device), self.count)
-
-    def clone(self) -> "AtPositions":
-        """The same in memory of its own."""
-        return AtPositions(self.whole.clone(), self.data, self.positions.clone(), self.count)
-
-    def detach(self) -> "AtPositions":
-        """The same without a graph."""
-        return AtPositions(self.whole.detach(), self.data, self.positions, self.count)
 
 
 Inputs = Tensor | Tree | AtPositions
@@ -399,14 +393,9 @@ def noted_calls(
 
 
 def output_layer(model: nn.Module, x: Tensor | Tree) -> tuple[object, nn.Linear | None]:
-    """Call a model, and find the linear layer whose result it returns.
+    """Return what a model returns, and the linear layer that makes it, or None.
 
-    Args:
-        model: Any.
-        x: Inputs.
-
-    Returns:
-        What the model returns, and the layer, which it calls once with one argument; or None.
+    The model calls that layer once, with one argument.
     """
     seen: dict[nn.Linear, list[tuple[int, Any]]] = {}
 
@@ -469,11 +458,7 @@ def arguments(model: nn.Module, value: Any) -> tuple[tuple[Any, ...], dict[str, 
 
 
 class Transparent(nn.Module):
-    """A module around a model, with its parameters, buffers, submodules and mode, by its names.
-
-    Args:
-        model: Any.
-    """
+    """A module around a model, with its parameters, buffers, submodules and mode, by its names."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -504,14 +489,10 @@ def inside(module: Transparent) -> nn.Module:
 
 
 def bare_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Names in a model without the parts that ``DataParallel`` and ``torch.compile`` add.
+    """Return names without the parts that ``DataParallel`` and ``torch.compile`` add, by name.
 
-    Args:
-        model: Any module, wrapped or with wrapped modules.
-        names: Names of its parameters, buffers or modules.
-
-    Returns:
-        The name of the same tensor or module in the model without wrappers, by its name.
+    ``names`` are those of a model's parameters, buffers or modules; the model may be wrapped, or
+    have wrapped modules.
     """
     # By their paths, as a user's own submodule may have the name ``module`` too.
     wrapped = {
@@ -545,14 +526,9 @@ def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[st
 
 
 def with_bare_names(model: nn.Module, state: Any) -> Any:
-    """A state, in which names of a wrapped model's tensors are replaced by their ``bare_names``.
+    """Return a state in which names of a wrapped model's tensors are their ``bare_names``.
 
-    Args:
-        model: The model.
-        state: Dictionaries, lists, tuples and whatever they hold.
-
-    Returns:
-        The same containers with other keys and texts; the state itself if nothing is wrapped.
+    It is dictionaries, lists, tuples and whatever they hold; the same state if nothing is wrapped.
     """
     buffers = (name for name, _ in model.named_buffers(remove_duplicate=False))
     names = bare_names(model, [*model.state_dict(), *buffers])

@@ -17,12 +17,11 @@ from evigrad.blocks.samplers import check_sampler
 from evigrad.core.names import DEFAULT_ESTIMATOR
 from evigrad.errors import ConfigurationError, nearest, require
 from evigrad.evidence import Evidence
+from evigrad.hosted import HostedLearner, as_pair, loader_of_pairs
 from evigrad.likelihoods import Likelihood
 from evigrad.passes.settings import Memory
 from evigrad.priors import GaussianPrior
-from evigrad.training.hosted import HostedLearner, as_pair, loader_of_pairs
-from evigrad.training.learner import round_columns
-from evigrad.training.metrics import Row, known
+from evigrad.training.history import Row, known, round_columns
 from evigrad.training.settings import Laplace, Optimization, Schedule, Settings
 
 __all__ = ["EvidenceCallback"]

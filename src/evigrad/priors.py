@@ -56,7 +56,8 @@ class NormalHyperprior:
 class GaussianPrior(nn.Module):
     """A Gaussian N(w₀, P0⁻¹) over the weights with mean w₀ and diagonal precision P0.
 
-    It has no parameters until ``bind``, which ``Evidence`` calls, gives it the weights.
+    It has no parameters until ``bind``, which ``Evidence`` calls, gives it the weights. Before that
+    all other methods raise a ConfigurationError.
 
     With ``mean="initial"`` weights are drawn to the values that they have then, for fine-tuning:
     the larger a learned precision, the closer they stay to the pretrained ones. With
@@ -180,12 +181,17 @@ class GaussianPrior(nn.Module):
             return
         names, group_of = self._assign(shapes)
         self._check_groups(names)
-        initial = self._initial(names, shapes)
         means = {
             name: weights[name].detach() if isinstance(value, str) else value
             for name, value in self._assigned_means(shapes, names, group_of).items()
         }
         self._shapes, self.group_names, self.group_of = shapes, names, group_of
+        count = len(names) or sum(shape.numel() for shape in shapes.values())
+        if isinstance(precision := self._precision, dict):
+            logs = [math.log(precision[name]) for name in names]
+            initial = torch.tensor(logs, dtype=torch.float64, device="cpu")
+        else:
+            initial = torch.full((count,), math.log(precision), dtype=torch.float64, device="cpu")
         self._set(initial.to(device, dtype))
         self._set_means(list(means), [m.to(device, dtype) for m in means.values()])
         self.log_hyperprior()  # raises its errors now and not at the first step
@@ -201,15 +207,6 @@ class GaussianPrior(nn.Module):
         owners = assign(list(shapes), self._patterns, "the prior")
         order = list(self._patterns)
         return order, {name: order.index(group) for name, group in owners.items()}
-
-    def _initial(self, names: Sequence[str], shapes: Mapping[str, torch.Size]) -> Tensor:
-        precision = self._precision
-        count = len(names) or sum(shape.numel() for shape in shapes.values())
-        if not isinstance(precision, dict):
-            return torch.full((count,), math.log(precision), dtype=torch.float64, device="cpu")
-        return torch.tensor(
-            [math.log(precision[n]) for n in names], dtype=torch.float64, device="cpu"
-        )
 
     def _check_groups(self, names: Sequence[str]) -> None:
         """Refuse settings by group that name others than the prior's."""
@@ -285,13 +282,9 @@ class GaussianPrior(nn.Module):
     # ------------------------------------------------------------------ what it says
 
     def precisions(self) -> dict[str, Tensor]:
-        """The precision of each weight tensor, differentiable in ``log_precision``.
+        """Return the precision of each weight tensor by name, differentiable in ``log_precision``.
 
-        Returns:
-            0-dimensional tensors by name; of the weight's shape if diagonal.
-
-        Raises:
-            ConfigurationError: If the prior is not bound.
+        They are 0-dimensional, or of the weight's shape if diagonal.
         """
         precision = self._log_precisions().exp()
         if self.structure == "diagonal":
@@ -302,14 +295,7 @@ class GaussianPrior(nn.Module):
         return {name: groups[self.group_of[name]] for name in self._shapes}
 
     def means(self) -> dict[str, Tensor]:
-        """The mean w₀ of each weight tensor whose mean is not zero.
-
-        Returns:
-            Tensors of the weights' shapes by name; none for ``mean="zero"``.
-
-        Raises:
-            ConfigurationError: If the prior is not bound.
-        """
+        """The mean w₀ of each weight tensor whose mean is not zero, in its shape, by name."""
         self._log_precisions()
         if self._means is None:
             return {}
@@ -319,28 +305,12 @@ class GaussianPrior(nn.Module):
         return {name: part.view(shape) for name, part, shape in named}
 
     def deviations(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The deviations w − w₀ of weights from the mean, differentiable in the weights.
-
-        Args:
-            weights: The weights by name, as bound.
-
-        Returns:
-            Tensors of the weights' shapes by name; the weights themselves where w₀ is zero.
-
-        Raises:
-            ConfigurationError: If the prior is not bound.
-        """
+        """The deviations w − w₀ of the bound weights by name, differentiable in the weights."""
         means = self.means()
         return {name: w - means[name] if name in means else w for name, w in weights.items()}
 
     def quadratic(self, weights: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """The quadratic form (w − w₀)ᵀ P0 (w − w₀), differentiable in weights and precisions.
-
-        Args:
-            weights: The weights by name, as bound.
-
-        Returns:
-            A scalar.
+        """Return (w − w₀)ᵀ P0 (w − w₀), differentiable in the weights by name and in precisions.
 
         Raises:
             ConfigurationError: If these are not the bound weights.
@@ -356,14 +326,7 @@ class GaussianPrior(nn.Module):
         return torch.stack(terms).sum()
 
     def log_det(self) -> Float[Tensor, ""]:
-        """The log-determinant log|P0|, differentiable in ``log_precision``.
-
-        Returns:
-            A scalar.
-
-        Raises:
-            ConfigurationError: If the prior is not bound.
-        """
+        """The log-determinant log|P0|, differentiable in ``log_precision``."""
         log_precision = self._log_precisions()
         if self.structure == "diagonal":
             return log_precision.sum()
@@ -373,13 +336,10 @@ class GaussianPrior(nn.Module):
         return (log_precision * log_precision.new_tensor(counts)).sum()
 
     def log_hyperprior(self) -> Float[Tensor, ""]:
-        """The log density of the log precisions, in nats; 0 without a hyperprior.
-
-        Returns:
-            A scalar.
+        """Return the log density of the log precisions, in nats; 0 without a hyperprior.
 
         Raises:
-            ConfigurationError: If the prior is not bound, or the hyperprior returns no scalar.
+            ConfigurationError: If the hyperprior returns no scalar.
         """
         log_precision = self._log_precisions()
         if self.hyperprior is None:
@@ -390,25 +350,12 @@ class GaussianPrior(nn.Module):
         return value
 
     def constant_groups(self) -> dict[str, str]:
-        """The group of each weight tensor whose precision is one number; empty if diagonal.
-
-        Returns:
-            The group's name by the tensor's.
-
-        Raises:
-            ConfigurationError: If the prior is not bound.
-        """
+        """The group of each weight tensor, by their names; empty if diagonal."""
         self._log_precisions()
         return {name: self.group_names[index] for name, index in self.group_of.items()}
 
     def group_name(self, name: str) -> str:
-        """The group that a weight tensor is in.
-
-        Args:
-            name: The tensor's name.
-
-        Returns:
-            The group's name; the weight's own if diagonal.
+        """Return the name of the group that a weight tensor is in; its own name if diagonal.
 
         Raises:
             ConfigurationError: If there is no such weight.
@@ -492,7 +439,6 @@ class GaussianPrior(nn.Module):
             destination[f"{prefix}log_precision"] = values if keep_vars else values.detach()
 
     def extra_repr(self) -> str:
-        """Return the text that ``print`` shows."""
         groups = f", groups={self.group_names}" if self.structure == "groups" else ""
         means = ", ".join(f"{key!r}: {_in_words(setting)}" for key, setting in self._mean.items())
         mean = f", mean={{{means}}}" if any(m is not None for m in self._mean.values()) else ""
@@ -510,20 +456,17 @@ def _positive(value: object, what: str) -> float:
 
 
 def _checked_learnable(learnable: object, structure: str) -> bool | dict[str, bool]:
-    if isinstance(learnable, Mapping):
-        if structure == "diagonal":
-            raise ConfigurationError("A diagonal prior has no groups: learnable is True or False.")
-        return {name: _bool(value, f"['{name}']") for name, value in learnable.items()}
-    return _bool(learnable, "")
-
-
-def _bool(value: object, which: str) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigurationError(
-            f"learnable{which} is True or False, not {value!r}; a mapping says so for groups by"
-            " name, as {'head': False}."
-        )
-    return value
+    is_mapping = isinstance(learnable, Mapping)
+    if is_mapping and structure == "diagonal":
+        raise ConfigurationError("A diagonal prior has no groups: learnable is True or False.")
+    settings = {f"['{k}']": v for k, v in learnable.items()} if is_mapping else {"": learnable}
+    for which, value in settings.items():
+        if not isinstance(value, bool):
+            raise ConfigurationError(
+                f"learnable{which} is True or False, not {value!r}; a mapping says so for groups by"
+                " name, as {'head': False}."
+            )
+    return dict(learnable) if is_mapping else bool(learnable)
 
 
 def _checked_mean(mean: object) -> dict[str, str | Tensor | None]:

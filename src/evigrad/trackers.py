@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from evigrad.errors import require
-from evigrad.training.metrics import known
+from evigrad.training.history import known
 
 __all__ = ["MLflow", "TensorBoard", "Tracker", "WandB", "numbers"]
 
@@ -25,14 +25,7 @@ _AT_ONCE = 1000
 
 
 def numbers(row: Mapping[str, int | float | None]) -> dict[str, float]:
-    """The numbers of a row that were computed in it, without what counts the rows.
-
-    Args:
-        row: A row of a history.
-
-    Returns:
-        Its values by name.
-    """
+    """The numbers of a row of a history that were computed in it, without what counts the rows."""
     return {name: value for name, value in known(row).items() if name not in COUNTERS}
 
 
@@ -93,13 +86,11 @@ class TensorBoard(Tracker):
         self._writer = writer.SummaryWriter(str(folder))
 
     def write(self, values: dict[str, float], count: int) -> None:
-        """Write the numbers of one row to the disk."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, count)
         self._writer.flush()
 
     def close(self, *, failed: bool = False) -> None:
-        """Close the file."""
         self._writer.close()
 
 
@@ -124,11 +115,9 @@ class WandB(Tracker):
         self._run = wandb.init(dir=str(folder), mode=mode, **settings)
 
     def write(self, values: dict[str, float], count: int) -> None:
-        """Write the numbers of one row."""
         self._run.log(values, step=count)
 
     def close(self, *, failed: bool = False) -> None:
-        """Finish the run."""
         self._run.finish(exit_code=int(failed))
 
 
@@ -160,21 +149,15 @@ class MLflow(Tracker):
         self._metric = mlflow.entities.Metric
         uri = store.absolute().as_uri() if isinstance(store, Path) else store
         self._client = mlflow.MlflowClient(tracking_uri=uri)
-        existing_experiment = self._client.get_experiment_by_name(experiment)
-        number = (
-            existing_experiment.experiment_id
-            if existing_experiment
-            else self._client.create_experiment(experiment)
-        )
+        existing = self._client.get_experiment_by_name(experiment)
+        number = existing.experiment_id if existing else self._client.create_experiment(experiment)
         self._run = self._client.create_run(number, run_name=name).info.run_id
 
     def write(self, values: dict[str, float], count: int) -> None:
-        """Write the numbers of one row."""
         now = int(time.time() * 1000)
         metrics = [self._metric(name, value, now, count) for name, value in values.items()]
         for start in range(0, len(metrics), _AT_ONCE):
             self._client.log_batch(self._run, metrics[start : start + _AT_ONCE])
 
     def close(self, *, failed: bool = False) -> None:
-        """End the run."""
         self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")

@@ -18,16 +18,17 @@ from evigrad.blocks.anchors import Anchoring
 from evigrad.core.names import DEFAULT_ESTIMATOR
 from evigrad.errors import ConfigurationError, EvigradWarning, require
 from evigrad.evidence import Evidence
+from evigrad.files import replacing
+from evigrad.hosted import HostedLearner, as_pair, loader_of_pairs
 from evigrad.inputs import as_inputs
 from evigrad.likelihoods import Likelihood
 from evigrad.likelihoods.calls import log_probabilities
 from evigrad.likelihoods.positions import flattened
+from evigrad.measure.metrics import probe_outputs
 from evigrad.network.modes import evaluation_mode
 from evigrad.passes.settings import Memory
 from evigrad.priors import GaussianPrior
-from evigrad.training.files import replacing
-from evigrad.training.hosted import HostedLearner, as_pair, loader_of_pairs
-from evigrad.training.metrics import Row, headlines, probe_outputs
+from evigrad.training.history import Row, headlines
 from evigrad.training.settings import Laplace, Optimization, Schedule, Settings
 
 __all__ = ["EvidenceCallback"]

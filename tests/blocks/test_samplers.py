@@ -17,7 +17,7 @@ from torch.utils.data import (
 
 from evigrad.blocks.sources import as_source
 from evigrad.errors import EvigradWarning, InputError
-from evigrad.training.hosted import as_pair, loader_of_pairs
+from evigrad.hosted import as_pair, loader_of_pairs
 
 N = 7
 DATA = TensorDataset(torch.arange(N)[:, None].float(), torch.arange(N))

@@ -143,10 +143,10 @@ def test_a_number_of_bytes_in_a_file(capsys, tmp_path):
 
 def test_map_alone(capsys, tmp_path):
     plain = "--data digits --subset 60 --model mlp --epochs 4 --no-progress --device cpu".split()
-    run("train", *plain, "--estimator", "map", "--run-dir", tmp_path / "run")
+    run("train", *plain, "--estimator", "none", "--run-dir", tmp_path / "run")
     assert ", learned" not in capsys.readouterr().out
     assert [p.name for p in (tmp_path / "run" / "figures").iterdir()] == ["learning_curves.png"]
-    run("train", *plain, "--estimator", "map", "--compare-map", code=2)
+    run("train", *plain, "--estimator", "none", "--compare-map", code=2)
 
 
 def test_the_default_folder_is_named_for_the_run(tmp_path, monkeypatch):
@@ -181,7 +181,7 @@ def test_make_run_shows_real_data_beside_map(capsys):
 
 def test_the_doctor_lists_every_parameter_and_the_cost(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("evigrad.training.evaluation.SECONDS", 0.01)
+    monkeypatch.setattr("evigrad.measure.judging.SECONDS", 0.01)
     arguments = "--data digits --subset 60 --model mlp --estimator kfac-20-1 --prior scalar"
     run("doctor", *arguments.split(), "--device", "cpu")
     output = capsys.readouterr().out
@@ -195,7 +195,7 @@ def test_the_doctor_lists_every_parameter_and_the_cost(capsys, tmp_path, monkeyp
 
 
 def test_the_doctor_shows_the_micro_batches_that_it_chose(capsys, monkeypatch):
-    monkeypatch.setattr("evigrad.training.evaluation.SECONDS", 0.01)
+    monkeypatch.setattr("evigrad.measure.judging.SECONDS", 0.01)
     arguments = "doctor --data digits --subset 60 --model mlp --estimator kfac-20-1 --device cpu"
     run(*arguments.split(), "--micro-batch", "auto", "--memory-budget", "100kB")
     words = " ".join(capsys.readouterr().out.split())
@@ -273,7 +273,17 @@ def test_the_version(capsys):
             (f"train --flip --model cnn --{name} {10**22}", f"{name} must be at most 1000")
             for name in ("epochs", "steps", "every", "width", "depth", "samples")
         ],
-        ("doctor --estimator map", "name one"),
+        ("doctor --estimator none", "name one"),
+        *[
+            (
+                f"{command} --estimator map",
+                "'map' is no estimator: plain MAP training is estimator=None",
+            )
+            for command in ("train", "doctor")
+        ],
+        ("train --estimator map-noise", "--estimator none --noise-on-loss"),
+        ("train --estimator augerino", "experiments.augerino"),
+        ("train --augerino-weight 0.1", "no option --augerino-weight any more"),
         ("doctor --batch-size 0", "batch_size must be at least 1"),
     ],
 )
@@ -347,19 +357,19 @@ IDLE = [
     ("train --hyper-every 1", "--invariance that is learned", "--invariance rotation"),
     ("train --hyper-lr 0.1", "--invariance that is learned", "--invariance rotation"),
     *[
-        (f"train --estimator map --{option}", "estimator", "--estimator kfac-N-C")
+        (f"train --estimator none --{option}", "estimator", "--estimator kfac-N-C")
         for option in (
             *("burn-in 3", "every 2", "steps=7", "prior-blocks 2", "prior-update fixed_point"),
             *("root fisher", "gram-dtype float64"),
             *("hyper-lr 0.1 --invariance shear", "hyper-every 1 --invariance shear"),
         )
     ],
-    ("train --invariance shear --augerino-weight 0.1", "augerino", "--estimator augerino"),
+    ("train --noise-on-loss", "--estimator none", "--estimator none"),
     *[
         (f"train --estimator {name} --{option}", words, mended)
         for option in ("prior-lr 0.3", "prior-lr-min 0")
         for name, words, mended in (
-            ("map", "an --estimator of the evidence", "--estimator kfac-N-C --prior-update adam"),
+            ("none", "an --estimator of the evidence", "--estimator kfac-N-C --prior-update adam"),
             ("kfac-N-C", "--prior-update adam", "--prior-update adam"),
             ("kfac-N-C", "noise", "--likelihood gaussian"),
         )
@@ -390,7 +400,7 @@ def test_every_option_that_needs_others_is_one_of_a_command():
 
 def test_a_file_may_say_more_than_a_run_has_use_for(capsys, tmp_path):
     file = tmp_path / "c.yaml"
-    file.write_text("burn_in: 3\nsharing: reduce\nestimator: map\nmodel: digitnet\n")
+    file.write_text("burn_in: 3\nsharing: reduce\nestimator: none\nmodel: digitnet\n")
     run("train", "--config", file, code=2)
     note, error = capsys.readouterr().err.splitlines()
     assert note.startswith("Of the configuration file, burn_in is of use only with an --estimator")

@@ -83,7 +83,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.chdir(folder)
         patch.setenv("EVIGRAD_DATA", str(folder / "DIR"))
         # Times are no matter here: of few repetitions.
-        patch.setattr("evigrad.training.evaluation.SECONDS", 0.01)
+        patch.setattr("evigrad.measure.judging.SECONDS", 0.01)
         yield folder
 
 

@@ -25,7 +25,7 @@ from training.interrupted import assert_same_runs, dying_at_call, killed
 
 from evigrad.cli import main, train
 from evigrad.evidence import Evidence
-from evigrad.training import Run
+from evigrad.training import Trainer
 
 QUICK = (
     "--data digits --subset 60 --model mlp --estimator ntk-20-1 --epochs 4 --burn-in 2 --every 2"
@@ -59,7 +59,7 @@ def whole(tmp_path_factory) -> Path:
 MOMENTS: dict[str, tuple[Any, str, int]] = {
     "before the first epoch": (Evidence, "map_loss", 1),
     "in the MAP baseline": (Evidence, "map_loss", 3),
-    "between the two runs": (Run, "train", 2),
+    "between the two runs": (Trainer, "train", 2),
     "after the baseline": (Evidence, "map_loss", 5),
     "in a round": (Evidence, "backward", 3),
     "in the last evaluation": (train, "evaluate_evidence", 2),
@@ -164,9 +164,9 @@ def test_the_configuration_has_the_threads_and_not_the_folder_to_resume(whole):
 
 def send(number: signal.Signals, epoch: int, times: int = 1) -> Callable[..., Any]:
     """An epoch in the middle of which a signal arrives."""
-    one_epoch = Run._epoch
+    one_epoch = Trainer.epoch
 
-    def interrupted(self: Run, number_of_epoch: int) -> Any:
+    def interrupted(self: Trainer, number_of_epoch: int) -> Any:
         if number_of_epoch == epoch:
             for _ in range(times):
                 os.kill(os.getpid(), number)
@@ -180,7 +180,7 @@ def test_a_signal_ends_the_epoch_and_says_how_to_go_on(
     number, code, capfd, monkeypatch, tmp_path, whole
 ):
     folder, before = tmp_path / "a run", signal.getsignal(number)
-    monkeypatch.setattr(Run, "_epoch", send(number, 3))
+    monkeypatch.setattr(Trainer, "epoch", send(number, 3))
     run("train", *QUICK, "--no-figures", "--run-dir", folder, code=code)
     words = capfd.readouterr().err
     assert "Stopping after this epoch; once more to stop at once." in words
@@ -194,7 +194,7 @@ def test_a_signal_ends_the_epoch_and_says_how_to_go_on(
 
 
 def test_a_second_signal_ends_it_at_once(capfd, monkeypatch, tmp_path, whole):
-    monkeypatch.setattr(Run, "_epoch", send(signal.SIGINT, 3, times=2))
+    monkeypatch.setattr(Trainer, "epoch", send(signal.SIGINT, 3, times=2))
     options = ("--no-figures", "--checkpoint-every", 1, "--run-dir", tmp_path / "run")
     run("train", *QUICK, *options, code=130)
     assert "error: Interrupted. To go on: evigrad train" in " ".join(capfd.readouterr().err.split())
@@ -205,7 +205,7 @@ def test_a_second_signal_ends_it_at_once(capfd, monkeypatch, tmp_path, whole):
 
 
 def test_a_signal_in_the_last_epoch_keeps_the_run_that_it_ended(monkeypatch, tmp_path, whole):
-    monkeypatch.setattr(Run, "_epoch", send(signal.SIGINT, 4))
+    monkeypatch.setattr(Trainer, "epoch", send(signal.SIGINT, 4))
     run("train", *QUICK, "--no-figures", "--run-dir", tmp_path / "run", code=130)
     assert (tmp_path / "run" / "map" / "checkpoint.pt").exists()
     monkeypatch.undo()

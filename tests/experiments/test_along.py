@@ -12,9 +12,9 @@ from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Categorical
 from evigrad.likelihoods.weighted import Weighted
 from evigrad.priors import GaussianPrior
-from evigrad.training import time_steps
 from experiments import along
 from experiments.along import curves_along, evidence_along, make_grid, served_together
+from experiments.times import time_steps
 
 
 @pytest.fixture
@@ -271,7 +271,7 @@ def test_half_precision_has_a_kernel_in_single(evidence, images):
 
 
 def test_times_are_positive(evidence, images, monkeypatch):
-    monkeypatch.setattr("evigrad.training.evaluation.SECONDS", 0.0)
+    monkeypatch.setattr("evigrad.measure.judging.SECONDS", 0.0)
     found = time_steps(evidence, images, batch_size=4, steps=2)
     # An estimate has its part of the draw that its round begins with.
     assert found.estimate > found.draw / 2 > 0 and found.step > 0

@@ -24,7 +24,7 @@ QUICK = (
 
 @pytest.fixture(autouse=True)
 def quick_times(monkeypatch):
-    monkeypatch.setattr("evigrad.training.evaluation.SECONDS", 0.01)
+    monkeypatch.setattr("evigrad.measure.judging.SECONDS", 0.01)
 
 
 def run(*arguments, code=0):

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from small_experiments import BOUNDS, GRID, TRAINING, bounds
 
+from evigrad.cli.parser import NO_ESTIMATOR
 from evigrad.cli.train import SETTINGS
 from evigrad.errors import ConfigurationError
 from evigrad.training import Settings
@@ -21,6 +22,7 @@ from experiments.definition import (
     paper_experiments,
     read_experiment,
 )
+from experiments.trainings import train_options
 
 NEEDED = {
     *("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "fig_grouped", "fig_pareto_prior"),
@@ -192,9 +194,11 @@ def test_all_jobs_of_the_paper_have_settings_that_fit(name, preset):
     for job in jobs:
         config = job.training
         if job.kind == "train" and config["seed"] == experiment.seeds[0]:
-            given = {k: v for k, v in config.items() if k in SETTINGS} | {
-                "likelihood": "categorical"
-            }
+            options = train_options(config)
+            given = {k: v for k, v in options.items() if k in SETTINGS}
+            given["likelihood"] = "categorical"
+            if given["estimator"] == NO_ESTIMATOR:
+                given["estimator"] = None
             learned = ("invariance",) if config["invariance"] else ()
             Settings(**grouped(given | {"hyperparameters": learned, "checkpoint_every": None}))
             assert has_network(*(config[n] for n in ("data", "model", "depth", "width")))

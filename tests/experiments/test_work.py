@@ -12,7 +12,7 @@ from small_experiments import TRAINING, bounds, place_in
 
 from evigrad.cli import main
 from evigrad.errors import ConfigurationError
-from evigrad.training.files import sole_writer
+from evigrad.files import sole_writer
 from experiments import runner
 from experiments.jobs import Store, evaluation, timing, training
 from experiments.present import present, state_of
@@ -62,7 +62,7 @@ def test_an_evaluation_is_that_of_the_trained_network(done):
 
 def test_times_are_positive(done, monkeypatch):
     place, job = done
-    monkeypatch.setattr("evigrad.training.evaluation.SECONDS", 0.01)
+    monkeypatch.setattr("evigrad.measure.judging.SECONDS", 0.01)
     found = perform(timing(job), place)
     # An estimate has its part of the draw that its round begins with.
     assert found["estimate_seconds"] > found["draw_seconds"] / job.training["steps"] > 0
@@ -92,22 +92,22 @@ def test_nothing_is_done_twice_and_the_folder_can_be_moved(done, tmp_path):
 
 
 def test_an_interrupted_training_goes_on(done, tmp_path, monkeypatch):
-    from evigrad.training.loop import Loop
+    from evigrad.training import Trainer
 
     place, job = place_in(tmp_path), done[1]
-    real = Loop.train_epoch
+    real = Trainer.train_weights
 
     def stop(self, epoch):
         if epoch == 3:
             raise KeyboardInterrupt
         return real(self, epoch)
 
-    monkeypatch.setattr(Loop, "train_epoch", stop)
+    monkeypatch.setattr(Trainer, "train_weights", stop)
     with pytest.raises(KeyboardInterrupt):
         run([job], place)
     store = Store(place.results)
     assert store.result(job) is None and store.folder(job).exists()
-    monkeypatch.setattr(Loop, "train_epoch", real)
+    monkeypatch.setattr(Trainer, "train_weights", real)
     assert run([job], place) == []
     whole = result_of(done[0], job)
     assert result_of(place, job)["test"] == whole["test"]

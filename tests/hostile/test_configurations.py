@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from evigrad.cli import main, train
 from evigrad.cli.train import make_parser
+from evigrad.configuration import LONGEST, check_plain
 from evigrad.errors import ConfigurationError
-from evigrad.training.configuration import LONGEST, check_plain
 
 VALID = Path("experiments/mnist5k.yaml").read_bytes()
 OPTIONS = sorted(make_parser().get_defaults().as_dict())

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from evigrad.training.metrics import MetricsFile
+from evigrad.training.history import MetricsFile
 
 TIMES = "seconds"
 # What may differ between runs that are the same.

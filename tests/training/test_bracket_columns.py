@@ -4,14 +4,15 @@ import pytest
 from training.small_runs import SMALL, net
 
 from evigrad.errors import ConfigurationError
-from evigrad.training import evaluate_evidence, fit, run
+from evigrad.measure import evaluate_evidence
+from evigrad.training import fit, history
 from evigrad.training.progress import summary
 from evigrad.training.settings import grouped
 
 
-@pytest.mark.parametrize("estimator", ["map", "kfac-20-1", "ntk-20-rows-anchored"])
+@pytest.mark.parametrize("estimator", [None, "kfac-20-1", "ntk-20-rows-anchored"])
 def test_bounds_on_the_evidence_of_any_run(blobs, estimator, monkeypatch):
-    monkeypatch.setattr(run, "BRACKET_ROWS", 60)
+    monkeypatch.setattr(history, "BRACKET_ROWS", 60)
     given = {**SMALL, "estimator": estimator, "bracket_every": 4}
     result = fit(net(), blobs[0], **grouped(given))
     known = [row for row in result.history if row["bracket_lower"] is not None]
@@ -29,7 +30,7 @@ def test_bounds_on_the_evidence_of_any_run(blobs, estimator, monkeypatch):
 
 
 def test_bounds_change_nothing_in_a_run(blobs, monkeypatch):
-    monkeypatch.setattr(run, "BRACKET_ROWS", 20)
+    monkeypatch.setattr(history, "BRACKET_ROWS", 20)
     given = {**SMALL, "estimator": "ntk-20-rows-anchored"}
     plain = fit(net(), blobs[0], **grouped(given)).history
     beside = fit(net(), blobs[0], **grouped(dict(**given, bracket_every=1))).history

@@ -12,6 +12,7 @@ from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
 from evigrad.training import FitResult, fit
+from evigrad.training.plan import plan_schedule
 from evigrad.training.settings import grouped
 
 Data = tuple[Tensor, Tensor]
@@ -50,7 +51,7 @@ def regression(num_data: int = 12, **options: Any) -> FitResult:
 def test_epochs_follow_from_steps_and_the_rest_from_epochs(num_data, named, planned):
     epochs, burn_in, every = named
     schedule = Schedule(epochs=epochs, burn_in=burn_in, every=every)
-    found = schedule.for_data(num_data)
+    found = plan_schedule(schedule, num_data)
     assert (found.epochs, found.burn_in, found.every) == planned
 
 
@@ -104,7 +105,7 @@ def test_what_was_said_is_refused_with_the_way_out(options: dict[str, Any], word
 
 
 def test_map_learns_its_noise_by_maximum_likelihood():
-    result = regression(80, estimator="map-noise", epochs=250, lr=0.02)
+    result = regression(80, estimator=None, noise_on_loss=True, epochs=250, lr=0.02)
     noise = result.evidence.hyperparameters()["likelihood.log_noise"].exp().item()
     assert noise == pytest.approx(math.sqrt(result.train_metrics["squared_error"]), rel=0.02)
     assert noise != pytest.approx(1.0, rel=0.1)
@@ -114,8 +115,9 @@ def test_map_learns_its_noise_by_maximum_likelihood():
 
 
 def test_noise_that_is_not_there_cannot_be_learned():
+    settings: dict[str, Any] = grouped({"estimator": None, "noise_on_loss": True})
     for likelihood in ("categorical", Gaussian(learnable=False)):
         x, y = data_of(3)
         data = (x, y.argmax(1) if likelihood == "categorical" else y)
-        with pytest.raises(ConfigurationError, match="to learn: say map"):
-            fit(net(3), data, likelihood=likelihood, estimator="map-noise", progress=False)
+        with pytest.raises(ConfigurationError, match="to learn. Remove noise_on_loss"):
+            fit(net(3), data, likelihood=likelihood, **settings, progress=False)

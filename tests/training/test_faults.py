@@ -22,8 +22,9 @@ from evigrad.errors import (
 )
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import Categorical
+from evigrad.measure import metrics
 from evigrad.passes.sweep import MicroBatchSweep
-from evigrad.training import RunDirectory, fit, metrics
+from evigrad.training import RunDirectory, fit, read_metrics
 from evigrad.training.settings import grouped
 
 # The words of PyTorch's allocators.
@@ -94,7 +95,7 @@ def test_a_batch_without_a_finite_loss_or_gradient_is_skipped_and_counted(fault,
         result = train("map", blobs, tmp_path / "run")
     assert counts(result)["skipped_batches"] == [0, 1, 0, 0, 0]
     assert all(w.isfinite().all() for w in result.model.parameters())
-    rows = metrics.read_metrics(tmp_path / "run" / "metrics.csv")
+    rows = read_metrics(tmp_path / "run" / "metrics.csv")
     assert [row["skipped_batches"] for row in rows] == [0, 1, 0, 0, 0]
 
     def skip(optimizer: Any, *given: Any) -> Any:

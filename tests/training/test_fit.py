@@ -10,10 +10,12 @@ from torch.utils.data import TensorDataset
 
 from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, InputError
 from evigrad.likelihoods import Gaussian
+from evigrad.measure import evaluate_evidence
 from evigrad.priors import GaussianPrior
-from evigrad.training import evaluate_evidence, fit, read_metrics
-from evigrad.training.run import is_evaluated
-from evigrad.training.settings import BURN_IN_DECAY, grouped
+from evigrad.training import fit, read_metrics
+from evigrad.training.plan import BURN_IN_DECAY
+from evigrad.training.settings import grouped
+from evigrad.training.trainer import is_evaluated
 
 SMALL: dict[str, Any] = {
     "estimator": "ntk-20-1",

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from loops import loop_of
 from torch import Tensor, nn
+from trainers import trainer_of
 
 from evigrad import Optimization, Schedule, fit
 from evigrad.errors import ConfigurationError
@@ -15,7 +15,7 @@ from evigrad.models import fixup_scalars, make_model
 from evigrad.training import optimizers
 from evigrad.training.optimizers import cosine
 
-SMALL: dict[str, Any] = {"estimator": "map", "epochs": 4, "lr": 0.01, "lr_min": 0.0001}
+SMALL: dict[str, Any] = {"estimator": None, "epochs": 4, "lr": 0.01, "lr_min": 0.0001}
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +33,14 @@ def test_scalars_have_a_tenth_of_the_rate_all_along(images, optimizer):
     # Also where the network lies within another module.
     model = Averaged(resnet(), AffineInvariance(0.1), num_samples=1)
     changes = {"hyperparameters": ["invariance"], "optimizer": optimizer}
-    loop = loop_of(model, images, **SMALL, **changes)
-    weights, scalars = loop.weight_optimizer.param_groups
+    trainer = trainer_of(model, images, **SMALL, **changes)
+    weights, scalars = trainer.weight_optimizer.param_groups
     slow = {id(p) for p in fixup_scalars(model).values()}
     assert {id(p) for p in scalars["params"]} == slow
     held = [id(p) for p in (*weights["params"], *scalars["params"])]
-    assert sorted(held) == sorted(id(w) for w in loop.evidence.weights().values())
+    assert sorted(held) == sorted(id(w) for w in trainer.evidence.weights().values())
     for epoch in range(1, 5):
-        loop._set_weight_rates(epoch)
+        trainer._set_rates(epoch)
         rate = cosine((epoch - 1) / 4, 0.01, 0.0001)
         assert weights["lr"] == pytest.approx(rate)
         assert scalars["lr"] == pytest.approx(rate / 10)
@@ -51,9 +51,9 @@ def test_a_step_of_sgd_goes_a_tenth_as_far(images, monkeypatch):
     for factor in (1.0, 0.1):
         model = resnet()
         monkeypatch.setattr(optimizers, "SCALAR_RATE", factor)
-        loop = loop_of(model, images, **SMALL, optimizer="sgd")
+        trainer = trainer_of(model, images, **SMALL, optimizer="sgd")
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
-        loop.train_epoch(1)
+        trainer.train_weights(1)
         steps[factor] = {n: p.detach() - before[n] for n, p in model.named_parameters()}
     scalars = fixup_scalars(resnet())
     assert any(float(steps[1.0][name].abs()) > 0 for name in scalars)
@@ -64,23 +64,23 @@ def test_a_step_of_sgd_goes_a_tenth_as_far(images, monkeypatch):
 
 def test_other_networks_and_optimisers_have_one_group(images):
     model = make_model("mlp", (1, 8, 8), 3, seed=0)
-    assert len(loop_of(model, images, **SMALL).weight_optimizer.param_groups) == 1
+    assert len(trainer_of(model, images, **SMALL).weight_optimizer.param_groups) == 1
 
     def own(weights):
         return torch.optim.SGD(weights.values(), lr=0.01)
 
-    loop = loop_of(resnet(), images, **SMALL, optimizer=own)
-    assert len(loop.weight_optimizer.param_groups) == 1
+    trainer = trainer_of(resnet(), images, **SMALL, optimizer=own)
+    assert len(trainer.weight_optimizer.param_groups) == 1
 
 
 def test_scalars_that_are_frozen_or_hyperparameters_are_nobodys(images):
     model = resnet()
     names = list(fixup_scalars(model))
     model.get_parameter(names[0]).requires_grad_(False)
-    loop = loop_of(model, images, **SMALL, hyperparameters=[names[1]])
-    held = {id(p) for group in loop.weight_optimizer.param_groups for p in group["params"]}
+    trainer = trainer_of(model, images, **SMALL, hyperparameters=[names[1]])
+    held = {id(p) for group in trainer.weight_optimizer.param_groups for p in group["params"]}
     assert not held & {id(model.get_parameter(name)) for name in names[:2]}
-    assert len(loop.weight_optimizer.param_groups[1]["params"]) == len(names) - 2
+    assert len(trainer.weight_optimizer.param_groups[1]["params"]) == len(names) - 2
 
 
 def test_cosine_starts_ends_and_halves_where_it_should():
@@ -95,7 +95,7 @@ def test_adam_refuses_float16_before_training_and_other_optimisers_do_not():
     x, y = torch.linspace(-1, 1, 20)[:, None].half(), torch.linspace(-1, 1, 20)[:, None]
     model = nn.Linear(1, 1).half()
     before = model.weight.detach().clone()
-    arguments: dict[str, Any] = {"likelihood": "gaussian", "estimator": "map", "progress": False}
+    arguments: dict[str, Any] = {"likelihood": "gaussian", "estimator": None, "progress": False}
     schedule = Schedule(epochs=2)
     with pytest.raises(ConfigurationError, match=r"float16: 'weight', 'bias'.*model.float\(\)"):
         fit(model, (x, y), schedule=schedule, **arguments)

@@ -52,8 +52,8 @@ def test_what_was_killed_while_it_computed_ends_the_same(case, blobs, tmp_path, 
             )
     train(case, blobs, folder, seed=9, resume=True)
     assert_same_runs(folder, whole(case))
-    # Baselines take no gradient of the evidence to die in.
-    assert deaths == (1 if case in ("map", "Augerino") else 2)
+    # Plain training takes no gradient of the evidence to die in.
+    assert deaths == (1 if case.startswith("map") else 2)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +116,22 @@ def test_a_run_from_before_there_were_means_goes_on_with_mean_zero(blobs, tmp_pa
     with pytest.raises(ConfigurationError, match="no weight, this one for '0.weight'"):
         prepare(net(), blobs[0], settings, test=blobs[1]).train(tmp_path / "cut", resume=True)
     train("ntk", blobs, tmp_path / "cut", seed=3, resume=True)
+    assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
+
+
+def test_a_run_by_the_former_name_map_noise_goes_on(blobs, tmp_path):
+    case = "map, learned noise"
+    train(case, blobs, tmp_path / "whole")
+    with dying_at_call(Evidence, "map_loss", 8):
+        assert killed(lambda: train(case, blobs, tmp_path / "cut"))
+    state = torch.load(tmp_path / "cut" / "checkpoint.pt", weights_only=True)
+    del state["settings"]["noise_on_loss"]
+    state["settings"] |= {"estimator": "map-noise", "augerino_weight": 0.01}
+    RunDirectory(tmp_path / "cut", resume=True).write_checkpoint(state)
+    assert load(tmp_path / "cut", net(3)).evidence.likelihood.name == "gaussian"
+    with pytest.raises(ConfigurationError, match="noise_on_loss=True, not False"):
+        train(case, blobs, tmp_path / "cut", resume=True, noise_on_loss=False)
+    train(case, blobs, tmp_path / "cut", seed=3, resume=True)
     assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from loops import learner_of, loop_of
 from torch import Tensor, nn
+from trainers import learner_of, trainer_of
 
 from evigrad.blocks import Block
 from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, MemoryBudgetError
@@ -14,17 +14,11 @@ from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior, NormalHyperprior
 from evigrad.training import fit
 from evigrad.training.fixed_point import FixedPoint
-from evigrad.training.learner import (
-    FIRST_RATE,
-    LAST_RATE,
-    blocks_of_a_round,
-    count_rounds,
-    is_keepable,
-    is_round,
-)
-from evigrad.training.loop import Loop
+from evigrad.training.learner import FIRST_RATE, LAST_RATE, StepGroup
 from evigrad.training.optimizers import cosine, make_hyper_optimizer
+from evigrad.training.rounds import blocks_of_a_round, is_keepable
 from evigrad.training.settings import grouped
+from evigrad.training.trainer import Trainer
 
 SETTINGS: dict[str, Any] = {
     "estimator": "ntk-20-1",
@@ -48,27 +42,27 @@ def regression(blobs) -> tuple[Tensor, Tensor]:
     return x, x[:, :3] + 0.3 * x[:, 1:].flip(0)
 
 
-def prepared(net: nn.Module, data: tuple[Tensor, Tensor], **changes: Any) -> Loop:
-    """The loop of a run that has not started."""
-    return loop_of(net, data, **(SETTINGS | changes))
+def prepared(net: nn.Module, data: tuple[Tensor, Tensor], **changes: Any) -> Trainer:
+    """The trainer of a run that has not started."""
+    return trainer_of(net, data, **(SETTINGS | changes))
 
 
-def hyperparameters_of(loop: Loop) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in loop.evidence.hyperparameters().values()])
+def hyperparameters_of(trainer: Trainer) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.evidence.hyperparameters().values()])
 
 
-def record_passes(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> list[Block]:
+def record_passes(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[Block]:
     """Blocks that are passed over, whether they are kept or not."""
     seen: list[Block] = []
     for name in ("collect", "backward"):
-        method = getattr(loop.evidence, name)
+        method = getattr(trainer.evidence, name)
 
         def record(data, method=method, **keywords):
             if isinstance(data, Block):
                 seen.append(data)
             return method(data, **keywords)
 
-        monkeypatch.setattr(loop.evidence, name, record)
+        monkeypatch.setattr(trainer.evidence, name, record)
     return seen
 
 
@@ -94,22 +88,26 @@ def test_steps_on_kept_blocks_are_steps_on_their_data(
         "estimator": estimator,
         "prior_update": update,
     }
-    loop = prepared(
+    trainer = prepared(
         make_net().double(),
         (regression[0].double(), regression[1].double()),
         prior_blocks=2,
         steps=6,
         **settings,
     )
-    twin = copy.deepcopy(loop.evidence)
-    seen = record_passes(loop, monkeypatch)
-    learned = loop.learn(2)
+    twin = copy.deepcopy(trainer.evidence)
+    seen = record_passes(trainer, monkeypatch)
+    learned = learner_of(trainer).learn(2)
     assert len(seen) == 2
     assert len({int(i) for block in seen for i in block.indices}) == 40  # of one partition
-    assert (len(learned.estimates), learned.is_shared, loop.hyper_steps) == (6, True, 6)
+    assert (len(learned.estimates), learned.is_shared, learner_of(trainer).hyper_steps) == (
+        6,
+        True,
+        6,
+    )
     # By hand: the mean of the gradients on the blocks themselves.
     found = twin.hyperparameters()
-    optimizer = make_hyper_optimizer(found, loop.settings.optimization)
+    optimizer = make_hyper_optimizer(found, trainer.settings.optimization)
     fixed_point = FixedPoint(twin)
     for step in range(6):
         for p in found.values():
@@ -126,26 +124,26 @@ def test_steps_on_kept_blocks_are_steps_on_their_data(
             fixed_point.rate = cosine(step / 12, 0.5, 0.05)
             fixed_point.step()
     by_hand = torch.cat([p.detach().flatten() for p in found.values()])
-    torch.testing.assert_close(hyperparameters_of(loop), by_hand, rtol=1e-8, atol=1e-10)
-    assert all(p.grad is None for p in loop.evidence.hyperparameters().values())
+    torch.testing.assert_close(hyperparameters_of(trainer), by_hand, rtol=1e-8, atol=1e-10)
+    assert all(p.grad is None for p in trainer.evidence.hyperparameters().values())
 
 
 def test_a_block_for_each_step_by_default(make_net, regression, monkeypatch):
-    loop = prepared(make_net(), regression, likelihood=Gaussian(0.7), steps=5)
-    seen = record_passes(loop, monkeypatch)
-    assert not loop.learn(2).is_shared
+    trainer = prepared(make_net(), regression, likelihood=Gaussian(0.7), steps=5)
+    seen = record_passes(trainer, monkeypatch)
+    assert not learner_of(trainer).learn(2).is_shared
     assert len(seen) == 5
 
 
 @pytest.mark.parametrize("estimator", ["ntk-N-C", "kfac-N-C"])
 def test_one_pass_where_every_block_is_the_same(make_net, regression, monkeypatch, estimator):
     """Also with a noise to learn."""
-    loop = prepared(make_net(), regression, likelihood=Gaussian(0.7), estimator=estimator)
-    seen = record_passes(loop, monkeypatch)
-    before = hyperparameters_of(loop)
-    assert loop.learn(2).is_shared
+    trainer = prepared(make_net(), regression, likelihood=Gaussian(0.7), estimator=estimator)
+    seen = record_passes(trainer, monkeypatch)
+    before = hyperparameters_of(trainer)
+    assert learner_of(trainer).learn(2).is_shared
     assert len(seen) == 1
-    assert (hyperparameters_of(loop) != before).all()
+    assert (hyperparameters_of(trainer) != before).all()
 
 
 @pytest.mark.parametrize("estimator", ["ntk-N-C", "blockdiag-N-C", "full-N-C"])
@@ -153,10 +151,10 @@ def test_a_single_step_keeps_no_pass(make_net, regression, monkeypatch, estimato
     """Keeping one would factor its matrices twice: for a trial that no later step needs."""
     settings: dict[str, Any] = {"likelihood": Gaussian(0.7), "estimator": estimator}
     data = (regression[0].double(), regression[1].double())
-    loop = prepared(make_net().double(), data, steps=1, prior_update="fixed_point", **settings)
-    kept = copy.deepcopy(loop.evidence)
-    monkeypatch.setattr(loop.evidence, "collect", None)
-    (estimate,) = loop.learn(2).estimates
+    trainer = prepared(make_net().double(), data, steps=1, prior_update="fixed_point", **settings)
+    kept = copy.deepcopy(trainer.evidence)
+    monkeypatch.setattr(trainer.evidence, "collect", None)
+    (estimate,) = learner_of(trainer).learn(2).estimates
     assert estimate.log_evidence == pytest.approx(
         kept.backward(kept.collect(*data)).log_evidence, rel=1e-10
     )
@@ -167,7 +165,7 @@ def test_steps_share_the_pass_over_their_anchors(
     make_net, regression, monkeypatch, prior_blocks: int | None
 ):
     """As many draws as steps, a step on each; or the mean of some of them again and again."""
-    loop = prepared(
+    trainer = prepared(
         make_net().double(),
         (regression[0].double(), regression[1].double()),
         likelihood=Gaussian(0.7),
@@ -176,9 +174,9 @@ def test_steps_share_the_pass_over_their_anchors(
         steps=4,
         prior_blocks=prior_blocks,
     )
-    twin = copy.deepcopy(loop.evidence)
-    seen = record_passes(loop, monkeypatch)
-    learned = loop.learn(2)
+    twin = copy.deepcopy(trainer.evidence)
+    seen = record_passes(trainer, monkeypatch)
+    learned = learner_of(trainer).learn(2)
     (block,) = seen
     assert block.anchored is not None
     draws = block.anchored.draws
@@ -186,7 +184,7 @@ def test_steps_share_the_pass_over_their_anchors(
     assert learned.is_shared == (prior_blocks is not None)
     # By hand: each draw's own block.
     found = twin.hyperparameters()
-    optimizer = make_hyper_optimizer(found, loop.settings.optimization)
+    optimizer = make_hyper_optimizer(found, trainer.settings.optimization)
     for step in range(4):
         for p in found.values():
             p.grad = None
@@ -201,7 +199,7 @@ def test_steps_share_the_pass_over_their_anchors(
             group["lr"] = cosine(step / 8, group["lr_first"], group["lr_last"])
         optimizer.step()
     by_hand = torch.cat([p.detach().flatten() for p in found.values()])
-    torch.testing.assert_close(hyperparameters_of(loop), by_hand, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(hyperparameters_of(trainer), by_hand, rtol=1e-8, atol=1e-10)
 
 
 def test_what_fits_makes_no_difference_to_what_is_drawn(make_net, regression, monkeypatch):
@@ -209,8 +207,8 @@ def test_what_fits_makes_no_difference_to_what_is_drawn(make_net, regression, mo
     net, found = make_net(), {}
     for most in (6, 2, 1):
         settings = {"likelihood": Gaussian(0.7), "estimator": "ntk-20-rows-anchored", "steps": 6}
-        loop = prepared(copy.deepcopy(net), regression, **settings)
-        collect, tried, made = loop.evidence.collect, [], []
+        trainer = prepared(copy.deepcopy(net), regression, **settings)
+        collect, tried, made = trainer.evidence.collect, [], []
 
         def limited(block: Block, collect=collect, tried=tried, made=made, most=most, **keywords):
             tried.append(block.num_draws)
@@ -219,11 +217,17 @@ def test_what_fits_makes_no_difference_to_what_is_drawn(make_net, regression, mo
             made.append(block)
             return collect(block, **keywords)
 
-        monkeypatch.setattr(loop.evidence, "collect", limited)
-        learned = [estimate for epoch in (2, 4) for estimate in loop.learn(epoch).estimates]
+        monkeypatch.setattr(trainer.evidence, "collect", limited)
+        learned = [
+            estimate for epoch in (2, 4) for estimate in learner_of(trainer).learn(epoch).estimates
+        ]
         assert tried[:5] == {6: [6, 6], 2: [6, 3, 2, 2, 2], 1: [6, 3, 2, 1, 1]}[most][:5]
         draws = [draw.weight for block in made for draw in block.anchored.draws]
-        found[most] = draws, [e.log_evidence for e in learned], loop.evidence.generator.get_state()
+        found[most] = (
+            draws,
+            [e.log_evidence for e in learned],
+            trainer.evidence.generator.get_state(),
+        )
     draws, values, state = found[6]
     assert len(values) == 12
     for most in (2, 1):
@@ -234,8 +238,8 @@ def test_what_fits_makes_no_difference_to_what_is_drawn(make_net, regression, mo
 
 def test_a_later_pass_that_does_not_fit_is_cut_too(make_net, regression, monkeypatch):
     settings = {"likelihood": Gaussian(0.7), "estimator": "ntk-20-rows-anchored", "steps": 8}
-    loop = prepared(make_net(), regression, **settings)
-    collect, tried = loop.evidence.collect, []
+    trainer = prepared(make_net(), regression, **settings)
+    collect, tried = trainer.evidence.collect, []
 
     def limited(block: Block, **keywords: Any):
         tried.append(block.num_draws)
@@ -243,8 +247,8 @@ def test_a_later_pass_that_does_not_fit_is_cut_too(make_net, regression, monkeyp
             raise MemoryBudgetError("rows")
         return collect(block, **keywords)
 
-    monkeypatch.setattr(loop.evidence, "collect", limited)
-    assert len(loop.learn(2).estimates) == 8
+    monkeypatch.setattr(trainer.evidence, "collect", limited)
+    assert len(learner_of(trainer).learn(2).estimates) == 8
     assert tried == [8, 4, 4, 2, 2]
 
 
@@ -253,22 +257,22 @@ def test_all_steps_share_one_pass_where_all_rows_are_anchors(
     make_net, regression, monkeypatch, prior_blocks
 ):
     settings = {"likelihood": Gaussian(0.7), "estimator": "ntk-180-rows-anchored", "steps": 4}
-    loop = prepared(make_net(), regression, prior_blocks=prior_blocks, **settings)
-    seen = record_passes(loop, monkeypatch)
-    learned = loop.learn(2)
+    trainer = prepared(make_net(), regression, prior_blocks=prior_blocks, **settings)
+    seen = record_passes(trainer, monkeypatch)
+    learned = learner_of(trainer).learn(2)
     assert (len(seen), len(learned.estimates), learned.is_shared) == (1, 4, True)
-    exact = loop.evidence.with_estimator("ntk-N-C").estimate(*regression).log_det
-    assert loop.evidence.estimate(seen[0]).log_det == pytest.approx(exact, rel=1e-4)
+    exact = trainer.evidence.with_estimator("ntk-N-C").estimate(*regression).log_det
+    assert trainer.evidence.estimate(seen[0]).log_det == pytest.approx(exact, rel=1e-4)
 
 
 @pytest.mark.parametrize("prior_blocks", [None, 5])
 def test_ratios_are_learned_from_rounds_as_from_single_blocks(blobs, make_net, prior_blocks):
     """What is expected of blocks settles, and draws do not get wilder from round to round."""
     data = blobs[0]
-    loop = prepared(
+    trainer = prepared(
         make_net(), data, estimator="ntk-20-rows-anchored", steps=10, prior_blocks=prior_blocks
     )
-    evidence = loop.evidence
+    evidence = trainer.evidence
     names = list(evidence.hyperparameters())
     assert evidence._anchors is not None
 
@@ -301,25 +305,25 @@ def test_where_anchors_are_not_shared_each_step_has_its_block(
     steps = changes.get("steps", 3)
     settings = {"likelihood": Gaussian(0.7), "estimator": "ntk-20-rows-anchored", **changes}
     net = Gated() if "hyperparameters" in changes else make_net()
-    loop = prepared(net, regression, **settings)
-    seen = record_passes(loop, monkeypatch)
-    assert not loop.learn(2).is_shared
+    trainer = prepared(net, regression, **settings)
+    seen = record_passes(trainer, monkeypatch)
+    assert not learner_of(trainer).learn(2).is_shared
     assert [block.num_draws for block in seen] == [1] * steps
 
 
 def test_passes_that_cannot_be_kept_are_made_again(make_net, regression, monkeypatch):
     noise = Gaussian(0.7, num_outputs=3)
-    loop = prepared(make_net(), regression, likelihood=noise, estimator="kfac-N-C")
-    seen = record_passes(loop, monkeypatch)
-    assert not loop.learn(2).is_shared
+    trainer = prepared(make_net(), regression, likelihood=noise, estimator="kfac-N-C")
+    seen = record_passes(trainer, monkeypatch)
+    assert not learner_of(trainer).learn(2).is_shared
     assert len(seen) == 3
 
 
 def test_no_more_blocks_than_a_partition_has(make_net, regression, monkeypatch):
     settings: dict[str, Any] = {"likelihood": Gaussian(0.7), "prior_blocks": 50}
-    loop = prepared(make_net(), regression, **settings)
-    seen = record_passes(loop, monkeypatch)
-    loop.learn(2)
+    trainer = prepared(make_net(), regression, **settings)
+    seen = record_passes(trainer, monkeypatch)
+    learner_of(trainer).learn(2)
     assert len(seen) == 9  # three groups of data times three outputs
 
 
@@ -380,8 +384,8 @@ def test_what_cannot_be_is_refused_before_training(regression, blobs, tmp_path, 
 
 def test_the_rate_of_the_fixed_point_follows_its_cosine(make_net, blobs, monkeypatch):
     settings: dict[str, Any] = {"epochs": 6, "prior_update": "fixed_point"}
-    loop = prepared(make_net(), blobs[0], **settings)
-    rates, update = [], learner_of(loop).fixed_point
+    trainer = prepared(make_net(), blobs[0], **settings)
+    rates, update = [], learner_of(trainer).fixed_point
     assert update is not None
     step = update.step
 
@@ -391,7 +395,7 @@ def test_the_rate_of_the_fixed_point_follows_its_cosine(make_net, blobs, monkeyp
 
     monkeypatch.setattr(update, "step", record)
     for epoch in (2, 4, 6):
-        loop.learn(epoch)
+        learner_of(trainer).learn(epoch)
     assert rates == pytest.approx([cosine(s / 9, FIRST_RATE, LAST_RATE) for s in range(9)])
 
 
@@ -429,16 +433,16 @@ def test_the_standard_error_is_of_independent_steps(make_net, blobs):
 
 
 def test_a_failing_fixed_point_names_the_epoch(make_net, blobs):
-    loop = prepared(make_net(), blobs[0], prior_update="fixed_point", prior_blocks=1)
-    log_precision = loop.evidence.prior.log_precision
+    trainer = prepared(make_net(), blobs[0], prior_update="fixed_point", prior_blocks=1)
+    log_precision = trainer.evidence.prior.log_precision
     assert log_precision is not None
     with torch.no_grad():
         log_precision.fill_(float("inf"))
     with pytest.warns(EvigradWarning, match="3 of 3 hyperparameter steps"):
-        assert loop.learn(8).skipped == 3
+        assert learner_of(trainer).learn(8).skipped == 3
     assert log_precision.grad is None
     with pytest.raises(EvigradError, match="after epoch 10"):  # no step in two rounds on end
-        loop.learn(10)
+        learner_of(trainer).learn(10)
     assert log_precision.grad is None
 
 
@@ -453,6 +457,8 @@ def test_a_failing_fixed_point_names_the_epoch(make_net, blobs):
     ],
 )
 def test_rounds_follow_the_last_epoch_of_the_burn_in_and_every_kth_after(burn_in, every, expected):
-    rounds = [epoch for epoch in range(1, 31) if is_round(epoch, burn_in, every)]
-    assert rounds == expected
-    assert count_rounds(30, burn_in, every) == len(expected)
+    group = StepGroup(["noise"], every, 2, burn_in, 30)
+    assert [epoch for epoch in range(1, 31) if group.is_due(epoch)] == expected
+    group.taken = 1
+    if expected:
+        assert group.progress == 1 / (2 * len(expected))

@@ -8,7 +8,7 @@ import torch
 
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError
 from evigrad.training import RunDirectory, read_metrics
-from evigrad.training.metrics import MetricsFile
+from evigrad.training.history import MetricsFile
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path):

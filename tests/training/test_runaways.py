@@ -11,9 +11,9 @@ from evigrad import Evidence, Learner, Schedule
 from evigrad.errors import EvigradWarning, InputError, NotFiniteError
 from evigrad.invariances import AffineInvariance, Averaged, InputScale, Transform
 from evigrad.likelihoods import Categorical
+from evigrad.measure.metrics import hyperparameter_values
 from evigrad.priors import GaussianPrior
-from evigrad.training.learner import free_hyperparameters
-from evigrad.training.metrics import hyperparameter_values
+from evigrad.training.runaways import free_hyperparameters
 
 N = 30
 X = torch.randn(N, 4, generator=torch.Generator().manual_seed(0))

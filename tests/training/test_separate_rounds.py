@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from loops import learner_of, loop_of
 from torch import Tensor, nn
+from trainers import learner_of, trainer_of
 
 from benchmarks.one_graph import OneGraph
 from evigrad.errors import ConfigurationError
@@ -14,9 +14,9 @@ from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.passes.sweep import MicroBatchSweep
 from evigrad.priors import GaussianPrior
 from evigrad.training import fit
-from evigrad.training.loop import Loop
 from evigrad.training.optimizers import cosine
 from evigrad.training.settings import grouped
+from evigrad.training.trainer import Trainer
 
 SETTINGS: dict[str, Any] = {
     "estimator": "ntk-6-1",
@@ -48,31 +48,33 @@ def images() -> tuple[Tensor, Tensor]:
     return torch.randn(12, 1, 7, 7, generator=generator), torch.arange(12) % 3
 
 
-def prepared(data: tuple[Tensor, Tensor], model: nn.Module | None = None, **changes: Any) -> Loop:
-    return loop_of(model or network(), data, **(SETTINGS | changes))
+def prepared(
+    data: tuple[Tensor, Tensor], model: nn.Module | None = None, **changes: Any
+) -> Trainer:
+    return trainer_of(model or network(), data, **(SETTINGS | changes))
 
 
-def values_of(loop: Loop) -> dict[str, Tensor]:
-    return {n: p.detach().clone() for n, p in loop.evidence.hyperparameters().items()}
+def values_of(trainer: Trainer) -> dict[str, Tensor]:
+    return {n: p.detach().clone() for n, p in trainer.evidence.hyperparameters().items()}
 
 
-def record_calls(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[str]]]:
+def record_calls(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[str]]]:
     """Passes over blocks of data, and the kinds of hyperparameters that they are for."""
     calls: list[tuple[str, set[str]]] = []
     for name in ("collect", "backward"):
-        method = getattr(loop.evidence, name)
+        method = getattr(trainer.evidence, name)
 
         def record(data, wrt, name=name, method=method):
             if not isinstance(data, list):
                 calls.append((name, {n.split(".")[0] for n in wrt}))
             return method(data, wrt=wrt)
 
-        monkeypatch.setattr(loop.evidence, name, record)
+        monkeypatch.setattr(trainer.evidence, name, record)
     return calls
 
 
 def test_each_has_its_epochs_its_steps_and_its_cosine(images):
-    loop = prepared(images)
+    trainer = prepared(images)
     rates: list[tuple[int, float, float]] = []
     epoch = 0
 
@@ -82,12 +84,12 @@ def test_each_has_its_epochs_its_steps_and_its_cosine(images):
         assert is_own != all(p.grad is None for p in own["params"])
         rates.append((epoch, is_own, (own if is_own else prior)["lr"]))
 
-    learner_of(loop).hyper_optimizer.register_step_pre_hook(record)
+    learner_of(trainer).hyper_optimizer.register_step_pre_hook(record)
     taken = []
     for epoch in range(1, 8):
-        assert loop.is_round(epoch) == (epoch >= 2)
-        loop.learn(epoch)
-        taken.append(loop.hyper_steps)
+        assert learner_of(trainer).is_due(epoch) == (epoch >= 2)
+        learner_of(trainer).learn(epoch)
+        taken.append(learner_of(trainer).hyper_steps)
     of_prior = [(e, rate) for e, is_own, rate in rates if not is_own]
     of_own = [(e, rate) for e, is_own, rate in rates if is_own]
     assert [e for e, _ in of_prior] == [2, 2, 4, 4, 6, 6]
@@ -105,27 +107,27 @@ def test_what_is_left_away_is_that_of_the_prior(images):
         ({"hyper_every": None}, (2, 3)),
         ({"hyper_steps": None}, (1, 2)),
     ):
-        first, second = learner_of(prepared(images, **changes)).rounds
+        first, second = learner_of(prepared(images, **changes)).step_groups
         assert (first.every, first.steps) == (2, 2)
         assert (second.every, second.steps) == own
         assert all(name.startswith("model.") for name in second.names)
         assert not any(name.startswith("model.") for name in first.names)
-    (together,) = learner_of(prepared(images, hyper_every=None, hyper_steps=None)).rounds
+    (together,) = learner_of(prepared(images, hyper_every=None, hyper_steps=None)).step_groups
     assert (together.every, together.steps, len(together.names)) == (2, 2, 3)
 
 
 def test_a_model_without_hyperparameters_and_a_prior_that_stays(images):
     averaged: Any = network()
-    (only,) = learner_of(prepared(images, averaged.model, hyperparameters=())).rounds
+    (only,) = learner_of(prepared(images, averaged.model, hyperparameters=())).step_groups
     assert (only.every, only.steps, only.names) == (2, 2, ["prior.log_precision"])
-    (only,) = learner_of(prepared(images, prior=GaussianPrior(learnable=False))).rounds
+    (only,) = learner_of(prepared(images, prior=GaussianPrior(learnable=False))).step_groups
     assert (only.every, only.steps, len(only.names)) == (1, 3, 2)
 
 
 def test_steps_are_those_of_two_optimisers_on_parts_of_the_gradient(images):
-    loop = prepared(images)
-    twin = copy.deepcopy(loop.evidence)
-    loop.learn(2)
+    trainer = prepared(images)
+    twin = copy.deepcopy(trainer.evidence)
+    learner_of(trainer).learn(2)
     found = twin.hyperparameters()
     own = {n: p for n, p in found.items() if n.startswith("model.")}
     rest = {n: p for n, p in found.items() if n not in own}
@@ -137,14 +139,14 @@ def test_steps_are_those_of_two_optimisers_on_parts_of_the_gradient(images):
             twin.backward(block)
             optimizer.param_groups[0]["lr"] = cosine(step / total, first, last)
             optimizer.step()
-    for name, value in values_of(loop).items():
+    for name, value in values_of(trainer).items():
         torch.testing.assert_close(value, found[name].detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("changes", [{}, {"estimator": "ntk-10-rows-anchored"}])
 def test_steps_on_precisions_do_not_pay_for_the_ranges(images, monkeypatch, changes):
     """Each draws transforms of its own: no pass is shared, not even over anchors."""
-    loop = prepared(images, **changes)
+    trainer = prepared(images, **changes)
     kinds: list[str] = []
     run = MicroBatchSweep.fold
 
@@ -153,18 +155,18 @@ def test_steps_on_precisions_do_not_pay_for_the_ranges(images, monkeypatch, chan
         return run(sweep, step, start, graph=graph)
 
     monkeypatch.setattr(MicroBatchSweep, "fold", counted)
-    loop.learn(2)
+    learner_of(trainer).learn(2)
     assert kinds == ["first"] * 2 + ["first", "second"] * 3
 
 
 def test_kept_passes_serve_the_prior_beside_learned_ranges(images, monkeypatch):
-    loop = prepared(images, prior_blocks=1, steps=5)
-    calls = record_calls(loop, monkeypatch)
-    before = values_of(loop)
-    learned = loop.learn(2)
+    trainer = prepared(images, prior_blocks=1, steps=5)
+    calls = record_calls(trainer, monkeypatch)
+    before = values_of(trainer)
+    learned = learner_of(trainer).learn(2)
     assert calls == [("collect", {"prior"})] + [("backward", {"model"})] * 3
     assert (len(learned.estimates), learned.is_shared) == (8, True)
-    assert all((values_of(loop)[n] != value).any() for n, value in before.items())
+    assert all((values_of(trainer)[n] != value).any() for n, value in before.items())
     with pytest.raises(ConfigurationError, match="hyper_steps"):
         prepared(images, prior_blocks=1, hyper_every=None, hyper_steps=None)
 
@@ -184,16 +186,16 @@ class Gated(nn.Module):
 
 
 def test_full_batch_rounds_pass_once_for_the_prior(images, monkeypatch):
-    loop = prepared(images, Gated(), estimator="kfac-N-C", steps=4, hyperparameters=["gate"])
-    calls = record_calls(loop, monkeypatch)
-    loop.learn(2)
+    trainer = prepared(images, Gated(), estimator="kfac-N-C", steps=4, hyperparameters=["gate"])
+    calls = record_calls(trainer, monkeypatch)
+    learner_of(trainer).learn(2)
     assert calls == [("collect", {"prior"})] + [("backward", {"model"})] * 3
 
 
 def test_full_batch_rounds_of_a_model_that_draws_see_other_draws_in_each_step(images, monkeypatch):
-    loop = prepared(images, estimator="kfac-N-C", steps=4)
-    calls = record_calls(loop, monkeypatch)
-    loop.learn(2)
+    trainer = prepared(images, estimator="kfac-N-C", steps=4)
+    calls = record_calls(trainer, monkeypatch)
+    learner_of(trainer).learn(2)
     assert calls == [("backward", {"prior"})] * 4 + [("backward", {"model"})] * 3
 
 
@@ -203,20 +205,20 @@ def test_a_full_batch_round_in_micro_batches_is_the_one_graph_gradient(images, e
     data = (images[0].double(), images[1])
     changes: dict[str, Any] = {"hyper_every": None, "hyper_steps": None, "steps": 1}
     changes |= {"micro_batch": 5, "precision": 1.0}
-    loop = prepared(data, network().double(), estimator=estimator, **changes)
+    trainer = prepared(data, network().double(), estimator=estimator, **changes)
     gradients: dict[str, Tensor] = {}
 
     def record(*_: Any) -> None:
-        for name, p in loop.evidence.hyperparameters().items():
+        for name, p in trainer.evidence.hyperparameters().items():
             assert p.grad is not None
             gradients[name] = p.grad.clone()
 
-    learner_of(loop).hyper_optimizer.register_step_pre_hook(record)
-    state = loop.evidence.generator.get_state()
-    (estimate,) = loop.learn(2).estimates
+    learner_of(trainer).hyper_optimizer.register_step_pre_hook(record)
+    state = trainer.evidence.generator.get_state()
+    (estimate,) = learner_of(trainer).learn(2).estimates
     twin = OneGraph(
         network().double(),
-        loop.evidence.likelihood,
+        trainer.evidence.likelihood,
         GaussianPrior(),
         estimator=estimator,
         num_data=12,
@@ -232,15 +234,17 @@ def test_a_full_batch_round_in_micro_batches_is_the_one_graph_gradient(images, e
 
 
 def test_the_state_holds_the_steps_of_each(images):
-    loop = prepared(images)
-    loop.learn(2)
-    state = copy.deepcopy(loop.state_dict())
-    loop.learn(3)
+    trainer = prepared(images)
+    learner_of(trainer).learn(2)
+    state = copy.deepcopy(learner_of(trainer).state_dict())
+    model_state = copy.deepcopy(trainer.evidence.model.state_dict())
+    learner_of(trainer).learn(3)
     other = prepared(images)
-    other.load_state_dict(state)
-    assert [schedule.taken for schedule in learner_of(other).rounds] == [2, 3]
-    other.learn(3)
-    for name, value in values_of(loop).items():
+    other.evidence.model.load_state_dict(model_state)
+    learner_of(other).load_state_dict(state)
+    assert [group.taken for group in learner_of(other).step_groups] == [2, 3]
+    learner_of(other).learn(3)
+    for name, value in values_of(trainer).items():
         assert torch.equal(value, values_of(other)[name])
 
 

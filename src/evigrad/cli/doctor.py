@@ -9,17 +9,18 @@ from rich.table import Table
 from torch import Tensor
 
 from evigrad.cli.messages import is_first_process, results_console, show
-from evigrad.cli.parser import Options, Parser, chosen
+from evigrad.cli.parser import NO_ESTIMATOR, Options, Parser, chosen
 from evigrad.cli.ranks import described_ranks, started_ranks
 from evigrad.cli.setup import MACHINE, set_up
 from evigrad.cli.train import SETTINGS, add_details, add_problem
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import make_likelihood
+from evigrad.measure.judging import median_seconds, step_seconds
 from evigrad.passes.problem import ParameterReport
 from evigrad.priors import GaussianPrior
-from evigrad.training.evaluation import median_seconds, step_seconds
-from evigrad.training.settings import BASELINES, LEARNED_PRECISION, Schedule, grouped
+from evigrad.training.plan import LEARNED_PRECISION
+from evigrad.training.settings import Schedule, grouped, refuse_former_name
 
 _DESCRIPTION = """\
 Show what each parameter of a network gets from an estimator, how much memory the estimator
@@ -60,8 +61,9 @@ def make_parser() -> Parser:
 
 def run(parser: Parser, options: Namespace) -> int:
     """Examine a network as the options say; return the exit code."""
-    if options.estimator in (None, *BASELINES):
+    if options.estimator == NO_ESTIMATOR:
         raise ConfigurationError("The doctor examines an estimator: name one, as ntk-100-1.")
+    refuse_former_name(options.estimator)
     if options.batch_size < 1:
         raise ConfigurationError(f"batch_size must be at least 1, not {options.batch_size}.")
     with started_ranks(options.device) as group:

@@ -14,9 +14,9 @@ from jsonargparse import ActionYesNo, ArgumentParser, Namespace, get_loader, set
 from yaml import YAMLError
 
 from evigrad.cli.messages import show
+from evigrad.configuration import check_plain
 from evigrad.core.names import DEFAULT_ESTIMATOR, STRUCTURES
 from evigrad.errors import ConfigurationError, nearest
-from evigrad.training.configuration import check_plain
 
 _HELP_WIDTH = 96
 _HELP_COLUMN = 30
@@ -32,9 +32,15 @@ _GONE = {
     ),
     "step-budget": "it belonged to the estimator 'auto', which is gone. Leave it away, and where"
     f" the estimator is 'auto' name one, as the default {DEFAULT_ESTIMATOR}.",
+    "augerino-weight": "it belonged to Augerino, a baseline of another paper, which is"
+    " experiments.augerino in evigrad's source. Remove it.",
     "split-blocks": "each process evaluates its own blocks. Remove it. If the rows of a block do"
     " not fit one device, use a smaller estimator, --rows-dtype bfloat16 or --rows-device cpu.",
 }
+# Those that are harmless at their default: older runs wrote every option.
+_GONE_DEFAULTS = {"split_blocks": False, "augerino_weight": 0.01}
+# What --estimator says for training without one, as None in Python.
+NO_ESTIMATOR = "none"
 
 
 class CommandLineError(Exception):
@@ -70,8 +76,10 @@ def _load(text: str) -> Any:
         loaded = get_loader("yaml")(text)
     except (ValueError, RecursionError) as error:  # as of a number of ten thousand digits
         raise ConfigurationError(" ".join(str(error).split())) from error
-    if isinstance(loaded, dict) and loaded.get("split_blocks") is False:
-        del loaded["split_blocks"]  # older runs wrote every option with its default
+    if isinstance(loaded, dict):
+        for name, default in _GONE_DEFAULTS.items():
+            if name in loaded and loaded[name] == default:
+                del loaded[name]
     return loaded
 
 
@@ -329,7 +337,7 @@ def _uses(part: str) -> Callable[[Namespace], bool]:
     """Whether a word is in the name of a training's estimator."""
 
     def uses(options: Namespace) -> bool:
-        names = options.get("estimators") or [options.estimator or "map"]
+        names = options.get("estimators") or [options.estimator]
         return any(part in name.split("-") for name in names)
 
     return uses
@@ -337,7 +345,7 @@ def _uses(part: str) -> Callable[[Namespace], bool]:
 
 def _evidence(options: Namespace) -> bool:
     """Whether a training takes steps on an estimate of the evidence."""
-    return options.get("estimator", "ntk") not in (None, "map", "augerino")
+    return options.get("estimator") != NO_ESTIMATOR
 
 
 def _ranges(options: Namespace) -> bool:
@@ -363,14 +371,10 @@ NEEDS: tuple[_Need, ...] = (
         (
             *("burn_in", "every", "steps", "prior_blocks", "hyper_every", "hyper_steps"),
             *("prior_update", "prior_lr", "prior_lr_min", "root", "gram_dtype"),
+            *("hyper_lr", "hyper_lr_min"),
         ),
         "with an --estimator of the evidence, as ntk-100-1",
         _evidence,
-    ),
-    (
-        ("hyper_lr", "hyper_lr_min"),
-        "with an --estimator that learns, as ntk-100-1 or augerino",
-        lambda options: _evidence(options) or options.estimator == "augerino",
     ),
     (
         ("hyper_every", "hyper_steps", "hyper_lr", "hyper_lr_min"),
@@ -382,7 +386,7 @@ NEEDS: tuple[_Need, ...] = (
         "with --prior-update adam, or a noise to learn (--likelihood gaussian)",
         _adam,
     ),
-    (("augerino_weight",), "with --estimator augerino", lambda o: o.get("estimator") == "augerino"),
+    (("noise_on_loss",), "with --estimator none", lambda options: not _evidence(options)),
     *(
         (facts.settings, f"with {name} estimators", _uses(name))
         for name, facts in STRUCTURES.items()

@@ -212,7 +212,7 @@ def set_up(
             rotation=max for a full circle. Default: none.
         initial_range: Range of those transforms at the start: in half images, radians, and natural
             logarithms of scales.
-        learn_invariance: Whether their ranges are learned, by an estimator or by augerino.
+        learn_invariance: Whether their ranges are learned, by an estimator.
         flip: Whether to mirror images left to right at random too.
         samples: Transforms of each image.
         average: What is averaged over them: logits or probabilities.

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from evigrad import plots
 from evigrad.cli.messages import results_console, show
-from evigrad.cli.parser import Options, Parser, chosen
+from evigrad.cli.parser import NO_ESTIMATOR, Options, Parser, chosen
 from evigrad.cli.ranks import started_ranks
 from evigrad.cli.resume import (
     CONFIGURATION,
@@ -31,21 +31,11 @@ from evigrad.core.names import Estimator
 from evigrad.data import DataSet
 from evigrad.distributed import Group, Ranks
 from evigrad.errors import ConfigurationError, EvigradError, RankError
+from evigrad.measure import EvidenceValue, describe_estimator, evaluate_evidence, tight_estimator
+from evigrad.measure.metrics import HYPERPARAMETERS
 from evigrad.passes.settings import Memory
 from evigrad.priors import STRUCTURES
-from evigrad.training import (
-    EvidenceValue,
-    FitResult,
-    Run,
-    RunDirectory,
-    describe_estimator,
-    evaluate_evidence,
-    fit,
-    learns_likelihood,
-    prepare,
-    tight_estimator,
-)
-from evigrad.training.metrics import HYPERPARAMETERS
+from evigrad.training import FitResult, RunDirectory, Trainer, fit, learns_likelihood, prepare
 from evigrad.training.settings import GROUPS, Laplace, Optimization, Schedule, Settings, grouped
 
 _DESCRIPTION = """\
@@ -68,8 +58,7 @@ _WORDS = {
     "estimator": "Evidence estimator, STRUCTURE-SUBSET-OUTPUTS: structure ntk, full, blockdiag,"
     " kfac or diag; data in a block, or N for all data; outputs in a block, or C for all."
     " ntk-400-rows-anchored takes 400 rows, most of them anchors."
-    " Baselines: map learns no hyperparameters (plain MAP training), map-noise the noise of a"
-    " gaussian on the training loss, augerino the ranges of an invariance on it.",
+    " none learns no hyperparameters: plain MAP training.",
     "likelihood": "Of the targets: categorical, gaussian, heteroscedastic or natural-gaussian"
     " (noise that depends on the input) or poisson (counts). Default: what the data set is for.",
 }
@@ -277,17 +266,25 @@ def _draw(results: dict[str, FitResult], directory: RunDirectory) -> None:
     show("note", "Figures: " + ", ".join(map(str, files)))
 
 
-def prepare_runs(setup: Setup, options: Namespace, group: Group | None = None) -> list[Run]:
-    """The checked runs that options ask for; a MAP baseline, for ``compare_map``, comes first."""
+def settings_of(setup: Setup, options: Namespace) -> Settings:
+    """The settings of the training that options ask for."""
     named = {name: options[name] for name in SETTINGS}
     named["likelihood"] = named["likelihood"] or setup.data.likelihood
-    settings = Settings(**grouped(named), hyperparameters=setup.hyperparameters, seed=setup.seed)
+    if named["estimator"] == NO_ESTIMATOR:
+        named["estimator"] = None
+    return Settings(**grouped(named), hyperparameters=setup.hyperparameters, seed=setup.seed)
+
+
+def prepare_runs(setup: Setup, options: Namespace, group: Group | None = None) -> list[Trainer]:
+    """The checked runs that options ask for; a MAP baseline, for ``compare_map``, comes first."""
+    settings = settings_of(setup, options)
     all_settings = [settings]
     if options.compare_map:
-        if settings.estimator in (None, "map-noise"):
+        if settings.estimator is None:
             raise ConfigurationError("compare_map needs an estimator to compare MAP with.")
-        fair = "map-noise" if learns_likelihood(settings.likelihood) else None
-        all_settings.insert(0, replace(settings, estimator=fair))
+        fair = learns_likelihood(settings.likelihood)
+        optimization = replace(settings.optimization, noise_on_loss=fair)
+        all_settings.insert(0, replace(settings, estimator=None, optimization=optimization))
     data = setup.data
     return [
         prepare(
@@ -312,8 +309,8 @@ def _recorded(options: Namespace) -> Namespace:
 
 
 def _default_directory(setup: Setup, options: Namespace) -> Path:
-    name = folder_name(setup.data.name, setup.model_name, options.estimator or "map")
-    return Path("runs") / name
+    method = "map" if options.estimator == NO_ESTIMATOR else options.estimator
+    return Path("runs") / folder_name(setup.data.name, setup.model_name, method)
 
 
 def folder_name(*parts: str) -> str:
@@ -321,7 +318,7 @@ def folder_name(*parts: str) -> str:
     return "-".join(parts).replace("/", "-").replace(":", "-")
 
 
-def _describe_model(setup: Setup, run: Run) -> str:
+def _describe_model(setup: Setup, run: Trainer) -> str:
     weights = sum(w.numel() for w in run.evidence.weights().values())
     return f"{setup.describe_model()}, with {weights:,} weights on {setup.device}"
 

@@ -129,7 +129,7 @@ def load(
             f"Targets that are loaded are one of {', '.join(LIKELIHOODS)}, not '{likelihood}'."
             f"{nearest(str(likelihood), LIKELIHOODS)}"
         )
-    columns = {"features": features, "drop": drop, "categorical": categorical}
+    columns = {"target": target, "features": features, "drop": drop, "categorical": categorical}
     if name.endswith(SUFFIXES):
         file, there = Path(name), list[str]()
         with suppress(OSError, RuntimeError, ValueError):  # as of a name that is too long
@@ -138,9 +138,7 @@ def load(
         if str(file) not in there:
             raise ConfigurationError(f"There is no file {file}.{nearest(str(file), there)}")
         table = read_table(file.stem, file)
-        return table_data_set(
-            file.stem, file, table, subset, seed, split, target, likelihood, **columns
-        )
+        return table_data_set(file.stem, file, table, subset, seed, split, likelihood, **columns)
     full_name, (name, variant) = name, split_name(name)
     folder = _folder(data_dir)
     file = _table_file(name, folder)
@@ -148,14 +146,11 @@ def load(
         raise ConfigurationError(
             f"'{full_name}': '{name}' is a table, and only image sets have variants; say '{name}'"
         )
-    if name in SHIPPED_TABLES:
-        file, table = SHIPPED_TABLES[name]()
-        return table_data_set(name, file, table, subset, seed, split, target, likelihood, **columns)
-    if file is not None:
-        table = read_table(name, file)
-        return table_data_set(name, file, table, subset, seed, split, target, likelihood, **columns)
+    if name in SHIPPED_TABLES or file is not None:
+        file, table = SHIPPED_TABLES[name]() if file is None else (file, read_table(name, file))
+        return table_data_set(name, file, table, subset, seed, split, likelihood, **columns)
     other = None if likelihood == "categorical" else likelihood
-    choices = {"split": split, "target": target, "likelihood": other, **columns}
+    choices = {"split": split, "likelihood": other, **columns}
     for option, value in choices.items():
         if value is not None:
             raise ConfigurationError(

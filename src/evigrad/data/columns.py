@@ -30,19 +30,13 @@ _IMPUTER = "sklearn.impute.SimpleImputer"
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table, of whatever kind of table.
+    """A column of a table, of whatever kind of table."""
 
-    Attributes:
-        name: Its name, or its number where the table has no names.
-        kind: Of ``NUMERIC``, or ``TEXT``, ``DATES``, ``DECLARED``, or the name of another type.
-        values: Numbers in float64, NaN where missing, and else objects, None where missing.
-        declared: All categories, where they are declared.
-    """
-
-    name: Hashable
-    kind: str
+    name: Hashable  # its number where the table has no names
+    kind: str  # of ``NUMERIC``, or ``TEXT``, ``DATES``, ``DECLARED``, or the name of another type
+    # Numbers in float64, NaN where missing, and else objects, None where missing.
     values: np.ndarray
-    declared: Sequence[Hashable] | None = None
+    declared: Sequence[Hashable] | None = None  # all categories, where they are declared
 
     @property
     def label(self) -> str:
@@ -70,14 +64,9 @@ class Column:
 
 
 def problem_of(column: Column, leave_out: str) -> str | None:
-    """Say what is wrong with a column of features, or return None.
+    """Return what is wrong with a column of features, as the rest of a sentence, or None.
 
-    Args:
-        column: The column.
-        leave_out: How to use the table without the column, as an imperative.
-
-    Returns:
-        A sentence without its capital and its full stop.
+    ``leave_out`` says how to use the table without the column, as an imperative.
     """
     if column.kind in NUMERIC:
         return problem_of_numbers(column, leave_out)

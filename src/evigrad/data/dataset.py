@@ -220,11 +220,6 @@ def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np
 
     The second part has ``round(fraction * n)`` members; where the classes do not divide evenly,
     those with the largest remainders get one more. Each part is in increasing order.
-
-    Args:
-        labels: Class of each datum, shape (n,).
-        fraction: Share of the second part, strictly between 0 and 1.
-        seed: Seed of the draw.
     """
     classes, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     shares = fraction * counts

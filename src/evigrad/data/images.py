@@ -37,21 +37,14 @@ SPLIT_SEED = 0
 
 @dataclass(frozen=True)
 class Images:
-    """The train or the test part of an image set.
+    """The train or the test part of an image set."""
 
-    Attributes:
-        where: Its name in errors: its file, for example.
-        labels: All labels, (n,) int64.
-        class_names: Words for the classes; empty where they are not known.
-        read: The image at a position: (h, w) grey or (h, w, 3) colour, uint8.
-        largest: The pixel value that becomes 1.
-    """
-
-    where: str
-    labels: np.ndarray
-    class_names: tuple[str, ...]
+    where: str  # its name in errors: its file, for example
+    labels: np.ndarray  # all labels, (n,) int64
+    class_names: tuple[str, ...]  # empty where they are not known
+    # The image at a position: (h, w) grey or (h, w, 3) colour, uint8.
     read: Callable[[int], np.ndarray]
-    largest: int = 255
+    largest: int = 255  # the pixel value that becomes 1
 
 
 def image_data_set(
@@ -68,14 +61,8 @@ def image_data_set(
     Pixels are scaled to [0, 1] and standardised per channel with the mean and deviation of the
     drawn train images. Class names come from the train part where it has them.
 
-    Args:
-        name: Name of the data set, without the variant's.
-        train: The train images.
-        test: The test images, of which all are taken.
-        subset: Number of train data to draw; None takes all.
-        seed: Seed of that draw.
-        variant: One of `evigrad.data.variants.VARIANTS`, made before anything else; None leaves
-            the images as they are.
+    A ``variant`` of `evigrad.data.variants.VARIANTS` is made before anything else. ``name`` is
+    without it. ``subset`` and ``seed`` are those of `evigrad.data.load`.
 
     Raises:
         InputError: If an image cannot be decoded or has another size than the rest, or a label is
@@ -192,11 +179,9 @@ def parquet_images(name: str, file: Path) -> Images:
 def table_images(where: str, table: Any, class_names: dict[str, Any]) -> Images:
     """Return the images of a table, decoded on demand.
 
-    Args:
-        where: Its name in errors.
-        table: A ``pyarrow.Table`` with columns ``image`` (struct of bytes and path) and ``label``
-            (integers), or ``img`` and ``fine_label``, the names in the hub's CIFAR sets.
-        class_names: From the label's column to words for the classes, where there are any.
+    The ``pyarrow.Table`` has columns ``image`` (struct of bytes and path) and ``label`` (integers),
+    or ``img`` and ``fine_label``, the names in the hub's CIFAR sets. ``where`` is its name in
+    errors. ``class_names`` has words for the classes by the label's column, where there are any.
 
     Raises:
         InputError: If a column is missing, or labels are missing or no integers.

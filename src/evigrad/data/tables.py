@@ -68,8 +68,8 @@ def table_data_set(
     subset: int | None,
     seed: int,
     split: int | None,
-    target: str | None = None,
     likelihood: str | None = None,
+    target: str | None = None,
     features: Names = None,
     drop: Names = None,
     categorical: Names = None,
@@ -181,20 +181,19 @@ def _roles(
     columns = table.column_names
     if target is None and b"target" in metadata:
         target = metadata[b"target"].decode(errors="replace").strip()
-        if target not in columns:
-            raise InputError(_no_column(file, target, "which its metadata names", columns))
+        if problem := _no_columns(file, [target], "which its metadata names", columns):
+            raise InputError(problem)
     if target is None:
         raise ConfigurationError(
             f"{file}: say which column is the target, with --target NAME (target=...). There are"
             f" {', '.join(columns)}."
         )
-    if target not in columns:
-        raise ConfigurationError(_no_column(file, target, "to be the target", columns))
+    if problem := _no_columns(file, [target], "to be the target", columns):
+        raise ConfigurationError(problem)
     if features is None and b"features" in metadata:
-        named = [name.strip() for name in metadata[b"features"].decode(errors="replace").split(",")]
-        if strange := [name for name in named if name not in columns]:
-            words = "which its metadata names"
-            raise InputError(" ".join(_no_column(file, name, words, columns) for name in strange))
+        named = _listed(metadata[b"features"].decode(errors="replace"))
+        if problem := _no_columns(file, named, "which its metadata names", columns):
+            raise InputError(problem)
     elif features is None:
         named = [c for c in columns if not _is_split(c) or _kind(table.column(c)) != "yes/no"]
     else:
@@ -218,14 +217,9 @@ def _roles(
 
 def _names(file: Path, option: str, names: Names, columns: list[str], target: str) -> list[str]:
     """The columns that an option names; refuses what is no column, and the target."""
-    if names is None:
-        return []
-    listed = [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names]
-    if strange := [name for name in listed if name not in columns]:
-        words = f"which --{option} names"
-        raise ConfigurationError(
-            " ".join(_no_column(file, name, words, columns) for name in strange)
-        )
+    listed = _listed(names)
+    if problem := _no_columns(file, listed, f"which --{option} names", columns):
+        raise ConfigurationError(problem)
     if target in listed:
         raise ConfigurationError(
             f"{file}: --{option} names '{target}', which is the target: leave it out there."
@@ -233,10 +227,19 @@ def _names(file: Path, option: str, names: Names, columns: list[str], target: st
     return list(dict.fromkeys(listed))
 
 
-def _no_column(file: Path, column: str, words: str, columns: list[str]) -> str:
-    return (
-        f"{file} has no column '{column}', {words}.{nearest(column, columns)} There are"
+def _listed(names: Names) -> list[str]:
+    if isinstance(names, str):
+        return [name.strip() for name in names.split(",")]
+    return list(names or ())
+
+
+def _no_columns(file: Path, names: Sequence[str], words: str, columns: list[str]) -> str:
+    """Say which names are no columns; empty if all are."""
+    return " ".join(
+        f"{file} has no column '{name}', {words}.{nearest(name, columns)} There are"
         f" {', '.join(columns)}."
+        for name in names
+        if name not in columns
     )
 
 

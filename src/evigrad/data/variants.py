@@ -87,11 +87,8 @@ def transformed(
 ) -> Float[Tensor, "n channels height width"]:
     """Return images (float32), each transformed once, bilinearly, with black beyond the borders.
 
-    Args:
-        pixels: Images (n, channels, height, width), uint8.
-        variant: One of `VARIANTS`.
-        part: ``train`` or ``test``, which have different draws.
-        rows: Positions of the images in the whole part, (n,).
+    ``rows`` (n,) are the places of the uint8 ``pixels`` in the whole ``part``, ``train`` or
+    ``test``, which have different draws.
     """
     height, width = pixels.shape[-2:]
     maps = VARIANTS[variant](uniform_draws(part, rows), height, width)

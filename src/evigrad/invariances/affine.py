@@ -71,9 +71,14 @@ class AffineInvariance(Transform):
     ) -> None:
         super().__init__()
         initial = dict(ranges) if isinstance(ranges, Mapping) else dict.fromkeys(GENERATORS, ranges)
-        _check_names(initial)
-        learnable = (initial if learn else ()) if isinstance(learn, bool) else [*_listed(learn)]
-        _check_names(learnable)
+        learnable = (initial if learn else ()) if isinstance(learn, bool) else learn
+        learnable = [learnable] if isinstance(learnable, str) else list(learnable)
+        for name in (*initial, *learnable):
+            if name not in GENERATORS:
+                raise ConfigurationError(
+                    f"There is no generator '{name}'.{nearest(name, GENERATORS)} Choose of"
+                    f" {', '.join(GENERATORS)}"
+                )
         for name in GENERATORS:
             value = float(initial.get(name, 0.0))
             if not 0 <= value <= LIMITS[name]:
@@ -125,16 +130,10 @@ class AffineInvariance(Transform):
         return (F.grid_sample(x.to(dtype) - fill, grid, align_corners=False) + fill).to(x.dtype)
 
     def maps(self, eps: Float[Tensor, "n u"], height: int, width: int) -> Float[Tensor, "n 2 3"]:
-        """The affine maps, from places in the result to places in the image.
+        """Return the affine maps, from places in the result to places in the image.
 
-        Args:
-            eps: (n, 6) or (n, 7) from ``sample``.
-            height: Height of the image.
-            width: Width of the image.
-
-        Returns:
-            The first two rows of each map on (x, y, 1), where the image's borders are at -1 and 1,
-            in float64 (on a device without it, float32).
+        They are the first two rows of each map on (x, y, 1), where the image's borders are at -1
+        and 1, in float64 (on a device without it, float32). ``eps`` is from ``sample``.
         """
         dtype = torch.float32 if eps.device.type == "mps" else torch.float64
         algebra = (eps[:, :6].to(dtype) * self.ranges.to(dtype)) @ self.matrices.to(dtype)
@@ -161,7 +160,6 @@ class AffineInvariance(Transform):
             raise InputError(f"fill has {len(self.fill)} values, the images {x.shape[1]} channels.")
 
     def extra_repr(self) -> str:
-        """The ranges, and whether images are flipped."""
         words = [f"{name}={value:.3g}" for name, value in self.named_ranges().items()]
         return ", ".join(words + ["flip=True"] * self.flip)
 
@@ -196,16 +194,3 @@ def sampling_grid(
     of_columns = maps[:, :, 0, None, None] * x
     of_rows = (maps[:, :, 1, None] * y + maps[:, :, 2, None])[..., None]
     return (of_columns + of_rows).permute(0, 2, 3, 1)
-
-
-def _listed(names: Collection[str]) -> Collection[str]:
-    return [names] if isinstance(names, str) else names
-
-
-def _check_names(names: Collection[str]) -> None:
-    for name in names:
-        if name not in GENERATORS:
-            raise ConfigurationError(
-                f"There is no generator '{name}'.{nearest(name, GENERATORS)} Choose of"
-                f" {', '.join(GENERATORS)}"
-            )

@@ -60,14 +60,12 @@ class Averaged(nn.Module):
             )
         if num_samples < 1 or (chunk is not None and chunk < 1):
             raise ConfigurationError(f"num_samples={num_samples}, chunk={chunk}: must be 1 or more")
-        if not isinstance(invariance, Transform) and not callable(
-            getattr(invariance, "sample", None)
-        ):
+        if isinstance(invariance, Transform):
+            invariance.check_bounds()
+        elif not callable(getattr(invariance, "sample", None)):
             raise ConfigurationError(
                 f"{type(invariance).__name__} is no transform: it has no sample(n, generator)"
             )
-        if isinstance(invariance, Transform):
-            invariance.check_bounds()
         inner = [module for module in model.modules() if isinstance(module, Stochastic)]
         if inner:
             raise ConfigurationError(
@@ -82,25 +80,13 @@ class Averaged(nn.Module):
         self._held: Tensor | None = None
 
     def draw(self, num_data: int, generator: torch.Generator) -> Tensor:
-        """Noise of S transforms for each datum.
-
-        Args:
-            num_data: n, the number of data.
-            generator: A CPU generator.
-
-        Returns:
-            (n, S, ...), on the CPU.
-        """
+        """Draw the noise (n, S, ...) of S transforms for each datum, on the CPU."""
         drawn = self.invariance.sample(num_data * self.num_samples, generator)
         return drawn.unflatten(0, (num_data, self.num_samples))
 
     @contextmanager
     def held(self, noise: Tensor) -> Iterator[None]:
-        """Use this noise in every forward pass inside, in place of drawing.
-
-        Args:
-            noise: (n, S, ...) as from ``draw``, for inputs (n, ...).
-        """
+        """Use noise (n, S, ...) of ``draw`` in every forward pass inside, in place of drawing."""
         before, self._held = self._held, noise
         try:
             yield
@@ -108,13 +94,7 @@ class Averaged(nn.Module):
             self._held = before
 
     def forward(self, x: Tensor) -> Tensor:
-        """The averaged outputs.
-
-        Args:
-            x: Inputs (n, ...).
-
-        Returns:
-            (n, C).
+        """Return the averaged outputs (n, C) of inputs (n, ...).
 
         Raises:
             InputError: If the held noise is for another number of inputs.
@@ -164,6 +144,5 @@ class Averaged(nn.Module):
         return values.sum(1)
 
     def extra_repr(self) -> str:
-        """The options."""
         chunk = "" if self.chunk is None else f", chunk={self.chunk}"
         return f"num_samples={self.num_samples}, average={self.average!r}{chunk}"

@@ -78,10 +78,8 @@ def stochastic_modules(model: nn.Module) -> list[Stochastic]:
 class Noise:
     """The noise of a block's data, by their position in the block.
 
-    Args:
-        modules: The modules that draw.
-        seed: The seed of all of it.
-        positions: The position whose noise each datum has, ascending; None for its own.
+    ``seed`` is that of all noise of the ``modules`` that draw. ``positions`` are those whose noise
+    each datum has, ascending; None for its own.
     """
 
     def __init__(
@@ -126,12 +124,9 @@ class Noise:
 class PackedModel(Transparent):
     """A model as a function of one tensor, which holds all parts of its inputs and their noise.
 
-    Args:
-        model: Any, maybe with modules that draw.
-        x: Some inputs, for shapes and types.
-        noise: Some noise, one tensor for each module that draws.
-        layer: For inputs at positions the layer that makes the outputs, if there is one; it then
-            acts on the positions alone.
+    Some inputs ``x`` and some ``noise`` (one tensor for each module that draws) say shapes and
+    types. For inputs at positions ``layer`` is the one that makes the outputs, if there is one; it
+    then acts on the positions alone.
     """
 
     def __init__(

@@ -40,7 +40,6 @@ class Transform(nn.Module, ABC):
         return reflected(value, *self.bounds[name])
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Transform inputs by their noise; see ``forward``."""
         self._is_bounded = True
         return super().__call__(*arguments, **keywords)
 
@@ -104,16 +103,7 @@ class Transform(nn.Module, ABC):
 
     # ``nn.Module.apply`` takes a function that visits every submodule, and reaches this one too.
     def apply(self, x: Tensor | Callable[[nn.Module], None], eps: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Transform inputs by their noise, as ``transform(x, eps)`` does.
-
-        Args:
-            x: Inputs (n, ...); a function instead is called on every submodule, as by
-                ``nn.Module.apply``.
-            eps: Noise (n, ...).
-
-        Returns:
-            Transformed inputs (n, ...); for a function, this module.
-        """
+        """Return ``self(x, eps)``; a function instead of ``x`` is called on every submodule."""
         if isinstance(x, Tensor):
             return self(x, eps)
         return super().apply(x)

@@ -50,13 +50,9 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {
 
 
 def make_likelihood(likelihood: str | Likelihood) -> Likelihood:
-    """Make a likelihood by its name, with its default settings.
+    """Return the likelihood of a name in ``LIKELIHOODS``, with its default settings.
 
-    Args:
-        likelihood: A key of ``LIKELIHOODS``, or an instance, which is returned.
-
-    Returns:
-        The likelihood.
+    An instance is returned as it is.
 
     Raises:
         ConfigurationError: If there is none of the name.

@@ -64,10 +64,12 @@ class Likelihood(nn.Module, ABC):
             derived_names.add("root")
         if above["_diagonal_root"] > min(above["root"], above["hessian"]):
             derived_names.add("_diagonal_root")
-        # Default roots and scores are derived from the class's own density.
-        cls._inherited = frozenset(
-            n for n in derived_names if n == "hessian" or cls.__mro__[above[n]] is not Likelihood
-        )
+        defaults = {name for name in _DERIVED if cls.__mro__[above[name]] is Likelihood}
+        # Defaults are derived from the class's own density, and a root from its Hessian.
+        inherited = derived_names - (defaults - {"hessian"})
+        if "root" in derived_names and "hessian" in derived_names - defaults:
+            inherited.add("root")
+        cls._inherited = frozenset(inherited)
 
     @abstractmethod
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
@@ -115,27 +117,18 @@ class Likelihood(nn.Module, ABC):
             refuse_where(~torch.isfinite(y), y, "is not finite; remove or impute such data")
 
     def counted(self, y: Tensor) -> Bool[Tensor, " m"] | None:
-        """Which targets count, where outputs (m, …, C) have one at each position.
+        """Return which targets (m, ...) count, where outputs (m, …, C) have one at each position.
 
-        Args:
-            y: Targets of all positions (m, ...), before ``validate``.
-
-        Returns:
-            False for what is no target, as padding; None where all count, which is the default.
+        It is False for what is no target, as padding, and None, the default, where all count. The
+        targets are those before ``validate``.
         """
-        del y
         return None
 
     def weights(self, y: Tensor) -> Float[Tensor, " m"] | None:
-        """Factors of Λ of each datum, where these are not 1 for all; see ``Weighted``.
+        """Return non-negative factors of Λ of each datum; None, the default, where all are 1.
 
-        Args:
-            y: Targets.
-
-        Returns:
-            Non-negative numbers, or None, which is the default.
+        See ``Weighted``.
         """
-        del y
         return None
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
@@ -213,7 +206,8 @@ class Likelihood(nn.Module, ABC):
                 expected = self.hessian(f)[0][outputs][:, outputs]
             vectors = self.root(f, outputs[None], "subblock").scaled
         if _differ((vectors.mT @ vectors)[0][outputs][:, outputs], expected):
-            self._refuse_inherited("root", "that of the Hessian of its log_prob")
+            name = "hessian" if type(self).root is Likelihood.root else "root"
+            self._refuse_inherited(name, "that of the Hessian of its log_prob")
 
     def _check_same_hessian(self, f: Tensor, y: Tensor) -> None:
         """Compare Hessians at targets and at reference targets along a random direction."""
@@ -245,17 +239,11 @@ class Likelihood(nn.Module, ABC):
         return torch.func.grad(slope)(f)
 
     def reference_targets(self, f: Float[Tensor, "m C"]) -> tuple[Tensor, Tensor]:
-        """Two sets of targets that ``validate`` accepts, for the default ``hessian``.
+        """Return two sets of targets that ``validate`` accepts, for the default ``hessian``.
 
-        That differentiates at the first, and is refused where the second has another Hessian.
-        Override this where zeros and ones (m, C) are no targets.
-
-        Args:
-            f: Outputs.
-
-        Returns:
-            Class labels 0 and C − 1 where the outputs are the scores of one label; else zeros and
-            ones (m, C).
+        That differentiates at the first, and is refused where the second has another Hessian. These
+        are class labels 0 and C − 1 where the outputs are the scores of one label, and else zeros
+        and ones (m, C). Override this where those are no targets.
         """
         if self.is_classification and self.couples_outputs:
             label = torch.zeros(len(f), dtype=torch.long, device=f.device)
@@ -263,15 +251,7 @@ class Likelihood(nn.Module, ABC):
         return torch.zeros_like(f), torch.ones_like(f)
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """The score ∇_f log p(y|f), differentiable in f and parameters.
-
-        Args:
-            f: Outputs.
-            y: Targets.
-
-        Returns:
-            One gradient for each datum.
-        """
+        """The score ∇_f log p(y|f) of each datum, differentiable in f and parameters."""
         return torch.func.grad(lambda f: self.log_prob(f, y).sum())(f)
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Tensor:
@@ -284,7 +264,6 @@ class Likelihood(nn.Module, ABC):
         Raises:
             ConfigurationError: If the likelihood does not define it.
         """
-        del f, generator
         raise ConfigurationError(
             f"{type(self).__name__} has no sample(f, generator), which the sampled Fisher ('mc')"
             " needs; add one or take another curvature."
@@ -299,7 +278,6 @@ class Likelihood(nn.Module, ABC):
         Returns:
             Numbers in 0 … 1, or None where targets are no classes, which is the default.
         """
-        del f
         return None
 
     def noise_variance(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"] | None:
@@ -313,7 +291,6 @@ class Likelihood(nn.Module, ABC):
         Returns:
             Variances in the units of y squared, or None for other densities, which is the default.
         """
-        del f
         return None
 
     def moments(
@@ -330,7 +307,6 @@ class Likelihood(nn.Module, ABC):
             given f (noise), in the units of y and of y². None, the default, where the posterior
             says mean and variance of the outputs only.
         """
-        del f, covariance
         return None
 
     def root(
@@ -361,6 +337,8 @@ class Likelihood(nn.Module, ABC):
             NotPositiveDefiniteError: If Λ has a negative eigenvalue.
         """
         check_root(kind)
+        if (closed := self._closed_root(f)) is not None:
+            return RootRows(diagonal_rows(f, closed, columns))
         curvature = self.hessian(f)
         if self.couples_outputs:
             return RootRows(hessian_rows(curvature, columns, kind))
@@ -377,33 +355,21 @@ class Likelihood(nn.Module, ABC):
         return RootRows(diagonal_rows(f, root, columns))
 
     def num_rows(self, num_outputs: int) -> int:
-        """Columns of ``root`` without a list of columns: C, or fewer where Λ has a smaller rank.
+        """Return the number of columns of ``root`` without a list of columns.
 
-        Memory is planned by it; the log-determinant does not depend on it.
-
-        Args:
-            num_outputs: C.
-
-        Returns:
-            By default C.
+        By default it is C; it is less where Λ has a smaller rank. Memory is planned by it, and the
+        log-determinant does not depend on it.
         """
         return num_outputs
 
     def row_norms(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m C"]:
-        """|R[:, d]|² of each column of a root of Λ: how much curvature each row can hold.
+        """Return |R[:, d]|² of each column of a root of Λ, without a graph.
 
-        Args:
-            f: Outputs.
-            kind: The kind of root.
-
-        Returns:
-            One number for each row, without a graph.
+        That is how much curvature each row can hold. ``kind`` is one of ``ROOTS``.
         """
         check_root(kind)
-        if not self.couples_outputs and "_diagonal_root" not in self._inherited:
-            root = self._diagonal_root(f.detach())
-            if root is not None:
-                return root.detach().square()
+        if (closed := self._closed_root(f.detach())) is not None:
+            return closed.detach().square()
         num_outputs = f.shape[1]
         at_once = max(1, ROOT_BYTES // (f.element_size() * num_outputs**2))
         columns = torch.arange(num_outputs, device=f.device)
@@ -414,26 +380,22 @@ class Likelihood(nn.Module, ABC):
             return torch.cat([root.scaled.square().sum(-1) for root in roots])
 
     def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"] | None:
-        """√λ_d of each output d in closed form, or None, which derives it from ``root``.
+        """Return √λ_d of each output d of a diagonal Λ in closed form, or None if there is none.
 
-        Args:
-            f: Outputs. Λ is diagonal.
-
-        Returns:
-            C numbers for each example. All columns of a root have C².
+        These are C numbers for each example. All columns of a root have C².
         """
-        del f
         return None
+
+    def _closed_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"] | None:
+        """The ``_diagonal_root`` if it is that of the density, or None."""
+        if self.couples_outputs or "_diagonal_root" in self._inherited:
+            return None
+        return self._diagonal_root(f)
 
     def condensed(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m D"]:
         """Return what ``row_scores`` needs of the outputs, small enough to keep for every datum.
 
-        Args:
-            f: Outputs.
-            kind: The kind of root.
-
-        Returns:
-            By default the outputs themselves.
+        By default these are the outputs themselves.
         """
         check_root(kind)
         return f
@@ -441,15 +403,10 @@ class Likelihood(nn.Module, ABC):
     def row_scores(
         self, condensed: Float[Tensor, "m D"], kind: str
     ) -> tuple[Float[Tensor, "m K"], Float[Tensor, " m"] | None]:
-        """The norms of ``row_norms``, maybe approximate, for the columns that matter.
+        """Return the norms of ``row_norms``, maybe approximate, from ``condensed`` outputs.
 
-        Args:
-            condensed: From ``condensed``.
-            kind: The kind of root.
-
-        Returns:
-            The norms of the first columns, and the sum of all further ones; None for the sum where
-            the others are always zero, or there are none.
+        They are those of the first columns, and the sum of all further ones; None for the sum where
+        the others are always zero, or there are none.
         """
         return self.row_norms(condensed, kind), None
 
@@ -480,11 +437,10 @@ class Likelihood(nn.Module, ABC):
         return total(p.argmax(dim=1) == y.flatten())
 
     def reported(self) -> dict[str, float]:
-        """The parameters as numbers that a reader knows, for histories and reports.
+        """Return the parameters as numbers that a reader knows, for histories and reports.
 
-        Returns:
-            By default each parameter under its name, or each entry under NAME/INDEX. ``noise`` is
-            a standard deviation in the units of y.
+        By default it is each parameter under its name, or each entry under NAME/INDEX. ``noise`` is
+        a standard deviation in the units of y.
         """
         named = [by_entry(name, parameter) for name, parameter in self.named_parameters()]
         return {name: value for entries in named for name, value in entries.items()}

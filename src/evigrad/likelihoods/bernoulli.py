@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from evigrad.core.roots import RootRows, check_root, diagonal_rows
 from evigrad.errors import InputError
-from evigrad.likelihoods.base import Likelihood, check_one_per_output, refuse_where, total
+from evigrad.likelihoods.base import Likelihood, check_one_per_output, refuse_where
 
 
 class Bernoulli(Likelihood):
@@ -20,7 +19,6 @@ class Bernoulli(Likelihood):
     is_classification = True
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
-        """See ``Likelihood.log_prob``."""
         return logsigmoid((2.0 * y.to(f) - 1.0) * f).sum(dim=1)
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
@@ -46,24 +44,9 @@ class Bernoulli(Likelihood):
         return f.sigmoid()
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m C"]:
-        """Zeros and ones in the dtype of f; see ``Likelihood.sample``."""
+        """Zeros and ones in the dtype of f."""
         uniform = torch.rand(f.shape, generator=generator, device=generator.device, dtype=f.dtype)
         return (uniform.to(f.device) < f.detach().sigmoid()).to(f.dtype)
 
-    def root(
-        self,
-        f: Float[Tensor, "m C"],
-        columns: Int[Tensor, "m k"] | None = None,
-        kind: str = "subblock",
-    ) -> RootRows:
-        """Column d is e_d √(p_d(1 − p_d)); see ``Likelihood.root``."""
-        check_root(kind)
-        return RootRows(diagonal_rows(f, self._diagonal_root(f), columns))
-
     def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
         return (0.5 * (logsigmoid(f) + logsigmoid(-f))).exp()
-
-    def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
-        """Sums of ``log_likelihood`` (nats) and ``correct`` (right labels, divided by C)."""
-        right = (f > 0) == (y > 0.5)
-        return super().metrics(f, y) | {"correct": total(right) / f.shape[1]}

@@ -44,12 +44,8 @@ def log_probabilities(
 ) -> Tensor:
     """Return log p(y_n|f_n) of each datum, (m,), in nats.
 
-    Args:
-        likelihood: Maybe the user's own.
-        f: Outputs (m, C).
-        y: Targets.
-        alone: Whether to evaluate the first datum alone and compare: targets of a wrong shape can
-            broadcast against the other data without an error.
+    ``alone`` evaluates the first datum alone too, and compares: targets of a wrong shape can
+    broadcast against the other data without an error.
 
     Raises:
         ConfigurationError: If the density does not return one number for each datum.

@@ -28,7 +28,6 @@ class Categorical(Likelihood):
     """
 
     name = "categorical"
-    couples_outputs = True
     is_classification = True
 
     def __init__(self, ignore_index: int = -100) -> None:
@@ -40,11 +39,10 @@ class Categorical(Likelihood):
         return "" if self.ignore_index == -100 else f"ignore_index={self.ignore_index}"
 
     def counted(self, y: Tensor) -> Bool[Tensor, "..."]:
-        """All labels but ``ignore_index``; see ``Likelihood.counted``."""
+        """All labels but ``ignore_index``."""
         return y != self.ignore_index
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Integer[Tensor, " m"]) -> Float[Tensor, " m"]:
-        """See ``Likelihood.log_prob``."""
         return f.log_softmax(dim=1).gather(1, y.long().unsqueeze(1)).squeeze(1)
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
@@ -105,7 +103,7 @@ class Categorical(Likelihood):
         return super()._num_correct(f, y)
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Int[Tensor, " m"]:
-        """Labels from the softmax; see ``Likelihood.sample``."""
+        """Labels from the softmax."""
         p = f.detach().softmax(dim=1).to(generator.device)
         return p.multinomial(1, generator=generator).squeeze(1).to(f.device)
 
@@ -115,7 +113,7 @@ class Categorical(Likelihood):
         columns: Int[Tensor, "m k"] | None = None,
         kind: str = "subblock",
     ) -> RootRows:
-        """Closed forms, from ``softmax_rows``; see ``Likelihood.root``."""
+        """Closed forms, from ``softmax_rows``."""
         check_root(kind)
         return RootRows(softmax_rows(f, columns, kind))
 
@@ -125,7 +123,6 @@ class Categorical(Likelihood):
         return num_outputs if is_own else max(num_outputs - 1, 1)
 
     def row_norms(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m C"]:
-        """Closed forms; see ``Likelihood.row_norms``."""
         check_root(kind)
         p = f.detach().softmax(dim=1)
         if kind != "eigen":
@@ -143,7 +140,7 @@ class Categorical(Likelihood):
     def row_scores(
         self, condensed: Float[Tensor, "m D"], kind: str
     ) -> tuple[Float[Tensor, "m K"], Float[Tensor, " m"] | None]:
-        """See ``Likelihood.row_scores``; the last of C orthogonal columns is zero, as Λ 1 = 0."""
+        """The last of C orthogonal columns is zero, as Λ 1 = 0."""
         if kind != "eigen":
             return super().row_scores(condensed, kind)
         if condensed.shape[1] <= TOP_CLASSES:

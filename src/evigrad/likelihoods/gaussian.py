@@ -30,7 +30,6 @@ class Gaussian(Likelihood):
 
     name = "gaussian"
     couples_outputs = False
-    is_classification = False
 
     def __init__(
         self,
@@ -61,7 +60,6 @@ class Gaussian(Likelihood):
         self.log_noise = nn.Parameter(log_noise, requires_grad=learnable)
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Float[Tensor, "m C"]) -> Float[Tensor, " m"]:
-        """See ``Likelihood.log_prob``."""
         log_noise = self.log_noise.to(f)
         standardised = (y.to(f) - f) * (-log_noise).exp()
         constant = log_noise + 0.5 * LOG_TWO_PI
@@ -92,7 +90,7 @@ class Gaussian(Likelihood):
         return (2.0 * self.log_noise.to(f)).exp().expand(f.shape)
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m C"]:
-        """Targets f + σ·ε; see ``Likelihood.sample``."""
+        """Targets f + σ·ε."""
         noise = torch.randn(f.shape, generator=generator, device=generator.device, dtype=f.dtype)
         return f.detach() + self.log_noise.detach().to(f).exp() * noise.to(f.device)
 
@@ -102,7 +100,7 @@ class Gaussian(Likelihood):
         columns: Int[Tensor, "m k"] | None = None,
         kind: str = "subblock",
     ) -> RootRows:
-        """Unit vectors, with 1/σ as their scale; see ``Likelihood.root``."""
+        """Unit vectors, with 1/σ as their scale."""
         check_root(kind)
         scale = self._diagonal_root(f)
         if columns is not None:

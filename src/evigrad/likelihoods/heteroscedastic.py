@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from evigrad.core.roots import RootRows, check_root, diagonal_rows
 from evigrad.errors import InputError
 from evigrad.likelihoods.base import Likelihood, check_one_per_output, total
 from evigrad.likelihoods.gaussian import LOG_TWO_PI
@@ -26,11 +25,9 @@ class HeteroscedasticGaussian(Likelihood):
 
     name = "heteroscedastic"
     couples_outputs = False
-    is_classification = False
     outputs_are: ClassVar[str] = "the means and behind them the log variances"
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Float[Tensor, "m D"]) -> Float[Tensor, " m"]:
-        """See ``Likelihood.log_prob``."""
         mean, log_variance = self._of_targets(f)
         standardised = (y.to(f) - mean) * (-0.5 * log_variance).exp()
         return -0.5 * (standardised.square() + log_variance + LOG_TWO_PI).sum(dim=1)
@@ -79,20 +76,10 @@ class HeteroscedasticGaussian(Likelihood):
         return mean, epistemic, (log_variance + 0.5 * of_log).exp()
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m D"]:
-        """Targets μ + exp(s/2)·ε; see ``Likelihood.sample``."""
+        """Targets μ + exp(s/2)·ε."""
         mean, log_variance = self._of_targets(f.detach())
         noise = torch.randn(mean.shape, generator=generator, device=generator.device, dtype=f.dtype)
         return mean + (0.5 * log_variance).exp() * noise.to(f.device)
-
-    def root(
-        self,
-        f: Float[Tensor, "m C"],
-        columns: Int[Tensor, "m k"] | None = None,
-        kind: str = "subblock",
-    ) -> RootRows:
-        """Column d is e_d exp(−s_d/2), column D + d is e_(D+d) √½; see ``Likelihood.root``."""
-        check_root(kind)
-        return RootRows(diagonal_rows(f, self._diagonal_root(f), columns))
 
     def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
         deviation = (-0.5 * f.chunk(2, dim=1)[1]).exp()
@@ -152,15 +139,6 @@ class NaturalGaussian(HeteroscedasticGaussian):
         slopes = torch.cat([variance.diag_embed(), of_b.diag_embed()], dim=2)
         epistemic = torch.einsum("mdc,mce,mde->md", slopes, covariance, slopes)
         return mean, epistemic.clamp(min=0.0), variance
-
-    def root(
-        self,
-        f: Float[Tensor, "m C"],
-        columns: Int[Tensor, "m k"] | None = None,
-        kind: str = "subblock",
-    ) -> RootRows:
-        """Return a root of ``hessian``; see ``Likelihood.root``."""
-        return Likelihood.root(self, f, columns, kind)
 
 
 def _precision(b: Tensor) -> Tensor:

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from evigrad.core.roots import RootRows, check_root, diagonal_rows
 from evigrad.errors import InputError
 from evigrad.likelihoods.base import Likelihood, check_one_per_output, refuse_where, total
 
@@ -20,10 +19,8 @@ class Poisson(Likelihood):
 
     name = "poisson"
     couples_outputs = False
-    is_classification = False
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
-        """See ``Likelihood.log_prob``."""
         y = y.to(f)
         return (y * f - f.exp() - torch.lgamma(y + 1.0)).sum(dim=1)
 
@@ -52,19 +49,9 @@ class Poisson(Likelihood):
         return rate, rate.square() * variance.expm1(), rate
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m C"]:
-        """Counts in the dtype of f; see ``Likelihood.sample``."""
+        """Counts in the dtype of f."""
         rate = f.detach().exp().to(generator.device)
         return torch.poisson(rate, generator=generator).to(f.device)
-
-    def root(
-        self,
-        f: Float[Tensor, "m C"],
-        columns: Int[Tensor, "m k"] | None = None,
-        kind: str = "subblock",
-    ) -> RootRows:
-        """Column d is e_d exp(f_d/2); see ``Likelihood.root``."""
-        check_root(kind)
-        return RootRows(diagonal_rows(f, self._diagonal_root(f), columns))
 
     def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
         return (0.5 * f).exp()

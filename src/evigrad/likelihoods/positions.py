@@ -89,18 +89,12 @@ def targets_at(
 
 
 def flattened(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Checked outputs (n, C) and their targets (n, ...) at all positions that count.
+    """Return checked outputs (n, C) and their targets (n, ...) at all positions that count.
 
-    Args:
-        likelihood: Maybe the user's own.
-        f: Outputs (m, C), returned as they are, or (m, …, C).
-        y: Targets.
-
-    Returns:
-        Outputs and targets; none if no position counts.
+    Outputs (m, C) are returned as they are. There are none if no position counts.
 
     Raises:
-        InputError: If they do not fit.
+        InputError: If targets do not fit.
     """
     if f.dim() == 2 or not is_batch(y, len(f)):
         shape = (*f.shape[:-2], f.shape[-1]) if f.dim() > 2 else f.shape
@@ -113,16 +107,10 @@ def flattened(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Ten
 def spread(
     likelihood: Likelihood, shape: Sequence[int], x: Inputs, y: Tensor
 ) -> tuple[AtPositions, Tensor]:
-    """Each position that counts as a datum of its own, with its checked target.
+    """Return inputs and checked targets with each position that counts as a datum of its own.
 
-    Args:
-        likelihood: Maybe the user's own.
-        shape: That of a datum's outputs, (…, C).
-        x: Inputs (m, ...).
-        y: Targets (m, …).
-
-    Returns:
-        Inputs and targets of n positions, datum by datum; n is zero if no position counts.
+    ``shape`` is that of a datum's outputs, (…, C). The n positions are in order, datum by datum;
+    n is zero if no position counts.
 
     Raises:
         InputError: If targets do not fit.

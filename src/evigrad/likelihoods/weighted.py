@@ -69,14 +69,13 @@ class Weighted(Likelihood):
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
         """The weight times the other log density."""
         targets, weights = self.split(y)
-        return weights.to(f) * self.likelihood.log_prob(f, self._in(f, targets))
+        return weights.to(f) * self.likelihood.log_prob(f, _like(f, targets))
 
-    @staticmethod
-    def _in(f: Tensor, targets: Tensor) -> Tensor:
-        return targets.to(f) if targets.is_floating_point() else targets
+    def _targets(self, f: Tensor, y: Tensor) -> Tensor:
+        """Targets of the other likelihood, numbers in the type of the outputs."""
+        return _like(f, self.split(y)[0])
 
     def weights(self, y: Tensor) -> Float[Tensor, " m"]:
-        """See ``Likelihood.weights``."""
         return self.split(y)[1]
 
     def counted(self, y: Tensor) -> Bool[Tensor, "..."]:
@@ -99,54 +98,52 @@ class Weighted(Likelihood):
         self.likelihood.validate(f_shape, targets)
 
     def check_derivatives(self, f: Float[Tensor, "m C"], y: Tensor, curvature: str = "ggn") -> None:
-        """See ``Likelihood.check_derivatives``, of the other likelihood."""
-        self.likelihood.check_derivatives(f, self._in(f, self.split(y)[0]), curvature)
+        self.likelihood.check_derivatives(f, self._targets(f, y), curvature)
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
         """The score of the other likelihood; the rows made of it are weighted by ``weights``."""
-        return self.likelihood.score(f, self._in(f, self.split(y)[0]))
+        return self.likelihood.score(f, self._targets(f, y))
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Tensor:
         """Targets of weight one."""
         return self.targets(self.likelihood.sample(f, generator), f.new_ones(len(f)))
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
-        """See ``Likelihood.metrics``, of the other likelihood: each datum counts once."""
-        return self.likelihood.metrics(f, self._in(f, self.split(y)[0]))
+        """Each datum counts once."""
+        return self.likelihood.metrics(f, self._targets(f, y))
+
+    # Curvatures are those of the other likelihood at weight one.
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
-        """Return the Hessian of the other likelihood, at weight one."""
         return self.likelihood.hessian(f)
 
     def root(
         self, f: Float[Tensor, "m C"], columns: Tensor | None = None, kind: str = "subblock"
     ) -> RootRows:
-        """Return the root of the other likelihood, at weight one."""
         return self.likelihood.root(f, columns, kind)
 
     def num_rows(self, num_outputs: int) -> int:
-        """Return the number of rows of the other likelihood."""
         return self.likelihood.num_rows(num_outputs)
 
     def row_norms(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m C"]:
-        """Return the row norms of the other likelihood."""
         return self.likelihood.row_norms(f, kind)
 
     def condensed(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m D"]:
-        """Return the condensed outputs of the other likelihood."""
         return self.likelihood.condensed(f, kind)
 
     def row_scores(
         self, condensed: Float[Tensor, "m D"], kind: str
     ) -> tuple[Float[Tensor, "m K"], Float[Tensor, " m"] | None]:
-        """Return the row scores of the other likelihood."""
         return self.likelihood.row_scores(condensed, kind)
 
     def reported(self) -> dict[str, float]:
-        """The other likelihood's parameters."""
         return self.likelihood.reported()
 
 
 def unweighted(likelihood: Likelihood) -> Likelihood:
     """The likelihood of single data."""
     return likelihood.likelihood if isinstance(likelihood, Weighted) else likelihood
+
+
+def _like(f: Tensor, targets: Tensor) -> Tensor:
+    return targets.to(f) if targets.is_floating_point() else targets

@@ -26,7 +26,6 @@ class Bias(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input plus b."""
         return x + self.bias
 
 
@@ -38,7 +37,6 @@ class Scale(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input times s."""
         return x * self.scale
 
 
@@ -59,7 +57,6 @@ class Subsample(nn.Module):
         self.missing, self.stride = outputs - inputs, stride
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input in the shape of the branch's output."""
         return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.missing))
 
 

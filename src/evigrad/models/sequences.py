@@ -28,7 +28,6 @@ class Positive(nn.Module):
         self.log = nn.Parameter(start.log())
 
     def forward(self) -> Tensor:
-        """The numbers, exp(log)."""
         return self.log.exp()
 
 
@@ -71,7 +70,6 @@ class Block(nn.Module):
     def forward(
         self, h: Float[Tensor, "m T d"], bias: Float[Tensor, "#m #heads #T T"] | None
     ) -> Float[Tensor, "m T d"]:
-        """The representations after this block; see ``Attention.forward``."""
         h = h + self.attention(self.norm1(h), bias)
         return h + self.linear2(self.gelu(self.linear1(self.norm2(h))))
 
@@ -138,7 +136,6 @@ class Transformer(nn.Module):
         self.head = head
 
     def forward(self, x: Tensor) -> Float[Tensor, "m C"]:
-        """The outputs for m sequences."""
         valid = _valid(x, self.padding)
         h = self.tokens(_as_sequence(x) if isinstance(self.tokens, nn.Linear) else x)
         m, steps, _ = h.shape
@@ -210,7 +207,6 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(width, num_outputs)
 
     def forward(self, x: Tensor) -> Float[Tensor, "m C"]:
-        """The outputs for m sequences."""
         valid = _valid(x, self.padding)
         h, _ = self.recurrence(_as_sequence(x) if self.tokens is None else self.tokens(x))
         if valid is None:

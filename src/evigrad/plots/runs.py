@@ -53,15 +53,9 @@ def series(history: History, column: str) -> tuple[list[float], list[float]]:
 
 def errors(history: History, column: str) -> list[float]:
     """Standard errors ``COLUMN_sem`` of the values of ``series``; empty if one is unknown."""
-    standard_errors = [
-        row.get(f"{column}_sem")
-        for row in history
-        if _is_known(row.get(column)) and row.get("epoch") is not None
-    ]
-    finite_errors = [
-        float(error) for error in standard_errors if error is not None and math.isfinite(error)
-    ]
-    return finite_errors if len(finite_errors) == len(standard_errors) else []
+    rows = [row for row in history if _is_known(row.get(column)) and row.get("epoch") is not None]
+    _, values = series(rows, f"{column}_sem")
+    return values if len(values) == len(rows) else []
 
 
 def _is_known(value: int | float | None) -> bool:
@@ -70,21 +64,13 @@ def _is_known(value: int | float | None) -> bool:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A quantity that learning curves show.
-
-    Attributes:
-        title: Title of the figure.
-        unit: Label of the vertical axis.
-        columns: From the name of each kind of line to its column of the metrics.
-        logarithmic: Whether to use a logarithmic axis where all values are positive.
-        factor: From the column's values to those in the figure.
-    """
+    """A quantity that learning curves show."""
 
     title: str
     unit: str
-    columns: Mapping[str, str]
-    logarithmic: bool = False
-    factor: float = 1.0
+    columns: Mapping[str, str]  # from the name of each kind of line to its column of the metrics
+    logarithmic: bool = False  # whether the axis is logarithmic where all values are positive
+    factor: float = 1.0  # from the column's values to those in the figure
 
     def values(self, histories: Mapping[str, History]) -> list[float]:
         """All values of all runs, as they are in the figure."""
@@ -100,12 +86,9 @@ class Quantity:
         return self.logarithmic and min(self.values(histories), default=0.0) > 0
 
     def limits(self, histories: Mapping[str, History]) -> tuple[float, float] | None:
-        """Limits of an axis that leaves out the first values; None where all fit.
+        """Return limits of an axis that leaves out the first values; None where all fit.
 
         The axis never leaves out a later value: how a run ends is what a reader looks for.
-
-        Returns:
-            The limits, or None.
         """
         if self.is_logarithmic(histories):
             return None

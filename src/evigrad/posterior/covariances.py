@@ -11,6 +11,7 @@ which needs no matrix of the weights. Fewer rows explain less: then it is an upp
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -27,17 +28,11 @@ from evigrad.network import Linearization
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """All covariances of some parameters.
+    """All covariances of some parameters."""
 
-    Attributes:
-        names: The parameters, in the matrix's order.
-        root: The diagonal of P0^{-1/2}.
-        factor: The Cholesky factor of I + P0^{-1/2} H P0^{-1/2}.
-    """
-
-    names: Sequence[str]
-    root: Float[Tensor, " n"]
-    factor: Float[Tensor, "n n"]
+    names: Sequence[str]  # in the matrix's order
+    root: Float[Tensor, " n"]  # the diagonal of P0^{-1/2}
+    factor: Float[Tensor, "n n"]  # the Cholesky factor of I + P0^{-1/2} H P0^{-1/2}
 
     @classmethod
     def of(cls, names: Sequence[str], hessian: Tensor, precision: Tensor) -> "Dense":
@@ -55,15 +50,10 @@ class Dense:
 
 @dataclass(frozen=True, eq=False)
 class Diagonal:
-    """A parameter whose weights are independent of each other.
-
-    Attributes:
-        name: The parameter.
-        std: Their standard deviations.
-    """
+    """A parameter whose weights are independent of each other."""
 
     name: str
-    std: Float[Tensor, " n"]
+    std: Float[Tensor, " n"]  # standard deviations of the weights
 
     @property
     def names(self) -> Sequence[str]:
@@ -84,16 +74,13 @@ class Kronecker:
 
         f(A + δ I) = U f(a + δ) Uᵀ + f(δ) (I − UUᵀ),      (I − UUᵀ)² = I − UUᵀ.
 
-    Attributes:
-        name: The parameter.
-        inputs: Eigenvectors of A, all of them or those of its range.
-        gradients: Eigenvectors of B, all of them or those of its range.
-        std: (b ⊗ a / count + δ)^{-1/2} of their eigenvalues, and of the zeros outside the ranges.
+    The eigenvectors are all of them or those of the range.
     """
 
     name: str
-    inputs: Float[Tensor, "G i r"]
-    gradients: Float[Tensor, "G o s"]
+    inputs: Float[Tensor, "G i r"]  # eigenvectors of A
+    gradients: Float[Tensor, "G o s"]  # eigenvectors of B
+    # (b ⊗ a / count + δ)^{-1/2} of their eigenvalues, and of the zeros outside the ranges.
     std: Float[Tensor, "G q p"]
 
     @classmethod
@@ -136,25 +123,6 @@ def _in_basis(matrices: Float[Tensor, "m k G d n"], vectors: Float[Tensor, "G n 
     return torch.cat([inside, matrices - inside @ vectors.mT], dim=-1)
 
 
-@dataclass(frozen=True, eq=False)
-class KroneckerSums:
-    """What a ``Kronecker`` is made of when it is first needed: its eigenvectors take n³ operations.
-
-    Attributes:
-        name: The parameter.
-        factors: Its sums.
-        precision: Its prior precision.
-    """
-
-    name: str
-    factors: Factors
-    precision: Tensor
-
-    def block(self) -> Kronecker:
-        """The block of these sums."""
-        return Kronecker.of(self.name, self.factors, self.precision)
-
-
 Block = Dense | Diagonal | Kronecker
 _KINDS: dict[str, type[Block]] = {"dense": Dense, "diagonal": Diagonal, "kronecker": Kronecker}
 
@@ -163,15 +131,12 @@ _KINDS: dict[str, type[Block]] = {"dense": Dense, "diagonal": Diagonal, "kroneck
 class Explained:
     """What rows A of the data take away from the prior's covariance: the kernel form.
 
-    Attributes:
-        rows: The rows of each parameter in chunks, before scale and prior.
-        scale: One number for each row.
-        factor: The Cholesky factor of I + S.
+    ``rows`` are those of each parameter in chunks, before scale and prior.
     """
 
     rows: Mapping[str, Sequence[Tensor]]
-    scale: Float[Tensor, " R"]
-    factor: Float[Tensor, "R R"]
+    scale: Float[Tensor, " R"]  # one number for each row
+    factor: Float[Tensor, "R R"]  # the Cholesky factor of I + S
 
     @classmethod
     def of(cls, statistic: NtkStatistic, precisions: Mapping[str, Tensor], like: Tensor) -> Self:
@@ -205,22 +170,24 @@ class Explained:
 class Covariance:
     """The covariance of the outputs that Σ gives: the blocks', less what is explained.
 
-    Attributes:
+    Args:
+        blocks: Blocks of parameters, those of the prior where something is explained. A partial one
+            is made when it is first needed: the eigenvectors of a ``Kronecker`` take n³
+            operations.
         explained: The rows of the kernel form, or None.
     """
 
     def __init__(
-        self, blocks: Sequence[Block | KroneckerSums], explained: Explained | None = None
+        self,
+        blocks: Sequence[Block | partial[Kronecker]],
+        explained: Explained | None = None,
     ) -> None:
-        """Take blocks of parameters, those of the prior where something is explained."""
         self._blocks, self.explained = list(blocks), explained
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """The blocks, which take the place of the sums that they are made of."""
-        self._blocks = [
-            block.block() if isinstance(block, KroneckerSums) else block for block in self._blocks
-        ]
+        """The blocks, all of them made."""
+        self._blocks = [block() if isinstance(block, partial) else block for block in self._blocks]
         return self._blocks
 
     def of_outputs(
@@ -279,13 +246,13 @@ def covariance_of(
     if isinstance(statistic, NtkStatistic):
         prior = [Diagonal(name, precision.rsqrt()) for name, precision in flat.items()]
         return Covariance(prior, Explained.of(statistic, flat, like))
-    blocks: list[Block | KroneckerSums] = []
+    blocks: list[Block | partial[Kronecker]] = []
     if isinstance(statistic, KfacStatistic):
         for name, factors in statistic.factors.items():
             check_finite_curvature(factors.inputs)
             check_finite_curvature(factors.gradients)
             precision = precisions[name].detach().to(like, copy=True)
-            blocks.append(KroneckerSums(name, factors, precision))
+            blocks.append(partial(Kronecker.of, name, factors, precision))
     for name, hessian in statistic.blocks.items():
         names = [name] if name in weights else list(weights)
         precision = torch.cat([flat[weight_name] for weight_name in names])

@@ -95,16 +95,7 @@ class Posterior:
         seed: int,
         weights: Mapping[str, int],
     ) -> None:
-        """Use ``evidence.posterior``.
-
-        Args:
-            problem: Of ``posterior_problem``.
-            structure: Its name.
-            covariance: Σ.
-            num_outputs: C.
-            seed: For what the model draws, and for samples of outputs.
-            weights: Checksums of the model's parameters and buffers.
-        """
+        """Use ``evidence.posterior``; ``problem`` is that of ``posterior_problem``."""
         self.structure, self.num_outputs = structure, num_outputs
         self._problem, self._covariance = problem, covariance
         self._seed, self._weights = seed, dict(weights)
@@ -116,7 +107,6 @@ class Posterior:
         return list(self._problem.weights)
 
     def __repr__(self) -> str:
-        """The structure and the number of uncertain weights."""
         count = sum(weight.numel() for weight in self._problem.weights.values())
         return f"Posterior({self.structure!r}, weights={count:,}, num_outputs={self.num_outputs})"
 
@@ -196,13 +186,13 @@ class Posterior:
             sweep = new_sweep(problem, plan, [(x, torch.zeros(len(x), device="cpu"))], block)
 
             def add(
-                moment_pairs: list[tuple[Tensor, Tensor]], batch: MicroBatch
+                pairs: list[tuple[Tensor, Tensor]], batch: MicroBatch
             ) -> list[tuple[Tensor, Tensor]]:
                 linearization = sweep.linearize(batch, graph=False)
                 f = linearization.outputs
                 vectors = torch.eye(f.shape[1], device="cpu").to(f).expand(len(f), -1, -1)
                 covariance = self._covariance.of_outputs(linearization, vectors)
-                return [*moment_pairs, (f, covariance.to(f))]
+                return [*pairs, (f, covariance.to(f))]
 
             moment_pairs = sweep.fold(add, [])
         mean, covariance = (torch.cat(parts) for parts in zip(*moment_pairs, strict=True))
@@ -226,10 +216,7 @@ class Posterior:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state of ``state_dict``, of the same model with the same weights.
-
-        Args:
-            state: What ``state_dict`` returned.
+        """Take up what ``state_dict`` returned, of the same model with the same weights.
 
         Raises:
             ConfigurationError: If it is that of another structure or of other weights; nothing

@@ -28,20 +28,12 @@ NOTHING = "–"
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure.
-
-    Attributes:
-        name: File name without the ending.
-        title: In words, for readers who cannot see the figure.
-        kind: Which caption of the page's template it has.
-        facts: What the caption says beside its sentence.
-        make: Draws it in given colours.
-    """
+    """A figure, whose file has its ``name``, and what the page says of it."""
 
     name: str
-    title: str
-    kind: str
-    facts: Any
+    title: str  # for readers who cannot see the figure
+    kind: str  # which caption of the page's template it has
+    facts: Any  # what the caption says beside its sentence
     make: "Callable[[Palette], Figure]"
 
 
@@ -103,25 +95,15 @@ def _last_values(run: Run, quantity: Quantity) -> str:
 
 @dataclass(frozen=True)
 class Group:
-    """Hyperparameters of a run that share a figure.
-
-    Attributes:
-        run: The run.
-        kind: Name of the figure's file, and of its caption in the page's template.
-        columns: From the name of each to its column of the metrics; each has a value.
-        title: Title of the figure.
-        unit: Label of its vertical axis.
-        show: A value in words.
-        options: Further arguments of `evigrad.plots.runs.value_paths`.
-    """
+    """Hyperparameters of a run that share a figure."""
 
     run: Run
-    kind: str
-    columns: Mapping[str, str]
+    kind: str  # name of the figure's file, and of its caption in the page's template
+    columns: Mapping[str, str]  # from the name of each to its column of the metrics, with a value
     title: str
     unit: str
-    show: Callable[[float], str] = show
-    options: Mapping[str, Any] = field(default_factory=dict)
+    show: Callable[[float], str] = show  # a value in words
+    options: Mapping[str, Any] = field(default_factory=dict)  # more for ``value_paths``
 
     @property
     def is_learned(self) -> bool:

@@ -114,16 +114,12 @@ def rebuild(run: Run, data_dir: str | Path | None = None) -> tuple[DataSet, nn.M
             "The run has no config.yaml, which says what its data and its network are: it was"
             " started from Python."
         )
+    selection = ("subset", "target", "likelihood", "features", "drop", "categorical")
     loaded = data_sets.load(
         options["data"],
         data_dir or options.get("data_dir"),
-        options.get("subset"),
-        options.get("seed", 0),
-        target=options.get("target"),
-        likelihood=options.get("likelihood"),
-        features=options.get("features"),
-        drop=options.get("drop"),
-        categorical=options.get("categorical"),
+        seed=options.get("seed", 0),
+        **{name: options.get(name) for name in selection},
     )
     if (test_subset := options.get("test_subset")) is not None:
         loaded = loaded.with_test_subset(test_subset, options.get("seed", 0))

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from evigrad.configuration import check_plain
 from evigrad.errors import ConfigurationError, InputError, require
 from evigrad.plots.runs import History, series
-from evigrad.training.configuration import check_plain
-from evigrad.training.metrics import read_metrics
-from evigrad.training.settings import BASELINES
+from evigrad.training.history import read_metrics
+from evigrad.training.settings import current_record, method_of
 
 # The folder of the MAP run that ``evigrad train --compare-map`` makes inside a run's folder.
 MAP_FOLDER = "map"
@@ -21,32 +21,26 @@ _COLUMNS = ("epoch", "loss")
 
 @dataclass(frozen=True)
 class Run:
-    """A run, or the finished part of one.
-
-    Attributes:
-        path: Its folder.
-        label: Its name in the report.
-        history: One row for each finished epoch, one at least.
-        settings: The content of ``config.json``.
-        options: The content of ``config.yaml``; empty for a run that was started from Python.
-        results: The part of ``results.json`` on this run; empty before there is one.
-        is_baseline: Whether it is the MAP run that another one is compared with.
-        suffix: End of the names of its files, unique in a report; empty for the only run.
-    """
+    """A run, or the finished part of one."""
 
     path: Path
     label: str
-    history: History
-    settings: Mapping[str, Any]
-    options: Mapping[str, Any]
-    results: Mapping[str, Any]
-    is_baseline: bool = False
-    suffix: str = ""
+    history: History  # one row for each finished epoch, one at least
+    settings: Mapping[str, Any]  # the content of ``config.json``
+    options: Mapping[str, Any]  # of ``config.yaml``; empty for a run started from Python
+    results: Mapping[str, Any]  # the part of ``results.json`` on this run, if there is one
+    is_baseline: bool = False  # whether it is the MAP run that another one is compared with
+    suffix: str = ""  # end of the names of its files, unique in a report; empty for the only run
 
     @property
     def method(self) -> str:
         """Name of the estimator or the baseline by which hyperparameters were learned."""
-        return _method(self.settings)
+        return method_of(self.settings)
+
+    @property
+    def has_estimator(self) -> bool:
+        """Whether hyperparameters were learned by the estimate of a named estimator."""
+        return current_record(self.settings).get("estimator") not in (None, "augerino")
 
     @property
     def epochs(self) -> int:
@@ -127,7 +121,7 @@ def _read_with_map(folder: Path, label: str | None) -> list[Run]:
             raise ConfigurationError(
                 f"{path / 'config.json'} has epochs: {epochs!r}, which is no number of epochs."
             )
-        method = _method(settings)
+        method = method_of(settings)
         of_run = results.get(method)
         runs.append(
             Run(
@@ -183,8 +177,3 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict | None):
         raise ConfigurationError(f"{path} cannot be read: it holds no names with values.")
     return content or {}
-
-
-def _method(settings: Mapping[str, Any]) -> str:
-    name = str(settings.get("estimator") or "map")
-    return BASELINES.get(name, name)

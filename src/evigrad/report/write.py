@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, PackageLoader, select_autoescape
 
 from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.files import replacing, writing
 from evigrad.plots import DARK, LIGHT, Palette
 from evigrad.report.drawings import NOTHING, Drawing, curves, hyperparameters, show
 from evigrad.report.images import (
@@ -20,8 +21,7 @@ from evigrad.report.images import (
     rebuild,
 )
 from evigrad.report.runs import Run, read_runs
-from evigrad.training.files import replacing, writing
-from evigrad.training.settings import BASELINES, burn_in_precision
+from evigrad.training.plan import burn_in_precision
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -102,7 +102,7 @@ def write_report(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["inlined"] = _inlined
+    environment.filters["base64"] = lambda png: base64.b64encode(png).decode("ascii")
     page = environment.get_template("page.html.jinja").render(
         light=LIGHT,
         dark=DARK,
@@ -159,10 +159,6 @@ def _png(make: "Callable[[Palette], Figure]", palette: Palette) -> bytes:
     buffer = io.BytesIO()
     make(palette).savefig(buffer, dpi=_RESOLUTION, format="png")
     return buffer.getvalue()
-
-
-def _inlined(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
 
 
 def metrics(runs: Sequence[Run]) -> Rows:
@@ -297,7 +293,7 @@ def _first_precision(run: Run) -> str:
 
 def _rounds(run: Run) -> str:
     s = run.settings
-    if s.get("steps") is None or run.method in BASELINES.values():
+    if s.get("steps") is None or not run.has_estimator:
         return NOTHING
 
     def often(steps: object, every: object) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from evigrad.core.names import DEFAULT_ESTIMATOR
 from evigrad.errors import ConfigurationError, InputError, nearest
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood, Weighted
+from evigrad.measure.metrics import probe_outputs
 from evigrad.models import make_model
 from evigrad.network.modes import seeded
 from evigrad.passes.checks import check_choice
@@ -37,7 +38,6 @@ from evigrad.sklearn.table import (
     refuse_targets,
 )
 from evigrad.training import FitResult, fit
-from evigrad.training.metrics import probe_outputs
 from evigrad.training.settings import GROUPS, grouped
 
 P = ParamSpec("P")
@@ -331,7 +331,7 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
             (n, classes), of which a copy is trained from the weights that it has, or a function
             from the two numbers to such a module. It is trained in its own type, on its device.
         relevance: Whether each column has a scale in front of the network that the evidence learns.
-        estimator: Of the evidence, by its name; ``"map"`` learns nothing but the weights.
+        estimator: Of the evidence, by its name; None learns nothing but the weights.
         prior: What has a precision of its own: layerwise, scalar, diagonal or a ``GaussianPrior``.
         posterior: Structure of the weights' posterior over which ``predict_proba`` averages: kfac,
             last-layer, diag, full or ntk. None takes the network alone, which has the better
@@ -437,7 +437,7 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
             (n, targets), of which a copy is trained from the weights that it has, or a function
             from the two numbers to such a module. It is trained in its own type, on its device.
         relevance: Whether each column has a scale in front of the network that the evidence learns.
-        estimator: Of the evidence, by its name; ``"map"`` learns nothing but the weights.
+        estimator: Of the evidence, by its name; None learns nothing but the weights.
         prior: What has a precision of its own: layerwise, scalar, diagonal or a ``GaussianPrior``.
         posterior: Structure of the weights' posterior for ``predict(X, return_std=True)``: kfac,
             the default, last-layer, diag, full or ntk.

@@ -73,13 +73,9 @@ class Columns:
                 self.categories[position] = column.categories
 
     def numbers(self, X: Any) -> Any:
-        """A frame as numbers, and other tables as they are.
+        """Return a frame as numbers (n, d) float64, and other tables as they are.
 
-        Args:
-            X: A table with the columns of the training table.
-
-        Returns:
-            (n, d) float64, categories as their positions and −1 for none of them.
+        Categories are their positions, and −1 for none of them.
 
         Raises:
             InputError: If it is no frame where the training table had categories, or a column of
@@ -114,10 +110,8 @@ class Columns:
         label = f"column '{name}'"
         strange = kinds_of_cells(value for value in values if not _is_hashable(value))
         if strange:
-            return (
-                None,
-                f"{label} holds values of type {next(iter(strange))}, which are no category",
-            )
+            kind = next(iter(strange))
+            return None, f"{label} holds values of type {kind}, which are no category"
         unknown = sorted({v for v in values if v not in position_of}, key=repr)
         if unknown and not self._ignore_unknown:
             others = listed([str(value) for value in unknown if value is not None])
@@ -199,9 +193,7 @@ def refuse_numbers(numbers: np.ndarray) -> None:
 def refuse_targets(y: Any, is_classes: bool) -> None:
     """Refuse targets that scikit-learn takes for others, or has no words for.
 
-    Args:
-        y: Labels (n,), or numbers (n,) or (n, D).
-        is_classes: Whether they are labels.
+    ``y`` are labels (n,) if ``is_classes``, else numbers (n,) or (n, D).
 
     Raises:
         InputError: If some are missing, or of several types, or not what is learned.
@@ -237,17 +229,9 @@ def refuse_targets(y: Any, is_classes: bool) -> None:
 def in_order(
     numbers: np.ndarray, targets: np.ndarray, weights: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """The rows sorted, so that training is the same whatever order they come in.
+    """Return the three with rows sorted, so that training does not depend on their order.
 
     Training amplifies rounding, and even a sum depends on the order of its terms.
-
-    Args:
-        numbers: The table (n, d).
-        targets: Labels (n,) or numbers (n, D).
-        weights: How often each row counts, (n,), or None.
-
-    Returns:
-        The three in the new order.
     """
     columns = [*numbers.T, *np.atleast_2d(targets.T)]
     order = np.lexsort(columns if weights is None else [weights, *columns])
@@ -257,12 +241,8 @@ def in_order(
 class Encoding:
     """Numbers standardised by the training table, and categories as zeros and ones.
 
-    Args:
-        numbers: The training table, of ``Columns.numbers``, (n, d).
-        categories: Those of its columns.
-        weights: How often each row counts, (n,), or None for once each.
-
-    Inputs of a column that is the same in all rows of the training table are zero.
+    Inputs of a column that is the same in all rows of the training table are zero. ``numbers`` and
+    ``categories`` are those of ``Columns`` for it; ``weights`` say how often each row counts.
 
     Attributes:
         feature_of: The column of the table that each input of the network stands for.
@@ -296,11 +276,6 @@ class Encoding:
 def check_constants(is_constant: np.ndarray, names: Iterable[Hashable], num_rows: int) -> None:
     """Warn of columns that are the same in all rows.
 
-    Args:
-        is_constant: Of each column, (d,).
-        names: The columns' names.
-        num_rows: Rows of the table.
-
     Raises:
         InputError: If all are.
     """
@@ -319,9 +294,7 @@ class Relevance(nn.Module):
     would not: it saturates the softmax of a classifier whatever the weights' prior says, and where
     the softmax has no curvature the linearised evidence rewards that.
 
-    Args:
-        feature_of: The feature of each input, 0 … d − 1.
-        num_features: d.
+    ``feature_of`` is the feature of each input, 0 … d − 1.
     """
 
     feature_of: Tensor

@@ -1,12 +1,11 @@
 """Records of a run in its checkpoint, and checks that a checkpoint belongs to the run at hand."""
 
-import hashlib
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,13 @@ from evigrad.errors import (
     listed,
 )
 from evigrad.evidence import Evidence
-from evigrad.inputs import bare_names, with_bare_names
-from evigrad.training.metrics import Row
+from evigrad.inputs import bare_names, tensors_of, with_bare_names, with_tensors
+from evigrad.measure.metrics import probe_outputs
+from evigrad.training.history import packed_history, unpacked_history
+from evigrad.training.settings import OPTIMIZERS, current_record
+
+if TYPE_CHECKING:
+    from evigrad.training.trainer import Trainer
 
 CHECKPOINT_FORMAT = 4
 # Settings that change no result. All others must be the same when a run goes on.
@@ -28,8 +32,6 @@ FREE_SETTINGS = ("checkpoint_every",)
 # Settings that ranks may have of their own, as each has a memory of its own.
 OF_A_RANK = (*FREE_SETTINGS, "micro_batch", "memory_budget", "rows_device")
 
-# Data that are digested at once, as data on a GPU are copied to the host for it.
-_DIGESTED = 4096
 # Number of data whose outputs are compared with the saved ones, and the relative difference that
 # rounding on another machine may make.
 PROBED = 2
@@ -38,15 +40,72 @@ _SAME_OUTPUTS = 1e-2
 _NAMED = 4
 
 
-def digest(data: Iterable[Tensor]) -> str:
-    """Return a hexadecimal digest of inputs and targets: values, types, shapes and order."""
-    hasher = hashlib.blake2b(digest_size=16)
-    for tensor in data:
-        hasher.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
-        for part in tensor.detach().split(_DIGESTED):
-            # Byte by byte, as NumPy has no bfloat16.
-            hasher.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return hasher.hexdigest()
+def packed(trainer: "Trainer") -> dict[str, Any]:
+    """Return all that a trainer needs to go on, and what shows that it is the same one.
+
+    All else follows from these: the order of the data and what the model draws from (seed, epoch),
+    learning rates from the epoch and the steps so far.
+    """
+    model = trainer.evidence.model
+    state = model.state_dict()
+    buffers = {name: b for name, b in model.named_buffers() if name not in state}
+    if trainer.learner is not None:
+        learned = trainer.learner.state_dict()
+    else:
+        learned = {
+            "evidence": trainer.evidence.state_dict(),
+            "hyper_optimizer": trainer.loss_optimizer.state_dict(),
+            "hyper_steps": [],
+        }
+    return {
+        "format": CHECKPOINT_FORMAT,
+        "epoch": len(trainer.history),
+        "seconds": trainer.seconds,
+        "history": packed_history(trainer.history),
+        "metrics": trainer.metrics,
+        **trainer.identity,
+        "machine": machine(trainer.device),
+        # Saved with its outputs, as a data set may give other items the next time.
+        "probe": [part.cpu() for part in tensors_of(trainer.probe)],
+        "outputs": probe_outputs(model, trainer.probe).cpu(),
+        "model": with_bare_names(model, state),
+        "buffers": with_bare_names(model, buffers),
+        "weight_optimizer": trainer.weight_optimizer.state_dict(),
+        **learned,
+    }
+
+
+def restore(trainer: "Trainer", state: Mapping[str, Any], where: str) -> None:
+    """Let a trainer go on from what ``packed`` returned, read from the folder ``where``.
+
+    Raises:
+        ConfigurationError: If it is of other settings or data, or of another network.
+    """
+    here = machine(trainer.device)
+    check_settings(state["settings"], trainer.identity["settings"], where)
+    check_data(state["data"], trainer.identity["data"], where)
+    check_network(state, trainer.evidence, where)
+    is_own = trainer.settings.optimization.optimizer not in OPTIMIZERS
+    with fitting("The saved state"):
+        load_network(trainer.evidence.model, state)
+        load_optimizer(trainer.weight_optimizer, state["weight_optimizer"], groups=is_own)
+        if trainer.learner is not None:
+            # A run counts epochs by its history, and not by calls of ``Learner.step``.
+            trainer.learner.load_state_dict({"count": 0, **state})
+        else:
+            trainer.evidence.load_state_dict(state["evidence"])
+            load_optimizer(trainer.loss_optimizer, state["hyper_optimizer"])
+    trainer.probe = with_tensors(trainer.probe, state["probe"]).to(trainer.device)
+    outputs = probe_outputs(trainer.evidence.model, trainer.probe).cpu()
+    check_outputs(state["outputs"], outputs, here, state["machine"], where)
+    trainer.seconds = float(state["seconds"])
+    for part in trainer.metrics:
+        numbers = state["metrics"][part].items()
+        trainer.metrics[part] = {name: float(value) for name, value in numbers}
+    trainer.history = unpacked_history(state["history"])
+    for row in trainer.history:  # of a checkpoint of before these were counted
+        row.setdefault("skipped_batches", 0)
+        row.setdefault("skipped_steps", 0)
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -133,22 +192,6 @@ def load_optimizer(
     optimizer.load_state_dict({"state": saved["state"], "param_groups": param_groups})
 
 
-def packed_history(history: Sequence[Row]) -> dict[str, list[Any]]:
-    """A history as columns, each named once, and rows; all rows have the same columns."""
-    columns = list(history[0]) if history else []
-    return {"columns": columns, "rows": [[row[name] for name in columns] for row in history]}
-
-
-def unpacked_history(packed: Mapping[str, list[Any]]) -> list[Row]:
-    """The history that ``packed_history`` packed: one row for each epoch."""
-    rows = [dict(zip(packed["columns"], row, strict=True)) for row in packed["rows"]]
-    for name, value in (cell for row in rows for cell in row.items()):
-        is_name = isinstance(name, str) and name.isprintable()
-        if not is_name or not isinstance(value, int | float | None):
-            raise ConfigurationError(f"The saved history holds {value!r} as {name!r}, no number.")
-    return rows
-
-
 def check_format(state: Mapping[str, Any], where: object) -> None:
     """Raise ConfigurationError for a checkpoint of another version in the folder ``where``."""
     if state.get("format") != CHECKPOINT_FORMAT:
@@ -161,6 +204,7 @@ def check_format(state: Mapping[str, Any], where: object) -> None:
 
 def check_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], where: object) -> None:
     """Raise ConfigurationError, naming the setting, unless both records have the same settings."""
+    saved = current_record(saved)
     names = [name for name in saved if name in settings and name not in FREE_SETTINGS]
     differing = [n for n in names if _comparable(saved[n]) != _comparable(settings[n])]
     if differing:

@@ -5,8 +5,9 @@ depends on how much another has consumed: evaluating more often, or continuing f
 changes no draw. The global random state is restored after every use.
 """
 
+import hashlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -20,10 +21,11 @@ from evigrad.core.permutation import permutation
 from evigrad.errors import InputError
 from evigrad.inputs import tensors_of
 from evigrad.network.modes import seeded
-from evigrad.training.checkpoint import digest
 
 # Items of a data set that its fingerprint reads: reading all of them might take a day.
 _COMPARED = 64
+# Data that are digested at once, as data on a GPU are copied to the host for it.
+_DIGESTED = 4096
 
 Use = Literal["shuffle", "model", "evidence", "evaluation", "bracket", "data"]
 
@@ -161,3 +163,14 @@ class RunData(Source):
         self.epoch = epoch
         pairs = zip(once, again, strict=True)
         return f"{count} items {digest([a if torch.equal(a, b) else a[:0] for a, b in pairs])}"
+
+
+def digest(data: Iterable[Tensor]) -> str:
+    """Return a hexadecimal digest of inputs and targets: values, types, shapes and order."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for tensor in data:
+        hasher.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
+        for part in tensor.detach().split(_DIGESTED):
+            # Byte by byte, as NumPy has no bfloat16.
+            hasher.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return hasher.hexdigest()

@@ -1,66 +1,42 @@
 """Train a network and learn its hyperparameters, in one call."""
 
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from evigrad.blocks.anchors import Anchoring
 from evigrad.blocks.positions import by_target
 from evigrad.core.names import DEFAULT_ESTIMATOR
 from evigrad.distributed import Group, Ranks, check_whole
-from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning
+from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
-from evigrad.likelihoods import (
-    Categorical,
-    Gaussian,
-    HeteroscedasticGaussian,
-    Likelihood,
-    Weighted,
-    make_likelihood,
-)
-from evigrad.likelihoods.calls import (
-    check_targets,
-    log_probabilities,
-    moments,
-    summed_metrics,
-)
-from evigrad.likelihoods.positions import counted, flattened
-from evigrad.likelihoods.weighted import unweighted
+from evigrad.likelihoods import Likelihood, make_likelihood
+from evigrad.measure.bracket import check_bracket
+from evigrad.measure.metrics import probe_outputs
 from evigrad.network.network import PROBE_SIZE
 from evigrad.passes.checks import check_inputs
 from evigrad.passes.parameters import trainable
 from evigrad.passes.settings import Memory
-from evigrad.priors import GaussianPrior, matches
-from evigrad.training.augerino import range_parameters
-from evigrad.training.bracket import check_bracket
+from evigrad.priors import GaussianPrior
 from evigrad.training.checkpoint import shared_settings
 from evigrad.training.data import RunData, stream
-from evigrad.training.loop import Loop
-from evigrad.training.metrics import probe_outputs
-from evigrad.training.run import Callback, FitResult, Run
+from evigrad.training.data_checks import check_data, lacks_a_column, learns_likelihood, warn_of_data
+from evigrad.training.plan import plan, planned
 from evigrad.training.run_directory import RunDirectory
 from evigrad.training.settings import (
     Laplace,
     Optimization,
-    PlannedSettings,
     Schedule,
     Settings,
     explains_groups,
 )
+from evigrad.training.trainer import Callback, FitResult, Trainer
 
-# Items of a data set that are checked at once.
-_AT_ONCE = 1000
-# Number of data whose targets' scale is measured, and the factor beyond which a warning follows.
-_COMPARED = 100
-_FAR = 10.0
-# Means of weights this near to 1 change a learned noise by less than estimates do.
-_MEAN_WEIGHT_TOLERANCE = 0.05
+T = TypeVar("T", bound=Trainer)
 
 
 @explains_groups
@@ -112,10 +88,8 @@ def fit(
             natural-gaussian (the same in parameters that small tables can bear) or poisson (counts;
             the outputs are log rates).
         estimator: Name of the evidence estimator, STRUCTURE-SUBSET-OUTPUTS, as ntk-100-1 or
-            kfac-N-C; ntk-400-rows-anchored is exact where there are 400 rows or fewer. Baselines:
-            None or map trains by MAP only, the same without hyperparameter steps; map-noise too,
-            but the noise of a gaussian is learned on the training loss; augerino learns the ranges
-            of a transform on the training loss, with a reward for wide ones.
+            kfac-N-C; ntk-400-rows-anchored is exact where there are 400 rows or fewer. None is
+            plain MAP training, the same without hyperparameter steps.
         prior: What has its own prior precision (weight decay): scalar (one for all weights),
             layerwise (one for each parameter tensor) or diagonal (one for each weight). A
             ``GaussianPrior`` has more: groups, a hyperprior, and a mean other than zero, as the
@@ -170,8 +144,8 @@ def fit(
         anchoring=anchoring,
         seed=seed,
     )
-    run = prepare(model, train, settings, test=test, process_group=process_group)
-    return run.train(run_dir, resume=resume, progress=progress, callbacks=callbacks)
+    trainer = prepare(model, train, settings, test=test, process_group=process_group)
+    return trainer.train(run_dir, resume=resume, progress=progress, callbacks=callbacks)
 
 
 def prepare(
@@ -182,11 +156,13 @@ def prepare(
     test: Any = None,
     network: Mapping[str, Any] | None = None,
     process_group: Group | None = None,
-) -> Run:
-    """Return a checked run, to be started by its ``train``; compute and write nothing.
+    make: Callable[..., T] = Trainer,
+) -> T:
+    """Return a checked trainer, to be started by its ``train``; compute and write nothing.
 
     The arguments are those of ``fit``. ``network`` records how ``evigrad.models.make_network``
-    made the model, where it did.
+    made the model, where it did. ``make`` is a subclass of ``Trainer``, or makes one of its
+    arguments.
 
     Raises:
         ConfigurationError: If a setting does not exist or does not fit.
@@ -206,13 +182,13 @@ def prepare(
             alike["test data"] = None if held_out is None else held_out.fingerprint()
     ranks.share([t for t in tensors if not is_lazy(t)])
     with ranks.together():
-        evidence, planned = prepare_evidence(model, data, settings, process_group)
+        evidence, settings = prepare_evidence(model, data, settings, process_group)
         if held_out is not None:  # which is read next when training is over
             held_out.is_column = data.is_column
-            _check_data(evidence, held_out, place, len(held_out))
-        if planned.schedule.bracket_every:
+            check_data(evidence, held_out, place, len(held_out))
+        if settings.schedule.bracket_every:
             check_bracket(evidence.spec)
-        return Run(Loop(evidence, data, planned), held_out, network)
+        return make(evidence, data, settings, held_out, network)
 
 
 def prepare_evidence(
@@ -220,10 +196,8 @@ def prepare_evidence(
     data: RunData,
     settings: Settings,
     process_group: Group | None = None,
-) -> tuple[Evidence, PlannedSettings]:
-    """Return the initial evidence of a run, and its settings for the data, which are checked.
-
-    ``settings`` may be those of a baseline.
+) -> tuple[Evidence, Settings]:
+    """Return the initial evidence of a run, and the ``plan`` for its data, which are checked.
 
     Raises:
         ConfigurationError: If a setting does not exist or does not fit.
@@ -236,45 +210,19 @@ def prepare_evidence(
     likelihood = make_likelihood(settings.likelihood)
     # The model's outputs say what counts as a datum.
     shape = probe_outputs(model, x).shape[1:]
-    data.is_column = _lacks_a_column(likelihood, shape, y)
+    data.is_column = lacks_a_column(likelihood, shape, y)
     num_data = len(by_target(data, likelihood, shape))
-    planned = settings.for_data(num_data)
-    if planned.estimator == "augerino":
-        ranges = [n for n in range_parameters(model) if not _names(planned.hyperparameters, n)]
-        planned = replace(planned, hyperparameters=[*planned.hyperparameters, *ranges])
-    evidence = make_evidence(model, num_data, planned, process_group)
-    if planned.estimator == "map-noise" and not learns_likelihood(evidence.likelihood):
+    settings = plan(settings, num_data)
+    evidence = make_evidence(model, num_data, settings, process_group)
+    if settings.optimization.noise_on_loss and not learns_likelihood(evidence.likelihood):
         raise ConfigurationError(
-            "map-noise learns the parameters of a likelihood, as a Gaussian's noise, and"
-            f" {evidence.likelihood.name} has none to learn: say map."
+            "noise_on_loss learns the parameters of a likelihood, such as the noise of a Gaussian,"
+            f" and {evidence.likelihood.name} has none to learn. Remove noise_on_loss."
         )
     # Reading all items of a data set takes as long as an epoch: they are checked as they are read.
-    outputs = _check_data(evidence, data, place, len(data) if data.is_held else PROBE_SIZE)
-    if isinstance(evidence.likelihood, Categorical):
-        _warn_of_probabilities(outputs)
-    if isinstance(unweighted(evidence.likelihood), Gaussian | HeteroscedasticGaussian):
-        _warn_of_real_targets(evidence, data)
-    return evidence, planned
-
-
-def _lacks_a_column(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> bool:
-    """Whether targets (m,) fit a likelihood as (m, 1) only."""
-    if y.ndim != 1 or len(shape) != 1:
-        return False
-
-    def fits(targets: Tensor) -> bool:
-        try:
-            check_targets(likelihood, (len(y), *shape), targets, y.device)
-        except EvigradError:
-            return False
-        return True
-
-    return not fits(y) and fits(y.unsqueeze(1))
-
-
-def learns_likelihood(likelihood: str | Likelihood) -> bool:
-    """Whether a likelihood has parameters that require a gradient, as a Gaussian's noise."""
-    return any(p.requires_grad for p in make_likelihood(likelihood).parameters())
+    outputs = check_data(evidence, data, place, len(data) if data.is_held else PROBE_SIZE)
+    warn_of_data(evidence, data, outputs)
+    return evidence, settings
 
 
 def make_evidence(
@@ -283,10 +231,9 @@ def make_evidence(
     settings: Settings,
     process_group: Group | None = None,
 ) -> Evidence:
-    """The initial evidence of a run; a placeholder's for a baseline without an estimator."""
+    """Return the initial evidence of a run; without an estimator it has a placeholder of one."""
     name, anchoring = settings.estimator, settings.anchoring
-    if name is None or settings.baseline is not None:
-        # An estimator that fits any data; a baseline never evaluates it.
+    if name is None:  # it fits any data, and is never evaluated
         name, anchoring = f"ntk-{min(num_data, 100)}-1", None
     return Evidence(
         model,
@@ -303,10 +250,6 @@ def make_evidence(
     )
 
 
-def _names(patterns: Sequence[str], name: str) -> bool:
-    return any(matches(pattern, name) for pattern in patterns)
-
-
 def place_of(model: nn.Module) -> torch.device:
     """Where a model is; raises ConfigurationError if it has no parameters."""
     first = next(model.parameters(), None)
@@ -318,142 +261,10 @@ def place_of(model: nn.Module) -> torch.device:
 def _make_prior(settings: Settings) -> GaussianPrior:
     prior, precision = settings.prior, settings.precision
     if not isinstance(prior, GaussianPrior):
-        assert precision is not None  # by ``Settings.for_data``
-        return GaussianPrior(structure=prior, precision=precision, mean=settings.prior_mean)
+        return GaussianPrior(prior, planned(precision), mean=settings.prior_mean)
     if precision is not None or settings.prior_mean != "zero":
         raise ConfigurationError(
             "The prior is given with its precision and its mean; leave precision=... and"
             " prior_mean=... away, or name the prior's structure instead."
         )
     return prior
-
-
-def _check_data(evidence: Evidence, data: RunData, device: torch.device, count: int) -> Tensor:
-    """Refuse unfit data before the first step; returns the outputs for a few of them."""
-    probe, y = data.first(2)
-    check_inputs(probe, device)
-    f, likelihood = probe_outputs(evidence.model, probe), evidence.likelihood
-    source = by_target(data, likelihood, f.shape[1:])  # which checks targets at positions
-    if source is not data:
-        probe, y = source.first(2)
-        f = probe_outputs(evidence.model, probe)
-    check_targets(likelihood, f.shape, y, f.device)
-    log_probabilities(likelihood, f, y)
-    summed_metrics(likelihood, f, y)  # before training, as the first evaluation comes later
-    for indices in torch.arange(min(count, len(data)), device="cpu").split(
-        count if data.is_held else _AT_ONCE
-    ):
-        x, y = data.fetch(indices)
-        check_inputs(x, device)
-        if source is data:
-            check_targets(likelihood, (len(x), f.shape[1]), y, f.device)
-    return f
-
-
-def _warn_of_probabilities(f: Tensor) -> None:
-    """Warn of outputs that went through a softmax: the likelihood takes them for logits."""
-    sums = f.sum(1)
-    if f.shape[1] > 1 and bool((f >= 0).all()) and torch.allclose(sums, torch.ones_like(sums)):
-        warnings.warn(
-            "The model's outputs are probabilities: each row is non-negative and sums to 1. The"
-            " categorical likelihood takes logits and has a softmax of its own: leave the model's"
-            " last softmax out.",
-            EvigradWarning,
-            stacklevel=6,  # the caller of fit
-        )
-
-
-def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
-    """Warn of targets that are no numbers of about unit scale."""
-    x, y = data.spread(_COMPARED)
-    f = probe_outputs(evidence.model, x)
-    positions = f.shape[1:-1]
-    f, y = flattened(evidence.likelihood, f, y)
-    if not len(f):
-        return
-    likelihood, y, weights = _split(evidence.likelihood, y)
-    _warn_of_scale(likelihood, f, y)
-    has_two_values = len(_columns_of_two_values(y)) > 0
-    if data.is_held and (has_two_values or weights is not None):
-        # A sample may lack rare values.
-        y = data.targets()
-        y = y.flatten(0, len(positions))[counted(evidence.likelihood, positions, y).flatten()]
-        likelihood, y, weights = _split(evidence.likelihood, y)
-    if not len(y):  # all weights are zero
-        return
-    if has_two_values:
-        _warn_of_two_values(y)
-    if weights is not None and isinstance(likelihood, Gaussian) and learns_likelihood(likelihood):
-        _warn_of_weights(weights.double())
-
-
-def _split(likelihood: Likelihood, y: Tensor) -> tuple[Likelihood, Tensor, Tensor | None]:
-    """Return the likelihood and the targets of single examples, and their weights if any."""
-    if not isinstance(likelihood, Weighted):
-        return likelihood, y, None
-    return likelihood.likelihood, *likelihood.split(y)
-
-
-def _warn_of_weights(weights: Tensor) -> None:
-    """Warn of positive weights that may mean known noises, of which only the ratios count."""
-    mean = float(weights.mean())
-    if bool((weights != weights.round()).any()) and abs(mean - 1.0) > _MEAN_WEIGHT_TOLERANCE:
-        warnings.warn(
-            f"The positive weights average {mean:.3g} and are not whole numbers, and the Gaussian's"
-            " noise is learned. Weighted takes a weight for the number of times that an example was"
-            " seen. If weights are 1/σ² of known noises instead, the learned noise is too small by"
-            f" the factor √{mean:.3g} = {mean**0.5:.3g}. Divide the weights by {mean:.3g}, so that"
-            " they average 1. The noise of an example is then noise / √weight.",
-            EvigradWarning,
-            stacklevel=7,  # the caller of fit
-        )
-
-
-def _columns_of_two_values(y: Tensor) -> Tensor:
-    """Return the columns of targets (n, D) with two values, each of them twice at least."""
-    is_least, is_largest = y == y.amin(0), y == y.amax(0)
-    often = (is_least.sum(0) > 1) & (is_largest.sum(0) > 1) & ~(is_least & is_largest).any(0)
-    return (often & (is_least | is_largest).all(0)).nonzero().flatten()
-
-
-def _warn_of_two_values(y: Tensor) -> None:
-    """Warn of yes and no as real numbers, which a regression memorizes."""
-    columns = _columns_of_two_values(y).tolist()
-    if columns:
-        warnings.warn(
-            f"Column {columns[0]} of the targets has only two values. A Gaussian takes them"
-            " for real numbers: its noise falls toward zero, and the network memorizes them. For"
-            ' yes or no, use likelihood="bernoulli" (evigrad.likelihoods.Bernoulli) with targets'
-            ' 0.0 and 1.0. For classes, use likelihood="categorical" or'
-            " evigrad.sklearn.EvidenceClassifier.",
-            EvigradWarning,
-            stacklevel=7,  # the caller of fit
-        )
-
-
-def _warn_of_scale(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
-    """Warn of real targets far from unit scale, for which networks, rates and priors are made."""
-    # One zero, as C² for each example may be gigabytes.
-    certain = f.new_zeros(()).expand(*f.shape, f.shape[1])
-    output_moments = moments(likelihood, f, certain)
-    if output_moments is None:  # a subclass with another density
-        return
-    error, noise = (y - output_moments[0]).square().mean(0).sqrt(), output_moments[2].mean(0).sqrt()
-    spread = y.std(0, correction=0)
-    far = (error > _FAR * noise.clamp(min=1)) | ((spread > 0) & (_FAR * spread < noise))
-    if not bool(far.any()):
-        return
-    first = int(far.nonzero()[0])
-    way = "say the noise: likelihood=Gaussian(noise=...)"
-    if isinstance(likelihood, HeteroscedasticGaussian):
-        way = "begin with outputs that fit them"
-    warnings.warn(
-        f"The targets have a standard deviation of {float(spread[first]):.3g} and differ by"
-        f" {float(error[first]):.3g} (root mean square) from the outputs before training, and the"
-        f" noise begins at {float(noise[first]):.3g}: networks, learning rates and priors are made"
-        " for targets of about unit scale, and others are hardly fitted. Train on (x, scaling(y)),"
-        " with scaling = evigrad.data.Scaling.of(y) of the training targets; scaling.undo(means)"
-        f" are predictions in their own units. (Of targets that are right as they are, {way}.)",
-        EvigradWarning,
-        stacklevel=7,  # the caller of fit
-    )

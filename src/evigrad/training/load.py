@@ -23,9 +23,9 @@ from evigrad.training.checkpoint import (
     unpacked_history,
 )
 from evigrad.training.fit import make_evidence
-from evigrad.training.metrics import Row
+from evigrad.training.history import Row
 from evigrad.training.run_directory import RunDirectory
-from evigrad.training.settings import OPTIMIZERS, Settings, grouped
+from evigrad.training.settings import OPTIMIZERS, Settings, current_record, grouped
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class LoadedRun:
 
     Attributes:
         model: The network with weights and hyperparameters of the checkpoint, in evaluation mode.
-        evidence: The model's evidence, with prior, noise and generator of the checkpoint. After a
-            baseline the estimator is a placeholder.
+        evidence: The model's evidence, with prior, noise and generator of the checkpoint. For a run
+            without an estimator it has a placeholder of one.
         settings: The settings of ``fit`` by name, as in ``config.json``.
         history: One row for each epoch up to the checkpoint.
         epoch: The last of these epochs; ``settings["epochs"]`` for a finished run.
@@ -131,7 +131,10 @@ def _settings(
 ) -> Settings:
     """Settings from their record, with objects in place of their descriptions."""
     names = list(Settings().as_record())
-    record = {"prior_mean": "zero", **record}  # runs from before there was a choice
+    # Runs of earlier versions may lack the youngest settings.
+    record = {"prior_mean": "zero", "noise_on_loss": False, **current_record(record)}
+    if record.get("estimator") == "augerino":  # a run of experiments, whose model loads like others
+        record["estimator"] = None
     if missing := [name for name in names if name not in record]:
         raise ConfigurationError(
             f"The run in {where} was written by another version of evigrad: its settings lack"

@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 from evigrad.errors import ConfigurationError, listed
-from evigrad.training.settings import PlannedOptimization
+from evigrad.training.plan import planned
+from evigrad.training.settings import Optimization
 
 MOMENTUM = 0.9  # of sgd
 # Learning rate of Fixup's scalar biases and multipliers over that of the other weights
@@ -24,7 +25,7 @@ def cosine(progress: float, start: float, end: float) -> float:
 
 def make_weight_optimizer(
     weights: Mapping[str, nn.Parameter],
-    settings: PlannedOptimization,
+    settings: Optimization,
     scalars: Collection[nn.Parameter] = (),
 ) -> Optimizer:
     """Return the optimiser of the weights, without weight decay.
@@ -37,18 +38,18 @@ def make_weight_optimizer(
             weights; if Adam is to train weights of float16.
     """
     if isinstance(settings.optimizer, str):
-        slow = {id(p) for p in scalars}
+        slow, rate = {id(p) for p in scalars}, planned(settings.lr)
         groups: list[dict[str, Any]] = [
-            {"params": [w for w in weights.values() if id(w) not in slow], "lr": settings.lr}
+            {"params": [w for w in weights.values() if id(w) not in slow], "lr": rate}
         ]
         if slow:
-            rate = settings.lr * SCALAR_RATE
-            groups.append({"params": [w for w in weights.values() if id(w) in slow], "lr": rate})
+            slow_weights = [w for w in weights.values() if id(w) in slow]
+            groups.append({"params": slow_weights, "lr": rate * SCALAR_RATE})
         if settings.optimizer == "adam":
-            adam = Adam(groups, lr=settings.lr)
+            adam = Adam(groups, lr=rate)
             _refuse_half(adam, weights)
             return adam
-        return SGD(groups, lr=settings.lr, momentum=MOMENTUM)
+        return SGD(groups, lr=rate, momentum=MOMENTUM)
     optimizer = settings.optimizer(weights)
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if sorted(held) != sorted(id(p) for p in weights.values()):
@@ -77,9 +78,7 @@ def _refuse_half(optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> N
         )
 
 
-def make_hyper_optimizer(
-    hyperparameters: Mapping[str, nn.Parameter], s: PlannedOptimization
-) -> Optimizer:
+def make_hyper_optimizer(hyperparameters: Mapping[str, nn.Parameter], s: Optimization) -> Optimizer:
     """Return Adam on the hyperparameters: one rate for prior and noise, one for the model's own.
 
     The prior is left out where it has its fixed-point update. There is no weight decay, and there

@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 
-from evigrad.training.metrics import Row, known
+from evigrad.training.history import Row, known
 
 # Plain output gets about this many lines, whatever the number of epochs.
 _PLAIN_LINES = 10

@@ -1,6 +1,7 @@
 """The folder of a run: configuration, metrics, checkpoint, figures."""
 
 import json
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,10 +11,10 @@ from typing import Any
 
 import torch
 
-from evigrad.errors import ConfigurationError, EvigradWarning
+from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning
+from evigrad.files import PARTIAL, is_intact, replacing, seal, sole_writer
 from evigrad.training.checkpoint import CHECKPOINT_FORMAT
-from evigrad.training.files import PARTIAL, is_intact, replacing, seal, sole_writer
-from evigrad.training.metrics import MetricsFile, Row
+from evigrad.training.history import MetricsFile, Row
 
 # Share of the time that checkpoints take by default.
 _SHARE = 0.05
@@ -153,6 +154,35 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
     if intact is None and state.get("format") not in range(CHECKPOINT_FORMAT):
         raise ConfigurationError("it is damaged, as it has lost its digest")
     return state
+
+
+def open_directory(
+    run_dir: str | Path | RunDirectory | None, resume: bool, progress: bool
+) -> RunDirectory | None:
+    """Return the folder of a run; with ``progress`` it is said if it has another name."""
+    if not isinstance(run_dir, str | Path):
+        return run_dir
+    directory = RunDirectory(run_dir, resume=resume)
+    if progress and directory.path != Path(run_dir):
+        words = f"{run_dir} holds something already: this run goes to {directory.path}"
+        print(words, file=sys.stderr, flush=True)
+    return directory
+
+
+@contextmanager
+def naming_files(directory: RunDirectory, history: Sequence[Row]) -> Iterator[None]:
+    """Say in an error where the metrics are, and after an interruption how the run goes on."""
+    try:
+        yield
+    except EvigradError as error:
+        if not history:
+            raise
+        kept = f"The metrics up to epoch {len(history)} are in {directory.metrics}."
+        raise type(error)(f"{error} {kept}") from error
+    except KeyboardInterrupt as error:
+        again = f"run_dir={str(directory.path)!r}, resume=True"
+        error.add_note(f"The same call with {again} goes on from the last checkpoint.")
+        raise
 
 
 class RunRecord:

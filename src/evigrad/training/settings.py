@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from evigrad.blocks.anchors import Anchoring
 from evigrad.core.names import DEFAULT_ESTIMATOR
 from evigrad.errors import ConfigurationError, nearest
-from evigrad.likelihoods import Likelihood, make_likelihood
+from evigrad.likelihoods import Likelihood
 from evigrad.passes.settings import Memory
 from evigrad.priors import GaussianPrior
 
@@ -21,32 +21,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 OPTIMIZERS = ("adam", "sgd")
-# Names for runs without an estimator, and what such runs are called.
-BASELINES = {"map": "MAP", "map-noise": "MAP, learned noise", "augerino": "Augerino"}
+# Names that earlier versions took for an estimator, and what to do instead.
+_FORMER_NAMES = {
+    "map": "plain MAP training is estimator=None, on the command line --estimator none.",
+    "map-noise": "MAP training that learns the noise of a Gaussian is estimator=None with"
+    " Optimization(noise_on_loss=True), on the command line --estimator none --noise-on-loss.",
+    "augerino": "this baseline of another paper is experiments.augerino in evigrad's source.",
+}
 PRIOR_UPDATES = ("adam", "fixed_point")
-# Default of a learned prior precision at the start, for steps of Adam.
-LEARNED_PRECISION = 1.0
-# Weight decay of the burn-in, from which the fixed point starts: 20 times the usual. From a weak
-# one, noisy labels and targets are fitted before their noise is known, and precisions are slow to
-# come back; from a much stronger one, networks on few data end at zero (benchmarks/start.py).
-BURN_IN_DECAY = 1e-2
-# The burn-in's precision at most: what many data say must not be held back by a decay for few.
-BURN_IN_PRECISION = 15.0
-# The same for weights that the prior draws to other values than zero, as pretrained ones: from a
-# weak decay few data are fitted wherever that leads, before it is known how close to stay.
-PRETRAINED_DECAY = 1.0
-# Default of a kept precision divided by N: the usual weight decay.
-WEIGHT_DECAY = 5e-4
-
-# Default schedules (benchmarks/tables.py). Training takes a number of steps, and few data make few
-# steps in an epoch; many data need more than a few epochs. On regression tables a third of the
-# rate finds networks that fit the noise.
-CLASSIFICATION_LR, REGRESSION_LR = 3e-3, 1e-2
-STEPS = 2000
-FEWEST_EPOCHS = 100
-# Share of the epochs before the first round (benchmarks/start.py).
-BURN_IN = 0.1
-ROUNDS = 20
 # More epochs or steps than any run has; loops over 10^22 do not even begin.
 _MOST = 10**9
 
@@ -129,29 +111,6 @@ class Schedule:
         """How many of all data are in an epoch."""
         return min(self.epoch_size or num_data, num_data)
 
-    def for_data(self, num_data: int) -> "PlannedSchedule":
-        """The schedule with numbers in the place of defaults."""
-        epochs, burn_in, every = self.epochs, self.burn_in, self.every
-        if epochs is None:
-            steps = -(-self.data_in_epoch(num_data) // self.batch_size)
-            epochs = max(FEWEST_EPOCHS, -(-STEPS // steps))
-        if burn_in is None:
-            burn_in = max(1, int(BURN_IN * epochs))
-        if every is None:
-            every = max(1, (epochs - burn_in) // ROUNDS)
-        return PlannedSchedule(
-            **{**vars(self), "epochs": epochs, "burn_in": burn_in, "every": every}
-        )
-
-
-@dataclass(frozen=True)
-class PlannedSchedule(Schedule):
-    """A schedule for a known number of data: epochs and rounds are numbers."""
-
-    epochs: int = FEWEST_EPOCHS
-    burn_in: int = 1
-    every: int = 1
-
 
 @dataclass(frozen=True)
 class Optimization:
@@ -170,7 +129,8 @@ class Optimization:
         prior_lr_min: The same at the last step; a cosine leads there, step by step.
         hyper_lr: Learning rate of the model's own hyperparameters (Adam) at the start.
         hyper_lr_min: The same at the last step.
-        augerino_weight: Weight of augerino's reward for wide ranges, in nats per datum.
+        noise_on_loss: Whether training without an estimator learns the noise of a Gaussian too, on
+            the training loss and at the weights' rate.
 
     Raises:
         ConfigurationError: If there is no such optimiser or update, or a rate is out of its range.
@@ -184,7 +144,7 @@ class Optimization:
     prior_lr_min: float = 0.01
     hyper_lr: float = 0.2
     hyper_lr_min: float = 0.02
-    augerino_weight: float = 0.01
+    noise_on_loss: bool = False
 
     def __post_init__(self) -> None:
         """Refuse names that do not exist, and rates that are no rates."""
@@ -207,21 +167,6 @@ class Optimization:
             )
         for first in ("lr", "prior_lr", "hyper_lr"):
             self._check_rates(first, f"{first}_min")
-        if not 0 <= self.augerino_weight < math.inf:
-            raise ConfigurationError(
-                f"augerino_weight must be 0 or more, not {self.augerino_weight}."
-            )
-
-    def for_data(self, classifies: bool, prior: str | GaussianPrior) -> "PlannedOptimization":
-        """The settings with a number in the place of the default rate, and with an update."""
-        lr, update = self.lr, self.prior_update
-        if lr is None:
-            lr = max(CLASSIFICATION_LR if classifies else REGRESSION_LR, self.lr_min)
-        if update is None:
-            is_prior_object = isinstance(prior, GaussianPrior)
-            has_fixed_point = not is_prior_object or (prior.learnable and prior.hyperprior is None)
-            update = "fixed_point" if has_fixed_point else "adam"
-        return PlannedOptimization(**{**vars(self), "lr": lr, "prior_update": update})
 
     def _check_rates(self, first: str, last: str) -> None:
         start, end = getattr(self, first), getattr(self, last)
@@ -237,14 +182,6 @@ class Optimization:
                 f"{last} must lie between 0 and {first} = {start}, not {end}: the learning rate"
                 f" falls from {first} to {last}."
             )
-
-
-@dataclass(frozen=True)
-class PlannedOptimization(Optimization):
-    """Settings with a learning rate and an update of the precisions."""
-
-    lr: float = CLASSIFICATION_LR
-    prior_update: Literal["adam", "fixed_point"] = "fixed_point"
 
 
 # The parts of ``Settings`` whose fields are options of the command line, by their own names.
@@ -280,30 +217,16 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuse what does not fit; ``Evidence`` checks what concerns the evidence alone."""
-        if self.estimator == "map":  # one spelling from here on
-            object.__setattr__(self, "estimator", None)
+        refuse_former_name(self.estimator)
         check_integer("seed", self.seed, 0, most=None)
-        if self.baseline is None:
-            check_burn_in(self.schedule.burn_in, self.schedule.epochs)
-
-    def for_data(self, num_data: int) -> "PlannedSettings":
-        """The settings for N data with numbers where they follow from likelihood and data."""
-        classifies = make_likelihood(self.likelihood).is_classification
-        precision = self.precision
-        if precision is None and not isinstance(self.prior, GaussianPrior):
-            kept = self.baseline is not None
-            precision = WEIGHT_DECAY * num_data if kept else LEARNED_PRECISION
-        planned: dict[str, Any] = {
-            "precision": precision,
-            "schedule": self.schedule.for_data(num_data),
-            "optimization": self.optimization.for_data(classifies, self.prior),
-        }
-        return PlannedSettings(**{**vars(self), **planned})
-
-    @property
-    def baseline(self) -> str | None:
-        """The name of a run without an evidence estimator; None for one with it."""
-        return BASELINES.get(self.estimator or "map")
+        if self.estimator is None:
+            return
+        check_burn_in(self.schedule.burn_in, self.schedule.epochs)
+        if self.optimization.noise_on_loss:
+            raise ConfigurationError(
+                f"noise_on_loss is for training without an estimator, and {self.estimator} learns"
+                " the noise by the evidence. Remove it, or set estimator=None."
+            )
 
     def as_record(self) -> dict[str, Any]:
         """The settings as plain numbers and strings, for a configuration file."""
@@ -315,12 +238,19 @@ class Settings:
         return {name: _plain(value) for name, value in record.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedSettings(Settings):
-    """Settings for a known number of data: nothing of the schedule is None."""
+def current_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record of settings, of this version or an earlier one, in the words of this one."""
+    if record.get("estimator") == "map-noise":
+        return {**record, "estimator": None, "noise_on_loss": True}
+    return dict(record)
 
-    schedule: PlannedSchedule = field(default_factory=PlannedSchedule)
-    optimization: PlannedOptimization = field(default_factory=PlannedOptimization)
+
+def method_of(record: Mapping[str, Any]) -> str:
+    """Return how a run of these settings learns: the name of its estimator, or MAP without one."""
+    record = current_record(record)
+    without = "MAP, learned noise" if record.get("noise_on_loss") else "MAP"
+    name = str(record.get("estimator") or without)
+    return {"augerino": "Augerino"}.get(name, name)
 
 
 def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -362,6 +292,12 @@ def explains_groups(function: Callable[P, T]) -> Callable[P, T]:
     return wrapped
 
 
+def refuse_former_name(estimator: str | None) -> None:
+    """Raise ConfigurationError for what was an estimator's name in an earlier version."""
+    if estimator in _FORMER_NAMES:
+        raise ConfigurationError(f"'{estimator}' is no estimator: {_FORMER_NAMES[estimator]}")
+
+
 def check_integer(name: str, value: object, least: int, most: int | None = _MOST) -> None:
     """Raise ConfigurationError unless a setting is an integer between ``least`` and ``most``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -370,18 +306,13 @@ def check_integer(name: str, value: object, least: int, most: int | None = _MOST
         raise ConfigurationError(f"{name} must be at most {most}, not {value}.")
 
 
-def burn_in_precision(num_data: int) -> float:
-    """Return the precision of the burn-in, for weights whose prior mean is zero."""
-    return min(BURN_IN_DECAY * num_data, BURN_IN_PRECISION)
-
-
 def check_burn_in(burn_in: int | None, epochs: int | None) -> None:
     """Raise ConfigurationError for a burn-in that training ends before."""
     if (burn_in or 0) > (epochs or math.inf):
         raise ConfigurationError(
             f"burn_in is {burn_in}, but training ends after {epochs} epochs: no"
             " hyperparameter would ever be learned. Lower burn_in or raise epochs."
-            " (Plain MAP training is estimator=None, on the command line --estimator map.)"
+            " (Plain MAP training is estimator=None, on the command line --estimator none.)"
         )
 
 

@@ -15,11 +15,9 @@ from evigrad.passes.allocator import kept_memory
 from evigrad.passes.settings import Memory
 from evigrad.priors import GaussianPrior
 from evigrad.training.fit import prepare
-from evigrad.training.learner import round_columns
-from evigrad.training.metrics import Row
+from evigrad.training.history import Row, round_columns
 from evigrad.training.progress import summary
 from evigrad.training.settings import (
-    BASELINES,
     Laplace,
     Optimization,
     Schedule,
@@ -76,7 +74,7 @@ def tune(
         model: As for ``fit``, with trained weights, which are not changed.
         data: The data that it was trained on.
         likelihood: As for ``fit``.
-        estimator: As for ``fit``; a baseline is refused.
+        estimator: As for ``fit``, but not None.
         prior: As for ``fit``.
         precision: Prior precision at the start, as for ``fit``.
         hyperparameters: As for ``fit``.
@@ -99,9 +97,9 @@ def tune(
         EvigradError: If an estimate fails.
     """
     check_integer("rounds", rounds, 1)
-    if estimator is None or estimator in BASELINES:
+    if estimator is None:
         raise ConfigurationError(
-            f"tune learns by the estimate of a named estimator, as ntk-N-C, not {estimator!r}."
+            "tune learns by the estimate of a named estimator, as ntk-N-C, not None."
         )
     settings = Settings(
         likelihood=likelihood,
@@ -120,7 +118,7 @@ def tune(
         seed=seed,
     )
     with kept_memory():
-        learner = prepare(model, data, settings).loop.learner
+        learner = prepare(model, data, settings).learner
         assert learner is not None  # as there is an estimator
         _check_deviations(learner.evidence)
         history: list[Row] = []

@@ -12,7 +12,7 @@ from evigrad.errors import MemoryBudgetError
 from evigrad.likelihoods import Categorical
 from evigrad.passes.problem import Problem
 from evigrad.priors import GaussianPrior
-from evigrad.training.learner import draws_at_once
+from evigrad.training.rounds import draws_at_once
 
 DATA = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 4
 

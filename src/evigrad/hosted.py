@@ -13,11 +13,13 @@ from evigrad.blocks.samplers import check_sampler
 from evigrad.errors import ConfigurationError, InputError, listed
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import Gaussian
+from evigrad.measure.metrics import hyperparameter_values
 from evigrad.passes.checks import check_choice
 from evigrad.training.data import RunData
 from evigrad.training.fit import place_of, prepare_evidence
+from evigrad.training.history import Row
 from evigrad.training.learner import Learner
-from evigrad.training.metrics import Row, hyperparameter_values
+from evigrad.training.plan import planned
 from evigrad.training.settings import Settings, check_burn_in
 
 LOSSES = ("nll", "mse")
@@ -43,10 +45,9 @@ class HostedLearner:
     """
 
     def __init__(self, settings: Settings, loss: Literal["nll", "mse"]) -> None:
-        if settings.baseline is not None:
+        if settings.estimator is None:
             raise ConfigurationError(
-                "The callback learns by the estimate of a named estimator, as ntk-400-1, not"
-                f" {settings.estimator!r}."
+                "The callback learns by the estimate of a named estimator, as ntk-400-1, not None."
             )
         if settings.schedule.epochs is not None:
             raise ConfigurationError(
@@ -82,8 +83,7 @@ class HostedLearner:
     @property
     def learns_in_first_epoch(self) -> bool:
         """Whether a round follows a step of the first epoch, or went before it."""
-        first = min(rounds.burn_in for rounds in self.learner.rounds)
-        return bool(self.history) or first <= self._epoch
+        return bool(self.history) or planned(self.learner.schedule.burn_in) <= self._epoch
 
     def begin(
         self, network: nn.Module, data: Any, optimizer: Optimizer, *, steps: int, epoch: int
@@ -107,7 +107,7 @@ class HostedLearner:
         )
         data = RunData(data, place_of(network), self.settings.seed)
         settings = replace(self.settings, schedule=schedule)
-        evidence, planned = prepare_evidence(network, data, settings)
+        evidence, settings = prepare_evidence(network, data, settings)
         self._outputs = evidence.num_outputs(data.first(2)[0])
         if self.loss == "mse" and not (
             isinstance(evidence.likelihood, Gaussian) and evidence.likelihood.log_noise.ndim == 0
@@ -118,7 +118,7 @@ class HostedLearner:
             )
         take_over(optimizer, evidence)
         self._optimizer, self._epoch = optimizer, epoch
-        self._learner = Learner(evidence, data, planned.schedule, planned.optimization)
+        self._learner = Learner(evidence, data, settings.schedule, settings.optimization)
         if self._state is not None:
             self._learner.load_state_dict(self._state["learner"])
             self._state = None

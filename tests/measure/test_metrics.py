@@ -8,8 +8,8 @@ from evigrad import Schedule, fit
 from evigrad.distributed import Ranks
 from evigrad.errors import InputError
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from evigrad.training import evaluate
-from evigrad.training.metrics import _names_of_any_rank
+from evigrad.measure import evaluate
+from evigrad.measure.metrics import _names_of_any_rank
 
 
 class Ordinal(Likelihood):

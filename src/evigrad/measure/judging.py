@@ -19,8 +19,8 @@ from evigrad.blocks.sources import as_source
 from evigrad.core.names import Estimator
 from evigrad.core.types import standard_error
 from evigrad.evidence import Evidence
+from evigrad.measure.metrics import probe_outputs
 from evigrad.passes.settings import Memory
-from evigrad.training.metrics import probe_outputs
 
 # Operations per second of one core, for the exact value and for kernels of subsets; and the most
 # operations, and numbers in memory at once.
@@ -165,42 +165,6 @@ def default_memory(evidence: Evidence, data: Any) -> Memory:
     num_outputs = probe_outputs(evidence.model, x).shape[-1]
     num_weights = sum(w.numel() for w in evidence.weights().values())
     return Memory(micro_batch=max(1, int(_NUMBERS_IN_A_PASS / (num_outputs * num_weights))))
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Median times in seconds.
-
-    Attributes:
-        estimate: An estimate with its gradient, and its share of the draw.
-        draw: The start of a round of estimates, as drawing a partition or choosing anchors.
-        step: A step of the weights on a batch, without the optimiser.
-    """
-
-    estimate: float
-    draw: float
-    step: float
-
-
-def time_steps(
-    evidence: Evidence, data: tuple[Tensor, Tensor], batch_size: int, steps: int
-) -> StepTimes:
-    """Return the times of what a training repeats, in rounds of ``steps`` that share a draw.
-
-    The gradients of ``evidence`` change.
-    """
-    x, y = data
-    stream = evidence.blocks(data)
-    blocks = iter(stream)
-
-    def draw() -> None:
-        for _ in range(stream.period):
-            next(iter(stream))
-
-    drawn = median_seconds(draw, x.device) / stream.period
-    estimate = median_seconds(lambda: evidence.backward(next(blocks)), x.device)
-    step = step_seconds(evidence, x[:batch_size], y[:batch_size])
-    return StepTimes(estimate + drawn / steps, drawn, step)
 
 
 def step_seconds(evidence: Evidence, x: Tensor, y: Tensor) -> float:

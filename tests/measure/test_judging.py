@@ -5,8 +5,8 @@ from torch import nn
 from evigrad import Evidence, Memory
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.likelihoods import Categorical
+from evigrad.measure import describe_estimator, evaluate_evidence, tight_estimator
 from evigrad.priors import GaussianPrior
-from evigrad.training import describe_estimator, evaluate_evidence, tight_estimator
 
 
 def make_evidence(net, num_data, **keywords):

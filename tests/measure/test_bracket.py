@@ -11,8 +11,8 @@ import evigrad
 from evigrad import Evidence, Memory
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Categorical, Likelihood
+from evigrad.measure import evaluate_evidence
 from evigrad.priors import GaussianPrior
-from evigrad.training import evaluate_evidence
 
 N, C = 30, 3
 

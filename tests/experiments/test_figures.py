@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evigrad import plots
 from evigrad.plots import LIGHT
+from experiments import figures
 
 pytest.importorskip("matplotlib")
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=30))
 def test_the_frontier_is_what_nothing_beats(pairs):
-    front = plots.pareto_front([(float(x), float(y)) for x, y in pairs])
+    front = figures.pareto_front([(float(x), float(y)) for x, y in pairs])
     chosen = [pairs[i] for i in front]
     assert chosen == sorted(chosen)
     for x, y in chosen:
@@ -28,8 +28,8 @@ def test_the_frontier_is_what_nothing_beats(pairs):
 @pytest.mark.parametrize("seconds", [0.1, 0.0123, 0.01, 0.001, 3e-4, 2.0])
 def test_a_frontier_of_one_point(seconds):
     """Whatever its time, and no word of matplotlib about limits."""
-    figure = plots.points(
-        [plots.Point("ntk-1", "10", seconds, 1.0)], "One", "s", "n", frontier=True
+    figure = figures.points(
+        [figures.Point("ntk-1", "10", seconds, 1.0)], "One", "s", "n", frontier=True
     )
     (axes,) = figure.axes
     assert axes.get_xlim() == pytest.approx((seconds / 2, 2 * seconds))
@@ -42,27 +42,27 @@ def test_points_are_named_and_those_behind_the_frontier_are_not():
         ("b", "3", 3.0, 2.5),
         ("b", "4", 4.0, 1.0),
     ]
-    found = [plots.Point(*each) for each in places]
-    (axes,) = plots.points(found, "All", "x", "y").axes
+    found = [figures.Point(*each) for each in places]
+    (axes,) = figures.points(found, "All", "x", "y").axes
     assert [text.get_text() for text in axes.texts] == ["1", "2", "3", "4"]
-    (axes,) = plots.points(found, "Best", "x", "y", frontier=True, reference=["b"]).axes
+    (axes,) = figures.points(found, "Best", "x", "y", frontier=True, reference=["b"]).axes
     assert [text.get_text() for text in axes.texts] == ["1", "2", "4"]
     assert axes.get_xscale() == "log"
 
 
 def test_a_point_that_came_about_otherwise_is_hollow():
-    found = [plots.Point("a", "1", 1.0, 3.0), plots.Point("a", "2", 2.0, 2.0, hollow=True)]
-    (axes,) = plots.points(found, "All", "x", "y").axes
+    found = [figures.Point("a", "1", 1.0, 3.0), figures.Point("a", "2", 2.0, 2.0, hollow=True)]
+    (axes,) = figures.points(found, "All", "x", "y").axes
     hollow = [line for line in axes.lines if line.get_markerfacecolor() == LIGHT.paper]
     drawn = [np.asarray(line.get_xydata()).tolist() for line in hollow]
     assert drawn == [[[2.0, 2.0]]]
 
 
 def test_values_over_names_stand_apart_with_their_errors():
-    own = plots.Curve("own", [-0.1, 0.9], [1.0, 2.0], [0.1, math.nan])
-    other = plots.Curve("other", [0.1, 1.1], [1.5, 2.5])
-    panel = plots.Panel("", "", "nats", [own, other], names=["a", "b ±90°"])
-    (axes,) = plots.panels([[panel]], markers=True).axes
+    own = figures.Curve("own", [-0.1, 0.9], [1.0, 2.0], [0.1, math.nan])
+    other = figures.Curve("other", [0.1, 1.1], [1.5, 2.5])
+    panel = figures.Panel("", "", "nats", [own, other], names=["a", "b ±90°"])
+    (axes,) = figures.panels([[panel]], markers=True).axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b\n±90°"]
     assert all(line.get_linestyle() == "None" for line in axes.lines)
     bars: Any = axes.collections[0]
@@ -71,8 +71,8 @@ def test_values_over_names_stand_apart_with_their_errors():
 
 
 def test_times_differ_by_less_than_a_decade():
-    points = [plots.Point("a", "1", 0.022, 0.7), plots.Point("a", "2", 0.094, 0.5)]
-    figure = plots.points(points, "", "seconds", "nats", frontier=True)
+    points = [figures.Point("a", "1", 0.022, 0.7), figures.Point("a", "2", 0.094, 0.5)]
+    figure = figures.points(points, "", "seconds", "nats", frontier=True)
     figure.canvas.draw()
     labels = [label.get_text() for label in figure.axes[0].xaxis.get_ticklabels(which="both")]
     assert {"0.03", "0.05", "0.07"} <= set(labels)
@@ -80,18 +80,18 @@ def test_times_differ_by_less_than_a_decade():
 
 def test_a_legend_is_in_the_order_of_the_sizes():
     labels = ["full", "m = 100", "m = 20", "other", "m = 20"]
-    ordered = plots.legend_order(labels, ["full"], ordered=True)
+    ordered = figures.legend_order(labels, ["full"], ordered=True)
     assert ordered == ["m = 20", "m = 100", "other", "full"]
-    assert plots.legend_order(labels, ["full"]) == ["m = 100", "m = 20", "other", "full"]
+    assert figures.legend_order(labels, ["full"]) == ["m = 100", "m = 20", "other", "full"]
 
 
 def test_panels_draw_a_name_alike_everywhere_and_leave_out_the_depths():
     grid = [0.1, 1.0, 10.0]
-    one = plots.Curve("m = 10", grid, [-3.0, -2.0, -50.0], [0.1, 0.1, 0.1])
-    full = plots.Curve("full", grid, [-2.5, -1.5, -4.0])
-    first = plots.Panel("a", "x", "nats", [one, full], log=True, clipped=True)
-    second = plots.Panel("b", "x", "", [full])
-    figure = plots.panels([[first, second]], reference=["full"], ordered=True, mark_tops=True)
+    one = figures.Curve("m = 10", grid, [-3.0, -2.0, -50.0], [0.1, 0.1, 0.1])
+    full = figures.Curve("full", grid, [-2.5, -1.5, -4.0])
+    first = figures.Panel("a", "x", "nats", [one, full], log=True, clipped=True)
+    second = figures.Panel("b", "x", "", [full])
+    figure = figures.panels([[first, second]], reference=["full"], ordered=True, mark_tops=True)
     left, right = figure.axes
     assert left.get_xscale() == "log" and left.get_ylim()[0] > -5
     assert {line.get_linestyle() for line in left.lines} <= {"-", "None"}  # shades tell sizes apart
@@ -103,15 +103,15 @@ def test_panels_draw_a_name_alike_everywhere_and_leave_out_the_depths():
 
 
 def test_what_is_not_known_of_a_curve_is_left_out():
-    curve = plots.Curve("a", [1, 2, 3], [1.0, math.nan, 3.0], [math.nan] * 3)
-    (axes,) = plots.panels([[plots.Panel("", "x", "y", [curve])]], shared=True).axes
+    curve = figures.Curve("a", [1, 2, 3], [1.0, math.nan, 3.0], [math.nan] * 3)
+    (axes,) = figures.panels([[figures.Panel("", "x", "y", [curve])]], shared=True).axes
     assert np.asarray(axes.lines[0].get_xydata()).tolist() == [[1.0, 1.0], [3.0, 3.0]]
     assert not axes.collections
 
 
 def test_times_have_plain_numbers_that_do_not_overlap():
-    points = [plots.Point("a", "1", 0.014, 0.7), plots.Point("a", "2", 0.34, 0.5)]
-    figure = plots.points(points, "", "seconds", "nats", frontier=True)
+    points = [figures.Point("a", "1", 0.014, 0.7), figures.Point("a", "2", 0.34, 0.5)]
+    figure = figures.points(points, "", "seconds", "nats", frontier=True)
     figure.canvas.draw()
     axis = figure.axes[0].xaxis
     labels = [label.get_text() for label in axis.get_ticklabels(which="both") if label.get_text()]

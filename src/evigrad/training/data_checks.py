@@ -1,0 +1,194 @@
+"""Checks of data before training, and warnings of data that are unlikely to be meant."""
+
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from evigrad.blocks.positions import by_target
+from evigrad.errors import EvigradError, EvigradWarning
+from evigrad.evidence import Evidence
+from evigrad.likelihoods import (
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Weighted,
+    make_likelihood,
+)
+from evigrad.likelihoods.calls import (
+    check_targets,
+    log_probabilities,
+    moments,
+    summed_metrics,
+)
+from evigrad.likelihoods.positions import counted, flattened
+from evigrad.likelihoods.weighted import unweighted
+from evigrad.measure.metrics import probe_outputs
+from evigrad.passes.checks import check_inputs
+from evigrad.training.data import RunData
+
+# Items of a data set that are checked at once.
+_AT_ONCE = 1000
+# Number of data whose targets' scale is measured, and the factor beyond which a warning follows.
+_COMPARED = 100
+_FAR = 10.0
+# Means of weights this near to 1 change a learned noise by less than estimates do.
+_MEAN_WEIGHT_TOLERANCE = 0.05
+
+
+def lacks_a_column(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> bool:
+    """Whether targets (m,) fit a likelihood as (m, 1) only."""
+    if y.ndim != 1 or len(shape) != 1:
+        return False
+    for targets, is_column in ((y, False), (y.unsqueeze(1), True)):
+        with suppress(EvigradError):
+            check_targets(likelihood, (len(y), *shape), targets, y.device)
+            return is_column
+    return False  # ``check_data`` says why neither fits
+
+
+def learns_likelihood(likelihood: str | Likelihood) -> bool:
+    """Whether a likelihood has parameters that require a gradient, as a Gaussian's noise."""
+    return any(p.requires_grad for p in make_likelihood(likelihood).parameters())
+
+
+def check_data(evidence: Evidence, data: RunData, device: torch.device, count: int) -> Tensor:
+    """Refuse unfit data before the first step; returns the outputs for a few of them."""
+    probe, y = data.first(2)
+    check_inputs(probe, device)
+    f, likelihood = probe_outputs(evidence.model, probe), evidence.likelihood
+    source = by_target(data, likelihood, f.shape[1:])  # which checks targets at positions
+    if source is not data:
+        probe, y = source.first(2)
+        f = probe_outputs(evidence.model, probe)
+    check_targets(likelihood, f.shape, y, f.device)
+    log_probabilities(likelihood, f, y)
+    summed_metrics(likelihood, f, y)  # before training, as the first evaluation comes later
+    for indices in torch.arange(min(count, len(data)), device="cpu").split(
+        count if data.is_held else _AT_ONCE
+    ):
+        x, y = data.fetch(indices)
+        check_inputs(x, device)
+        if source is data:
+            check_targets(likelihood, (len(x), f.shape[1]), y, f.device)
+    return f
+
+
+def warn_of_data(evidence: Evidence, data: RunData, outputs: Tensor) -> None:
+    """Warn of outputs and targets that the likelihood takes for something else than they are."""
+    if isinstance(evidence.likelihood, Categorical):
+        _warn_of_probabilities(outputs)
+    if isinstance(unweighted(evidence.likelihood), Gaussian | HeteroscedasticGaussian):
+        _warn_of_real_targets(evidence, data)
+
+
+def _warn_of_probabilities(f: Tensor) -> None:
+    """Warn of outputs that went through a softmax: the likelihood takes them for logits."""
+    sums = f.sum(1)
+    if f.shape[1] > 1 and bool((f >= 0).all()) and torch.allclose(sums, torch.ones_like(sums)):
+        warnings.warn(
+            "The model's outputs are probabilities: each row is non-negative and sums to 1. The"
+            " categorical likelihood takes logits and has a softmax of its own: leave the model's"
+            " last softmax out.",
+            EvigradWarning,
+            stacklevel=7,  # the caller of fit
+        )
+
+
+def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
+    """Warn of targets that are no numbers of about unit scale."""
+    x, y = data.spread(_COMPARED)
+    f = probe_outputs(evidence.model, x)
+    positions = f.shape[1:-1]
+    f, y = flattened(evidence.likelihood, f, y)
+    if not len(f):
+        return
+    likelihood, y, weights = _split(evidence.likelihood, y)
+    _warn_of_scale(likelihood, f, y)
+    has_two_values = len(_columns_of_two_values(y)) > 0
+    if data.is_held and (has_two_values or weights is not None):
+        # A sample may lack rare values.
+        y = data.targets()
+        y = y.flatten(0, len(positions))[counted(evidence.likelihood, positions, y).flatten()]
+        likelihood, y, weights = _split(evidence.likelihood, y)
+    if not len(y):  # all weights are zero
+        return
+    if has_two_values:
+        _warn_of_two_values(y)
+    if weights is not None and isinstance(likelihood, Gaussian) and learns_likelihood(likelihood):
+        _warn_of_weights(weights.double())
+
+
+def _split(likelihood: Likelihood, y: Tensor) -> tuple[Likelihood, Tensor, Tensor | None]:
+    """Return the likelihood and the targets of single examples, and their weights if any."""
+    if not isinstance(likelihood, Weighted):
+        return likelihood, y, None
+    return likelihood.likelihood, *likelihood.split(y)
+
+
+def _warn_of_weights(weights: Tensor) -> None:
+    """Warn of positive weights that may mean known noises, of which only the ratios count."""
+    mean = float(weights.mean())
+    if bool((weights != weights.round()).any()) and abs(mean - 1.0) > _MEAN_WEIGHT_TOLERANCE:
+        warnings.warn(
+            f"The positive weights average {mean:.3g} and are not whole numbers, and the Gaussian's"
+            " noise is learned. Weighted takes a weight for the number of times that an example was"
+            " seen. If weights are 1/σ² of known noises instead, the learned noise is too small by"
+            f" the factor √{mean:.3g} = {mean**0.5:.3g}. Divide the weights by {mean:.3g}, so that"
+            " they average 1. The noise of an example is then noise / √weight.",
+            EvigradWarning,
+            stacklevel=8,  # the caller of fit
+        )
+
+
+def _columns_of_two_values(y: Tensor) -> Tensor:
+    """Return the columns of targets (n, D) with two values, each of them twice at least."""
+    is_least, is_largest = y == y.amin(0), y == y.amax(0)
+    often = (is_least.sum(0) > 1) & (is_largest.sum(0) > 1) & ~(is_least & is_largest).any(0)
+    return (often & (is_least | is_largest).all(0)).nonzero().flatten()
+
+
+def _warn_of_two_values(y: Tensor) -> None:
+    """Warn of yes and no as real numbers, which a regression memorizes."""
+    columns = _columns_of_two_values(y).tolist()
+    if columns:
+        warnings.warn(
+            f"Column {columns[0]} of the targets has only two values. A Gaussian takes them"
+            " for real numbers: its noise falls toward zero, and the network memorizes them. For"
+            ' yes or no, use likelihood="bernoulli" (evigrad.likelihoods.Bernoulli) with targets'
+            ' 0.0 and 1.0. For classes, use likelihood="categorical" or'
+            " evigrad.sklearn.EvidenceClassifier.",
+            EvigradWarning,
+            stacklevel=8,  # the caller of fit
+        )
+
+
+def _warn_of_scale(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
+    """Warn of real targets far from unit scale, for which networks, rates and priors are made."""
+    # One zero, as C² for each example may be gigabytes.
+    certain = f.new_zeros(()).expand(*f.shape, f.shape[1])
+    output_moments = moments(likelihood, f, certain)
+    if output_moments is None:  # a subclass with another density
+        return
+    error, noise = (y - output_moments[0]).square().mean(0).sqrt(), output_moments[2].mean(0).sqrt()
+    spread = y.std(0, correction=0)
+    far = (error > _FAR * noise.clamp(min=1)) | ((spread > 0) & (_FAR * spread < noise))
+    if not bool(far.any()):
+        return
+    first = int(far.nonzero()[0])
+    way = "say the noise: likelihood=Gaussian(noise=...)"
+    if isinstance(likelihood, HeteroscedasticGaussian):
+        way = "begin with outputs that fit them"
+    warnings.warn(
+        f"The targets have a standard deviation of {float(spread[first]):.3g} and differ by"
+        f" {float(error[first]):.3g} (root mean square) from the outputs before training, and the"
+        f" noise begins at {float(noise[first]):.3g}: networks, learning rates and priors are made"
+        " for targets of about unit scale, and others are hardly fitted. Train on (x, scaling(y)),"
+        " with scaling = evigrad.data.Scaling.of(y) of the training targets; scaling.undo(means)"
+        f" are predictions in their own units. (Of targets that are right as they are, {way}.)",
+        EvigradWarning,
+        stacklevel=8,  # the caller of fit
+    )

@@ -1,0 +1,179 @@
+"""The history of a training: a table with one row for each epoch, in memory and in a file."""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
+
+from evigrad.core.types import standard_error
+from evigrad.errors import ConfigurationError, InputError
+from evigrad.evidence import Evidence
+from evigrad.files import replacing, writing
+from evigrad.measure.bracket import bracket
+from evigrad.measure.metrics import hyperparameter_values
+from evigrad.training.data import derived_seed
+
+if TYPE_CHECKING:
+    from evigrad.training.learner import Learner, Round
+    from evigrad.training.trainer import Trainer
+
+# A value that was not computed in an epoch is None, and an empty cell in the file.
+Row = dict[str, int | float | None]
+# Logs of rounds show each of so many precisions, and omit these columns.
+_FEW_PRECISIONS = 3
+_DETAILS = ("step", "log_det_term", "hyper_steps")
+# Rows of a block of the bounds on the exact log evidence, and their columns.
+BRACKET_ROWS = 400
+BRACKET_COLUMNS = ("bracket_lower", "bracket_lower_sem", "bracket_upper")
+
+
+def known(row: Mapping[str, int | float | None]) -> dict[str, float]:
+    """The values of a row that were computed in it."""
+    return {name: float(value) for name, value in row.items() if value is not None}
+
+
+def headlines(row: Mapping[str, int | float | None]) -> dict[str, float]:
+    """The values of a round that a log shows: not one of each precision if there are many."""
+    values = known(row)
+    precisions = sorted(v for name, v in values.items() if name.startswith("precision/"))
+    if len(precisions) > _FEW_PRECISIONS:
+        values = {n: v for n, v in values.items() if not n.startswith("precision/")}
+        values["precision/lowest"], values["precision/highest"] = precisions[0], precisions[-1]
+        values["precision/median"] = median(precisions)
+    if not values.get("skipped_steps"):
+        values.pop("skipped_steps", None)
+    return {name: v for name, v in values.items() if name not in _DETAILS}
+
+
+def evidence_columns(learned: "Round | None") -> Row:
+    """Means of the log evidence and its log-determinant, the former's error, and skipped steps."""
+    skipped: Row = {"skipped_steps": 0 if learned is None else learned.skipped}
+    if learned is None or not learned.estimates:
+        return dict.fromkeys(("log_evidence", "log_det_term", "log_evidence_sem")) | skipped
+    estimates = learned.estimates
+    values = [e.per_datum for e in estimates]
+    many = len(values) > 1 and not learned.is_shared
+    return {
+        "log_evidence": mean(values),
+        "log_det_term": mean(-0.5 * e.log_det / e.num_data for e in estimates),
+        "log_evidence_sem": standard_error(values) if many else None,
+        **skipped,
+    }
+
+
+def round_columns(learner: "Learner", hyper_round: "Round | None") -> Row:
+    """Return the columns of a history after a round, besides the number that counts it."""
+    return {
+        **evidence_columns(hyper_round),
+        "hyper_steps": learner.hyper_steps,
+        **hyperparameter_values(learner.evidence),
+    }
+
+
+def metric_columns(evidence: Evidence, metrics: Mapping[str, Mapping[str, float]]) -> Row:
+    """Return the columns of ``metrics`` on training and test data, empty where there are none."""
+    error = "accuracy" if evidence.likelihood.is_classification else "squared_error"
+    return {
+        f"{part}_{name}": metrics.get(part, {}).get(name)
+        for part in ("train", "test")
+        for name in ("log_likelihood", error)
+    }
+
+
+def bracket_columns(trainer: "Trainer", epoch: int) -> Row:
+    """Return bounds on the exact log evidence, nats per datum, in the epochs that ask for them."""
+    every = trainer.schedule.bracket_every
+    if not every:
+        return {}
+    if epoch % every and epoch != trainer.epochs:
+        return dict.fromkeys(BRACKET_COLUMNS)
+    seed = derived_seed(trainer.settings.seed, "bracket", epoch)
+    bounds = bracket(trainer.evidence, trainer.data, rows=BRACKET_ROWS, seed=seed)
+    lower_error = bounds.lower_error / bounds.num_data
+    values = (bounds.lower_per_datum, lower_error, bounds.upper_per_datum)
+    return dict(zip(BRACKET_COLUMNS, values, strict=True))
+
+
+class MetricsFile:
+    """A CSV file with one row for each epoch, on the disk as soon as it is written.
+
+    Args:
+        path: The file; replaced if it holds anything else.
+        columns: Names of the values.
+        rows: The rows of the epochs before.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str], rows: Sequence[Row] = ()) -> None:
+        self._path, self._columns = path, list(columns)
+        content = self._lines([dict(zip(columns, columns, strict=True)), *map(_cells, rows)])
+        if not path.exists() or path.read_bytes() != content:
+            with replacing(path) as new:
+                new.write(content)
+        with writing(path):
+            self._file = path.open("ab")
+
+    def write(self, row: Mapping[str, int | float | None]) -> None:
+        """Append a row: a value, or None, for every column."""
+        with writing(self._path):
+            self._file.write(self._lines([_cells(row)]))
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        with writing(self._path):  # what a full disk did not take before is tried again
+            self._file.close()
+
+    def _lines(self, rows: Sequence[Mapping[str, str]]) -> bytes:
+        text = io.StringIO(newline="")
+        csv.DictWriter(text, self._columns).writerows(rows)
+        return text.getvalue().encode("utf-8")
+
+
+def read_metrics(path: str | Path) -> list[Row]:
+    """Read a ``metrics.csv``.
+
+    Returns:
+        One row for each epoch.
+
+    Raises:
+        InputError: If there is no such file, or it is not one of these.
+    """
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            return [
+                {name: float(cell) if cell else None for name, cell in row.items()}
+                for row in csv.DictReader(file)
+            ]
+    except FileNotFoundError:
+        raise InputError(f"There is no file {path}; name the metrics.csv of a run.") from None
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{path} is not a table of metrics: {error}.") from error
+
+
+def _cells(row: Mapping[str, int | float | None]) -> dict[str, str]:
+    # Six digits exceed the accuracy of these numbers, and keep the file readable.
+    return {name: _cell(value) for name, value in row.items()}
+
+
+def _cell(value: int | float | None) -> str:
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) else f"{value:.6g}"
+
+
+def packed_history(history: Sequence[Row]) -> dict[str, list[Any]]:
+    """A history as columns, each named once, and rows; all rows have the same columns."""
+    columns = list(history[0]) if history else []
+    return {"columns": columns, "rows": [[row[name] for name in columns] for row in history]}
+
+
+def unpacked_history(packed: Mapping[str, list[Any]]) -> list[Row]:
+    """The history that ``packed_history`` packed: one row for each epoch."""
+    rows = [dict(zip(packed["columns"], row, strict=True)) for row in packed["rows"]]
+    for name, value in (cell for row in rows for cell in row.items()):
+        is_name = isinstance(name, str) and name.isprintable()
+        if not is_name or not isinstance(value, int | float | None):
+            raise ConfigurationError(f"The saved history holds {value!r} as {name!r}, no number.")
+    return rows

@@ -1,0 +1,91 @@
+"""The passes of a round: several steps on prior and noise alone can share them."""
+
+from collections.abc import Iterable, Iterator
+from itertools import repeat
+
+from evigrad.blocks import Block
+from evigrad.blocks.anchors import AnchoredStream, DrawnParts
+from evigrad.blocks.streams import Stream
+from evigrad.evidence import Evidence
+from evigrad.inputs import Inputs
+from evigrad.invariances.noise import stochastic_modules
+from evigrad.network.network import PROBE_SIZE
+from evigrad.passes.kept import KeptPass
+from evigrad.passes.memory import fits
+
+
+def blocks_of_a_round(
+    evidence: Evidence,
+    blocks: Stream,
+    x: Inputs,
+    names: list[str],
+    steps: int,
+    prior_blocks: int | None,
+) -> tuple[Iterable[Block | list[KeptPass]], bool]:
+    """Return a block or kept passes for each step of a round, and whether all have the same one.
+
+    Several steps on prior and noise alone share passes: the only pass there is, where one block
+    holds all data, and the pass over the anchors, where these are chosen for a round.
+    ``prior_blocks`` is the number of blocks whose passes all steps share; None is a block for each
+    step.
+    """
+    anchored = isinstance(blocks, AnchoredStream)
+    keepable = (anchored or blocks.is_constant) and is_keepable(evidence, x, names)
+    if anchored and keepable and evidence.shares_anchors(x, 2):
+        drawn = blocks.drawn(prior_blocks or steps, whole=prior_blocks is not None)
+        passes = passes_over(evidence, drawn, x, names)
+        if prior_blocks is None and drawn.draws:
+            return ([draw] for kept_pass in passes for draw in kept_pass.draws()), False
+    elif prior_blocks is None and (steps == 1 or not (blocks.is_constant and keepable)):
+        return blocks.take(steps), False
+    else:
+        passes = (evidence.collect(b, wrt=names) for b in blocks.round(prior_blocks or 1))
+    kept = list(passes)
+    if len(kept) > 1:  # their draws may be of different number
+        kept = [draw for kept_pass in kept for draw in kept_pass.draws()]
+    return repeat(kept, steps), True
+
+
+def passes_over(
+    evidence: Evidence, drawn: DrawnParts, x: Inputs, names: list[str]
+) -> Iterator[KeptPass]:
+    """Yield kept passes over draws, in their order, each over as many draws as fit into memory.
+
+    Each is computed when it is asked for. The memory changes neither these draws nor later ones.
+    """
+
+    def collect(block: Block) -> KeptPass:
+        # Each pass draws a seed for the model, which draws nothing here. The state is restored, so
+        # that the number of passes changes no later draw.
+        state = evidence.generator.get_state()
+        kept = evidence.collect(block, wrt=names)
+        evidence.generator.set_state(state)
+        return kept
+
+    # Where all rows are anchors, these alone; of few parts a rank may have none.
+    number, start = len(drawn.draws) if drawn.partition.num_parts else 1, 0
+    at_once = draws_at_once(evidence, x, number)
+    while start < number:
+        block, passes = drawn.block(start, at_once), list[KeptPass]()
+        if at_once == 1:
+            passes.append(collect(block))
+        elif not fits(lambda draws=block, kept=passes: kept.append(collect(draws))):
+            at_once = -(-at_once // 2)
+            continue
+        start += at_once
+        yield passes.pop()
+
+
+def draws_at_once(evidence: Evidence, x: Inputs, count: int) -> int:
+    """How many of ``count`` draws of an anchored estimator share a pass; 1 if none do."""
+    while count > 1 and not evidence.shares_anchors(x[:PROBE_SIZE], count):
+        count = -(-count // 2)
+    return count
+
+
+def is_keepable(evidence: Evidence, x: Inputs, names: list[str]) -> bool:
+    """Whether steps can share passes: a model without draws; only prior and noise are learned."""
+    # A random model, as an average over transforms, draws again in each pass.
+    if stochastic_modules(evidence.model):
+        return False
+    return evidence.can_collect(x[:PROBE_SIZE], wrt=names)

@@ -1,0 +1,527 @@
+"""One training: epochs of the weights, rounds of the hyperparameters, and a row for each epoch."""
+
+import math
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim import SGD
+
+from evigrad.blocks.pool import Pool
+from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, listed, memory_for
+from evigrad.evidence import Evidence
+from evigrad.likelihoods import Gaussian
+from evigrad.measure.metrics import evaluate, hyperparameter_values
+from evigrad.models import fixup_scalars
+from evigrad.network.modes import seeded
+from evigrad.passes.allocator import kept_memory
+from evigrad.training.checkpoint import (
+    PROBED,
+    check_format,
+    fitting,
+    machine,
+    packed,
+    restore,
+    with_threads,
+)
+from evigrad.training.data import RunData, batches, derived_seed, stream
+from evigrad.training.history import Row, bracket_columns, evidence_columns, metric_columns
+from evigrad.training.learner import Learner
+from evigrad.training.optimizers import cosine, make_hyper_optimizer, make_weight_optimizer
+from evigrad.training.plan import planned
+from evigrad.training.progress import make_progress
+from evigrad.training.run_directory import (
+    RunDirectory,
+    RunRecord,
+    naming_files,
+    open_directory,
+)
+from evigrad.training.settings import Settings, method_of
+
+Callback = Callable[[Row], None]
+
+# Part of an epoch's batches, one at least, that may be skipped before training has diverged.
+SKIPPED_SHARE = 0.1
+# Enough for curves, for a small part of the time of training.
+_EVALUATIONS = 10
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """The trained model, evidence, history and metrics of a training run.
+
+    Attributes:
+        model: The given model, trained, in evaluation mode.
+        evidence: The model's evidence. Without an estimator it has a placeholder of one.
+        history: One row for each epoch, as in ``metrics.csv``; None where nothing was computed.
+        train_metrics: Means over the training data at the end: ``log_likelihood`` in nats per
+            datum, ``accuracy`` or ``squared_error``.
+        test_metrics: The same on the test data; empty without any.
+        seconds: Time of training, without evaluation and files.
+        run_dir: The folder of the run, or None; it is the first rank's.
+        estimator: Name of the estimator, or None for training without one.
+    """
+
+    model: nn.Module
+    evidence: Evidence
+    history: list[Row]
+    train_metrics: dict[str, float]
+    test_metrics: dict[str, float]
+    seconds: float
+    run_dir: Path | None
+    estimator: str | None
+
+    def __repr__(self) -> str:
+        """The state at the end in one line, as the history has a row for each epoch."""
+        took = f"{len(self.history)} epochs in {self.seconds:.3g} s"
+        parts = [self.estimator or "no estimator", took]
+        for name, metrics in (("train", self.train_metrics), ("test", self.test_metrics)):
+            parts += [f"{name} {key} {value:.4g}" for key, value in metrics.items()]
+        parts += [] if self.run_dir is None else [f"run_dir {str(self.run_dir)!r}"]
+        return f"FitResult({', '.join(parts)})"
+
+
+class Trainer:
+    """Trains the weights by MAP and, between epochs, the hyperparameters by a ``Learner``.
+
+    The optimiser of the weights only ever changes ``evidence.weights()``, the learner only
+    ``evidence.hyperparameters()``. Neither has weight decay: that of the weights is the prior's,
+    inside the loss, and one of the hyperparameters would be a hyperprior by accident. Without an
+    estimator there is no learner, but the training loss may learn some of the hyperparameters
+    (``on_loss``), by a step in every batch of an optimiser of their own.
+
+    ``prepare`` makes a trainer, which is checked and has not started; ``train`` runs it once.
+
+    Args:
+        evidence: That of the model, with its initial prior and noise.
+        data: The training data.
+        settings: A ``plan`` for these data.
+        test: Test data, which are only evaluated.
+        network: How the model was built, for ``evigrad.load``.
+
+    Attributes:
+        history: One row for each epoch so far.
+        metrics: Those of the last evaluation, on ``train`` and ``test``.
+        seconds: Time of training so far.
+
+    Raises:
+        ConfigurationError: If a user's own optimiser has weight decay or does not hold exactly the
+            weights; if the prior has no fixed-point update; if a round cannot keep its passes
+            (``prior_blocks``).
+    """
+
+    def __init__(
+        self,
+        evidence: Evidence,
+        data: RunData,
+        settings: Settings,
+        test: RunData | None = None,
+        network: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.evidence, self.data, self.settings = evidence, data, settings
+        self.test, self.network = test, network
+        self.schedule, rates = settings.schedule, settings.optimization
+        self.epochs = planned(self.schedule.epochs)
+        weights, hyperparameters = evidence.weights(), evidence.hyperparameters()
+        self.device = next(iter(weights.values())).device
+        held = {id(w) for w in weights.values()}
+        scalars = [p for p in fixup_scalars(evidence.model).values() if id(p) in held]
+        self.weight_optimizer = make_weight_optimizer(weights, rates, scalars)
+        self._base_rates = [group["lr"] for group in self.weight_optimizer.param_groups]
+        self.learner: Learner | None = None
+        if settings.estimator is not None:
+            self.learner = Learner(evidence, data, self.schedule, rates, settings.seed)
+        # Hyperparameters that the training loss learns.
+        self.on_loss: list[str] = []
+        if rates.noise_on_loss:
+            self.on_loss = [name for name in hyperparameters if name.startswith("likelihood.")]
+            rates = replace(rates, prior_lr=planned(rates.lr), prior_lr_min=rates.lr_min)
+        self.loss_optimizer = make_hyper_optimizer(hyperparameters, rates)
+        self.probe, _ = data.first(PROBED)  # which shows that a loaded network is the same
+        self.history: list[Row] = []
+        self.metrics: dict[str, dict[str, float]] = {"train": {}, "test": {}}
+        self.seconds = 0.0
+
+    @property
+    def name(self) -> str:
+        """The estimator's name, or MAP without one."""
+        return method_of(self.record)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The settings by name, which have to be the same when a run goes on."""
+        return self.settings.as_record()
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What has to be the same when a run goes on: settings, data, and what is learned."""
+        evidence = self.evidence
+        return {
+            "settings": self.record,
+            "data": {
+                "train": self.data.fingerprint(),
+                "test": None if self.test is None else self.test.fingerprint(),
+            },
+            "learned": {
+                "weights": list(evidence.weights()),
+                "hyperparameters": list(evidence.hyperparameters()),
+            },
+        }
+
+    @property
+    def learned(self) -> list[str]:
+        """Names of the hyperparameters that change during training."""
+        return self.on_loss if self.learner is None else self.learner.learned
+
+    def train(
+        self,
+        run_dir: str | Path | RunDirectory | None = None,
+        *,
+        resume: bool = False,
+        progress: bool = True,
+        callbacks: Sequence[Callback] = (),
+        stop: Callable[[], bool] | None = None,
+    ) -> FitResult:
+        """Return the result of training for all epochs, or those that are left.
+
+        ``run_dir``, ``resume``, ``progress`` and ``callbacks`` are those of ``fit``: they are for
+        the first rank alone. ``stop`` is asked after every epoch: where it returns True before the
+        last one, a checkpoint is written and a ``KeyboardInterrupt`` is raised.
+
+        Raises:
+            ConfigurationError: If it ran already; if the folder holds the run of other settings,
+                data or another network, or another process writes into it.
+            EvigradError: If training diverges; the metrics of the epochs before are kept.
+        """
+        if self.history:
+            raise ConfigurationError("This run is over; prepare another one.")
+        if resume and run_dir is None:
+            raise ConfigurationError("To go on with a run name its folder: run_dir=...")
+        ranks = self.evidence.ranks
+        if not ranks.is_first:
+            run_dir, progress, callbacks = None, False, ()
+        with ExitStack() as stack:
+            stack.enter_context(kept_memory())
+            directory = self._begin(stack, run_dir, resume, progress)
+            record, watchers = None, list[Callback]()
+            if directory is not None:
+                stack.enter_context(naming_files(directory, self.history))
+                record = stack.enter_context(RunRecord(directory, self.history))
+                watchers.append(record.write_row)
+            if progress and len(self.history) < self.epochs:
+                bar = stack.enter_context(closing(make_progress(self.name, self.epochs)))
+                watchers.append(bar.update)
+            self._run(record, [*watchers, *callbacks], stop)
+        self.evidence.model.eval()
+        return FitResult(
+            model=self.evidence.model,
+            evidence=self.evidence,
+            history=self.history,
+            train_metrics=self.metrics["train"],
+            test_metrics=self.metrics["test"],
+            seconds=self.seconds,
+            run_dir=None if directory is None else directory.path,
+            estimator=None if self.learner is None else self.evidence.spec.name,
+        )
+
+    def _begin(
+        self,
+        stack: ExitStack,
+        run_dir: str | Path | RunDirectory | None,
+        resume: bool,
+        progress: bool,
+    ) -> RunDirectory | None:
+        """Return the folder, locked in ``stack``; its checkpoint is restored, if it has one."""
+        ranks, directory, state = self.evidence.ranks, None, None
+        with ranks.together():
+            directory = open_directory(run_dir, resume, progress)
+            if directory is not None:
+                stack.enter_context(directory.locked())
+                state = directory.read_checkpoint() if resume else None
+                if state is None:
+                    directory.write_json("config.json", self._configuration())
+        if (state := ranks.shared(state)) is not None:
+            where = ranks.shared("" if directory is None else str(directory.path))
+            with ranks.together(), fitting(f"The checkpoint in {where}"):
+                check_format(state, where)
+                stack.enter_context(with_threads(int(state["machine"]["threads"])))
+                restore(self, state, where)
+            if progress:
+                epoch, epochs = len(self.history), self.epochs
+                words = f"goes on after epoch {epoch} of {epochs}"
+                if epoch == epochs:
+                    words = f"all {epochs} epochs are done"
+                print(f"{self.name}: {words}", file=sys.stderr, flush=True)
+        return directory
+
+    def _run(
+        self,
+        record: RunRecord | None,
+        watchers: Sequence[Callback],
+        stop: Callable[[], bool] | None,
+    ) -> None:
+        """Train for the epochs that are left; ``watchers`` are called with the row of each."""
+        ranks = self.evidence.ranks
+        with ranks.together():
+            if record is not None and not self.history:
+                # Before the first epoch too: the initial weights are kept nowhere else.
+                record.write_checkpoint(packed(self))
+                record.check_readable()
+        for epoch in range(len(self.history) + 1, self.epochs + 1):
+            row = self.epoch(epoch)
+            if self.history and row.keys() != self.history[0].keys():
+                raise ConfigurationError(
+                    "The checkpoint has a history with other columns than this run"
+                    f" ({listed(sorted(row.keys() ^ self.history[0].keys()))}): it was written by"
+                    " another version of evigrad, or changed. Start the run anew in another folder."
+                )
+            self.history.append(row)
+            is_last = epoch == self.epochs
+            with ranks.together():
+                for watcher in watchers:
+                    watcher(row)
+                stopped = stop is not None and not is_last and stop()
+            stopped = ranks.any(stopped)
+            # After the callbacks, as they may draw or change what the next epoch depends on.
+            with ranks.together():
+                every = self.schedule.checkpoint_every
+                if record is not None and (stopped or is_last or record.is_due(epoch, every)):
+                    record.write_checkpoint(packed(self))
+            if stopped:
+                raise KeyboardInterrupt(f"Stopped after epoch {epoch} of {self.epochs}.")
+        if record is not None:
+            record.finish()
+
+    def epoch(self, epoch: int) -> Row:
+        """Train the weights, learn if a round is due, evaluate if that is; return all numbers."""
+        start = time.perf_counter()
+        loss, skipped = self.train_weights(epoch)
+        rate = self.weight_optimizer.param_groups[0]["lr"]
+        learner, hyper_round = self.learner, None
+        if learner is not None and learner.is_due(epoch):
+            hyper_round = learner.learn(epoch)
+        self.seconds += time.perf_counter() - start
+        evaluated = is_evaluated(epoch, self.epochs, self.schedule.eval_every)
+        if evaluated:
+            self._evaluate(epoch)
+        return {
+            "epoch": epoch,
+            "seconds": self.seconds,
+            "lr": rate,
+            "loss": loss,
+            "skipped_batches": skipped,
+            **evidence_columns(hyper_round),
+            "hyper_steps": 0 if learner is None else learner.hyper_steps,
+            **metric_columns(self.evidence, self.metrics if evaluated else {}),
+            **bracket_columns(self, epoch),
+            **hyperparameter_values(self.evidence),
+        }
+
+    def train_weights(self, epoch: int) -> tuple[float, int]:
+        """Take the steps of an epoch, counted from 1: one for each batch.
+
+        A batch whose loss or gradient is not finite is skipped: its step would spoil the weights.
+        The order of the data is drawn from the seed (see ``batches``). What the model draws itself
+        (dropout) comes from a second stream of (seed, epoch), and what the items of a data set draw
+        from others.
+
+        Returns:
+            The mean loss, in nats per datum, of the batches that have a target, and the number of
+            batches that were skipped for a loss that is not finite.
+
+        Raises:
+            EvigradError: If more than a tenth of the batches would be skipped (``SKIPPED_SHARE``),
+                or a weight or a buffer is not finite at the end.
+        """
+        self._set_rates(epoch)
+        self.data.epoch = epoch
+        seed, schedule, num_data = self.settings.seed, self.schedule, len(self.data)
+        size = schedule.data_in_epoch(num_data)
+        steps = -(-size // schedule.batch_size)
+        most = min(max(1, int(SKIPPED_SHARE * steps)), steps - 1)
+        finite = self._finite_parts()
+        total, count, skipped = 0.0, 0, 0
+        with (
+            seeded(derived_seed(seed, "model", epoch, self.evidence.ranks.rank), self.device),
+            training_mode(self.evidence.model),
+        ):
+            for batch in batches(seed, epoch, num_data, size, schedule.batch_size):
+                if not self.data.num_targets(batch):
+                    continue  # a step on the prior alone would count these data
+                self.weight_optimizer.zero_grad(set_to_none=True)
+                value = self._differentiate(batch)
+                if math.isfinite(value) and self._has_finite_gradients():
+                    self.weight_optimizer.step()
+                    if self.on_loss:
+                        self.loss_optimizer.step()
+                    total, count = total + value * len(batch), count + len(batch)
+                else:
+                    skipped += 1
+                    if skipped > most:
+                        what = f"in {skipped} of {steps} batches the loss or its gradient"
+                        raise self._diverged(what, epoch)
+                self.loss_optimizer.zero_grad()
+        self.weight_optimizer.zero_grad(set_to_none=True)
+        # Statistics of normalisation layers, of which each rank has those of its own data.
+        self.evidence.ranks.share(list(self.evidence.model.buffers()))
+        if spoiled := finite - self._finite_parts():
+            raise self._diverged(min(spoiled), epoch)
+        if skipped:
+            warnings.warn(
+                f"Epoch {epoch}: in {skipped} of {steps} batches the loss or its gradient"
+                " was NaN or infinite. The weights took no step there.",
+                EvigradWarning,
+                stacklevel=2,
+            )
+        return total / max(count, 1), skipped
+
+    def _differentiate(self, batch: Tensor) -> float:
+        """Return the loss on a batch; where it is finite, its gradient is in ``.grad``.
+
+        Of several ranks each takes a part of the batch, and gradients are summed.
+        """
+        ranks = self.evidence.ranks
+        local_batch, value, scale = batch[ranks.part(len(batch))], 0.0, self._noise_variance()
+        with ranks.together():
+            total = self.data.num_targets(batch)
+            share = self.data.num_targets(local_batch) / total
+            if share and len(local_batch):
+                step = f"a training step on {len(local_batch)} data"
+                with memory_for(step, "a smaller batch_size"):
+                    loss = share * self.loss(*self.data.fetch(local_batch), local_batch, scale)
+                    value = loss.item()
+                    if math.isfinite(value):
+                        (scale * loss).backward()
+        if ranks.count == 1:
+            return value
+        parameters = self._stepping()
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        total, *sums = ranks.sum([torch.tensor(value, device="cpu").to(grads[0]), *grads])
+        for parameter, gradient in zip(parameters, sums, strict=True):
+            parameter.grad = gradient
+        return total.item()
+
+    def loss(self, x: Tensor, y: Tensor, indices: Tensor, scale: float) -> Tensor:
+        """Return the loss of a batch in nats per datum, of which a step takes ``scale`` times."""
+        # Precisions of weights that the data do not determine grow without bound.
+        is_sgd = isinstance(self.weight_optimizer, SGD)
+        return self.evidence.map_loss(
+            x,
+            y,
+            wrt=self.on_loss,
+            indices=indices,
+            optimizer=self.weight_optimizer if is_sgd else None,
+            scale=scale,
+        )
+
+    def _noise_variance(self) -> float:
+        """Return σ² of normal noise that rounds learn, the geometric mean over outputs; or 1.
+
+        The gradient of the negative log likelihood grows as 1/σ², and a round can divide σ² by ten.
+        The running mean of squared gradients that Adam divides by follows that within a thousand
+        steps; until then its steps would be several times too long, and networks die of it
+        (docs/start.md). On the loss times σ² a round changes no more than the share of the prior.
+        """
+        gaussians = [m for m in self.evidence.likelihood.modules() if isinstance(m, Gaussian)]
+        if self.learner is None or not gaussians:
+            return 1.0
+        return gaussians[0].log_noise.detach().double().mul(2).mean().exp().item()
+
+    def _stepping(self) -> list[nn.Parameter]:
+        """Return the parameters that a step on the training loss changes."""
+        learned = self.evidence.hyperparameters()
+        return [*self.evidence.weights().values(), *(learned[name] for name in self.on_loss)]
+
+    def _has_finite_gradients(self) -> bool:
+        """Whether no gradient that the next step uses is NaN or infinite."""
+        gradients = [p.grad for p in self._stepping() if p.grad is not None]
+        return bool(get_total_norm(gradients, math.inf).isfinite())
+
+    def _finite_parts(self) -> set[str]:
+        """The weights and buffers without NaN and infinite values, in words."""
+        # A mask may be infinite on purpose; running statistics become NaN by a skipped batch.
+        parts = {f"the weight {name}": w for name, w in self.evidence.weights().items()}
+        parts |= {f"the buffer {name}": b for name, b in self.evidence.model.named_buffers()}
+        return {words for words, part in parts.items() if bool(part.detach().isfinite().all())}
+
+    def _set_rates(self, epoch: int) -> None:
+        s, progress = self.settings.optimization, (epoch - 1) / self.epochs
+        start = planned(s.lr)
+        factor = cosine(progress, start, s.lr_min) / start
+        for group, base in zip(self.weight_optimizer.param_groups, self._base_rates, strict=True):
+            group["lr"] = base * factor
+        for group in self.loss_optimizer.param_groups:
+            group["lr"] = cosine(progress, group["lr_first"], group["lr_last"])
+
+    def _diverged(self, what: str, epoch: int) -> EvigradError:
+        rate = self.weight_optimizer.param_groups[0]["lr"]
+        has_learned = self.learner is not None and self.learner.hyper_steps > 0
+        return EvigradError(
+            f"Training diverged in epoch {epoch} of {self.epochs}: {what} is"
+            f" NaN or infinite. Lower lr (it was {rate:.3g} in this epoch)"
+            + (", or prior_lr and hyper_lr" if has_learned else "")
+            + "; check the scale of the inputs."
+        )
+
+    def _evaluate(self, epoch: int) -> None:
+        evidence, seed = self.evidence, self.settings.seed
+        train = Pool(len(self.data)).of(self.data)
+        for part, data in {"train": train, "test": self.test}.items():
+            if data is not None:
+                self.metrics[part] = evaluate(
+                    evidence.model,
+                    evidence.likelihood,
+                    data,
+                    generator=stream(seed, "evaluation", epoch),
+                    ranks=evidence.ranks,
+                )
+
+    def _configuration(self) -> dict[str, Any]:
+        """The settings for a file, with what is needed to understand them."""
+        evidence = self.evidence
+        context: dict[str, Any] = {
+            "likelihood": evidence.likelihood.name,
+            "num_data": evidence.num_data,
+            "num_weights": sum(w.numel() for w in evidence.weights().values()),
+            "learned": self.learned,
+            "network": self.network,
+            **machine(self.device),
+            "device": str(self.device),
+        }
+        return self.record | context
+
+
+@contextmanager
+def training_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into training mode, and restore the mode of every module on the way out.
+
+    In a model that is in training mode already, modules in evaluation mode were put there on
+    purpose (a frozen batch normalisation), and stay.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        if not model.training:
+            model.train()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def is_evaluated(epoch: int, epochs: int, every: int | None) -> bool:
+    """Return whether an evaluation follows an epoch, counted from 1: always the last one.
+
+    ``every`` is 0 for the last epoch alone, None for ten evaluations at most.
+    """
+    if every is None:
+        every = -(-epochs // _EVALUATIONS)
+    return epoch == epochs or (every > 0 and epoch % every == 0)

@@ -1,0 +1,2 @@
+from blobs import blobs as blobs
+from blobs import make_net as make_net
