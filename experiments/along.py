@@ -26,6 +26,7 @@ from evigrad.blocks import Block
 from evigrad.core.curvature import RoundingError, rounding_refused
 from evigrad.core.curvature.base import working_dtype
 from evigrad.core.curvature.linalg import log_det_identity_plus
+from evigrad.core.curvature.rows import DenseRows
 from evigrad.core.names import Estimator
 from evigrad.core.types import standard_error
 from evigrad.errors import ConfigurationError
@@ -333,7 +334,7 @@ class _Kernels:
     ) -> "_Kernels":
         """Pass over the data once; ``seed`` gives what the model draws."""
         (x, y), weights = data, list(evidence.weights().values())
-        shape, first = (len(x), evidence.num_outputs(x[:2])), weights[0]
+        shape, first = torch.Size((len(x), evidence.num_outputs(x[:2]))), weights[0]
         own = reduce(torch.promote_types, (w.dtype for w in weights))
         dtype = dtype or working_dtype(own, None)
         # Rows under unit noise are those of the Jacobian.
@@ -354,8 +355,9 @@ class _Kernels:
             whole += gram
             if by_tensor:
                 rows = kept.statistic.rows.get(name)
-                if rows is not None and rows[0].shape[1] < gram.shape[0] * gram.shape[1] / 2:
-                    gram = torch.cat(rows).to(dtype).div_(precision.sqrt()).reshape(*shape, -1)
+                if isinstance(rows, DenseRows) and rows.chunks[0].shape[1] < shape.numel() / 2:
+                    gram = torch.cat(rows.chunks).to(dtype).div_(precision.sqrt())
+                    gram = gram.reshape(*shape, -1)
                 of_tensors.append(gram)
         return cls(evidence, outputs, y, whole, of_tensors)
 

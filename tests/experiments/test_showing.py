@@ -209,7 +209,7 @@ def test_the_overview_needs_no_runs(tmp_path):
             box.names.split(",")[0].split(" ")[0].replace("-m-", "-5-").replace("-k-", "-5-")
         )
         for file in re.findall(r"[a-z_/]+\.py|[a-z/]*anchors/", box.code):
-            assert (source / file).exists() or (source / "curvature" / file).exists(), file
+            assert (source / file).exists() or (source / "core/curvature" / file).exists(), file
 
 
 def test_the_papers_numbers_stand_beside_ours(tmp_path):

@@ -46,6 +46,8 @@ State = TypeVar("State")
 
 # The memory of a pass is measured on one datum and on two; the difference is what each adds.
 _MEASURED = 2
+# Examples of a pass that is checked: so many that one is seldom left in its place.
+_CHECKED = 8
 # Rows of the example on which the memory of each further row is measured.
 _MEASURED_ROWS = 8
 # From so many outputs on, they may be those of positions.
@@ -166,7 +168,12 @@ class MicroBatchSweep:
                     cut = next((c for c in cuts if c > first + start), expected)
                     num_remaining = min(len(x), cut - first) - start
                     peak = partial(self._peak_bytes, partial(step, state), part)
-                    size = self._size(label, x, num_remaining, first + start, peak)
+                    if (
+                        once and problem.sizes.asked == "auto"
+                    ):  # the pass itself is not measured yet
+                        size = min(num_remaining, _CHECKED)
+                    else:
+                        size = self._size(label, x, num_remaining, first + start, peak)
                     if states := fits(partial(step, state, part(size))):
                         (state,) = states
                     else:
