@@ -124,3 +124,10 @@ class QuadraticForm(Function):
 def inner_gram(rows: Float[Tensor, "G R i"], cotangent: Float[Tensor, "G i i"]) -> Tensor:
     """⟨cotangent, rowsᵀ rows⟩; once differentiable in the rows."""
     return QuadraticForm.apply(rows, symmetric(cotangent), outer_gram_pull)
+
+
+def add_outer_products(
+    matrix: Float[Tensor, "n n"] | None, rows: Float[Tensor, "R n"]
+) -> Float[Tensor, "n n"]:
+    """A new tensor, matrix + rowsᵀ rows."""
+    return rows.mT @ rows if matrix is None else torch.addmm(matrix, rows.mT, rows)

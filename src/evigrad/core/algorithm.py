@@ -13,14 +13,14 @@ rest. Hyperparameters of the forward pass take two passes: ``two_passes`` says w
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from evigrad.core.changes import follows_by_scale, is_one_number
+from evigrad.core.changes import is_one_number, likelihood_changes
 from evigrad.core.curvature.anchored import LogDet
 from evigrad.core.curvature.base import Curvature
 from evigrad.core.types import Estimate, LinearizedModel, MicroBatch, Pass, Sweep
@@ -41,6 +41,19 @@ def value_and_gradient(
     if follows_by_scale(model, curvature, sweep.num_outputs, learned):
         return one_pass(model, curvature, sweep, learned)
     return two_passes(model, curvature, sweep, learned)
+
+
+def follows_by_scale(
+    model: LinearizedModel, curvature: Curvature[Any], num_outputs: int, learned: Iterable[str]
+) -> bool:
+    """Return whether a statistic of one pass follows all that is learned, given by name.
+
+    It follows the prior, and parameters of the likelihood that only scale rows.
+    """
+    names = [name for name in learned if not name.startswith("prior.")]
+    if any(name.startswith("model.") for name in names):
+        return False
+    return not names or likelihood_changes(model, curvature, num_outputs) == "scales"
 
 
 # ------------------------------------------------------------ the first pass, and the value

@@ -1,6 +1,6 @@
 """What a change of a hyperparameter changes: rows, sums of them, or only their scale."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -9,19 +9,6 @@ from torch import Tensor
 from evigrad.core.curvature.base import Curvature
 from evigrad.core.types import LinearizedModel
 from evigrad.errors import NotPositiveDefiniteError, raised_in
-
-
-def follows_by_scale(
-    model: LinearizedModel, curvature: Curvature[Any], num_outputs: int, learned: Iterable[str]
-) -> bool:
-    """Return whether a statistic of one pass follows all that is learned, given by name.
-
-    It follows the prior, and parameters of the likelihood that only scale rows.
-    """
-    names = [name for name in learned if not name.startswith("prior.")]
-    if any(name.startswith("model.") for name in names):
-        return False
-    return not names or likelihood_changes(model, curvature, num_outputs) == "scales"
 
 
 def likelihood_changes(

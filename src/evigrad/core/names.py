@@ -8,6 +8,7 @@ its blocks, ...) and into which blocks the data and the outputs are *partitioned
 import re
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cached_property
 from typing import Any
 
 from evigrad.core.curvature.base import Curvature
@@ -180,7 +181,7 @@ class Estimator:
         outputs = None if rows else _read_size("OUTPUTS", parts[1], "C")
         return cls(structure, subset, outputs, rows, **_read_modifiers(parts[2:]), custom=custom)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The canonical name: modifiers in the order of `MODIFIERS`."""
         subset = "N" if self.subset is None else str(self.subset)
@@ -193,7 +194,7 @@ class Estimator:
         """The canonical name."""
         return self.name
 
-    @property
+    @cached_property
     def kind(self) -> Curvature[Any] | type[Curvature[Any]]:
         """The curvature, or its class."""
         return STRUCTURES[self.structure] if self.custom is None else self.custom

@@ -2,11 +2,16 @@
 
 from evigrad.core.curvature.kronecker import KroneckerUse
 from evigrad.fast.contraction import MatrixUse
-from evigrad.network.arguments import NO_DERIVATIVE, check_hooks, check_output, model_outputs
+from evigrad.network.arguments import (
+    NO_DERIVATIVE,
+    check_hooks,
+    check_output,
+    derivatives_named,
+    model_outputs,
+)
 from evigrad.network.differences import (
     CHECKED_EXAMPLES,
     check_rows,
-    derivatives_named,
     refuse_once_differentiable,
 )
 from evigrad.network.layers import matrix_uses

@@ -1,6 +1,8 @@
 """Calling the model, and refusing models and arguments whose rows would be silently wrong."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
-from evigrad.errors import ConfigurationError, InputError, listed, nearest
+from evigrad.errors import ConfigurationError, EvigradError, InputError, listed, nearest
 from evigrad.inputs import Inputs, called, named_parameters
 
 NO_DERIVATIVE = (
@@ -16,6 +18,63 @@ NO_DERIVATIVE = (
     " torch.inference_mode(), or uses .detach(), .data or .item(). Take that out of forward;"
     " weights that shall stay as they are have requires_grad=False."
 )
+# Each operation without a derivative that PyTorch's users meet, and what has one.
+_WAYS_OUT = {
+    "embedding_bag": "F.embedding, then .sum(-2), .mean(-2) or .amax(-2)",
+    "cdist": "(a[..., :, None, :] - b[..., None, :, :]).norm(p, dim=-1)",
+    "pdist": "(x[i] - x[j]).norm(p, dim=1) with i, j = torch.triu_indices(len(x), len(x), 1)",
+    "segment_reduce": "Tensor.scatter_reduce or Tensor.index_add",
+    "attention": "the kernel SDPBackend.MATH, which evigrad chooses if forward chooses none",
+}
+_MISSING = re.compile(
+    r"derivative for '?(?:aten::)?_?(\w+?)(?:_for_cpu)?(_backward)?(?::[^']*)?'? is"
+)
+
+
+@contextmanager
+def derivatives_named() -> Iterator[None]:
+    """Make PyTorch's error of a missing derivative one that names the operation and a way out.
+
+    Raises:
+        ConfigurationError: If an operation inside has no derivative, or no second one.
+        RuntimeError: Any other one, as it is.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        refused = without_derivative(error)
+        if refused is None:
+            raise
+        raise refused from error
+
+
+def without_derivative(error: BaseException) -> ConfigurationError | None:
+    """The error for an operation that has no derivative; None for other errors."""
+    if not isinstance(error, RuntimeError) or isinstance(error, EvigradError):
+        return None
+    text = str(error)
+    if "marked with @once_differentiable" in text:
+        return ConfigurationError(
+            "A custom function of the model cannot be differentiated twice: its backward is marked"
+            " with @once_differentiable. Write the backward in differentiable operations without"
+            " that mark, or leave the hyperparameters of the model fixed (requires_grad=False)."
+        )
+    match = _MISSING.search(text)
+    if match is None:
+        return None
+    name, second = match[1], match[2] is not None
+    way_out = next((way for part, way in _WAYS_OUT.items() if part in name), None)
+    instead = f"Use instead: {way_out}." if way_out else "Use other operations instead."
+    if second:
+        return ConfigurationError(
+            f"The model uses '{name}', which has no second derivative in PyTorch. The gradient in"
+            " hyperparameters of the model needs it, and so does an exact Hessian."
+            f" {instead} Or leave the hyperparameters of the model fixed (requires_grad=False)."
+        )
+    return ConfigurationError(
+        f"The model uses '{name}', which has no derivative in PyTorch for this argument. {instead}"
+        " Or let the argument depend on nothing that requires a gradient."
+    )
 
 
 def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor) -> None:

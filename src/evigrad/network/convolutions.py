@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from evigrad.core.algebra import dot
 
@@ -260,15 +259,10 @@ def fixed_convolution(
     # The layout in memory is that of x: gradients of many outputs are faster with channels first,
     # which networks that train with channels last would leave at every layer.
     weight = weight.clone(memory_format=torch.contiguous_format)
-    return _Convolve.apply(x, weight, bias, g)
+    return FixedConvolution.apply(x, weight, bias, g)
 
 
-def is_convolution(node: Node) -> bool:
-    """Whether a node of an autograd graph is a ``fixed_convolution``."""
-    return getattr(node, "_forward_cls", None) is _Convolve
-
-
-class _Convolve(torch.autograd.Function):
+class FixedConvolution(torch.autograd.Function):
     """x ↦ W x + b."""
 
     @staticmethod
@@ -306,5 +300,5 @@ class _PullBack(torch.autograd.Function):
         """W v."""
         (weight,) = ctx.saved_tensors
         vector = vectors[0].to(ctx.dtype)
-        product = _Convolve.apply(vector, weight.to(ctx.dtype), None, ctx.geometry)
+        product = FixedConvolution.apply(vector, weight.to(ctx.dtype), None, ctx.geometry)
         return product, None, None, None, None

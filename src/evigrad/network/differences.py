@@ -16,7 +16,6 @@ head that starts at zero would hide everything before it.
 """
 
 import copy
-import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,12 +30,11 @@ from torch.utils.hooks import RemovableHandle
 
 from evigrad.errors import (
     ConfigurationError,
-    EvigradError,
     EvigradWarning,
     is_out_of_memory,
     listed,
 )
-from evigrad.network.arguments import model_outputs
+from evigrad.network.arguments import derivatives_named, model_outputs, without_derivative
 from evigrad.network.generic import dense
 from evigrad.network.modes import evaluation_run, without_autocast
 from evigrad.network.recorder import graph_nodes
@@ -55,68 +53,8 @@ _ROUNDING = 100.0
 # kink, or where rounding decides, the sides differ.
 _SIDES = 10.0
 
-# Each operation without a derivative that PyTorch's users meet, and what has one.
-_WAYS_OUT = {
-    "embedding_bag": "F.embedding, then .sum(-2), .mean(-2) or .amax(-2)",
-    "cdist": "(a[..., :, None, :] - b[..., None, :, :]).norm(p, dim=-1)",
-    "pdist": "(x[i] - x[j]).norm(p, dim=1) with i, j = torch.triu_indices(len(x), len(x), 1)",
-    "segment_reduce": "Tensor.scatter_reduce or Tensor.index_add",
-    "attention": "the kernel SDPBackend.MATH, which evigrad chooses if forward chooses none",
-}
-_MISSING = re.compile(
-    r"derivative for '?(?:aten::)?_?(\w+?)(?:_for_cpu)?(_backward)?(?::[^']*)?'? is"
-)
 
 _Result = TypeVar("_Result")
-
-
-# ------------------------------------------------------------ operations without derivatives
-
-
-@contextmanager
-def derivatives_named() -> Iterator[None]:
-    """Make PyTorch's error of a missing derivative one that names the operation and a way out.
-
-    Raises:
-        ConfigurationError: If an operation inside has no derivative, or no second one.
-        RuntimeError: Any other one, as it is.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        refused = _without_derivative(error)
-        if refused is None:
-            raise
-        raise refused from error
-
-
-def _without_derivative(error: BaseException) -> ConfigurationError | None:
-    """The error for an operation that has no derivative; None for other errors."""
-    if not isinstance(error, RuntimeError) or isinstance(error, EvigradError):
-        return None
-    text = str(error)
-    if "marked with @once_differentiable" in text:
-        return ConfigurationError(
-            "A custom function of the model cannot be differentiated twice: its backward is marked"
-            " with @once_differentiable. Write the backward in differentiable operations without"
-            " that mark, or leave the hyperparameters of the model fixed (requires_grad=False)."
-        )
-    match = _MISSING.search(text)
-    if match is None:
-        return None
-    name, second = match[1], match[2] is not None
-    way_out = next((way for part, way in _WAYS_OUT.items() if part in name), None)
-    instead = f"Use instead: {way_out}." if way_out else "Use other operations instead."
-    if second:
-        return ConfigurationError(
-            f"The model uses '{name}', which has no second derivative in PyTorch. The gradient in"
-            " hyperparameters of the model needs it, and so does an exact Hessian."
-            f" {instead} Or leave the hyperparameters of the model fixed (requires_grad=False)."
-        )
-    return ConfigurationError(
-        f"The model uses '{name}', which has no derivative in PyTorch for this argument. {instead}"
-        " Or let the argument depend on nothing that requires a gradient."
-    )
 
 
 def refuse_scaled_gradients(nodes: Iterable[Node]) -> None:
@@ -330,7 +268,7 @@ def _first_result(compute: Callable[[torch.dtype | None], _Result]) -> _Result |
         except Exception as error:  # any other error means that the copy does not run
             if isinstance(error, ConfigurationError) or is_out_of_memory(error):
                 raise
-            if _without_derivative(error) is not None:
+            if without_derivative(error) is not None:
                 raise
     return None
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from evigrad.errors import ConfigurationError, EvigradWarning, listed
 from evigrad.inputs import AtPositions, Inputs, Tree, each_once, layout, output_layer
 from evigrad.invariances.noise import Noise, PackedModel, stochastic_modules
-from evigrad.network.arguments import check_hooks, check_output, model_outputs
-from evigrad.network.differences import derivatives_named
+from evigrad.network.arguments import check_hooks, check_output, derivatives_named, model_outputs
 from evigrad.network.linearization import Linearization
 from evigrad.network.modes import evaluation_run
 from evigrad.network.paths import JacobianPlan, demote

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from evigrad.network.convolutions import is_convolution
+from evigrad.network.convolutions import FixedConvolution
 from evigrad.network.generic import tolerances
 from evigrad.network.recorder import Call
 
@@ -101,7 +101,8 @@ def _stride_before(
     operation = _operation(node)
     if operation in _VIEWS:
         return stride if _dimension(of_input, stride, m) is not None else None
-    step = _first if is_convolution(node) else _STEPS.get(operation)
+    is_convolution = getattr(node, "_forward_cls", None) is FixedConvolution
+    step = _first if is_convolution else _STEPS.get(operation)
     dim = _dimension(shape, stride, m)
     if step is None or dim is None:
         return None

@@ -9,7 +9,7 @@ silently.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ class Call:
         shape = torch.Size((data, positions, *trailing_shape))
         return replace(self, match=match, output_shape=shape, turned=True)
 
-    @property
+    @cached_property
     def parts(self) -> int:
         """F, if dim 0 of input and output has F entries for each datum, else 0."""
         sizes = set(self.match.input.shape[:1] + self.output_shape[:1])

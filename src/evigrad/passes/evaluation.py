@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.core import algorithm
-from evigrad.core.changes import follows_by_scale
+from evigrad.core.algorithm import follows_by_scale
 from evigrad.core.curvature import RoundingError, rounding_refused
 from evigrad.core.types import Estimate, Pass
 from evigrad.network import derivatives_named
@@ -21,13 +21,15 @@ Result = TypeVar("Result")
 
 def estimates_of(passes: MicroBatchSweep | Sequence[KeptPass]) -> list[Estimate]:
     """The estimate on a block, or those of kept passes."""
-
-    def work(sweep: MicroBatchSweep) -> Estimate:
-        block_pass = algorithm.run_pass(sweep.problem, sweep.curvature, sweep, condense=True)
-        return algorithm.log_evidence(block_pass)[0]
-
     if isinstance(passes, MicroBatchSweep):
-        return [precisely(passes, work, condense=True)]
+        estimate, _ = precisely(
+            passes,
+            lambda sweep: algorithm.log_evidence(
+                algorithm.run_pass(sweep.problem, sweep.curvature, sweep, condense=True)
+            ),
+            condense=True,
+        )
+        return [estimate]
     return [algorithm.log_evidence(kept)[0] for kept in passes]
 
 
@@ -67,11 +69,11 @@ def gradients_of(
     beside = {name: p for name, p in learned.items() if not name.startswith("prior.")}
     passes = replace(passes, learned=beside)
     way = algorithm.one_pass if in_one_pass else algorithm.two_passes
-
-    def work(sweep: MicroBatchSweep) -> tuple[Estimate, list[Tensor]]:
-        return way(problem, sweep.curvature, sweep, learned)
-
-    estimate, gradients = precisely(passes, work, condense=in_one_pass)
+    estimate, gradients = precisely(
+        passes,
+        lambda sweep: way(problem, sweep.curvature, sweep, learned),
+        condense=in_one_pass,
+    )
     return [estimate], gradients
 
 

@@ -110,15 +110,56 @@ class MicroBatchSweep:
         start: State,
         *,
         graph: bool = False,
+        label: str = "first",
+        once: bool = False,
     ) -> State:
         """Return what ``Sweep`` says; where memory is too small, ``step`` gets half of the data.
+
+        Args:
+            step: Makes the next state.
+            start: The first state.
+            graph: Whether ``step`` asks for graphs.
+            label: Passes of one label take as much memory.
+            once: Whether to stop after the first micro-batch.
 
         Raises:
             InputError: If the batches do not hold the block's data.
         """
         if graph:
             self._check_second_derivatives()
-        return self._folded(step, start, "second" if graph else "first")
+            label = "second"
+        problem, plan, block, state = self.problem, self.plan, self.block, start
+        expected, first = len(block.indices), 0
+        cuts = [] if problem.estimator.kind.counts_data else block.cuts()
+        with self._evaluating():
+            for x, y in self.batches:
+                if first + len(x) > expected:
+                    raise InputError(f"The batches hold more than the {expected} data expected.")
+                other = None if plan.fits(x) else problem.plan_of(x)
+                done = 0
+                while done < len(x):
+                    part = partial(self._batch, (x, y), other, first, done)
+                    cut = next((c for c in cuts if c > first + done), expected)
+                    num_remaining = min(len(x), cut - first) - done
+                    peak = partial(self._peak_bytes, partial(step, state), part)
+                    if once and problem.sizes.asked == "auto":
+                        # The pass itself is not measured yet.
+                        size = min(num_remaining, _CHECKED)
+                    else:
+                        size = self._size(label, x, num_remaining, first + done, peak)
+                    if states := fits(partial(step, state, part(size))):
+                        (state,) = states
+                    else:
+                        problem.sizes.halve(self._memory_key(label, x), size)
+                        continue
+                    if once:
+                        return state
+                    done += size
+                first += len(x)
+        if first != expected:
+            name = problem.estimator.name
+            raise InputError(f"The batches hold {first} data, but {name} needs all {expected}.")
+        return state
 
     def linearize(self, batch: MicroBatch, *, graph: bool) -> Linearization:
         """See ``Sweep.linearize``."""
@@ -144,49 +185,6 @@ class MicroBatchSweep:
         return f.to(self.problem.dtype)
 
     # ------------------------------------------------------------ micro-batches
-
-    def _folded(
-        self,
-        step: Callable[[State, MicroBatch], State],
-        state: State,
-        label: str,
-        *,
-        once: bool = False,
-    ) -> State:
-        """``fold``; passes of one ``label`` take as much memory; ``once``: the first batch only."""
-        problem, plan, block = self.problem, self.plan, self.block
-        expected, first = len(block.indices), 0
-        cuts = [] if problem.estimator.kind.counts_data else block.cuts()
-        with self._evaluating():
-            for x, y in self.batches:
-                if first + len(x) > expected:
-                    raise InputError(f"The batches hold more than the {expected} data expected.")
-                other = None if plan.fits(x) else problem.plan_of(x)
-                start = 0
-                while start < len(x):
-                    part = partial(self._batch, (x, y), other, first, start)
-                    cut = next((c for c in cuts if c > first + start), expected)
-                    num_remaining = min(len(x), cut - first) - start
-                    peak = partial(self._peak_bytes, partial(step, state), part)
-                    if (
-                        once and problem.sizes.asked == "auto"
-                    ):  # the pass itself is not measured yet
-                        size = min(num_remaining, _CHECKED)
-                    else:
-                        size = self._size(label, x, num_remaining, first + start, peak)
-                    if states := fits(partial(step, state, part(size))):
-                        (state,) = states
-                    else:
-                        problem.sizes.halve(self._memory_key(label, x), size)
-                        continue
-                    if once:
-                        return state
-                    start += size
-                first += len(x)
-        if first != expected:
-            name = problem.estimator.name
-            raise InputError(f"The batches hold {first} data, but {name} needs all {expected}.")
-        return state
 
     def _batch(
         self, batch: Batch, plan: InputPlan | None, position: int, start: int, size: int
@@ -229,9 +227,7 @@ class MicroBatchSweep:
         network = self.problem.network
         if not network.check_is_due():
             return self
-        plan = self._folded(
-            lambda plan, batch: network.checked(plan, batch.x), self.plan, "first", once=True
-        )
+        plan = self.fold(lambda plan, batch: network.checked(plan, batch.x), self.plan, once=True)
         if plan is self.plan:
             return replace(self, suspicious=True)
         curvature = curvature_of(self.problem, plan, self.block)
@@ -359,7 +355,7 @@ def new_sweep(
         return [*outputs, sweep.outputs(batch)]
 
     with torch.no_grad():
-        f = torch.cat(sweep._folded(step, [], "outputs"))
+        f = torch.cat(sweep.fold(step, list[Tensor](), label="outputs"))
     if block.seed is not None:  # the shared generator stays where that of other ranks is
         generator = torch.Generator().manual_seed(seed)
     elif block.shares > 1:

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from evigrad.core.algebra import add_outer_products
 from evigrad.core.curvature.base import (
     DENSE_WORKING_COPIES,
     Curvature,
@@ -148,10 +149,3 @@ class Full(BlockDiagonal):
         self, weights: Mapping[str, Tensor], gram_dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(weights, {"all": list(weights)}, gram_dtype)
-
-
-def add_outer_products(
-    matrix: Float[Tensor, "n n"] | None, rows: Float[Tensor, "R n"]
-) -> Float[Tensor, "n n"]:
-    """A new tensor, matrix + rowsᵀ rows."""
-    return rows.mT @ rows if matrix is None else torch.addmm(matrix, rows.mT, rows)

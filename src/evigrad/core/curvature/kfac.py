@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evigrad.core.algebra import inner_gram
+from evigrad.core.algebra import add_outer_products, inner_gram
 from evigrad.core.curvature.base import (
     DENSE_WORKING_COPIES,
     Curvature,
@@ -32,7 +32,6 @@ from evigrad.core.curvature.base import (
     scaled_rows,
     working_dtype,
 )
-from evigrad.core.curvature.dense import add_outer_products
 from evigrad.core.curvature.kronecker import KroneckerUse
 from evigrad.core.curvature.linalg import (
     Spectra,

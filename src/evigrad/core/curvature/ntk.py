@@ -225,7 +225,7 @@ class Ntk(Curvature[NtkStatistic]):
     ) -> LogDet:
         """See ``Curvature.evaluate``."""
         self.check_conditioning(conditioning)
-        like = self._like()
+        like = self._like
         scale = None if statistic.scale is None else statistic.scale.to(like)
         is_fixed = not statistic.carries_graph
         keep = is_fixed and self._keeps_grams(statistic.num_rows)
@@ -309,7 +309,7 @@ class Ntk(Curvature[NtkStatistic]):
         return self._gram_bytes(num_rows) <= max(self._row_bytes(num_rows), GRAM_CACHE_BYTES)
 
     def _gram_bytes(self, num_rows: int) -> int:
-        return self._like().element_size() * num_rows**2 * len(self._groups)
+        return self._like.element_size() * num_rows**2 * len(self._groups)
 
     def _row_bytes(self, num_rows: int) -> int:
         """Bytes of the rows, and of the factors in their place, on the weights' device."""
@@ -318,7 +318,7 @@ class Ntk(Curvature[NtkStatistic]):
 
     def predicted_bytes(self, num_rows: int) -> int:
         """See ``Curvature.predicted_bytes``: the rows, the Grams that are kept, and S."""
-        item = self._like().element_size()
+        item = self._like.element_size()
         widest = max((self._numel[name] for name in self.formed), default=0)
         slab = min(SLAB_BYTES, item * num_rows * widest) * SLAB_COPIES
         grams = self._gram_bytes(num_rows) if self._keeps_grams(num_rows) else 0
@@ -330,7 +330,7 @@ class Ntk(Curvature[NtkStatistic]):
             return self.predicted_bytes(num_rows)
         widest = max((self._numel[name] for name in self.formed), default=0)
         rows = self._dtype.itemsize * num_rows * widest
-        square = self._like().element_size() * num_rows**2
+        square = self._like.element_size() * num_rows**2
         return rows + self._gram_bytes(num_rows) + self._copies * square
 
     def describe(self) -> dict[str, str]:
@@ -351,7 +351,7 @@ class Ntk(Curvature[NtkStatistic]):
         if statistic.carries_graph or not self.condenses(statistic.num_rows):
             return statistic
         for names in self._groups.values():
-            statistic.kept_gram(names, self._like())
+            statistic.kept_gram(names, self._like)
         return replace(statistic, rows={})
 
     def _spectrum(
@@ -399,7 +399,7 @@ class Ntk(Curvature[NtkStatistic]):
         conditioning: Conditioning | None,
     ) -> tuple[LogDet, Sequence[Tensor], dict[str, Tensor]]:
         """ℓ of a block, its derivatives in scale (if any) and precisions; writes those in rows."""
-        like, scale = self._like(), statistic.scale
+        like, scale = self._like, statistic.scale
         total = like.new_zeros(statistic.num_rows, statistic.num_rows)
         for name in block:
             total += statistic.rows[name].gram(like, precisions[name].detach())
@@ -415,7 +415,9 @@ class Ntk(Curvature[NtkStatistic]):
         }
         return replace(log_det, value=log_det.value.detach()), of_scale, of_precisions
 
+    @cached_property
     def _like(self) -> Tensor:
+        """An empty tensor of the type and on the device of the Grams."""
         dtype = working_dtype(self._dtype, self._gram_dtype)
         return torch.empty(0, dtype=dtype, device=self._device)
 
