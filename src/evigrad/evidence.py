@@ -270,8 +270,8 @@ class Evidence:
     def hyperparameters(self) -> dict[str, nn.Parameter]:
         """The learnable hyperparameters by name: ``prior.…``, ``likelihood.…``, ``model.…``."""
         named = {
-            **{f"prior.{name}": p for name, p in self.prior.named_parameters()},
-            **{f"likelihood.{name}": p for name, p in self.likelihood.named_parameters()},
+            **{f"prior.{name}": p for name, p in self._problem.prior.named_parameters()},
+            **{f"likelihood.{name}": p for name, p in self._problem.likelihood.named_parameters()},
             **{f"model.{name}": p for name, p in self._model_hyperparameters.items()},
         }
         return {name: p for name, p in named.items() if p.requires_grad}
@@ -439,6 +439,7 @@ class Evidence:
             InputError: If the data do not fit the model, the likelihood or the estimator.
             MemoryBudgetError: If the structure would not fit the free memory.
         """
+        problem = self._problem
         learnable, others = divided(self.hyperparameters(), wrt)
         if not learnable:
             raise ConfigurationError(
@@ -447,13 +448,13 @@ class Evidence:
             )
         self._decay.check()
         with torch.enable_grad(), self._failing_by_name():
-            with self.ranks.together():
+            with problem.ranks.together():
                 passes = self._given(x, y, learnable)
                 with held_constant(others):
                     estimates, gradients = gradients_of(passes, learnable)
             blocks = _blocks_of(passes)
             estimate, gradients = mean_over_ranks(
-                self._problem, self.ranks, blocks, estimates, gradients
+                problem, problem.ranks, blocks, estimates, gradients
             )
             check_gradients(learnable, gradients)
         for parameter, gradient in zip(learnable.values(), gradients, strict=True):
@@ -597,7 +598,7 @@ class Evidence:
         A rank may have nothing to evaluate where others have.
         """
         self._check_weights()
-        if self.ranks.count > 1 and _is_empty(x):
+        if self._problem.ranks.count > 1 and _is_empty(x):
             return []
         kept_passes = as_kept(self._problem, x, self.hyperparameters(), learnable)
         return resolve(self._problem, x, y) if kept_passes is None else kept_passes
@@ -610,7 +611,7 @@ class Evidence:
 
     def _check_weights(self) -> None:
         """Raise an error if parameters were added, removed or replaced."""
-        check_unchanged(self.model, self._weights, self._model_hyperparameters)
+        check_unchanged(self._problem.network.model, self._weights, self._model_hyperparameters)
 
     def _observe(
         self, passes: MicroBatchSweep | Sequence[KeptPass], estimates: Sequence[Estimate]
