@@ -51,8 +51,16 @@ class CallPath:
         """Functions, files, frames."""
         return len(self.functions), len({code.co_filename for code in self.functions}), self.depth
 
+    def names(self) -> list[tuple[str, str]]:
+        """File, and name of a class or function in it."""
+        return [
+            (str(Path(code.co_filename).relative_to(PACKAGE)), name)
+            for code in self.functions
+            for name in code.co_qualname.split(".")
+        ]
 
-def counts_of(estimator: str) -> tuple[int, int, int]:
+
+def path_of(estimator: str) -> CallPath:
     """Of the plainest network, of which the precisions of its layers are learned."""
     torch.manual_seed(0)
     x, y = torch.randn(300, 8), torch.randint(4, (300,))
@@ -69,9 +77,12 @@ def counts_of(estimator: str) -> tuple[int, int, int]:
         evidence.backward(x, y)
     with CallPath() as path:
         evidence.backward(x, y)
-    return path.counts()
+    return path
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps({estimator: counts_of(estimator) for estimator in sys.argv[1:]}))
+    if sys.argv[1] == "--names":
+        print(json.dumps(path_of(sys.argv[2]).names()))
+    else:
+        print(json.dumps({name: path_of(name).counts() for name in sys.argv[1:]}))

@@ -1,6 +1,7 @@
 """How far a warm ``backward`` travels through the package: functions, files and frames."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,3 +32,21 @@ def test_a_warm_backward_visits_no_more(estimator, counts):
     ):
         assert count <= limit, f"{estimator}: {count} {what}, at most {limit}."
         assert count > limit / 3, f"{estimator}: {count} {what} are too few to be counted rightly."
+
+
+def test_the_walk_on_the_page_is_the_way_that_a_gradient_takes() -> None:
+    tests = Path(__file__).parent
+    page = (tests.parent / "docs/architecture.md").read_text()
+    steps = re.findall(r"^\| .* \| `([a-z_/]+\.py)` \| `(\w+)` \|$", page, re.MULTILINE)
+    assert len(steps) > 15
+    done = subprocess.run(
+        [sys.executable, tests / "call_path.py", "--names", "ntk-100-1"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    visited = {tuple(pair) for pair in json.loads(done.stdout)}
+    missing = [step for step in steps if step not in visited]
+    assert not missing
+    for folder in re.findall(r"`([a-z_/]+/)`", page):
+        assert (tests.parent / "src/evigrad" / folder).is_dir(), folder
