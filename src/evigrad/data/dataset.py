@@ -198,13 +198,7 @@ def shuffled(count: int, seed: int) -> np.ndarray:
 
 
 def draw_subset(count: int, subset: int | None, seed: int) -> np.ndarray:
-    """Return ``subset`` of ``count`` positions, uniformly at random, int64; None: all, in order.
-
-    A smaller subset of a seed is part of a larger one.
-
-    Raises:
-        ConfigurationError: If ``subset`` is below 1 or above ``count``.
-    """
+    """Draw positions uniformly; a smaller subset of a seed is part of a larger one. None: all."""
     if subset is None:
         return np.arange(count, dtype=np.int64)
     if not 1 <= subset <= count:
