@@ -160,18 +160,6 @@ def chosen(function: Callable[..., Any], options: Namespace) -> dict[str, Any]:
     return {name: options[name] for name in inspect.signature(function).parameters}
 
 
-def add_list(group: Any, flag: str, kind: type, default: Sequence[Any] | None, words: str) -> None:
-    """Add an option such as ``--seeds`` that takes several values of one type."""
-    group.add_argument(
-        flag,
-        type=kind,
-        nargs="+",
-        default=None if default is None else list(default),
-        metavar="N" if kind is int else "NAME",
-        help=words,
-    )
-
-
 def check_null(parser: ArgumentParser, options: Namespace) -> None:
     """Raise ConfigurationError for a file's null, unless it is the option's default."""
     for name, default in parser.get_defaults().items():
@@ -185,13 +173,10 @@ def check_null(parser: ArgumentParser, options: Namespace) -> None:
 def typed(annotation: Any) -> Any:
     """Return the members of a union that a command line can state, as numbers and texts."""
     if get_origin(annotation) in (Union, UnionType):
-        members = [member for member in get_args(annotation) if _is_plain(member)]
-        return reduce(or_, members)
+        plain = (int, float, str, bool, NoneType)
+        members = get_args(annotation)
+        return reduce(or_, (m for m in members if m in plain or get_origin(m) is Literal))
     return annotation
-
-
-def _is_plain(kind: Any) -> bool:
-    return kind in (int, float, str, bool, NoneType) or get_origin(kind) is Literal
 
 
 def argument_descriptions(function: Callable[..., Any]) -> dict[str, str]:
@@ -217,7 +202,12 @@ def with_hyphens(arguments: Sequence[str]) -> list[str]:
 
 def explain(message: str, parser: ArgumentParser | None, command: str) -> ConfigurationError:
     """The parser's message in words for users of ``command``, as ``evigrad train``."""
-    options = [] if parser is None else _option_names(parser)
+    options = [
+        option
+        for action in ([] if parser is None else parser._actions)
+        for option in action.option_strings
+        if option.startswith("--") and not option.startswith("--no-")
+    ]
     return ConfigurationError(_explained(" ".join(message.split()), options, command))
 
 
@@ -267,15 +257,6 @@ def _expected(text: str) -> str:
     if named:
         return f"give {named[0]}{refusal}."
     return text if text.endswith(".") else f"{text}."
-
-
-def _option_names(parser: ArgumentParser) -> list[str]:
-    return [
-        option
-        for action in parser._actions
-        for option in action.option_strings
-        if option.startswith("--") and not option.startswith("--no-")
-    ]
 
 
 def _metavar(name: str, kind: Any) -> str:
