@@ -79,7 +79,13 @@ class Columns:
             if position in self.categories:
                 codes, problem = self._positions(name, series, self.categories[position])
             else:
-                codes, problem = _numbers(name, series)
+                column, problem = _read(name, series)
+                if problem is None and column.kind not in NUMERIC:
+                    problem = (
+                        f"{column.label} held numbers in the training table, and now dtype"
+                        f" {series.dtype}: make numbers of it"
+                    )
+                codes, problem = column.values, problem or problem_of(column, _LEAVE_OUT)
             problems.append(problem)
             if problem is None:
                 numbers[:, position] = codes
@@ -135,17 +141,6 @@ def _read(name: Hashable, series: Any) -> tuple[Column, str | None]:
     else:
         values = np.array([*_present(series), None], dtype=object)[:-1]
     return Column(str(name), kind, values, declared), problem
-
-
-def _numbers(name: Hashable, series: Any) -> tuple[Any, str | None]:
-    """The values of a column that held numbers in the training table, or what is wrong."""
-    column, problem = _read(name, series)
-    if problem is None and column.kind not in NUMERIC:
-        problem = (
-            f"{column.label} held numbers in the training table, and now dtype {series.dtype}: make"
-            " numbers of it"
-        )
-    return column.values, problem or problem_of(column, _LEAVE_OUT)
 
 
 def _refuse_texts(X: Any) -> None:
