@@ -118,26 +118,21 @@ def _print_costs(evidence: Evidence, data: tuple[Tensor, Tensor], batch_size: in
         "one estimate and its gradient on that block": median_seconds(backward, x.device),
     }
     is_bound = evidence.estimate(block).is_bound
+    micro_batches = ""
+    if sizes := evidence.state_dict()["micro_batches"]:  # that micro_batch="auto" chose
+        parts = ", ".join(f"{size} in the {kind}" for kind, size in sizes.items())
+        micro_batches = f" Micro-batches hold at most: {parts}."
     bound = "is a lower bound" if is_bound else "is not a guaranteed lower bound"
     print_table(
         f"Cost of {evidence.spec.name}",
         f"Predicted memory of an estimate: {_bytes(memory)}. The expected log evidence {bound}."
-        f"{_micro_batches(evidence)} Times are medians, of this machine as busy as it is.",
+        f"{micro_batches} Times are medians, of this machine as busy as it is.",
         [
             {"what": what, "time": f"{1e3 * time:.3g} ms", "ratio": f"{time / step:.3g}"}
             for what, time in seconds.items()
         ],
         left=("what",),
     )
-
-
-def _micro_batches(evidence: Evidence) -> str:
-    """The sizes that ``micro_batch="auto"`` chose; nothing without it."""
-    chosen = evidence.state_dict()["micro_batches"]
-    if not chosen:
-        return ""
-    parts = ", ".join(f"{size} in the {kind}" for kind, size in chosen.items())
-    return f" Micro-batches hold at most: {parts}."
 
 
 def _bytes(count: int) -> str:

@@ -74,12 +74,6 @@ def resumed_folder(parser: Parser, options: Namespace, file: Path) -> Path:
     return file.parent
 
 
-def is_complete(folder: Path, figures: bool) -> bool:
-    """Whether a run's folder has all that was asked for, maybe figures too."""
-    drawn = not figures or (folder / "figures").is_dir()
-    return drawn and (folder / RESULTS).is_file()
-
-
 def _word(value: Any) -> str:
     if value is None:
         return "left at its default"

@@ -20,7 +20,6 @@ from evigrad.cli.resume import (
     CONFIGURATION,
     RESULTS,
     interruptible,
-    is_complete,
     resumed_configuration,
     resumed_folder,
 )
@@ -114,24 +113,20 @@ def add_details(parser: Parser) -> None:
 
 def run(parser: Parser, options: Namespace) -> int:
     """Train as the options say; one that does not fit is refused before anything is written."""
-    with started_ranks(options.device) as group:
-        return _run(parser, options, group)
-
-
-def _run(parser: Parser, options: Namespace, group: Group | None) -> int:
-    folder, ranks = None, Ranks(group)
-    with ranks.together():
-        if file := resumed_configuration(options.resume):
-            folder = resumed_folder(parser, options, file)
-            if is_complete(folder, options.figures):
-                show("note", f"The run in {folder} is complete: there is nothing left to do.")
-                return 0
-        setup = set_up(**chosen(set_up, options))
-        options.model = setup.model_name
-        if options.evaluate_with != "auto":
-            Estimator.parse(options.evaluate_with)
-    runs = prepare_runs(setup, options, group)
-    with ExitStack() as stack:
+    with started_ranks(options.device) as group, ExitStack() as stack:
+        folder, ranks = None, Ranks(group)
+        with ranks.together():
+            if file := resumed_configuration(options.resume):
+                folder = resumed_folder(parser, options, file)
+                is_drawn = not options.figures or (folder / "figures").is_dir()
+                if is_drawn and (folder / RESULTS).is_file():
+                    show("note", f"The run in {folder} is complete: there is nothing left to do.")
+                    return 0
+            setup = set_up(**chosen(set_up, options))
+            options.model = setup.model_name
+            if options.evaluate_with != "auto":
+                Estimator.parse(options.evaluate_with)
+        runs = prepare_runs(setup, options, group)
         directory = None
         with ranks.together():
             if ranks.is_first:
@@ -218,7 +213,23 @@ def report(
     _print_results(results, values, in_training, setup.data)
     if words := _gain(results):
         results_console().print(words)
-    directory.write_json(RESULTS, _record(results, values, in_training, setup.data))
+    records: dict[str, Any] = {}
+    for key, result in results.items():
+        records[key] = {
+            "evidence": asdict(values[key]) if key in values else None,
+            "evidence_as_in_training": asdict(in_training[key]) if key in in_training else None,
+            "train": result.train_metrics,
+            "test": result.test_metrics,
+        }
+        if "squared_error" in result.test_metrics:
+            records[key]["test_rmse"] = _rmse(result.test_metrics, setup.data)
+        records[key]["seconds"] = result.seconds
+        records[key]["hyperparameters"] = {
+            name: value
+            for name, value in result.history[-1].items()
+            if name.partition("/")[0] in HYPERPARAMETERS
+        }
+    directory.write_json(RESULTS, records)
 
 
 def _judge(results: dict[str, FitResult], setup: Setup, run_estimator: str | None) -> str:
@@ -333,7 +344,14 @@ def _print_results(
             f" the targets themselves are less by {math.log(deviation):.4f}; the test RMSE is in"
             " the targets' own units."
         )
-    ranges = {key: _ranges(result) for key, result in results.items()}
+    ranges = {  # of each run's transforms at its end, one a line
+        key: "\n".join(
+            f"{name.removeprefix('range/')} {value:.3g}"
+            for name, value in result.history[-1].items()
+            if "range/" in name
+        )
+        for key, result in results.items()
+    }
     rows = []
     for key, result in results.items():
         test = result.test_metrics
@@ -387,42 +405,7 @@ def _gain(results: dict[str, FitResult]) -> str:
     return f"{words}, for {learned.seconds / base.seconds:.1f} times its training time."
 
 
-def _ranges(result: FitResult) -> str:
-    """The ranges of a run's transforms at its end, one a line."""
-    last = result.history[-1]
-    ranges = [(name.removeprefix("range/"), v) for name, v in last.items() if "range/" in name]
-    return "\n".join(f"{name} {value:.3g}" for name, value in ranges)
-
-
 def _rmse(metrics: Mapping[str, float], data: DataSet) -> float:
     """The root mean squared error in the targets' own units."""
     deviation = 1.0 if data.target_std is None else data.target_std.item()
     return deviation * math.sqrt(metrics["squared_error"])
-
-
-def _record(
-    results: dict[str, FitResult],
-    values: dict[str, EvidenceValue],
-    in_training: dict[str, EvidenceValue],
-    data: DataSet,
-) -> dict[str, dict[str, Any]]:
-    return {
-        key: {
-            "evidence": asdict(values[key]) if key in values else None,
-            "evidence_as_in_training": asdict(in_training[key]) if key in in_training else None,
-            "train": result.train_metrics,
-            "test": result.test_metrics,
-            **(
-                {"test_rmse": _rmse(result.test_metrics, data)}
-                if "squared_error" in result.test_metrics
-                else {}
-            ),
-            "seconds": result.seconds,
-            "hyperparameters": {
-                name: value
-                for name, value in result.history[-1].items()
-                if name.partition("/")[0] in HYPERPARAMETERS
-            },
-        }
-        for key, result in results.items()
-    }

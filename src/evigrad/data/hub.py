@@ -59,10 +59,8 @@ def hub_images(name: str, elsewhere: str) -> tuple[Images, Images]:
             f"There is no data set '{name}' here, and the Hugging Face hub did not give"
             f" {place.repository} ({reason}). {elsewhere}"
         ) from error
-    return (
-        _images(f"{place.repository}, train", train),
-        _images(f"{place.repository}, {place.test}", test),
-    )
+    where = place.repository
+    return _images(f"{where}, train", train), _images(f"{where}, {place.test}", test)
 
 
 def _images(where: str, split: Any) -> Images:
