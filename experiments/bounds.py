@@ -7,7 +7,7 @@ from typing import Any, Literal
 from jsonargparse import Namespace
 
 from evigrad.cli.messages import show
-from evigrad.cli.parser import Options, Parser, add_list, chosen
+from evigrad.cli.parser import Parser, chosen
 from evigrad.cli.train import add_training, folder_name
 from evigrad.core.names import Estimator
 from evigrad.core.partition import Partition
@@ -37,12 +37,11 @@ def make_parser() -> Parser:
     """Return the options of the command."""
     parser = Parser(description=_DESCRIPTION, usage="python -m experiments bounds [options]")
     group = parser.add_argument_group("what to draw")
-    add_list(group, "--curves", str, CURVES, "Estimators, a curve for each.")
-    add_list(group, "--seeds", int, [0], "Each is a training of its own.")
-    options = Options(parser)
-    options.add_group("along what", grid_along, types=_TYPES)
-    options.add_group("where", trainings.place_of, trainings.PLACE_OF_TRAINING)
-    add_training(options)
+    trainings.add_list(group, "--curves", str, CURVES, "Estimators, a curve for each.")
+    trainings.add_list(group, "--seeds", int, [0], "Each is a training of its own.")
+    parser.add_group("along what", grid_along, types=_TYPES)
+    parser.add_group("where", trainings.place_of, trainings.PLACE_OF_TRAINING)
+    add_training(parser)
     return parser
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from jsonargparse import Namespace
 
 from evigrad.cli.messages import show
-from evigrad.cli.parser import Options, Parser, add_list
+from evigrad.cli.parser import Parser
 from evigrad.cli.train import add_training, folder_name
 from evigrad.core.names import Estimator
 from evigrad.core.types import standard_error
@@ -43,12 +43,13 @@ def make_parser() -> Parser:
     """Return the options of the command."""
     parser = Parser(description=_DESCRIPTION, usage="python -m experiments pareto [options]")
     group = parser.add_argument_group("what to compare")
-    add_list(group, "--estimators", str, ESTIMATORS, "Estimators.")
-    add_list(group, "--seeds", int, [0], "Each is a training of its own for each estimator.")
-    options = Options(parser)
-    options.add_group("a common measure", evaluated, ("judge",))
-    options.add_group("where", trainings.place_of, trainings.PLACE_OF_TRAINING)
-    add_training(options, with_estimator=False)
+    trainings.add_list(group, "--estimators", str, ESTIMATORS, "Estimators.")
+    trainings.add_list(
+        group, "--seeds", int, [0], "Each is a training of its own for each estimator."
+    )
+    parser.add_group("a common measure", evaluated, ("judge",))
+    parser.add_group("where", trainings.place_of, trainings.PLACE_OF_TRAINING)
+    add_training(parser, with_estimator=False)
     return parser
 
 

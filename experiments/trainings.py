@@ -285,6 +285,18 @@ def _set_up_at(place: Place, options: dict[str, Any]) -> Setup:
     return set_up(**{**options, **here})
 
 
+def add_list(group: Any, flag: str, kind: type, default: Sequence[Any] | None, words: str) -> None:
+    """Add an option such as ``--seeds`` that takes several values of one type."""
+    group.add_argument(
+        flag,
+        type=kind,
+        nargs="+",
+        default=None if default is None else list(default),
+        metavar="N" if kind is int else "NAME",
+        help=words,
+    )
+
+
 def write_results(
     place: Place,
     name: str,

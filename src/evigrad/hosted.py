@@ -33,15 +33,8 @@ class HostedLearner:
     The prior's decay goes into the gradients before each step of the optimiser, whichever it is.
     Rounds follow steps, not epochs: fine-tuning has few epochs. Several processes that train
     replicas take the same rounds, from the same seed, and then the numbers of the first one.
-
-    Args:
-        settings: Those of ``fit``; burn-in and rounds in epochs, if given. How long training takes
-            is the trainer's to say.
-        loss: What the trainer minimises: ``nll``, the mean negative log likelihood, or ``mse``, the
-            mean squared error over data and outputs.
-
-    Raises:
-        ConfigurationError: If a setting does not fit.
+    ``settings`` are those of ``fit``, without the number of epochs; ``loss`` is what the trainer
+    minimises: ``nll``, or ``mse`` over data and outputs.
     """
 
     def __init__(self, settings: Settings, loss: Literal["nll", "mse"]) -> None:
@@ -61,11 +54,7 @@ class HostedLearner:
 
     @property
     def learner(self) -> Learner:
-        """The learner, once training has begun.
-
-        Raises:
-            ConfigurationError: If it has not.
-        """
+        """The learner, once training has begun."""
         if self._learner is None:
             raise ConfigurationError("There is no evidence yet: training has not begun.")
         return self._learner
@@ -88,14 +77,7 @@ class HostedLearner:
     def begin(
         self, network: nn.Module, data: Any, optimizer: Optimizer, *, steps: int, epoch: int
     ) -> None:
-        """Make the evidence, and take over the optimiser's decay of its weights.
-
-        The optimiser will take ``steps`` steps, ``epoch`` of them in an epoch.
-
-        Raises:
-            ConfigurationError: If a setting or the optimiser does not fit.
-            InputError: If the data do not fit.
-        """
+        """Make the evidence for ``steps`` steps of an optimiser, ``epoch`` of them in an epoch."""
         s = self.settings.schedule
         check_burn_in(s.burn_in, -(-steps // epoch))
         schedule = replace(
@@ -131,7 +113,10 @@ class HostedLearner:
         for name, parameter in self.evidence.hyperparameters().items():
             if name.startswith("model."):
                 parameter.grad = None
-        self.evidence.add_weight_decay(self._optimizer, scale=self._loss_scale())
+        scale, likelihood = 1.0, self.evidence.likelihood
+        if self.loss == "mse" and isinstance(likelihood, Gaussian):
+            scale = 2 / self._outputs * (2 * likelihood.log_noise.detach()).exp()
+        self.evidence.add_weight_decay(self._optimizer, scale=scale)
 
     def after_step(self) -> Row | None:
         """Count a step of the optimiser, and learn if a round is due; returns its row."""
@@ -155,19 +140,9 @@ class HostedLearner:
         """Keep a state for when training begins; an empty one changes nothing."""
         self._state = state or None
 
-    def _loss_scale(self) -> float | Tensor:
-        likelihood = self.evidence.likelihood
-        if self.loss == "mse" and isinstance(likelihood, Gaussian):
-            return 2 / self._outputs * (2 * likelihood.log_noise.detach()).exp()
-        return 1.0
-
 
 def take_over(optimizer: Optimizer, evidence: Evidence) -> None:
-    """Set the weight decay of an optimiser to 0 where the prior's decay takes its place.
-
-    Raises:
-        ConfigurationError: If it does not hold all weights: others would never be trained.
-    """
+    """Set the decay to 0 where the prior's takes its place; the optimiser must hold all weights."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     weights = evidence.weights()
     if missing := [name for name, weight in weights.items() if id(weight) not in held]:

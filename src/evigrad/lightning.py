@@ -155,8 +155,16 @@ class EvidenceCallback(pl.Callback):
             steps=int(steps),
             epoch=-(-int(min(batches, steps)) // trainer.accumulate_grad_batches),
         )
-        if not self._hosted.learns_in_first_epoch:
-            self._check_monitors(trainer.early_stopping_callbacks)
+        if self._hosted.learns_in_first_epoch:
+            return
+        columns = round_columns(self._hosted.learner, None)
+        for stopping in trainer.early_stopping_callbacks:
+            if stopping.strict and stopping.monitor in columns:
+                raise ConfigurationError(
+                    f"EarlyStopping(monitor={stopping.monitor!r}) would raise an error after the"
+                    " first epoch, because the burn-in is longer and no round has set the value."
+                    " Set EarlyStopping(..., strict=False)."
+                )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         """Add the decay to the gradients."""
@@ -164,12 +172,7 @@ class EvidenceCallback(pl.Callback):
         self._stepped = True
 
     def on_train_batch_end(
-        self,
-        trainer: Any,
-        pl_module: Any,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Learn, if a round is due after the step of the optimiser."""
         if not self._stepped:  # gradients are being accumulated
@@ -218,17 +221,6 @@ class EvidenceCallback(pl.Callback):
         alone = copy.copy(module)
         alone._trainer = alone._fabric = None
         return alone
-
-    def _check_monitors(self, stoppings: Sequence[Any]) -> None:
-        """Refuse a strict monitor of a value that there is only after the first round."""
-        columns = round_columns(self._hosted.learner, None)
-        for stopping in stoppings:
-            if stopping.strict and stopping.monitor in columns:
-                raise ConfigurationError(
-                    f"EarlyStopping(monitor={stopping.monitor!r}) would raise an error after the"
-                    " first epoch, because the burn-in is longer and no round has set the value."
-                    " Set EarlyStopping(..., strict=False)."
-                )
 
     def _data_of(self, trainer: Any) -> Any:
         loader = trainer.train_dataloader

@@ -5,6 +5,7 @@ It needs Transformers, ``pip install 'evigrad[transformers]'``; nothing else in 
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
@@ -196,19 +197,15 @@ class EvidenceCallback(_transformers.TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
         """Write the state into the folder of the checkpoint."""
-        folder = _checkpoint(args, state.global_step)
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir():
             with replacing(folder / FILE) as file:
                 torch.save(self._hosted.state_dict(), file)
 
 
-def _checkpoint(args: Any, step: int) -> Path:
-    return Path(args.output_dir) / f"checkpoint-{step}"
-
-
 def _saved(args: Any, step: int) -> dict[str, Any]:
     """The state that a checkpoint has, of which the trainer says only the step."""
-    folders = [_checkpoint(args, step)]
+    folders = [Path(args.output_dir) / f"checkpoint-{step}"]
     if isinstance(args.resume_from_checkpoint, str):
         folders.insert(0, Path(args.resume_from_checkpoint))
     for folder in folders:
@@ -261,38 +258,28 @@ def _compare_losses(
     def differs(loss: Any) -> bool:
         return loss is not None and abs(float(loss) - expected) > _SAME_LOSS * abs(expected)
 
+    parameters = signature(model.forward).parameters.values()
+    any_keyword = any(parameter.kind == Parameter.VAR_KEYWORD for parameter in parameters)
+    accepts_count = getattr(model, "accepts_loss_kwargs", any_keyword)
+    warn = partial(warnings.warn, category=EvigradWarning, stacklevel=2)
     with evaluation_mode(model, torch.Generator().manual_seed(0)), torch.no_grad():
         model_loss: Any = getattr(model(**batch), "loss", None)
         if differs(model_loss):
-            warnings.warn(
+            warn(
                 f"The model's own loss of two data is {float(model_loss):.4g}, and their mean"
                 " negative log likelihood, which the evidence takes for it,"
                 f" {expected:.4g}: targets or likelihood are others. Say split=...,"
                 " likelihood=... or loss='mse'; this is of no matter where the trainer has a loss"
                 " of its own that is the mean negative log likelihood.",
-                EvigradWarning,
-                stacklevel=2,
             )
-        elif accumulation > 1 and _accepts_count(model):
+        elif accumulation > 1 and accepts_count:
             # The trainer leaves it to such a model to divide by the data of accumulated batches.
-            model_loss = getattr(
-                model(**batch, num_items_in_batch=torch.tensor(2 * len(y), device="cpu")),
-                "loss",
-                None,
-            )
+            count = torch.tensor(2 * len(y), device="cpu")
             expected /= 2
-            if differs(model_loss):
-                warnings.warn(
+            if differs(getattr(model(**batch, num_items_in_batch=count), "loss", None)):
+                warn(
                     "The trainer adds up the losses of accumulated batches, as this model takes"
                     " num_items_in_batch, and the model does not divide by it: gradients are"
                     f" {accumulation} times those of the mean, and the prior's decay as much too"
                     " weak. Set trainer.loss_is_scaled_for_ga = False, or do not accumulate.",
-                    EvigradWarning,
-                    stacklevel=2,
                 )
-
-
-def _accepts_count(model: nn.Module) -> bool:
-    parameters = signature(model.forward).parameters.values()
-    any_keyword = any(parameter.kind == Parameter.VAR_KEYWORD for parameter in parameters)
-    return getattr(model, "accepts_loss_kwargs", any_keyword)

@@ -46,17 +46,12 @@ _MOVED = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``evigrad``.
+    """Return the exit code of ``evigrad``, without ``argv`` for the arguments of the process.
 
-    Args:
-        argv: The arguments after the program's name. Default: those of the process.
-
-    Returns:
-        The exit code: 0, 2 for a mistake that the user can mend, 130 after Ctrl-C, 143 if
-        the process was asked to end.
+    It is 0, 2 for a mistake that the user can mend, 130 after Ctrl-C, and 143 if the process was
+    asked to end.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    return reported(lambda: run(arguments))
+    return reported(lambda: run(sys.argv[1:] if argv is None else argv))
 
 
 def reported(work: Callable[[], int]) -> int:
@@ -129,19 +124,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def run_command(command: ModuleType, program: str, arguments: Sequence[str]) -> int:
-    """Run a subcommand.
-
-    Args:
-        command: A module with ``make_parser()`` and ``run(parser, options)``.
-        program: What the user types to call it.
-        arguments: What follows.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigurationError: If the arguments are wrong.
-    """
+    """Run a subcommand's module, which the user calls as ``program``, and return the exit code."""
     # Not above: the overview does not wait for a parser of options either.
     from evigrad.cli.parser import CommandLineError, check_needs, check_null, explain, with_hyphens
     from evigrad.cli.resume import resumed_configuration

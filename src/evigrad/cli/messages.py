@@ -1,8 +1,11 @@
 """Messages of the command line besides its results, on standard error."""
 
 import os
+from collections.abc import Collection, Mapping, Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 # Width of tables in a file or a pipe, which have no width of their own.
@@ -28,6 +31,18 @@ def show(kind: str, text: str) -> None:
     # In a Text, brackets are not markup. The terminal wraps long lines.
     message = Text(f"{label}{line}", style=_STYLES[kind])
     Console(stderr=True, soft_wrap=True, highlight=False).print(message)
+
+
+def print_table(
+    title: str, caption: str, rows: Sequence[Mapping[str, str]], left: Collection[str]
+) -> None:
+    """Print rows, cells by column; columns that are not in ``left`` are aligned right."""
+    table = Table(box=SIMPLE_HEAD, title=title, caption=caption, caption_justify="left")
+    for column in rows[0]:
+        table.add_column(column, justify="left" if column in left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row.values())
+    results_console().print(table)
 
 
 def results_console() -> Console:

@@ -4,7 +4,7 @@ import inspect
 import re
 from argparse import Action, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -121,18 +121,6 @@ class Parser(ArgumentParser):
             raise ex
         raise CommandLineError(message) from ex
 
-
-def chosen(function: Callable[..., Any], options: Namespace) -> dict[str, Any]:
-    """The keywords of a function, all of which are options."""
-    return {name: options[name] for name in inspect.signature(function).parameters}
-
-
-class Options:
-    """Options of one subcommand, from the signatures and docstrings of functions."""
-
-    def __init__(self, parser: ArgumentParser) -> None:
-        self.parser = parser
-
     def add_group(
         self,
         title: str,
@@ -147,8 +135,8 @@ class Options:
         ``source`` has the keywords, with types, defaults and a Google docstring; ``types``,
         ``defaults`` and ``words`` are what differs from it, by name.
         """
-        groups = {group.title: group for group in self.parser._action_groups}
-        group = groups.get(title) or self.parser.add_argument_group(title)
+        groups = {group.title: group for group in self._action_groups}
+        group = groups.get(title) or self.add_argument_group(title)
         descriptions = argument_descriptions(source)
         parameters = inspect.signature(source).parameters
         annotations = get_type_hints(source.__init__ if isinstance(source, type) else source)
@@ -167,16 +155,9 @@ class Options:
                 group.add_argument(flag, type=kind, metavar=metavar, default=default, help=text)
 
 
-def add_list(group: Any, flag: str, kind: type, default: Sequence[Any] | None, words: str) -> None:
-    """Add an option such as ``--seeds`` that takes several values of one type."""
-    group.add_argument(
-        flag,
-        type=kind,
-        nargs="+",
-        default=None if default is None else list(default),
-        metavar="N" if kind is int else "NAME",
-        help=words,
-    )
+def chosen(function: Callable[..., Any], options: Namespace) -> dict[str, Any]:
+    """The keywords of a function, all of which are options."""
+    return {name: options[name] for name in inspect.signature(function).parameters}
 
 
 def check_null(parser: ArgumentParser, options: Namespace) -> None:
@@ -192,13 +173,10 @@ def check_null(parser: ArgumentParser, options: Namespace) -> None:
 def typed(annotation: Any) -> Any:
     """Return the members of a union that a command line can state, as numbers and texts."""
     if get_origin(annotation) in (Union, UnionType):
-        members = [member for member in get_args(annotation) if _is_plain(member)]
-        return reduce(or_, members)
+        plain = (int, float, str, bool, NoneType)
+        members = get_args(annotation)
+        return reduce(or_, (m for m in members if m in plain or get_origin(m) is Literal))
     return annotation
-
-
-def _is_plain(kind: Any) -> bool:
-    return kind in (int, float, str, bool, NoneType) or get_origin(kind) is Literal
 
 
 def argument_descriptions(function: Callable[..., Any]) -> dict[str, str]:
@@ -224,43 +202,44 @@ def with_hyphens(arguments: Sequence[str]) -> list[str]:
 
 def explain(message: str, parser: ArgumentParser | None, command: str) -> ConfigurationError:
     """The parser's message in words for users of ``command``, as ``evigrad train``."""
-    text = " ".join(message.split())
+    options = [
+        option
+        for action in ([] if parser is None else parser._actions)
+        for option in action.option_strings
+        if option.startswith("--") and not option.startswith("--no-")
+    ]
+    return ConfigurationError(_explained(" ".join(message.split()), options, command))
+
+
+def _explained(text: str, options: list[str], command: str) -> str:
     help_hint = f" See {command} --help."
-    options = [] if parser is None else _option_names(parser)
     if match := re.search(r"unrecognized arguments: (\S+)", text):
         typed = match[1]
-        if typed.startswith("-"):
-            typed = typed.partition("=")[0]
-            if typed.removeprefix("--") in _GONE:
-                return ConfigurationError(
-                    f"There is no option {typed} any more: {_GONE[typed.removeprefix('--')]}"
-                )
-            return ConfigurationError(
-                f"There is no option {typed}.{nearest(typed, options)}{help_hint}"
-            )
-        return ConfigurationError(
-            f"'{typed}' is not understood here: options start with --.{help_hint}"
-        )
+        if not typed.startswith("-"):
+            return f"'{typed}' is not understood here: options start with --.{help_hint}"
+        typed = typed.partition("=")[0]
+        if (name := typed.removeprefix("--")) in _GONE:
+            return f"There is no option {typed} any more: {_GONE[name]}"
+        return f"There is no option {typed}.{nearest(typed, options)}{help_hint}"
     if match := re.search(r"(?:does not accept option|Option) '([^']+)'", text):
-        if (gone := match[1].replace("_", "-")) in _GONE:
+        key = match[1]
+        if (gone := key.replace("_", "-")) in _GONE:
             others = ", ".join(name.replace("-", "_") for name in _GONE if name != gone)
-            return ConfigurationError(
-                f"The configuration has the key '{match[1]}', which is no option any more:"
+            return (
+                f"The configuration has the key '{key}', which is no option any more:"
                 f" {_GONE[gone]} (Neither are {others}.)"
             )
         plain = [option.removeprefix("--").replace("-", "_") for option in options]
-        return ConfigurationError(
-            f"The configuration has an unknown key '{match[1]}'."
-            f"{nearest(match[1].replace('-', '_'), plain)}{help_hint}"
-        )
+        hint = nearest(key.replace("-", "_"), plain)
+        return f"The configuration has an unknown key '{key}'.{hint}{help_hint}"
     if match := re.search(r'Parser key "([^"]+)": ?(.*)', text):
         key = match[1].rpartition(".")[2].replace("_", "-")
-        return ConfigurationError(f"--{key}: {_expected(match[2])}{help_hint}")
+        return f"--{key}: {_expected(match[2])}{help_hint}"
     if match := re.search(r"argument (--[\w-]+)[^:]*: invalid _boolean_type value: (.*)", text):
-        return ConfigurationError(f"{match[1]}: give yes or no, not {match[2]}.{help_hint}")
+        return f"{match[1]}: give yes or no, not {match[2]}.{help_hint}"
     if match := re.search(r"argument (--[\w-]+)[^:]*: expected .*argument", text):
-        return ConfigurationError(f"{match[1]} needs a value.{help_hint}")
-    return ConfigurationError(f"{text[:1].upper()}{text[1:].rstrip('.')}.{help_hint}")
+        return f"{match[1]} needs a value.{help_hint}"
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}.{help_hint}"
 
 
 def _expected(text: str) -> str:
@@ -280,15 +259,6 @@ def _expected(text: str) -> str:
     return text if text.endswith(".") else f"{text}."
 
 
-def _option_names(parser: ArgumentParser) -> list[str]:
-    return [
-        option
-        for action in parser._actions
-        for option in action.option_strings
-        if option.startswith("--") and not option.startswith("--no-")
-    ]
-
-
 def _metavar(name: str, kind: Any) -> str:
     text = str(kind)
     if name.endswith("_dir") or name == "results":
@@ -304,13 +274,7 @@ def _metavar(name: str, kind: Any) -> str:
 
 
 def check_needs(parser: ArgumentParser, options: Namespace, typed: Iterable[str]) -> None:
-    """Refuse options that were ``typed`` and would be ignored, and name those of a file.
-
-    Those of a file are only named, as a file may serve several runs that use different options.
-
-    Raises:
-        ConfigurationError: If one was typed; the text says what it works with.
-    """
+    """Refuse ``typed`` options that would be ignored; name those of a file, which serves many."""
     typed_names = {
         word[2:].partition("=")[0].removeprefix("no-").replace("-", "_")
         for word in typed
@@ -333,14 +297,10 @@ def check_needs(parser: ArgumentParser, options: Namespace, typed: Iterable[str]
         show("note", f"Of the configuration file, {'; '.join(dict.fromkeys(idle))}.")
 
 
-def _uses(part: str) -> Callable[[Namespace], bool]:
+def _uses(part: str, options: Namespace) -> bool:
     """Whether a word is in the name of a training's estimator."""
-
-    def uses(options: Namespace) -> bool:
-        names = options.get("estimators") or [options.estimator]
-        return any(part in name.split("-") for name in names)
-
-    return uses
+    names = options.get("estimators") or [options.estimator]
+    return any(part in name.split("-") for name in names)
 
 
 def _evidence(options: Namespace) -> bool:
@@ -388,7 +348,7 @@ NEEDS: tuple[_Need, ...] = (
     ),
     (("noise_on_loss",), "with --estimator none", lambda options: not _evidence(options)),
     *(
-        (facts.settings, f"with {name} estimators", _uses(name))
+        (facts.settings, f"with {name} estimators", partial(_uses, name))
         for name, facts in STRUCTURES.items()
     ),
 )

@@ -19,22 +19,13 @@ _PATIENCE = timedelta(minutes=10)
 
 @contextmanager
 def started_ranks(device: str) -> Iterator[Group | None]:
-    """The process group of the ranks that a launcher started; None for one process.
-
-    Args:
-        device: As for ``evigrad.cli.setup.set_up``; on ``cuda`` each rank takes a GPU of its own.
-
-    Yields:
-        The group, which ends with the context.
-
-    Raises:
-        ConfigurationError: If the ranks do not find each other.
-    """
+    """The process group of the ranks that a launcher started; None for one process."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
         yield None
         return
     on_gpu = device_name(device).startswith("cuda")
     if on_gpu:
+        # Each rank takes a GPU of its own.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     try:
         distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=_PATIENCE)

@@ -3,7 +3,7 @@
 from jsonargparse import Namespace
 
 from evigrad.cli.messages import show
-from evigrad.cli.parser import Options, Parser
+from evigrad.cli.parser import Parser
 from evigrad.errors import ConfigurationError
 from evigrad.report import write_report
 
@@ -26,9 +26,8 @@ def make_parser() -> Parser:
     parser.add_argument_group("what to show").add_argument(
         "runs", type=str, nargs="*", metavar="RUN", default=[], help="Folders of runs."
     )
-    options = Options(parser)
-    options.add_group("where", write_report, ("out",))
-    options.add_group("augmented images", write_report, ("data_dir", "examples"))
+    parser.add_group("where", write_report, ("out",))
+    parser.add_group("augmented images", write_report, ("data_dir", "examples"))
     return parser
 
 

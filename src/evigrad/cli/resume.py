@@ -56,13 +56,7 @@ def resumed_configuration(resume: str | None = None) -> Path | None:
 
 
 def resumed_folder(parser: Parser, options: Namespace, file: Path) -> Path:
-    """Return the folder of the run to resume, whose options are in ``file``.
-
-    ``options`` are those of the file and those that were typed after it.
-
-    Raises:
-        ConfigurationError: If an option was typed that contradicts the run; the text names it.
-    """
+    """The folder of the run with a ``file`` of options; no option typed after it may differ."""
     saved = parser.parse_args(["--config", str(file)])
     differing = [
         f"--{name.replace('_', '-')} {_word(value)}, not {_word(options[name])}"
@@ -78,12 +72,6 @@ def resumed_folder(parser: Parser, options: Namespace, file: Path) -> Path:
             f" or start a new run with --config {file} and other options after that."
         )
     return file.parent
-
-
-def is_complete(folder: Path, figures: bool) -> bool:
-    """Whether a run's folder has all that was asked for, maybe figures too."""
-    drawn = not figures or (folder / "figures").is_dir()
-    return drawn and (folder / RESULTS).is_file()
 
 
 def _word(value: Any) -> str:
@@ -109,14 +97,7 @@ class Interruption:
 
     @contextmanager
     def patient(self) -> Iterator[Callable[[], bool]]:
-        """Only note the first signal, so that the caller can finish its epoch.
-
-        Yields:
-            A function that tells whether there was a signal.
-
-        Raises:
-            KeyboardInterrupt: On the way out, if there was one.
-        """
+        """Only note the first signal, with a function that tells of it, and raise it at the end."""
         self._patient = True
         try:
             yield lambda: self.number is not None

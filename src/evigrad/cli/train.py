@@ -10,19 +10,16 @@ from typing import Any, Literal
 
 import torch
 from jsonargparse import Namespace
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from evigrad import plots
-from evigrad.cli.messages import results_console, show
-from evigrad.cli.parser import NO_ESTIMATOR, Options, Parser, chosen
+from evigrad.cli.messages import print_table, results_console, show
+from evigrad.cli.parser import NO_ESTIMATOR, Parser, chosen
 from evigrad.cli.ranks import started_ranks
 from evigrad.cli.resume import (
     CONFIGURATION,
     RESULTS,
     interruptible,
-    is_complete,
     resumed_configuration,
     resumed_folder,
 )
@@ -81,72 +78,76 @@ _UNITS = " Ranges are in half images, radians, and natural logarithms of scales.
 def make_parser() -> Parser:
     """The options of ``evigrad train``."""
     parser = Parser(description=_DESCRIPTION, usage="evigrad train [options]")
-    options = Options(parser)
-    add_training(options)
-    options.add_group("interrupted runs", resumed_configuration)
-    options.add_group("results", Results)
-    options.add_group("record", Schedule, _RECORD)
-    options.add_group("record", fit, ("progress",))
-    options.add_group("machine", set_up, MACHINE)
+    add_training(parser)
+    parser.add_group("interrupted runs", resumed_configuration)
+    parser.add_group("results", Results)
+    parser.add_group("record", Schedule, _RECORD)
+    parser.add_group("record", fit, ("progress",))
+    parser.add_group("machine", set_up, MACHINE)
     return parser
 
 
-def add_training(options: Options, with_estimator: bool = True) -> None:
+def add_training(parser: Parser, with_estimator: bool = True) -> None:
     """Add the options of a training, except those of its files and its machine."""
-    add_problem(options, with_estimator)
+    add_problem(parser, with_estimator)
     names = [setting.name for setting in fields(Schedule) if setting.name not in _RECORD]
-    options.add_group("schedule", Schedule, names)
-    options.add_group("optimization", Optimization)
-    add_details(options)
+    parser.add_group("schedule", Schedule, names)
+    parser.add_group("optimization", Optimization)
+    add_details(parser)
 
 
-def add_problem(options: Options, with_estimator: bool = True) -> None:
+def add_problem(parser: Parser, with_estimator: bool = True) -> None:
     """Add the options of data, network, prior and estimator."""
     prior = PRIOR if with_estimator else PRIOR[1:]
-    options.add_group("what to train", set_up, NETWORK)
-    options.add_group("invariance", set_up, INVARIANCE)
-    options.add_group("prior and evidence", fit, prior, _PRIOR_TYPES, {"likelihood": None}, _WORDS)
-    options.add_group("prior and evidence", Settings, _MEAN)
+    parser.add_group("what to train", set_up, NETWORK)
+    parser.add_group("invariance", set_up, INVARIANCE)
+    parser.add_group("prior and evidence", fit, prior, _PRIOR_TYPES, {"likelihood": None}, _WORDS)
+    parser.add_group("prior and evidence", Settings, _MEAN)
 
 
-def add_details(options: Options) -> None:
+def add_details(parser: Parser) -> None:
     """Add the options of the estimates that few need."""
-    options.add_group("Laplace approximation", Laplace)
-    options.add_group("memory", Memory)
+    parser.add_group("Laplace approximation", Laplace)
+    parser.add_group("memory", Memory)
 
 
 def run(parser: Parser, options: Namespace) -> int:
     """Train as the options say; one that does not fit is refused before anything is written."""
-    with started_ranks(options.device) as group:
-        return _run(parser, options, group)
-
-
-def _run(parser: Parser, options: Namespace, group: Group | None) -> int:
-    folder, ranks = None, Ranks(group)
-    with ranks.together():
-        if file := resumed_configuration(options.resume):
-            folder = resumed_folder(parser, options, file)
-            if is_complete(folder, options.figures):
-                show("note", f"The run in {folder} is complete: there is nothing left to do.")
-                return 0
-        setup = set_up(**chosen(set_up, options))
-        options.model = setup.model_name
-        if options.evaluate_with != "auto":
-            Estimator.parse(options.evaluate_with)
-    runs = prepare_runs(setup, options, group)
-    with ExitStack() as stack:
+    with started_ranks(options.device) as group, ExitStack() as stack:
+        folder, ranks = None, Ranks(group)
+        with ranks.together():
+            if file := resumed_configuration(options.resume):
+                folder = resumed_folder(parser, options, file)
+                is_drawn = not options.figures or (folder / "figures").is_dir()
+                if is_drawn and (folder / RESULTS).is_file():
+                    show("note", f"The run in {folder} is complete: there is nothing left to do.")
+                    return 0
+            setup = set_up(**chosen(set_up, options))
+            options.model = setup.model_name
+            if options.evaluate_with != "auto":
+                Estimator.parse(options.evaluate_with)
+        runs = prepare_runs(setup, options, group)
         directory = None
         with ranks.together():
             if ranks.is_first:
-                named = folder or options.run_dir or _default_directory(setup, options)
+                method = "map" if options.estimator == NO_ESTIMATOR else options.estimator
+                default = Path("runs") / folder_name(setup.data.name, setup.model_name, method)
+                named = folder or options.run_dir or default
                 directory = RunDirectory(named, resume=file is not None)
                 stack.enter_context(directory.locked())
         path = Path(ranks.shared("" if directory is None else str(directory.path)))
         interruption = stack.enter_context(interruptible(path))
         with ranks.together():
             if file is None and directory is not None:
-                directory.write_text(CONFIGURATION, parser.dump(_recorded(options)))
-        show("note", f"{setup.data.describe()}; {_describe_model(setup, runs[-1])}")
+                recorded = options.clone()  # flat, whichever files the options came from
+                recorded.pop("config", None)
+                recorded.pop("resume", None)
+                # On which results depend in their last digits.
+                recorded.threads = torch.get_num_threads()
+                directory.write_text(CONFIGURATION, parser.dump(recorded))
+        weights = sum(w.numel() for w in runs[-1].evidence.weights().values())
+        network = f"{setup.describe_model()}, with {weights:,} weights on {setup.device}"
+        show("note", f"{setup.data.describe()}; {network}")
         together = f", {ranks.count} processes together" if ranks.count > 1 else ""
         show("note", f"Writing to {path}{together}")
         results = {}
@@ -161,10 +162,8 @@ def _run(parser: Parser, options: Namespace, group: Group | None) -> int:
         except RankError as error:
             words = f"{error} To go on: evigrad train --resume {shlex.quote(str(path))}"
             raise RankError(words) from error
-        if directory is None:
-            return 0
-        laplace = {name: options[name] for name in _ROWS}
-        report(results, setup, directory, options.evaluate_with, options.figures, laplace)
+        if directory is not None:
+            report(results, setup, directory, options)
     return 0
 
 
@@ -194,32 +193,43 @@ def report(
     results: dict[str, FitResult],
     setup: Setup,
     directory: RunDirectory,
-    evaluate_with: str,
-    figures: bool,
-    laplace: Mapping[str, Any],
+    options: Namespace,
 ) -> None:
-    """Evaluate trained networks with common estimators, print the table, draw the figures.
-
-    ``laplace`` are the settings of the run's estimates besides the estimator's name.
-    """
-    if figures:
+    """Evaluate trained networks with common estimators, print the table, draw the figures."""
+    evaluate_with = options.evaluate_with
+    if options.figures:
         _draw(results, directory)
     if (directory.path / RESULTS).exists():
         return
     learned = [result for result in results.values() if result.estimator is not None]
     run_estimator = learned[-1].evidence.spec.name if learned else None
     name = _judge(results, setup, run_estimator) if evaluate_with == "auto" else evaluate_with
-    own_settings = {**laplace, "blocks": _BLOCKS}
+    own_settings = {**{name: options[name] for name in _ROWS}, "blocks": _BLOCKS}
     kept = own_settings if evaluate_with == "auto" and name == run_estimator else {}
     values = _evaluated(results, setup, name, kept)
     in_training: dict[str, EvidenceValue] = {}
     if run_estimator is not None and run_estimator != name:
         in_training = _evaluated(results, setup, run_estimator, own_settings)
-    console = results_console()
-    console.print(_table(results, values, in_training, setup.data))
+    _print_results(results, values, in_training, setup.data)
     if words := _gain(results):
-        console.print(words)
-    directory.write_json(RESULTS, _record(results, values, in_training, setup.data))
+        results_console().print(words)
+    records: dict[str, Any] = {}
+    for key, result in results.items():
+        records[key] = {
+            "evidence": asdict(values[key]) if key in values else None,
+            "evidence_as_in_training": asdict(in_training[key]) if key in in_training else None,
+            "train": result.train_metrics,
+            "test": result.test_metrics,
+        }
+        if "squared_error" in result.test_metrics:
+            records[key]["test_rmse"] = _rmse(result.test_metrics, setup.data)
+        records[key]["seconds"] = result.seconds
+        records[key]["hyperparameters"] = {
+            name: value
+            for name, value in result.history[-1].items()
+            if name.partition("/")[0] in HYPERPARAMETERS
+        }
+    directory.write_json(RESULTS, records)
 
 
 def _judge(results: dict[str, FitResult], setup: Setup, run_estimator: str | None) -> str:
@@ -299,39 +309,19 @@ def prepare_runs(setup: Setup, options: Namespace, group: Group | None = None) -
     ]
 
 
-def _recorded(options: Namespace) -> Namespace:
-    """The options as one flat configuration, whichever files they came from."""
-    kept = options.clone()
-    for name in ("config", "resume"):
-        kept.pop(name, None)
-    kept.threads = torch.get_num_threads()  # on which results depend in their last digits
-    return kept
-
-
-def _default_directory(setup: Setup, options: Namespace) -> Path:
-    method = "map" if options.estimator == NO_ESTIMATOR else options.estimator
-    return Path("runs") / folder_name(setup.data.name, setup.model_name, method)
-
-
 def folder_name(*parts: str) -> str:
     """Data sets, networks and estimators joined by hyphens, without characters special in paths."""
     return "-".join(parts).replace("/", "-").replace(":", "-")
 
 
-def _describe_model(setup: Setup, run: Trainer) -> str:
-    weights = sum(w.numel() for w in run.evidence.weights().values())
-    return f"{setup.describe_model()}, with {weights:,} weights on {setup.device}"
-
-
-def _table(
+def _print_results(
     results: dict[str, FitResult],
     values: dict[str, EvidenceValue],
     in_training: dict[str, EvidenceValue],
     data: DataSet,
-) -> Table:
-    value = next(iter(values.values()), None)
+) -> None:
     judged = "The log evidence could not be evaluated."
-    if value is not None:
+    for value in values.values():  # all by the same estimator
         what = describe_estimator(value.estimator, value.blocks)
         judged = f"The log evidence is by {what}."
         if not value.is_bound:
@@ -342,7 +332,6 @@ def _table(
                 " precisions differ much, their exact order may be another one"
                 " (--evaluate-with ntk-N-C is exact)."
             )
-    classifies = "accuracy" in next(iter(results.values())).test_metrics
     if training_value := next(iter(in_training.values()), None):
         blocks = "1 block" if training_value.blocks == 1 else f"{training_value.blocks} blocks"
         judged += f" In training it was by {training_value.estimator}, here on {blocks} at the end."
@@ -355,42 +344,39 @@ def _table(
             f" the targets themselves are less by {math.log(deviation):.4f}; the test RMSE is in"
             " the targets' own units."
         )
-    ranges = {key: _ranges(result) for key, result in results.items()}
-    table = Table(
-        box=SIMPLE_HEAD,
-        title="Trained on the training data alone",
-        caption=(
-            f"Log evidence and test log likelihood in nats per datum, higher is better. {judged}"
-            " Seconds are those of training, without evaluation. MAP keeps its prior, and its noise"
-            " unless it is said to be learned: by the training loss. A named estimator learned"
-            " both." + (_UNITS if any(ranges.values()) else "") + units
-        ),
-        caption_justify="left",
-    )
-    table.add_column("method")
-    for column in (
-        "log evidence",
-        *(["as in training"] if in_training else []),
-        "test log lik.",
-        "test accuracy" if classifies else "test RMSE",
-        "seconds",
-    ):
-        table.add_column(column, justify="right")
-    if any(ranges.values()):
-        table.add_column("ranges")
+    ranges = {  # of each run's transforms at its end, one a line
+        key: "\n".join(
+            f"{name.removeprefix('range/')} {value:.3g}"
+            for name, value in result.history[-1].items()
+            if "range/" in name
+        )
+        for key, result in results.items()
+    }
+    rows = []
     for key, result in results.items():
         test = result.test_metrics
-        last = f"{100 * test['accuracy']:.2f} %" if classifies else f"{_rmse(test, data):.4g}"
-        table.add_row(
-            key if result.estimator is None else f"{key}, learned",
-            f"{values[key].per_datum:.4f}" if key in values else "–",
-            *([f"{in_training[key].per_datum:.4f}"] if in_training else []),
-            f"{test['log_likelihood']:.4f}",
-            last,
-            f"{result.seconds:.1f}",
-            *([ranges[key]] if any(ranges.values()) else []),
-        )
-    return table
+        row = {"method": key if result.estimator is None else f"{key}, learned"}
+        row["log evidence"] = f"{values[key].per_datum:.4f}" if key in values else "–"
+        if in_training:
+            row["as in training"] = f"{in_training[key].per_datum:.4f}"
+        row["test log lik."] = f"{test['log_likelihood']:.4f}"
+        if "accuracy" in test:
+            row["test accuracy"] = f"{100 * test['accuracy']:.2f} %"
+        else:
+            row["test RMSE"] = f"{_rmse(test, data):.4g}"
+        row["seconds"] = f"{result.seconds:.1f}"
+        if any(ranges.values()):
+            row["ranges"] = ranges[key]
+        rows.append(row)
+    print_table(
+        "Trained on the training data alone",
+        f"Log evidence and test log likelihood in nats per datum, higher is better. {judged}"
+        " Seconds are those of training, without evaluation. MAP keeps its prior, and its noise"
+        " unless it is said to be learned: by the training loss. A named estimator learned"
+        " both." + (_UNITS if any(ranges.values()) else "") + units,
+        rows,
+        left=("method", "ranges"),
+    )
 
 
 def _gain(results: dict[str, FitResult]) -> str:
@@ -419,42 +405,7 @@ def _gain(results: dict[str, FitResult]) -> str:
     return f"{words}, for {learned.seconds / base.seconds:.1f} times its training time."
 
 
-def _ranges(result: FitResult) -> str:
-    """The ranges of a run's transforms at its end, one a line."""
-    last = result.history[-1]
-    ranges = [(name.removeprefix("range/"), v) for name, v in last.items() if "range/" in name]
-    return "\n".join(f"{name} {value:.3g}" for name, value in ranges)
-
-
 def _rmse(metrics: Mapping[str, float], data: DataSet) -> float:
     """The root mean squared error in the targets' own units."""
     deviation = 1.0 if data.target_std is None else data.target_std.item()
     return deviation * math.sqrt(metrics["squared_error"])
-
-
-def _record(
-    results: dict[str, FitResult],
-    values: dict[str, EvidenceValue],
-    in_training: dict[str, EvidenceValue],
-    data: DataSet,
-) -> dict[str, dict[str, Any]]:
-    return {
-        key: {
-            "evidence": asdict(values[key]) if key in values else None,
-            "evidence_as_in_training": asdict(in_training[key]) if key in in_training else None,
-            "train": result.train_metrics,
-            "test": result.test_metrics,
-            **(
-                {"test_rmse": _rmse(result.test_metrics, data)}
-                if "squared_error" in result.test_metrics
-                else {}
-            ),
-            "seconds": result.seconds,
-            "hyperparameters": {
-                name: value
-                for name, value in result.history[-1].items()
-                if name.partition("/")[0] in HYPERPARAMETERS
-            },
-        }
-        for key, result in results.items()
-    }

@@ -63,48 +63,33 @@ class Column:
         return bool((self.values == self.values[0]).all())
 
 
-def problem_of(column: Column, leave_out: str) -> str | None:
-    """Return what is wrong with a column of features, as the rest of a sentence, or None.
+def problem_of(column: Column, leave_out: str, *, must_be_numbers: bool = False) -> str | None:
+    """Return what is wrong with a column, as the rest of a sentence, or None.
 
     ``leave_out`` says how to use the table without the column, as an imperative.
     """
     if column.kind in NUMERIC:
-        return problem_of_numbers(column, leave_out)
-    if column.kind == TEXT:
-        if problem := problem_of_marks(column, leave_out):
+        if problem := problem_of_missing(column, leave_out):
             return problem
-    elif column.kind != DECLARED:
-        return _problem_of_kind(column, leave_out)
-    count = len(column.categories)
-    if count > MOST_CATEGORIES:
-        what = "texts" if column.kind == TEXT else "values"
-        return (
-            f"{column.label} holds {count:,} different {what}, which are no categories (at most"
-            f" {MOST_CATEGORIES}): make numbers of them, or {leave_out}"
-        )
-    return None
-
-
-def problem_of_numbers(column: Column, leave_out: str) -> str | None:
-    """Say what is wrong with a column that must hold numbers, or return None."""
-    if column.kind not in NUMERIC:
-        if column.kind == TEXT and (problem := problem_of_marks(column, leave_out)):
-            return problem
-        return _problem_of_kind(column, leave_out)
-    if problem := problem_of_missing(column, leave_out):
-        return problem
-    if not np.isfinite(column.values).all():
+        if np.isfinite(column.values).all():
+            return None
         return (
             f"{column.label} holds values that are no finite numbers (inf): replace them, or"
             f" {leave_out}"
         )
-    return None
-
-
-def _problem_of_kind(column: Column, leave_out: str) -> str:
-    """Say what a column holds that are not numbers."""
-    what = {TEXT: "texts", DATES: DATES}.get(column.kind, f"values of type {column.kind}")
-    return f"{column.label} holds {what} and not numbers: make numbers of them, or {leave_out}"
+    if column.kind == TEXT and (problem := problem_of_marks(column, leave_out)):
+        return problem
+    if must_be_numbers or column.kind not in (TEXT, DECLARED):
+        what = {TEXT: "texts", DATES: DATES}.get(column.kind, f"values of type {column.kind}")
+        return f"{column.label} holds {what} and not numbers: make numbers of them, or {leave_out}"
+    count = len(column.categories)
+    if count <= MOST_CATEGORIES:
+        return None
+    what = "texts" if column.kind == TEXT else "values"
+    return (
+        f"{column.label} holds {count:,} different {what}, which are no categories (at most"
+        f" {MOST_CATEGORIES}): make numbers of them, or {leave_out}"
+    )
 
 
 def problem_of_missing(column: Column, leave_out: str) -> str | None:
@@ -152,18 +137,14 @@ def _is_number(text: str) -> bool:
 
 
 def refuse(where: str, problems: Iterable[str | None]) -> None:
-    """Raise all problems of a table at once.
-
-    Raises:
-        InputError: If there is one; ``where`` names the table.
-    """
+    """Raise an InputError of all problems of a table at once; ``where`` names the table."""
     texts = [problem for problem in problems if problem]
-    if not texts:
-        return
+    sentences = [f"{text[:1].upper()}{text[1:]}." for text in texts]
     if len(texts) == 1:
-        raise InputError(f"{where}: {texts[0]}" if where else f"{_capital(texts[0])}.")
-    numbered = " ".join(f"({n}) {_capital(text)}." for n, text in enumerate(texts, 1))
-    raise InputError(f"{where or 'The table'} has {len(texts)} problems. {numbered}")
+        raise InputError(f"{where}: {texts[0]}" if where else sentences[0])
+    if texts:
+        numbered = " ".join(f"({n}) {sentence}" for n, sentence in enumerate(sentences, 1))
+        raise InputError(f"{where or 'The table'} has {len(texts)} problems. {numbered}")
 
 
 def words_of_constants(names: Sequence[Hashable]) -> str:
@@ -171,10 +152,6 @@ def words_of_constants(names: Sequence[Hashable]) -> str:
     shown = ", ".join(map(str, names[:_MOST_NAMES]))
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return f"left out of the features, as they are the same in all rows: {shown}{more}."
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 # ------------------------------------------------------------ cells that are Python's objects

@@ -1,6 +1,7 @@
 """Data sets as the rest of evigrad uses them, how they are split, and how they are scaled."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,18 +110,14 @@ class DataSet:
         None leaves them; labels stay int64.
         """
 
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+        def moved(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(moved, value))
+            if not isinstance(value, Tensor):
+                return value
+            return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
 
-        return replace(
-            self,
-            train=(move(self.train[0]), move(self.train[1])),
-            test=(move(self.test[0]), move(self.test[1])),
-            mean=move(self.mean),
-            std=move(self.std),
-            target_mean=None if self.target_mean is None else move(self.target_mean),
-            target_std=None if self.target_std is None else move(self.target_std),
-        )
+        return replace(self, **{name: moved(value) for name, value in vars(self).items()})
 
     def describe(self) -> str:
         """In a line, as ``digits: 1,438 train and 359 test data of shape 1x8x8, 10 classes``."""
@@ -198,13 +195,7 @@ def shuffled(count: int, seed: int) -> np.ndarray:
 
 
 def draw_subset(count: int, subset: int | None, seed: int) -> np.ndarray:
-    """Return ``subset`` of ``count`` positions, uniformly at random, int64; None: all, in order.
-
-    A smaller subset of a seed is part of a larger one.
-
-    Raises:
-        ConfigurationError: If ``subset`` is below 1 or above ``count``.
-    """
+    """Draw positions uniformly; a smaller subset of a seed is part of a larger one. None: all."""
     if subset is None:
         return np.arange(count, dtype=np.int64)
     if not 1 <= subset <= count:

@@ -1,8 +1,6 @@
 """Well-known image sets from the Hugging Face hub, by the library `datasets` if it is installed."""
 
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -43,14 +41,7 @@ def hub_is_installed() -> bool:
 
 
 def hub_images(name: str, elsewhere: str) -> tuple[Images, Images]:
-    """Return train and test part of a data set of `HUB`, which the library keeps in its own cache.
-
-    ``elsewhere`` says, for the error, how else to get the data set.
-
-    Raises:
-        ConfigurationError: If the library is not installed, there is no network and nothing in the
-            library's cache, or the hub does not give the data set.
-    """
+    """Train and test part of a set of `HUB`; ``elsewhere`` says how else to get it."""
     place = HUB[name]
     if not hub_is_installed():
         raise ConfigurationError(
@@ -68,10 +59,8 @@ def hub_images(name: str, elsewhere: str) -> tuple[Images, Images]:
             f"There is no data set '{name}' here, and the Hugging Face hub did not give"
             f" {place.repository} ({reason}). {elsewhere}"
         ) from error
-    return (
-        _images(f"{place.repository}, train", train),
-        _images(f"{place.repository}, {place.test}", test),
-    )
+    where = place.repository
+    return _images(f"{where}, train", train), _images(f"{where}, {place.test}", test)
 
 
 def _images(where: str, split: Any) -> Images:
@@ -83,10 +72,13 @@ def _images(where: str, split: Any) -> Images:
 def _download(repository: str) -> Any:
     """The splits of a repository, from the library's cache if they are there."""
     library: Any = import_module("datasets")
-    if library.config.HF_HUB_OFFLINE or _network_may_exist(library.config.HF_ENDPOINT):
+    was_offline = library.config.HF_HUB_OFFLINE
+    if not was_offline:
+        library.config.HF_HUB_OFFLINE = not _network_may_exist(library.config.HF_ENDPOINT)
+    try:
         return library.load_dataset(repository)
-    with _offline(library):
-        return library.load_dataset(repository)
+    finally:
+        library.config.HF_HUB_OFFLINE = was_offline
 
 
 def _network_may_exist(endpoint: str) -> bool:
@@ -99,12 +91,3 @@ def _network_may_exist(endpoint: str) -> bool:
     except OSError:
         return False
     return True
-
-
-@contextmanager
-def _offline(library: Any) -> Iterator[None]:
-    library.config.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        library.config.HF_HUB_OFFLINE = False

@@ -59,14 +59,11 @@ def image_data_set(
 
     Only the drawn train images are read. If one image is RGB, grey ones are converted to RGB.
     Pixels are scaled to [0, 1] and standardised per channel with the mean and deviation of the
-    drawn train images. Class names come from the train part where it has them.
-
-    A ``variant`` of `evigrad.data.variants.VARIANTS` is made before anything else. ``name`` is
-    without it. ``subset`` and ``seed`` are those of `evigrad.data.load`.
+    drawn train images. Class names come from the train part where it has them. A ``variant`` of
+    `evigrad.data.variants.VARIANTS`, not in the ``name``, is made before anything else.
 
     Raises:
-        InputError: If an image cannot be decoded or has another size than the rest, or a label is
-            out of range.
+        InputError: If images or labels are of no use.
     """
     class_names = train.class_names
     if not class_names:

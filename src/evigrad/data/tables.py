@@ -20,7 +20,6 @@ from evigrad.data.columns import (
     problem_of,
     problem_of_marks,
     problem_of_missing,
-    problem_of_numbers,
     refuse,
     words_of_constants,
 )
@@ -32,7 +31,14 @@ from evigrad.data.dataset import (
     shuffled,
     stratified_split,
 )
-from evigrad.errors import ConfigurationError, EvigradWarning, InputError, nearest, require
+from evigrad.errors import (
+    ConfigurationError,
+    EvigradError,
+    EvigradWarning,
+    InputError,
+    nearest,
+    require,
+)
 
 # Endings of files that are tables.
 SUFFIXES = (".parquet", ".csv", ".tsv")
@@ -103,7 +109,9 @@ def table_data_set(
     columns = [_column(table, name, name in declared) for name in chosen]
     goal, values = _column(table, target, False), table.column(target)
     if likelihood is None:
-        likelihood = "categorical" if _is_classes(values, is_declared) else "gaussian"
+        few = goal.kind == "whole numbers" and len(values.unique()) <= MOST_CLASSES
+        is_classes = goal.kind in (TEXT, "yes/no") or (few and not is_declared)
+        likelihood = "categorical" if is_classes else "gaussian"
     is_classes = likelihood == "categorical"
     problems = [problem_of(column, _LEAVE_OUT) for column in columns]
     refuse(str(file), [*problems, _problem_of_target(goal, values, likelihood)])
@@ -138,11 +146,7 @@ def table_data_set(
 
 
 def read_table(name: str, file: Path) -> Any:
-    """Return the ``pyarrow.Table`` of a Parquet, CSV or TSV file.
-
-    Raises:
-        InputError: If the file cannot be read.
-    """
+    """The ``pyarrow.Table`` of a Parquet, CSV or TSV file; InputError if it cannot be read."""
     if file.suffix == ".parquet":
         return read_parquet(name, file)
     csv = require("pyarrow.csv", f"The data set '{name}'")
@@ -181,19 +185,16 @@ def _roles(
     columns = table.column_names
     if target is None and b"target" in metadata:
         target = metadata[b"target"].decode(errors="replace").strip()
-        if problem := _no_columns(file, [target], "which its metadata names", columns):
-            raise InputError(problem)
+        _refuse_strange(InputError, file, [target], "which its metadata names", columns)
     if target is None:
         raise ConfigurationError(
             f"{file}: say which column is the target, with --target NAME (target=...). There are"
             f" {', '.join(columns)}."
         )
-    if problem := _no_columns(file, [target], "to be the target", columns):
-        raise ConfigurationError(problem)
+    _refuse_strange(ConfigurationError, file, [target], "to be the target", columns)
     if features is None and b"features" in metadata:
         named = _listed(metadata[b"features"].decode(errors="replace"))
-        if problem := _no_columns(file, named, "which its metadata names", columns):
-            raise InputError(problem)
+        _refuse_strange(InputError, file, named, "which its metadata names", columns)
     elif features is None:
         named = [c for c in columns if not _is_split(c) or _kind(table.column(c)) != "yes/no"]
     else:
@@ -218,8 +219,7 @@ def _roles(
 def _names(file: Path, option: str, names: Names, columns: list[str], target: str) -> list[str]:
     """The columns that an option names; refuses what is no column, and the target."""
     listed = _listed(names)
-    if problem := _no_columns(file, listed, f"which --{option} names", columns):
-        raise ConfigurationError(problem)
+    _refuse_strange(ConfigurationError, file, listed, f"which --{option} names", columns)
     if target in listed:
         raise ConfigurationError(
             f"{file}: --{option} names '{target}', which is the target: leave it out there."
@@ -233,14 +233,18 @@ def _listed(names: Names) -> list[str]:
     return list(names or ())
 
 
-def _no_columns(file: Path, names: Sequence[str], words: str, columns: list[str]) -> str:
-    """Say which names are no columns; empty if all are."""
-    return " ".join(
+def _refuse_strange(
+    error: type[EvigradError], file: Path, names: Sequence[str], words: str, columns: list[str]
+) -> None:
+    """Raise an error of names that are no columns."""
+    problems = [
         f"{file} has no column '{name}', {words}.{nearest(name, columns)} There are"
         f" {', '.join(columns)}."
         for name in names
         if name not in columns
-    )
+    ]
+    if problems:
+        raise error(" ".join(problems))
 
 
 def _kind(values: Any) -> str:
@@ -256,13 +260,6 @@ def _kind(values: Any) -> str:
     if types.is_integer(kind):
         return "whole numbers"
     return "numbers" if types.is_floating(kind) or types.is_decimal(kind) else str(kind)
-
-
-def _is_classes(values: Any, is_declared: bool) -> bool:
-    """Whether a target of no named likelihood is of classes."""
-    kind = _kind(values)
-    few = kind == "whole numbers" and len(values.unique()) <= MOST_CLASSES
-    return kind in (TEXT, "yes/no") or (few and not is_declared)
 
 
 def _column(table: Any, name: str, is_declared: bool) -> Column:
@@ -286,7 +283,7 @@ def _problem_of_target(column: Column, values: Any, likelihood: str) -> str | No
         if problem is None and column.kind == TEXT:
             problem = problem_of_marks(column, _OTHER_TARGET)
     else:
-        problem = problem_of_numbers(column, _OTHER_TARGET)
+        problem = problem_of(column, _OTHER_TARGET, must_be_numbers=True)
     if problem is not None:
         return problem
     if likelihood == "poisson" and bool(((column.values < 0) | (column.values % 1 != 0)).any()):
@@ -302,9 +299,8 @@ def _present(values: Any) -> np.ndarray:
 
 
 def _inputs(file: Path, columns: Sequence[Column], choose: bool) -> Tensor:
-    """The features (n, F) float64; ``choose`` leaves out constant ones."""
-    constant = [column for column in columns if column.is_constant] if choose else []
-    if choose and constant:
+    """The features (n, F) float64, with 0/1 columns; ``choose`` leaves out constant ones."""
+    if choose and (constant := [column for column in columns if column.is_constant]):
         if len(constant) == len(columns):
             raise InputError(f"{file}: all features are the same in all rows")
         warnings.warn(
@@ -312,17 +308,15 @@ def _inputs(file: Path, columns: Sequence[Column], choose: bool) -> Tensor:
             EvigradWarning,
             stacklevel=4,  # the caller of load
         )
-    parts = [_feature(column) for column in columns if column not in constant]
+        columns = [column for column in columns if not column.is_constant]
+    parts = []
+    for column in columns:
+        if column.kind in NUMERIC:
+            parts.append(column.values[:, None])
+        else:
+            position_of = {value: place for place, value in enumerate(column.categories)}
+            parts.append(np.eye(len(position_of))[[position_of[v] for v in column.values]])
     return torch.from_numpy(np.concatenate(parts, axis=1))
-
-
-def _feature(column: Column) -> np.ndarray:
-    """A column of numbers as (n, 1); one of categories as a 0/1 column for each."""
-    if column.kind in NUMERIC:
-        return column.values[:, None]
-    categories = column.categories
-    position_of = {value: position for position, value in enumerate(categories)}
-    return np.eye(len(categories))[[position_of[value] for value in column.values]]
 
 
 def _is_split(column: str) -> bool:

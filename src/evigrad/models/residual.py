@@ -138,17 +138,8 @@ class ResNet(nn.Module):
 
     A 3x3 convolution of stride 1; stages, of which each but the first halves the image and doubles
     the channels; the mean over the image and a linear layer. The outputs of a new network are zero.
-
-    Args:
-        block: Kind of the blocks.
-        counts: Number of blocks in each stage.
-        in_channels: Channels of an image.
-        num_outputs: Number of outputs C.
-        stem: Channels of the first layer.
-        width: Channels inside the blocks of the first stage.
-
-    Raises:
-        ConfigurationError: If the width is below 1.
+    ``counts`` are the blocks of each stage, ``stem`` the channels of the first layer, ``width``
+    those inside the blocks of the first stage.
     """
 
     def __init__(
@@ -165,19 +156,17 @@ class ResNet(nn.Module):
             raise ConfigurationError(f"width={width}: must be 1 or more")
         self.conv1 = _convolution(in_channels, stem, 3)
         self.bias1 = Bias()
-        channels, stages = stem, []
+        channels, self.stages = stem, nn.Sequential()
         for stage, count in enumerate(counts):
-            blocks: list[Block] = []
+            blocks = nn.Sequential()
             for place in range(count):
                 inside, stride = width * 2**stage, 2 if stage and place == 0 else 1
                 blocks.append(block(channels, inside, stride))
                 channels = inside * block.expansion
-            stages.append(nn.Sequential(*blocks))
-        self.stages = nn.Sequential(*stages)
+            self.stages.append(blocks)
         self.bias2 = Bias()
         self.output = nn.Linear(channels, num_outputs)
         self.activates_input = block.activates_input
-
         nn.init.zeros_(self.output.weight)
         nn.init.zeros_(self.output.bias)
         _initialise(self.conv1)

@@ -10,7 +10,7 @@ from math import prod
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
@@ -136,7 +136,7 @@ class Transformer(nn.Module):
         self.head = head
 
     def forward(self, x: Tensor) -> Float[Tensor, "m C"]:
-        valid = _valid(x, self.padding)
+        valid = None if self.padding is None else x != self.padding
         h = self.tokens(_as_sequence(x) if isinstance(self.tokens, nn.Linear) else x)
         m, steps, _ = h.shape
         # As many indices as data, so that the embedding's rows have their closed form.
@@ -207,7 +207,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(width, num_outputs)
 
     def forward(self, x: Tensor) -> Float[Tensor, "m C"]:
-        valid = _valid(x, self.padding)
+        valid = None if self.padding is None else x != self.padding
         h, _ = self.recurrence(_as_sequence(x) if self.tokens is None else self.tokens(x))
         if valid is None:
             if self.pooling_time is None:
@@ -229,11 +229,6 @@ def _as_sequence(x: Tensor) -> Float[Tensor, "m T d"]:
     if x.dim() == 2:
         return x[:, :, None]
     return x if x.dim() == 3 else x.transpose(1, 2).flatten(2)
-
-
-def _valid(x: Tensor, padding: int | None) -> Bool[Tensor, "m T"] | None:
-    """Which tokens are not padding; None for all."""
-    return None if padding is None else x != padding
 
 
 def _positive(name: str, start: float | None, *shape: int) -> Positive | None:

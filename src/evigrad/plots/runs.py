@@ -246,22 +246,12 @@ def value_paths(
     size: tuple[float, float] = (WIDTH, HEIGHT),
     palette: Palette = LIGHT,
 ) -> "Figure":
-    """Return hyperparameters over the epochs; the legend begins with the highest one at the end.
+    """Return a figure of hyperparameters over the epochs, the highest at the end named first.
 
     More lines than can be told apart have shades in their order, of which the first and the last
-    are named. Those without a value are left out.
-
-    Args:
-        history: History of one run.
-        columns: From the name of each line to its column of the metrics.
-        title: Title of the figure.
-        unit: Label of the vertical axis.
-        change: From the column's values to those in the figure.
-        floor: Start of the vertical axis; None fits it to the values.
-        log: Whether the vertical axis is logarithmic.
-        in_degrees: Whether the values are angles in radians, to be shown in degrees too.
-        size: Width and height in inches; a legend below the axes adds to the height.
-        palette: Colours.
+    are named. Those without a value are left out. ``columns`` leads from the names of lines to
+    columns of the metrics, ``change`` from their values to those in the figure; ``floor`` is the
+    start of the vertical axis.
 
     Raises:
         InputError: If there is no value.

@@ -6,6 +6,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from evigrad.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -123,9 +125,8 @@ def draw_line(
     """Draw a line, and a band of its standard errors unless these are empty or zero."""
     (line,) = axes.plot(x, y, **{"linewidth": 1.6, "markersize": 4.0, **look})
     if any(errors):
-        low = [value - error for value, error in zip(y, errors, strict=True)]
-        high = [value + error for value, error in zip(y, errors, strict=True)]
-        axes.fill_between(x, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+        band: Any = (np.subtract(y, errors), np.add(y, errors))
+        axes.fill_between(x, *band, color=line.get_color(), alpha=0.2, linewidth=0)
     return line
 
 

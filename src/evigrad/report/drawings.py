@@ -69,9 +69,8 @@ def curves(runs: Sequence[Run]) -> list[Drawing]:
         if not quantity.values(histories):
             continue
         columns = quantity.columns.values()
-        ends = {run.label: _last_values(run, quantity) for run in runs}
         facts = {
-            "ends": {label: values for label, values in ends.items() if values},
+            "ends": {run.label: ends for run in runs if (ends := _last_values(run, quantity))},
             "is_cut": quantity.limits(histories) is not None,
             "has_errors": any(run.values(f"{column}_sem") for run in runs for column in columns),
             "is_once": "test" in quantity.columns

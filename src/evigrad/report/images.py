@@ -100,14 +100,7 @@ def draw_transforms(images: Tensor, transform: nn.Module, draws: int = DRAWS) ->
 
 
 def rebuild(run: Run, data_dir: str | Path | None = None) -> tuple[DataSet, nn.Module]:
-    """Return data and network of a run of the command line at its last checkpoint, on the CPU.
-
-    ``data_dir`` is the folder of data sets where the run's own folder is not here any more.
-
-    Raises:
-        ConfigurationError: If the run was started from Python, has no checkpoint yet, or its data
-            are not here.
-    """
+    """Data and network of a run of the command line at its last checkpoint, on the CPU."""
     options = run.options
     if not options:
         raise ConfigurationError(

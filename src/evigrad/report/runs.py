@@ -11,7 +11,7 @@ from evigrad.configuration import check_plain
 from evigrad.errors import ConfigurationError, InputError, require
 from evigrad.plots.runs import History, series
 from evigrad.training.history import read_metrics
-from evigrad.training.settings import current_record, method_of
+from evigrad.training.settings import method_of
 
 # The folder of the MAP run that ``evigrad train --compare-map`` makes inside a run's folder.
 MAP_FOLDER = "map"
@@ -36,11 +36,6 @@ class Run:
     def method(self) -> str:
         """Name of the estimator or the baseline by which hyperparameters were learned."""
         return method_of(self.settings)
-
-    @property
-    def has_estimator(self) -> bool:
-        """Whether hyperparameters were learned by the estimate of a named estimator."""
-        return current_record(self.settings).get("estimator") not in (None, "augerino")
 
     @property
     def epochs(self) -> int:
@@ -74,14 +69,7 @@ class Run:
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """Return the runs in some folders, each MAP run directly before the run that holds it.
-
-    Of a run that has no epoch yet there is only its MAP run.
-
-    Raises:
-        ConfigurationError: If one is no folder of a run, has no finished epoch, or its files
-            cannot be read; the text says which.
-    """
+    """The runs in some folders that have an epoch, each MAP run before the run that holds it."""
     folders = [Path(path) for path in paths]
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigurationError("A run is named twice; name each one once.")

@@ -22,6 +22,7 @@ from evigrad.report.images import (
 )
 from evigrad.report.runs import Run, read_runs
 from evigrad.training.plan import burn_in_precision
+from evigrad.training.settings import current_record
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -293,7 +294,8 @@ def _first_precision(run: Run) -> str:
 
 def _rounds(run: Run) -> str:
     s = run.settings
-    if s.get("steps") is None or not run.has_estimator:
+    estimator = current_record(s).get("estimator")
+    if s.get("steps") is None or estimator in (None, "augerino"):
         return NOTHING
 
     def often(steps: object, every: object) -> str:

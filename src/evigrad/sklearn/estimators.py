@@ -234,8 +234,14 @@ class _EvidenceEstimator(BaseEstimator):
         posterior: str | None,
     ) -> None:
         """Train and learn; ``targets`` are those of the likelihood."""
-        if posterior is not None:
-            self._check_posterior(posterior)
+        if posterior is not None:  # refused before training if it could not be made after it
+            check_choice("posterior", posterior, list(STRUCTURES))
+            prior = self.prior.structure if isinstance(self.prior, GaussianPrior) else self.prior
+            if (posterior, prior) == ("kfac", "diagonal"):
+                raise ConfigurationError(
+                    "posterior='kfac' needs one precision for each weight matrix, and a diagonal"
+                    " prior has one for each weight: say posterior='diag', or another prior."
+                )
         self._encoding = Encoding(numbers, self._columns.categories, weights)
         names = getattr(self, "feature_names_in_", range(numbers.shape[1]))
         check_constants(self._encoding.is_constant, names, len(numbers))
@@ -298,16 +304,6 @@ class _EvidenceEstimator(BaseEstimator):
                     f" names; '{name}' is none that can be set.{nearest(name, allowed_names)}"
                 )
         return settings
-
-    def _check_posterior(self, structure: str) -> None:
-        """Refuse before training what could not be made after it."""
-        check_choice("posterior", structure, list(STRUCTURES))
-        prior = self.prior.structure if isinstance(self.prior, GaussianPrior) else self.prior
-        if (structure, prior) == ("kfac", "diagonal"):
-            raise ConfigurationError(
-                "posterior='kfac' needs one precision for each weight matrix, and a diagonal prior"
-                " has one for each weight: say posterior='diag', or another prior."
-            )
 
     def _in_parts(self, X: Any, function: Callable[[Tensor], Tensor]) -> np.ndarray:
         """Return the values of a row-wise function of the network's inputs, part by part."""
@@ -397,12 +393,11 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         Raises:
             ValueError: If the table does not fit.
         """
-        return self._in_parts(X, self._probabilities)
-
-    def _probabilities(self, x: Tensor) -> Tensor:
-        if self.posterior_ is None:
-            return probe_outputs(self.result_.model, x).double().softmax(dim=1)
-        return self.posterior_(x).probabilities
+        check_is_fitted(self)
+        if (posterior := self.posterior_) is not None:
+            return self._in_parts(X, lambda x: posterior(x).probabilities)
+        model = self.result_.model
+        return self._in_parts(X, lambda x: probe_outputs(model, x).double().softmax(dim=1))
 
     def predict(self, X: Any) -> np.ndarray:
         """The most probable class of each row.

@@ -44,16 +44,8 @@ class Columns:
     (unless an ``object`` column holds nothing but numbers). A declared ``category`` has all of its
     categories, another column those of the training data, sorted; a missing value is a category
     of its own where the training data have one. The rules are those of ``evigrad.data.columns``.
-
-    Args:
-        X: The training table.
-        ignore_unknown: Whether values that are no category count as none of them.
-
-    Attributes:
-        categories: The categories by the column's position.
-
-    Raises:
-        InputError: If columns are neither numbers nor categories, or of too many of these.
+    ``categories`` are those of each column of categories, by its position. With ``ignore_unknown``
+    values that are no category count as none of them.
     """
 
     def __init__(self, X: Any, ignore_unknown: bool) -> None:
@@ -73,14 +65,7 @@ class Columns:
                 self.categories[position] = column.categories
 
     def numbers(self, X: Any) -> Any:
-        """Return a frame as numbers (n, d) float64, and other tables as they are.
-
-        Categories are their positions, and −1 for none of them.
-
-        Raises:
-            InputError: If it is no frame where the training table had categories, or a column of
-                numbers holds others.
-        """
+        """A frame as numbers (n, d), −1 for no category; a table without categories as it is."""
         if not is_frame(X):
             if self.categories:
                 raise InputError(
@@ -94,7 +79,13 @@ class Columns:
             if position in self.categories:
                 codes, problem = self._positions(name, series, self.categories[position])
             else:
-                codes, problem = _numbers(name, series)
+                column, problem = _read(name, series)
+                if problem is None and column.kind not in NUMERIC:
+                    problem = (
+                        f"{column.label} held numbers in the training table, and now dtype"
+                        f" {series.dtype}: make numbers of it"
+                    )
+                codes, problem = column.values, problem or problem_of(column, _LEAVE_OUT)
             problems.append(problem)
             if problem is None:
                 numbers[:, position] = codes
@@ -108,10 +99,10 @@ class Columns:
         position_of = {value: index for index, value in enumerate(categories)}
         values = _present(series)
         label = f"column '{name}'"
-        strange = kinds_of_cells(value for value in values if not _is_hashable(value))
-        if strange:
-            kind = next(iter(strange))
-            return None, f"{label} holds values of type {kind}, which are no category"
+        for value in values:
+            if not isinstance(value, Hashable) or isinstance(value, tuple):
+                kind = type(value).__name__
+                return None, f"{label} holds values of type {kind}, which are no category"
         unknown = sorted({v for v in values if v not in position_of}, key=repr)
         if unknown and not self._ignore_unknown:
             others = listed([str(value) for value in unknown if value is not None])
@@ -122,10 +113,6 @@ class Columns:
                 " With handle_unknown='ignore' such values count as no category"
             )
         return [position_of.get(value, -1) for value in values], None
-
-
-def _is_hashable(value: Any) -> bool:
-    return isinstance(value, Hashable) and not isinstance(value, tuple)
 
 
 def _present(series: Any) -> list[Any]:
@@ -156,17 +143,6 @@ def _read(name: Hashable, series: Any) -> tuple[Column, str | None]:
     return Column(str(name), kind, values, declared), problem
 
 
-def _numbers(name: Hashable, series: Any) -> tuple[Any, str | None]:
-    """The values of a column that held numbers in the training table, or what is wrong."""
-    column, problem = _read(name, series)
-    if problem is None and column.kind not in NUMERIC:
-        problem = (
-            f"{column.label} held numbers in the training table, and now dtype {series.dtype}: make"
-            " numbers of it"
-        )
-    return column.values, problem or problem_of(column, _LEAVE_OUT)
-
-
 def _refuse_texts(X: Any) -> None:
     """Refuse texts in an array, of which no column says that it holds categories."""
     cells = np.array(X, dtype=object) if isinstance(X, list) else X
@@ -191,13 +167,7 @@ def refuse_numbers(numbers: np.ndarray) -> None:
 
 
 def refuse_targets(y: Any, is_classes: bool) -> None:
-    """Refuse targets that scikit-learn takes for others, or has no words for.
-
-    ``y`` are labels (n,) if ``is_classes``, else numbers (n,) or (n, D).
-
-    Raises:
-        InputError: If some are missing, or of several types, or not what is learned.
-    """
+    """Refuse labels (n,), or numbers (n,) or (n, D), that scikit-learn has no words for."""
     if y is None:  # which scikit-learn refuses
         return
     array = y.to_numpy() if hasattr(y, "to_numpy") else np.asarray(y)
@@ -241,12 +211,9 @@ def in_order(
 class Encoding:
     """Numbers standardised by the training table, and categories as zeros and ones.
 
-    Inputs of a column that is the same in all rows of the training table are zero. ``numbers`` and
+    Inputs of a column that ``is_constant`` in the training table are zero. ``numbers`` and
     ``categories`` are those of ``Columns`` for it; ``weights`` say how often each row counts.
-
-    Attributes:
-        feature_of: The column of the table that each input of the network stands for.
-        is_constant: Whether each column of the training table is the same in all rows.
+    ``feature_of`` is the column of the table that each input of the network stands for.
     """
 
     def __init__(
@@ -274,11 +241,7 @@ class Encoding:
 
 
 def check_constants(is_constant: np.ndarray, names: Iterable[Hashable], num_rows: int) -> None:
-    """Warn of columns that are the same in all rows.
-
-    Raises:
-        InputError: If all are.
-    """
+    """Warn of columns that are the same in all rows, and refuse a table of these alone."""
     if is_constant.all():
         rows = "one sample" if num_rows == 1 else f"{num_rows:,} rows"
         raise InputError(f"All columns of X are the same in all rows ({rows}).")
