@@ -20,11 +20,6 @@ from evigrad.priors import GaussianPrior
 GIB = 2**30
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_small(monkeypatch):
-    monkeypatch.setattr(memory, "SMALL_BYTES", 0)
-
-
 def structures(weights, **settings):
     return {
         name: make_structure(name, weights, frozenset({"w"}), **settings) for name in STRUCTURES

@@ -30,8 +30,6 @@ PEAK_FACTOR = 2.0
 # (1.1 GB). With ten classes 80 images (0.08 GB) took the time of 400. Smaller ones are slower: 12 s
 # by one example.
 CPU_PASS_BYTES = 2**29
-# What needs less is not compared with the free memory: reading that takes as long as a small pass.
-SMALL_BYTES = 2**24
 GIB = 2**30
 MEMINFO = Path("/proc/meminfo")
 # A container's memory limit and use (control group, version 2).
@@ -69,8 +67,6 @@ def check_memory(
     predict = curvature.condensed_bytes if condensed else curvature.predicted_bytes
     kept = predict(num_rows)
     needed = kept + pass_bytes
-    if needed <= SMALL_BYTES:
-        return
     free = _free_bytes(device)
     if free is not None and needed > free:
         free = available_bytes(device)

@@ -130,6 +130,8 @@ class MicroBatchSweep:
             label = "second"
         problem, plan, block, state = self.problem, self.plan, self.block, start
         expected, first = len(block.indices), 0
+        # A check is no measure of the memory that the pass itself takes.
+        is_check, num_checked = once and problem.sizes.asked == "auto", _CHECKED
         cuts = [] if problem.estimator.kind.counts_data else block.cuts()
         with self._evaluating():
             for x, y in self.batches:
@@ -142,13 +144,16 @@ class MicroBatchSweep:
                     cut = next((c for c in cuts if c > first + done), expected)
                     num_remaining = min(len(x), cut - first) - done
                     peak = partial(self._peak_bytes, partial(step, state), part)
-                    if once and problem.sizes.asked == "auto":
-                        # The pass itself is not measured yet.
-                        size = min(num_remaining, _CHECKED)
+                    if is_check:
+                        chosen = problem.sizes.chosen.get(self._memory_key(label, x), num_checked)
+                        size = min(num_remaining, num_checked, chosen)
                     else:
                         size = self._size(label, x, num_remaining, first + done, peak)
                     if states := fits(partial(step, state, part(size))):
                         (state,) = states
+                    elif is_check and size > 1:
+                        num_checked = size // 2
+                        continue
                     else:
                         problem.sizes.halve(self._memory_key(label, x), size)
                         continue
