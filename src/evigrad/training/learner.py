@@ -45,13 +45,10 @@ FIRST_RATE, LAST_RATE = 0.5, 0.05
 
 @dataclass(frozen=True)
 class Round:
-    """The estimates of the hyperparameter steps that follow an epoch.
+    """The estimates of the hyperparameter steps that follow an epoch, each made before its step.
 
-    Attributes:
-        estimates: One for each step, made before it.
-        is_shared: Whether steps used the same data, so that the spread of the estimates says
-            nothing about their error.
-        skipped: Steps that were not taken, as an estimate before them failed.
+    If steps used the same data (``is_shared``), the spread of the estimates says nothing about
+    their error. ``skipped`` steps were not taken, as an estimate before them failed.
     """
 
     estimates: list[Estimate]
