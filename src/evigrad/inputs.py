@@ -97,29 +97,20 @@ class Tree(_Joined):
 
 
 class AtPositions(_Joined):
-    """Inputs for outputs (m, …, C) at single positions: of a sequence, or of an image.
+    """Inputs for outputs (m, …, C) at single positions, each of which is a datum of its own.
 
-    Each position is a datum of its own, whose inputs are those of the whole datum and the position.
-    It is indexed and moved as one tensor is.
-
-    Attributes:
-        whole: The inputs, each once.
-        data: Which of them each position belongs to, (n,); None where each has one position.
-        positions: The positions (n,), counted through all dimensions between first and last.
-        count: How many positions a datum's outputs have, where that is known.
+    ``whole`` are the inputs, each once, and ``data`` (n,) says which of them a position belongs to;
+    None where each has one. The ``positions`` (n,) are counted through all dimensions between first
+    and last; ``count`` is how many a datum's outputs have, where that is known.
     """
 
     def __init__(
-        self,
-        whole: "Tensor | Tree",
-        data: Tensor | None,
-        positions: Tensor,
-        count: int | None = None,
+        self, whole: Tensor | Tree, data: Tensor | None, positions: Tensor, count: int | None = None
     ) -> None:
         self.whole, self.data, self.positions, self.count = whole, data, positions, count
 
     @classmethod
-    def every(cls, whole: "Tensor | Tree", count: int) -> "AtPositions":
+    def every(cls, whole: Tensor | Tree, count: int) -> "AtPositions":
         """All of ``count`` positions of all data."""
         number = torch.arange(len(whole) * count, device=whole.device)
         return cls(whole, number // count, number % count)

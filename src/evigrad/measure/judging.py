@@ -57,11 +57,9 @@ def tight_estimator(
 ) -> str:
     """Return the name of the tightest estimator that evaluates all the data within a given time.
 
-    ``full-N-C`` and ``ntk-N-C`` both compute the exact log-determinant; the weights, the data and
-    the rows of a datum (``Likelihood.num_rows``) decide which is cheaper. Where neither is
+    ``full-N-C`` and ``ntk-N-C`` both compute the exact log-determinant. Where neither is
     affordable, it is the estimator with all outputs on the largest subsets of which a whole
-    partition is affordable. ``seconds`` are those of one core, by a rough count of operations;
-    default, and most: a minute or two.
+    partition is affordable. ``seconds`` are those of one core; default, and most: a minute or two.
     """
     most, most_of_subsets = (
         min(_MAX_OPERATIONS, rate * seconds) for rate in (_EXACT_RATE, _SUBSET_RATE)

@@ -258,8 +258,8 @@ class Posterior:
 
 def fingerprint(problem: Problem) -> dict[str, int]:
     """A checksum of each parameter and buffer of the model, by its name."""
-    named = {**dict(problem.model.named_parameters()), **dict(problem.model.named_buffers())}
-    named = {name: tensor for name, tensor in named.items() if tensor.layout == torch.strided}
+    tensors = (*problem.model.named_parameters(), *problem.model.named_buffers())
+    named = {name: tensor for name, tensor in tensors if tensor.layout == torch.strided}
     bare = bare_names(problem.model, named).values()
     return dict(zip(bare, checksums(list(named.values()), problem.device), strict=True))
 

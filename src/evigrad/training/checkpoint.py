@@ -230,11 +230,8 @@ def check_network(state: Mapping[str, Any], evidence: Evidence, where: object) -
     saved = with_bare_names(model, {key: state[key] for key in ("model", "learned")})
     present = with_bare_names(model, model.state_dict())
     differences = _differences(_layout(saved["model"]), _layout(present))
-    parameters_by_kind = {
-        "weights": evidence.weights(),
-        "hyperparameters": evidence.hyperparameters(),
-    }
-    for kind, names in parameters_by_kind.items() if not differences else ():
+    learned = {"weights": evidence.weights(), "hyperparameters": evidence.hyperparameters()}
+    for kind, names in learned.items() if not differences else ():
         word = f"the {kind.removesuffix('s')} "
         differences += _differences(
             dict.fromkeys([word + name for name in saved["learned"][kind]], ""),

@@ -65,18 +65,11 @@ def make_weight_optimizer(
 
 
 def make_hyper_optimizer(hyperparameters: Mapping[str, nn.Parameter], s: Optimization) -> Optimizer:
-    """Return Adam on the hyperparameters: one rate for prior and noise, one for the model's own.
-
-    The prior is left out where it has its fixed-point update. There is no weight decay, and there
-    may be no hyperparameters.
-    """
-    model_parameters = [p for name, p in hyperparameters.items() if name.startswith("model.")]
+    """Return Adam on the hyperparameters, but those of a prior with its fixed-point update."""
     kinds = ("likelihood.",) if s.prior_update == "fixed_point" else ("prior.", "likelihood.")
-    prior = [p for name, p in hyperparameters.items() if name.startswith(kinds)]
-    groups: list[dict[str, Any]] = [
-        {"params": prior, "lr_first": s.prior_lr, "lr_last": s.prior_lr_min},
-        {"params": model_parameters, "lr_first": s.hyper_lr, "lr_last": s.hyper_lr_min},
-    ]
-    for group in groups:
-        group["lr"] = group["lr_first"]
+    rates = ((kinds, s.prior_lr, s.prior_lr_min), (("model.",), s.hyper_lr, s.hyper_lr_min))
+    groups: list[dict[str, Any]] = []
+    for starts, first, last in rates:
+        params = [p for name, p in hyperparameters.items() if name.startswith(starts)]
+        groups.append({"params": params, "lr": first, "lr_first": first, "lr_last": last})
     return Adam(groups, lr=s.prior_lr, weight_decay=0.0)

@@ -1,7 +1,6 @@
 """The folder of a run: configuration, metrics, checkpoint, figures."""
 
 import json
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -138,19 +137,6 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
-def open_directory(
-    run_dir: str | Path | RunDirectory | None, resume: bool, progress: bool
-) -> RunDirectory | None:
-    """Return the folder of a run; with ``progress`` it is said if it has another name."""
-    if not isinstance(run_dir, str | Path):
-        return run_dir
-    directory = RunDirectory(run_dir, resume=resume)
-    if progress and directory.path != Path(run_dir):
-        words = f"{run_dir} holds something already: this run goes to {directory.path}"
-        print(words, file=sys.stderr, flush=True)
-    return directory
-
-
 @contextmanager
 def naming_files(directory: RunDirectory, history: Sequence[Row]) -> Iterator[None]:
     """Say in an error where the metrics are, and after an interruption how the run goes on."""
@@ -168,7 +154,7 @@ def naming_files(directory: RunDirectory, history: Sequence[Row]) -> Iterator[No
 
 
 class RunRecord:
-    """The files that grow while a run trains; a context manager, which closes the metrics."""
+    """The files that grow while a run trains."""
 
     def __init__(self, directory: RunDirectory, history: Sequence[Row]) -> None:
         """Write the finished epochs: rows of epochs that will run again are dropped."""
@@ -218,10 +204,8 @@ class RunRecord:
                 stacklevel=2,
             )
 
-    def __enter__(self) -> "RunRecord":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Close the file of the metrics."""
         if self._metrics is not None:
             self._metrics.close()
 

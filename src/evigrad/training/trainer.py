@@ -39,7 +39,7 @@ from evigrad.training.learner import Learner
 from evigrad.training.optimizers import cosine, make_hyper_optimizer, make_weight_optimizer
 from evigrad.training.plan import planned
 from evigrad.training.progress import make_progress
-from evigrad.training.run_directory import RunDirectory, RunRecord, naming_files, open_directory
+from evigrad.training.run_directory import RunDirectory, RunRecord, naming_files
 from evigrad.training.settings import Settings, method_of
 
 Callback = Callable[[Row], None]
@@ -144,17 +144,12 @@ class Trainer:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What has to be the same when a run goes on: settings, data, and what is learned."""
-        evidence = self.evidence
+        test = None if self.test is None else self.test.fingerprint()
+        weights, hyperparameters = self.evidence.weights(), self.evidence.hyperparameters()
         return {
             "settings": self.record,
-            "data": {
-                "train": self.data.fingerprint(),
-                "test": None if self.test is None else self.test.fingerprint(),
-            },
-            "learned": {
-                "weights": list(evidence.weights()),
-                "hyperparameters": list(evidence.hyperparameters()),
-            },
+            "data": {"train": self.data.fingerprint(), "test": test},
+            "learned": {"weights": list(weights), "hyperparameters": list(hyperparameters)},
         }
 
     @property
@@ -193,7 +188,7 @@ class Trainer:
             record, watchers = None, list[Callback]()
             if directory is not None:
                 stack.enter_context(naming_files(directory, self.history))
-                record = stack.enter_context(RunRecord(directory, self.history))
+                record = stack.enter_context(closing(RunRecord(directory, self.history)))
                 watchers.append(record.write_row)
             if progress and len(self.history) < self.epochs:
                 bar = stack.enter_context(closing(make_progress(self.name, self.epochs)))
@@ -221,7 +216,13 @@ class Trainer:
         """Return the folder, locked in ``stack``; its checkpoint is restored, if it has one."""
         ranks, directory, state = self.evidence.ranks, None, None
         with ranks.together():
-            directory = open_directory(run_dir, resume, progress)
+            if isinstance(run_dir, str | Path):
+                directory = RunDirectory(run_dir, resume=resume)
+                if progress and directory.path != Path(run_dir):
+                    words = f"{run_dir} holds something already: this run goes to {directory.path}"
+                    print(words, file=sys.stderr, flush=True)
+            else:
+                directory = run_dir
             if directory is not None:
                 stack.enter_context(directory.locked())
                 state = directory.read_checkpoint() if resume else None
@@ -355,10 +356,7 @@ class Trainer:
         return total / max(count, 1), skipped
 
     def _differentiate(self, batch: Tensor) -> float:
-        """Return the loss on a batch; where it is finite, its gradient is in ``.grad``.
-
-        Of several ranks each takes a part of the batch, and gradients are summed.
-        """
+        """Return the loss on a batch; where it is finite, its gradient is in ``.grad``."""
         ranks = self.evidence.ranks
         local_batch, value, scale = batch[ranks.part(len(batch))], 0.0, self._noise_variance()
         with ranks.together():
@@ -373,6 +371,7 @@ class Trainer:
                         (scale * loss).backward()
         if ranks.count == 1:
             return value
+        # Each rank took a part of the batch.
         parameters = self._stepping()
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         total, *sums = ranks.sum([torch.tensor(value, device="cpu").to(grads[0]), *grads])
@@ -437,12 +436,9 @@ class Trainer:
         train = Pool(len(self.data)).of(self.data)
         for part, data in {"train": train, "test": self.test}.items():
             if data is not None:
+                draws = stream(seed, "evaluation", epoch)
                 self.metrics[part] = evaluate(
-                    evidence.model,
-                    evidence.likelihood,
-                    data,
-                    generator=stream(seed, "evaluation", epoch),
-                    ranks=evidence.ranks,
+                    evidence.model, evidence.likelihood, data, generator=draws, ranks=evidence.ranks
                 )
 
     def _configuration(self) -> dict[str, Any]:
