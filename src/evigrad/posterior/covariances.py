@@ -124,7 +124,7 @@ def _in_basis(matrices: Float[Tensor, "m k G d n"], vectors: Float[Tensor, "G n 
 
 
 Block = Dense | Diagonal | Kronecker
-_KINDS: dict[str, type[Block]] = {"dense": Dense, "diagonal": Diagonal, "kronecker": Kronecker}
+_KINDS = {kind.__name__.lower(): kind for kind in (Dense, Diagonal, Kronecker)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,19 +202,17 @@ class Covariance:
 
     def state(self) -> dict[str, Any]:
         """Tensors and texts, from which ``from_state`` makes the same."""
-        kinds = {kind: name for name, kind in _KINDS.items()}
+        blocks = [{"kind": type(b).__name__.lower(), **vars(b)} for b in self.blocks]
         return {
-            "blocks": [{"kind": kinds[type(block)], **vars(block)} for block in self.blocks],
+            "blocks": blocks,
             "explained": None if self.explained is None else dict(vars(self.explained)),
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
         """The covariance of a state."""
-        blocks = [
-            _KINDS[record["kind"]](**{key: value for key, value in record.items() if key != "kind"})
-            for record in state["blocks"]
-        ]
+        records = [dict(record) for record in state["blocks"]]
+        blocks: list[Block] = [_KINDS[record.pop("kind")](**record) for record in records]
         explained = state["explained"]
         return cls(blocks, None if explained is None else Explained(**explained))
 

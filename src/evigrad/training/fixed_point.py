@@ -60,9 +60,29 @@ class FixedPoint:
         self.rate = float(rate)
         self._log_precision()
 
-    def effective_parameters(self) -> Float[Tensor, " G"]:
+    def effective_parameters(self, squares: Tensor | None = None) -> Float[Tensor, " G"]:
         """Return γ (G,) of each learned prior group by the last ``backward``'s gradient."""
-        return self._effective_parameters(self._square_norms())
+        log_precision = self._log_precision()
+        gradient = log_precision.grad
+        if gradient is None:
+            raise ConfigurationError(
+                "There is no gradient to take the update from: call evidence.backward before each"
+                " step."
+            )
+        if not torch.isfinite(gradient).all():
+            raise NotFiniteError(
+                "The gradient of the prior's precisions is not finite: weights or hyperparameters"
+                " have diverged; lower their learning rates."
+            )
+        squares = self._square_norms() if squares is None else squares
+        most = torch.ones((), dtype=torch.float64, device="cpu")
+        if self.evidence.prior.structure != "diagonal":
+            sizes = [w.numel() for w in self.evidence.weights().values()]
+            most = self._group_sums(torch.tensor(sizes, device="cpu"))
+        with torch.no_grad():
+            fitted = log_precision.double().exp() * squares
+            gamma = fitted - 2 * self.evidence.num_data * gradient.double()
+            return gamma.clamp(min=0.0).minimum(most.to(gamma))
 
     def start(self, zero: float, pretrained: float) -> None:
         """Set the learned precisions, to ``pretrained`` in groups with a mean other than zero."""
@@ -82,7 +102,7 @@ class FixedPoint:
         """Update the precisions by the gradient of one ``backward``, and clear it."""
         log_precision = self._log_precision()
         squares = self._square_norms()
-        gamma = self._effective_parameters(squares)
+        gamma = self.effective_parameters(squares)
         with torch.no_grad():
             ratio = gamma / (log_precision.double().exp() * squares)
             factor = (1 + self.rate * (ratio - 1)).clamp(min=1 / MAX_FACTOR)
@@ -107,24 +127,6 @@ class FixedPoint:
             )
         return log_precision
 
-    def _effective_parameters(self, squares: Tensor) -> Tensor:
-        log_precision = self._log_precision()
-        gradient = log_precision.grad
-        if gradient is None:
-            raise ConfigurationError(
-                "There is no gradient to take the update from: call evidence.backward before each"
-                " step."
-            )
-        if not torch.isfinite(gradient).all():
-            raise NotFiniteError(
-                "The gradient of the prior's precisions is not finite: weights or hyperparameters"
-                " have diverged; lower their learning rates."
-            )
-        with torch.no_grad():
-            fitted = log_precision.double().exp() * squares
-            gamma = fitted - 2 * self.evidence.num_data * gradient.double()
-            return gamma.clamp(min=0.0).minimum(self._counts().to(gamma))
-
     def _square_norms(self) -> Tensor:
         """‖w_g − w₀_g‖² for each entry of ``log_precision``, float64."""
         prior = self.evidence.prior
@@ -132,20 +134,12 @@ class FixedPoint:
             deviations = prior.deviations(self.evidence.weights()).values()
             if prior.structure == "diagonal":
                 return torch.cat([d.double().square().flatten() for d in deviations])
-            norms = torch.stack([d.double().square().sum() for d in deviations])
-            index = self._index().to(norms.device)
-            sums = norms.new_zeros(len(prior.group_names)).index_add(0, index, norms)
-            return sums[prior.learned_groups()]
+            return self._group_sums(torch.stack([d.double().square().sum() for d in deviations]))
 
-    def _counts(self) -> Tensor:
-        """P_g for each entry of ``log_precision``."""
+    def _group_sums(self, values: Tensor) -> Tensor:
+        """Sums of one value for each weight tensor, for each entry of ``log_precision``."""
         prior = self.evidence.prior
-        if prior.structure == "diagonal":
-            return torch.ones((), dtype=torch.float64, device="cpu")
-        sizes = torch.tensor([w.numel() for w in self.evidence.weights().values()], device="cpu")
-        counts = torch.zeros(len(prior.group_names), dtype=torch.long, device="cpu")
-        return counts.index_add(0, self._index(), sizes)[prior.learned_groups()]
-
-    def _index(self) -> Tensor:
-        group_of = self.evidence.prior.group_of
-        return torch.tensor([group_of[name] for name in self.evidence.weights()], device="cpu")
+        groups = [prior.group_of[name] for name in self.evidence.weights()]
+        index = torch.tensor(groups, device=values.device)
+        sums = values.new_zeros(len(prior.group_names)).index_add(0, index, values)
+        return sums[prior.learned_groups()]
