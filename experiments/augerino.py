@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
 from evigrad.inputs import named_parameters
-from evigrad.invariances.transform import Ranged, learnable_ranges, ranged_modules
+from evigrad.invariances.transform import learnable_ranges, ranged_modules
 from evigrad.priors import matches
 from evigrad.training import FitResult, Settings, Trainer, prepare
 
@@ -137,7 +137,6 @@ def range_parameters(model: nn.Module) -> list[str]:
     return names
 
 
-def _learned(module: nn.Module, names: list[str]) -> Tensor:
-    assert isinstance(module, Ranged)
+def _learned(module: Any, names: list[str]) -> Tensor:
     positions = [i for i, name in enumerate(module.named_ranges()) if name in names]
     return module.ranges[positions].double()

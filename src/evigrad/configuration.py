@@ -9,14 +9,7 @@ DEEPEST = 2
 
 
 def check_plain(text: str) -> None:
-    """Refuse YAML that is more than names with plain values and lists of these.
-
-    Args:
-        text: The content of a file.
-
-    Raises:
-        ConfigurationError: If it is no YAML, has anchors, tags or deeper levels, or a name twice.
-    """
+    """Refuse YAML that is more than unique names with plain values and lists of these."""
     yaml = require("yaml", "Reading a configuration", extra="cli")
     if len(text) > LONGEST:
         raise ConfigurationError(

@@ -36,24 +36,12 @@ _TEXT = 2000
 
 
 class Ranks:
-    """The processes of a group, or the only one.
+    """The processes of a group, or the only one: this one is number ``rank`` of ``count``.
 
     All ranks call the same methods in the same order; each call waits for the others. Results are
-    equal on all ranks, to the last bit.
-
-    Args:
-        group: A process group, as ``torch.distributed.group.WORLD`` after ``init_process_group``;
-            or a device mesh of one dimension. None for one process.
-
-    Attributes:
-        rank: The number of this process, from 0.
-        count: R.
-        sent: Bytes that this rank has sent, beside the headers of messages. A sum of n bytes sends
-            2n(R − 1)/R (a ring), a gathered tensor or shard n(R − 1); what rank 0 gives to all is
-            counted there, n(R − 1).
-
-    Raises:
-        ConfigurationError: If it is no such group, or this process is not in it.
+    equal on all ranks, to the last bit. This rank has ``sent`` so many bytes beside the headers of
+    messages. A sum of n bytes sends 2n(R − 1)/R (a ring), a gathered tensor or shard n(R − 1); what
+    rank 0 gives to all is counted there, n(R − 1).
     """
 
     def __init__(self, group: Group | None = None) -> None:
@@ -65,20 +53,19 @@ class Ranks:
             raise ConfigurationError(
                 "There is no process group yet: call torch.distributed.init_process_group first."
             )
-        process_group: Any = group
-        if hasattr(process_group, "get_group"):
-            if process_group.ndim != 1:
+        mesh: Any = group
+        if hasattr(mesh, "get_group"):
+            if mesh.ndim != 1:
                 raise ConfigurationError(
-                    f"The device mesh has {process_group.ndim} dimensions: give the one over the"
+                    f"The device mesh has {mesh.ndim} dimensions: give the one over the"
                     " replicas, as mesh['replicas']."
                 )
-            process_group = process_group.get_group()
-        if not isinstance(process_group, distributed.ProcessGroup):
+            group = mesh.get_group()
+        if not isinstance(group, distributed.ProcessGroup):
             raise ConfigurationError(
-                f"process_group is a process group or a device mesh, not {process_group!r}: say"
+                f"process_group is a process group or a device mesh, not {group!r}: say"
                 " torch.distributed.group.WORLD in a process that is one of it."
             )
-        group = process_group
         self._group = group
         self.rank, self.count = distributed.get_rank(group), distributed.get_world_size(group)
         if distributed.get_backend(group) == "nccl":
@@ -98,10 +85,7 @@ class Ranks:
     # ------------------------------------------------------------ tensors
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums over the ranks of tensors that have the same shapes and types everywhere.
-
-        They have no graph. Tensors of one type travel together.
-        """
+        """Return the sums over the ranks, without a graph; tensors of one type travel together."""
         if self.count == 1:
             return list(tensors)
         sums = [tensor.detach() for tensor in tensors]
@@ -201,11 +185,8 @@ class Ranks:
         if len(set(self._exchange(b"", _digest(digests)))) == 1:
             return
         rank_digests = torch.stack(self.gather(torch.tensor(digests, device="cpu")))
-        names = [
-            n
-            for n, same in zip(alike, (rank_digests == rank_digests[0]).all(0), strict=True)
-            if not same
-        ]
+        is_same = (rank_digests == rank_digests[0]).all(0)
+        names = [name for name, same in zip(alike, is_same, strict=True) if not same]
         raise ConfigurationError(
             f"The {self.count} ranks differ in the {', '.join(names)}: all have to make"
             " the same calls, with the same model, data and settings."
@@ -216,10 +197,7 @@ class Ranks:
         seen = torch.tensor([len(text), number], device=self._place)
         lengths, numbers = torch.stack(self._gathered(seen)).mT.tolist()
         if any(lengths):
-            padded = torch.tensor(
-                list(text.ljust(max(lengths), b" ")), dtype=torch.uint8, device="cpu"
-            )
-            texts = self._gathered(padded.to(self._place))
+            texts = self.gather(torch.tensor(list(text), dtype=torch.uint8, device="cpu"))
             if not text:
                 raise RankError(
                     "; ".join(
@@ -260,21 +238,15 @@ def _digest(value: object) -> int:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Raise an error if a model is wrapped or sharded for training on several processes.
-
-    Raises:
-        ConfigurationError: If it is.
-    """
+    """Raise ConfigurationError if a model is wrapped or sharded for several processes."""
     if isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
             "The model is a DistributedDataParallel, which averages gradients in every pass. Use"
             " the model inside it, model.module."
         )
     kinds = {"FullyShardedDataParallel": "FSDP1", "FSDPModule": "FSDP2"}
-    wrapped = [
-        kind for name, kind in kinds.items() if _any_is(_class("fsdp", name), model.modules())
-    ]
-    sharded = _any_is(_class("tensor", "DTensor"), model.parameters())
+    wrapped = [kind for name, kind in kinds.items() if _has_any("fsdp", name, model.modules())]
+    sharded = _has_any("tensor", "DTensor", model.parameters())
     if wrapped or sharded:
         raise ConfigurationError(
             f"The model's parameters are shards ({wrapped[0] if wrapped else 'DTensor'}), and"
@@ -283,11 +255,8 @@ def check_whole(model: nn.Module) -> None:
         )
 
 
-def _any_is(kind: Any, things: Iterable[object]) -> bool:
-    return any(isinstance(thing, kind) for thing in things)
-
-
-def _class(module: str, name: str) -> Any:
-    """A class of ``torch.distributed``, or no class if nothing can be an instance of it yet."""
+def _has_any(module: str, name: str, things: Iterable[object]) -> bool:
+    """Whether one of the things is an instance of a class of ``torch.distributed``."""
     # Importing these modules takes seconds, and whoever has something sharded has imported them.
-    return getattr(sys.modules.get(f"torch.distributed.{module}"), name, ())
+    kind: Any = getattr(sys.modules.get(f"torch.distributed.{module}"), name, ())
+    return any(isinstance(thing, kind) for thing in things)

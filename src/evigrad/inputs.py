@@ -51,6 +51,11 @@ class _Joined:
         """The tensors (n, ...), in a fixed order."""
         return [leaf for _, leaf in self.named()]
 
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        return self.leaves()[0].device
+
     def to(self, device: torch.device) -> Self:
         """The same on a device."""
         return self.map(lambda leaf: leaf.to(device))
@@ -65,11 +70,7 @@ class _Joined:
 
 
 class Tree(_Joined):
-    """Dictionaries, tuples, named tuples and lists of tensors, nested, which share dim 0.
-
-    It is indexed and moved as one tensor is. ``as_inputs`` makes one of the containers ``value``,
-    in which None stays None.
-    """
+    """Containers of tensors that share dim 0, nested; ``as_inputs`` makes one of ``value``."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -91,39 +92,25 @@ class Tree(_Joined):
     def __getitem__(self, index: Any) -> "Tree":
         """Some of the data, by a slice or by positions (m,)."""
         if isinstance(index, Tensor):
-            return self.map(lambda leaf: leaf[index.to(leaf.device)])
+            index = index.to(self.device)
         return self.map(lambda leaf: leaf[index])
-
-    @property
-    def device(self) -> torch.device:
-        """The device of all tensors."""
-        return self.leaves()[0].device
 
 
 class AtPositions(_Joined):
-    """Inputs for outputs (m, …, C) at single positions: of a sequence, or of an image.
+    """Inputs for outputs (m, …, C) at single positions, each of which is a datum of its own.
 
-    Each position is a datum of its own, whose inputs are those of the whole datum and the position.
-    It is indexed and moved as one tensor is.
-
-    Attributes:
-        whole: The inputs, each once.
-        data: Which of them each position belongs to, (n,); None where each has one position.
-        positions: The positions (n,), counted through all dimensions between first and last.
-        count: How many positions a datum's outputs have, where that is known.
+    ``whole`` are the inputs, each once, and ``data`` (n,) says which of them a position belongs to;
+    None where each has one. The ``positions`` (n,) are counted through all dimensions between first
+    and last; ``count`` is how many a datum's outputs have, where that is known.
     """
 
     def __init__(
-        self,
-        whole: "Tensor | Tree",
-        data: Tensor | None,
-        positions: Tensor,
-        count: int | None = None,
+        self, whole: Tensor | Tree, data: Tensor | None, positions: Tensor, count: int | None = None
     ) -> None:
         self.whole, self.data, self.positions, self.count = whole, data, positions, count
 
     @classmethod
-    def every(cls, whole: "Tensor | Tree", count: int) -> "AtPositions":
+    def every(cls, whole: Tensor | Tree, count: int) -> "AtPositions":
         """All of ``count`` positions of all data."""
         number = torch.arange(len(whole) * count, device=whole.device)
         return cls(whole, number // count, number % count)
@@ -199,7 +186,8 @@ def as_inputs(value: Any) -> Inputs:
             "Inputs must be a tensor, or dictionaries, tuples or lists of tensors, not"
             f" {type(value).__name__}."
         )
-    tree = Tree(_plain(value))
+    # Plain dictionaries in the place of other mappings, as of a tokenizer's batch.
+    tree = Tree(mapped(lambda part: part, value))
     parts = tree.named()
     for name, part in parts:
         if not isinstance(part, Tensor):
@@ -292,15 +280,6 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _plain(value: Any) -> Any:
-    """Plain dictionaries in the place of other mappings, as of a tokenizer's batch."""
-    if isinstance(value, Mapping):
-        return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, tuple | list):
-        return _made(value, map(_plain, value))
-    return value
-
-
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Containers with another part in the place of each; None stays None."""
     if isinstance(value, Mapping):
@@ -335,15 +314,7 @@ _wanted: ContextVar[AtPositions | None] = ContextVar("wanted", default=None)
 
 
 def called(model: nn.Module, x: Inputs) -> object:
-    """Return what the model returns for a copy of some inputs, which it may change in place.
-
-    A dictionary goes in as keyword arguments where ``forward`` takes all of its keys, and a tuple
-    as positional ones where ``forward`` asks for as many; else each is one argument. Of an object
-    that has ``logits``, as a Hugging Face model returns it, these are the outputs.
-
-    Raises:
-        InputError: If the model raises an exception, or has no outputs at positions.
-    """
+    """Return the outputs of the model for a copy of some inputs, which it may change in place."""
     if isinstance(x, AtPositions):
         return x.of_outputs(called(model, x.whole))
     if isinstance(model, Outputs):
@@ -393,10 +364,7 @@ def noted_calls(
 
 
 def output_layer(model: nn.Module, x: Tensor | Tree) -> tuple[object, nn.Linear | None]:
-    """Return what a model returns, and the linear layer that makes it, or None.
-
-    The model calls that layer once, with one argument.
-    """
+    """Return the outputs, and the linear layer that makes them in one call of one argument."""
     seen: dict[nn.Linear, list[tuple[int, Any]]] = {}
 
     def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -406,12 +374,10 @@ def output_layer(model: nn.Module, x: Tensor | Tree) -> tuple[object, nn.Linear 
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     with noted_calls(layers, note):
         f = called(model, x)
-    output_layers = [
-        layer
-        for layer, ((count, output), *more) in seen.items()
-        if count == 1 and not more and output is f
-    ]
-    return f, output_layers[0] if output_layers else None
+    for layer, ((count, output), *more) in seen.items():
+        if count == 1 and not more and output is f:
+            return f, layer
+    return f, None
 
 
 def called_at(model: nn.Module, layer: nn.Linear, x: AtPositions) -> object:
@@ -438,7 +404,11 @@ def scores_of(output: object) -> Any:
 
 
 def arguments(model: nn.Module, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and named arguments of ``forward`` for the value of a ``Tree``."""
+    """Return positional and named arguments of ``forward`` for the value of a ``Tree``.
+
+    A dictionary goes in as keyword arguments where ``forward`` takes all of its keys, and a tuple
+    as positional ones where ``forward`` asks for as many; else each is one argument.
+    """
     parameters = inspect.signature(model.forward).parameters.values()
     kinds = {parameter.name: parameter.kind for parameter in parameters}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
@@ -481,10 +451,7 @@ class Transparent(nn.Module):
 
 
 def inside(module: Transparent) -> nn.Module:
-    """Return the model.
-
-    This is no attribute of the module: a submodule of the model may have any name.
-    """
+    """Return the model, which is no attribute: a submodule of it may have any name."""
     return module.__dict__[_MODEL]
 
 
@@ -526,10 +493,7 @@ def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[st
 
 
 def with_bare_names(model: nn.Module, state: Any) -> Any:
-    """Return a state in which names of a wrapped model's tensors are their ``bare_names``.
-
-    It is dictionaries, lists, tuples and whatever they hold; the same state if nothing is wrapped.
-    """
+    """Return a state of containers with a wrapped model's tensors by their ``bare_names``."""
     buffers = (name for name, _ in model.named_buffers(remove_duplicate=False))
     names = bare_names(model, [*model.state_dict(), *buffers])
     if all(name == bare for name, bare in names.items()):

@@ -193,7 +193,9 @@ class GaussianPrior(nn.Module):
         else:
             initial = torch.full((count,), math.log(precision), dtype=torch.float64, device="cpu")
         self._set(initial.to(device, dtype))
-        self._set_means(list(means), [m.to(device, dtype) for m in means.values()])
+        self._mean_of = list(means)
+        if means:
+            self._means = torch.cat([m.to(device, dtype).flatten() for m in means.values()])
         self.log_hyperprior()  # raises its errors now and not at the first step
 
     def _assign(self, shapes: Mapping[str, torch.Size]) -> tuple[list[str], dict[str, int]]:
@@ -210,12 +212,16 @@ class GaussianPrior(nn.Module):
 
     def _check_groups(self, names: Sequence[str]) -> None:
         """Refuse settings by group that name others than the prior's."""
-        if isinstance(self._precision, dict):
-            _check_names("precision", self._precision, names)
-            if missing := [name for name in names if name not in self._precision]:
+        for what, setting in (("precision", self._precision), ("learnable", self.learnable)):
+            for name in setting if isinstance(setting, dict) else ():
+                if name not in names:
+                    raise ConfigurationError(
+                        f"{what} names '{name}', but the prior's groups are {listed(names)}."
+                        f"{nearest(name, names)}"
+                    )
+        if isinstance(precision := self._precision, dict):
+            if missing := [name for name in names if name not in precision]:
                 raise ConfigurationError(f"precision lacks a value for {listed(missing)}.")
-        if isinstance(self.learnable, dict):
-            _check_names("learnable", self.learnable, names)
 
     def _set(self, values: Tensor) -> None:
         """Store the log precisions of all groups, the learned apart from the fixed."""
@@ -261,11 +267,6 @@ class GaussianPrior(nn.Module):
                     )
                 means[name], key_of[name] = value, key
         return {name: mean for name in shapes if (mean := means.get(name)) is not None}
-
-    def _set_means(self, names: list[str], means: Sequence[Tensor]) -> None:
-        """Store a copy of the means of some weights; all others have mean zero."""
-        self._mean_of = names
-        self._means = torch.cat([m.flatten() for m in means]) if means else None
 
     def learned_groups(self) -> list[int]:
         """Indices into ``group_names`` of the entries of ``log_precision``; none if diagonal."""
@@ -419,8 +420,9 @@ class GaussianPrior(nn.Module):
                 self._shapes, self.group_names, self.group_of = shapes, names, group_of
                 self._check_groups(names)
                 self._set(torch.empty_like(state_dict[f"{prefix}log_precision"]))
+                self._mean_of = mean_of
                 if mean_of:
-                    self._set_means(mean_of, [torch.empty_like(state_dict[f"{prefix}_means"])])
+                    self._means = torch.empty_like(state_dict[f"{prefix}_means"]).flatten()
         key = f"{prefix}log_precision"
         values = state_dict.get(key)
         has_learned = len(self._learned_index) > 0
@@ -492,15 +494,6 @@ def _in_words(mean: object) -> str:
     return repr("zero" if mean is None else mean)
 
 
-def _check_names(what: str, names: Iterable[str], group_names: Sequence[str]) -> None:
-    for name in names:
-        if name not in group_names:
-            raise ConfigurationError(
-                f"{what} names '{name}', but the prior's groups are {listed(group_names)}."
-                f"{nearest(name, group_names)}"
-            )
-
-
 def _difference(bound: Mapping[str, torch.Size], other: Mapping[str, torch.Size]) -> str:
     """In words, how two sets of weights differ."""
     parts = [f"without '{name}'" for name in bound if name not in other]
@@ -514,20 +507,13 @@ def _difference(bound: Mapping[str, torch.Size], other: Mapping[str, torch.Size]
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a name, a module above it or a wildcard stands for a parameter.
-
-    ``conv1`` does not stand for ``conv10.weight``.
-    """
+    """Return whether a name, a module above it or a wildcard stands for a parameter."""
     above = pattern if pattern.endswith(".") else f"{pattern}."
     return name == pattern or name.startswith(above) or fnmatchcase(name, pattern)
 
 
 def checked_groups(groups: Mapping[str, Sequence[str]], what: str) -> dict[str, list[str]]:
-    """Return the list of patterns of each group; ``what`` says in errors whose groups they are.
-
-    Raises:
-        ConfigurationError: If there is no group, or one without a pattern.
-    """
+    """Return the list of patterns of each group; ``what`` says in errors whose groups they are."""
     taken = {
         name: [patterns] if isinstance(patterns, str) else list(patterns)
         for name, patterns in groups.items()
@@ -546,14 +532,7 @@ def _known(names: Iterable[str]) -> list[str]:
 
 
 def assign(names: Sequence[str], groups: Mapping[str, Sequence[str]], what: str) -> dict[str, str]:
-    """Return the group of each weight, in the order of the weights.
-
-    ``what`` says in errors whose groups they are.
-
-    Raises:
-        ConfigurationError: If a pattern fits no weight, or a weight is in no group or in several;
-            the text names all of them.
-    """
+    """Return the one group of each weight; ``what`` says in errors whose groups they are."""
     owners = {
         name: [g for g, patterns in groups.items() if any(matches(p, name) for p in patterns)]
         for name in names

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,11 +73,8 @@ class Averaged(nn.Module):
                 f"The averaged model draws noise itself, in {type(inner[0]).__name__}. Put all that"
                 " is random into one transform."
             )
-        self.model = model
-        self.invariance = invariance
-        self.num_samples = num_samples
-        self.average = average
-        self.chunk = chunk
+        self.model, self.invariance = model, invariance
+        self.num_samples, self.average, self.chunk = num_samples, average, chunk
         self._held: Tensor | None = None
 
     def draw(self, num_data: int, generator: torch.Generator) -> Tensor:
@@ -94,11 +92,7 @@ class Averaged(nn.Module):
             self._held = before
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the averaged outputs (n, C) of inputs (n, ...).
-
-        Raises:
-            InputError: If the held noise is for another number of inputs.
-        """
+        """Return the averaged outputs (n, C) of inputs (n, ...)."""
         if self._held is None:
             return self._average(x, self.draw(len(x), torch.default_generator), self.chunk)
         if len(self._held) != len(x):
@@ -112,13 +106,10 @@ class Averaged(nn.Module):
         if chunk is None or chunk >= num_samples:
             total = self._total(x, noise)
         else:
-            again = torch.is_grad_enabled()
-            parts = [
-                checkpoint(self._total, x, part, use_reentrant=False)
-                if again
-                else self._total(x, part)
-                for part in noise.split(chunk, dim=1)
-            ]
+            of_part = self._total
+            if torch.is_grad_enabled():
+                of_part = partial(checkpoint, self._total, use_reentrant=False)
+            parts = [of_part(x, part) for part in noise.split(chunk, dim=1)]
             total = self._sum(torch.stack(parts, dim=1))
         if self.average == "probabilities":
             return total - math.log(num_samples)
@@ -139,9 +130,7 @@ class Averaged(nn.Module):
 
     def _sum(self, values: Tensor) -> Tensor:
         """The sum over dim 1; with probabilities, the logsumexp."""
-        if self.average == "probabilities":
-            return values.logsumexp(1)
-        return values.sum(1)
+        return values.logsumexp(1) if self.average == "probabilities" else values.sum(1)
 
     def extra_repr(self) -> str:
         chunk = "" if self.chunk is None else f", chunk={self.chunk}"

@@ -54,10 +54,7 @@ class Stochastic(Protocol):
 
 @contextmanager
 def sampled(num_samples: int) -> Iterator[None]:
-    """Within this context, dim 0 counts this many samples of each datum, side by side.
-
-    Nested contexts multiply.
-    """
+    """Within this context, dim 0 counts this many times as many samples of each datum."""
     token = _samples.set(_samples.get() * num_samples)
     try:
         yield
@@ -85,27 +82,22 @@ class Noise:
     def __init__(
         self, modules: Sequence[Stochastic], seed: int, positions: Tensor | None = None
     ) -> None:
-        self._modules = list(modules)
-        self._seed = seed
-        self._positions = positions
+        self._modules, self._seed, self._positions = list(modules), seed, positions
         self._pages: dict[int, list[Tensor]] = {}
 
     def slice(self, start: int, stop: int) -> list[Tensor]:
         """The noise of the data in positions start … stop - 1, a tensor for each module."""
         if not self._modules:
             return []
-        if self._positions is None:
-            return self._between(start, stop)
-        chosen = self._positions[start:stop]
-        first = int(chosen[0])
-        return [noise[chosen - first] for noise in self._between(first, int(chosen[-1]) + 1)]
-
-    def _between(self, start: int, stop: int) -> list[Tensor]:
+        chosen = None if self._positions is None else self._positions[start:stop]
+        if chosen is not None:
+            start, stop = int(chosen[0]), int(chosen[-1]) + 1
         first, last = start // PAGE, (stop - 1) // PAGE
         self._pages = {page: self._page(page) for page in range(first, last + 1)}
         offset = first * PAGE
-        whole = [torch.cat(parts) for parts in zip(*self._pages.values(), strict=True)]
-        return [noise[start - offset : stop - offset] for noise in whole]
+        where = slice(start - offset, stop - offset) if chosen is None else chosen - offset
+        whole = (torch.cat(parts) for parts in zip(*self._pages.values(), strict=True))
+        return [noise[where] for noise in whole]
 
     def _page(self, page: int) -> list[Tensor]:
         if page in self._pages:
@@ -124,9 +116,8 @@ class Noise:
 class PackedModel(Transparent):
     """A model as a function of one tensor, which holds all parts of its inputs and their noise.
 
-    Some inputs ``x`` and some ``noise`` (one tensor for each module that draws) say shapes and
-    types. For inputs at positions ``layer`` is the one that makes the outputs, if there is one; it
-    then acts on the positions alone.
+    ``x`` and ``noise`` say shapes and types. For inputs at positions ``layer``, if there is one
+    that makes the outputs, acts on the positions alone.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,12 +49,7 @@ class Transform(nn.Module, ABC):
         return super().get_parameter(target) if parameter is None else parameter
 
     def check_bounds(self) -> None:
-        """Refuse bounds that are no bounds or that a parameter is outside of; then apply them.
-
-        Raises:
-            ConfigurationError: If there is no parameter of a name, a lower bound is not below the
-                upper one, both are infinite, or a value is outside.
-        """
+        """Refuse bounds that are no bounds or that a parameter is outside of; then apply them."""
         parameters = dict(self.named_parameters(recurse=False))
         whose = f"bounds of {type(self).__name__}"
         for name, (low, high) in self.bounds.items():
@@ -217,22 +212,11 @@ def _sizes(shape: int | Sequence[int]) -> tuple[int, ...]:
 # ------------------------------------------------------------ ranges
 
 
-@runtime_checkable
-class Ranged(Protocol):
-    """A transform with ranges, as ``AffineInvariance``: half the width of what it draws."""
+def ranged_modules(model: nn.Module) -> dict[str, Any]:
+    """Return the modules of a model that have ranges, as ``AffineInvariance``, by their names.
 
-    @property
-    def ranges(self) -> Tensor:
-        """The ranges, with a graph to the parameters that are learned."""
-        ...
-
-    def named_ranges(self) -> dict[str, float]:
-        """The ranges as numbers, in their order, by the names of their parameters."""
-        ...
-
-
-def ranged_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model that have ranges, by their names in the model."""
+    ``ranges`` are half the widths of what they draw, and ``named_ranges`` the same as numbers.
+    """
     named = {
         path: module
         for path, module in model.named_modules()
@@ -242,10 +226,9 @@ def ranged_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {bare[path]: module for path, module in named.items()}
 
 
-def learnable_ranges(module: nn.Module) -> list[str]:
+def learnable_ranges(module: Any) -> list[str]:
     """The names of a module's ranges that are trainable parameters."""
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}
-    assert isinstance(module, Ranged)
     return [name for name in module.named_ranges() if name in trainable]
 
 
@@ -256,7 +239,6 @@ def range_values(model: nn.Module) -> dict[str, float]:
     for path, module in modules.items():
         learnable = learnable_ranges(module)
         front = f"{path}." if len(modules) > 1 else ""
-        assert isinstance(module, Ranged)
         for name, value in module.named_ranges().items():
             if value != 0 or name in learnable:
                 ranges[front + name] = value

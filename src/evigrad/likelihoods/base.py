@@ -212,9 +212,8 @@ class Likelihood(nn.Module, ABC):
     def _check_same_hessian(self, f: Tensor, y: Tensor) -> None:
         """Compare Hessians at targets and at reference targets along a random direction."""
         generator = torch.Generator().manual_seed(0)
-        direction = torch.randn(f.shape, generator=generator, dtype=torch.float64, device="cpu").to(
-            f
-        )
+        direction = torch.randn(f.shape, generator=generator, dtype=torch.float64, device="cpu")
+        direction = direction.to(f)
         with torch.no_grad():
             expected = self._times_hessian(f, self.reference_targets(f)[0], direction)
             product = self._times_hessian(f, y, direction)

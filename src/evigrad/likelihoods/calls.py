@@ -42,16 +42,7 @@ def check_finite(what: str, value: Tensor) -> None:
 def log_probabilities(
     likelihood: Likelihood, f: Tensor, y: Tensor, *, alone: bool = True
 ) -> Tensor:
-    """Return log p(y_n|f_n) of each datum, (m,), in nats.
-
-    ``alone`` evaluates the first datum alone too, and compares: targets of a wrong shape can
-    broadcast against the other data without an error.
-
-    Raises:
-        ConfigurationError: If the density does not return one number for each datum.
-        InputError: If it depends on the other data, or raises an exception.
-        NotFiniteOutputError: If the outputs are not finite.
-    """
+    """Return the checked log p(y_n|f_n) of each datum, (m,), in nats."""
     with raised_in(f"log_prob of {type(likelihood).__name__}, {_given(f.shape, y)},"):
         log_prob = likelihood.log_prob(f, y)
     if log_prob.shape != (len(f),):
@@ -64,6 +55,7 @@ def log_probabilities(
             "The model's outputs hold NaN or infinite values for these inputs. Mend the weights"
             " (one may be NaN, or training may have diverged), or the inputs."
         )
+    # Targets of a wrong shape can broadcast against the other data without an error.
     if alone and len(f) > 1:
         with torch.no_grad():
             first = likelihood.log_prob(f[:1], y[:1])[0]
@@ -84,16 +76,11 @@ def summed_metrics(likelihood: Likelihood, f: Tensor, y: Tensor) -> dict[str, fl
 
 
 def class_probabilities(likelihood: Likelihood, f: Tensor) -> Tensor:
-    """Return probabilities of classes at outputs (m, C).
-
-    Raises:
-        ConfigurationError: If the likelihood has none, or inherits those of another density.
-    """
+    """Return probabilities of classes at outputs (m, C), or raise ConfigurationError for none."""
     name = type(likelihood).__name__
     with raised_in(f"probabilities of {name}"):
-        probabilities = None
-        if "probabilities" not in likelihood._inherited:
-            probabilities = likelihood.probabilities(f)
+        is_other = "probabilities" in likelihood._inherited
+        probabilities = None if is_other else likelihood.probabilities(f)
     if probabilities is None:
         raise ConfigurationError(
             f"{name} has no probabilities of classes. Regression has mean and std, and every"

@@ -23,11 +23,7 @@ NO_TARGET = (
 
 
 def counted(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> Tensor:
-    """Return where targets (m, …) count, (m, T), over the ``shape`` of a datum's positions.
-
-    Raises:
-        InputError: If the targets have other positions.
-    """
+    """Return where targets (m, …) count, (m, T), over the ``shape`` of a datum's positions."""
     target_shape = tuple(y.shape[1 : 1 + len(shape)])
     if target_shape != tuple(shape):
         hint = "Where some have none, as the last one of a language model, fill in -100."
@@ -51,13 +47,7 @@ def targets_at(
     device: torch.device,
     first_datum: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the checked targets (n, ...) at positions that count, and where these are, (m, T).
-
-    ``shape`` is that of a datum's outputs, (…, C); ``first_datum`` is the number of the first one.
-
-    Raises:
-        InputError: If they do not fit.
-    """
+    """Return the checked targets (n, ...) at positions that count, and where these are, (m, T)."""
     *shape, num_outputs = shape
     counts = counted(likelihood, shape, y)
     targets = y.flatten(1, len(shape))[counts]
@@ -89,13 +79,7 @@ def targets_at(
 
 
 def flattened(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return checked outputs (n, C) and their targets (n, ...) at all positions that count.
-
-    Outputs (m, C) are returned as they are. There are none if no position counts.
-
-    Raises:
-        InputError: If targets do not fit.
-    """
+    """Return checked outputs (n, C) and their targets (n, ...) at all positions that count."""
     if f.dim() == 2 or not is_batch(y, len(f)):
         shape = (*f.shape[:-2], f.shape[-1]) if f.dim() > 2 else f.shape
         check_targets(likelihood, shape, y, f.device)
@@ -107,14 +91,7 @@ def flattened(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Ten
 def spread(
     likelihood: Likelihood, shape: Sequence[int], x: Inputs, y: Tensor
 ) -> tuple[AtPositions, Tensor]:
-    """Return inputs and checked targets with each position that counts as a datum of its own.
-
-    ``shape`` is that of a datum's outputs, (…, C). The n positions are in order, datum by datum;
-    n is zero if no position counts.
-
-    Raises:
-        InputError: If targets do not fit.
-    """
+    """Return inputs and checked targets with each position that counts as a datum of its own."""
     assert not isinstance(x, AtPositions)
     targets, counts = targets_at(likelihood, shape, y, x.device)
     data, positions = counts.nonzero(as_tuple=True)

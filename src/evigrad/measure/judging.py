@@ -35,19 +35,10 @@ _MOST_REPETITIONS = 20
 
 @dataclass(frozen=True)
 class EvidenceValue:
-    """The log evidence of a trained model, averaged over blocks of a partition.
+    """The log evidence of a trained model and its terms, means over blocks in nats per datum.
 
-    Attributes:
-        per_datum: Log evidence in nats per datum.
-        sem: Standard error of the mean over the blocks; 0 for one block. Where all blocks of a
-            partition were used, it says how far a single draw would be off.
-        log_likelihood: The data term, nats per datum.
-        log_prior: The term −½ (w−w₀)ᵀP0(w−w₀), nats per datum.
-        log_det_term: The term −½ ℓ, nats per datum.
-        estimator: Name of the estimator.
-        blocks: Number of blocks.
-        is_bound: Whether the value is a lower bound on the log evidence.
-        seconds: Time of the evaluation.
+    Where all blocks of a partition were used, ``sem`` says how far a single draw would be off; it
+    is 0 for one block.
     """
 
     per_datum: float
@@ -57,7 +48,7 @@ class EvidenceValue:
     log_det_term: float
     estimator: str
     blocks: int
-    is_bound: bool
+    is_bound: bool  # a lower bound on the log evidence
     seconds: float
 
 
@@ -66,11 +57,9 @@ def tight_estimator(
 ) -> str:
     """Return the name of the tightest estimator that evaluates all the data within a given time.
 
-    ``full-N-C`` and ``ntk-N-C`` both compute the exact log-determinant; the weights, the data and
-    the rows of a datum (``Likelihood.num_rows``) decide which is cheaper. Where neither is
+    ``full-N-C`` and ``ntk-N-C`` both compute the exact log-determinant. Where neither is
     affordable, it is the estimator with all outputs on the largest subsets of which a whole
-    partition is affordable. ``seconds`` are those of one core, by a rough count of operations;
-    default, and most: a minute or two.
+    partition is affordable. ``seconds`` are those of one core; default, and most: a minute or two.
     """
     most, most_of_subsets = (
         min(_MAX_OPERATIONS, rate * seconds) for rate in (_EXACT_RATE, _SUBSET_RATE)
@@ -85,9 +74,8 @@ def tight_estimator(
     ]
     if affordable:
         return min(affordable)[1]
-    subset = int(min(n, most_of_subsets / (2 * n * c**2 * p), _MAX_NUMBERS / (c * p)))
+    size = max(1, int(min(n, most_of_subsets / (2 * n * c**2 * p), _MAX_NUMBERS / (c * p))))
     # A round number is easier to type.
-    size = max(1, subset)
     rounded = 10 ** (len(str(size)) - 1)
     return f"ntk-{size // rounded * rounded}-C"
 
@@ -102,29 +90,12 @@ def evaluate_evidence(
     memory: Memory | None = None,
     **options: Any,
 ) -> EvidenceValue:
-    """Evaluate the log evidence of a trained model with another estimator.
+    """Return the log evidence of a trained model by another estimator, and its terms.
 
     The estimate is averaged over all blocks of one random partition, unless ``blocks`` asks for
     fewer: this is the bound for that partition. With ``N`` and ``C`` in the name it is the exact
-    log evidence of the structure.
-
-    Args:
-        evidence: The trained model's evidence, as ``FitResult.evidence``; it is not changed.
-        data: All training data, on the model's device.
-        estimator: Name of the estimator.
-        seed: Seed of the partition.
-        blocks: Number of its blocks that are used, at most. Default: all.
-        memory: Sizes and types of passes. Default: as many data at once as keep the rows of a pass
-            below 100 MB.
-        **options: Other keywords of ``Evidence``: root, sharing, parameter_partition, and more.
-
-    Returns:
-        The mean and its terms.
-
-    Raises:
-        ConfigurationError: If there is no such estimator.
-        InputError: If the data do not fit.
-        MemoryBudgetError: If it would not fit the free memory.
+    log evidence of the structure. By default the rows of a pass stay below 100 MB. The ``options``
+    are other keywords of ``Evidence``.
     """
     start = time.perf_counter()
     other = evidence.with_estimator(
@@ -169,12 +140,10 @@ def default_memory(evidence: Evidence, data: Any) -> Memory:
 
 def step_seconds(evidence: Evidence, x: Tensor, y: Tensor) -> float:
     """Median time of the training loss of a batch and its gradient."""
-    weights = list(evidence.weights().values())
-
-    def step() -> None:
-        torch.autograd.grad(evidence.map_loss(x, y), weights, allow_unused=True)
-
-    return median_seconds(step, x.device)
+    weights, grad = list(evidence.weights().values()), torch.autograd.grad
+    return median_seconds(
+        lambda: grad(evidence.map_loss(x, y), weights, allow_unused=True), x.device
+    )
 
 
 def median_seconds(action: Callable[[], Any], device: torch.device) -> float:

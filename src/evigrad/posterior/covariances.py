@@ -61,7 +61,7 @@ class Diagonal:
         return [self.name]
 
     def whitened(self, rows: Mapping[str, Tensor]) -> Float[Tensor, "m k n"]:
-        """J Σ^{1/2} of the parameters' rows (m, k, *shape)."""
+        """J Σ^{1/2} of the parameter's rows (m, k, *shape)."""
         return rows[self.name].flatten(2).to(self.std) * self.std
 
 
@@ -124,7 +124,7 @@ def _in_basis(matrices: Float[Tensor, "m k G d n"], vectors: Float[Tensor, "G n 
 
 
 Block = Dense | Diagonal | Kronecker
-_KINDS: dict[str, type[Block]] = {"dense": Dense, "diagonal": Diagonal, "kronecker": Kronecker}
+_KINDS = {kind.__name__.lower(): kind for kind in (Dense, Diagonal, Kronecker)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,17 +170,11 @@ class Explained:
 class Covariance:
     """The covariance of the outputs that Σ gives: the blocks', less what is explained.
 
-    Args:
-        blocks: Blocks of parameters, those of the prior where something is explained. A partial one
-            is made when it is first needed: the eigenvectors of a ``Kronecker`` take n³
-            operations.
-        explained: The rows of the kernel form, or None.
+    A partial block is made when it is first needed: its eigenvectors take n³ operations.
     """
 
     def __init__(
-        self,
-        blocks: Sequence[Block | partial[Kronecker]],
-        explained: Explained | None = None,
+        self, blocks: Sequence[Block | partial[Kronecker]], explained: Explained | None = None
     ) -> None:
         self._blocks, self.explained = list(blocks), explained
 
@@ -208,19 +202,17 @@ class Covariance:
 
     def state(self) -> dict[str, Any]:
         """Tensors and texts, from which ``from_state`` makes the same."""
-        kinds = {kind: name for name, kind in _KINDS.items()}
+        blocks = [{"kind": type(b).__name__.lower(), **vars(b)} for b in self.blocks]
         return {
-            "blocks": [{"kind": kinds[type(block)], **vars(block)} for block in self.blocks],
+            "blocks": blocks,
             "explained": None if self.explained is None else dict(vars(self.explained)),
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
         """The covariance of a state."""
-        blocks = [
-            _KINDS[record["kind"]](**{key: value for key, value in record.items() if key != "kind"})
-            for record in state["blocks"]
-        ]
+        records = [dict(record) for record in state["blocks"]]
+        blocks: list[Block] = [_KINDS[record.pop("kind")](**record) for record in records]
         explained = state["explained"]
         return cls(blocks, None if explained is None else Explained(**explained))
 
@@ -234,9 +226,6 @@ def covariance_of(
     """Return Σ of the weights, from a statistic of all data and the prior precisions.
 
     ``dtype`` is that of the kernel's matrix; the others have the statistic's.
-
-    Raises:
-        NotPositiveDefiniteError: If the curvature is not finite.
     """
     like = torch.zeros((), dtype=dtype, device=next(iter(weights.values())).device)
     flat = {
@@ -273,9 +262,10 @@ def _rows(
     generic_rows = linearization.rows(vectors, others) if others else {}
     for block in blocks:
         closed_names = [name for name in block.names if name not in generic_rows]
-        closed_rows = linearization.rows(vectors, closed_names) if closed_names else {}
-        rows = generic_rows | closed_rows
-        yield block, {name: rows[name] for name in block.names}
+        yield (
+            block,
+            generic_rows | (linearization.rows(vectors, closed_names) if closed_names else {}),
+        )
 
 
 def _sum(total: Tensor | None, term: Tensor) -> Tensor:

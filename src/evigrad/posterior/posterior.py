@@ -258,8 +258,8 @@ class Posterior:
 
 def fingerprint(problem: Problem) -> dict[str, int]:
     """A checksum of each parameter and buffer of the model, by its name."""
-    named = {**dict(problem.model.named_parameters()), **dict(problem.model.named_buffers())}
-    named = {name: tensor for name, tensor in named.items() if tensor.layout == torch.strided}
+    tensors = (*problem.model.named_parameters(), *problem.model.named_buffers())
+    named = {name: tensor for name, tensor in tensors if tensor.layout == torch.strided}
     bare = bare_names(problem.model, named).values()
     return dict(zip(bare, checksums(list(named.values()), problem.device), strict=True))
 
@@ -270,11 +270,15 @@ def fingerprint(problem: Problem) -> dict[str, int]:
 def make_posterior(
     problem: Problem, data: object, structure: str = DEFAULT_STRUCTURE, rows: int | None = None
 ) -> Posterior:
-    """Return the posterior of the problem's weights given all data; see ``Evidence.posterior``.
-
-    ``problem`` is the evidence's, whose generator advances by one number.
-    """
-    check_structure(structure, rows)
+    """Return the posterior of all data; the problem's generator advances by one number."""
+    check_choice("structure", structure, list(STRUCTURES))
+    if rows is not None:
+        check_count("rows", rows)
+        if structure != "ntk":
+            raise ConfigurationError(
+                f"rows={rows} is how much of the data structure='ntk' keeps; {structure!r} takes"
+                " all: leave rows away."
+            )
     names = last_layer(problem, data) if structure == "last-layer" else list(problem.weights)
     seed = int(torch.randint(_SEEDS, (), generator=problem.generator, device="cpu"))
     laplace_problem = posterior_problem(problem, structure, rows, names)
@@ -293,13 +297,8 @@ def make_posterior(
 
 
 def load_posterior(problem: Problem, state: Mapping[str, Any]) -> Posterior:
-    """Return the posterior of a state of ``Posterior.state_dict``, without the data.
-
-    Raises:
-        ConfigurationError: If it is that of another model, or of other weights.
-    """
-    needed = {"structure", "parameters"}
-    if not isinstance(state, Mapping) or not needed <= state.keys():
+    """Return the posterior of a state of ``Posterior.state_dict``, without the data."""
+    if not isinstance(state, Mapping) or not {"structure", "parameters"} <= state.keys():
         raise ConfigurationError("state is what posterior.state_dict() returned.")
     if strange := [name for name in state["parameters"] if name not in problem.weights]:
         raise ConfigurationError(
@@ -309,18 +308,6 @@ def load_posterior(problem: Problem, state: Mapping[str, Any]) -> Posterior:
     empty = Posterior(laplace_problem, state["structure"], Covariance([]), 0, 0, {})
     empty.load_state_dict(state)
     return empty
-
-
-def check_structure(structure: str, rows: int | None) -> None:
-    """Refuse a structure that does not exist, and rows for one that takes all."""
-    check_choice("structure", structure, list(STRUCTURES))
-    if rows is not None:
-        check_count("rows", rows)
-        if structure != "ntk":
-            raise ConfigurationError(
-                f"rows={rows} is how much of the data structure='ntk' keeps; {structure!r} takes"
-                " all: leave rows away."
-            )
 
 
 def posterior_problem(
@@ -355,13 +342,7 @@ def posterior_problem(
 
 
 def collect(problem: Problem, data: object, structure: str) -> Pass:
-    """Return the statistic of all data, or of the rows that the estimator keeps.
-
-    Raises:
-        ConfigurationError: If the likelihood cannot make rows.
-        InputError: If the data do not fit.
-        MemoryBudgetError: If the statistic would not fit the free memory.
-    """
+    """Return the statistic of all data, or of the rows that the estimator keeps."""
     source, estimator = CheckedSource(problem, data), problem.estimator
     batches: Data = _Batches(source)
     if estimator.anchored:
@@ -393,7 +374,7 @@ def collect(problem: Problem, data: object, structure: str) -> Pass:
 
 
 def _warn_if_slow(problem: Problem, data: object, structure: str) -> None:
-    """Warn of a dense H over so many weights that it takes minutes, before any work.
+    """Warn of a dense H that takes minutes, before any work.
 
     P weights and R rows take 2 R P² operations for H and P³/3 for its factor.
     """
@@ -441,13 +422,7 @@ class _Batches:
 
 
 def last_layer(problem: Problem, data: object) -> list[str]:
-    """Return the weights of the module that is called last, of those that have any.
-
-    A module that holds another one with weights of its own is no layer.
-
-    Raises:
-        ConfigurationError: If no module with weights is called.
-    """
+    """Return the weights of the module that is called last, of those with weights and no layers."""
     x = check_inputs(as_source(data).first(PROBE_SIZE)[0], problem.device)
     problem.network.plan(x)  # which checks the model
     owned = partition_names(list(problem.weights), "module")

@@ -1,5 +1,6 @@
 """Records of a run in its checkpoint, and checks that a checkpoint belongs to the run at hand."""
 
+import json
 import math
 import re
 import warnings
@@ -21,7 +22,7 @@ from evigrad.evidence import Evidence
 from evigrad.inputs import bare_names, tensors_of, with_bare_names, with_tensors
 from evigrad.measure.metrics import probe_outputs
 from evigrad.training.history import packed_history, unpacked_history
-from evigrad.training.settings import OPTIMIZERS, current_record
+from evigrad.training.settings import OPTIMIZERS, current_record, plain
 
 if TYPE_CHECKING:
     from evigrad.training.trainer import Trainer
@@ -76,12 +77,7 @@ def packed(trainer: "Trainer") -> dict[str, Any]:
 
 
 def restore(trainer: "Trainer", state: Mapping[str, Any], where: str) -> None:
-    """Let a trainer go on from what ``packed`` returned, read from the folder ``where``.
-
-    Raises:
-        ConfigurationError: If it is of other settings or data, or of another network.
-    """
-    here = machine(trainer.device)
+    """Let a trainer go on from what ``packed`` returned, read from the folder ``where``."""
     check_settings(state["settings"], trainer.identity["settings"], where)
     check_data(state["data"], trainer.identity["data"], where)
     check_network(state, trainer.evidence, where)
@@ -97,7 +93,8 @@ def restore(trainer: "Trainer", state: Mapping[str, Any], where: str) -> None:
             load_optimizer(trainer.loss_optimizer, state["hyper_optimizer"])
     trainer.probe = with_tensors(trainer.probe, state["probe"]).to(trainer.device)
     outputs = probe_outputs(trainer.evidence.model, trainer.probe).cpu()
-    check_outputs(state["outputs"], outputs, here, state["machine"], where)
+    here, there = machine(trainer.device), state["machine"]
+    check_outputs(state["outputs"], outputs, here, there, where)
     trainer.seconds = float(state["seconds"])
     for part in trainer.metrics:
         numbers = state["metrics"][part].items()
@@ -133,15 +130,10 @@ def with_threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def fitting(what: str) -> Iterator[None]:
-    """Make an error of reading a saved state one that says that it does not fit.
-
-    Entries may be missing, or of any type: a state is a file's, and a file is anybody's.
-
-    Raises:
-        ConfigurationError: From any error but those of evigrad, and those of memory.
-    """
+    """Make an error of reading a saved state one that says that it does not fit."""
     try:
         yield
+    # Entries may be missing, or of any type: a state is a file's, and a file is anybody's.
     except Exception as error:
         if isinstance(error, EvigradError) or is_out_of_memory(error):
             raise
@@ -154,12 +146,7 @@ def fitting(what: str) -> Iterator[None]:
 def load_optimizer(
     optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, groups: bool = False
 ) -> None:
-    """Load an optimiser's moments, counts and rates; settings stay the run's, unless ``groups``.
-
-    Raises:
-        ConfigurationError: If a tensor is missing, or neither of its parameter's shape nor a number
-            from 0 on, or a rate is no such number.
-    """
+    """Load an optimiser's moments, counts and rates; settings stay the run's, unless ``groups``."""
     if groups:  # of an optimiser of the user's own, of which nothing is known
         optimizer.load_state_dict(dict(saved))
         return
@@ -225,17 +212,16 @@ def check_data(
 ) -> None:
     """Raise ConfigurationError, naming the part, unless the fingerprints of the data agree."""
     for part, words in (("train", "training"), ("test", "test")):
-        if saved[part] == fingerprints[part]:
-            continue
-        if saved[part] is None or fingerprints[part] is None:
+        if (saved[part] is None) != (fingerprints[part] is None):
             raise ConfigurationError(
                 f"The run in {where} was started {'without' if saved[part] is None else 'with'}"
                 f" {words} data; go on with it in the same way."
             )
-        raise ConfigurationError(
-            f"The {words} data are not those of the run in {where}: values, types or their order"
-            " differ. Give the same data, or start a new run in another folder."
-        )
+        if saved[part] != fingerprints[part]:
+            raise ConfigurationError(
+                f"The {words} data are not those of the run in {where}: values, types or their"
+                " order differ. Give the same data, or start a new run in another folder."
+            )
 
 
 def check_network(state: Mapping[str, Any], evidence: Evidence, where: object) -> None:
@@ -244,11 +230,8 @@ def check_network(state: Mapping[str, Any], evidence: Evidence, where: object) -
     saved = with_bare_names(model, {key: state[key] for key in ("model", "learned")})
     present = with_bare_names(model, model.state_dict())
     differences = _differences(_layout(saved["model"]), _layout(present))
-    parameters_by_kind = {
-        "weights": evidence.weights(),
-        "hyperparameters": evidence.hyperparameters(),
-    }
-    for kind, names in parameters_by_kind.items() if not differences else ():
+    learned = {"weights": evidence.weights(), "hyperparameters": evidence.hyperparameters()}
+    for kind, names in learned.items() if not differences else ():
         word = f"the {kind.removesuffix('s')} "
         differences += _differences(
             dict.fromkeys([word + name for name in saved["learned"][kind]], ""),
@@ -280,14 +263,7 @@ def load_network(model: nn.Module, state: Mapping[str, Any]) -> None:
 def check_outputs(
     saved: Tensor, outputs: Tensor, here: Mapping[str, Any], there: Mapping[str, Any], where: object
 ) -> None:
-    """Refuse a network that computes something else; warn where the machine may round otherwise.
-
-    ``saved`` and ``outputs`` are outputs for a few data, when it was saved and with the loaded
-    parameters; ``here`` and ``there`` describe the two machines.
-
-    Raises:
-        ConfigurationError: If the outputs differ by more than rounding.
-    """
+    """Refuse a network whose ``outputs`` are not the ``saved`` ones; warn of another machine."""
     same = saved.shape == outputs.shape and saved.dtype == outputs.dtype
     if not same or not (outputs - saved).norm() <= _SAME_OUTPUTS * saved.norm():
         raise ConfigurationError(
@@ -340,10 +316,4 @@ def _listed(differences: Sequence[str]) -> str:
 
 def _comparable(value: Any) -> Any:
     """A setting without the memory addresses in the ``repr`` of functions and objects."""
-    if isinstance(value, str):
-        return re.sub(r" at 0x[0-9a-fA-F]+", "", value)
-    if isinstance(value, Mapping):
-        return {name: _comparable(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_comparable(part) for part in value]
-    return value if isinstance(value, bool | int | float | None) else _comparable(str(value))
+    return json.loads(re.sub(r" at 0x[0-9a-fA-F]+", "", json.dumps(plain(value))))

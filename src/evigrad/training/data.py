@@ -31,27 +31,17 @@ Use = Literal["shuffle", "model", "evidence", "evaluation", "bracket", "data"]
 
 # The number of a use is part of the seed: numbers must never change or be used again.
 _USES: dict[Use, int] = {
-    "shuffle": 0,
-    "model": 1,
-    "evidence": 2,
-    "evaluation": 3,
-    "bracket": 4,
-    "data": 6,
+    "shuffle": 0,  # the order of the training data
+    "model": 1,  # what the model draws while its weights train, as dropout
+    "evidence": 2,  # the blocks of the evidence
+    "evaluation": 3,  # what the model draws on test data
+    "bracket": 4,  # the bounds on the evidence
+    "data": 6,  # what the items of a data set draw
 }
 
 
 def derived_seed(seed: int, use: Use, epoch: int = 0, rank: int = 0) -> int:
-    """Return the seed, below 2^63, of one stream of a run.
-
-    Args:
-        seed: The run's seed.
-        use: What the stream is for: the order of the training data (``shuffle``), what the
-            model draws while its weights train (``model``, as dropout), the blocks of the
-            evidence (``evidence``), what the model draws on test data (``evaluation``), the
-            bounds on the evidence (``bracket``), or what the items of a data set draw (``data``).
-        epoch: The epoch, where the stream starts anew in each.
-        rank: The rank, where each has a stream of its own.
-    """
+    """Return the seed, below 2^63, of one stream; of an epoch or a rank if each has its own."""
     sequence = np.random.SeedSequence([seed, _USES[use], epoch, *([rank] if rank else [])])
     return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
@@ -96,11 +86,7 @@ class RunData(Source):
     """
 
     def __init__(
-        self,
-        data: Any,
-        device: torch.device,
-        seed: int = 0,
-        dtype: torch.dtype | None = None,
+        self, data: Any, device: torch.device, seed: int = 0, dtype: torch.dtype | None = None
     ) -> None:
         self._device, self._seed, self.epoch = device, seed, 0
         self.is_column = False

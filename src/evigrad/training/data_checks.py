@@ -18,12 +18,7 @@ from evigrad.likelihoods import (
     Weighted,
     make_likelihood,
 )
-from evigrad.likelihoods.calls import (
-    check_targets,
-    log_probabilities,
-    moments,
-    summed_metrics,
-)
+from evigrad.likelihoods.calls import check_targets, log_probabilities, moments, summed_metrics
 from evigrad.likelihoods.positions import counted, flattened
 from evigrad.likelihoods.weighted import unweighted
 from evigrad.measure.metrics import probe_outputs
@@ -79,23 +74,18 @@ def check_data(evidence: Evidence, data: RunData, device: torch.device, count: i
 
 def warn_of_data(evidence: Evidence, data: RunData, outputs: Tensor) -> None:
     """Warn of outputs and targets that the likelihood takes for something else than they are."""
-    if isinstance(evidence.likelihood, Categorical):
-        _warn_of_probabilities(outputs)
-    if isinstance(unweighted(evidence.likelihood), Gaussian | HeteroscedasticGaussian):
-        _warn_of_real_targets(evidence, data)
-
-
-def _warn_of_probabilities(f: Tensor) -> None:
-    """Warn of outputs that went through a softmax: the likelihood takes them for logits."""
-    sums = f.sum(1)
-    if f.shape[1] > 1 and bool((f >= 0).all()) and torch.allclose(sums, torch.ones_like(sums)):
+    has_classes = isinstance(evidence.likelihood, Categorical) and outputs.shape[1] > 1
+    sums = outputs.sum(1)
+    if has_classes and bool((outputs >= 0).all()) and torch.allclose(sums, torch.ones_like(sums)):
         warnings.warn(
             "The model's outputs are probabilities: each row is non-negative and sums to 1. The"
             " categorical likelihood takes logits and has a softmax of its own: leave the model's"
             " last softmax out.",
             EvigradWarning,
-            stacklevel=7,  # the caller of fit
+            stacklevel=6,  # the caller of fit
         )
+    if isinstance(unweighted(evidence.likelihood), Gaussian | HeteroscedasticGaussian):
+        _warn_of_real_targets(evidence, data)
 
 
 def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
@@ -108,7 +98,7 @@ def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
         return
     likelihood, y, weights = _split(evidence.likelihood, y)
     _warn_of_scale(likelihood, f, y)
-    has_two_values = len(_columns_of_two_values(y)) > 0
+    has_two_values = bool(_columns_of_two_values(y))
     if data.is_held and (has_two_values or weights is not None):
         # A sample may lack rare values.
         y = data.targets()
@@ -116,8 +106,16 @@ def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
         likelihood, y, weights = _split(evidence.likelihood, y)
     if not len(y):  # all weights are zero
         return
-    if has_two_values:
-        _warn_of_two_values(y)
+    if has_two_values and (columns := _columns_of_two_values(y)):
+        warnings.warn(
+            f"Column {columns[0]} of the targets has only two values. A Gaussian takes them"
+            " for real numbers: its noise falls toward zero, and the network memorizes them. For"
+            ' yes or no, use likelihood="bernoulli" (evigrad.likelihoods.Bernoulli) with targets'
+            ' 0.0 and 1.0. For classes, use likelihood="categorical" or'
+            " evigrad.sklearn.EvidenceClassifier.",
+            EvigradWarning,
+            stacklevel=7,  # the caller of fit
+        )
     if weights is not None and isinstance(likelihood, Gaussian) and learns_likelihood(likelihood):
         _warn_of_weights(weights.double())
 
@@ -144,26 +142,11 @@ def _warn_of_weights(weights: Tensor) -> None:
         )
 
 
-def _columns_of_two_values(y: Tensor) -> Tensor:
+def _columns_of_two_values(y: Tensor) -> list[int]:
     """Return the columns of targets (n, D) with two values, each of them twice at least."""
     is_least, is_largest = y == y.amin(0), y == y.amax(0)
     often = (is_least.sum(0) > 1) & (is_largest.sum(0) > 1) & ~(is_least & is_largest).any(0)
-    return (often & (is_least | is_largest).all(0)).nonzero().flatten()
-
-
-def _warn_of_two_values(y: Tensor) -> None:
-    """Warn of yes and no as real numbers, which a regression memorizes."""
-    columns = _columns_of_two_values(y).tolist()
-    if columns:
-        warnings.warn(
-            f"Column {columns[0]} of the targets has only two values. A Gaussian takes them"
-            " for real numbers: its noise falls toward zero, and the network memorizes them. For"
-            ' yes or no, use likelihood="bernoulli" (evigrad.likelihoods.Bernoulli) with targets'
-            ' 0.0 and 1.0. For classes, use likelihood="categorical" or'
-            " evigrad.sklearn.EvidenceClassifier.",
-            EvigradWarning,
-            stacklevel=8,  # the caller of fit
-        )
+    return (often & (is_least | is_largest).all(0)).nonzero().flatten().tolist()
 
 
 def _warn_of_scale(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:

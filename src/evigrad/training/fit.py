@@ -27,13 +27,7 @@ from evigrad.training.data import RunData, stream
 from evigrad.training.data_checks import check_data, lacks_a_column, learns_likelihood, warn_of_data
 from evigrad.training.plan import plan, planned
 from evigrad.training.run_directory import RunDirectory
-from evigrad.training.settings import (
-    Laplace,
-    Optimization,
-    Schedule,
-    Settings,
-    explains_groups,
-)
+from evigrad.training.settings import Laplace, Optimization, Schedule, Settings, explains_groups
 from evigrad.training.trainer import Callback, FitResult, Trainer
 
 T = TypeVar("T", bound=Trainer)
@@ -161,12 +155,7 @@ def prepare(
     """Return a checked trainer, to be started by its ``train``; compute and write nothing.
 
     The arguments are those of ``fit``. ``network`` records how ``evigrad.models.make_network``
-    made the model, where it did. ``make`` is a subclass of ``Trainer``, or makes one of its
-    arguments.
-
-    Raises:
-        ConfigurationError: If a setting does not exist or does not fit.
-        InputError: If the data do not fit the model, the likelihood or the estimator.
+    made the model, where it did. ``make`` makes a ``Trainer`` of the arguments of that.
     """
     check_whole(model)
     place, seed, ranks = place_of(model), settings.seed, Ranks(process_group)
@@ -197,12 +186,7 @@ def prepare_evidence(
     settings: Settings,
     process_group: Group | None = None,
 ) -> tuple[Evidence, Settings]:
-    """Return the initial evidence of a run, and the ``plan`` for its data, which are checked.
-
-    Raises:
-        ConfigurationError: If a setting does not exist or does not fit.
-        InputError: If the data do not fit the model, the likelihood or the estimator.
-    """
+    """Return the initial evidence of a run, and the ``plan`` for its data, which are checked."""
     place = place_of(model)
     trainable(model, {})  # refuses lazy and frozen models before a pass
     x, y = data.first(PROBE_SIZE)

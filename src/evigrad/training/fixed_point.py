@@ -43,24 +43,12 @@ class FixedPoint:
     estimate, so that steps of a falling rate converge to where the mean gradient is zero, as those
     of an optimiser do.
 
-    It replaces the prior's optimiser, and is called after each ``backward``::
+    It replaces the prior's optimiser, and is called after each ``backward``. γ is clipped at P_g:
+    on a small block, whose log-determinant is scaled up to all the data, an estimate may exceed it.
+    A group whose weights are the prior's mean has no finite optimum, and keeps its precision.
 
-        update = FixedPoint(evidence)
-        evidence.backward(block)
-        update.step()
-
-    γ is clipped at P_g: on a small block, whose log-determinant is scaled up to all the data, an
-    estimate may exceed it. A group whose weights are the prior's mean has no finite optimum, and
-    keeps its precision.
-
-    Args:
-        evidence: Has a learnable prior without a hyperprior.
-        rate: Damping in (0, 1]; 1 is MacKay's update. For estimates on random blocks a rate that
-            falls over training averages their noise, as a learning rate does.
-
-    Raises:
-        ConfigurationError: If the rate is out of range, or the prior has a hyperprior (whose
-            density has another fixed point) or is not learnable.
+    The rate is a damping in (0, 1]; 1 is MacKay's update. For estimates on random blocks a rate
+    that falls over training averages their noise, as a learning rate does.
     """
 
     def __init__(self, evidence: Evidence, rate: float | int = DAMPING) -> None:
@@ -72,34 +60,38 @@ class FixedPoint:
         self.rate = float(rate)
         self._log_precision()
 
-    def effective_parameters(self) -> Float[Tensor, " G"]:
-        """Return γ (G,) of each learned prior group, float64, by the last ``backward``'s gradient.
-
-        It lies between 0 and the number of weights that share an entry of ``prior.log_precision``.
-
-        Raises:
-            ConfigurationError: If there is no gradient.
-            NotFiniteError: If the gradient is not finite.
-        """
-        return self._effective_parameters(self._square_norms())
+    def effective_parameters(self, squares: Tensor | None = None) -> Float[Tensor, " G"]:
+        """Return γ (G,) of each learned prior group by the last ``backward``'s gradient."""
+        log_precision = self._log_precision()
+        gradient = log_precision.grad
+        if gradient is None:
+            raise ConfigurationError(
+                "There is no gradient to take the update from: call evidence.backward before each"
+                " step."
+            )
+        if not torch.isfinite(gradient).all():
+            raise NotFiniteError(
+                "The gradient of the prior's precisions is not finite: weights or hyperparameters"
+                " have diverged; lower their learning rates."
+            )
+        squares = self._square_norms() if squares is None else squares
+        most = torch.ones((), dtype=torch.float64, device="cpu")
+        if self.evidence.prior.structure != "diagonal":
+            sizes = [w.numel() for w in self.evidence.weights().values()]
+            most = self._group_sums(torch.tensor(sizes, device="cpu"))
+        with torch.no_grad():
+            fitted = log_precision.double().exp() * squares
+            gamma = fitted - 2 * self.evidence.num_data * gradient.double()
+            return gamma.clamp(min=0.0).minimum(most.to(gamma))
 
     def start(self, zero: float, pretrained: float) -> None:
-        """Set the learned precisions: steps need no better start than that.
-
-        Args:
-            zero: Precision of weights that are drawn to zero.
-            pretrained: That of groups with weights whose mean is not zero.
-        """
+        """Set the learned precisions, to ``pretrained`` in groups with a mean other than zero."""
         prior, log_precision = self.evidence.prior, self._log_precision()
         means, weights = prior.means(), self.evidence.weights()
         with torch.no_grad():
             if prior.structure == "diagonal":
-                has_mean = torch.cat(
-                    [
-                        torch.full((w.numel(),), name in means, device="cpu")
-                        for name, w in weights.items()
-                    ]
-                )
+                parts = [(w.numel(), name in means) for name, w in weights.items()]
+                has_mean = torch.cat([torch.full((n,), has, device="cpu") for n, has in parts])
             else:
                 held = {prior.group_of[name] for name in means}
                 has_mean = torch.tensor([g in held for g in prior.learned_groups()], device="cpu")
@@ -107,18 +99,10 @@ class FixedPoint:
             log_precision[has_mean.to(log_precision.device)] = math.log(pretrained)
 
     def step(self) -> None:
-        """Update the precisions by the gradient of one ``backward``, and clear it.
-
-        The gradient has to be that of the mean log evidence at the present weights and precisions,
-        by a single call of ``backward``, not a sum over several calls.
-
-        Raises:
-            ConfigurationError: If there is no gradient.
-            NotFiniteError: If the gradient is not finite.
-        """
+        """Update the precisions by the gradient of one ``backward``, and clear it."""
         log_precision = self._log_precision()
         squares = self._square_norms()
-        gamma = self._effective_parameters(squares)
+        gamma = self.effective_parameters(squares)
         with torch.no_grad():
             ratio = gamma / (log_precision.double().exp() * squares)
             factor = (1 + self.rate * (ratio - 1)).clamp(min=1 / MAX_FACTOR)
@@ -143,24 +127,6 @@ class FixedPoint:
             )
         return log_precision
 
-    def _effective_parameters(self, squares: Tensor) -> Tensor:
-        log_precision = self._log_precision()
-        gradient = log_precision.grad
-        if gradient is None:
-            raise ConfigurationError(
-                "There is no gradient to take the update from: call evidence.backward before each"
-                " step."
-            )
-        if not torch.isfinite(gradient).all():
-            raise NotFiniteError(
-                "The gradient of the prior's precisions is not finite: weights or hyperparameters"
-                " have diverged; lower their learning rates."
-            )
-        with torch.no_grad():
-            fitted = log_precision.double().exp() * squares
-            gamma = fitted - 2 * self.evidence.num_data * gradient.double()
-            return gamma.clamp(min=0.0).minimum(self._counts().to(gamma))
-
     def _square_norms(self) -> Tensor:
         """‖w_g − w₀_g‖² for each entry of ``log_precision``, float64."""
         prior = self.evidence.prior
@@ -168,20 +134,12 @@ class FixedPoint:
             deviations = prior.deviations(self.evidence.weights()).values()
             if prior.structure == "diagonal":
                 return torch.cat([d.double().square().flatten() for d in deviations])
-            norms = torch.stack([d.double().square().sum() for d in deviations])
-            index = self._index().to(norms.device)
-            sums = norms.new_zeros(len(prior.group_names)).index_add(0, index, norms)
-            return sums[prior.learned_groups()]
+            return self._group_sums(torch.stack([d.double().square().sum() for d in deviations]))
 
-    def _counts(self) -> Tensor:
-        """P_g for each entry of ``log_precision``."""
+    def _group_sums(self, values: Tensor) -> Tensor:
+        """Sums of one value for each weight tensor, for each entry of ``log_precision``."""
         prior = self.evidence.prior
-        if prior.structure == "diagonal":
-            return torch.ones((), dtype=torch.float64, device="cpu")
-        sizes = torch.tensor([w.numel() for w in self.evidence.weights().values()], device="cpu")
-        counts = torch.zeros(len(prior.group_names), dtype=torch.long, device="cpu")
-        return counts.index_add(0, self._index(), sizes)[prior.learned_groups()]
-
-    def _index(self) -> Tensor:
-        group_of = self.evidence.prior.group_of
-        return torch.tensor([group_of[name] for name in self.evidence.weights()], device="cpu")
+        groups = [prior.group_of[name] for name in self.evidence.weights()]
+        index = torch.tensor(groups, device=values.device)
+        sums = values.new_zeros(len(prior.group_names)).index_add(0, index, values)
+        return sums[prior.learned_groups()]

@@ -99,10 +99,7 @@ def bracket_columns(trainer: "Trainer", epoch: int) -> Row:
 class MetricsFile:
     """A CSV file with one row for each epoch, on the disk as soon as it is written.
 
-    Args:
-        path: The file; replaced if it holds anything else.
-        columns: Names of the values.
-        rows: The rows of the epochs before.
+    It is replaced if it holds anything but the columns' names and ``rows`` of the epochs before.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], rows: Sequence[Row] = ()) -> None:
@@ -132,14 +129,7 @@ class MetricsFile:
 
 
 def read_metrics(path: str | Path) -> list[Row]:
-    """Read a ``metrics.csv``.
-
-    Returns:
-        One row for each epoch.
-
-    Raises:
-        InputError: If there is no such file, or it is not one of these.
-    """
+    """Return the rows of a ``metrics.csv``, one for each epoch."""
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
             return [
@@ -154,13 +144,10 @@ def read_metrics(path: str | Path) -> list[Row]:
 
 def _cells(row: Mapping[str, int | float | None]) -> dict[str, str]:
     # Six digits exceed the accuracy of these numbers, and keep the file readable.
-    return {name: _cell(value) for name, value in row.items()}
-
-
-def _cell(value: int | float | None) -> str:
-    if value is None:
-        return ""
-    return str(value) if isinstance(value, int) else f"{value:.6g}"
+    return {
+        name: f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
+        for name, value in row.items()
+    }
 
 
 def packed_history(history: Sequence[Row]) -> dict[str, list[Any]]:

@@ -45,13 +45,10 @@ FIRST_RATE, LAST_RATE = 0.5, 0.05
 
 @dataclass(frozen=True)
 class Round:
-    """The estimates of the hyperparameter steps that follow an epoch.
+    """The estimates of the hyperparameter steps that follow an epoch, each made before its step.
 
-    Attributes:
-        estimates: One for each step, made before it.
-        is_shared: Whether steps used the same data, so that the spread of the estimates says
-            nothing about their error.
-        skipped: Steps that were not taken, as an estimate before them failed.
+    If steps used the same data (``is_shared``), the spread of the estimates says nothing about
+    their error. ``skipped`` steps were not taken, as an estimate before them failed.
     """
 
     estimates: list[Estimate]
@@ -95,14 +92,12 @@ class StepGroup:
 def step_groups(schedule: Schedule, names: Collection[str]) -> list[StepGroup]:
     """Return prior and noise, then the model's own hyperparameters; or all of them in one group."""
     s, every = schedule, planned(schedule.every)
-    model_names = [name for name in names if name.startswith("model.")]
-    other_names = [name for name in names if name not in model_names]
     parts = [([*names], every, s.steps)]
     if s.hyper_every is not None or s.hyper_steps is not None:
-        parts = [
-            (other_names, every, s.steps),
-            (model_names, s.hyper_every or every, s.hyper_steps or s.steps),
-        ]
+        model_names = [name for name in names if name.startswith("model.")]
+        other_names = [name for name in names if name not in model_names]
+        model_part = (model_names, s.hyper_every or every, s.hyper_steps or s.steps)
+        parts = [(other_names, every, s.steps), model_part]
     burn_in, epochs = planned(s.burn_in), planned(s.epochs)
     return [StepGroup(*part, burn_in, epochs) for part in parts if part[0]]
 
@@ -316,7 +311,10 @@ class Learner:
         )
 
     def _step(self, group: StepGroup, block: Block | list[KeptPass]) -> Estimate:
-        self._set_rates(group.progress)
+        for rates in self.hyper_optimizer.param_groups:
+            rates["lr"] = cosine(group.progress, rates["lr_first"], rates["lr_last"])
+        if self.fixed_point is not None:
+            self.fixed_point.rate = cosine(group.progress, FIRST_RATE, LAST_RATE)
         self._clear_gradients()
         estimate = self.evidence.backward(block, wrt=group.names)
         self.hyper_optimizer.step()
@@ -324,12 +322,6 @@ class Learner:
             self.fixed_point.step()
         group.taken += 1
         return estimate
-
-    def _set_rates(self, progress: float) -> None:
-        for group in self.hyper_optimizer.param_groups:
-            group["lr"] = cosine(progress, group["lr_first"], group["lr_last"])
-        if self.fixed_point is not None:
-            self.fixed_point.rate = cosine(progress, FIRST_RATE, LAST_RATE)
 
     def _clear_gradients(self) -> None:
         for parameter in self.evidence.hyperparameters().values():

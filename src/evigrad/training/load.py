@@ -15,15 +15,9 @@ from evigrad.evidence import Evidence
 from evigrad.likelihoods import LIKELIHOODS, Likelihood
 from evigrad.models import make_network
 from evigrad.priors import STRUCTURES, GaussianPrior
-from evigrad.training.checkpoint import (
-    check_format,
-    check_network,
-    fitting,
-    load_network,
-    unpacked_history,
-)
+from evigrad.training.checkpoint import check_format, check_network, fitting, load_network
 from evigrad.training.fit import make_evidence
-from evigrad.training.history import Row
+from evigrad.training.history import Row, unpacked_history
 from evigrad.training.run_directory import RunDirectory
 from evigrad.training.settings import OPTIMIZERS, Settings, current_record, grouped
 
@@ -87,40 +81,29 @@ def load(
     if state is None:
         raise ConfigurationError(f"{path} has no checkpoint: no run was begun there.")
     with fitting(f"The checkpoint in {path}"):
-        return _loaded(path, state, model, likelihood, prior, device)
-
-
-def _loaded(
-    path: Path,
-    state: Mapping[str, Any],
-    model: nn.Module | None,
-    likelihood: Likelihood | None,
-    prior: GaussianPrior | None,
-    device: str | torch.device | None,
-) -> LoadedRun:
-    check_format(state, path)
-    try:
-        configuration = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        num_data, network = int(configuration["num_data"]), configuration["network"]
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        raise ConfigurationError(
-            f"{path / 'config.json'} cannot be read, or not by this version: {error}."
-        ) from error
-    if model is None and network is None:
-        raise ConfigurationError(
-            f"The run in {path} was started from Python, which alone knows its network: give one of"
-            " the same architecture, evigrad.load(run, model=...)."
-        )
-    module = make_network(network) if model is None else model
-    if device is not None:
-        module.to(device)
-    settings = _settings(state["settings"], likelihood, prior, path)
-    evidence = make_evidence(module, num_data, settings)
-    check_network(state, evidence, path)
-    evidence.load_state_dict(state["evidence"])
-    load_network(module, state)
-    history = unpacked_history(state["history"])
-    return LoadedRun(module.eval(), evidence, state["settings"], history, state["epoch"])
+        check_format(state, path)
+        try:
+            configuration = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            num_data, network = int(configuration["num_data"]), configuration["network"]
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            raise ConfigurationError(
+                f"{path / 'config.json'} cannot be read, or not by this version: {error}."
+            ) from error
+        if model is None and network is None:
+            raise ConfigurationError(
+                f"The run in {path} was started from Python, which alone knows its network: give"
+                " one of the same architecture, evigrad.load(run, model=...)."
+            )
+        module = make_network(network) if model is None else model
+        if device is not None:
+            module.to(device)
+        settings = _settings(state["settings"], likelihood, prior, path)
+        evidence = make_evidence(module, num_data, settings)
+        check_network(state, evidence, path)
+        evidence.load_state_dict(state["evidence"])
+        load_network(module, state)
+        history = unpacked_history(state["history"])
+        return LoadedRun(module.eval(), evidence, state["settings"], history, state["epoch"])
 
 
 def _settings(
@@ -141,10 +124,8 @@ def _settings(
             f" {', '.join(missing)}."
         )
     keywords: dict[str, Any] = {name: record[name] for name in names}
-    for name, override, choices in (
-        ("likelihood", likelihood, LIKELIHOODS),
-        ("prior", prior, STRUCTURES),
-    ):
+    overrides = (("likelihood", likelihood, LIKELIHOODS), ("prior", prior, STRUCTURES))
+    for name, override, choices in overrides:
         if override is not None:
             keywords[name] = override
         elif keywords[name] not in choices:
@@ -154,8 +135,7 @@ def _settings(
                 f" evigrad.load(run, {name}=...)."
             )
     if prior is not None:
-        keywords["precision"] = None
-        keywords["prior_mean"] = "zero"
+        keywords |= {"precision": None, "prior_mean": "zero"}
     if keywords["optimizer"] not in OPTIMIZERS:
         keywords["optimizer"] = OPTIMIZERS[0]  # which is not used
     if keywords["anchoring"] is not None:

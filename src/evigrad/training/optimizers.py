@@ -28,15 +28,7 @@ def make_weight_optimizer(
     settings: Optimization,
     scalars: Collection[nn.Parameter] = (),
 ) -> Optimizer:
-    """Return the optimiser of the weights, without weight decay.
-
-    ``settings`` name the optimiser, or hold a function that makes it. ``scalars`` are the weights
-    that learn at ``SCALAR_RATE`` times the others' rate; a user's own optimiser has its own rates.
-
-    Raises:
-        ConfigurationError: If a user's own one has weight decay, or does not hold exactly the
-            weights; if Adam is to train weights of float16.
-    """
+    """Return the checked optimiser of the weights; ``scalars`` learn at ``SCALAR_RATE`` times."""
     if isinstance(settings.optimizer, str):
         slow, rate = {id(p) for p in scalars}, planned(settings.lr)
         groups: list[dict[str, Any]] = [
@@ -45,12 +37,10 @@ def make_weight_optimizer(
         if slow:
             slow_weights = [w for w in weights.values() if id(w) in slow]
             groups.append({"params": slow_weights, "lr": rate * SCALAR_RATE})
-        if settings.optimizer == "adam":
-            adam = Adam(groups, lr=rate)
-            _refuse_half(adam, weights)
-            return adam
-        return SGD(groups, lr=rate, momentum=MOMENTUM)
-    optimizer = settings.optimizer(weights)
+        is_adam = settings.optimizer == "adam"
+        optimizer = Adam(groups, lr=rate) if is_adam else SGD(groups, lr=rate, momentum=MOMENTUM)
+    else:
+        optimizer = settings.optimizer(weights)
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if sorted(held) != sorted(id(p) for p in weights.values()):
         raise ConfigurationError(
@@ -61,12 +51,7 @@ def make_weight_optimizer(
             "The optimiser has weight decay. The prior in the loss is the weight decay here: set"
             " weight_decay=0 and say precision=... instead."
         )
-    _refuse_half(optimizer, weights)
-    return optimizer
-
-
-def _refuse_half(optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> None:
-    """Refuse weights of which Adam makes NaN by its first step, at any rate."""
+    # Adam makes NaN of weights in half precision by its first step, at any rate.
     eps = min((group["eps"] for group in optimizer.param_groups if "eps" in group), default=1.0)
     names = [name for name, weight in weights.items() if weight.dtype == torch.float16]
     if names and torch.tensor(eps, dtype=torch.float16, device="cpu") == 0:
@@ -76,21 +61,15 @@ def _refuse_half(optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> N
             " model.float(), or model.bfloat16(). For faster estimates in float32 use"
             ' Memory(autocast="bfloat16").'
         )
+    return optimizer
 
 
 def make_hyper_optimizer(hyperparameters: Mapping[str, nn.Parameter], s: Optimization) -> Optimizer:
-    """Return Adam on the hyperparameters: one rate for prior and noise, one for the model's own.
-
-    The prior is left out where it has its fixed-point update. There is no weight decay, and there
-    may be no hyperparameters.
-    """
-    model_parameters = [p for name, p in hyperparameters.items() if name.startswith("model.")]
+    """Return Adam on the hyperparameters, but those of a prior with its fixed-point update."""
     kinds = ("likelihood.",) if s.prior_update == "fixed_point" else ("prior.", "likelihood.")
-    prior = [p for name, p in hyperparameters.items() if name.startswith(kinds)]
-    groups: list[dict[str, Any]] = [
-        {"params": prior, "lr_first": s.prior_lr, "lr_last": s.prior_lr_min},
-        {"params": model_parameters, "lr_first": s.hyper_lr, "lr_last": s.hyper_lr_min},
-    ]
-    for group in groups:
-        group["lr"] = group["lr_first"]
+    rates = ((kinds, s.prior_lr, s.prior_lr_min), (("model.",), s.hyper_lr, s.hyper_lr_min))
+    groups: list[dict[str, Any]] = []
+    for starts, first, last in rates:
+        params = [p for name, p in hyperparameters.items() if name.startswith(starts)]
+        groups.append({"params": params, "lr": first, "lr_first": first, "lr_last": last})
     return Adam(groups, lr=s.prior_lr, weight_decay=0.0)

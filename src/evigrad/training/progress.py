@@ -26,9 +26,8 @@ class PlainProgress:
         epoch = int(row["epoch"] or 0)
         if epoch == 1 or epoch == self.epochs or epoch % self.interval == 0:
             count = f"{epoch:>{len(str(self.epochs))}}/{self.epochs}"
-            print(
-                f"{self.title}: epoch {count}  {summary(self.known)}", file=sys.stderr, flush=True
-            )
+            line = f"{self.title}: epoch {count}  {summary(self.known)}"
+            print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Does nothing: there is nothing to close."""

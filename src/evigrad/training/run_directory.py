@@ -1,7 +1,6 @@
 """The folder of a run: configuration, metrics, checkpoint, figures."""
 
 import json
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,27 +29,19 @@ class RunDirectory:
     gets the first free folder of ``name-2``, ``name-3``, ... beside it.
 
     Every file is replaced as a whole, except for the rows that ``metrics.csv`` gains one by one.
-
-    Attributes:
-        path: The folder that was made, maybe a numbered one.
-        checkpoint: The file of the last checkpoint.
-        checkpoint_before: The file of the one before, for when that is damaged.
-        metrics: The file with one row for each epoch.
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
-        """Make the folder; ``resume`` takes it as it is, with a run or empty.
-
-        Raises:
-            ConfigurationError: If the folder cannot be made, or is to be taken as it is and holds
-                anything but a run.
-        """
-        self.path = Path(path) if resume else _unused(Path(path))
+        """Make the folder; ``resume`` takes it as it is, with a run or empty."""
+        self.path, number = Path(path), 1
+        while not resume and not _is_free(self.path):
+            number += 1
+            self.path = Path(path).with_name(f"{Path(path).name}-{number}")
         self.checkpoint = self.path / "checkpoint.pt"
-        self.checkpoint_before = self.path / "checkpoint_before.pt"
+        self.checkpoint_before = self.path / "checkpoint_before.pt"  # for when that is damaged
         self.metrics = self.path / "metrics.csv"
         self._lock: ExitStack | None = None
-        if resume and _holds_something_else(self.path):
+        if not _is_free(self.path) and not _contents(self.path).intersection(CONFIGURATIONS):
             raise ConfigurationError(
                 f"{self.path} holds no run to go on with: there is no"
                 f" {' and no '.join(CONFIGURATIONS)} in it. Name the folder of a run, or an empty"
@@ -72,10 +63,7 @@ class RunDirectory:
 
     @contextmanager
     def locked(self, wait: bool = False) -> Iterator[None]:
-        """Lock the folder, also repeatedly.
-
-        ConfigurationError if another run has locked it, unless this one is to ``wait`` for it.
-        """
+        """Lock the folder, also repeatedly; ``wait`` for another run that has locked it."""
         if self._lock is not None:
             yield
             return
@@ -106,20 +94,13 @@ class RunDirectory:
             seal(file)
 
     def read_checkpoint(self) -> dict[str, Any] | None:
-        """Read the last checkpoint; where that is damaged the one before, with a warning.
-
-        Returns:
-            The state of the run, its tensors in the host's memory; None without a checkpoint.
-
-        Raises:
-            ConfigurationError: If there are checkpoints and none can be read.
-        """
+        """Return the last checkpoint, where that is damaged the one before; None without any."""
         refused: list[str] = []
         for path in (self.checkpoint, self.checkpoint_before):
-            if not path.exists():
-                continue
             try:
                 state = _read_checkpoint(path)
+            except FileNotFoundError:
+                continue
             except (ConfigurationError, OSError) as error:
                 refused.append(f"{path} cannot be read: {error}.")
                 continue
@@ -156,19 +137,6 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
-def open_directory(
-    run_dir: str | Path | RunDirectory | None, resume: bool, progress: bool
-) -> RunDirectory | None:
-    """Return the folder of a run; with ``progress`` it is said if it has another name."""
-    if not isinstance(run_dir, str | Path):
-        return run_dir
-    directory = RunDirectory(run_dir, resume=resume)
-    if progress and directory.path != Path(run_dir):
-        words = f"{run_dir} holds something already: this run goes to {directory.path}"
-        print(words, file=sys.stderr, flush=True)
-    return directory
-
-
 @contextmanager
 def naming_files(directory: RunDirectory, history: Sequence[Row]) -> Iterator[None]:
     """Say in an error where the metrics are, and after an interruption how the run goes on."""
@@ -186,7 +154,7 @@ def naming_files(directory: RunDirectory, history: Sequence[Row]) -> Iterator[No
 
 
 class RunRecord:
-    """The files that grow while a run trains; a context manager, which closes the metrics."""
+    """The files that grow while a run trains."""
 
     def __init__(self, directory: RunDirectory, history: Sequence[Row]) -> None:
         """Write the finished epochs: rows of epochs that will run again are dropped."""
@@ -205,10 +173,9 @@ class RunRecord:
         self._metrics.write(row)
 
     def is_due(self, epoch: int, every: int | None) -> bool:
-        """Return whether it is time for a checkpoint after an epoch: at multiples of ``every``.
+        """Return whether writing a checkpoint now takes a small part of the time since the last.
 
-        With None, where writing one takes a small part of the time since the last one, by how long
-        that took.
+        An integer ``every`` asks for one at its multiples instead.
         """
         if every is not None:
             return epoch % every == 0
@@ -237,36 +204,18 @@ class RunRecord:
                 stacklevel=2,
             )
 
-    def __enter__(self) -> "RunRecord":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Close the file of the metrics."""
         if self._metrics is not None:
             self._metrics.close()
 
 
-def _unused(path: Path) -> Path:
-    """The path itself, or the first numbered one beside it that is absent or empty."""
-    number, candidate = 1, path
-    while candidate.exists() and not _is_empty_folder(candidate):
-        number += 1
-        candidate = path.with_name(f"{path.name}-{number}")
-    return candidate
-
-
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not _contents(path)
-
-
-def _holds_something_else(path: Path) -> bool:
-    """Whether a folder holds anything but a run."""
-    if not path.is_dir():
-        return path.exists()
-    contents = _contents(path)
-    return bool(contents) and not contents.intersection(CONFIGURATIONS)
+def _is_free(path: Path) -> bool:
+    """Whether there is nothing, or an empty folder."""
+    return not (_contents(path) if path.is_dir() else path.exists())
 
 
 def _contents(path: Path) -> set[str]:
     """The names in a folder, without what a crash may leave before a run's first file is whole."""
     begun = {name + PARTIAL for name in CONFIGURATIONS}
-    return {entry.name for entry in path.iterdir()} - begun
+    return {entry.name for entry in path.iterdir()} - begun if path.is_dir() else set()

@@ -38,13 +38,7 @@ class Runaways:
         self._warned_of: set[str] = set()  # hyperparameters, and the log likelihood
 
     def check(self, epoch: int, names: Sequence[str], estimates: Sequence[Estimate]) -> None:
-        """Warn of values far from their start, and of a log likelihood that fell in two rounds.
-
-        Args:
-            epoch: The epoch before the round.
-            names: The hyperparameters of the model that are learned.
-            estimates: Those of the round.
-        """
+        """Warn of values far from their start, and of a log likelihood that fell in two rounds."""
         for name, value in free_hyperparameters(self._evidence).items():
             if name not in self._warned_of and (words := _growth(name, self.starts[name], value)):
                 self._warned_of.add(name)
@@ -81,14 +75,11 @@ def _growth(name: str, start: Tensor, value: Tensor) -> str:
     # Shrinking is no fault: a range that does not help goes to zero, as the scale of a feature.
     start, value = start.double().flatten(), value.detach().double().flatten()
     if name.rpartition(".")[2].startswith("log_"):  # where a factor is a difference
-        growth = value - start
-        entry = int(growth.argmax())
-        factor = math.exp(min(float(growth[entry]), 700.0))
+        growth = (value - start).exp()
     else:
         growth = value.abs() / start.abs().clamp(min=LEAST_START)
-        entry = int(growth.argmax())
-        factor = float(growth[entry])
-    if not factor > RUNAWAY_FACTOR:
+    entry = int(growth.argmax())
+    if not float(growth[entry]) > RUNAWAY_FACTOR:
         return ""
     where = "" if len(value) == 1 else f" in entry {entry}"
     return (

@@ -100,7 +100,6 @@ class Schedule:
     checkpoint_every: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers that are out of range."""
         from_zero = ("burn_in", "eval_every", "bracket_every")
         for setting in fields(Schedule):
             value = getattr(self, setting.name)
@@ -147,7 +146,6 @@ class Optimization:
     noise_on_loss: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse names that do not exist, and rates that are no rates."""
         if isinstance(self.optimizer, type) and issubclass(self.optimizer, Optimizer):
             name = self.optimizer.__name__
             raise ConfigurationError(
@@ -166,22 +164,19 @@ class Optimization:
                 f"{nearest(str(self.prior_update), PRIOR_UPDATES)}"
             )
         for first in ("lr", "prior_lr", "hyper_lr"):
-            self._check_rates(first, f"{first}_min")
-
-    def _check_rates(self, first: str, last: str) -> None:
-        start, end = getattr(self, first), getattr(self, last)
-        if start is None:
-            return
-        if not (math.isfinite(start) and start > 0):
-            kept = " (To learn hyperparameters with the weights as they are: evigrad.tune.)"
-            raise ConfigurationError(
-                f"{first} must be a positive number, not {start}.{kept if first == 'lr' else ''}"
-            )
-        if not 0 <= end <= start:
-            raise ConfigurationError(
-                f"{last} must lie between 0 and {first} = {start}, not {end}: the learning rate"
-                f" falls from {first} to {last}."
-            )
+            last = f"{first}_min"
+            start, end = getattr(self, first), getattr(self, last)
+            if start is None:
+                continue
+            if not (math.isfinite(start) and start > 0):
+                kept = " (To learn hyperparameters with the weights as they are: evigrad.tune.)"
+                kept = kept if first == "lr" else ""
+                raise ConfigurationError(f"{first} must be a positive number, not {start}.{kept}")
+            if not 0 <= end <= start:
+                raise ConfigurationError(
+                    f"{last} must lie between 0 and {first} = {start}, not {end}: the learning rate"
+                    f" falls from {first} to {last}."
+                )
 
 
 # The parts of ``Settings`` whose fields are options of the command line, by their own names.
@@ -235,7 +230,7 @@ class Settings:
             record |= vars(record.pop(name))
         if self.anchoring is not None:
             record["anchoring"] = asdict(self.anchoring)
-        return {name: _plain(value) for name, value in record.items()}
+        return plain(record)
 
 
 def current_record(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,23 +249,12 @@ def method_of(record: Mapping[str, Any]) -> str:
 
 
 def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of ``fit`` from options that are not grouped, as those of the command line.
-
-    Args:
-        options: Fields of ``GROUPS`` by their own names, and other keywords, which are kept.
-
-    Returns:
-        The same with the groups' own objects.
-    """
+    """Return keywords of ``fit`` from options among which are fields of ``GROUPS``."""
     keywords = dict(options)
     for name, kind in GROUPS.items():
-        group_fields = {
-            setting.name: keywords.pop(setting.name)
-            for setting in fields(kind)
-            if setting.name in keywords
-        }
-        if group_fields:
-            keywords[name] = kind(**group_fields)
+        names = [setting.name for setting in fields(kind) if setting.name in keywords]
+        if names:
+            keywords[name] = kind(**{key: keywords.pop(key) for key in names})
     return keywords
 
 
@@ -316,11 +300,10 @@ def check_burn_in(burn_in: int | None, epochs: int | None) -> None:
         )
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return dictionaries and lists of numbers and texts; other objects become their ``str``."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(name): _plain(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return str(value)
+        return {str(name): plain(part) for name, part in value.items()}
+    return [plain(part) for part in value] if isinstance(value, list | tuple) else str(value)

@@ -39,12 +39,7 @@ from evigrad.training.learner import Learner
 from evigrad.training.optimizers import cosine, make_hyper_optimizer, make_weight_optimizer
 from evigrad.training.plan import planned
 from evigrad.training.progress import make_progress
-from evigrad.training.run_directory import (
-    RunDirectory,
-    RunRecord,
-    naming_files,
-    open_directory,
-)
+from evigrad.training.run_directory import RunDirectory, RunRecord, naming_files
 from evigrad.training.settings import Settings, method_of
 
 Callback = Callable[[Row], None]
@@ -100,23 +95,8 @@ class Trainer:
     (``on_loss``), by a step in every batch of an optimiser of their own.
 
     ``prepare`` makes a trainer, which is checked and has not started; ``train`` runs it once.
-
-    Args:
-        evidence: That of the model, with its initial prior and noise.
-        data: The training data.
-        settings: A ``plan`` for these data.
-        test: Test data, which are only evaluated.
-        network: How the model was built, for ``evigrad.load``.
-
-    Attributes:
-        history: One row for each epoch so far.
-        metrics: Those of the last evaluation, on ``train`` and ``test``.
-        seconds: Time of training so far.
-
-    Raises:
-        ConfigurationError: If a user's own optimiser has weight decay or does not hold exactly the
-            weights; if the prior has no fixed-point update; if a round cannot keep its passes
-            (``prior_blocks``).
+    ``settings`` are a ``plan`` for the data; ``network`` says how the model was built, for
+    ``evigrad.load``. ``metrics`` are those of the last evaluation, on ``train`` and ``test``.
     """
 
     def __init__(
@@ -147,9 +127,9 @@ class Trainer:
             rates = replace(rates, prior_lr=planned(rates.lr), prior_lr_min=rates.lr_min)
         self.loss_optimizer = make_hyper_optimizer(hyperparameters, rates)
         self.probe, _ = data.first(PROBED)  # which shows that a loaded network is the same
-        self.history: list[Row] = []
+        self.history: list[Row] = []  # one row for each epoch so far
         self.metrics: dict[str, dict[str, float]] = {"train": {}, "test": {}}
-        self.seconds = 0.0
+        self.seconds = 0.0  # time of training so far
 
     @property
     def name(self) -> str:
@@ -164,17 +144,12 @@ class Trainer:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What has to be the same when a run goes on: settings, data, and what is learned."""
-        evidence = self.evidence
+        test = None if self.test is None else self.test.fingerprint()
+        weights, hyperparameters = self.evidence.weights(), self.evidence.hyperparameters()
         return {
             "settings": self.record,
-            "data": {
-                "train": self.data.fingerprint(),
-                "test": None if self.test is None else self.test.fingerprint(),
-            },
-            "learned": {
-                "weights": list(evidence.weights()),
-                "hyperparameters": list(evidence.hyperparameters()),
-            },
+            "data": {"train": self.data.fingerprint(), "test": test},
+            "learned": {"weights": list(weights), "hyperparameters": list(hyperparameters)},
         }
 
     @property
@@ -198,9 +173,7 @@ class Trainer:
         last one, a checkpoint is written and a ``KeyboardInterrupt`` is raised.
 
         Raises:
-            ConfigurationError: If it ran already; if the folder holds the run of other settings,
-                data or another network, or another process writes into it.
-            EvigradError: If training diverges; the metrics of the epochs before are kept.
+            ConfigurationError: If it ran already, or the folder is that of another run.
         """
         if self.history:
             raise ConfigurationError("This run is over; prepare another one.")
@@ -215,7 +188,7 @@ class Trainer:
             record, watchers = None, list[Callback]()
             if directory is not None:
                 stack.enter_context(naming_files(directory, self.history))
-                record = stack.enter_context(RunRecord(directory, self.history))
+                record = stack.enter_context(closing(RunRecord(directory, self.history)))
                 watchers.append(record.write_row)
             if progress and len(self.history) < self.epochs:
                 bar = stack.enter_context(closing(make_progress(self.name, self.epochs)))
@@ -243,7 +216,13 @@ class Trainer:
         """Return the folder, locked in ``stack``; its checkpoint is restored, if it has one."""
         ranks, directory, state = self.evidence.ranks, None, None
         with ranks.together():
-            directory = open_directory(run_dir, resume, progress)
+            if isinstance(run_dir, str | Path):
+                directory = RunDirectory(run_dir, resume=resume)
+                if progress and directory.path != Path(run_dir):
+                    words = f"{run_dir} holds something already: this run goes to {directory.path}"
+                    print(words, file=sys.stderr, flush=True)
+            else:
+                directory = run_dir
             if directory is not None:
                 stack.enter_context(directory.locked())
                 state = directory.read_checkpoint() if resume else None
@@ -327,20 +306,11 @@ class Trainer:
         }
 
     def train_weights(self, epoch: int) -> tuple[float, int]:
-        """Take the steps of an epoch, counted from 1: one for each batch.
+        """Return the mean loss in nats per datum, and how many batches were skipped, of an epoch.
 
         A batch whose loss or gradient is not finite is skipped: its step would spoil the weights.
         The order of the data is drawn from the seed (see ``batches``). What the model draws itself
-        (dropout) comes from a second stream of (seed, epoch), and what the items of a data set draw
-        from others.
-
-        Returns:
-            The mean loss, in nats per datum, of the batches that have a target, and the number of
-            batches that were skipped for a loss that is not finite.
-
-        Raises:
-            EvigradError: If more than a tenth of the batches would be skipped (``SKIPPED_SHARE``),
-                or a weight or a buffer is not finite at the end.
+        (dropout) comes from a second stream of (seed, epoch).
         """
         self._set_rates(epoch)
         self.data.epoch = epoch
@@ -359,7 +329,8 @@ class Trainer:
                     continue  # a step on the prior alone would count these data
                 self.weight_optimizer.zero_grad(set_to_none=True)
                 value = self._differentiate(batch)
-                if math.isfinite(value) and self._has_finite_gradients():
+                gradients = [p.grad for p in self._stepping() if p.grad is not None]
+                if math.isfinite(value) and get_total_norm(gradients, math.inf).isfinite():
                     self.weight_optimizer.step()
                     if self.on_loss:
                         self.loss_optimizer.step()
@@ -385,10 +356,7 @@ class Trainer:
         return total / max(count, 1), skipped
 
     def _differentiate(self, batch: Tensor) -> float:
-        """Return the loss on a batch; where it is finite, its gradient is in ``.grad``.
-
-        Of several ranks each takes a part of the batch, and gradients are summed.
-        """
+        """Return the loss on a batch; where it is finite, its gradient is in ``.grad``."""
         ranks = self.evidence.ranks
         local_batch, value, scale = batch[ranks.part(len(batch))], 0.0, self._noise_variance()
         with ranks.together():
@@ -403,6 +371,7 @@ class Trainer:
                         (scale * loss).backward()
         if ranks.count == 1:
             return value
+        # Each rank took a part of the batch.
         parameters = self._stepping()
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         total, *sums = ranks.sum([torch.tensor(value, device="cpu").to(grads[0]), *grads])
@@ -413,14 +382,9 @@ class Trainer:
     def loss(self, x: Tensor, y: Tensor, indices: Tensor, scale: float) -> Tensor:
         """Return the loss of a batch in nats per datum, of which a step takes ``scale`` times."""
         # Precisions of weights that the data do not determine grow without bound.
-        is_sgd = isinstance(self.weight_optimizer, SGD)
+        sgd = self.weight_optimizer if isinstance(self.weight_optimizer, SGD) else None
         return self.evidence.map_loss(
-            x,
-            y,
-            wrt=self.on_loss,
-            indices=indices,
-            optimizer=self.weight_optimizer if is_sgd else None,
-            scale=scale,
+            x, y, wrt=self.on_loss, indices=indices, optimizer=sgd, scale=scale
         )
 
     def _noise_variance(self) -> float:
@@ -440,11 +404,6 @@ class Trainer:
         """Return the parameters that a step on the training loss changes."""
         learned = self.evidence.hyperparameters()
         return [*self.evidence.weights().values(), *(learned[name] for name in self.on_loss)]
-
-    def _has_finite_gradients(self) -> bool:
-        """Whether no gradient that the next step uses is NaN or infinite."""
-        gradients = [p.grad for p in self._stepping() if p.grad is not None]
-        return bool(get_total_norm(gradients, math.inf).isfinite())
 
     def _finite_parts(self) -> set[str]:
         """The weights and buffers without NaN and infinite values, in words."""
@@ -477,12 +436,9 @@ class Trainer:
         train = Pool(len(self.data)).of(self.data)
         for part, data in {"train": train, "test": self.test}.items():
             if data is not None:
+                draws = stream(seed, "evaluation", epoch)
                 self.metrics[part] = evaluate(
-                    evidence.model,
-                    evidence.likelihood,
-                    data,
-                    generator=stream(seed, "evaluation", epoch),
-                    ranks=evidence.ranks,
+                    evidence.model, evidence.likelihood, data, generator=draws, ranks=evidence.ranks
                 )
 
     def _configuration(self) -> dict[str, Any]:
@@ -518,10 +474,7 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 
 
 def is_evaluated(epoch: int, epochs: int, every: int | None) -> bool:
-    """Return whether an evaluation follows an epoch, counted from 1: always the last one.
-
-    ``every`` is 0 for the last epoch alone, None for ten evaluations at most.
-    """
+    """Return whether an evaluation follows an epoch, counted from 1: always the last one."""
     if every is None:
         every = -(-epochs // _EVALUATIONS)
     return epoch == epochs or (every > 0 and epoch % every == 0)

@@ -101,6 +101,8 @@ def tune(
         raise ConfigurationError(
             "tune learns by the estimate of a named estimator, as ntk-N-C, not None."
         )
+    # As many epochs as rounds: a round follows each, and the weights take no steps here.
+    schedule = Schedule(epochs=rounds, burn_in=0, every=1, steps=steps, prior_blocks=prior_blocks)
     settings = Settings(
         likelihood=likelihood,
         estimator=estimator,
@@ -108,10 +110,7 @@ def tune(
         precision=precision,
         hyperparameters=hyperparameters,
         laplace=laplace or Laplace(),
-        # As many epochs as rounds: a round follows each, and the weights take no steps here.
-        schedule=Schedule(
-            epochs=rounds, burn_in=0, every=1, steps=steps, prior_blocks=prior_blocks
-        ),
+        schedule=schedule,
         optimization=optimization or Optimization(),
         memory=memory or Memory(),
         anchoring=anchoring,
