@@ -411,7 +411,7 @@ class Evidence:
                 estimates = estimates_of(passes)
             self._observe(passes, estimates)
             blocks = _blocks_of(passes)
-            return mean_over_ranks(self._problem, self.ranks, blocks, estimates)[0]
+            return mean_over_ranks(self._problem, blocks, estimates)[0]
 
     def backward(
         self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
@@ -453,9 +453,7 @@ class Evidence:
                 with held_constant(others):
                     estimates, gradients = gradients_of(passes, learnable)
             blocks = _blocks_of(passes)
-            estimate, gradients = mean_over_ranks(
-                problem, problem.ranks, blocks, estimates, gradients
-            )
+            estimate, gradients = mean_over_ranks(problem, blocks, estimates, gradients)
             check_gradients(learnable, gradients)
         for parameter, gradient in zip(learnable.values(), gradients, strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

@@ -30,19 +30,6 @@ from evigrad.errors import ConfigurationError, NotFiniteError
 TERMS = ("log_evidence", "log_likelihood", "log_prior", "log_det", "log_hyperprior")
 
 
-def value_and_gradient(
-    model: LinearizedModel, curvature: Curvature[Any], sweep: Sweep, learned: Mapping[str, Tensor]
-) -> tuple[Estimate, list[Tensor]]:
-    """Return the estimate of a block, and its gradient in what is learned, in that order.
-
-    ``learned`` are hyperparameters by name, as ``prior.…``, ``likelihood.…`` or ``model.…``; no
-    other requires a gradient.
-    """
-    if follows_by_scale(model, curvature, sweep.num_outputs, learned):
-        return one_pass(model, curvature, sweep, learned)
-    return two_passes(model, curvature, sweep, learned)
-
-
 def follows_by_scale(
     model: LinearizedModel, curvature: Curvature[Any], num_outputs: int, learned: Iterable[str]
 ) -> bool:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.core import algorithm
-from evigrad.core.algorithm import follows_by_scale
 from evigrad.core.curvature import RoundingError, rounding_refused
 from evigrad.core.types import Estimate, Pass
 from evigrad.network import derivatives_named
@@ -65,7 +64,7 @@ def gradients_of(
             total = [a + b for a, b in zip(total, gradients, strict=True)]
         return estimates, total
     problem = passes.problem
-    in_one_pass = follows_by_scale(problem, passes.curvature, passes.num_outputs, learned)
+    in_one_pass = algorithm.follows_by_scale(problem, passes.curvature, passes.num_outputs, learned)
     beside = {name: p for name, p in learned.items() if not name.startswith("prior.")}
     passes = replace(passes, learned=beside)
     way = algorithm.one_pass if in_one_pass else algorithm.two_passes

@@ -10,8 +10,9 @@ from evigrad.core.algorithm import TERMS, mean_estimate
 from evigrad.core.block import Block
 from evigrad.core.curvature import Conditioning, Curvature, Differential, LogDet
 from evigrad.core.roots import RootRows
-from evigrad.core.types import Estimate, Linearization, LinearizedModel
+from evigrad.core.types import Estimate, Linearization
 from evigrad.distributed import Ranks
+from evigrad.passes.problem import Problem
 
 
 class ReducedCurvature(Curvature[Any]):
@@ -79,8 +80,7 @@ class ReducedCurvature(Curvature[Any]):
 
 
 def mean_over_ranks(
-    model: LinearizedModel,
-    ranks: Ranks,
+    problem: Problem,
     blocks: Sequence[Block],
     estimates: Sequence[Estimate],
     gradients: Sequence[Tensor] = (),
@@ -91,6 +91,7 @@ def mean_over_ranks(
     (others have one). It may have none, but for the first; its gradients are zero. With H numbers
     in the gradients a rank sends 2 (R − 1)/R · 8 (H + 7) bytes.
     """
+    ranks = problem.ranks
     if ranks.count == 1:
         return mean_estimate(estimates), list(gradients)
     count = sum(max(1, block.num_draws) for block in blocks)
@@ -103,7 +104,7 @@ def mean_over_ranks(
     mean = Estimate(
         **{name: term / count for name, term in zip(TERMS, terms, strict=True)},
         is_bound=unbound == 0,
-        num_data=model.num_data,
-        estimator=model.estimator.name,
+        num_data=problem.num_data,
+        estimator=problem.estimator.name,
     )
     return mean, [(s / count).to(g) for s, g in zip(sums[1:], gradients, strict=True)]

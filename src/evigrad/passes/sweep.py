@@ -111,7 +111,6 @@ class MicroBatchSweep:
         *,
         graph: bool = False,
         label: str = "first",
-        once: bool = False,
     ) -> State:
         """Return what ``Sweep`` says; where memory is too small, ``step`` gets half of the data.
 
@@ -120,7 +119,6 @@ class MicroBatchSweep:
             start: The first state.
             graph: Whether ``step`` asks for graphs.
             label: Passes of one label take as much memory.
-            once: Whether to stop after the first micro-batch.
 
         Raises:
             InputError: If the batches do not hold the block's data.
@@ -130,8 +128,6 @@ class MicroBatchSweep:
             label = "second"
         problem, plan, block, state = self.problem, self.plan, self.block, start
         expected, first = len(block.indices), 0
-        # A check is no measure of the memory that the pass itself takes.
-        is_check, num_checked = once and problem.sizes.asked == "auto", _CHECKED
         cuts = [] if problem.estimator.kind.counts_data else block.cuts()
         with self._evaluating():
             for x, y in self.batches:
@@ -144,21 +140,12 @@ class MicroBatchSweep:
                     cut = next((c for c in cuts if c > first + done), expected)
                     num_remaining = min(len(x), cut - first) - done
                     peak = partial(self._peak_bytes, partial(step, state), part)
-                    if is_check:
-                        chosen = problem.sizes.chosen.get(self._memory_key(label, x), num_checked)
-                        size = min(num_remaining, num_checked, chosen)
-                    else:
-                        size = self._size(label, x, num_remaining, first + done, peak)
+                    size = self._size(label, x, num_remaining, first + done, peak)
                     if states := fits(partial(step, state, part(size))):
                         (state,) = states
-                    elif is_check and size > 1:
-                        num_checked = size // 2
-                        continue
                     else:
                         problem.sizes.halve(self._memory_key(label, x), size)
                         continue
-                    if once:
-                        return state
                     done += size
                 first += len(x)
         if first != expected:
@@ -210,6 +197,12 @@ class MicroBatchSweep:
             plan=plan,
         )
 
+    def _first(self) -> tuple[Inputs, Callable[[int], PlannedBatch]]:
+        """Return the first batch's inputs, and what makes a micro-batch of so many of them."""
+        x, y = next(iter(self.batches))
+        plan = None if self.plan.fits(x) else self.problem.plan_of(x)
+        return x, partial(self._batch, (x, y), plan, 0, 0)
+
     def _plan_of(self, batch: MicroBatch) -> InputPlan:
         return (batch.plan if isinstance(batch, PlannedBatch) else None) or self.plan
 
@@ -232,11 +225,33 @@ class MicroBatchSweep:
         network = self.problem.network
         if not network.check_is_due():
             return self
-        plan = self.fold(lambda plan, batch: network.checked(plan, batch.x), self.plan, once=True)
+        plan = self._checked_plan()
         if plan is self.plan:
             return replace(self, suspicious=True)
         curvature = curvature_of(self.problem, plan, self.block)
         return replace(self, plan=plan, curvature=curvature, suspicious=True)
+
+    def _checked_plan(self) -> InputPlan:
+        """Return the plan after a check on the first micro-batch, halved until it fits.
+
+        A check takes less memory than a pass, so its size says nothing about that of automatic
+        micro-batches.
+        """
+        problem, block, (x, part) = self.problem, self.block, self._first()
+        sizes, at_once = problem.sizes, most_at_once(problem, self.plan, block)
+        key, most = self._memory_key("first", x), _CHECKED if at_once is None else at_once
+        cuts = [] if problem.estimator.kind.counts_data else block.cuts()
+        size = min([len(x), *cuts[:1], most, sizes.chosen.get(key, most)])
+
+        def checked() -> InputPlan:
+            with self._evaluating():
+                return problem.network.checked(self.plan, part(size).x)
+
+        while not (plans := fits(checked)):
+            if at_once is not None or size == 1:
+                sizes.halve(key, size)
+            size //= 2
+        return plans[0]
 
     def _check_second_derivatives(self) -> None:
         """Check once that rows of the first examples have the derivatives that a gradient takes."""
@@ -244,10 +259,9 @@ class MicroBatchSweep:
         if checked.issuperset(learned):
             return
         of_model = {name: p for name, p in learned.items() if name.startswith("model.")}
-        x, y = next(iter(self.batches))
-        plan = None if self.plan.fits(x) else problem.plan_of(x)
         with torch.enable_grad(), self._evaluating():
-            batch = self._batch((x, y), plan, 0, 0, min(CHECKED_EXAMPLES, len(x)))
+            x, part = self._first()
+            batch = part(min(CHECKED_EXAMPLES, len(x)))
             root = problem.cotangents(self.linearize(batch, graph=True).outputs, batch)
             varies = root.vectors.requires_grad
             if of_model or varies:

@@ -116,7 +116,7 @@ class BlockDiagonal(Curvature[BlockStatistic]):
         return torch.stack(terms).sum()
 
     def predicted_bytes(self, num_rows: int) -> int:
-        """See ``Structure.predicted_bytes``: the blocks, their scaled copies, and their factors."""
+        """The blocks, their scaled copies, and their factors."""
         squares = [size**2 for size in self.sizes]
         # The statistic, the scaled copy and the factor of each block stay until the backward pass.
         at_work = (DENSE_WORKING_COPIES - 2) * max(squares, default=0)
