@@ -36,12 +36,24 @@ _TEXT = 2000
 
 
 class Ranks:
-    """The processes of a group, or the only one: this one is number ``rank`` of ``count``.
+    """The processes of a group, or the only one.
 
     All ranks call the same methods in the same order; each call waits for the others. Results are
-    equal on all ranks, to the last bit. This rank has ``sent`` so many bytes beside the headers of
-    messages. A sum of n bytes sends 2n(R − 1)/R (a ring), a gathered tensor or shard n(R − 1); what
-    rank 0 gives to all is counted there, n(R − 1).
+    equal on all ranks, to the last bit.
+
+    Args:
+        group: A process group, as ``torch.distributed.group.WORLD`` after ``init_process_group``;
+            or a device mesh of one dimension. None for one process.
+
+    Attributes:
+        rank: The number of this process, from 0.
+        count: R.
+        sent: Bytes that this rank has sent, beside the headers of messages. A sum of n bytes sends
+            2n(R − 1)/R (a ring), a gathered tensor or shard n(R − 1); what rank 0 gives to all is
+            counted there, n(R − 1).
+
+    Raises:
+        ConfigurationError: If it is no such group, or this process is not in it.
     """
 
     def __init__(self, group: Group | None = None) -> None:

@@ -42,7 +42,16 @@ def check_finite(what: str, value: Tensor) -> None:
 def log_probabilities(
     likelihood: Likelihood, f: Tensor, y: Tensor, *, alone: bool = True
 ) -> Tensor:
-    """Return the checked log p(y_n|f_n) of each datum, (m,), in nats."""
+    """Return log p(y_n|f_n) of each datum, (m,), in nats.
+
+    ``alone`` evaluates the first datum alone too, and compares: targets of a wrong shape can
+    broadcast against the other data without an error.
+
+    Raises:
+        ConfigurationError: If the density does not return one number for each datum.
+        InputError: If it depends on the other data, or raises an exception.
+        NotFiniteOutputError: If the outputs are not finite.
+    """
     with raised_in(f"log_prob of {type(likelihood).__name__}, {_given(f.shape, y)},"):
         log_prob = likelihood.log_prob(f, y)
     if log_prob.shape != (len(f),):

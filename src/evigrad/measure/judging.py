@@ -35,10 +35,19 @@ _MOST_REPETITIONS = 20
 
 @dataclass(frozen=True)
 class EvidenceValue:
-    """The log evidence of a trained model and its terms, means over blocks in nats per datum.
+    """The log evidence of a trained model, averaged over blocks of a partition.
 
-    Where all blocks of a partition were used, ``sem`` says how far a single draw would be off; it
-    is 0 for one block.
+    Attributes:
+        per_datum: Log evidence in nats per datum.
+        sem: Standard error of the mean over the blocks; 0 for one block. Where all blocks of a
+            partition were used, it says how far a single draw would be off.
+        log_likelihood: The data term, nats per datum.
+        log_prior: The term −½ (w−w₀)ᵀP0(w−w₀), nats per datum.
+        log_det_term: The term −½ ℓ, nats per datum.
+        estimator: Name of the estimator.
+        blocks: Number of blocks.
+        is_bound: Whether the value is a lower bound on the log evidence.
+        seconds: Time of the evaluation.
     """
 
     per_datum: float
@@ -90,12 +99,29 @@ def evaluate_evidence(
     memory: Memory | None = None,
     **options: Any,
 ) -> EvidenceValue:
-    """Return the log evidence of a trained model by another estimator, and its terms.
+    """Evaluate the log evidence of a trained model with another estimator.
 
     The estimate is averaged over all blocks of one random partition, unless ``blocks`` asks for
     fewer: this is the bound for that partition. With ``N`` and ``C`` in the name it is the exact
-    log evidence of the structure. By default the rows of a pass stay below 100 MB. The ``options``
-    are other keywords of ``Evidence``.
+    log evidence of the structure.
+
+    Args:
+        evidence: The trained model's evidence, as ``FitResult.evidence``; it is not changed.
+        data: All training data, on the model's device.
+        estimator: Name of the estimator.
+        seed: Seed of the partition.
+        blocks: Number of its blocks that are used, at most. Default: all.
+        memory: Sizes and types of passes. Default: as many data at once as keep the rows of a pass
+            below 100 MB.
+        **options: Other keywords of ``Evidence``: root, sharing, parameter_partition, and more.
+
+    Returns:
+        The mean and its terms.
+
+    Raises:
+        ConfigurationError: If there is no such estimator.
+        InputError: If the data do not fit.
+        MemoryBudgetError: If it would not fit the free memory.
     """
     start = time.perf_counter()
     other = evidence.with_estimator(

@@ -31,11 +31,20 @@ def evaluate(
     generator: torch.Generator | None = None,
     ranks: Ranks | None = None,
 ) -> dict[str, float]:
-    """Return metrics of a model on a data set, in evaluation mode and at temperature 1.
+    """Metrics of a model on a data set, in evaluation mode and at temperature 1.
 
-    They are means over the data, or over their positions with a target: ``log_likelihood`` (nats)
-    and ``accuracy`` (a fraction) or ``squared_error`` (summed over the outputs), as the likelihood
-    gives them. The ``generator`` seeds what the model draws; default: seed 0.
+    Args:
+        model: Maps inputs (m, ...) to outputs (m, C) or (m, …, C). Its mode is restored.
+        likelihood: The likelihood of the targets given the outputs.
+        data: A pair (x, y) of tensors or a map-style data set, on the model's device.
+        batch_size: Data per forward pass; half of them from where memory does not suffice.
+        generator: Seeds what the model draws, if anything. Default: seed 0.
+        ranks: Processes that take a part of the data each.
+
+    Returns:
+        Means over the data, or over their positions with a target: ``log_likelihood`` (nats) and
+        ``accuracy`` (a fraction) or ``squared_error`` (summed over the outputs), as the likelihood
+        gives them.
 
     Raises:
         InputError: If there are no data, or they do not fit the likelihood.
@@ -99,11 +108,14 @@ def probe_outputs(model: nn.Module, x: Inputs) -> Tensor:
 
 
 def hyperparameter_values(evidence: Evidence) -> dict[str, float]:
-    """Return the present hyperparameters as ``precision/GROUP``, ``likelihood/NAME`` and others.
+    """The present hyperparameters of model, prior and likelihood.
 
-    A diagonal prior has the geometric mean over each parameter tensor. Ranges of transforms,
-    learned or fixed, are ``range/NAME``; each other hyperparameter of the model is ``model/NAME``,
-    its value, or its Euclidean norm where it has several entries.
+    Returns:
+        ``precision/GROUP`` for each group of the prior (with a diagonal prior the geometric mean
+        over each parameter tensor), ``likelihood/NAME`` for what the likelihood reports (but
+        ``noise`` or ``noise/OUTPUT`` for the standard deviation of a Gaussian), ``range/NAME`` for
+        the ranges of transforms, learned or fixed, and ``model/NAME`` for each other
+        hyperparameter of the model: its value, or its Euclidean norm where it has several entries.
     """
     row = dict[str, float]()
     for name, precision in evidence.prior.precisions().items():

@@ -43,12 +43,24 @@ class FixedPoint:
     estimate, so that steps of a falling rate converge to where the mean gradient is zero, as those
     of an optimiser do.
 
-    It replaces the prior's optimiser, and is called after each ``backward``. γ is clipped at P_g:
-    on a small block, whose log-determinant is scaled up to all the data, an estimate may exceed it.
-    A group whose weights are the prior's mean has no finite optimum, and keeps its precision.
+    It replaces the prior's optimiser, and is called after each ``backward``::
 
-    The rate is a damping in (0, 1]; 1 is MacKay's update. For estimates on random blocks a rate
-    that falls over training averages their noise, as a learning rate does.
+        update = FixedPoint(evidence)
+        evidence.backward(block)
+        update.step()
+
+    γ is clipped at P_g: on a small block, whose log-determinant is scaled up to all the data, an
+    estimate may exceed it. A group whose weights are the prior's mean has no finite optimum, and
+    keeps its precision.
+
+    Args:
+        evidence: Has a learnable prior without a hyperprior.
+        rate: Damping in (0, 1]; 1 is MacKay's update. For estimates on random blocks a rate that
+            falls over training averages their noise, as a learning rate does.
+
+    Raises:
+        ConfigurationError: If the rate is out of range, or the prior has a hyperprior (whose
+            density has another fixed point) or is not learnable.
     """
 
     def __init__(self, evidence: Evidence, rate: float | int = DAMPING) -> None:
@@ -85,7 +97,12 @@ class FixedPoint:
             return gamma.clamp(min=0.0).minimum(most.to(gamma))
 
     def start(self, zero: float, pretrained: float) -> None:
-        """Set the learned precisions, to ``pretrained`` in groups with a mean other than zero."""
+        """Set the learned precisions: steps need no better start than that.
+
+        Args:
+            zero: Precision of weights that are drawn to zero.
+            pretrained: That of groups with weights whose mean is not zero.
+        """
         prior, log_precision = self.evidence.prior, self._log_precision()
         means, weights = prior.means(), self.evidence.weights()
         with torch.no_grad():
@@ -99,7 +116,15 @@ class FixedPoint:
             log_precision[has_mean.to(log_precision.device)] = math.log(pretrained)
 
     def step(self) -> None:
-        """Update the precisions by the gradient of one ``backward``, and clear it."""
+        """Update the precisions by the gradient of one ``backward``, and clear it.
+
+        The gradient has to be that of the mean log evidence at the present weights and precisions,
+        by a single call of ``backward``, not a sum over several calls.
+
+        Raises:
+            ConfigurationError: If there is no gradient.
+            NotFiniteError: If the gradient is not finite.
+        """
         log_precision = self._log_precision()
         squares = self._square_norms()
         gamma = self.effective_parameters(squares)

@@ -129,7 +129,14 @@ class MetricsFile:
 
 
 def read_metrics(path: str | Path) -> list[Row]:
-    """Return the rows of a ``metrics.csv``, one for each epoch."""
+    """Read a ``metrics.csv``.
+
+    Returns:
+        One row for each epoch.
+
+    Raises:
+        InputError: If there is no such file, or it is not one of these.
+    """
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
             return [

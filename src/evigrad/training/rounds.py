@@ -26,6 +26,8 @@ def blocks_of_a_round(
 
     Several steps on prior and noise alone share passes: the only pass there is, where one block
     holds all data, and the pass over the anchors, where these are chosen for a round.
+    ``prior_blocks`` is the number of blocks whose passes all steps share; None is a block for each
+    step.
     """
     anchored = isinstance(blocks, AnchoredStream)
     keepable = (anchored or blocks.is_constant) and is_keepable(evidence, x, names)
@@ -47,7 +49,10 @@ def blocks_of_a_round(
 def passes_over(
     evidence: Evidence, drawn: DrawnParts, x: Inputs, names: list[str]
 ) -> Iterator[KeptPass]:
-    """Yield kept passes over draws, in their order, each over as many draws as fit into memory."""
+    """Yield kept passes over draws, in their order, each over as many draws as fit into memory.
+
+    Each is computed when it is asked for. The memory changes neither these draws nor later ones.
+    """
 
     def collect(block: Block) -> KeptPass:
         # Each pass draws a seed for the model, which draws nothing here. The state is restored, so

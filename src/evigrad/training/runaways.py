@@ -38,7 +38,13 @@ class Runaways:
         self._warned_of: set[str] = set()  # hyperparameters, and the log likelihood
 
     def check(self, epoch: int, names: Sequence[str], estimates: Sequence[Estimate]) -> None:
-        """Warn of values far from their start, and of a log likelihood that fell in two rounds."""
+        """Warn of values far from their start, and of a log likelihood that fell in two rounds.
+
+        Args:
+            epoch: The epoch before the round.
+            names: The hyperparameters of the model that are learned.
+            estimates: Those of the round.
+        """
         for name, value in free_hyperparameters(self._evidence).items():
             if name not in self._warned_of and (words := _growth(name, self.starts[name], value)):
                 self._warned_of.add(name)

@@ -95,8 +95,23 @@ class Trainer:
     (``on_loss``), by a step in every batch of an optimiser of their own.
 
     ``prepare`` makes a trainer, which is checked and has not started; ``train`` runs it once.
-    ``settings`` are a ``plan`` for the data; ``network`` says how the model was built, for
-    ``evigrad.load``. ``metrics`` are those of the last evaluation, on ``train`` and ``test``.
+
+    Args:
+        evidence: That of the model, with its initial prior and noise.
+        data: The training data.
+        settings: A ``plan`` for these data.
+        test: Test data, which are only evaluated.
+        network: How the model was built, for ``evigrad.load``.
+
+    Attributes:
+        history: One row for each epoch so far.
+        metrics: Those of the last evaluation, on ``train`` and ``test``.
+        seconds: Time of training so far.
+
+    Raises:
+        ConfigurationError: If a user's own optimiser has weight decay or does not hold exactly the
+            weights; if the prior has no fixed-point update; if a round cannot keep its passes
+            (``prior_blocks``).
     """
 
     def __init__(
@@ -173,7 +188,9 @@ class Trainer:
         last one, a checkpoint is written and a ``KeyboardInterrupt`` is raised.
 
         Raises:
-            ConfigurationError: If it ran already, or the folder is that of another run.
+            ConfigurationError: If it ran already; if the folder holds the run of other settings,
+                data or another network, or another process writes into it.
+            EvigradError: If training diverges; the metrics of the epochs before are kept.
         """
         if self.history:
             raise ConfigurationError("This run is over; prepare another one.")
@@ -306,11 +323,20 @@ class Trainer:
         }
 
     def train_weights(self, epoch: int) -> tuple[float, int]:
-        """Return the mean loss in nats per datum, and how many batches were skipped, of an epoch.
+        """Take the steps of an epoch, counted from 1: one for each batch.
 
         A batch whose loss or gradient is not finite is skipped: its step would spoil the weights.
         The order of the data is drawn from the seed (see ``batches``). What the model draws itself
-        (dropout) comes from a second stream of (seed, epoch).
+        (dropout) comes from a second stream of (seed, epoch), and what the items of a data set draw
+        from others.
+
+        Returns:
+            The mean loss, in nats per datum, of the batches that have a target, and the number of
+            batches that were skipped for a loss that is not finite.
+
+        Raises:
+            EvigradError: If more than a tenth of the batches would be skipped (``SKIPPED_SHARE``),
+                or a weight or a buffer is not finite at the end.
         """
         self._set_rates(epoch)
         self.data.epoch = epoch
@@ -356,7 +382,10 @@ class Trainer:
         return total / max(count, 1), skipped
 
     def _differentiate(self, batch: Tensor) -> float:
-        """Return the loss on a batch; where it is finite, its gradient is in ``.grad``."""
+        """Return the loss on a batch; where it is finite, its gradient is in ``.grad``.
+
+        Of several ranks each takes a part of the batch, and gradients are summed.
+        """
         ranks = self.evidence.ranks
         local_batch, value, scale = batch[ranks.part(len(batch))], 0.0, self._noise_variance()
         with ranks.together():
@@ -474,7 +503,10 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 
 
 def is_evaluated(epoch: int, epochs: int, every: int | None) -> bool:
-    """Return whether an evaluation follows an epoch, counted from 1: always the last one."""
+    """Return whether an evaluation follows an epoch, counted from 1: always the last one.
+
+    ``every`` is 0 for the last epoch alone, None for ten evaluations at most.
+    """
     if every is None:
         every = -(-epochs // _EVALUATIONS)
     return epoch == epochs or (every > 0 and epoch % every == 0)
