@@ -34,7 +34,7 @@ from evigrad import (
     Schedule,
     fit,
 )
-from evigrad.core.curvature.kfac import Kfac
+from evigrad.core.curvature.dense import BlockDiagonal
 from evigrad.distributed import Ranks
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.invariances import AdditiveNoise, Averaged, InputScale
@@ -268,12 +268,12 @@ def posteriors(group: Any) -> Any:
 
 
 def in_float32(group: Any) -> Evidence:
-    """One layer's precision is so small that rounding hides its eigenvalues."""
+    """One layer's precision is so small that rounding hides pivots of its block."""
     evidence = Evidence(
         network().float(),
         Categorical(),
         GaussianPrior("layerwise"),
-        estimator="kfac-N-C",
+        estimator="blockdiag-N-C",
         num_data=N,
         hyperparameters=["0"],
         process_group=group,
@@ -306,9 +306,9 @@ def rounding(group: Any) -> Any:
         refused[-1] = False
         return value
 
-    log_det = Kfac.log_det
+    log_det = BlockDiagonal.log_det
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Kfac, "log_det", watched)
+        patch.setattr(BlockDiagonal, "log_det", watched)
         for call in in_every_way(evidence):
             value = fields(call())
             results.append((value, gradients(evidence), refused.copy()))

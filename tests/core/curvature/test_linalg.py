@@ -62,7 +62,7 @@ def test_float32_that_needs_float64_gets_it_without_jitter():
     rows = torch.tensor([[2.0**15, 2.0**16, 2.0**14]])
     matrix = rows.T @ rows
     assert torch.linalg.cholesky_ex(torch.eye(3) + matrix).info > 0
-    with pytest.warns(EvigradWarning, match="may be off by up to") as caught:
+    with pytest.warns(EvigradWarning, match="may be off by about") as caught:
         value, grad = symmetric_grad(matrix, log_det_identity_plus)
     assert "was added" not in str(caught[0].message)
     exact = torch.eye(3, dtype=torch.float64) + matrix.double()
@@ -160,7 +160,7 @@ def test_kronecker_against_the_dense_product(case):
 @pytest.mark.parametrize("decades", [3, 6])
 @pytest.mark.parametrize("kind", ["decay", "spike", "mean"])
 @pytest.mark.parametrize("size", [4, 128])
-def test_rounding_of_kronecker_factors_is_within_its_estimate(size, kind, decades):
+def test_rounding_of_kronecker_factors_is_near_its_estimate(size, kind, decades):
     """By the Grams of many rows whose directions are of very different size."""
     generator = torch.Generator().manual_seed(0)
     factors = []
@@ -180,7 +180,7 @@ def test_rounding_of_kronecker_factors_is_within_its_estimate(size, kind, decade
         estimate = float(kronecker_rounding(left, right, tau))
         assert estimate <= kronecker_rounding_rate(left, right) * factor * (1 + 1e-5)
         error = abs(float(log_det_kronecker(left, right, tau)) - value)
-        assert error <= estimate + 1e-6 * value
+        assert error <= 3 * estimate + 1e-6 * value
 
 
 def test_null_directions_keep_their_derivative_where_rounding_is_negative():

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evigrad.core.algebra import add_outer_products, inner_gram
+from evigrad.core.algebra import add_outer_products
 from evigrad.core.curvature.base import (
     DENSE_WORKING_COPIES,
     Curvature,
@@ -105,9 +105,10 @@ class KfacStatistic(Statistic):
     """Sums of outer products, by the names of the parameters.
 
     Attributes:
-        factors: Of each Kronecker weight; without those whose spectrum was summarised.
+        factors: Of each Kronecker weight. A batch ``alone`` may have Grams of its examples instead
+            of A or B, which have the same eigenvalues.
         blocks: The dense block (n, n) or diagonal (n,) of H of each other parameter.
-        spectra: A cache; of a summarised statistic in the place of the factors.
+        spectra: A cache of the factors' eigenvalues.
         of_blocks: A cache of the eigenvalues of dense blocks.
     """
 
@@ -194,28 +195,17 @@ class Kfac(Curvature[KfacStatistic]):
         *,
         alone: bool = False,
     ) -> KfacStatistic:
-        """See ``Curvature.collect``; of a batch ``alone`` only eigenvalues, of a smaller Gram."""
+        """See ``Curvature.collect``; of a batch ``alone`` the smaller Gram is enough."""
         statistic = statistic or KfacStatistic()
-        factors, spectra = dict(statistic.factors), dict(statistic.spectra)
+        factors = dict(statistic.factors)
         is_fixed = root.scale is None or not root.scale.requires_grad
         for name, examples in self._examples(linearization, root).items():
             if alone and is_fixed and len(examples) == 1:
-                spectra[name] = self._spectrum_of(name, examples[0])
+                factors[name] = _with_small_grams(examples[0], self._shapes[name])
                 continue
             sums = reduce(operator.add, map(_factors, examples))
             factors[name] = factors[name] + sums if name in factors else sums
-        blocks = self._add_others(statistic.blocks, linearization, root)
-        return KfacStatistic(factors, blocks, spectra if alone else {})
-
-    def _spectrum_of(self, name: str, use: KroneckerUse) -> Spectrum:
-        """The eigenvalues of a weight that is used once, by its examples if these are fewer."""
-        count, size = use.num_data * use.positions, prod(self._shapes[name][1:])
-        if count < size:
-            left = _eigenvalues_of_gram(use.inputs.transpose(0, 1).flatten(1, 2))
-        else:
-            left = psd_eigenvalues(use.input_gram(use.gradients.dtype))
-        right = _eigenvalues_of_gram(_gradient_rows(use))
-        return Spectrum(left, right, count, kronecker_rounding_rate(left, right))
+        return KfacStatistic(factors, self._add_others(statistic.blocks, linearization, root))
 
     def _add_others(
         self, blocks: Mapping[str, Tensor], linearization: Linearization, root: RootRows
@@ -239,16 +229,10 @@ class Kfac(Curvature[KfacStatistic]):
         self, statistic: KfacStatistic, precisions: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
         """See ``Curvature.log_det``; refuses precisions that vary inside a Kronecker block."""
-        matrices = statistic.factors.keys() | statistic.spectra.keys()
-        used_as_matrix = [name for name in self._kronecker if name in matrices]
-        self._check_constant(name for name in used_as_matrix if precisions[name].ndim > 0)
         terms: list[Tensor] = []
-        used: list[tuple[Spectrum, Tensor]] = []
-        for name in used_as_matrix:
-            spectrum = self._spectrum(statistic, name)
-            factor = (precisions[name].to(spectrum.left.dtype) * spectrum.count).reciprocal()
-            terms.append(log_det_kronecker(spectrum.left, spectrum.right, factor))
-            used.append((spectrum, factor))
+        if statistic.factors:
+            self._check_constant(name for name in statistic.factors if precisions[name].ndim > 0)
+            terms.append(_kronecker_log_det(statistic, precisions))
         for name, block in statistic.blocks.items():
             precision, block_spectrum = precisions[name], None
             if name in self._dense and precision.ndim == 0 and not block.requires_grad:
@@ -259,24 +243,7 @@ class Kfac(Curvature[KfacStatistic]):
                 terms.append(log_det_dense(block, precision))
             else:
                 terms.append(log_det_diagonal(block, precision))
-        value = torch.stack(terms).sum()
-        if used:
-            _check_rounding(used, value.detach())
-        return value
-
-    @staticmethod
-    def _spectrum(statistic: KfacStatistic, name: str) -> Spectrum:
-        """The eigenvalues of a Kronecker weight, computed once where they have no graph."""
-        if name in statistic.spectra:
-            return statistic.spectra[name]
-        factors = statistic.factors[name]
-        left = psd_eigenvalues(factors.inputs, factors.count)
-        right = psd_eigenvalues(factors.gradients, factors.num_rows)
-        rate = kronecker_rounding_rate(left, right)
-        spectrum = Spectrum(left, right, factors.count, rate)
-        if not (factors.inputs.requires_grad or factors.gradients.requires_grad):
-            statistic.spectra[name] = spectrum
-        return spectrum
+        return torch.stack(terms).sum()
 
     def predicted_bytes(self, num_rows: int) -> int:
         """See ``Curvature.predicted_bytes``; channel groups, which need less, are not counted."""
@@ -315,7 +282,7 @@ class Kfac(Curvature[KfacStatistic]):
             of_sums = cotangent.factors[name]
             for part in examples:
                 terms.append(part.inner_input_gram(of_sums.inputs))
-                terms.append(inner_gram(_gradient_rows(part), of_sums.gradients))
+                terms.append(part.inner_gradient_gram(of_sums.gradients))
         blocks = self._add_others({}, linearization, root)
         terms += [(cotangent.blocks[name] * block).sum() for name, block in blocks.items()]
         return torch.stack([term.to(terms[0]) for term in terms]).sum()
@@ -352,31 +319,76 @@ class Kfac(Curvature[KfacStatistic]):
             )
 
 
-def _check_rounding(used: Sequence[tuple[Spectrum, Tensor]], value: Tensor) -> None:
-    """See ``check_rounding``; a cheap bound spares most steps the estimate."""
-    factors = torch.stack([factor.detach() for _, factor in used]).tolist()
-    bound = sum(
-        spectrum.rounding * factor for (spectrum, _), factor in zip(used, factors, strict=True)
-    )
-    if not is_tolerated(bound, float(value)):
-        errors = [
-            kronecker_rounding(spectrum.left, spectrum.right, factor) for spectrum, factor in used
-        ]
-        check_rounding(torch.stack(errors).sum(), value, errors[0].dtype)
+def _kronecker_log_det(
+    statistic: KfacStatistic, precisions: Mapping[str, Tensor]
+) -> Float[Tensor, ""]:
+    """Return Σ log|I + B ⊗ A / (count · precision)| over the Kronecker weights.
+
+    If eigenvalues in float32 round too much, those of the same sums are computed in float64.
+    """
+    value, error = _log_det_and_rounding(statistic, precisions)
+    if is_tolerated(error, float(value.detach())):
+        return value
+    sums = next(iter(statistic.factors.values())).inputs
+    if sums.dtype == torch.float64 or sums.device.type == "mps":
+        check_rounding(torch.tensor(error, device="cpu"), value.detach().cpu(), sums.dtype)
+        return value
+    value, _ = _log_det_and_rounding(statistic, precisions, torch.float64)
+    return value.to(sums.dtype)
 
 
-def _gradient_rows(use: KroneckerUse) -> Float[Tensor, "G R o"]:
-    return use.gradients.permute(2, 0, 1, 3, 4).flatten(1, 3)
+def _log_det_and_rounding(
+    statistic: KfacStatistic, precisions: Mapping[str, Tensor], dtype: torch.dtype | None = None
+) -> tuple[Float[Tensor, ""], float]:
+    """The log-determinant by eigenvalues in a type (None: the sums'), and how far they may be off.
+
+    A cheap bound spares most steps the estimate of the rounding.
+    """
+    terms, used = list[Tensor](), list[tuple[Spectrum, Tensor]]()
+    for name in statistic.factors:
+        spectrum = _spectrum(statistic, name, dtype)
+        factor = (precisions[name].to(spectrum.left.dtype) * spectrum.count).reciprocal()
+        terms.append(log_det_kronecker(spectrum.left, spectrum.right, factor))
+        used.append((spectrum, factor.detach()))
+    value = torch.stack(terms).sum()
+    factors = torch.stack([factor for _, factor in used]).tolist()
+    bound = sum(s.rounding * factor for (s, _), factor in zip(used, factors, strict=True))
+    if is_tolerated(bound, float(value.detach())):
+        return value, bound
+    errors = [kronecker_rounding(s.left, s.right, factor) for s, factor in used]
+    return value, float(torch.stack(errors).sum())
+
+
+def _spectrum(statistic: KfacStatistic, name: str, dtype: torch.dtype | None) -> Spectrum:
+    """The eigenvalues of a weight's sums, computed once if they have no graph."""
+    cached = statistic.spectra.get(name)
+    if cached is not None and dtype in (None, cached.left.dtype):
+        return cached
+    sums = statistic.factors[name]
+    left = psd_eigenvalues(sums.inputs.to(dtype), sums.count)
+    right = psd_eigenvalues(sums.gradients.to(dtype), sums.num_rows)
+    spectrum = Spectrum(left, right, sums.count, kronecker_rounding_rate(left, right))
+    if not (left.requires_grad or right.requires_grad):
+        statistic.spectra[name] = spectrum
+    return spectrum
 
 
 def _factors(use: KroneckerUse) -> Factors:
-    rows = _gradient_rows(use)
+    sums = (use.input_gram(use.gradients.dtype), use.gradient_gram())
+    return Factors(*sums, use.num_data * use.positions, use.num_rows, use.transposed)
+
+
+def _with_small_grams(use: KroneckerUse, shape: torch.Size) -> Factors:
+    """Sums, or Grams of the examples where these are fewer than the rows of A or B."""
     count = use.num_data * use.positions
-    sums = (use.input_gram(rows.dtype), rows.mT @ rows)
-    return Factors(*sums, count, rows.shape[1], use.transposed)
-
-
-def _eigenvalues_of_gram(rows: Float[Tensor, "G R n"]) -> Float[Tensor, "G r"]:
-    """The eigenvalues of Σ rowᵀ row, without the zeros of too few rows."""
-    few = rows.shape[1] < rows.shape[2]
-    return psd_eigenvalues(rows @ rows.mT if few else rows.mT @ rows)
+    if count < (shape[0] if use.transposed else prod(shape[1:])):
+        inputs = use.inputs.transpose(0, 1).flatten(1, 2)
+        left = inputs @ inputs.mT
+    else:
+        left = use.input_gram(use.gradients.dtype)
+    if use.num_rows < use.gradients.shape[4]:
+        rows = use.gradient_rows()
+        right = rows @ rows.mT
+    else:
+        right = use.gradient_gram()
+    return Factors(left, right, count, use.num_rows, use.transposed)

@@ -6,7 +6,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evigrad.core.algebra import Gram, inner_gram, outer_gram, outer_gram_pull
+from evigrad.core.algebra import (
+    Gram,
+    QuadraticForm,
+    inner_gram,
+    outer_gram,
+    outer_gram_pull,
+    symmetric,
+)
 
 
 class KroneckerUse:
@@ -48,6 +55,11 @@ class KroneckerUse:
         """The number of positions of a datum, T."""
         return self.gradients.shape[3]
 
+    @property
+    def num_rows(self) -> int:
+        """The number of outer products in ``gradient_gram``, m k T."""
+        return self.gradients.shape[0] * self.gradients.shape[1] * self.gradients.shape[3]
+
     def input_gram(self, dtype: torch.dtype) -> Float[Tensor, "G i i"]:
         """Σ a aᵀ over data and positions, summed in this type; once differentiable."""
         return Gram.apply(self._flat(dtype), outer_gram, outer_gram_pull)
@@ -60,6 +72,25 @@ class KroneckerUse:
         """The inputs summed over positions."""
         return self.inputs.sum(2)
 
+    def gradient_rows(self) -> Float[Tensor, "G R o"]:
+        """The gradients of all data, rows and positions as one matrix."""
+        return self.gradients.permute(2, 0, 1, 3, 4).flatten(1, 3)
+
+    def gradient_gram(self) -> Float[Tensor, "G o o"]:
+        """Σ g gᵀ over data, rows and positions."""
+        if self._positions_last:
+            columns = self._gradient_columns()
+            return (columns @ columns.mT).sum(0)
+        rows = self.gradient_rows()
+        return rows.mT @ rows
+
+    def inner_gradient_gram(self, cotangent: Float[Tensor, "G o o"]) -> Float[Tensor, ""]:
+        """⟨cotangent, ``gradient_gram``⟩; once differentiable in the gradients."""
+        if self._positions_last:
+            columns = self._gradient_columns()
+            return QuadraticForm.apply(columns, symmetric(cotangent), lambda g, c: c @ g)
+        return inner_gram(self.gradient_rows(), cotangent)
+
     def scaled(self, scale: Float[Tensor, "m k"] | None, dtype: torch.dtype) -> "KroneckerUse":
         """The same use, with gradients in this type and times the scale of each row (None: 1)."""
         scaled_use = copy.copy(self)
@@ -71,6 +102,18 @@ class KroneckerUse:
     def detach(self) -> "KroneckerUse":
         """The same factors without a graph."""
         return KroneckerUse(self.inputs.detach(), self.gradients.detach(), self.transposed)
+
+    @property
+    def _positions_last(self) -> bool:
+        """Whether a product for each row takes less time than a copy with channels last.
+
+        The gradients of a convolution lie in memory with their positions last. The products are
+        then no larger than the gradients, and summing few numbers at a time rounds less.
+        """
+        return self.gradients.stride(3) == 1 and self.positions >= self.gradients.shape[4] > 1
+
+    def _gradient_columns(self) -> Float[Tensor, "mk G o T"]:
+        return self.gradients.flatten(0, 1).mT
 
     def _flat(self, dtype: torch.dtype) -> Float[Tensor, "G mT i"]:
         assert self._inputs is not None
