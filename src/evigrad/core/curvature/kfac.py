@@ -340,9 +340,10 @@ def _kronecker_log_det(
 def _log_det_and_rounding(
     statistic: KfacStatistic, precisions: Mapping[str, Tensor], dtype: torch.dtype | None = None
 ) -> tuple[Float[Tensor, ""], float]:
-    """The log-determinant by eigenvalues in a type (None: the sums'), and how far they may be off.
+    """Return the log-determinant and an estimate of its rounding, in nats.
 
-    A cheap bound spares most steps the estimate of the rounding.
+    Eigenvalues are computed in ``dtype``; None keeps the type of the sums. A cheap bound spares
+    most steps the estimate.
     """
     terms, used = list[Tensor](), list[tuple[Spectrum, Tensor]]()
     for name in statistic.factors:
