@@ -11,7 +11,7 @@ import pytest
 # Estimator -> at most so many functions, in so many files, so many frames deep: the numbers of the
 # present code. Lower them when the code gets simpler, and never raise them.
 LIMITS = {
-    "ntk-100-1": (231, 39, 18),
+    "ntk-100-1": (230, 39, 18),
     "kfac-100-1": (225, 37, 16),
 }
 

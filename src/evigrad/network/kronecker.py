@@ -1,5 +1,7 @@
 """Kronecker factors of a convolution's weight."""
 
+import copy
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -25,7 +27,7 @@ class ConvolutionUse(KroneckerUse):
     @property
     def inputs(self) -> Float[Tensor, "m G T i"]:
         """The patches, computed anew at each reading."""
-        x = self._x.to(self.gradients.dtype)
+        x = self._x.to(self.pieces[0].dtype)
         return convolution_patches(x, len(x) // self.num_data, self._geometry).mT
 
     def input_gram(self, dtype: torch.dtype) -> Float[Tensor, "G i i"]:
@@ -48,10 +50,12 @@ class ConvolutionUse(KroneckerUse):
 
     def input_sum(self) -> Float[Tensor, "m G i"]:
         """See ``KroneckerUse.input_sum``."""
-        sums = patch_sum(self._x.to(self.gradients.dtype), self._geometry)
+        sums = patch_sum(self._x.to(self.pieces[0].dtype), self._geometry)
         sums = sums.unflatten(0, (self.num_data, -1)).sum(1)
         return sums.reshape(self.num_data, self._geometry.groups, -1)
 
-    def detach(self) -> "ConvolutionUse":
+    def detach(self) -> KroneckerUse:
         """See ``KroneckerUse.detach``."""
-        return ConvolutionUse(self._x.detach(), self.gradients.detach(), self._geometry)
+        use = copy.copy(self)
+        use._x = self._x.detach()
+        return use.with_gradients([piece.detach() for piece in self.pieces])

@@ -211,7 +211,7 @@ class Linear(Rule):
     ) -> KroneckerUse:
         """See ``Rule.factors``."""
         a, g = self.positions(match, gradient)
-        return KroneckerUse(a[:, None], g[:, :, None], transposed)
+        return KroneckerUse(a[:, None], g[:, :, None], transposed=transposed)
 
     def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
         """See ``Rule.matrix``."""

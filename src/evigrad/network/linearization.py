@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 
 import torch
@@ -87,7 +88,7 @@ class Linearization:
             self._owned = {id(call) for call in calls}
         self._uses = uses_of(calls)
         self._elsewhere = reachable(self._graph, weights, nodes)
-        self._kept: tuple[Tensor, dict[int, Tensor | None]] | None = None
+        self._kept: tuple[Tensor, dict[int, _Columns | None]] | None = None
 
     def rows(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str] | None = None
@@ -163,8 +164,10 @@ class Linearization:
             gradients = self._gradients(vectors)
             for name in closed:
                 cotangent = cotangents[name].detach()
-                for call, slot, gradient in self._joined_uses(name, gradients):
-                    total = total + call.inner(slot, gradient, cotangent)
+                for call, slot, pieces in self._joined_uses(name, gradients):
+                    parts = cotangent.split([piece.shape[1] for piece in pieces], 1)
+                    for piece, part in zip(pieces, parts, strict=True):
+                        total = total + call.inner(slot, piece, part)
             for name, rows in self._generic_rows(vectors, generic).items():
                 total = total + (cotangents[name].detach() * rows).sum()
         return total
@@ -226,13 +229,14 @@ class Linearization:
                 )
         with self._computing():
             gradients = self._gradients(vectors)
-            factors = {
-                name: [
-                    call.factors(gradient, average)
-                    for call, _, gradient in self._joined_uses(name, gradients, vectors)
-                ]
-                for name in names
-            }
+            factors = dict[str, list[KroneckerUse]]()
+            for name in names:
+                factors[name] = []
+                uses = self._joined_uses(name, gradients, vectors, is_summed=True)
+                for call, _, pieces in uses:
+                    use, *others = [call.factors(piece, average) for piece in pieces]
+                    all_pieces = [use.gradients, *(other.gradients for other in others)]
+                    factors[name].append(use.with_gradients(all_pieces))
         # Detached, because a view of the recorded input requires a gradient if that input does.
         if self._differentiable:
             return factors
@@ -254,8 +258,8 @@ class Linearization:
             gradients = self._gradients(vectors)
             products = {
                 name: [
-                    call.products(gradient)
-                    for call, _, gradient in self._joined_uses(name, gradients, vectors)
+                    call.products(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), 1))
+                    for call, _, pieces in self._joined_uses(name, gradients, vectors)
                 ]
                 for name in names
             }
@@ -324,8 +328,9 @@ class Linearization:
 
     def _unshared(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rows in memory of their own: an addition gives both sides one gradient."""
-        gradients = [] if self._kept is None else self._kept[1].values()
-        seen = {g.untyped_storage().data_ptr() for g in gradients if g is not None}
+        columns = [] if self._kept is None else self._kept[1].values()
+        gradients = [column for c in columns if c is not None for column in c.all]
+        seen = {gradient.untyped_storage().data_ptr() for gradient in gradients}
         unshared_rows = {}
         for name, row in rows.items():
             place = row.untyped_storage().data_ptr()
@@ -335,42 +340,52 @@ class Linearization:
 
     def _closed_rows(
         self,
-        gradients: Mapping[int, Tensor | None],
+        gradients: Mapping[int, "_Columns | None"],
         names: Sequence[str],
         index: int | None = None,
     ) -> dict[str, Tensor]:
         """Rows of all data, or of one, from the gradients in the outputs of calls."""
         rows: dict[str, Tensor] = {}
         for name in names:
-            for call, slot, gradient in self._joined_uses(name, gradients):
+            for call, slot, pieces in self._joined_uses(name, gradients):
                 if index is not None:
-                    call, gradient = call.datum(index), gradient[index : index + 1]
-                part = call.rows(slot, gradient)
+                    call, pieces = call.datum(index), [p[index : index + 1] for p in pieces]
+                parts = [call.rows(slot, piece) for piece in pieces]
+                part = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
                 rows[name] = rows[name] + part if name in rows else part
         return rows
 
     def _joined_uses(
         self,
         name: str,
-        gradients: Mapping[int, Tensor | None],
+        gradients: Mapping[int, "_Columns | None"],
         vectors: Float[Tensor, "m k C"] | None = None,
-    ) -> list[tuple[Call, str, Tensor]]:
-        """Return the ``joined`` uses of a parameter.
+        *,
+        is_summed: bool = False,
+    ) -> list[tuple[Call, str, Sequence[Tensor]]]:
+        """Return the ``joined`` uses of a parameter, with their gradients in pieces of some rows.
 
         Those that the outputs do not depend on are left out, or have zeros like the ``vectors``.
+        Gradients that are summed, or give smaller rows, stay in pieces: a copy in one would take
+        longer than the sums.
         """
+        (call, slot), *more = self._uses[name]
+        columns = gradients[id(call)]
+        if columns is not None and not more and call.samples == 1:
+            if is_summed or self.weights[name].numel() < columns.all[0][0].numel():
+                return [(call, slot, [column.unsqueeze(1) for column in columns.all])]
         uses = []
         for call, slot in self._uses[name]:
-            gradient = gradients[id(call)]
-            if gradient is None and vectors is not None:
+            columns = gradients[id(call)]
+            if columns is not None:
+                uses.append((call, slot, columns.stacked()))
+            elif vectors is not None:
                 shape = (*vectors.shape[:2], call.parts, *call.output_shape[1:])
-                gradient = vectors.new_zeros(shape)
-            if gradient is not None:
-                uses.append((call, slot, gradient))
-        return joined(uses)
+                uses.append((call, slot, vectors.new_zeros(shape)))
+        return [(call, slot, [gradient]) for call, slot, gradient in joined(uses)]
 
-    def _gradients(self, vectors: Float[Tensor, "m k C"]) -> dict[int, Tensor | None]:
-        """id(call) → gradients of the k rows in the call's output, (m, k, F, *out)."""
+    def _gradients(self, vectors: Float[Tensor, "m k C"]) -> "dict[int, _Columns | None]":
+        """id(call) → gradients of the k rows in the call's output."""
         # One backward pass gives those of all closed forms; the next call mostly asks for the same.
         if self._kept is None or self._kept[0] is not vectors:
             names = [name for name in self.weights if self.is_closed(name)]
@@ -379,7 +394,7 @@ class Linearization:
 
     def _pulled(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str], differentiable: bool
-    ) -> dict[int, Tensor | None]:
+    ) -> "dict[int, _Columns | None]":
         """``_gradients`` for the calls of some parameters: one backward pass per column."""
         calls = list({id(c): c for name in names for c, _ in self._uses[name]}.values())
         if not calls or not self._graph.requires_grad:
@@ -399,7 +414,12 @@ class Linearization:
         return {
             id(call): None
             if of_call[0] is None
-            else _stacked([_by_datum(call, g) for g in of_call])
+            else _Columns(
+                [  # with the data in dim 0
+                    (g.transpose(0, 1) if call.turned else g).unflatten(0, (-1, call.parts))
+                    for g in of_call
+                ]
+            )
             for call, of_call in zip(calls, zip(*columns, strict=True), strict=True)
         }
 
@@ -423,12 +443,18 @@ class Linearization:
         return name in self.plan.vectorised and self.x.shape[1:] == self.plan.datum_shape
 
 
-def _by_datum(call: Call, gradient: Tensor) -> Float[Tensor, "m F *out"]:
-    """A gradient in the output of a call, as autograd returns it, with its data in dim 0."""
-    gradient = gradient.transpose(0, 1) if call.turned else gradient
-    return gradient.unflatten(0, (-1, call.parts))
+@dataclass
+class _Columns:
+    """The gradients of k rows in the output of a call, k times (m, F, *out)."""
 
+    all: Sequence[Tensor]
+    _stacked: Tensor | None = None
 
-def _stacked(columns: Sequence[Tensor]) -> Tensor:
-    """Stack along a new dim 1; a single column gives a view."""
-    return columns[0].unsqueeze(1) if len(columns) == 1 else torch.stack(list(columns), dim=1)
+    def stacked(self) -> Float[Tensor, "m k F *out"]:
+        """Return all in one tensor, which takes the place of the columns in memory."""
+        if len(self.all) == 1:
+            return self.all[0].unsqueeze(1)
+        if self._stacked is None:
+            self._stacked = torch.stack(list(self.all), dim=1)
+            self.all = self._stacked.unbind(1)
+        return self._stacked

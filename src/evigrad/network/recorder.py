@@ -121,7 +121,9 @@ class Call:
 
     def rows(self, slot: str, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         """This call's part of the rows in one parameter, (m, k, *parameter shape)."""
-        return self.rule.rows(slot, self._match_in(gradient), gradient).to(self._dtype(slot))
+        return self.rule.rows(slot, self._match_in(gradient), gradient).to(
+            self.match.slots[slot].dtype
+        )
 
     def inner(
         self,
@@ -158,11 +160,13 @@ class Call:
             shape = (self.num_data, self.samples, self.parts // self.samples)
             match = replace(match, input=match.input.unflatten(0, shape).mean(1).flatten(0, 1))
             gradient = gradient.unflatten(2, shape[1:]).sum(2)
-        return self.rule.factors(match, gradient.to(self._dtype("weight")))
+        return self.rule.factors(match, gradient.to(self.match.slots["weight"].dtype))
 
     def products(self, gradient: Float[Tensor, "m k F *out"]) -> tuple[Tensor, Tensor]:
         """See ``Rule.products``; samples count as positions."""
-        return self.rule.products(self._match_in(gradient), gradient.to(self._dtype("weight")))
+        return self.rule.products(
+            self._match_in(gradient), gradient.to(self.match.slots["weight"].dtype)
+        )
 
     def _match_in(self, gradient: Tensor) -> Match:
         """The arguments in the type of the output, as autocast made them."""
@@ -170,9 +174,6 @@ class Call:
         if a.dtype == gradient.dtype or not a.is_floating_point():
             return self.match
         return replace(self.match, input=a.to(gradient.dtype))
-
-    def _dtype(self, slot: str) -> torch.dtype:
-        return self.match.slots[slot].dtype
 
 
 def joined(

@@ -297,14 +297,15 @@ class Kfac(Curvature[KfacStatistic]):
         for name, uses in linearization.factors(root.vectors, self._kronecker).items():
             if not uses:
                 continue
-            dtype = working_dtype(uses[0].gradients.dtype, self._gram_dtype)
-            scaled = [use.scaled(root.scale, dtype) for use in uses]
+            dtype = working_dtype(uses[0].pieces[0].dtype, self._gram_dtype)
+            is_scaled = root.scale is None and uses[0].pieces[0].dtype == dtype
+            scaled = uses if is_scaled else [use.scaled(root.scale, dtype) for use in uses]
             if self._sharing == "reduce":
                 positions = sum(use.positions for use in uses)
                 mean = torch.stack([use.input_sum() for use in uses]).sum(0).to(dtype) / positions
                 total = torch.stack([use.gradients.sum(3) for use in scaled]).sum(0)
                 turned = uses[0].transposed
-                scaled = [KroneckerUse(mean[:, :, None], total[:, :, :, None], turned)]
+                scaled = [KroneckerUse(mean[:, :, None], total[:, :, :, None], transposed=turned)]
             examples[name] = scaled
         return examples
 
@@ -320,30 +321,12 @@ class Kfac(Curvature[KfacStatistic]):
 
 
 def _kronecker_log_det(
-    statistic: KfacStatistic, precisions: Mapping[str, Tensor]
+    statistic: KfacStatistic, precisions: Mapping[str, Tensor], dtype: torch.dtype | None = None
 ) -> Float[Tensor, ""]:
     """Return Σ log|I + B ⊗ A / (count · precision)| over the Kronecker weights.
 
-    If eigenvalues in float32 round too much, those of the same sums are computed in float64.
-    """
-    value, error = _log_det_and_rounding(statistic, precisions)
-    if is_tolerated(error, float(value.detach())):
-        return value
-    sums = next(iter(statistic.factors.values())).inputs
-    if sums.dtype == torch.float64 or sums.device.type == "mps":
-        check_rounding(torch.tensor(error, device="cpu"), value.detach().cpu(), sums.dtype)
-        return value
-    value, _ = _log_det_and_rounding(statistic, precisions, torch.float64)
-    return value.to(sums.dtype)
-
-
-def _log_det_and_rounding(
-    statistic: KfacStatistic, precisions: Mapping[str, Tensor], dtype: torch.dtype | None = None
-) -> tuple[Float[Tensor, ""], float]:
-    """Return the log-determinant and an estimate of its rounding, in nats.
-
-    Eigenvalues are computed in ``dtype``; None keeps the type of the sums. A cheap bound spares
-    most steps the estimate.
+    Eigenvalues have the type of the sums (None). If that rounds too much, they are computed again
+    in float64, from the same sums.
     """
     terms, used = list[Tensor](), list[tuple[Spectrum, Tensor]]()
     for name in statistic.factors:
@@ -352,12 +335,17 @@ def _log_det_and_rounding(
         terms.append(log_det_kronecker(spectrum.left, spectrum.right, factor))
         used.append((spectrum, factor.detach()))
     value = torch.stack(terms).sum()
-    factors = torch.stack([factor for _, factor in used]).tolist()
+    size, *factors = torch.stack([value.detach(), *(factor for _, factor in used)]).tolist()
+    # A cheap bound spares most steps the estimate.
     bound = sum(s.rounding * factor for (s, _), factor in zip(used, factors, strict=True))
-    if is_tolerated(bound, float(value.detach())):
-        return value, bound
-    errors = [kronecker_rounding(s.left, s.right, factor) for s, factor in used]
-    return value, float(torch.stack(errors).sum())
+    if is_tolerated(bound, size):
+        return value
+    error = torch.stack([kronecker_rounding(s.left, s.right, f) for s, f in used]).sum()
+    if value.dtype == torch.float64 or value.device.type == "mps":
+        check_rounding(error, value.detach(), value.dtype)
+    elif not is_tolerated(float(error), size):
+        return _kronecker_log_det(statistic, precisions, torch.float64).to(value.dtype)
+    return value
 
 
 def _spectrum(statistic: KfacStatistic, name: str, dtype: torch.dtype | None) -> Spectrum:
@@ -375,7 +363,7 @@ def _spectrum(statistic: KfacStatistic, name: str, dtype: torch.dtype | None) ->
 
 
 def _factors(use: KroneckerUse) -> Factors:
-    sums = (use.input_gram(use.gradients.dtype), use.gradient_gram())
+    sums = (use.input_gram(use.pieces[0].dtype), use.gradient_gram())
     return Factors(*sums, use.num_data * use.positions, use.num_rows, use.transposed)
 
 
@@ -386,8 +374,8 @@ def _with_small_grams(use: KroneckerUse, shape: torch.Size) -> Factors:
         inputs = use.inputs.transpose(0, 1).flatten(1, 2)
         left = inputs @ inputs.mT
     else:
-        left = use.input_gram(use.gradients.dtype)
-    if use.num_rows < use.gradients.shape[4]:
+        left = use.input_gram(use.pieces[0].dtype)
+    if use.num_rows < use.pieces[0].shape[4]:
         rows = use.gradient_rows()
         right = rows @ rows.mT
     else:

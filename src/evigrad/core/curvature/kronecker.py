@@ -1,6 +1,7 @@
 """Kronecker factors of one use of a weight: its inputs, its gradients and their sums."""
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -24,41 +25,44 @@ class KroneckerUse:
 
     Args:
         inputs: The factors that the matrix multiplies; may have a lower precision.
-        gradients: Gradients of the rows in the product.
+        gradients: Gradients of the rows in the product, in pieces of some rows of each example.
         transposed: Whether the weight is (in, out).
     """
-
-    gradients: Float[Tensor, "m k G T o"]
 
     def __init__(
         self,
         inputs: Float[Tensor, "m G T i"] | None,
-        gradients: Float[Tensor, "m k G T o"],
+        *gradients: Float[Tensor, "m k G T o"],
         transposed: bool = False,
     ) -> None:
         self._inputs = inputs
-        self.gradients, self.transposed = gradients, transposed
+        self.pieces, self.transposed = gradients, transposed
+
+    @property
+    def gradients(self) -> Float[Tensor, "m k G T o"]:
+        """The gradients of all rows, copied if they are in several pieces."""
+        return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces, 1)
 
     @property
     def inputs(self) -> Float[Tensor, "m G T i"]:
         """The factors that the matrix multiplies, in the gradients' type."""
         assert self._inputs is not None
-        return self._inputs.to(self.gradients.dtype)
+        return self._inputs.to(self.pieces[0].dtype)
 
     @property
     def num_data(self) -> int:
-        """The number of data, m."""
-        return self.gradients.shape[0]
+        """The number of examples, m."""
+        return self.pieces[0].shape[0]
 
     @property
     def positions(self) -> int:
-        """The number of positions of a datum, T."""
-        return self.gradients.shape[3]
+        """The number of positions of an example, T."""
+        return self.pieces[0].shape[3]
 
     @property
     def num_rows(self) -> int:
         """The number of outer products in ``gradient_gram``, m k T."""
-        return self.gradients.shape[0] * self.gradients.shape[1] * self.gradients.shape[3]
+        return self.num_data * self.positions * sum(piece.shape[1] for piece in self.pieces)
 
     def input_gram(self, dtype: torch.dtype) -> Float[Tensor, "G i i"]:
         """Σ a aᵀ over data and positions, summed in this type; once differentiable."""
@@ -79,29 +83,38 @@ class KroneckerUse:
     def gradient_gram(self) -> Float[Tensor, "G o o"]:
         """Σ g gᵀ over data, rows and positions."""
         if self._positions_last:
-            columns = self._gradient_columns()
-            return (columns @ columns.mT).sum(0)
+            columns = (piece.flatten(0, 1).mT for piece in self.pieces)
+            return torch.stack([(c @ c.mT).sum(0) for c in columns]).sum(0)
         rows = self.gradient_rows()
         return rows.mT @ rows
 
     def inner_gradient_gram(self, cotangent: Float[Tensor, "G o o"]) -> Float[Tensor, ""]:
         """⟨cotangent, ``gradient_gram``⟩; once differentiable in the gradients."""
         if self._positions_last:
-            columns = self._gradient_columns()
-            return QuadraticForm.apply(columns, symmetric(cotangent), lambda g, c: c @ g)
+            matrix, columns = symmetric(cotangent), [p.flatten(0, 1).mT for p in self.pieces]
+            forms = [QuadraticForm.apply(c, matrix, lambda g, m: m @ g) for c in columns]
+            return torch.stack(forms).sum()
         return inner_gram(self.gradient_rows(), cotangent)
 
     def scaled(self, scale: Float[Tensor, "m k"] | None, dtype: torch.dtype) -> "KroneckerUse":
         """The same use, with gradients in this type and times the scale of each row (None: 1)."""
-        scaled_use = copy.copy(self)
-        scaled_use.gradients = self.gradients.to(dtype)
+        pieces = [piece.to(dtype) for piece in self.pieces]
         if scale is not None:
-            scaled_use.gradients = scaled_use.gradients * scale.to(dtype)[:, :, None, None, None]
-        return scaled_use
+            scales = scale.to(dtype)[:, :, None, None, None].split([p.shape[1] for p in pieces], 1)
+            pieces = [piece * part for piece, part in zip(pieces, scales, strict=True)]
+        return self.with_gradients(pieces)
+
+    def with_gradients(self, pieces: Sequence[Float[Tensor, "m k G T o"]]) -> "KroneckerUse":
+        """The same use with the gradients of other rows."""
+        use = copy.copy(self)
+        use.pieces = tuple(pieces)
+        return use
 
     def detach(self) -> "KroneckerUse":
         """The same factors without a graph."""
-        return KroneckerUse(self.inputs.detach(), self.gradients.detach(), self.transposed)
+        use = self.with_gradients([piece.detach() for piece in self.pieces])
+        use._inputs = None if self._inputs is None else self._inputs.detach()
+        return use
 
     @property
     def _positions_last(self) -> bool:
@@ -110,10 +123,8 @@ class KroneckerUse:
         The gradients of a convolution lie in memory with their positions last. The products are
         then no larger than the gradients, and summing few numbers at a time rounds less.
         """
-        return self.gradients.stride(3) == 1 and self.positions >= self.gradients.shape[4] > 1
-
-    def _gradient_columns(self) -> Float[Tensor, "mk G o T"]:
-        return self.gradients.flatten(0, 1).mT
+        piece = self.pieces[0]
+        return piece.stride(3) == 1 and self.positions >= piece.shape[4] > 1
 
     def _flat(self, dtype: torch.dtype) -> Float[Tensor, "G mT i"]:
         assert self._inputs is not None

@@ -225,16 +225,16 @@ def factor_identity_plus(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
     Raises:
         NotPositiveDefiniteError: As ``log_det_identity_plus``.
     """
+    sizes = 1 + matrix.detach().diagonal()
     factor = _factor(_shifted(matrix, 1.0))
     if factor is not None:
-        if len(matrix):
-            _check_pivots(matrix, factor)
+        _check_pivots(sizes, factor.detach().diagonal().square(), matrix.dtype)
         return factor
     if not bool(matrix.isfinite().all()):
         raise NotPositiveDefiniteError(_why_not(False))
     precise = _shifted(matrix.to(torch.float64), 1.0)
     if matrix.dtype != torch.float64 and (factor := _factor(precise)) is not None:
-        _check_pivots(matrix, factor)
+        _check_pivots(sizes, factor.diagonal().square(), matrix.dtype)
         return factor
     # The matrix has the rounding of the dtype in which it was made.
     rounding = torch.finfo(matrix.dtype).eps * float(precise.diagonal().mean())
@@ -255,16 +255,10 @@ def factor_identity_plus(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
     raise NotPositiveDefiniteError(_why_not(True))
 
 
-def _check_pivots(matrix: Tensor, factor: Tensor) -> None:
-    """``check_rounding`` of a factor of I + matrix, whose exact pivots are 1 or more."""
-    pivots = factor.detach().diagonal().square()
-    _check_ratios(1 + matrix.detach().diagonal(), pivots, matrix.dtype)
-
-
-def _check_ratios(sizes: Tensor, pivots: Tensor, dtype: torch.dtype) -> None:
+def _check_pivots(sizes: Tensor, pivots: Tensor, dtype: torch.dtype) -> None:
     """``check_rounding`` of Σ log pivots, each off by some roundings of its size.
 
-    The roundings have random signs, so that their squares add up.
+    Exact pivots are 1 or more. The roundings have random signs, so that their squares add up.
     """
     unit, value = torch.finfo(dtype).eps, pivots.log().sum()
     errors = (PIVOT_ROUNDINGS * unit * sizes / pivots).log1p()
@@ -387,7 +381,7 @@ class MatrixSpectrum:
         with torch.no_grad():  # the matrix's own rounding, as of the pivots of a factorisation
             largest = 1 + self.largest.double() / precision.detach().double()
             # An eigenvalue that is exactly zero, as of rows of zeros, has no rounding.
-            _check_ratios(largest * (self.values > 0), 1 + ratios.detach(), self.dtype)
+            _check_pivots(largest * (self.values > 0), 1 + ratios.detach(), self.dtype)
         return value.to(self.dtype)
 
 
