@@ -27,7 +27,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from measure import insert, machine, write_csv
+from measure import insert, machine, measured_on, write_csv
 from torch import Tensor
 from torch.func import functional_call, jacrev
 
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             data = load(name, data_dir=options.data_dir, subset=subset, seed=seed)
             found += one(name, seed, data, options.rows, options.draws)
     write_csv(options.tables / "anchor_choice.csv", found)
-    text = f"{as_markdown(found)}\n\n{machine()}"
+    text = f"{as_markdown(found)}\n\n{measured_on([machine()])}"
     print(text)
     if options.page.exists():
         insert(options.page, "anchor_choice", text)

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from anchor_choice import grams
-from measure import insert, machine, means, write_csv
+from measure import insert, machine, means, measured_on, write_csv
 from tightness import evidence_at, study_parser, trained
 from torch import Tensor
 
@@ -292,7 +292,10 @@ class Gradients:
 def as_markdown(rows: list[dict[str, Any]]) -> str:
     """A line for each idea; bound ± deviation of a draw (deviation of its gradient)."""
     sizes = list(dict.fromkeys(row["rows"] for row in rows))
-    lines = [f"| | {' | '.join(f'{k} rows' for k in sizes)} |", "|---" * (1 + len(sizes)) + "|"]
+    lines = [
+        f"| variant | {' | '.join(f'{k} rows' for k in sizes)} |",
+        "|---" * (1 + len(sizes)) + "|",
+    ]
     for idea in dict.fromkeys(row["idea"] for row in rows):
         cells = [
             f"{row['bound']:.3f} ± {row['deviation']:.2f} ({row['gradient']:.2f})"
@@ -338,7 +341,7 @@ def main(arguments: list[str] | None = None) -> None:
     results.sort(key=lambda row: (row["rows"], list(IDEAS).index(row["idea"])))
     rows = means(results, ("idea", "rows"), ("bound", "deviation", "gradient"))
     write_csv(options.tables / "anchor_search.csv", rows)
-    text = f"{as_markdown(rows)}\n\n{machine()}"
+    text = f"{as_markdown(rows)}\n\n{measured_on([machine()])}"
     print(text)
     if options.page.exists():
         insert(options.page, "anchor_search", text)

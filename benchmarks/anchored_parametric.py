@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from anchor_choice import whitened
 from anchor_search import NOW, Problem, entropy
-from measure import insert, machine, means, write_csv
+from measure import insert, machine, means, measured_on, write_csv
 from tightness import evidence_at, study_parser, trained
 from torch import Tensor
 
@@ -82,7 +82,7 @@ def as_markdown(rows: list[dict[str, Any]]) -> str:
     """A line for each structure: its exact value, then plain and anchored bounds by rows."""
     sizes = sorted({row["rows"] for row in rows})
     lines = [
-        f"| | exact | {' | '.join(f'{k} rows: plain, anchored' for k in sizes)} |",
+        f"| structure | exact | {' | '.join(f'{k} rows: plain, anchored' for k in sizes)} |",
         "|---" * (2 + len(sizes)) + "|",
     ]
     for structure in STRUCTURES:
@@ -128,7 +128,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"there are no results in {options.results}")
     rows_of_table = means(results, ("structure", "rows"), ("exact", "plain", "anchored"))
     write_csv(options.tables / "anchored_parametric.csv", rows_of_table)
-    text = f"{as_markdown(rows_of_table)}\n\n{machine()}"
+    text = f"{as_markdown(rows_of_table)}\n\n{measured_on([machine()])}"
     print(text)
     if options.page.exists():
         insert(options.page, "anchored_parametric", text)

@@ -58,6 +58,7 @@ CRITERIA = (
 )
 JUDGES = ("plug-in", "posterior")
 SLOPES = ("partial", "implicit")
+LABELS = {"plug-in": "MAP"}  # in the tables
 KEYS = (*JUDGES, *CRITERIA, *SLOPES)
 COLUMNS = ("row", "seed", *KEYS, "accuracy", "threads")
 AT_ONCE = 50
@@ -287,7 +288,7 @@ def tables_of(runs: list[Result]) -> str:
     """Rank correlations and what a criterion chooses, then all values, as Markdown."""
     names = [n for n in IMAGES if any(run["row"].startswith(f"{n}: ") for run in runs)]
     of = {n: [run for run in runs if run["row"].startswith(f"{n}: ")] for n in names}
-    heads = [f"{n}, {judge}" for n in names for judge in (*JUDGES, "chosen")]
+    heads = [f"{n}, {LABELS.get(k, k)}" for n in names for k in (*JUDGES, "chosen")]
     lines = [f"| criterion | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for criterion in CRITERIA:
         cells = []
@@ -295,9 +296,10 @@ def tables_of(runs: list[Result]) -> str:
             cells += [f"{correlation(of[n], criterion, judge):+.2f}" for judge in JUDGES]
             cells.append(f"{chosen(of[n], criterion):.3f}")
         lines.append(f"| {criterion} | {' | '.join(cells)} |")
-    best = [cell for n in names for cell in ("", "", f"{chosen(of[n], JUDGES[0]):.3f}")]
-    lines.append(f"| *the test data themselves* | {' | '.join(best)} |")
-    lines += ["", f"| | accuracy, % | {' | '.join(KEYS)} |", "|---" * (len(KEYS) + 2) + "|"]
+    best = [cell for n in names for cell in ("–", "–", f"{chosen(of[n], JUDGES[0]):.3f}")]
+    lines.append(f"| *test log likelihood* | {' | '.join(best)} |")
+    heads = " | ".join(LABELS.get(key, key) for key in KEYS)
+    lines += ["", f"| data: setting | accuracy, % | {heads} |", "|---" * (len(KEYS) + 2) + "|"]
     for n in names:
         for setting in SETTINGS:
             own = [run for run in of[n] if run["row"] == f"{n}: {setting}"]

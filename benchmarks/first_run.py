@@ -22,6 +22,7 @@ from evigrad.data import load
 CONFIGURATIONS = Path(__file__).parents[1] / "experiments"
 NAMES = ("mnist5k", "autompg")
 WAYS = ("MAP", "learned")
+LABELS = {"MAP": "weight decay 5e-4", "learned": "evigrad"}
 KEYS = ("log_likelihood", "accuracy", "rmse", "seconds")
 COLUMNS = ("row", "seed", *KEYS, "threads")
 
@@ -49,7 +50,7 @@ def run(name: str, seed: int, threads: int) -> dict[str, Result]:
 def table_of(runs: list[Result]) -> str:
     """The means over the seeds, as Markdown."""
     lines = [
-        "| data | | test log likelihood | accuracy, %, or error in miles per gallon | seconds"
+        "| data | method | test log likelihood | accuracy, %, or RMSE in miles per gallon | seconds"
         " | seeds |",
         "|---|---|---|---|---|---|",
     ]
@@ -61,7 +62,7 @@ def table_of(runs: list[Result]) -> str:
         (r,) = summaries(own, [f"{name}: {way}"], ("log_likelihood", key, "seconds"))
         cells = [
             name,
-            way,
+            LABELS[way],
             with_error(r["log_likelihood"], r["log_likelihood_error"], 3),
             with_error(factor * r[key], factor * r[f"{key}_error"], digits),
             f"{r['seconds']:.0f}",

@@ -54,6 +54,12 @@ ESTIMATORS = (
     *("ntk-400-1", "kfac-400-1", "ntk-400-rows-anchored"),
 )
 ROWS = ("map", "fixed", *REWARDS, *ESTIMATORS)
+LABELS = {
+    "map": "no rotations",
+    "fixed": "full circle",
+    "augerino": "Augerino, reward 0.01",
+    "augerino-0.1": "Augerino, reward 0.1",
+}
 KEYS = ("log_likelihood", "accuracy", "rotation", "log_evidence", "seconds")
 COLUMNS = ("row", "seed", *KEYS, "threads", "epochs", "test_samples", "precisions")
 
@@ -171,15 +177,15 @@ def table_of(runs: list[Result]) -> str:
     """The table of the seeds' means, as Markdown."""
     rows = summaries(runs, ROWS, KEYS)
     lines = [
-        "| | test log likelihood | test accuracy, % | rotation, ± radians"
-        " | log evidence per datum | seconds | seeds |",
+        "| method | test log likelihood | test accuracy, % | rotation, ± radians"
+        " | log evidence | seconds | seeds |",
         "|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         spread = r["rotation_error"] if r["row"] not in ("map", "fixed") else math.nan
         turned = "–" if r["row"] == "map" else with_error(r["rotation"], spread, 2)
         cells = [
-            r["row"],
+            LABELS.get(r["row"], r["row"]),
             with_error(r["log_likelihood"], r["log_likelihood_error"], 3),
             with_error(100 * r["accuracy"], 100 * r["accuracy_error"], 1),
             turned,

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -233,16 +234,27 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         writer.writerows(rows)
 
 
+def with_minus(text: str) -> str:
+    """Return a text with a minus sign instead of a hyphen before negative numbers."""
+    return re.sub(r"(?<![\w.)−-])-(?=\d)", "−", text)
+
+
+def measured_on(machines: Iterable[str]) -> str:
+    """Return the line below a table of times: the machines, without the dates of their files."""
+    names = (re.sub(r"; \d{4}-\d\d-\d\d$", "", name) for name in machines)
+    return f"*Machine: {'; '.join(dict.fromkeys(names))}.*"
+
+
 def insert(page: Path, marker: str, text: str) -> None:
-    """Replace what stands between a page's markers, where it has them."""
+    """Replace the text between two markers of a page. A page without them stays as it is."""
     before, found, rest = page.read_text().partition(f"<!-- {marker} -->\n")
     if found:
         _, end, after = rest.partition(f"<!-- end {marker} -->")
-        page.write_text(f"{before}{found}{text}\n{end}{after}")
+        page.write_text(f"{before}{found}{with_minus(text)}\n{end}{after}")
 
 
 def show(marker: str, text: str, pages: Sequence[Path]) -> None:
-    """Print a text and put it between the pages' markers."""
+    """Print a text and put it between the markers of some pages."""
     print(text)
     for page in pages:
         insert(page, marker, text)

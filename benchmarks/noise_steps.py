@@ -38,7 +38,7 @@ def run(name: str, way: str, seed: int, data_dir: str | None) -> Result:
 def table_of(runs: list[Result]) -> str:
     """Means over the splits, and the differences split by split, as Markdown."""
     lines = [
-        "| table | steps on | test log likelihood, network | posterior | largest RMSE | splits |",
+        "| data set | loss | test log likelihood, MAP | posterior | largest RMSE | splits |",
         "|---|---|---|---|---|---|",
     ]
     for name in SETS:
@@ -51,7 +51,7 @@ def table_of(runs: list[Result]) -> str:
         first, second = found.values()
         if both := sorted(first.keys() & second.keys()):
             cells = [_mean([first[s][key] - second[s][key] for s in both]) for key in KEYS[:2]]
-            lines.append(f"| {name} | *difference* | {' | '.join(cells)} | | {spans(both)} |")
+            lines.append(f"| {name} | *difference* | {' | '.join(cells)} | – | {spans(both)} |")
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from measure import insert
+from measure import insert, measured_on
 
 DOCS = Path(__file__).parents[1] / "docs"
 STRUCTURES = ("ntk", "kfac-expand", "kfac-reduce")
@@ -27,7 +27,7 @@ def step_cost(rows: Sequence[Row]) -> str:
     for m, micro_batch in sizes:
         mine = {r["structure"]: r for r in rows if r["m"] == m}
         step = float(next(iter(mine.values()))["step_seconds"])
-        ratios = [f"{mine[s]['ratio']} x" if s in mine else "" for s in STRUCTURES]
+        ratios = [f"{mine[s]['ratio']} ×" if s in mine else "–" for s in STRUCTURES]
         lines.append([m, micro_batch, f"{1e3 * step:.0f} ms", *ratios])
     return markdown(["m", "micro-batch", "training step", *STRUCTURES], lines)
 
@@ -39,7 +39,7 @@ def step_cost_of_models(rows: Sequence[Row]) -> str:
         mine = {r["structure"]: r for r in rows if r["model"] == model}
         step = float(next(iter(mine.values()))["step_seconds"])
         lines.append(
-            [model, f"{1e3 * step:.0f} ms", *(f"{mine[s]['ratio']} x" for s in STRUCTURES)]
+            [model, f"{1e3 * step:.0f} ms", *(f"{mine[s]['ratio']} ×" for s in STRUCTURES)]
         )
     return markdown(["network", "training step", *STRUCTURES], lines)
 
@@ -50,12 +50,12 @@ def vocabulary(rows: Sequence[Row]) -> str:
     lines = []
     for estimator, tied in dict.fromkeys((r["estimator"], r["tied"]) for r in rows):
         mine = {r["words"]: r for r in rows if (r["estimator"], r["tied"]) == (estimator, tied)}
-        ratios = [f"{float(mine[w]['ratio']):.2f} x" if w in mine else "" for w in words]
+        ratios = [f"{float(mine[w]['ratio']):.2f} ×" if w in mine else "–" for w in words]
         first = f"{float(mine[words[0]]['seconds']):.2f} s"
         lines.append([estimator, "tied" if tied == "True" else "own", first, *ratios])
     trained = {r["words"]: float(r["training"]) for r in rows if r["training"]}
-    ratios = [f"{trained[w] / trained[words[0]]:.2f} x" if w in trained else "" for w in words]
-    lines.append(["a training step", "own", f"{trained[words[0]]:.2f} s", *ratios])
+    ratios = [f"{trained[w] / trained[words[0]]:.2f} ×" if w in trained else "–" for w in words]
+    lines.append(["training step", "own", f"{trained[words[0]]:.2f} s", *ratios])
     header = ["step", "output layer", f"at {words[0]} words"]
     return markdown([*header, *(f"{int(w):,} words" for w in words)], lines)
 
@@ -63,9 +63,9 @@ def vocabulary(rows: Sequence[Row]) -> str:
 def lengths(rows: Sequence[Row]) -> str:
     """Different lengths over equal ones."""
     lines = [
-        [r["estimator"], f"{float(r['equal']):.2f} s", f"{float(r['ratio']):.2f} x"] for r in rows
+        [r["estimator"], f"{float(r['equal']):.2f} s", f"{float(r['ratio']):.2f} ×"] for r in rows
     ]
-    return markdown(["estimator", "a step, equal lengths", "different lengths"], lines)
+    return markdown(["estimator", "step, equal lengths", "step, different lengths"], lines)
 
 
 def memory(rows: Sequence[Row]) -> str:
@@ -74,10 +74,10 @@ def memory(rows: Sequence[Row]) -> str:
     lines = []
     for m in dict.fromkeys(r["m"] for r in rows):
         found = {(r["structure"], r["way"]): r for r in rows if r["m"] == m}
-        cells = [found[c]["MiB"] or found[c]["note"] if c in found else "" for c in columns]
+        cells = [found[c]["MiB"] or found[c]["note"] if c in found else "–" for c in columns]
         held = found.get(("ntk", "two-pass"), {}).get("rows_MiB", "")
         lines.append([m, cells[0], cells[1], held, *cells[2:]])
-    header = ["m", "kfac", "ntk", "of which rows", "kfac, one graph", "ntk, one graph"]
+    header = ["m", "kfac", "ntk", "ntk: of which rows", "kfac, one graph", "ntk, one graph"]
     return markdown(header, lines)
 
 
@@ -88,8 +88,8 @@ def scaling(rows: Sequence[Row]) -> str:
         mine = [r for r in rows if (r["axis"], r["structure"]) == (axis, structure)]
         sizes = ", ".join(f"{int(r['size']):,}" for r in mine)
         times = ", ".join(f"{float(r['milliseconds']):.3g}" for r in mine)
-        lines.append([axis, structure, sizes, times, f"{mine[-1]['over_first']} x"])
-    return markdown(["size", "structure", "values", "ms", "last over first"], lines)
+        lines.append([axis, structure, sizes, times, f"{mine[-1]['over_first']} ×"])
+    return markdown(["varied size", "structure", "values", "ms per step", "last / first"], lines)
 
 
 def prior_steps(rows: Sequence[Row]) -> str:
@@ -98,9 +98,9 @@ def prior_steps(rows: Sequence[Row]) -> str:
     for r in rows:
         one, many = float(r["one_step_seconds"]), float(r["many_steps_seconds"])
         named = [r["model"], r["estimator"], r["learned"]]
-        lines.append([*named, f"{1e3 * one:.0f} ms", f"{1e3 * many:.0f} ms", f"{r['ratio']} x"])
+        lines.append([*named, f"{1e3 * one:.0f} ms", f"{1e3 * many:.0f} ms", f"{r['ratio']} ×"])
     steps = rows[0]["steps"]
-    header = ["model", "estimator", "learned", "one step", f"{steps} steps", "ratio"]
+    header = ["model", "estimator", "learned", "1 step", f"{steps} steps", "ratio"]
     return markdown(header, lines)
 
 
@@ -110,8 +110,8 @@ def allocation(rows: Sequence[Row]) -> str:
     for r in rows:
         usual, kept = 1e3 * float(r["usual_seconds"]), 1e3 * float(r["kept_seconds"])
         named = [r["model"], r["samples"], r["m"], r["step"]]
-        lines.append([*named, f"{usual:.0f} ms", f"{kept:.0f} ms", f"{r['ratio']} x"])
-    return markdown(["model", "S", "m", "step", "usual", "kept", "ratio"], lines)
+        lines.append([*named, f"{usual:.0f} ms", f"{kept:.0f} ms", f"{r['ratio']} ×"])
+    return markdown(["model", "S", "m", "step", "default", "memory kept", "default / kept"], lines)
 
 
 def precision(rows: Sequence[Row]) -> str:
@@ -150,7 +150,7 @@ def main() -> None:
             print(f"{name}.csv is missing: its table stays as it is")
             continue
         rows = [r for path in paths for r in read(path) if wanted.items() <= r.items()]
-        machines = "; ".join(dict.fromkeys(row["machine"] for row in rows))
+        machines = measured_on(row["machine"] for row in rows)
         insert(DOCS / "performance.md", marker, f"{table(rows)}\n\n{machines}")
 
 

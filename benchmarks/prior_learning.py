@@ -38,6 +38,11 @@ ESTIMATORS = (
     *("kfac-150-1", "kfac-400-1", "kfac-N-C", "ntk-N-1"),
 )
 ROWS = ("map-none", "map-5e-4", "grid", *ESTIMATORS)
+LABELS = {
+    "map-none": "no weight decay",
+    "map-5e-4": "weight decay 5e-4",
+    "grid": "grid search",
+}
 KEYS = ("log_evidence", "log_likelihood", "accuracy", "seconds")
 COLUMNS = ("row", "seed", *KEYS, "threads", "decay", "validation", "precisions")
 
@@ -130,8 +135,8 @@ def table_of(runs: list[Result]) -> str:
     rows = summaries(runs, ROWS, KEYS)
     baseline = next((r["seconds"] for r in rows if r["row"] == "map-5e-4"), math.nan)
     lines = [
-        "| | test log likelihood | test accuracy, % | log evidence per datum"
-        " | seconds | × MAP | seeds |",
+        "| method | test log likelihood | test accuracy, % | log evidence"
+        " | seconds | time, × weight decay 5e-4 | seeds |",
         "|---|---|---|---|---|---|---|",
     ]
     for r in rows:
@@ -139,7 +144,7 @@ def table_of(runs: list[Result]) -> str:
         if not math.isnan(r["log_evidence"]):
             evidence = with_error(r["log_evidence"], r["log_evidence_error"], 3)
         cells = [
-            r["row"],
+            LABELS.get(r["row"], r["row"]),
             with_error(r["log_likelihood"], r["log_likelihood_error"], 3),
             with_error(100 * r["accuracy"], 100 * r["accuracy_error"], 1),
             evidence,

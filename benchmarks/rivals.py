@@ -79,6 +79,7 @@ from evigrad.data import DataSet, load
 from evigrad.data.dataset import Scaling, stratified_split
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.models import make_model
+from evigrad.plots.style import LIGHT, decorate, new_figure, plain_ticks
 from evigrad.priors import GaussianPrior
 from evigrad.training.plan import plan_optimization, plan_schedule, planned
 
@@ -131,7 +132,23 @@ COSTS = {
 TIMED = 3  # epochs
 TABLE_COSTS = COSTS | {"grid": len(TABLE_DECAYS) * len(TABLE_NOISES) + 1}
 FIGURE = "images/rivals.png"
-LOWEST_SHOWN = -1.0  # in the figure: nats per datum behind the reference
+FIGURE_SETS = ("mnist", "yacht")  # the panels, where both have runs
+LABELS = {
+    "map-5e-4": "weight decay 5e-4",
+    "grid": "grid search",
+    "grid-5fold": "grid search, 5 folds",
+    "tpe-12": "TPE, 12 trials",
+    "tpe-36": "TPE, 36 trials",
+    "temperature": "temperature scaling",
+    "ensemble-3": "ensemble of 3",
+    "kfac-400-1": "evigrad, kfac-400-1",
+    "map-noise": "MAP, learned noise",
+    "default": "evigrad",
+    f"default{BY_POSTERIOR}": "evigrad, posterior",
+}
+TITLES = {"mnist": "1,000 MNIST digits", "yacht": "yacht (277 examples, regression)"}
+LOWEST_SHOWN = -1.0  # in the figure: nats per example behind the reference
+COLOURS = [*LIGHT.lines[:7], "#888888", "#6A3D9A"]
 
 Pair = tuple[Tensor, Tensor]
 Settings = Mapping[str, Any]
@@ -646,7 +663,7 @@ def table_of(name: str, runs: list[Result]) -> list[str]:
             judged = [cell("accuracy", 1, 100), cell("ece", 3), cell("scaled", 3)]
         cells = [
             *([name] if table else []),
-            r["row"],
+            LABELS.get(r["row"], r["row"]),
             cell("log_likelihood", 3),
             *(difference(runs, r["row"], reference) for reference in references),
             *judged,
@@ -661,86 +678,130 @@ def table_of(name: str, runs: list[Result]) -> list[str]:
 def head_of(table: bool) -> list[str]:
     """The head of a table of images, or of those of UCI."""
     references = TABLE_REFERENCES if table else REFERENCES
-    judged = ["RMSE"] if table else ["accuracy, %", "calibration error", "at the best scale"]
+    judged = ["RMSE"] if table else ["accuracy, %", "calibration error", "rescaled log likelihood"]
+    names = [LABELS.get(reference, reference) for reference in references]
     cells = [
-        *(["table"] if table else []),
-        "",
+        *(["data set"] if table else []),
+        "method",
         "test log likelihood",
-        *(f"ahead of {reference}" for reference in references),
+        *(f"gain over {name}" for name in names),
         *judged,
         "seconds",
-        f"× {references[0]}",
+        f"time, × {names[0]}",
         "seeds",
     ]
     return [f"| {' | '.join(cells)} |", "|" + "---|" * len(cells)]
 
 
 def draw(
-    found: Mapping[str, list[Result]], references: Sequence[str], rows: Iterable[str], path: Path
+    found: Mapping[str, list[Result]],
+    references: Sequence[str],
+    rows: Iterable[str],
+    path: Path,
+    labels: Mapping[str, str] = LABELS,
 ) -> None:
-    """Test log likelihood over seconds: lines for searches, points for what each way ends with.
+    """Draw the gain in test log likelihood over the time that each method took.
 
-    Both are differences to the reference of the set, seed by seed. ``found`` has the runs of each
-    set, and ``rows`` all that may be drawn.
+    Lines show the best trial so far of a search, points the end of each method. Gains are
+    differences to a reference, seed by seed. A point outside of the panel is left out.
+
+    Args:
+        found: Runs of each data set, a panel for each.
+        references: Row of each data set that the gains refer to.
+        rows: Rows that may be drawn.
+        path: Where the figure goes, as PNG.
+        labels: Names of rows in the figure. Default: those of this comparison.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-    columns = min(3, len(found))
+    columns = min(2, len(found))
     height = -(-len(found) // columns)
-    figure, axes = pyplot.subplots(
-        height, columns, figsize=(4.6 * columns, 3.4 * height + 0.8), squeeze=False
-    )
+    figure = new_figure(5.2 * columns, 3.9 * height)
     rows = list(dict.fromkeys(rows))
     every = list(dict.fromkeys(row.removesuffix(BY_POSTERIOR) for row in rows))
-    colours = [*pyplot.get_cmap("tab10").colors, "none", "navy"]
-    handles: dict[str, Any] = {}
-    for axis in axes.flat[len(found) :]:
-        axis.set_axis_off()
-    for axis, (name, runs), reference in zip(axes.flat, found.items(), references, strict=False):
+    others = [row for row in every if row != "default"]
+    panels: list[tuple[Any, list[tuple[str, float, float, str]]]] = []
+    for place, (name, runs) in enumerate(found.items()):
+        axes, reference = figure.add_subplot(height, columns, place + 1), references[place]
+        named = labels.get(reference, reference)
+        title = TITLES.get(name, name)
+        decorate(
+            axes, title, "seconds, searches included", f"gain over {named}\n(nats per example)"
+        )
         levels = likelihoods_of(runs, reference)
-        ends = [0.0]
+        ends, points = [0.0], []
         for row in rows:
             own = [run for run in runs if run["row"] == row and run["seed"] in levels]
             if not own:
                 continue
-            way = row.removesuffix(BY_POSTERIOR)
-            colour = "black" if way == "default" else colours[every.index(way)]
-            values = [run["log_likelihood"] - levels[run["seed"]] for run in own]
-            mean, error = mean_and_error(values)
+            method = row.removesuffix(BY_POSTERIOR)
+            colour = LIGHT.ink
+            if method != "default":
+                colour = COLOURS[others.index(method) % len(COLOURS)]
+            mean, error = mean_and_error(
+                [run["log_likelihood"] - levels[run["seed"]] for run in own]
+            )
             error = 0.0 if math.isnan(error) else error
             seconds = fmean(run["seconds"] for run in own)
-            marker = "D" if row != way else "*" if row == "default" else "o"
-            style = {"color": colour, "marker": marker}
-            handles[row] = axis.errorbar(seconds, mean, error, linestyle="", **style)
+            marker = "*" if method == "default" else "D" if row != method else "o"
+            size = 11 if marker == "*" else 6
+            style = {"color": colour, "marker": marker, "markersize": size, "elinewidth": 1.2}
+            axes.errorbar(seconds, mean, error, linestyle="", zorder=3, **style)
             ends += [mean - error, mean + error]
+            points.append((labels.get(row, row), seconds, mean, colour))
             if own[0]["trace"] and row != "tpe-12":  # whose trials are the first of tpe-36
                 traces = torch.tensor([run["trace"] for run in own], dtype=torch.float64)
                 traces[:, :, 1] -= torch.tensor([levels[run["seed"]] for run in own])[:, None]
-                axis.plot(*traces.mean(0).T.tolist(), color=colour, linewidth=1.2)
-        lowest, highest = min(each for each in ends if each >= LOWEST_SHOWN), max(ends)
-        margin = 0.1 * (highest - lowest) or 0.01
-        axis.set_ylim(lowest - margin, highest + margin)
-        axis.axhline(0.0, color="grey", linewidth=0.6)
-        axis.set_xscale("log")
-        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axis.xaxis.set_minor_formatter(NullFormatter())
-        axis.set_title(name, fontsize=10)
-        axis.set_xlabel("seconds of process time", fontsize=9)
-        axis.set_ylabel(f"test log likelihood − that of {reference}", fontsize=8)
-        axis.tick_params(labelsize=8)
-    figure.legend(
-        handles.values(), handles, loc="lower center", ncols=2 * columns, fontsize=8, frameon=False
-    )
-    lines = -(-len(handles) // (2 * columns))
-    figure.tight_layout(rect=(0, (0.1 + 0.2 * lines) / figure.get_figheight(), 1, 1))
+                axes.plot(*traces.mean(0).T.tolist(), color=colour, linewidth=1.2, alpha=0.7)
+        lowest, highest = min(end for end in ends if end >= LOWEST_SHOWN), max(ends)
+        margin = 0.12 * (highest - lowest) or 0.01
+        axes.set_ylim(lowest - margin, highest + margin)
+        axes.axhline(0.0, color=LIGHT.muted, linewidth=0.8)
+        axes.set_xscale("log")
+        left, right = min(point[1] for point in points), max(point[1] for point in points)
+        axes.set_xlim(left / 1.5, right * 1.5)
+        plain_ticks(axes.xaxis)
+        panels.append((axes, [p for p in points if p[2] >= lowest - margin]))
+    figure.draw_without_rendering()  # now everything has its place
+    for axes, points in panels:
+        _name_points(axes, points)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90)
-    pyplot.close(figure)
+    figure.savefig(path, dpi=110)
+
+
+def _name_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> None:
+    """Write the name of each point beside it, in the first place that nothing else takes."""
+    from matplotlib.patheffects import withStroke
+    from matplotlib.transforms import Bbox
+
+    halo = [withStroke(linewidth=2.5, foreground=LIGHT.paper)]
+    centers = axes.transData.transform([(x, y) for _, x, y, _ in points])
+    taken = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in centers]
+    for line in axes.lines:
+        corners = torch.as_tensor(line.get_transform().transform(line.get_xydata()))
+        for begin, end in zip(corners, corners[1:], strict=False):
+            along = begin + torch.linspace(0, 1, 60, dtype=begin.dtype)[:, None] * (end - begin)
+            taken += [Bbox.from_extents(x - 1, y - 1, x + 1, y + 1) for x, y in along.tolist()]
+    inside = axes.get_window_extent()
+    places = [("left", 8, up) for up in (-3, 7, -13, 17, -23)]
+    places += [("right", -8, up) for up in (-3, 7, -13, 17, -23)]
+    places += [("center", 0, up) for up in (12, -20, 22, -30)]
+    for name, x, y, colour in points:
+        for last, (side, right, up) in enumerate(places, start=1):
+            text = axes.annotate(
+                name,
+                (x, y),
+                (right, up),
+                textcoords="offset points",
+                fontsize=8,
+                ha=side,
+                color=colour,
+                path_effects=halo,
+            )
+            box = text.get_window_extent()
+            free = not any(box.overlaps(other) for other in taken)
+            if last == len(places) or (free and inside.x0 <= box.x0 and box.x1 <= inside.x1 + 60):
+                taken.append(box)
+                break
+            text.remove()
 
 
 def show(given: argparse.Namespace) -> None:
@@ -761,9 +822,10 @@ def show(given: argparse.Namespace) -> None:
         print(f"{marker}\n{table}\n")
         for page in given.pages:
             insert(page, marker, table)
-    references = [(TABLE_REFERENCES if name in UCI else REFERENCES)[0] for name in found]
+    shown = {name: found[name] for name in FIGURE_SETS if name in found} or found
+    references = [(TABLE_REFERENCES if name in UCI else REFERENCES)[0] for name in shown]
     for page in given.pages:
-        draw(found, references, [*WAYS, *TABLE_WAYS], page.parent / FIGURE)
+        draw(shown, references, [*WAYS, *TABLE_WAYS], page.parent / FIGURE)
 
 
 def check_extras(rows: Sequence[str]) -> None:

@@ -114,7 +114,7 @@ def spread(runs: Sequence[Result], rows: Sequence[str], key: str) -> tuple[float
 def table_of(runs: list[Result]) -> str:
     """Each start's means over the seeds and the spread over starts, as Markdown."""
     lines = [
-        "| set | way | start | log evidence per datum | test log likelihood | accuracy, % or RMSE"
+        "| data | update | start | log evidence | test log likelihood | accuracy, % or RMSE"
         " | seeds |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -138,7 +138,7 @@ def table_of(runs: list[Result]) -> str:
         differences = [spread(runs, rows, key) for key in ("log_evidence", "log_likelihood")]
         if not math.isnan(differences[0][0]):
             cells = [with_error(*difference, 3) for difference in differences]
-            lines.append(f"| {name} | {way} | *spread* | {' | '.join(cells)} | | |")
+            lines.append(f"| {name} | {way} | *spread* | {' | '.join(cells)} | – | – |")
     return "\n".join(lines)
 
 
@@ -147,7 +147,7 @@ def precisions_of(runs: list[Result]) -> str:
 
     Those of the biases are in the file of the runs.
     """
-    lines = ["| set | way | start | prior precisions of the weights |", "|---|---|---|---|"]
+    lines = ["| data | update | start | prior precisions of the weights |", "|---|---|---|---|"]
     for name, (way, starts) in product(SETS, WAYS.items()):
         for start in starts:
             own = [r["precisions"] for r in runs if r["row"] == row_of(name, way, start)]

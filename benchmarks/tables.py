@@ -34,6 +34,7 @@ from evigrad.training.settings import grouped
 UCI = ("yacht", "boston", "energy", "wine_red", "power", "naval")
 MADE = ("friedman1, 1030 x 8", "friedman1, 8192 x 10", "diabetes")
 METHODS = ("early stopping", "map-noise", "fit")
+LABELS = {"map-noise": "MAP, learned noise", "fit": "evigrad"}
 KEYS = ("log_likelihood", "rmse", "seconds")
 COLUMNS = ("row", "seed", *KEYS, "num_data", "num_features", "epochs", "threads")
 # Of early stopping, fixed beforehand.
@@ -124,8 +125,8 @@ def run_row(name: str, method: str, seed: int, data_dir: str | None) -> Result:
 def table_of(runs: list[Result]) -> str:
     """Means of the seeds as Markdown."""
     lines = [
-        "| table | data x features | | test log likelihood | RMSE | seconds | × early stopping"
-        " | seeds |",
+        "| data set | examples × features | method | test log likelihood | RMSE | seconds"
+        " | time, × early stopping | seeds |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in (*UCI, *MADE):
@@ -133,9 +134,9 @@ def table_of(runs: list[Result]) -> str:
         for row in rows:
             first = next(run for run in runs if run["row"] == row["row"])
             cells = [
-                name,
-                f"{first['num_data']:,} x {first['num_features']}",
-                row["row"].rpartition(": ")[2],
+                name.replace(" x ", " × "),
+                f"{first['num_data']:,} × {first['num_features']}",
+                LABELS.get(method := row["row"].rpartition(": ")[2], method),
                 with_error(row["log_likelihood"], row["log_likelihood_error"], 3),
                 with_error(row["rmse"], row["rmse_error"], 3),
                 f"{row['seconds']:.1f}",

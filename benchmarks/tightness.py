@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import insert, machine, write_csv
+from measure import insert, machine, measured_on, write_csv
 from torch import Tensor
 
 import evigrad
@@ -269,7 +269,7 @@ def times_as_markdown(times: dict[str, Any]) -> str:
             for column in columns
         ]
         lines.append(f"| {k} | {' | '.join(cells)} |")
-    return "\n".join(lines) + f"\n\n{times['machine']}"
+    return "\n".join(lines) + f"\n\n{measured_on([times['machine']])}"
 
 
 def times_as_rows(times: dict[str, Any]) -> list[dict[str, Any]]:

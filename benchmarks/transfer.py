@@ -216,6 +216,26 @@ WAYS: dict[str, Callable[[Transfer], Any]] = {
 }
 
 
+LABELS = dict(
+    zip(
+        WAYS,
+        (
+            "weight decay 5e-4",
+            "last layer only",
+            "grid search",
+            "TPE, 12 trials",
+            "TPE, 36 trials",
+            "diagonal Fisher",
+            "evigrad, 2 precisions",
+            "evigrad, 2 precisions, posterior",
+            "evigrad",
+            "evigrad, posterior",
+        ),
+        strict=True,
+    )
+)
+
+
 def run_way(task: Transfer, row: str) -> list[Result]:
     """The complete rows that a way makes."""
     return [
@@ -228,7 +248,8 @@ def table_of(size: int, runs: Sequence[Result]) -> str:
     """The means over the subsets, as Markdown."""
     found = {row: likelihoods_of(list(runs), row) for row in WAYS}
     lines = [
-        "| N | | test log likelihood | ahead of grid | accuracy, % | seconds | × grid | subsets |",
+        "| N | method | test log likelihood | gain over grid search | accuracy, % | seconds"
+        " | time, × grid search | subsets |",
         "|---|---|---|---|---|---|---|---|",
     ]
     rows = summaries(runs, list(WAYS), (*METRICS, "seconds"))
@@ -237,8 +258,8 @@ def table_of(size: int, runs: Sequence[Result]) -> str:
         shared = sorted(found[r["row"]].keys() & found["grid"].keys())
         ahead = [found[r["row"]][seed] - found["grid"][seed] for seed in shared]
         cells = [
-            str(size),
-            r["row"],
+            f"{size:,}",
+            LABELS[r["row"]],
             with_error(r["log_likelihood"], r["log_likelihood_error"], 3),
             "–" if r["row"] == "grid" or not ahead else with_error(*mean_and_error(ahead), 3),
             with_error(100 * r["accuracy"], 100 * r["accuracy_error"], 1),
@@ -278,10 +299,10 @@ def main(arguments: list[str] | None = None) -> None:
                 print({key: run[key] for key in ("row", "seed", *METRICS, "seconds")}, flush=True)
     for size in SIZES:
         show(f"transfer {size}", table_of(size, results[size].read()), given.pages)
-    found = {f"{size} images": results[size].read() for size in SIZES}
+    found = {f"{size:,} images": results[size].read() for size in SIZES}
     found = {name: runs for name, runs in found.items() if runs}
     for page in given.pages:
-        draw(found, ["grid"] * len(found), WAYS, page.parent / FIGURE)
+        draw(found, ["grid"] * len(found), WAYS, page.parent / FIGURE, LABELS)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def test_invariance_learning(monkeypatch, tmp_path, capsys):
     text = page.read_text()
     assert text.startswith("a\n<!--") and text.endswith("-->\nb\n") and "old" not in text
     assert text.count("\n| ") == len(rows) + 1
-    assert "| fixed |" in text and "| 3.14 |" in text
+    assert "| full circle |" in text and "| 3.14 |" in text
     with pytest.raises(SystemExit, match="no runs"):
         script.main(["--results", str(tmp_path / "none"), "--table"])
     path.write_text("row,seed\nfixed,0\n")
@@ -132,7 +132,7 @@ def test_prior_learning(monkeypatch, tmp_path, capsys):
     assert all(p != 1.0 for p in json.loads(learned["precisions"]).values())
     assert float(learned["log_evidence"]) < 0
     table = capsys.readouterr().out
-    assert "| map-none |" in table and "| – |" in table
+    assert "| no weight decay |" in table and "| – |" in table
 
 
 def short_rivals(monkeypatch):
@@ -202,7 +202,7 @@ def test_rivals_on_a_table(monkeypatch, tmp_path, capsys):
     assert plain["rmse"] == averaged["rmse"] and plain["decay"] == averaged["decay"]
     assert plain["log_likelihood"] != averaged["log_likelihood"]
     assert float(plain["seconds"]) < float(averaged["seconds"])
-    assert "| yacht | map-noise |" in capsys.readouterr().out
+    assert "| yacht | MAP, learned noise |" in capsys.readouterr().out
 
 
 def test_noise_steps(monkeypatch, tmp_path):
