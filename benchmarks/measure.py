@@ -242,6 +242,7 @@ def with_minus(text: str) -> str:
 def measured_on(machines: Iterable[str]) -> str:
     """Return the line below a table of times: the machines, without the dates of their files."""
     names = (re.sub(r"; \d{4}-\d\d-\d\d$", "", name) for name in machines)
+    names = (name.replace(" 1 threads", " 1 thread") for name in names)
     return f"*Machine: {'; '.join(dict.fromkeys(names))}.*"
 
 
