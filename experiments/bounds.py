@@ -143,12 +143,12 @@ def run(parser: Parser, options: Namespace) -> int:
     panel = figures.Panel(
         f"{training['model']} on {training['data']}",
         "prior precision" if is_precision else f"range of {along}",
-        "log marginal likelihood bound\n(nats per datum)",
+        "log evidence bound\n(nats per example)",
         lines,
         log=is_precision if options.log_grid is None else options.log_grid,
         clipped=True,
     )
-    heads = ["estimator", "highest, nats per datum", "standard error", f"there, {along}"]
+    heads = ["estimator", "maximum, nats per example", "standard error", f"at {along}"]
     folder = folder_name("bounds", along, training["data"], training["model"])
     figure = figures.panels([[panel]], mark_tops=True)
     trainings.write_results(place, folder, [configs, names, along, grid], figure, heads, rows)

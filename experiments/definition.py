@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent / "paper"
 PAPER = "paper"  # the preset that the file itself is
 CPU = "cpu"  # the paper's data, network and schedule, and what a processor does in hours
-SMALL = "small"  # the one that is taken where nothing is said
-PRESETS = (PAPER, CPU, SMALL, "tiny")
+SMALL = "small"  # the default
+TINY = "tiny"
+PRESETS = (PAPER, CPU, SMALL, TINY)
 Options = dict[str, Any]
 
 # libyaml's is several times as fast, and in every wheel of PyYAML.

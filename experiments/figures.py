@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _MARKER = 6.0  # points
-# Nats per datum: how far below the lowest top a clipped panel goes; more where the tops are further
-# apart.
+# Nats per example that a clipped panel extends below its lowest maximum. It extends further if the
+# maxima are further apart.
 _BELOW = 2.0
 # Places for a point's name, the best first: its alignment, and its offset in points right and up.
 _FAR = (("left", 8, -22), ("right", -8, 14), ("left", 8, 14), ("right", -8, -22), ("left", 12, -33))
@@ -240,10 +240,31 @@ def points(
         axes.set_xlim(min(times) / 2, min(times) * 2)
     if frontier:
         plain_ticks(axes.xaxis)
+        _point_to_the_best(axes)
+    if any(point.hollow for point in data_points):
+        look = {"marker": "o", "markerfacecolor": LIGHT.paper, "color": LIGHT.muted}
+        axes.plot([], [], label="hollow: other settings", linestyle="", **look)
     if len(groups) > 1 or frontier:
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=SMALL)
     _name_points(figure, axes, named, _UNDER if frontier else _BESIDE)
     return figure
+
+
+def _point_to_the_best(axes: "Axes") -> None:
+    """Draw an arrow to the lower left corner, where both quantities are best."""
+    style = {"arrowstyle": "-|>", "color": LIGHT.muted, "linewidth": 1.2}
+    axes.annotate(
+        "better",
+        xy=(0.015, 0.02),
+        xytext=(0.06, 0.08),
+        xycoords="axes fraction",
+        textcoords="axes fraction",
+        fontsize=SMALL,
+        color=LIGHT.muted,
+        ha="left",
+        va="bottom",
+        arrowprops=style,
+    )
 
 
 def pareto_front(coordinates: Sequence[tuple[float, float]]) -> list[int]:

@@ -56,7 +56,7 @@ def make_parser() -> Parser:
 def evaluated(
     config: dict[str, Any], place: trainings.Place, *, judge: str | None = None
 ) -> dict[str, Any]:
-    """Return values at the end of a training, in nats per datum.
+    """Return values at the end of a training, in nats per example.
 
     They are ``value``, the log evidence by the training's own estimator, ``log_likelihood`` of the
     test data, and the log evidence by the ``judge``.
@@ -142,17 +142,17 @@ def run(parser: Parser, options: Namespace) -> int:
     figure = figures.points(
         drawn,
         f"Tightness over time, {where}",
-        "seconds of an estimate and its gradient",
-        "− log marginal likelihood estimate\n(nats per datum)",
+        "seconds per estimate with gradient",
+        "− log evidence, own estimate\n(nats per example)",
         reference=[name for name, spec in specs.items() if spec.is_full_batch],
         frontier=True,
     )
     heads = ["estimator", "− log evidence, own estimate", "standard error"]
-    heads += ["seconds of an estimate with gradient", "× a step of the weights"]
+    heads += ["seconds per estimate with gradient", "time, × training step"]
     heads += ["test log likelihood", *([] if judge is None else [f"− log evidence by {judge}"])]
     heads.append("on the frontier")
     folder = folder_name("pareto", training["data"], training["model"])
     trainings.write_results(place, folder, [configs, judge], figure, heads, rows)
     front = ", ".join(rows[number][0] for number in corners)
-    show("note", f"On the frontier, by their time: {front}.")
+    show("note", f"On the frontier, from fast to slow: {front}.")
     return 0 if all(map(len, found.values())) and len(left) == len(configs) else 1

@@ -19,6 +19,7 @@ from experiments.definition import (
     PAPER,
     PRESETS,
     SMALL,
+    TINY,
     Experiment,
     paper_experiments,
     read_experiment,
@@ -26,13 +27,14 @@ from experiments.definition import (
 from experiments.jobs import Store
 from experiments.trainings import stored
 
-PAGE_PRESETS = (PAPER, CPU, SMALL)  # that a page shows if nobody names one
+PAGE_PRESETS = (PAPER, CPU, SMALL)  # that a page shows by default
+GALLERY = (SMALL, TINY)  # presets whose sections link their tables
 BEGIN, END = "<!-- experiments -->", "<!-- end experiments -->"
 
 _MOST_NAMES = 12  # in a sentence
 _SUMMARY = "summary.json"
 _WANTED = "seeds_wanted"
-_IMAGES = "images/experiments"
+_IMAGES, _TABLES = "images/experiments", "results"
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def _warnings(
         found.append(f"So far {some} of {all_} seeds.")
     elif partial:
         words = [f"{name} ({some} of {all_})" for name, (some, all_) in partial.items()]
-        found.append(f"Means of fewer seeds than those of the others: {_enumerated(words)}.")
+        found.append(f"Fewer seeds than the others: {_enumerated(words)}.")
     results = [(job, store.result(job)) for job in experiment.jobs()]
     reasons = Counter(filter(None, (store.failure(job) for job, result in results if not result)))
     for reason, count in reasons.items():
@@ -183,7 +185,7 @@ def write_page(page: Path, store: Store, presets: Sequence[str] = PAGE_PRESETS) 
         if found[0] != PAPER and experiment.cases():
             reduced.append(f"`{name}`")
     if left or reduced:
-        said = [f"With every setting as published: {', '.join(reduced)}."] if reduced else []
+        said = [f"With all published settings: {', '.join(reduced)}."] if reduced else []
         with_them = " and ".join(f"`{preset}`" for preset in presets)
         said += [f"With {with_them}: {', '.join(left)}."] if left else []
         parts.append("### Not run\n\n" + "\n\n".join(said) + "\n")
@@ -234,31 +236,64 @@ def _command(name: str, preset: str) -> str:
 
 def _section(experiment: Experiment, store: Store, folder: Path) -> str:
     shown = present(experiment, store)
-    summary, (done, total) = shown.summary, shown.summary["jobs"]
-    command = _command(experiment.name, experiment.preset)
-    caption = " ".join(experiment.caption.split())
-    lines = [f"### {experiment.title}", "", f"    {command}", "", caption]
     if shown.figure is not None:
-        target = folder / _IMAGES / f"{experiment.name}-{experiment.preset}.png"
+        target = folder / _image_of(experiment)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(shown.figure, target)
-        lines += ["", f"![{experiment.title}]({_IMAGES}/{target.name})"]
-    lines += ["", shown.table, "", *(f"- {remark}" for remark in summary["remarks"])]
-    how = f" Preset `{experiment.preset}`, seeds {', '.join(map(str, summary['seeds']))}."
-    lines.append(f"- What it shows: {experiment.shows}.{how if total else ''}")
-    if total:
-        dates = " to ".join(dict.fromkeys((summary["dates"][0], summary["dates"][-1])))
-        lines += [
-            f"- Settings: {_settings(experiment)}.",
-            f"- {'; '.join(summary['machines'])}; {dates}; {duration(summary['seconds'])} of runs.",
-        ]
-    if summary["num_data"]:
-        lines.append(f"- Training data: {', '.join(f'{n:,}' for n in summary['num_data'])}.")
+    if experiment.preset in GALLERY:
+        target = folder / _csv_of(experiment)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(shown.folder / "table.csv", target)
+    return section_of(experiment, shown)
+
+
+def _image_of(experiment: Experiment) -> str:
+    return f"{_IMAGES}/{experiment.name}-{experiment.preset}.png"
+
+
+def _csv_of(experiment: Experiment) -> str:
+    return f"{_TABLES}/{experiment.preset}/{experiment.name}.csv"
+
+
+def section_of(experiment: Experiment, shown: Shown) -> str:
+    """Return the section of a page, which refers to files beside it.
+
+    With a preset of ``GALLERY``, it links the table as CSV. Otherwise it contains the table, the
+    differences from the paper and all settings.
+    """
+    summary, (done, total) = shown.summary, shown.summary["jobs"]
+    gallery = experiment.preset in GALLERY
+    lines = [f"### {experiment.title}", "", _one_sentence_a_line(experiment.caption)]
+    if shown.figure is not None:
+        lines += ["", f"![{experiment.title}]({_image_of(experiment)})"]
+    if not gallery:
+        lines += ["", shown.table]
+    seeds = ", ".join(map(str, summary["seeds"]))
+    how = f" Preset `{experiment.preset}`, seeds {seeds}." if total else ""
+    facts = [*summary["remarks"], f"What it shows: {experiment.shows}.{how}"]
+    spent = duration(summary["seconds"])
+    examples = ", ".join(f"{number:,}" for number in summary["num_data"])
+    if gallery:
+        facts.append(f"Numbers: [{experiment.name}.csv]({_csv_of(experiment)}).")
+        if total and examples:
+            facts[-1] += f" {examples} training examples, {spent} of runs."
+    else:
+        facts += [f"Training examples: {examples}."] if examples else []
+        if experiment.differs:
+            facts.append(f"Differences from the paper: {' '.join(experiment.differs.split())}")
+        if total:
+            facts.append(f"Settings: {_settings(experiment)}.")
+            machines = "; ".join(summary["machines"])
+            facts.append(f"Machine: {machines}. Time of all runs: {spent}.")
     if done < total:
-        lines.append(f"- {done} of {total} jobs are done.")
-    if experiment.differs:
-        lines.append(f"- Where it differs from the paper: {' '.join(experiment.differs.split())}")
-    return "\n".join(lines) + "\n"
+        facts.append(f"{done} of {total} jobs are done.")
+    lines += ["", *(f"- {fact}" for fact in facts)]
+    command = _command(experiment.name, experiment.preset)
+    return "\n".join([*lines, "", f"    {command}"]) + "\n"
+
+
+def _one_sentence_a_line(text: str) -> str:
+    return re.sub(r"(?<=[.?]) (?=[A-Z])", "\n", " ".join(text.split()))
 
 
 def duration(seconds: float) -> str:

@@ -64,12 +64,12 @@ class Table:
     group: Sequence[str] = ()
 
     def markdown(self) -> str:
-        """The table as Markdown."""
+        """Return the table as Markdown, with a minus sign before negative numbers."""
         head, *body = (
             f"| {' | '.join(line)} |"
             for line in ([c.name for c in self.columns], *self._cells(" ± ", "**{}**"))
         )
-        return "\n".join([head, "|" + "---|" * len(self.columns), *body])
+        return _with_minus("\n".join([head, "|" + "---|" * len(self.columns), *body]))
 
     def latex(self) -> str:
         """The table as LaTeX, for the package booktabs."""
@@ -140,6 +140,10 @@ class Table:
                 least = sign * top.mean - top.error
                 found += [n for n, c in known.items() if sign * c.mean + c.error >= least]
         return found
+
+
+def _with_minus(text: str) -> str:
+    return re.sub(r"(?<![\w.)−-])-(?=\d)", "−", text)
 
 
 def _is_number(cell: Cell) -> bool:

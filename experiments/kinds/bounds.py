@@ -16,7 +16,7 @@ from experiments.tables import Column, Table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Of a value in nats per datum: less than this is rounding in single precision.
+# Relative differences of log evidences below this are rounding errors of single precision.
 _ROUNDING = 2e-6
 # Ends the labels of bounds on subsets that are filled class by class.
 _GROUPED = ", grouped"
@@ -127,7 +127,7 @@ class Bounds(Experiment):
                 for row in rows
                 if row["panel"] == name
             ]
-            unit = "" if drawn else "log marginal likelihood bound\n(nats per datum)"
+            unit = "" if drawn else "log evidence bound\n(nats per example)"
             title = (panel.title or name) + ending
             made = figures.Panel(title, panel.axis, unit, curves, panel.grid.log, True)
             drawn += [made] if curves else []
@@ -142,7 +142,7 @@ class Bounds(Experiment):
             best = max(range(len(grid)), key=values.mean.__getitem__)
             top = [f"{values.mean[best]:.3f}", f"{grid[best]:.3g}", str(values.count)]
             cells.append([row["panel"], row["label"], *top])
-        names = ("panel", "estimator", "highest, nats per datum", "there, hyperparameter", "seeds")
+        names = ("panel", "estimator", "maximum, nats per example", "at hyperparameter", "seeds")
         return Table([Column(name) for name in names], cells, [cell[0] for cell in cells])
 
     def remarks(self, rows: list[Row]) -> list[str]:
@@ -159,12 +159,14 @@ class Bounds(Experiment):
                     if gaps:
                         broken.append(
                             f"{upper} lies below {lower} at {len(gaps)} of {points} points, by"
-                            f" {max(gaps):.2g} nats per datum at most"
+                            f" {max(gaps):.2g} nats per example at most"
                         )
                 if seeds:
-                    each = f"holds for each of {len(seeds)} seeds" if len(seeds) > 1 else "holds"
-                    verdict = "; ".join(broken) or f"{each} at every point of the grid"
-                    found.append(f"{panel}: {' ≥ '.join(chosen)}: {verdict}.")
+                    all_seeds = f", for each of {len(seeds)} seeds" if len(seeds) > 1 else ""
+                    verdict = f"holds at every point of the grid{all_seeds}"
+                    if broken:
+                        verdict = f"does not hold everywhere: {', '.join(broken)}"
+                    found.append(f"The ordering `{' ≥ '.join(chosen)}` ({panel}) {verdict}.")
         return found
 
 

@@ -85,14 +85,14 @@ class Comparison(Experiment):
         standards = {n: block.yardstick or self.yardstick for n, block in self.blocks.items()}
         named = ", ".join(dict.fromkeys(name for name in standards.values() if name))
         time = f"time, % of {named}" if named else "seconds"
-        columns = [Column(""), Column("method"), Column("weights")]
+        columns = [Column("block"), Column("method"), Column("weights")]
         for data_set in data_sets:
             columns += [
                 Column(f"{data_set}: log evidence", 2, best="high"),
                 Column(f"{data_set}: test log likelihood", 2, best="high"),
                 Column(f"{data_set}: accuracy, %", 1, best="high"),
                 Column(f"{data_set}: {time}", 0),
-                Column(f"{data_set}: the paper's (evidence, log likelihood, accuracy, time)"),
+                Column(f"{data_set}, the paper: evidence, log likelihood, accuracy, time"),
             ]
         cells: list[list[Any]] = []
         for name, block in self.blocks.items():
@@ -124,9 +124,9 @@ class Comparison(Experiment):
     def remarks(self, rows: list[Row]) -> list[str]:
         """What is bold, whose evidence it is, and which data sets the preset leaves out."""
         found = [
-            "The log evidence is each estimator's own estimate: a looser bound reports less of it.",
-            "Bold: the best of a block, and what overlaps with it within standard errors. Numbers"
-            " of one seed have none, and are not bold.",
+            "Each estimator reports its own log evidence. Looser bounds report lower values.",
+            "Bold: the best of a block, and all that overlap with it within standard errors."
+            " Results of one seed have no standard error and are not bold.",
         ]
         of_paper = dict.fromkeys(
             data_set for block in self.blocks for data_set in self.paper.get(block, {})

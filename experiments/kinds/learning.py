@@ -55,12 +55,12 @@ class Learning(Experiment):
     def remarks(self, rows: list[Row]) -> list[str]:
         """What the log evidence of the figure and of the table is, and what has a schedule."""
         names = [f"{r['group']} {r['label']}" for r in rows if r["estimator"] in self.exceptions]
-        found = [f"With settings of their own, named below: {'; '.join(names)}."] if names else []
+        found = [f"With other settings, named below: {'; '.join(names)}."] if names else []
         if "log_evidence" in self.quantities:
             found.append(
-                "Log evidence: the figure shows means over the steps of a round, without the lowest"
-                f" values; the table shows the estimate after training, over at most {BLOCKS}"
-                " subsets, which is exact on all data."
+                "The figure shows the mean log evidence over the steps of a round, without the"
+                " lowest values. The table shows the estimate after training, over at most"
+                f" {BLOCKS} subsets. It is exact for estimators on all data."
             )
         return found
 

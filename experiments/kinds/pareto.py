@@ -81,15 +81,17 @@ class Pareto(Experiment):
         families = [specs[row["estimator"]].family for row in rows]
         many = Counter(group for group, _ in families)
         for row, (group, size) in zip(rows, families, strict=True):
-            if many[group] == 1:
+            if specs[row["estimator"]].anchored:
+                group += " (evigrad)"
+            elif many[group] == 1:
                 group = row["estimator"]
             x, y, own = row["seconds"], row["value"], row["estimator"] in self.exceptions
             found.append(figures.Point(group, size, x.mean, y.mean, y_error=y.error, hollow=own))
         return figures.points(
             found,
             self.title,
-            "seconds of an estimate and its gradient",
-            "− log marginal likelihood estimate\n(nats per datum)",
+            "seconds per estimate with gradient",
+            "− log evidence, own estimate\n(nats per example)",
             reference=[name for name, spec in specs.items() if spec.is_full_batch],
             frontier=True,
         )
@@ -100,8 +102,8 @@ class Pareto(Experiment):
             Column("estimator"),
             Column("− log evidence, own estimate"),
             Column(OVER_SUBSETS),
-            Column("seconds of an estimate with gradient", digits=4),
-            Column("× a step of the weights", digits=1),
+            Column("seconds per estimate with gradient", digits=4),
+            Column("time, × training step", digits=1),
             Column("test log likelihood", best="high"),
         ]
         keys = ["value", OVER_SUBSETS, "seconds", "steps", "log_likelihood"]
@@ -125,14 +127,14 @@ class Pareto(Experiment):
 
     def remarks(self, rows: list[Row]) -> list[str]:
         """Which estimators are on the frontier, and what is to be known of points and times."""
-        found = [f"On the frontier, by their time: {', '.join(self._front(rows))}."]
+        found = [f"On the frontier, from fast to slow: {', '.join(self._front(rows))}."]
         specs, names = self.specs(), [row["estimator"] for row in rows]
         if any(name in self.exceptions for name in names):
-            found.append("Hollow in the figure: trained with settings of their own, named below.")
+            found.append("Hollow markers: trained with other settings, named below.")
         if any(specs[name].anchored for name in names):
             found.append(
-                "Anchors are chosen in every third round: the seconds of anchored rows hold their"
-                " part of that, which the steps of these rounds share."
+                "Anchors are chosen every third round. The time of anchored rows includes their"
+                " share of the choice."
             )
         return found
 

@@ -52,8 +52,8 @@ class Selection(Experiment):
             )
             for row in rows
         ]
-        across = f"log marginal likelihood by {self.judge} (nats per datum)"
-        return figures.points(found, self.title, across, "test log likelihood (nats per datum)")
+        across = f"log evidence by {self.judge} (nats per example)"
+        return figures.points(found, self.title, across, "test log likelihood (nats per example)")
 
     def table(self, rows: list[Row]) -> Table:
         """Both numbers for each architecture."""
@@ -61,7 +61,7 @@ class Selection(Experiment):
             Column("family"),
             Column("architecture"),
             Column("weights", 0),
-            Column("log evidence per datum", best="high"),
+            Column("log evidence", best="high"),
             Column("test log likelihood", best="high"),
             Column("test accuracy, %", 1, 100.0, best="high"),
         ]
@@ -81,8 +81,9 @@ class Selection(Experiment):
             by_evidence, by_test = (max(chosen, key=lambda row: row[key].mean) for key in "xy")
             agreement = rank_correlation(*([row[key].mean for row in chosen] for key in "xy"))
             found.append(
-                f"{family}: the evidence chooses {by_evidence['label']}, the test data"
-                f" {by_test['label']}; rank correlation {agreement:.2f} over {len(chosen)}."
+                f"{family}: the log evidence chooses {by_evidence['label']}, and the test data"
+                f" choose {by_test['label']}. Rank correlation {agreement:.2f} over {len(chosen)}"
+                " networks."
             )
         return found
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 _BLOCKS = 20  # that an estimate at the end is the mean of
 _APART = 0.12  # between methods that stand side by side, of the distance between variants
 _QUANTITIES = {
-    "log_evidence": "log marginal likelihood\n(nats per datum)",
-    "log_likelihood": "test log likelihood\n(nats per datum)",
+    "log_evidence": "log evidence\n(nats per example)",
+    "log_likelihood": "test log likelihood\n(nats per example)",
     "accuracy": "test accuracy (%)",
 }
 
@@ -76,7 +76,7 @@ class Subsets(Experiment):
             [
                 figures.Panel(
                     variant if down == 0 else "",
-                    "training data" if down == len(_QUANTITIES) - 1 else "",
+                    "training examples" if down == len(_QUANTITIES) - 1 else "",
                     "" if variant != variants[0] else unit,
                     [
                         _curve(label, own, [row["size"] for row in own], name)
