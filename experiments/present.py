@@ -1,4 +1,4 @@
-"""What is shown of an experiment: its figure, its table, and a page of all that was run."""
+"""The display of an experiment: its figure, its table, and a page of all results."""
 
 import json
 import re
@@ -39,13 +39,13 @@ _IMAGES, _TABLES = "images/experiments", "results"
 
 @dataclass(frozen=True)
 class Shown:
-    """What is known of an experiment.
+    """The files of an experiment.
 
     Attributes:
-        folder: Where its files are.
-        figure: As PNG; None for a table alone.
-        table: As Markdown.
-        summary: What was run: jobs, seeds, machines, dates, seconds, and remarks.
+        folder: Folder of its files.
+        figure: Path of the PNG. None if there is only a table.
+        table: Table as Markdown.
+        summary: Jobs, seeds, machines, dates, seconds and remarks.
     """
 
     folder: Path
@@ -55,14 +55,14 @@ class Shown:
 
 
 def state_of(experiment: Experiment, store: Store) -> tuple[int, int, float]:
-    """Jobs that are done, jobs in all, and the seconds that those took, one after the other."""
+    """Return finished jobs, all jobs, and the total seconds of the finished ones."""
     results = [store.result(job) for job in experiment.jobs()]
     known = [result for result in results if result is not None]
     return len(known), len(results), float(sum(result["job_seconds"] for result in known))
 
 
 def shown_in(experiment: Experiment, store: Store) -> Path:
-    """The folder of an experiment's figure and tables."""
+    """Return the folder of an experiment's figure and tables."""
     return _folder_of(experiment.name, experiment.preset, store)
 
 
@@ -71,17 +71,17 @@ def _folder_of(name: str, preset: str, store: Store) -> Path:
 
 
 def present(experiment: Experiment, store: Store) -> Shown:
-    """Draw what is known of an experiment, and write its table.
+    """Draw the results of an experiment, and write its table.
 
     Args:
-        experiment: Any.
-        store: Results; the files go into a folder of it.
+        experiment: Experiment.
+        store: Results. The files go into a folder of it.
 
     Returns:
-        What was written.
+        The files.
 
     Raises:
-        ConfigurationError: If there is no result as yet.
+        ConfigurationError: If there is no result yet.
     """
     cases = experiment.cases()
     rows = rows_of(cases, store)
@@ -119,7 +119,7 @@ def present(experiment: Experiment, store: Store) -> Shown:
 def _warnings(
     experiment: Experiment, cases: Sequence[Case], rows: Sequence[Row], store: Store
 ) -> list[str]:
-    """What is not there, and what forbids to compare the rows with each other, in words."""
+    """Return sentences about missing results and about rows that are not comparable."""
     found = []
     covered = coverage(cases, rows)
     if left := [name for name, (some, _) in covered.items() if not some]:
@@ -146,22 +146,21 @@ def _enumerated(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + more
 
 
-# Reading an experiment takes a tenth of a second, and a page names all of them.
+# Reading an experiment takes 0.1 s, and a page names all experiments.
 _as_published = cache(read_experiment)
 
 
 def write_page(page: Path, store: Store, presets: Sequence[str] = PAGE_PRESETS) -> list[str]:
-    """Put all that was run into a page of Markdown, and its figures beside it.
+    """Write all results into a page of Markdown, and its figures beside it.
 
     Args:
-        page: The file. Between its markers the sections of what is in the store are replaced, and
-            those of other experiments and presets stay; without markers, or without the file, they
-            come to its end.
-        store: Results. Of these it shows what ``present`` has shown before.
-        presets: Of which presets.
+        page: File. Sections of experiments in the store replace those between its markers, and
+            other sections stay. Without markers, or without the file, the sections come at the end.
+        store: Results. The page shows the experiments that ``present`` has shown before.
+        presets: Presets to show.
 
     Returns:
-        Names of the experiments that are shown.
+        Names of the experiments on the page.
 
     Raises:
         ConfigurationError: If the page cannot be read.
@@ -196,12 +195,12 @@ def write_page(page: Path, store: Store, presets: Sequence[str] = PAGE_PRESETS) 
 
 
 def _read_page(page: Path) -> tuple[str, dict[str, str], str]:
-    """What stands before the markers, the sections between them by their commands, and the rest."""
+    """Return the text before the markers, the sections by command, and the text after."""
     try:
         content = page.read_text(encoding="utf-8") if page.exists() else ""
     except UnicodeDecodeError as error:
         raise ConfigurationError(
-            f"{page} is no text in UTF-8 ({error}). Save it as UTF-8, or name another file."
+            f"{page} is not UTF-8 text ({error}). Save it as UTF-8, or name another file."
         ) from error
     before, begin, rest = content.partition(BEGIN + "\n")
     between, end, after = rest.partition(END)
@@ -215,16 +214,16 @@ def _read_page(page: Path) -> tuple[str, dict[str, str], str]:
 
 
 def _if_shown(name: str, preset: str, store: Store) -> Experiment | None:
-    """One that was shown before, and still is: some of its jobs may be those of another one."""
+    """Return an experiment that was shown before, if it still has results."""
     summary = _folder_of(name, preset, store) / _SUMMARY
-    if not summary.exists():  # which is quicker to see than to read the experiment
+    if not summary.exists():  # checking this is faster than reading the experiment
         return None
     try:
         experiment = read_experiment(name, preset)
-    except ConfigurationError:  # it has no such preset any more
+    except ConfigurationError:  # the preset no longer exists
         return None
     seeds = stored(summary).get(_WANTED, experiment.seeds)
-    if seeds != experiment.seeds:  # seeds of panels or blocks of their own stay where nobody asks
+    if seeds != experiment.seeds:  # otherwise panels and blocks keep their own seeds
         experiment = experiment.with_seeds(seeds)
     cases = experiment.cases()
     return experiment if not cases or rows_of(cases, store) else None
@@ -297,7 +296,7 @@ def _one_sentence_a_line(text: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in words, for people."""
+    """Return a time in words."""
     for unit, size, below in (("s", 1, 90), ("min", 60, 5400), ("h", 3600, 2 * 86400)):
         if seconds < below:
             return f"{seconds / size:.0f} {unit}"
@@ -305,7 +304,7 @@ def duration(seconds: float) -> str:
 
 
 def _settings(experiment: Experiment) -> str:
-    """What all trainings have in common, and what is of some panels, blocks or rows alone."""
+    """Return the options of all trainings, and those of single panels, blocks or rows."""
     names: dict[str, list[str]] = {}
     for name, options in experiment.own_settings():
         if own := {key: value for key, value in options.items() if key != "estimator"}:

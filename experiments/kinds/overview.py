@@ -1,4 +1,4 @@
-"""The bounds and how they come from each other, with where each lives in the code (Figure 2)."""
+"""The bounds and their relations (Figure 2)."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,14 +18,14 @@ class Box:
     """A bound in the overview.
 
     Attributes:
-        title: In words.
-        formula: What takes the place of ℓ(I) in the log evidence.
-        names: Its estimators.
-        source: What it follows from.
-        code: Where it lives, under ``src/evigrad``.
+        title: Title.
+        formula: Term that replaces ℓ(I) in the log evidence.
+        names: Estimators.
+        source: What the bound follows from.
+        code: Modules under ``src/evigrad``.
         place: Column and row in the figure.
-        is_bound: Whether theory guarantees it.
-        is_new: Whether the paper does not have it.
+        is_bound: Whether the theory guarantees the bound.
+        is_new: Whether the bound is not in the paper.
     """
 
     title: str
@@ -114,14 +114,14 @@ _WIDTH, _HEIGHT = 0.92, 0.74
 
 @dataclass(frozen=True, kw_only=True)
 class Overview(Experiment):
-    """The overview of the bounds, for which nothing is run."""
+    """The overview of the bounds, which needs no runs."""
 
     def cases(self) -> list[Case]:
-        """None."""
+        """Return no cases."""
         return []
 
     def figure(self, rows: list[Row]) -> "Figure":
-        """A box for each bound, and arrows to what is looser."""
+        """Return a box for each bound, with arrows to looser bounds."""
         drawn = new_figure(11.5, 4.9)
         axes = drawn.add_subplot()
         axes.set_axis_off()
@@ -149,7 +149,7 @@ class Overview(Experiment):
         return drawn
 
     def table(self, rows: list[Row]) -> Table:
-        """A row for each bound."""
+        """Return a row for each bound."""
         columns = ["bound", "estimators", "follows from", "guaranteed", "code, under src/evigrad"]
         cells = [
             [b.title, f"`{b.names}`", b.source, "yes" if b.is_bound else "no", f"`{b.code}`"]
