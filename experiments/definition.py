@@ -64,7 +64,8 @@ class Experiment:
     def __post_init__(self) -> None:
         if not self.seeds or min(self.seeds) < 0:
             raise ConfigurationError(
-                f"The experiment {self.name} must have integer seeds of 0 or more, got {self.seeds}."
+                f"The experiment {self.name} must have integer seeds of 0 or more,"
+                f" got {self.seeds}."
             )
 
     def __init_subclass__(cls, **keywords: Any) -> None:
