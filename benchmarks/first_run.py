@@ -1,7 +1,7 @@
-"""What ``make run`` shows, on further seeds: learned weight decay beside plain MAP.
+"""Repeat ``make run`` with more seeds: learned weight decay and MAP.
 
-Each run is ``evigrad train --config experiments/NAME.yaml --seed SEED``, in a folder of its own.
-Every run is kept as it ends: the script goes on where it was stopped.
+Each run is ``evigrad train --config experiments/NAME.yaml --seed SEED``, in its own folder. The
+script stores every finished run and resumes where it was stopped.
 
     python benchmarks/first_run.py --results docs/results --pages docs/results.md
 """
@@ -28,7 +28,7 @@ COLUMNS = ("row", "seed", *KEYS, "threads")
 
 
 def run(name: str, seed: int, threads: int) -> dict[str, Result]:
-    """The columns of both rows of a seed; errors of the regression are in miles per gallon."""
+    """Return the columns of both rows of a seed. RMSE is in miles per gallon."""
     with TemporaryDirectory() as folder:
         config = CONFIGURATIONS / f"{name}.yaml"
         own = ["--seed", str(seed), "--run-dir", folder, "--threads", str(threads)]
@@ -48,7 +48,7 @@ def run(name: str, seed: int, threads: int) -> dict[str, Result]:
 
 
 def table_of(runs: list[Result]) -> str:
-    """The means over the seeds, as Markdown."""
+    """Return the means over the seeds, as Markdown."""
     lines = [
         "| data | method | test log likelihood | accuracy, %, or RMSE in miles per gallon | seconds"
         " | seeds |",

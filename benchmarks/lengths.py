@@ -1,9 +1,10 @@
-"""What do batches of different lengths cost, beside equal ones?
+"""Time batches of different lengths, relative to equal lengths.
 
-A transformer encoder classifies padded sequences of words with masks. The blocks of a `DataLoader`
-are padded to their longest sequence: each has a length of its own, for which there may be no plan
-yet. They are compared, in turns, with blocks in which all sequences have the lengths' mean: as many
-words in all. Times are those of a step on the hyperparameters, of 64 rows, over many blocks.
+A transformer encoder classifies padded sequences of words with masks. A `DataLoader` pads its
+blocks to their longest sequence. Each block therefore has a different length, for which there may
+be no plan yet. In turns, the script compares them with blocks whose sequences have the mean length,
+so that both have equally many words. Times are those of a step on the hyperparameters, of 64 rows,
+over many blocks.
 
     python benchmarks/lengths.py --out benchmarks/lengths.csv
 """
@@ -31,7 +32,7 @@ ESTIMATORS = ("ntk-64-1", "kfac-64-1")
 
 
 class Encoder(nn.Module):
-    """Words to the scores of classes, by the mean of what is no padding."""
+    """Scores of classes from words, by the mean over positions without padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class Encoder(nn.Module):
 
 
 def blocks(lengths: list[int]) -> list[tuple[dict[str, Tensor], Tensor]]:
-    """One block of data for each length, whose longest sequence has it."""
+    """Return one block of data for each maximum length."""
     made = []
     for number, length in enumerate(lengths):
         generator = torch.Generator().manual_seed(number)

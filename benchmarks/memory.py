@@ -1,9 +1,9 @@
-"""Peak memory of the gradient in the ranges of an invariance, against the size of the subset.
+"""Measure the peak memory of the gradient in the ranges of an invariance, against the subset size.
 
-Each case runs in a process of its own: the peak above what the process held after one gradient of
-a single micro-batch's data, plus what that first gradient took. On a WRN-16-4 with S augmentation
-samples and a fixed micro-batch, kfac's memory is flat in m, ntk's grows by its rows (m x P
-numbers), and that of the one-graph twin by everything, until it no longer fits.
+Each case runs in a separate process. The peak is the memory above what the process held after one
+gradient of a single micro-batch, plus the memory of that first gradient. On a WRN-16-4 with S
+augmentation samples and a fixed micro-batch, the memory of kfac does not depend on m. That of ntk
+grows with its rows (m x P numbers), and that of the one-graph twin grows with everything.
 
     python benchmarks/memory.py --csv docs/results/memory.csv
 """
@@ -29,7 +29,7 @@ MODELS = {"wrn16-4": (3, 32, 32), "mininet": (1, 28, 28), "resnet50": (3, 64, 64
 
 
 def one_case(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Peak memory of one gradient, in this process."""
+    """Return the peak memory of one gradient, in this process."""
     (m,), (structure,), (way,) = arguments.data, arguments.structures, arguments.ways
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = MODELS[arguments.model]

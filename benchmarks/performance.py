@@ -1,6 +1,6 @@
 """Write the tables of docs/performance.md from the CSV files of the other benchmarks.
 
-Run it from anywhere after one of them: ``python benchmarks/performance.py``.
+Run it after one of them, from any folder: ``python benchmarks/performance.py``.
 """
 
 import csv
@@ -15,13 +15,13 @@ Row = Mapping[str, str]
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
+    """Return a table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def step_cost(rows: Sequence[Row]) -> str:
-    """Ratios to a training step, one line for each size."""
+    """Return ratios to a training step, one line for each size."""
     sizes = dict.fromkeys((r["m"], r["micro_batch"]) for r in rows)
     lines = []
     for m, micro_batch in sizes:
@@ -33,7 +33,7 @@ def step_cost(rows: Sequence[Row]) -> str:
 
 
 def step_cost_of_models(rows: Sequence[Row]) -> str:
-    """Ratios to a training step, one line for each network."""
+    """Return ratios to a training step, one line for each network."""
     lines = []
     for model in dict.fromkeys(r["model"] for r in rows):
         mine = {r["structure"]: r for r in rows if r["model"] == model}
@@ -45,7 +45,7 @@ def step_cost_of_models(rows: Sequence[Row]) -> str:
 
 
 def vocabulary(rows: Sequence[Row]) -> str:
-    """Ratios to the smallest vocabulary, one line for each estimator and output layer."""
+    """Return ratios to the smallest vocabulary, by estimator and output layer."""
     words = list(dict.fromkeys(r["words"] for r in rows))
     lines = []
     for estimator, tied in dict.fromkeys((r["estimator"], r["tied"]) for r in rows):
@@ -61,7 +61,7 @@ def vocabulary(rows: Sequence[Row]) -> str:
 
 
 def lengths(rows: Sequence[Row]) -> str:
-    """Different lengths over equal ones."""
+    """Return times of different lengths, relative to equal ones."""
     lines = [
         [r["estimator"], f"{float(r['equal']):.2f} s", f"{float(r['ratio']):.2f} ×"] for r in rows
     ]
@@ -69,7 +69,7 @@ def lengths(rows: Sequence[Row]) -> str:
 
 
 def memory(rows: Sequence[Row]) -> str:
-    """Peaks in MiB, one line for each size."""
+    """Return peaks in MiB, one line for each size."""
     columns = [(s, way) for way in ("two-pass", "one-graph") for s in ("kfac", "ntk")]
     lines = []
     for m in dict.fromkeys(r["m"] for r in rows):
@@ -82,7 +82,7 @@ def memory(rows: Sequence[Row]) -> str:
 
 
 def scaling(rows: Sequence[Row]) -> str:
-    """Milliseconds, one line for each axis and structure."""
+    """Return milliseconds, one line for each size and structure."""
     lines = []
     for axis, structure in dict.fromkeys((r["axis"], r["structure"]) for r in rows):
         mine = [r for r in rows if (r["axis"], r["structure"]) == (axis, structure)]
@@ -93,7 +93,7 @@ def scaling(rows: Sequence[Row]) -> str:
 
 
 def prior_steps(rows: Sequence[Row]) -> str:
-    """One step and many, one line for each case."""
+    """Return times of one step and of several, one line for each case."""
     lines = []
     for r in rows:
         one, many = float(r["one_step_seconds"]), float(r["many_steps_seconds"])
@@ -105,7 +105,7 @@ def prior_steps(rows: Sequence[Row]) -> str:
 
 
 def allocation(rows: Sequence[Row]) -> str:
-    """With memory kept and without, one line for each case."""
+    """Return times with memory kept and without, one line for each case."""
     lines = []
     for r in rows:
         usual, kept = 1e3 * float(r["usual_seconds"]), 1e3 * float(r["kept_seconds"])
@@ -115,7 +115,7 @@ def allocation(rows: Sequence[Row]) -> str:
 
 
 def precision(rows: Sequence[Row]) -> str:
-    """Errors, one line for each case."""
+    """Return errors, one line for each case."""
     names = [name for name in rows[0] if name != "machine"]
     return markdown([n.replace("_", " ") for n in names], ([r[n] for n in names] for r in rows))
 
@@ -138,7 +138,7 @@ TABLES: dict[str, tuple[str, Mapping[str, str], Callable[[Sequence[Row]], str]]]
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file."""
+    """Return the rows of a file."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 

@@ -1,15 +1,16 @@
-"""Does learning the weight decay by the evidence pay? MAP, a grid search, and the estimators.
+"""Compare estimators that learn the weight decay with MAP and a grid search.
 
 Each row trains from the same initial weights on the same data, by the same schedule:
 
-* ``map-none``: maximum likelihood, no decay; ``map-5e-4``: the usual weight decay;
-* ``grid``: one decay for all weights, the best of seven by the log likelihood of a fifth of the
-  training data held out, then trained again on all of it; its seconds are those of all eight runs;
-* the estimators: layerwise prior precisions learned during training, no held-out data.
+* ``map-none``: maximum likelihood without weight decay; ``map-5e-4``: weight decay 5e-4;
+* ``grid``: one decay for all weights, the best of seven by the log likelihood on 20 % held-out
+  data, then trained again on all data. Its seconds cover all eight runs;
+* the estimators: layerwise prior precisions learned during training, without held-out data.
 
-The log evidence of all rows is evaluated afterwards, and exactly: that of the linearised Laplace
-approximation, by all rows of all data. The test set is only evaluated. Every run is kept as it
-ends: the script goes on where it was stopped. Settings and grid are below, fixed beforehand.
+The log evidence of all rows is evaluated after training. It is exact: that of the linearized
+Laplace approximation, by all rows of all data. The test set is only evaluated. The script stores
+every finished run and resumes where it was stopped. Settings and grid below were fixed before the
+first run.
 
     python benchmarks/prior_learning.py --data mnist --data-dir DIR --seeds 0 1 2
     python benchmarks/prior_learning.py --data mnist --results docs/results --table
@@ -76,7 +77,7 @@ SCHEDULE: dict[str, Any] = {
 
 
 def train(problem: Problem, data: DataSet, seed: int, parts: Any = None, **options: Any) -> Any:
-    """One run from the seed's initial weights; ``parts`` replaces (train, test)."""
+    """Return one run from the initial weights of a seed. ``parts`` replaces (train, test)."""
     train_set, test_set = parts or (data.train, data.test)
     model = make_model(problem.model, data.input_shape, data.num_outputs, seed=seed)
     return evigrad.fit(
@@ -96,13 +97,13 @@ def train(problem: Problem, data: DataSet, seed: int, parts: Any = None, **optio
 
 
 def run_map(problem: Problem, data: DataSet, seed: int, decay: float, parts: Any = None) -> Any:
-    """MAP at one weight decay: a precision of decay · N in the loss's units."""
+    """Return a MAP run with one weight decay, as a precision of decay · N."""
     n = len((parts or (data.train,))[0][0])
     return train(problem, data, seed, parts, estimator=None, prior="scalar", precision=decay * n)
 
 
 def run_row(problem: Problem, data: DataSet, seed: int, row: str) -> Result:
-    """One row of the table for one seed."""
+    """Return one row of the table for one seed."""
     run: Result = {"decay": None, "validation": None, "precisions": None, "log_evidence": None}
     searched = 0.0
     if row == "grid":
@@ -131,7 +132,7 @@ def run_row(problem: Problem, data: DataSet, seed: int, row: str) -> Result:
 
 
 def table_of(runs: list[Result]) -> str:
-    """The table of the seeds' means, as Markdown."""
+    """Return the means over the seeds, as Markdown."""
     rows = summaries(runs, ROWS, KEYS)
     baseline = next((r["seconds"] for r in rows if r["row"] == "map-5e-4"), math.nan)
     lines = [
@@ -157,7 +158,7 @@ def table_of(runs: list[Result]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run what is missing, then print the table."""
+    """Run what is missing, and print the table."""
     parser = add_data_and_rows(make_parser(__doc__), sorted(PROBLEMS), ROWS)
     given = parse(parser, arguments)
     problem = PROBLEMS[given.data]

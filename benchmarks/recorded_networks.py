@@ -1,6 +1,6 @@
-"""The small networks, likelihoods and priors whose numbers `record_numbers.py` records.
+"""The small networks, likelihoods and priors of `record_numbers.py`.
 
-Only public names of evigrad are used, so that a record can be taken of every revision.
+They use only public names of evigrad, so that every revision can be recorded.
 """
 
 from collections.abc import Callable, Mapping
