@@ -90,7 +90,7 @@ SCHEDULE: dict[str, Any] = {
     "prior_lr": 0.1,
     "prior_lr_min": 0.01,
     "hyper_every": 1,
-    "hyper_steps": 7,  # with 140 rounds as many steps on the range as 500 epochs of two each have
+    "hyper_steps": 7,  # in 140 rounds, this equals 500 epochs with two steps each
     "hyper_lr": 0.05,
     "hyper_lr_min": 0.005,
     "progress": False,
@@ -102,7 +102,7 @@ def network(name: str, data: DataSet, seed: int, start: float | None, learn: boo
     model = make_model(name, data.input_shape, data.num_outputs, seed=seed)
     if start is None:
         return model
-    # Beyond the borders of a digit it is black, as in the data.
+    # Outside of a digit, pixels are black, as in the data.
     fill = (-data.mean / data.std).flatten().tolist()
     rotation = AffineInvariance({"rotation": start}, learn=learn, fill=fill)
     return Averaged(model, rotation, num_samples=SAMPLES)
@@ -126,7 +126,7 @@ def run_row(problem: Problem, folder: Path, data: DataSet, seed: int, row: str) 
     model = network(problem.model, data, seed, start, learn=row not in ("map", "fixed"))
     options: dict[str, Any] = {"estimator": row, "prior": "layerwise", "precision": 1.0}
     if row not in ESTIMATORS:
-        # The usual decay in the loss's units, one for all weights.
+        # Weight decay 5e-4 for all weights, in the units of the loss.
         options = {"estimator": None, "prior": "scalar", "precision": DECAY * len(data.train[0])}
     if row in ESTIMATORS:
         options["hyperparameters"] = ["invariance"]

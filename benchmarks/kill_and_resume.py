@@ -50,7 +50,7 @@ RUN = (
 TIMES = "seconds"
 POLL = 0.005
 BLOCK = 4096
-MOST_LEFT = 150_000  # bytes that are left on a full file system
+MOST_LEFT = 150_000  # free bytes of a full file system
 
 
 def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -108,7 +108,7 @@ def soak(arguments: argparse.Namespace, options: Sequence[str], scratch: Path) -
     wait_for(whole / "config.yaml", process)
     starting = time.monotonic() - began
     finish(process)
-    # The first process of all starts slowly: the fastest says when there is work to kill.
+    # The first process starts slowly. The fastest one shows when there is work to kill.
     fastest = time.monotonic() - began
     start_of_work = starting / fastest
     expected, generator = contents(whole), random.Random(arguments.seed)
@@ -158,7 +158,7 @@ def saved_epoch(folder: Path) -> int:
     if not folder.is_dir():
         return 0
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # none was damaged
+        warnings.simplefilter("error")  # none is damaged
         state = RunDirectory(folder, resume=True).read_checkpoint()
     return 0 if state is None else int(state["epoch"])
 
@@ -180,7 +180,7 @@ def differences(one: Any, other: Any, where: str) -> Iterator[str]:
     if type(one) is not type(other):
         yield where
     elif isinstance(one, torch.Tensor):
-        # The bits and not the numbers: NaN is equal to NaN here, and 0 is not -0.
+        # Compare bits and not numbers: NaN equals NaN here, and 0 differs from -0.
         same = one.shape == other.shape and one.dtype == other.dtype
         bits = [t.contiguous().flatten().view(torch.uint8) for t in (one, other)]
         if not (same and torch.equal(*bits)):
@@ -227,17 +227,17 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--kills", type=int, default=1, help="in each trial, one after the other")
+    parser.add_argument("--kills", type=int, default=1, help="kills in each trial")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, help="of a soak")
-    parser.add_argument("--folder", help="the file system of the soak, which is filled up")
-    parser.add_argument("--options", default="", help="of evigrad train, after those of this file")
+    parser.add_argument("--folder", help="file system of the soak test, which fills it")
+    parser.add_argument("--options", default="", help="more options of evigrad train")
     arguments = parser.parse_args()
     options = [*shlex.split(RUN), *shlex.split(arguments.options)]
     generator = random.Random(arguments.seed)
 
     if bool(arguments.minutes) != bool(arguments.folder):
-        parser.error("--minutes and --folder go together")
+        parser.error("--minutes requires --folder, and --folder requires --minutes")
     with tempfile.TemporaryDirectory() as scratch:
         if arguments.minutes:
             return soak(arguments, [*options, "--checkpoint-every", "1"], Path(scratch))
@@ -263,9 +263,9 @@ def main() -> int:
                 moment = duration * generator.random()
                 kill(process, moment)
                 if (folder / "results.json").exists():
-                    if moments:  # little was left of it
+                    if moments:  # little of the run was left
                         break
-                    # The machine has become faster: once more, and sooner.
+                    # The machine has become faster. Try again, and earlier.
                     duration = min(duration, moment)
                     shutil.rmtree(folder)
                     continue

@@ -19,7 +19,7 @@ from evigrad.data import DataSet, load
 
 Result = dict[str, Any]
 
-# What evaluates the log evidence of all rows after training: exactly, by all rows of all data.
+# Estimator of the exact log evidence after training, by all rows of all data.
 JUDGE = "ntk-N-C"
 
 
@@ -69,8 +69,8 @@ class Results:
         reader = csv.DictReader(text.splitlines(keepends=True), strict=True)
         if reader.fieldnames not in (None, self.columns):
             raise SystemExit(
-                f"{self.path} has the columns {', '.join(reader.fieldnames or [])}, where runs of"
-                f" this script have {', '.join(self.columns)}. Give another --results."
+                f"{self.path} has the columns {', '.join(reader.fieldnames or [])}, but runs of"
+                f" this script have {', '.join(self.columns)}. Use another --results."
             )
         try:
             lines = list(reader)
@@ -80,7 +80,9 @@ class Results:
             line.keys() == set(self.columns) and None not in line.values() for line in lines
         )
         if text and not (whole and text.endswith("\n")):
-            raise SystemExit(f"{self.path} has a broken line: remove it, and it is run again.")
+            raise SystemExit(
+                f"{self.path} has a broken line. Remove it, and its run will run again."
+            )
         return [{key: _value(cell) for key, cell in line.items()} for line in lines]
 
 
@@ -117,13 +119,13 @@ def make_parser(
         "--results",
         type=Path,
         default=Path("results"),
-        help="folder with the CSV file of the runs; what is there is not run again",
+        help="folder with the CSV file of the runs, which do not run again",
     )
     parser.add_argument(
-        "--pages", type=Path, nargs="*", default=[], help="pages that get the table"
+        "--pages", type=Path, nargs="*", default=[], help="pages to insert the table into"
     )
     parser.add_argument(
-        "--table", action="store_true", help="only print the table of what is there"
+        "--table", action="store_true", help="only print the table of the existing runs"
     )
     return parser
 

@@ -25,7 +25,7 @@ from evigrad.passes.allocator import kept_memory
 from evigrad.priors import GaussianPrior
 
 WORDS, WIDTH, LAYERS, CLASSES, ROWS = 1000, 128, 2, 4, 64
-# Most words in a block, evenly distributed: as many as there are shapes.
+# Maximum lengths of the blocks, evenly distributed.
 SHORTEST, LONGEST = 17, 80
 BLOCKS = 32
 ESTIMATORS = ("ntk-64-1", "kfac-64-1")

@@ -34,7 +34,7 @@ ROWS = (200, 400, 1000)
 OF_A_POOL = ", of a pool"
 ESTIMATORS = ("ntk-{k}-1", "ntk-{k}-rows-anchored", "ntk-{k}-rows-anchored" + OF_A_POOL)
 DRAWS, ROUND, MANY = 12, 10, pool.MANY
-PRECISION = 25.0  # the usual weight decay, 5e-4, of 50,000 data
+PRECISION = 25.0  # weight decay 5e-4 for 50,000 examples
 MODEL: dict[str, Any] = {"depth": 10, "widen_factor": 1}
 TRAINING: dict[str, Any] = {
     "estimator": None,

@@ -95,8 +95,8 @@ class Peak:
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
         else:
-            give_back()  # or what follows would seem to need no memory of its own
-            # Linux's way to forget the peak so far, which planning may have set.
+            give_back()  # otherwise later work seems to need no memory
+            # Linux resets the peak here, which planning may have set.
             Path("/proc/self/clear_refs").write_text("5")
             self._before = _resident("VmRSS")
         return self
@@ -121,7 +121,7 @@ def _resident(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("The system does not tell the resident memory.")
+    raise RuntimeError("The system does not report the resident memory.")
 
 
 def in_own_process(

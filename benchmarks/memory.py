@@ -51,12 +51,12 @@ def one_case(arguments: argparse.Namespace) -> dict[str, Any]:
         generator=0,
     )
     if arguments.limit and not torch.cuda.is_available():
-        # An allocation beyond it fails, in the place of the machine.
+        # An allocation beyond it fails instead of the machine.
         resource.setrlimit(resource.RLIMIT_AS, (arguments.limit * MIB * 1024,) * 2)
     x = torch.rand(m, *shape)
     y = torch.randint(arguments.outputs, (m,))
     x, y = x.to(device), y.to(device)
-    pass_checks(evidence, x[:3], y[:3], passes=1)  # and plan, which is not what is measured
+    pass_checks(evidence, x[:3], y[:3], passes=1)  # and plan, which is not measured
     with Peak() as peak:
         evidence.backward(x, y)
     return {"bytes": peak.bytes, "weights": sum(p.numel() for p in network.parameters())}
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--data", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512])
     parser.add_argument("--structures", nargs="+", default=["kfac", "ntk"])
     parser.add_argument("--ways", nargs="+", default=["two-pass", "one-graph"])
-    parser.add_argument("--limit", type=int, help="memory that a process may take, in GiB")
+    parser.add_argument("--limit", type=int, help="memory limit of a process, in GiB")
     parser.add_argument("--bfloat16-rows", action="store_true")
     parser.add_argument("--timeout", type=float, default=900)
     parser.add_argument("--csv", type=Path)

@@ -57,7 +57,8 @@ def run_row(num_data: int, method: str, seed: int) -> Result:
 def table_of(runs: list[Result]) -> str:
     """Return means of the seeds as Markdown."""
     lines = [
-        "| N | likelihood | test log likelihood, plug-in | kfac | σ where it is 0.1 | 0.6 |",
+        "| N | likelihood | test log likelihood, MAP | posterior, kfac"
+        " | σ (true 0.1) | σ (true 0.6) |",
         "|---|---|---|---|---|---|",
     ]
     for num_data in SIZES:

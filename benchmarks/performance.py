@@ -120,7 +120,7 @@ def precision(rows: Sequence[Row]) -> str:
     return markdown([n.replace("_", " ") for n in names], ([r[n] for n in names] for r in rows))
 
 
-# Marker in the page → file, what its rows must hold, and the table.
+# Marker in the page → file, required values of its rows, and the table.
 TABLES: dict[str, tuple[str, Mapping[str, str], Callable[[Sequence[Row]], str]]] = {
     "wrn precisions": ("step_cost_wrn_precisions", {}, step_cost),
     "wrn invariances": ("step_cost_wrn_invariances", {}, step_cost),
@@ -147,7 +147,7 @@ def main() -> None:
     for marker, (name, wanted, table) in TABLES.items():
         paths = sorted((DOCS / "results").glob(f"{name}.csv"))
         if not paths:
-            print(f"{name}.csv is missing: its table stays as it is")
+            print(f"{name}.csv is missing. Its table does not change")
             continue
         rows = [r for path in paths for r in read(path) if wanted.items() <= r.items()]
         machines = measured_on(row["machine"] for row in rows)

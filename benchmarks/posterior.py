@@ -27,10 +27,10 @@ from evigrad.data import load
 from evigrad.models import make_model
 
 TABLES = ("yacht", "boston", "energy", "wine_red", "power", "naval")
-# Tables for all likelihoods, and those whose kernel of all rows is too large.
+# Data sets for all likelihoods, and those with too many rows for the kernel.
 SMALL, LARGE = TABLES[:3], TABLES[4:]
 TRAININGS = {"MAP": {"estimator": None, "precision": 1.0}, "learned": {}}
-# In tables N is small: the kernel of all rows is exact, and cheaper than H.
+# N is small here. The kernel of all rows is exact, and cheaper than H.
 OF_DIGITS = {"full": {}, "kfac": {}, "diag": {}, "last-layer": {}, "ntk, 1000 rows": {"rows": 1000}}
 OF_TABLES = {"ntk": {}, "kfac": {}, "diag": {}, "last-layer": {}}
 SUFFIXES = {
@@ -133,7 +133,7 @@ def table_of(runs: list[Result], prefix: str, keys: dict[str, tuple[str, int]]) 
     """Return the rows of one kind as Markdown. ``keys`` has each column's header and digits."""
     rows = list(dict.fromkeys(run["row"] for run in runs if run["row"].startswith(prefix)))
     lines = [
-        f"| | {' | '.join(head for head, _ in keys.values())} |",
+        f"| training: prediction | {' | '.join(head for head, _ in keys.values())} |",
         "|---" * (1 + len(keys)) + "|",
     ]
     for row in summaries(runs, rows, list(keys)):

@@ -32,7 +32,7 @@ from evigrad.training.settings import grouped
 
 DECAYS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 VALIDATION = 0.2
-NO_DECAY = 1e-10  # a Gaussian prior needs a positive precision; this one is none in float32
+NO_DECAY = 1e-10  # a Gaussian prior needs a positive precision; this one has no effect in float32
 ESTIMATORS = (
     *("ntk-100-1", "ntk-150-1", "ntk-400-1"),
     *("ntk-150-rows-anchored", "ntk-400-rows-anchored", "ntk-1000-rows-anchored"),
@@ -121,7 +121,7 @@ def run_row(problem: Problem, data: DataSet, seed: int, row: str) -> Result:
         result = train(problem, data, seed, estimator=row, prior="layerwise", precision=1.0)
         precisions = result.evidence.prior.precisions()
         run["precisions"] = {name: p.item() for name, p in precisions.items()}
-    if row != "map-none":  # without a prior there is no evidence
+    if row != "map-none":  # without a prior, there is no evidence
         judged = evaluate_evidence(result.evidence, data.train, JUDGE)
         run["log_evidence"] = judged.per_datum
     return run | {

@@ -34,7 +34,7 @@ OUTPUTS = 10
 NUM_DATA = 60_000
 ESTIMATORS = ("ntk-400-1", "kfac-400-1", "ntk-1000-1")
 GOAL = 1.5
-# Planning, and the checks against plain automatic differentiation at passes 1, 2, 4 and 8.
+# Planning, and checks against plain automatic differentiation at passes 1, 2, 4 and 8.
 WARMUP = 3
 
 
@@ -148,7 +148,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.table:
         if arguments.csv is None:
-            parser.error("--table needs the --csv of a run")
+            parser.error("--table requires the --csv of a run")
         with arguments.csv.open(newline="") as file:
             print(table(list(csv.DictReader(file))))
         return

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from measure import machine, pass_checks, show, write_csv
+from measure import machine, measured_on, pass_checks, show, write_csv
 from torch import distributed
 from torch.multiprocessing.spawn import start_processes
 
@@ -49,7 +49,7 @@ def run(rows: int, repeats: int, group: Any) -> dict[str, float]:
     x = torch.rand(NUM_DATA, *SHAPE, generator=generator)
     y = torch.randint(OUTPUTS, (NUM_DATA,), generator=generator)
     evidence = make_evidence(rows, group)
-    # Planning and the checks of the first passes are not what is measured.
+    # Planning and the checks of the first passes are not measured.
     pass_checks(evidence, x[:1], y[:1], passes=repeats + 1)
     blocks, ranks = iter(evidence.blocks((x, y))), evidence.ranks
     steps, sums, sent = [], [], 0
@@ -95,11 +95,11 @@ def measured(rows: int, count: int, repeats: int) -> dict[str, float]:
 def table_of(rows: list[dict[str, Any]]) -> str:
     """Return the measurements as Markdown."""
     lines = [
-        "| rows of a block | ranks | step, ms | of it the sum, ms | bytes sent by a rank |",
+        "| rows per block | ranks | step, ms | of which sum, ms | bytes sent per rank |",
         "|---|---|---|---|---|",
     ]
     lines += [f"| {' | '.join(str(row[key]) for key in COLUMNS[:-1])} |" for row in rows]
-    return "\n".join([*lines, "", rows[0]["machine"]])
+    return "\n".join([*lines, "", measured_on([rows[0]["machine"]])])
 
 
 def main() -> None:

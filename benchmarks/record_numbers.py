@@ -30,7 +30,7 @@ from evigrad.errors import EvigradWarning
 
 Record = dict[str, dict[str, Numbers]]
 
-# A number below it is compared as if it were as large: what cancels to zero leaves its rounding.
+# Smaller numbers are compared as if they had this size, because cancellation leaves rounding.
 LEAST = 1e-3
 
 

@@ -190,7 +190,7 @@ class WordMean(nn.Module):
 
 
 class Twice(nn.Module):
-    """A layer that is used twice, and one weight in the place of two."""
+    """A layer that is used twice, and one weight instead of two."""
 
     def __init__(self, outputs: int) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ NETWORKS = {
 
 
 class Custom(Likelihood):
-    """Classes by their log density alone: derivatives and roots are the library's defaults."""
+    """Classes by their log density only. Derivatives and roots are the library's defaults."""
 
     name = "custom"
     couples_outputs = True

@@ -85,19 +85,19 @@ from evigrad.priors import GaussianPrior
 from evigrad.training.plan import plan_optimization, plan_schedule, planned
 
 USUAL = 5e-4
-SCHEDULE = Schedule(eval_every=0)  # fit's defaults; evaluations would only cost time
+SCHEDULE = Schedule(eval_every=0)  # fit's defaults, without evaluations
 FOLDS = 5
 TRIALS = {"tpe-12": 12, "tpe-36": 36}
-LOWEST, HIGHEST = 1e-5, 1e-1  # decays that TPE draws from
+LOWEST, HIGHEST = 1e-5, 1e-1  # range of decays of TPE
 MEMBERS = 3
-OTHER_MEMBER = 1000  # added to the seed for the next network of an ensemble
+OTHER_MEMBER = 1000  # added to the seed for each network of an ensemble
 LAPLACE = {"n_epochs_burnin": 10, "marglik_frequency": 5, "n_hypersteps": 10}
 TABLE_DECAYS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 TABLE_NOISES = (0.02, 0.05, 0.125, 0.32, 0.8)
 BINS = 15
 AT_ONCE = 1000
 
-# The network and its settings, the number of training data drawn, and the default seeds.
+# Network, number of training examples, and default seeds.
 IMAGES: dict[str, tuple[str, int | None, range]] = {
     "digits": ("digitsnet", None, range(10)),
     "mnist": ("mininet", 1000, range(3)),
@@ -105,21 +105,21 @@ IMAGES: dict[str, tuple[str, int | None, range]] = {
 }
 HIDDEN = (50, 50)
 BY_POSTERIOR = ", posterior"
-FEW_SPLITS = ("power", "naval")  # many data: three splits instead of twenty
+FEW_SPLITS = ("power", "naval")  # large data sets: 3 splits instead of 20
 SEEDS = {name: seeds for name, (_, _, seeds) in IMAGES.items()} | {
     name: range(3 if name in FEW_SPLITS else 20) for name in UCI
 }
 METRICS = ("log_likelihood", "accuracy", "rmse", "ece", "scaled")
 SETTINGS = ("decay", "noise", "temperature")
 COLUMNS = ("row", "seed", *METRICS, "seconds", *SETTINGS, "trace", "num_data", "epochs", "threads")
-# What no other way needs, and what to install.
+# Packages that only these methods need, and what to install.
 EXTRAS = {
     "tpe-12": ("optuna", "optuna"),
     "tpe-36": ("optuna", "optuna"),
     "laplace-torch": ("laplace", "laplace-torch==0.3 asdl"),
     f"laplace-torch{BY_POSTERIOR}": ("laplace", "laplace-torch==0.3 asdl"),
 }
-# Trainings of a way, in those of ``map-5e-4``; of those that learn precisions, about.
+# Cost of a method in trainings of ``map-5e-4``, roughly for learned precisions.
 COSTS = {
     "grid": len(DECAYS) + 1,
     "grid-5fold": FOLDS * len(DECAYS) + 1,
@@ -133,7 +133,7 @@ COSTS = {
 TIMED = 3  # epochs
 TABLE_COSTS = COSTS | {"grid": len(TABLE_DECAYS) * len(TABLE_NOISES) + 1}
 FIGURE = "images/rivals.png"
-FIGURE_SETS = ("mnist", "yacht")  # the panels, where both have runs
+FIGURE_SETS = ("mnist", "yacht")  # the panels, if both have runs
 LABELS = {
     "map-5e-4": "weight decay 5e-4",
     "grid": "grid search",
@@ -148,7 +148,7 @@ LABELS = {
     f"default{BY_POSTERIOR}": "evigrad, posterior",
 }
 TITLES = {"mnist": "1,000 MNIST digits", "yacht": "yacht (277 examples, regression)"}
-LOWEST_SHOWN = -1.0  # in the figure: nats per example behind the reference
+LOWEST_SHOWN = -1.0  # nats per example below the reference in the figure
 COLOURS = [*LIGHT.lines[:7], "#888888", "#6A3D9A"]
 
 Pair = tuple[Tensor, Tensor]
@@ -172,7 +172,7 @@ class Task:
     model: str
     seed: int
     options: Settings
-    schedule: Schedule | None = None  # in the place of SCHEDULE
+    schedule: Schedule | None = None  # instead of SCHEDULE
 
     def network(self, seed: int | None = None) -> nn.Module:
         """Return the network with the initial weights of a seed."""
@@ -520,7 +520,7 @@ def run_laplace_posterior(task: Task) -> list[Result]:
     return [columns, columns | {"log_likelihood": found, "seconds": clock.seconds}]
 
 
-# Each makes the columns of its row, or those of all rows that it stands beside, in their order.
+# Each returns the columns of its row, or of all rows that share it, in their order.
 WAYS: dict[str, Callable[[Task], Any]] = {
     "map-5e-4": run_usual,
     "grid": run_grid,
@@ -545,7 +545,7 @@ TABLE_WAYS: dict[str, Callable[[Task], Any]] = {
     "default": run_default_posterior,
     f"default{BY_POSTERIOR}": run_default_posterior,
 }
-# The ways that others are compared with, split by split.
+# The methods that others are compared with, split by split.
 REFERENCES = ("map-5e-4", "default")
 TABLE_REFERENCES = ("early stopping", f"default{BY_POSTERIOR}")
 
@@ -734,9 +734,9 @@ def draw(
             if not own:
                 continue
             method = row.removesuffix(BY_POSTERIOR)
-            colour = LIGHT.ink
+            color = LIGHT.ink
             if method != "default":
-                colour = COLOURS[others.index(method) % len(COLOURS)]
+                color = COLOURS[others.index(method) % len(COLOURS)]
             mean, error = mean_and_error(
                 [run["log_likelihood"] - levels[run["seed"]] for run in own]
             )
@@ -744,14 +744,14 @@ def draw(
             seconds = fmean(run["seconds"] for run in own)
             marker = "*" if method == "default" else "D" if row != method else "o"
             size = 11 if marker == "*" else 6
-            style = {"color": colour, "marker": marker, "markersize": size, "elinewidth": 1.2}
+            style = {"color": color, "marker": marker, "markersize": size, "elinewidth": 1.2}
             axes.errorbar(seconds, mean, error, linestyle="", zorder=3, **style)
             ends += [mean - error, mean + error]
-            points.append((labels.get(row, row), seconds, mean, colour))
-            if own[0]["trace"] and row != "tpe-12":  # whose trials are the first of tpe-36
+            points.append((labels.get(row, row), seconds, mean, color))
+            if own[0]["trace"] and row != "tpe-12":  # its trials are the first of tpe-36
                 traces = torch.tensor([run["trace"] for run in own], dtype=torch.float64)
                 traces[:, :, 1] -= torch.tensor([levels[run["seed"]] for run in own])[:, None]
-                axes.plot(*traces.mean(0).T.tolist(), color=colour, linewidth=1.2, alpha=0.7)
+                axes.plot(*traces.mean(0).T.tolist(), color=color, linewidth=1.2, alpha=0.7)
         lowest, highest = min(end for end in ends if end >= LOWEST_SHOWN), max(ends)
         margin = 0.12 * (highest - lowest) or 0.01
         axes.set_ylim(lowest - margin, highest + margin)
@@ -761,7 +761,7 @@ def draw(
         axes.set_xlim(left / 1.5, right * 1.5)
         plain_ticks(axes.xaxis)
         panels.append((axes, [p for p in points if p[2] >= lowest - margin]))
-    figure.draw_without_rendering()  # now everything has its place
+    figure.draw_without_rendering()  # now all positions are known
     for axes, points in panels:
         _name_points(axes, points)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -785,7 +785,7 @@ def _name_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> 
     places = [("left", 8, up) for up in (-3, 7, -13, 17, -23)]
     places += [("right", -8, up) for up in (-3, 7, -13, 17, -23)]
     places += [("center", 0, up) for up in (12, -20, 22, -30)]
-    for name, x, y, colour in points:
+    for name, x, y, color in points:
         for last, (side, right, up) in enumerate(places, start=1):
             text = axes.annotate(
                 name,
@@ -794,7 +794,7 @@ def _name_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> 
                 textcoords="offset points",
                 fontsize=8,
                 ha=side,
-                color=colour,
+                color=color,
                 path_effects=halo,
             )
             box = text.get_window_extent()
@@ -834,7 +834,7 @@ def check_extras(rows: Sequence[str]) -> None:
     for row in rows:
         module, package = EXTRAS.get(row, ("", ""))
         if module and find_spec(module) is None:
-            raise SystemExit(f"{row} needs {package}: pip install it, or name other --rows.")
+            raise SystemExit(f"{row} needs {package}. Install it with pip, or use other --rows.")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -843,7 +843,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows = list(dict.fromkeys([*WAYS, *TABLE_WAYS]))
     parser.add_argument("--sets", nargs="+", choices=list(SEEDS), default=list(SEEDS))
     parser.add_argument("--rows", nargs="+", choices=rows, default=None)
-    parser.add_argument("--estimate", action="store_true", help="only print what it would cost")
+    parser.add_argument("--estimate", action="store_true", help="only print the estimated time")
     given = parse(parser, arguments)
     left = list(missing_runs(given))
     check_extras([row for _, _, row in left])
@@ -855,7 +855,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     for name, seed, row in left:
         results = Results(path_of(given.results, name), COLUMNS)
-        if results.has(row, seed):  # some ways make two rows
+        if results.has(row, seed):  # some methods return two rows
             continue
         for run in run_way(make_task(name, seed, given.data_dir), row).values():
             results.add(run)

@@ -41,7 +41,7 @@ DATA, MODEL, SUBSET = "mnist:rotated180", "mininet", 1000
 RANGES = ("none", "fixed", "augerino", "learned")
 WAYS = ("5e-4", "grid", "learned")
 ROWS = tuple(f"{found}, {way}" for found in RANGES for way in WAYS)
-# The reward is what its authors take for rotated MNIST; the range has a step in each batch.
+# The reward is that of its authors for rotated MNIST. Each batch has a step on the range.
 REWARD, AUGERINO = 0.1, Optimization(hyper_lr=0.05, hyper_lr_min=0.005)
 KEYS = ("log_likelihood", "accuracy", "rotation", "seconds")
 COLUMNS = ("row", "seed", *KEYS, "decay", "epochs", "threads")

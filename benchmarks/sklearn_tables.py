@@ -59,8 +59,8 @@ HIDDEN = (64, 64)
 ALPHAS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 FOLDS = 5
 TEST_SHARE = 0.2
-MAX_EPOCHS = 1000  # of an MLP, which stops when its loss does
-# Of Optuna.
+MAX_EPOCHS = 1000  # maximum of an MLP, which stops with its loss
+# Search space of Optuna.
 LOWEST_ALPHA, HIGHEST_ALPHA = 1e-6, 10.0
 LOWEST_RATE, HIGHEST_RATE = 1e-4, 1e-2
 LAYERS = {"32": (32,), "64": (64,), "128": (128,), "64-64": (64, 64), "128-128": (128, 128)}
@@ -180,7 +180,7 @@ def run_row(name: str, method: str, seed: int, data_dir: str | None, results: Re
     elif method == "MLP, Optuna":
         own = [r for r in results.read() if (r["row"], r["seed"]) == (f"{name}: evidence", seed)]
         if not own:
-            raise SystemExit("MLP, Optuna gets the time of evidence: run that one first.")
+            raise SystemExit("MLP, Optuna gets the time of evidence. Run that method first.")
         found = run_optuna(table, classifies, seed, own[0]["seconds"])
     else:
         found = run_boosting(table, classifies, seed)
@@ -190,7 +190,8 @@ def run_row(name: str, method: str, seed: int, data_dir: str | None, results: Re
 def table_of(runs: list[Result]) -> str:
     """Return means of the seeds as Markdown."""
     lines = [
-        "| table | rows x columns | | R² or accuracy | test log likelihood | seconds | splits |",
+        "| data set | rows × columns | method | R² or accuracy | test log likelihood"
+        " | seconds | splits |",
         "|---|---|---|---|---|---|---|",
     ]
     for name in (*UCI, *CLASSES):
@@ -198,7 +199,7 @@ def table_of(runs: list[Result]) -> str:
             first = next(run for run in runs if run["row"] == row["row"])
             cells = [
                 name,
-                f"{first['num_data']:,} x {first['num_features']}",
+                f"{first['num_data']:,} × {first['num_features']}",
                 row["row"].partition(": ")[2],
                 with_error(row["score"], row["score_error"], 3),
                 with_error(row["log_likelihood"], row["log_likelihood_error"], 3),
@@ -217,8 +218,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     given = parse(parser, arguments)
     if "MLP, Optuna" in given.methods and find_spec("optuna") is None:
-        raise SystemExit("MLP, Optuna needs optuna: pip install it, or name other --methods.")
-    warnings.simplefilter("ignore", ConvergenceWarning)  # the epochs are those above
+        raise SystemExit("MLP, Optuna needs optuna. Install it with pip, or use other --methods.")
+    warnings.simplefilter("ignore", ConvergenceWarning)  # the number of epochs is set above
     results = Results(given.results / "sklearn_tables.csv", COLUMNS)
     with threadpool_limits(given.threads):
         for seed in given.seeds:

@@ -32,7 +32,7 @@ from evigrad.measure import evaluate_evidence
 from evigrad.models import make_model
 from evigrad.training import plan
 
-# Starts of each way: weight decays of the burn-in, or precisions.
+# Starts of each update: weight decays of the burn-in, or precisions.
 WAYS = {"fixed point": (0.003, 0.01, 0.03), "adam": (0.01, 0.1, 1.0, 10.0)}
 NOISY = "noisy table"
 SETS = ("digits", "mnist", "cifar10", "yacht", "boston", NOISY)

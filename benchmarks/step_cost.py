@@ -96,7 +96,7 @@ def gpt() -> nn.Module:
     return Reader(GPT2ForSequenceClassification(GPT2Config(**settings, **sizes)))
 
 
-# Networks that ``make_model`` does not know, and the shape of a datum; words have one dimension.
+# Networks without ``make_model``, and the shape of an example. Words have one dimension.
 OTHERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "vit": (vit, (3, 32, 32)),
     "bert": (bert, (64,)),
@@ -282,8 +282,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--autocast", action="store_true", help="passes in bfloat16")
     parser.add_argument("--csv", type=Path)
-    parser.add_argument("--against", type=Path, help="folder of another evigrad, as ../before/src")
-    parser.add_argument("--rounds", type=int, default=5, help="processes of each tree")
+    parser.add_argument(
+        "--against", type=Path, help="source folder of another evigrad, such as ../before/src"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="number of processes per tree")
     parser.add_argument("--timeout", type=float, default=600, help="seconds of a process")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -36,7 +36,7 @@ METHODS = ("early stopping", "map-noise", "fit")
 LABELS = {"map-noise": "MAP, learned noise", "fit": "evigrad"}
 KEYS = ("log_likelihood", "rmse", "seconds")
 COLUMNS = ("row", "seed", *KEYS, "num_data", "num_features", "epochs", "threads")
-# Of early stopping, fixed beforehand.
+# Settings of early stopping, fixed before the first run.
 LR, BATCH, HELD_OUT, PATIENCE, MOST_EPOCHS = 1e-2, 64, 0.1, 20, 1000
 
 Pair = tuple[Tensor, Tensor]

@@ -309,8 +309,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, and write the tables."""
     parser = study_parser(__doc__, "tightness", ROWS)
     parser.add_argument("--draws", type=int, default=DRAWS)
-    parser.add_argument("--again", nargs="*", default=[], metavar="ROW", help="measure these anew")
-    parser.add_argument("--time", action="store_true", help="only measure times, again")
+    parser.add_argument("--again", nargs="*", default=[], metavar="ROW", help="measure these again")
+    parser.add_argument("--time", action="store_true", help="only measure times again")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     folder: Path = options.results

@@ -63,9 +63,9 @@ from evigrad.priors import GaussianPrior
 
 SIZES = (100, 1000)
 SUBSETS = range(5)
-OLD = 5  # the first classes; all others are new
+OLD = 5  # number of old classes
 MODEL, OPTIONS = "wide_resnet", {"depth": 16, "widen_factor": 1}
-POOLED = 2  # pixels of a side that become one
+POOLED = 2  # pixels per side to average
 PRETRAINING = Schedule(epochs=15, eval_every=0)
 # 200 steps in batches of 50.
 SCHEDULES = {
@@ -202,7 +202,7 @@ def run_learned(task: Transfer, structure: Any) -> list[Result]:
     return [columns, columns | found]
 
 
-# Each makes the columns of its row, or those of all rows that it stands beside, in their order.
+# Each returns the columns of its row, or of all rows that share it, in their order.
 WAYS: dict[str, Callable[[Transfer], Any]] = {
     "usual": partial(run_once, decay=USUAL),
     "last layer": run_last,
@@ -291,7 +291,7 @@ def main(arguments: list[str] | None = None) -> None:
         weights = pretrained(of_classes(data, old=True), given.backbone)
         data = of_classes(data, old=False)
         for size, seed, row in left:
-            if results[size].has(row, seed):  # some ways make two rows
+            if results[size].has(row, seed):  # some methods return two rows
                 continue
             for run in run_way(make_task(data, size, seed, weights), row):
                 if results[size].has(run["row"], seed):

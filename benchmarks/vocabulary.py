@@ -67,7 +67,7 @@ def training_step(evidence: Evidence, data: tuple[Tensor, Tensor]) -> Callable[[
 
 def measured(estimator: str, tied: bool, repeats: int) -> list[dict[str, Any]]:
     works: dict[str, Callable[[], object]] = {}
-    # Kronecker factors of the output layer are as large as the square of the vocabulary.
+    # Kronecker factors of the output layer grow with the square of the vocabulary.
     vocabularies = [w for w in WORDS if w <= MOST_TRAINED or tied or estimator != ESTIMATORS[1]]
     for words in vocabularies:
         torch.manual_seed(0)

@@ -57,7 +57,7 @@ def test_finished_runs_are_written_once_and_whole(monkeypatch, tmp_path):
             with pytest.raises(SystemExit, match="broken line"):
                 use()
     path.write_text("row,seed\n")
-    with pytest.raises(SystemExit, match="columns row, seed, where"):
+    with pytest.raises(SystemExit, match="columns row, seed, but"):
         results.read()
 
 
@@ -109,7 +109,7 @@ def test_invariance_learning(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit, match="no runs"):
         script.main(["--results", str(tmp_path / "none"), "--table"])
     path.write_text("row,seed\nfixed,0\n")
-    with pytest.raises(SystemExit, match="columns row, seed, where"):
+    with pytest.raises(SystemExit, match="columns row, seed, but"):
         script.main([*common, "--table"])
 
 
