@@ -4,9 +4,9 @@ A network is trained with learned precisions (and noise). Then the log-determina
 is compared with the exact value of all rows. The estimators are ``ntk-k-1``, the paper's estimator
 without anchors, and ``ntk-k-rows-anchored``, with anchors chosen
 
-* at random, by k-centre (spread over the inputs), or by score (in regression all scores are equal);
+* at random, by k-centre (spread over the inputs), or by score (in regression all scores are equal).
 * greedily: each new anchor is the row with the largest conditional variance given the previous
-  ones, a pivoted Cholesky factorization. The kernel is that of the last layer, which a cheap
+  ones, a pivoted Cholesky factorization. The kernel is the one of the last layer, which a cheap
   forward pass provides, or the whole kernel, which is too expensive in practice.
 
 The other rows are in blocks that are correlated given the anchors. In one more case, for k-centre,

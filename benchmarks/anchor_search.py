@@ -1,21 +1,21 @@
 """Test variants of the anchored bound: which of them make it tighter or its draws more alike?
 
-The networks are those of ``tightness.py``: MiniNet on 1,000 MNIST digits. The script computes the
-Gram matrix of all 10,000 rows once, with the share of each parameter tensor. Every variant is then
+The networks come from ``tightness.py``: MiniNet on 1,000 MNIST digits. The script computes the Gram
+matrix of all 10,000 rows once, with the share of each parameter tensor. Every variant is then
 linear algebra on parts of it. Each draw has k rows. The variants change
 
 * the anchors: greedy by the kernel of the last layer (as in the library) or by the whole kernel, by
-  score, by k-centre on the inputs, or random; partly random; more or fewer;
+  score, by k-centre on the inputs, or random; partly random; more or fewer.
 * the blocks: as in the library, where the rows with the largest scores are grouped by their
   correlation given the anchors in the kernel of the last layer; all rows grouped, by that kernel or
-  by the whole one; stratified within columns of the root only; uniform;
-* the number of blocks per draw;
+  by the whole one; stratified within columns of the root only; uniform.
+* the number of blocks per draw.
 * the use of earlier draws: as probabilities of the columns, as a control variate of the value (as
   in the library), or of the gradient too.
 
 The bound is the exact mean over the blocks of partitions, divided by the exact log-determinant. The
-deviations are those of single draws. That of the gradient with respect to the logarithms of the
-precisions is √(trace of the covariance), divided by its norm.
+deviations refer to single draws. The deviation of the gradient with respect to the logarithms of
+the precisions is √(trace of the covariance), divided by its norm.
 
     python benchmarks/anchor_search.py --data-dir DIR --seeds 0 1 2
     python benchmarks/anchor_search.py --table

@@ -5,9 +5,9 @@ over single weights. Both therefore have an anchored bound, ℓ(Z) + Σ ℓ(B | 
 exact value of the structure and its bound on blocks without anchors. The exact value of the
 structure limits the gain.
 
-The networks are those of ``tightness.py`` after training. Anchors and blocks of k rows are those of
-the library, with all blocks of a partition. All values are divided by the exact log-determinant.
-All structures share the rows and the passes. For k rows, ``ntk`` needs one factorization of k×k,
+The networks come from ``tightness.py``, after training. The library chooses anchors and blocks of k
+rows, with all blocks of a partition. All values are divided by the exact log-determinant. All
+structures share the rows and the passes. For k rows, ``ntk`` needs one factorization of k×k,
 ``blockdiag`` one per parameter tensor, and ``diag`` none.
 
     python benchmarks/anchored_parametric.py --data-dir DIR --seeds 0 1 2

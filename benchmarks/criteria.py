@@ -4,17 +4,17 @@ For each data set, 500 examples train the same network from the same initial wei
 weight decays and with precisions learned by ``fit``. For every network, the script computes
 exactly, in float64 and by the kernel of all rows,
 
-* ``evidence``: the log evidence of the linearized Laplace approximation;
+* ``evidence``: the log evidence of the linearized Laplace approximation.
 * ``tempered``: the log evidence at the temperatures T = 1/2 and T = 1/4, as in data-emphasized
-  bounds;
+  bounds.
 * ``averaged``: the variational bound on the linearized model, with the curvature averaged over the
   posterior, E_q[Λ(f)], by two fixed-point steps. It includes the saturation of outputs away from
-  the mode;
+  the mode.
 * ``leave-one-out``: log p(y_n | f₋ₙ) with f₋ₙ = fₙ + Vₙ (I − Λₙ Vₙ)⁻¹ rₙ, where V is the posterior
-  covariance of the outputs and r the gradient of the negative log likelihood;
+  covariance of the outputs and r the gradient of the negative log likelihood.
 * ``conditional``: the evidence of one half of the data given the other, the mean of four splits.
 
-On the test data, it computes the log likelihood of the MAP prediction and that of the linearized
+On the test data, it computes the log likelihood of the MAP prediction and of the linearized
 posterior, the mean of 256 draws. The first table has the rank correlation of each criterion with
 both over the settings. ``chosen`` is the test log likelihood of the MAP prediction at the setting
 with the highest criterion. The test data have no other use.

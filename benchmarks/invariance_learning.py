@@ -5,11 +5,11 @@ MiniNet on 1,000 digits drawn by the seed is averaged over random rotations. Wit
 With ``mnist``, the digits are upright. Each row trains from the same initial weights on the same
 data, by the same schedule:
 
-* ``map``: no invariance;
-* ``fixed``: rotations by ±π, not learned;
+* ``map``: no invariance.
+* ``fixed``: rotations by ±π, not learned.
 * ``augerino``, ``augerino-0.1``: the range is trained with the weights on the training loss. The
   reward for wide ranges has the weight 0.01 (the default of its authors' code) or 0.1 (their value
-  for rotated MNIST);
+  for rotated MNIST).
 * the estimators: the range and layerwise prior precisions are learned from the evidence.
 
 The first four rows keep weight decay 5e-4. Learned ranges start at 0.1. The log evidence of all

@@ -2,7 +2,7 @@
 
 Each trial starts ``evigrad train`` in a process and kills it with SIGKILL at a random moment
 between its first file and its last. It resumes the run in another process. Then it compares
-weights, hyperparameters, states of optimizers and generators, metrics and results with those of an
+weights, hyperparameters, states of optimizers and generators, metrics and results with an
 uninterrupted run. Everything except times must be equal to the last bit. The moments lie in the MAP
 baseline, in the run that learns, in the evaluation of both and in the writing of files. The runs
 use one CPU thread.

@@ -3,7 +3,7 @@
 A transformer encoder classifies padded sequences of words with masks. A `DataLoader` pads its
 blocks to their longest sequence. Each block therefore has a different length, for which there may
 be no plan yet. In turns, the script compares them with blocks whose sequences have the mean length,
-so that both have equally many words. Times are those of a step on the hyperparameters, of 64 rows,
+so that both have equally many words. Times refer to a step on the hyperparameters, of 64 rows,
 over many blocks.
 
     python benchmarks/lengths.py --out benchmarks/lengths.csv

@@ -3,7 +3,7 @@
 A small Wide ResNet is trained for a few epochs. Its 500,000 rows are too many for an exact
 log-determinant. The script therefore compares single draws of ``ntk-k-1`` and
 ``ntk-k-rows-anchored``: mean and standard deviation, divided by the mean of the tightest estimator,
-which is a bound itself. It also reports the share of the anchors, ℓ(Z). Seconds are those of a step
+which is a bound itself. It also reports the share of the anchors, ℓ(Z). Seconds refer to a step
 with its gradient, in rounds of ten as in training, including the choice of anchors. ``of a pool``
 chooses anchors among a random part of the data, as the library does for even more data.
 

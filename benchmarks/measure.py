@@ -242,8 +242,8 @@ def with_minus(text: str) -> str:
 def measured_on(machines: Iterable[str]) -> str:
     """Return the line below a table of times: the machines, without dates."""
     names = (re.sub(r"; \d{4}-\d\d-\d\d$", "", name) for name in machines)
-    names = (name.replace(" 1 threads", " 1 thread") for name in names)
-    return f"*Machine: {'; '.join(dict.fromkeys(names))}.*"
+    names = (name.replace(" 1 threads", " 1 thread").replace("; ", ", ") for name in names)
+    return f"*Machine: {' and '.join(dict.fromkeys(names))}.*"
 
 
 def insert(page: Path, marker: str, text: str) -> None:

@@ -2,8 +2,8 @@
 
 Each case runs in a separate process. The peak is the memory above what the process held after one
 gradient of a single micro-batch, plus the memory of that first gradient. On a WRN-16-4 with S
-augmentation samples and a fixed micro-batch, the memory of kfac does not depend on m. That of ntk
-grows with its rows (m x P numbers), and that of the one-graph twin grows with everything.
+augmentation samples and a fixed micro-batch, the memory of kfac does not depend on m. The memory of
+ntk grows with its rows (m x P numbers). The one-graph twin stores everything.
 
     python benchmarks/memory.py --csv docs/results/memory.csv
 """

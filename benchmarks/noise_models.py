@@ -1,10 +1,10 @@
 """Test how well networks with input-dependent noise recover two levels of noise.
 
 Every row trains two hidden layers of 64 by ``fit`` with its defaults, with ``heteroscedastic`` or
-``natural-gaussian`` outputs, on N synthetic examples y = x₀ + σ(x₁) ε. σ is 0.1 for negative x₁ and
-0.6 otherwise. The table has the root mean square of the predicted σ in either half of 2,000 test
-examples. ``plug-in`` is the MAP prediction, ``kfac`` the posterior prediction. Test data are only
-evaluated. The script stores every finished run and resumes where it was stopped.
+``natural-gaussian`` outputs. The N synthetic examples are y = x₀ + σ(x₁) ε. σ is 0.1 for negative
+x₁ and 0.6 otherwise. The table has the root mean square of the predicted σ in either half of 2,000
+test examples. ``plug-in`` is the MAP prediction, ``kfac`` the posterior prediction. Test data are
+only evaluated. The script stores every finished run and resumes where it was stopped.
 
     python benchmarks/noise_models.py --results docs/results --pages docs/posterior.md
 """

@@ -2,9 +2,9 @@
 
 Each row trains from the same initial weights on the same data, by the same schedule:
 
-* ``map-none``: maximum likelihood without weight decay; ``map-5e-4``: weight decay 5e-4;
+* ``map-none``: maximum likelihood without weight decay. ``map-5e-4``: weight decay 5e-4.
 * ``grid``: one decay for all weights, the best of seven by the log likelihood on 20 % held-out
-  data, then trained again on all data. Its seconds cover all eight runs;
+  data, then trained again on all data. Its seconds cover all eight runs.
 * the estimators: layerwise prior precisions learned during training, without held-out data.
 
 The log evidence of all rows is evaluated after training. It is exact: that of the linearized

@@ -46,13 +46,13 @@ class Case:
 
     @property
     def key(self) -> str:
-        """What differs from the defaults, and the estimator."""
+        """Return the options that differ from the defaults, and the estimator."""
         defaults = asdict(Case())
         changed = {name: v for name, v in asdict(self).items() if v != defaults[name]}
         return json.dumps({"estimator": self.estimator, **changed})
 
     def record(self) -> Numbers:
-        """The numbers; one name of an error if already the evidence was refused."""
+        """Return the numbers, or the name of an error if the evidence raised it."""
         try:
             return MEASURES[self.measure](self)
         except EvigradError as error:
@@ -425,7 +425,7 @@ RANK_TRAINING = (
 
 
 def rank(number: int, folder: str) -> None:
-    """Return the numbers of one of two processes. Those of the first are recorded."""
+    """Return the numbers of one of two processes. The first process is recorded."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", f"file://{folder}/store", rank=number, world_size=2

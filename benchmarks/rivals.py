@@ -1,7 +1,7 @@
 """Compare one run of ``fit`` with the usual ways to choose weight decay, with their times.
 
-All methods train the same network from the same initial weights, with the same optimizer, learning
-rates, epochs and batches: the defaults of ``evigrad.fit`` for the number of examples. They differ
+All methods train the same network from the same initial weights, with the same optimizer,
+learning rates, epochs and batches. These are the defaults of ``evigrad.fit``. They differ
 in how they choose the weight decay (with N examples, a decay is a precision of decay · N). Grids,
 ranges and settings below were fixed before the first run. The seed draws the held-out 20 %. The
 test set is only evaluated, and this time does not count.
@@ -10,30 +10,30 @@ Classification: scikit-learn's ``digits`` (a random 80/20 split per seed, digits
 (1,000 digits drawn by the seed, MiniNet, 10,000 test digits) and ``cifar10`` (1,000 images, LeNet,
 10,000 test images):
 
-* ``map-5e-4``: weight decay 5e-4;
+* ``map-5e-4``: weight decay 5e-4.
 * ``grid``: one decay for all weights, the best of seven by the log likelihood on 20 % held-out
-  data, then trained again on all data; ``grid-5fold``: the same grid with five folds;
+  data, then trained again on all data. ``grid-5fold``: the same grid with five folds.
 * ``tpe-12``, ``tpe-36``: Optuna's TPE over log decays of each parameter tensor, 1e-5 to 1e-1, on 20
-  % held-out data, then trained again on all data; the first 12 trials of the study, and all 36;
+  % held-out data, then trained again on all data; the first 12 trials of the study, and all 36.
 * ``temperature``: decay 5e-4 on 80 % of the data, and a temperature of the logits fitted to the
-  rest;
+  rest.
 * ``early stopping``: no decay on 80 % of the data, from the best epoch by the log likelihood of the
-  rest;
+  rest.
 * ``ensemble-3``: mean probabilities of three networks with decay 5e-4, with different initial
-  weights and orders of the data;
+  weights and orders of the data.
 * ``laplace-torch``: its ``marglik_training`` with KFAC and layerwise precisions from 1 on; after 10
-  epochs, 10 steps every 5 epochs;
-* ``kfac-400-1``: ``fit`` with the paper's estimator; ``default``: ``fit`` with its defaults.
+  epochs, 10 steps every 5 epochs.
+* ``kfac-400-1``: ``fit`` with the paper's estimator. ``default``: ``fit`` with its defaults.
 
 Regression: UCI data sets with one split per seed and two hidden layers of 50. Features and target
 are standardized, and log likelihoods are those of the standardized target:
 
-* ``early stopping``: that of ``tables.py``: 10 % held out, Adam at a constant rate, patience;
-* ``grid``: 5 decays × 5 noise levels on 20 % held-out data, then trained again on all data;
-* ``laplace-torch``: as above, with learned noise;
-* ``map-noise``: decay 5e-4, with noise learned on the training loss; ``default``: ``fit``;
+* ``early stopping``: that of ``tables.py``: 10 % held out, Adam at a constant rate, patience.
+* ``grid``: 5 decays × 5 noise levels on 20 % held-out data, then trained again on all data.
+* ``laplace-torch``: as above, with learned noise.
+* ``map-noise``: decay 5e-4, with noise learned on the training loss. ``default``: ``fit``.
 * ``default, posterior``: the same network with predictions of its linearized posterior, by all rows
-  of all data; ``laplace-torch, posterior``: its own posterior, by KFAC.
+  of all data. ``laplace-torch, posterior``: its own posterior, by KFAC.
 
 ``log_likelihood`` is that of the MAP prediction unless the row names a posterior, in nats per
 example. ``scaled`` is the log likelihood after the best scale of the logits, fitted to one half of
@@ -710,8 +710,8 @@ def draw(
         found: Runs of each data set, a panel for each.
         references: Row of each data set that the gains refer to.
         rows: Rows that may be drawn.
-        path: Where the figure goes, as PNG.
-        labels: Names of rows in the figure. Default: those of this comparison.
+        path: Path of the PNG.
+        labels: Names of rows in the figure. Default: the names of this comparison.
     """
     columns = min(2, len(found))
     height = -(-len(found) // columns)
@@ -769,7 +769,7 @@ def draw(
 
 
 def _name_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> None:
-    """Write the name of each point beside it, in the first place that nothing else takes."""
+    """Write the name of each point next to it, in the first free place."""
     from matplotlib.patheffects import withStroke
     from matplotlib.transforms import Bbox
 

@@ -4,11 +4,11 @@
 uniform in ±180°. MiniNet is averaged over 8 random rotations of each digit, or 32 in the test.
 Every range is trained with every decay, from the same initial weights, by the schedule of ``fit``:
 
-* ranges: ``none``, no rotations; ``fixed``, the full circle; ``augerino``, learned on the training
-  loss with a reward of 0.1 for a wide range; ``learned``, from the evidence, starting at ±0.1
-  radians;
-* decays: ``5e-4``, fixed; ``grid``, the best of seven by the log likelihood on 20 % held-out data,
-  then trained again on all data; ``learned``, layerwise precisions by ``fit``'s defaults.
+* ranges: ``none``, no rotations. ``fixed``, the full circle. ``augerino``, learned on the training
+  loss with a reward of 0.1 for a wide range. ``learned``, from the evidence, starting at ±0.1
+  radians.
+* decays: ``5e-4``, fixed. ``grid``, the best of seven by the log likelihood on 20 % held-out data,
+  then trained again on all data. ``learned``, layerwise precisions by ``fit``'s defaults.
 
 The grid is searched without rotations and with the full circle. ``augerino, grid`` and ``learned,
 grid`` have the decay of the full circle, and their seconds include that search. ``augerino,

@@ -3,11 +3,11 @@
 There are four methods. Each finds its settings and the noise of its target on the training part
 only:
 
-* ``evidence``: ``EvidenceRegressor`` or ``EvidenceClassifier`` with their defaults;
+* ``evidence``: ``EvidenceRegressor`` or ``EvidenceClassifier`` with their defaults.
 * ``MLP, grid``: scikit-learn's ``MLPRegressor`` or ``MLPClassifier`` with the same hidden layers,
-  the best of six ``alpha`` by five folds, then trained again on all data;
+  the best of six ``alpha`` by five folds, then trained again on all data.
 * ``MLP, Optuna``: Optuna's TPE over ``alpha``, learning rate and hidden layers. It runs trials for
-  as long as ``evidence`` took on this split, at least one, and trains again. It needs optuna;
+  as long as ``evidence`` took on this split, at least one, and trains again. It needs optuna.
 * ``gradient boosting``: ``HistGradientBoostingRegressor`` or ``…Classifier`` with their defaults, a
   familiar baseline for tabular data.
 

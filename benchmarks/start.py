@@ -4,7 +4,7 @@ Every run is ``fit`` with its defaults except for the start. Networks and splits
 ``rivals.py``, and of a synthetic data set whose labels are drawn from probabilities near 1/2.
 
 * ``fixed point``: the default, MacKay's update. Its burn-in has a weight decay of 0.01 whatever the
-  given precision. Here it is also 0.003 and 0.03;
+  given precision. Here it is also 0.003 and 0.03.
 * ``adam``: steps of Adam on the log precisions, from the given precision, as in the paper.
 
 The log evidence is evaluated after training, exactly. The test set is only evaluated. The spread of

@@ -4,8 +4,8 @@ Every row trains the same network with two hidden layers of 64, from the same in
 same split. Features and target are standardized by the training data.
 
 * ``early stopping``: a plain loop with Adam at a constant rate, which learns the noise with the
-  weights. It keeps the best weights on 10 % held-out data;
-* ``map-noise``: MAP by ``fit``, with noise learned on the training loss and other defaults;
+  weights. It keeps the best weights on 10 % held-out data.
+* ``map-noise``: MAP by ``fit``, with noise learned on the training loss and other defaults.
 * ``fit``: ``fit`` with its defaults, with precisions and noise learned from the evidence.
 
 The data sets are UCI's, with one split per seed, and scikit-learn's, with a test set of 10 %. Test

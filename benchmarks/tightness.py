@@ -4,13 +4,13 @@ MiniNet is trained on 1,000 MNIST digits for 500 epochs with layerwise precision
 precisions are stored at 0, 20, 50 and 100 % of the training. At each of these stages, the
 estimators of k rows are
 
-* ``ntk-k-1``: one random output of k examples (the paper's); ``ntk-(k/10)-C``: all outputs of k/10
-  examples;
-* ``kfac-k-1``, which is not a bound;
-* ``ntk-k-rows``: single rows of the eigen root; ``ntk-k-rows-anchored``: the same given anchors.
+* ``ntk-k-1``: one random output of k examples (the paper's). ``ntk-(k/10)-C``: all outputs of k/10
+  examples.
+* ``kfac-k-1``, which is not a bound.
+* ``ntk-k-rows``: single rows of the eigen root. ``ntk-k-rows-anchored``: the same given anchors.
 
 The log-determinant of many draws is divided by the exact one of all 10,000 rows, for mean and
-standard deviation. The seconds are those of a step on the precisions, in rounds of ten as in
+standard deviation. The seconds refer to a step on the precisions, in rounds of ten as in
 training, in turns on one machine. The script stores every finished case.
 
     python benchmarks/tightness.py --data-dir DIR --seeds 0 1 2

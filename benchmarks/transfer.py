@@ -3,19 +3,19 @@
 A Wide ResNet (16-1, 173,845 weights, Fixup) is trained on CIFAR-10's classes 0 to 4 (25,000 images,
 averaged to 16 x 16 pixels, weight decay 5e-4). It is then fine-tuned on N = 100 or 1,000 images of
 classes 5 to 9, drawn by the seed, and evaluated on the 5,000 test images of these classes. The
-decay of the backbone pulls it toward its pretrained weights, and that of the new last layer toward
-zero. All methods begin at the same weights and take equally many steps. They differ in how they
-choose the two decays:
+decay of the backbone pulls it toward its pretrained weights, and the decay of the new last layer
+pulls toward zero. All methods begin at the same weights and take equally many steps. They differ in
+how they choose the two decays:
 
-* ``usual``: 5e-4 for all weights toward zero, as in most fine-tuning;
+* ``usual``: 5e-4 for all weights toward zero, as in most fine-tuning.
 * ``grid``: six decays of the backbone times six of the last layer, the best by the log likelihood
-  on 20 % held-out data, then trained again on all data;
-* ``tpe-12``, ``tpe-36``: Optuna's TPE over the two log decays in the range of the grid;
-* ``last layer``: the backbone stays fixed, and six decays of the last layer are tried;
+  on 20 % held-out data, then trained again on all data.
+* ``tpe-12``, ``tpe-36``: Optuna's TPE over the two log decays in the range of the grid.
+* ``last layer``: the backbone stays fixed, and six decays of the last layer are tried.
 * ``default-2``, ``default``: ``fit`` learns two precisions, one for the backbone and one for the
   last layer, or one per tensor. It uses its default estimator with one block per round
-  (``Schedule(prior_blocks=1)``) and no held-out data; ``…, posterior``: the same network with
-  predictions of the posterior of its last layer (``structure="last-layer"``);
+  (``Schedule(prior_blocks=1)``) and no held-out data. ``…, posterior``: the same network with
+  predictions of the posterior of its last layer (``structure="last-layer"``).
 * ``diag-ef``: two precisions from the evidence with a diagonal empirical Fisher of all data.
 
 ``seconds`` are the process time of a method without pretraining. ``trace`` has these seconds after

@@ -1,7 +1,7 @@
 """Measure how a hyperparameter step of a language model scales with its vocabulary.
 
 A causal transformer of two layers reads sequences of 128 words. Its last layer is linear, with its
-own weights or with those of the embedding. A step is the gradient of an estimate on 64 rows of 64
+own weights or the weights of the embedding. A step is the gradient of an estimate on 64 rows of 64
 positions, including drawing and loading its block. Each ratio is to the smallest vocabulary in the
 same run, in turns. For comparison, a training step (forward and backward of the loss) on 64
 sequences must score every word at every position.

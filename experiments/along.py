@@ -184,7 +184,7 @@ def curves_along(
         hyperparameter: Name of the hyperparameter.
         grid: Values of the hyperparameter.
         seed: Seed of the partitions.
-        partial: File for the results so far. Files beside it hold unfinished curves.
+        partial: File for the results so far. Further files hold unfinished curves.
 
     Returns:
         The results of ``evidence_along`` by name of the estimator.
@@ -392,7 +392,7 @@ class _Kernels:
 
 
 def _log_det(kernel: Tensor, data: Tensor, rows: Float[Tensor, "m k C"]) -> Float[Tensor, ""]:
-    """log|I + R K Rᵀ| of the rows of a block, K or its factor; rows of zeros add nothing."""
+    """Return log|I + R K Rᵀ| for the rows of a block, from K or its factor."""
     if kernel.ndim == 3:
         own = (rows @ kernel[data]).flatten(0, 1)
         small = own.mT @ own if own.shape[1] < own.shape[0] else own @ own.mT

@@ -60,7 +60,7 @@ class AugerinoTrainer(Trainer):
 
     @property
     def record(self) -> dict[str, Any]:
-        """The settings by name, with those of Augerino."""
+        """Return the settings by name, including the ones of Augerino."""
         return super().record | {"estimator": NAME, "augerino_weight": self._weight}
 
     def loss(self, x: Tensor, y: Tensor, indices: Tensor, scale: float) -> Tensor:

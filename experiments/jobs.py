@@ -107,9 +107,8 @@ def final_numbers(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the numbers that tables and figures show from the results of ``with_estimate``.
 
     Returns:
-        Log evidence and its standard error over subsets (None for a baseline), test log likelihood
-        in nats per example, test accuracy in percent, seconds of the training, and number of
-        weights.
+        Log evidence and its standard error over subsets (None for a baseline), test log
+        likelihood in nats per example, test accuracy in percent, seconds, and number of weights.
     """
     trained = results["train"]
     estimate = results.get("estimate", {})

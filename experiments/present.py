@@ -151,7 +151,7 @@ _as_published = cache(read_experiment)
 
 
 def write_page(page: Path, store: Store, presets: Sequence[str] = PAGE_PRESETS) -> list[str]:
-    """Write all results into a page of Markdown, and its figures beside it.
+    """Write all results into a page of Markdown, and its figures into a folder next to it.
 
     Args:
         page: File. Sections of experiments in the store replace those between its markers, and
@@ -255,7 +255,7 @@ def _csv_of(experiment: Experiment) -> str:
 
 
 def section_of(experiment: Experiment, shown: Shown) -> str:
-    """Return the section of a page, which refers to files beside it.
+    """Return the section of a page, which refers to files next to it.
 
     With a preset of ``GALLERY``, it links the table as CSV. Otherwise it contains the table, the
     differences from the paper and all settings.
@@ -269,7 +269,7 @@ def section_of(experiment: Experiment, shown: Shown) -> str:
         lines += ["", shown.table]
     seeds = ", ".join(map(str, summary["seeds"]))
     how = f" Preset `{experiment.preset}`, seeds {seeds}." if total else ""
-    facts = [*summary["remarks"], f"What it shows: {experiment.shows}.{how}"]
+    facts = [*summary["remarks"], f"Shows: {experiment.shows}.{how}"]
     spent = duration(summary["seconds"])
     examples = ", ".join(f"{number:,}" for number in summary["num_data"])
     if gallery:
@@ -281,8 +281,8 @@ def section_of(experiment: Experiment, shown: Shown) -> str:
         if experiment.differs:
             facts.append(f"Differences from the paper: {' '.join(experiment.differs.split())}")
         if total:
-            facts.append(f"Settings: {_settings(experiment)}.")
-            machines = "; ".join(summary["machines"])
+            facts += _settings(experiment)
+            machines = " and ".join(summary["machines"])
             facts.append(f"Machine: {machines}. Time of all runs: {spent}.")
     if done < total:
         facts.append(f"{done} of {total} jobs are done.")
@@ -303,14 +303,14 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:.0f} days"
 
 
-def _settings(experiment: Experiment) -> str:
+def _settings(experiment: Experiment) -> list[str]:
     """Return the options of all trainings, and those of single panels, blocks or rows."""
     names: dict[str, list[str]] = {}
     for name, options in experiment.own_settings():
         if own := {key: value for key, value in options.items() if key != "estimator"}:
             names.setdefault(_in_line(own), []).append(name)
-    own_lines = [f"{', '.join(those)}: {line}" for line, those in names.items()]
-    return "; ".join([_in_line(experiment.training), *own_lines])
+    own_lines = [f"Settings of {', '.join(those)}: {line}." for line, those in names.items()]
+    return [f"Settings: {_in_line(experiment.training)}.", *own_lines]
 
 
 def _in_line(options: Mapping[str, Any]) -> str:

@@ -62,7 +62,7 @@ _MAP = "map"
 
 @dataclass(frozen=True)
 class Place:
-    """Where and with which files runs take place (``place_of``). No result depends on it."""
+    """Folders, device and threads of runs (``place_of``). No result depends on it."""
 
     results: Path
     data_dir: str | None = None
@@ -213,8 +213,8 @@ def each_done(
 ) -> list[dict[str, Any] | None]:
     """Return the results of ``work(config, place, **options)`` for several trainings.
 
-    They run in parallel if the place says so. The function must belong to a module. A failure
-    prints a warning and gives None, and the others continue.
+    They run in parallel if the place has several jobs. The function must belong to a module. A
+    failure prints a warning and gives None, and the others continue.
     """
     found: list[dict[str, Any] | None] = [None] * len(configs)
     attempt = partial(_attempt, work, place, options)

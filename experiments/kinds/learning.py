@@ -53,9 +53,13 @@ class Learning(Experiment):
         return found
 
     def remarks(self, rows: list[Row]) -> list[str]:
-        """Return remarks on the log evidence, and on estimators with another schedule."""
-        names = [f"{r['group']} {r['label']}" for r in rows if r["estimator"] in self.exceptions]
-        found = [f"With other settings, named below: {'; '.join(names)}."] if names else []
+        """Return remarks on the log evidence, and on estimators with other settings."""
+        found = []
+        for group in self.groups:
+            own = [r for r in rows if r["group"] == group and r["estimator"] in self.exceptions]
+            if own:
+                labels = ", ".join(row["label"] for row in own)
+                found.append(f"Estimators with other settings in *{group}*: {labels}.")
         if "log_evidence" in self.quantities:
             found.append(
                 "The figure shows the mean log evidence over the steps of a round, without the"

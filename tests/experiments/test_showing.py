@@ -272,9 +272,10 @@ def test_options_that_several_rows_share_are_said_once(tmp_path, blank_figures):
     present(experiment, store)
     write_page(tmp_path / "page.md", store, ["cpu"])
     text = (tmp_path / "page.md").read_text()
-    (settings,) = [line for line in text.splitlines() if line.startswith("- Settings: ")]
-    assert settings.count("prior_update: fixed_point") == 1
-    assert "; ntk-250-C, ntk-500-C, full-N-C, blockdiag-N-C: `prior_update" in settings
+    settings = [line for line in text.splitlines() if line.startswith("- Settings")]
+    assert len(settings) == 2 and settings[0].startswith("- Settings: `")
+    names = "ntk-250-C, ntk-500-C, full-N-C, blockdiag-N-C"
+    assert settings[1].startswith(f"- Settings of {names}: `prior_update: fixed_point")
 
 
 def test_a_page_has_the_settings_of_panels(tmp_path, blank_figures):
@@ -283,7 +284,7 @@ def test_a_page_has_the_settings_of_panels(tmp_path, blank_figures):
     present(experiment, store)
     write_page(tmp_path / "page.md", store, ["cpu"])
     text = (tmp_path / "page.md").read_text()
-    assert "prior: `data: mnist, every: 5, steps: 10`" in text
+    assert "- Settings of prior: `data: mnist, every: 5, steps: 10`." in text
     assert "\n| prior | m = 10 |" in text and "Differences from the paper:" in text
 
 
@@ -335,7 +336,7 @@ def test_a_page_holds_what_was_run_and_names_the_rest(tmp_path, blank_figures):
     present(read_experiment("fig2", "small"), store)
     assert write_page(page, store) == ["fig2", "fig6"]
     overview = page.read_text().partition("experiments fig2\n")[0]
-    assert "What it shows: Figure 2.\n" in overview and "of runs" not in overview
+    assert "- Shows: Figure 2.\n" in overview and "of runs" not in overview
     assert "With all published settings: `fig6`.\n" in page.read_text()
     page.write_text("# Mine\n")
     write_page(page, store)
