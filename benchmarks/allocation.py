@@ -3,7 +3,7 @@
 The cases are a training step on m images, and a hyperparameter step of m rows for layerwise
 precisions. If the network averages over S random transforms, the steps have m times S images and
 also learn the ranges. Times do not depend on the data, which are random. Each case runs twice in a
-process of its own, first with the default, because earlier work affects the allocator.
+separate process, first with the default, because earlier work affects the allocator.
 
     python benchmarks/allocation.py --csv docs/results/allocation.csv
 """
@@ -63,7 +63,7 @@ def measure(case: tuple[str, int, int], kept: bool, repeats: int) -> dict[str, f
 
 
 def main() -> None:
-    """Measure all cases, or a single one for a process of its own."""
+    """Measure all cases, or a single one in a separate process."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)

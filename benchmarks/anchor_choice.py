@@ -4,13 +4,14 @@ A network is trained with learned precisions (and noise). Then the log-determina
 is compared with the exact value of all rows. The estimators are ``ntk-k-1``, the paper's estimator
 without anchors, and ``ntk-k-rows-anchored``, with anchors chosen
 
-* at random, by k-centre (spread over the inputs), or by score (in regression all scores are equal).
+* at random, by ``k-centre`` (spread over the inputs), or by score (in regression all scores are
+  equal).
 * greedily: each new anchor is the row with the largest conditional variance given the previous
   ones, a pivoted Cholesky factorization. The kernel is the one of the last layer, which a cheap
   forward pass provides, or the whole kernel, which is too expensive in practice.
 
-The other rows are in blocks that are correlated given the anchors. In one more case, for k-centre,
-the blocks are stratified by scores only, which is random if all scores are equal.
+The other rows are in blocks that are correlated given the anchors. In one more case, for
+``k-centre``, the blocks are stratified by scores only, which is random if all scores are equal.
 
 The table has mean and standard deviation of a draw, divided by the exact value.
 
@@ -159,7 +160,10 @@ def one(name: str, seed: int, data: DataSet, rows: Sequence[int], count: int) ->
 def as_markdown(found: list[dict[str, Any]]) -> str:
     """Return a line for each data set and number of rows, with means over the seeds."""
     columns = list(dict.fromkeys(each["choice"] for each in found))
-    lines = [f"| data | rows | {' | '.join(columns)} |", "|---|---" + "|---" * len(columns) + "|"]
+    lines = [
+        f"| data | rows | {' | '.join(columns).replace('centre', 'center')} |",
+        "|---|---" + "|---" * len(columns) + "|",
+    ]
     for data, rows in dict.fromkeys((each["data"], each["rows"]) for each in found):
         cells = []
         for choice in columns:

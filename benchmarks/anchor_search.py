@@ -4,11 +4,12 @@ The networks come from ``tightness.py``: MiniNet on 1,000 MNIST digits. The scri
 matrix of all 10,000 rows once, with the share of each parameter tensor. Every variant is then
 linear algebra on parts of it. Each draw has k rows. The variants change
 
-* the anchors: greedy by the kernel of the last layer (as in the library) or by the whole kernel, by
-  score, by k-centre on the inputs, or random; partly random; more or fewer.
-* the blocks: as in the library, where the rows with the largest scores are grouped by their
-  correlation given the anchors in the kernel of the last layer; all rows grouped, by that kernel or
-  by the whole one; stratified within columns of the root only; uniform.
+* the anchors. The library chooses them greedily by the kernel of the last layer. Alternatives are
+  the whole kernel, scores, ``k-centre`` on the inputs, random or partly random anchors, and other
+  numbers of anchors.
+* the blocks. The library groups the rows with the largest scores by their correlation given the
+  anchors, in the kernel of the last layer. Alternatives group all rows, by that kernel or by the
+  whole one, stratify within columns of the root, or draw uniformly.
 * the number of blocks per draw.
 * the use of earlier draws: as probabilities of the columns, as a control variate of the value (as
   in the library), or of the gradient too.
@@ -87,7 +88,7 @@ IDEAS: dict[str, Idea] = {
     "as it was: by score, 75 %": BEFORE,
     "anchors: greedy, all": replace(NOW, anchors="all"),
     "anchors: by score": replace(NOW, anchors="score"),
-    "anchors: k-centre": replace(NOW, anchors="k-centre"),
+    "anchors: k-center": replace(NOW, anchors="k-centre"),
     "anchors: random": replace(NOW, anchors="random"),
     "20 % of the anchors random": replace(NOW, at_random=0.2),
     "among all rows": replace(NOW, among=0.0),

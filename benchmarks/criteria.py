@@ -10,8 +10,8 @@ exactly, in float64 and by the kernel of all rows,
 * ``averaged``: the variational bound on the linearized model, with the curvature averaged over the
   posterior, E_q[Λ(f)], by two fixed-point steps. It includes the saturation of outputs away from
   the mode.
-* ``leave-one-out``: log p(y_n | f₋ₙ) with f₋ₙ = fₙ + Vₙ (I − Λₙ Vₙ)⁻¹ rₙ, where V is the posterior
-  covariance of the outputs and r the gradient of the negative log likelihood.
+* ``leave-one-out``: log p(y_n | f₋ₙ) with f₋ₙ = fₙ + Vₙ (I − Λₙ Vₙ)⁻¹ rₙ. Here V is the posterior
+  covariance of the outputs, and r the gradient of the negative log likelihood.
 * ``conditional``: the evidence of one half of the data given the other, the mean of four splits.
 
 On the test data, it computes the log likelihood of the MAP prediction and of the linearized

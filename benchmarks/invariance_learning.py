@@ -13,7 +13,7 @@ data, by the same schedule:
 * the estimators: the range and layerwise prior precisions are learned from the evidence.
 
 The first four rows keep weight decay 5e-4. Learned ranges start at 0.1. The log evidence of all
-rows is evaluated after training. It is exact: that of the linearized Laplace approximation for one
+rows is evaluated after training. It is exact, for the linearized Laplace approximation of one
 draw of transforms, by all rows of all data. The whole test set is only evaluated, with more
 transforms per digit than in training. The script stores finished runs and checkpoints, and resumes
 where it was stopped. All settings below were fixed before the first run.

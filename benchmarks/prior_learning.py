@@ -7,10 +7,10 @@ Each row trains from the same initial weights on the same data, by the same sche
   data, then trained again on all data. Its seconds cover all eight runs.
 * the estimators: layerwise prior precisions learned during training, without held-out data.
 
-The log evidence of all rows is evaluated after training. It is exact: that of the linearized
-Laplace approximation, by all rows of all data. The test set is only evaluated. The script stores
-every finished run and resumes where it was stopped. Settings and grid below were fixed before the
-first run.
+The log evidence of all rows is evaluated after training. It is exact, for the linearized Laplace
+approximation by all rows of all data. The test set is only evaluated. The script stores every
+finished run and resumes where it was stopped. Settings and grid below were fixed before the first
+run.
 
     python benchmarks/prior_learning.py --data mnist --data-dir DIR --seeds 0 1 2
     python benchmarks/prior_learning.py --data mnist --results docs/results --table

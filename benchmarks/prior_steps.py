@@ -1,13 +1,13 @@
 """Time 50 hyperparameter steps on one stored pass, relative to one step.
 
 The prior and the noise enter after the network. After a pass over a block, a step of Adam on
-layerwise precisions costs R²L + R³/3 operations for R rows and L parameter tensors (ntk), or a few
-per eigenvalue (kfac). "one step" and "50 steps" pass over the block once, store the pass and take
-their steps on it. "without keeping" is the gradient on the block itself and one step. "precisions"
-learns layerwise precisions of a classifier. "noise" also learns one noise level of a regression on
-ten outputs. The cost of a step does not depend on the network, so the ratio falls with its size:
-MiniNet (15,000 weights) is the hard case. Times do not depend on the data, which are random. They
-are medians of runs in turns.
+layerwise precisions is cheap. It costs R²L + R³/3 operations for R rows and L parameter tensors
+(ntk), or a few per eigenvalue (kfac). "one step" and "50 steps" pass over the block once, store the
+pass and take their steps on it. "without keeping" is the gradient on the block itself and one step.
+"precisions" learns layerwise precisions of a classifier. "noise" also learns one noise level of a
+regression on ten outputs. The cost of a step does not depend on the network, so the ratio falls
+with its size: MiniNet (15,000 weights) is the hard case. Times do not depend on the data, which are
+random. They are medians of runs in turns.
 
     python benchmarks/prior_steps.py --csv docs/results/prior_steps.csv
     python benchmarks/prior_steps.py --model wrn16-4 --estimators kfac-400-1 --repeats 3

@@ -1,10 +1,10 @@
 """Compare one run of ``fit`` with the usual ways to choose weight decay, with their times.
 
-All methods train the same network from the same initial weights, with the same optimizer,
-learning rates, epochs and batches. These are the defaults of ``evigrad.fit``. They differ
-in how they choose the weight decay (with N examples, a decay is a precision of decay · N). Grids,
-ranges and settings below were fixed before the first run. The seed draws the held-out 20 %. The
-test set is only evaluated, and this time does not count.
+All methods train the same network from the same initial weights, with the same optimizer, learning
+rates, epochs and batches. These are the defaults of ``evigrad.fit``. They differ in how they choose
+the weight decay (with N examples, a decay is a precision of decay · N). Grids, ranges and settings
+below were fixed before the first run. The seed draws the held-out 20 %. The test set is only
+evaluated, and this time does not count.
 
 Classification: scikit-learn's ``digits`` (a random 80/20 split per seed, digitsnet), ``mnist``
 (1,000 digits drawn by the seed, MiniNet, 10,000 test digits) and ``cifar10`` (1,000 images, LeNet,
@@ -26,16 +26,16 @@ Classification: scikit-learn's ``digits`` (a random 80/20 split per seed, digits
 * ``kfac-400-1``: ``fit`` with the paper's estimator. ``default``: ``fit`` with its defaults.
 
 Regression: UCI data sets with one split per seed and two hidden layers of 50. Features and target
-are standardized, and log likelihoods are those of the standardized target:
+are standardized, and log likelihoods refer to the standardized target:
 
-* ``early stopping``: that of ``tables.py``: 10 % held out, Adam at a constant rate, patience.
+* ``early stopping``: as in ``tables.py``, with 10 % held out, Adam at a constant rate, patience.
 * ``grid``: 5 decays × 5 noise levels on 20 % held-out data, then trained again on all data.
 * ``laplace-torch``: as above, with learned noise.
 * ``map-noise``: decay 5e-4, with noise learned on the training loss. ``default``: ``fit``.
 * ``default, posterior``: the same network with predictions of its linearized posterior, by all rows
   of all data. ``laplace-torch, posterior``: its own posterior, by KFAC.
 
-``log_likelihood`` is that of the MAP prediction unless the row names a posterior, in nats per
+``log_likelihood`` refers to the MAP prediction unless the row names a posterior, in nats per
 example. ``scaled`` is the log likelihood after the best scale of the logits, fitted to one half of
 the test set and evaluated on the other, and vice versa. It measures the network's confidence, and
 nothing uses it. ``ece`` is the expected calibration error with 15 bins. ``seconds`` are the process
@@ -193,7 +193,7 @@ class Task:
 class Fitted:
     """A trained network, with the noise of its outputs (None for classes) and its decays.
 
-    ``evidence`` is that of ``fit``.
+    ``evidence`` comes from ``fit``.
     """
 
     model: nn.Module
@@ -454,7 +454,7 @@ def run_ensemble(task: Task) -> Result:
 
 
 class Batches(Sampler[Tensor]):
-    """Batches of nearly equal size in a new order in each epoch, as in ``fit``."""
+    """Batches of nearly equal size in a new order in each epoch. ``fit`` has the same."""
 
     def __init__(self, num_data: int, batch_size: int, seed: int) -> None:
         self._num_data, self._count = num_data, -(-num_data // batch_size)

@@ -1,6 +1,6 @@
 """Separate the effects of the rotation range and of the weight decay on rotated digits.
 
-1,000 MNIST digits are drawn by the seed. Every training and test digit is rotated once by an angle
+The seed draws 1,000 MNIST digits. Every training and test digit is rotated once by an angle
 uniform in ±180°. MiniNet is averaged over 8 random rotations of each digit, or 32 in the test.
 Every range is trained with every decay, from the same initial weights, by the schedule of ``fit``:
 

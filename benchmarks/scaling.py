@@ -2,10 +2,11 @@
 
 A step is ``Evidence.backward`` on one block of the data set, including drawing and loading it. It
 does not depend on N for any stochastic estimator, nor on C for one output per block. In m, width
-and depth, it follows the paper's complexities: O(m p) for rows, O(m^2 p) for their Gram and O(m^3)
-for its factor (ntk); O(m p) and the cube of a layer's width (kfac). An anchored estimator is
-measured by rounds of ten steps as in training. Each round has a new choice of anchors, among a pool
-for large data sets. For vocabularies see vocabulary.py, and for ranks see ranks.py.
+and depth, it follows the paper's complexities. For ntk, these are O(m p) for rows, O(m^2 p) for
+their Gram and O(m^3) for its factor. For kfac, they are O(m p) and the cube of a layer's width. An
+anchored estimator is measured by rounds of ten steps as in training. Each round has a new choice of
+anchors, among a pool for large data sets. For vocabularies see vocabulary.py, and for ranks see
+ranks.py.
 
     python benchmarks/scaling.py --csv docs/results/scaling.csv
 """

@@ -13,13 +13,13 @@ only:
 
 MLPs get standardized features and targets. If a method has no noise, its noise is the root mean
 squared error of the five folds, for a normal distribution about the prediction. For ``evidence``,
-it is that of ``predict(X, return_std=True)``. Grids, ranges and settings below were fixed before
+it comes from ``predict(X, return_std=True)``. Grids, ranges and settings below were fixed before
 the first run.
 
 Regression uses UCI data sets with their splits by the seed. ``score`` is R², and log likelihoods
-are those of standardized targets. Classification uses scikit-learn's data sets, with a stratified
-test set of 20 % drawn by the seed. ``score`` is accuracy. ``seconds`` are the process time of a
-method on one thread, including its searches. Test data are only evaluated. The script stores every
+refer to standardized targets. Classification uses scikit-learn's data sets, with a stratified test
+set of 20 % drawn by the seed. ``score`` is accuracy. ``seconds`` are the process time of a method
+on one thread, including its searches. Test data are only evaluated. The script stores every
 finished run and resumes where it was stopped.
 
     python benchmarks/sklearn_tables.py --data-dir DIR --pages docs/sklearn.md
@@ -100,7 +100,7 @@ def held_out_score(model: Any, x: np.ndarray, y: np.ndarray, seed: int) -> float
 
 
 def judged(model: Any, noise: Any, x: np.ndarray, y: np.ndarray) -> Result:
-    """Return score and log likelihood on the test set. ``noise`` is that of a regression."""
+    """Return score and log likelihood on the test set. ``noise`` is the noise of a regression."""
     found = {"score": float(model.score(x, y))}
     if is_classifier(model):
         probabilities = model.predict_proba(x)

@@ -1,7 +1,7 @@
 """Test whether learned precisions depend on the start.
 
-Every run is ``fit`` with its defaults except for the start. Networks and splits are those of
-``rivals.py``, and of a synthetic data set whose labels are drawn from probabilities near 1/2.
+Every run is ``fit`` with its defaults except for the start. Networks and splits come from
+``rivals.py``. One more data set is synthetic. Its labels are drawn from probabilities near 1/2.
 
 * ``fixed point``: the default, MacKay's update. Its burn-in has a weight decay of 0.01 whatever the
   given precision. Here it is also 0.003 and 0.03.
@@ -145,7 +145,7 @@ def table_of(runs: list[Result]) -> str:
 def precisions_of(runs: list[Result]) -> str:
     """Return precisions of the weight tensors, geometric means over the seeds, as Markdown.
 
-    The file of the runs also has those of the biases.
+    The file of the runs also has the precisions of the biases.
     """
     lines = ["| data | update | start | prior precisions of the weights |", "|---|---|---|---|"]
     for name, (way, starts) in product(SETS, WAYS.items()):

@@ -54,11 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: Arguments. Default: those of the process.
+        argv: Arguments. Default: the arguments of the process.
 
     Returns:
-        The exit code: 0 for success, 1 if a run failed, 2 for a mistake that the user can fix, and
-            130 after Ctrl-C.
+        The exit code: zero for success, 1 if a run failed, 2 for a mistake that the user can fix,
+            and 130 after Ctrl-C.
     """
     arguments = sys.argv[1:] if argv is None else argv
     if arguments and arguments[0] in _COMMANDS:
@@ -91,7 +91,13 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("name", nargs="?", metavar="NAME", help="name, such as fig4, or a YAML file")
     add("--preset", help=f"size: {', '.join(PRESETS)} (default: small, if the file has it)")
-    add("--seeds", type=int, nargs="+", metavar="N", help="seeds instead of those of the preset")
+    add(
+        "--seeds",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="seeds that replace the seeds of the preset",
+    )
     add("--list", action="store_true", help="only list experiments and their progress")
     add("--dry-run", action="store_true", help="only list the missing jobs")
     add("--no-run", action="store_true", help="only draw the existing results")
@@ -188,7 +194,7 @@ def reproduce(experiment: Experiment, place: Place, cluster: Path | None = None)
     Args:
         experiment: Experiment.
         place: Where to run.
-        cluster: File, as for ``experiments.runner.run``.
+        cluster: File for ``experiments.runner.run``.
 
     Returns:
         The exit code: 1 if a run failed.

@@ -178,7 +178,7 @@ def curves_along(
     ``evidence_along`` evaluates all others.
 
     Args:
-        evidence: Evidence of a trained model, as for ``evidence_along``.
+        evidence: Evidence of a trained model.
         data: All training data.
         estimators: Names of the bounds.
         hyperparameter: Name of the hyperparameter.

@@ -44,7 +44,7 @@ class AugerinoTrainer(Trainer):
     """Learns the ranges of transforms on the training loss.
 
     The model's ranges are among the hyperparameters. ``weight`` is λ, in nats per example and unit
-    of width. The positional arguments are those of ``Trainer``.
+    of width. ``Trainer`` has the same positional arguments.
     """
 
     def __init__(self, *arguments: Any, weight: float) -> None:
@@ -89,7 +89,7 @@ def fit_augerino(
 
     Args:
         model: Model that averages over transforms with learned ranges.
-        train: Training data, as for ``evigrad.fit``.
+        train: Training data for ``evigrad.fit``.
         weight: λ, in nats per example and unit of width.
         test: Test data. They are only evaluated.
         run_dir: Folder of the run.

@@ -20,7 +20,7 @@ from experiments.along import PRECISION, curves_along, make_grid, served_togethe
 _DESCRIPTION = """\
 Draw bounds on the log evidence along one hyperparameter, as in Figures 3 to 6 of the paper. The
 network is trained once, with --estimator, and its weights stay fixed. Each bound is the mean over
-all blocks of a partition, with its standard error. All other options are those of evigrad train.
+all blocks of a partition, with its standard error. All other options come from evigrad train.
 
 examples:
   python -m experiments bounds --subset 200

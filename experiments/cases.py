@@ -19,7 +19,7 @@ class Case:
     """One point, curve or cell, for one seed.
 
     Attributes:
-        keys: What distinguishes the case, such as ``{"panel": ..., "estimator": ...}``.
+        keys: Keys that distinguish the case, such as ``{"panel": ..., "estimator": ...}``.
         seed: Seed of its jobs.
         jobs: Jobs by the names that ``read`` uses.
         read: Function from the results of these jobs to named numbers or lists of numbers. None is

@@ -243,8 +243,9 @@ def points(
         plain_ticks(axes.xaxis)
         _point_to_the_best(axes)
     if any(point.hollow for point in data_points):
-        look = {"marker": "o", "markerfacecolor": LIGHT.paper, "color": LIGHT.muted}
-        axes.plot([], [], label="hollow: other settings", linestyle="", **look)
+        entry: dict[str, Any] = {"marker": "o", "linestyle": "", "color": LIGHT.muted}
+        entry["markerfacecolor"] = LIGHT.paper
+        axes.plot([], [], label="hollow: other settings", **entry)
     if len(groups) > 1 or frontier:
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=SMALL)
     _name_points(figure, axes, named, _UNDER if frontier else _BESIDE)

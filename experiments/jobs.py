@@ -32,7 +32,7 @@ class Job:
 
     Attributes:
         kind: ``train``, or ``evaluate``, ``curve``, ``curves`` or ``time`` of a trained network.
-        training: All options of the training, as of ``evigrad train``.
+        training: All options of ``evigrad train`` for the training.
         options: Options of the work with the trained network.
     """
 
@@ -90,7 +90,7 @@ def evaluation(of: Job, estimator: str | None = None, blocks: int | None = None)
 
     Args:
         of: Training.
-        estimator: Name of the estimator. Default: that of the training.
+        estimator: Name of the estimator. Default: the estimator of the training.
         blocks: Maximum number of blocks of a partition. None for all.
     """
     name = estimator or of.training["estimator"]
@@ -239,7 +239,7 @@ class Store:
         """Add results from a file of ``export`` that are not here.
 
         Args:
-            file: File, as ``export`` writes it.
+            file: File that ``export`` wrote.
 
         Returns:
             Number of new results.

@@ -20,8 +20,8 @@ from experiments.times import time_steps
 _DESCRIPTION = """\
 Compare estimators. Train one network per estimator and plot each estimator's final log evidence
 against the time of one gradient estimate, as in Figure 1 of the paper. The frontier joins the
-estimators that no other one beats in both. Full-batch estimators are black. All other options are
-those of evigrad train.
+estimators that no other one beats in both. Full-batch estimators are black. All other options
+come from evigrad train.
 
 examples:
   python -m experiments pareto                                    digits, a small network

@@ -275,7 +275,7 @@ def section_of(experiment: Experiment, shown: Shown) -> str:
     if gallery:
         facts.append(f"Numbers: [{experiment.name}.csv]({_csv_of(experiment)}).")
         if total and examples:
-            facts[-1] += f" {examples} training examples, {spent} of runs."
+            facts[-1] += f" Training examples: {examples}. Time of all runs: {spent}."
     else:
         facts += [f"Training examples: {examples}."] if examples else []
         if experiment.differs:

@@ -49,7 +49,7 @@ def run(
 
     Args:
         jobs: Jobs to run.
-        place: Where to run, and how many at once.
+        place: Folder, device and number of parallel runs.
         tell: Function that is called after every job.
         cluster: File for ``cluster_executor``. Default: run on this machine.
 

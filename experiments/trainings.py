@@ -103,14 +103,14 @@ def place_of(
 
 
 def place_from(options: Namespace) -> Place:
-    """Return the place from a command's options, which are those of ``place_of``."""
+    """Return the place from a command's options, by ``place_of``."""
     return place_of(**chosen(place_of, options))
 
 
 def resolved(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return all options that a result may depend on, typed, with underscores in their names.
 
-    ``options`` are some of those of ``evigrad train``, with hyphens or underscores. The estimator
+    ``options`` are options of ``evigrad train``, with hyphens or underscores. The estimator
     may also be ``augerino``, with ``augerino_weight`` for its reward.
 
     Raises:
@@ -141,7 +141,7 @@ def _parser() -> tuple[Parser, Mapping[str, Any]]:
 def trained(config: Mapping[str, Any], folder: Path, place: Place) -> tuple[Setup, FitResult]:
     """Return data, network and result of a training from ``resolved``: new, resumed or done.
 
-    ``folder`` is the folder of the run, as of ``evigrad train``. ``place`` names data and device.
+    ``folder`` is the folder of the run. ``place`` names data and device.
 
     Raises:
         EvigradError: If the options do not fit each other or the data.

@@ -329,7 +329,7 @@ def test_anchor_choice(monkeypatch, tmp_path, capsys):
     options = "--data digits --seeds 0 --rows 20 --draws 2 --threads"
     threads = str(torch.get_num_threads())
     script.main([*options.split(), threads, "--tables", str(tmp_path), "--page", str(page)])
-    assert "| random | k-centre | score | greedy, last layer | greedy, all |" in page.read_text()
+    assert "| random | k-center | score | greedy, last layer | greedy, all |" in page.read_text()
     assert (tmp_path / "anchor_choice.csv").read_text().count("\n") == 1 + 7
 
 

@@ -46,7 +46,7 @@ class BoundPanel:
     Attributes:
         together: Estimators of one job, which one kernel per point serves. Experiments share the
             job if their lists are equal.
-        seeds: Seeds. Default: those of the experiment.
+        seeds: Seeds. Default: the seeds of the experiment.
     """
 
     axis: str

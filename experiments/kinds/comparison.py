@@ -22,8 +22,8 @@ class Block:
     Attributes:
         rows: Label of a method to options of its trainings, and optionally ``stands_for``.
         training: Options of all trainings of the block.
-        seeds: Seeds. Default: those of the experiment.
-        yardstick: Row that times relate to. Default: that of the experiment.
+        seeds: Seeds. Default: the seeds of the experiment.
+        yardstick: Row that times relate to. Default: the yardstick of the experiment.
     """
 
     rows: dict[str, Options]

@@ -21,7 +21,7 @@ class Box:
         title: Title.
         formula: Term that replaces ℓ(I) in the log evidence.
         names: Estimators.
-        source: What the bound follows from.
+        source: Theorem or argument for the bound.
         code: Modules under ``src/evigrad``.
         place: Column and row in the figure.
         is_bound: Whether the theory guarantees the bound.

@@ -336,7 +336,7 @@ def test_a_page_holds_what_was_run_and_names_the_rest(tmp_path, blank_figures):
     present(read_experiment("fig2", "small"), store)
     assert write_page(page, store) == ["fig2", "fig6"]
     overview = page.read_text().partition("experiments fig2\n")[0]
-    assert "- Shows: Figure 2.\n" in overview and "of runs" not in overview
+    assert "- Shows: Figure 2.\n" in overview and "Time of all runs" not in overview
     assert "With all published settings: `fig6`.\n" in page.read_text()
     page.write_text("# Mine\n")
     write_page(page, store)
