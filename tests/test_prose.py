@@ -41,16 +41,6 @@ NOT_YET = {
     "examples/sequences.py",
     "examples/text.py",
     "examples/uncertainty.py",
-    # Pages with measurements.
-    "docs/criteria.md",
-    "docs/paper.md",
-    "docs/performance.md",
-    "docs/results.md",
-    "docs/rivals.md",
-    "docs/rotated.md",
-    "docs/small.md",
-    "docs/start.md",
-    "docs/transfer.md",
     # Docstrings and messages.
     "src/evigrad/__init__.py",
     "src/evigrad/blocks",
