@@ -80,8 +80,10 @@ BANNED = {
     r"\bfor free of\b": "without",
     r"\bbad teacher\b|\bin the eyes of\b": "say what happens",
     r"\b(?:networks?|bounds?|evidence|estimators?|data|datasets?|priors?|posteriors?|models?|"
-    r"softmax|gradients?) (?:knows?|says?|asks?|trusts?|teach|teaches|thinks?|wants?|believes?)\b": "code and people act; these do not",
-    rf", as (?:of |in |with |by |for |from )?{CODE}(?! (?:does|do|did|is|was|has|would|can|must)\b)": "such as",
+    r"softmax|gradients?) (?:knows?|says?|asks?|trusts?|teach|teaches|thinks?|wants?|believes?)"
+    r"\b": "code and people act; these do not",
+    rf", as (?:of |in |with |by |for |from )?{CODE}"
+    r"(?! (?:does|do|did|is|was|has|would|can|must)\b)": "such as",
     r"\bas that of\b|\bas those of\b": "repeat the noun",
 }
 _STEMS = (
@@ -99,7 +101,9 @@ BRITISH = {
     r"\b(?:licence|defence|offence|pretence)s?\b|\bpractis(?:e|es|ed|ing)\b": "-se, practice",
     r"\b(?:model|label|travel|cancel|signal|level|channel|total)l(?:ed|ing|er|ers)\b": "one l",
     r"\b(?:grey|catalogue|analogue|programme|sceptic\w*|judgement|artefacts?|ageing|whilst|amongst"
-    r"|learnt|spelt|burnt|leant|dreamt|maths|towards|fulfil|skilful|per cent|focuss\w+)\b": "American spelling",
+    r"|learnt|spelt|burnt|leant|dreamt|maths|towards|fulfil|skilful|per cent|focuss\w+)\b": (
+        "American spelling"
+    ),
 }
 PATTERNS = [
     (re.compile(pattern, re.IGNORECASE), f'"{{}}": {hint}')

@@ -77,10 +77,11 @@ NOT_YET = {
 def units() -> list[str]:
     """What is checked, by paths: pages, examples, and the modules and subpackages of evigrad."""
     pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
-    source = [path for path in (ROOT / "src" / "evigrad").iterdir() if path.name[:2] != "__"]
-    source += [ROOT / "src" / "evigrad" / "__init__.py"]
+    package = ROOT / "src" / "evigrad"
+    source = [file for file in package.iterdir() if file.is_dir() or file.suffix == ".py"]
+    source = [file for file in source if file.name not in ("__pycache__", "__main__.py")]
     every = [*pages, *(ROOT / "examples").glob("*.py"), *source]
-    return sorted(path.relative_to(ROOT).as_posix() for path in every if path.exists())
+    return sorted(path.relative_to(ROOT).as_posix() for path in every)
 
 
 def violations(unit: str) -> list[str]:
