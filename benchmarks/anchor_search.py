@@ -88,7 +88,7 @@ IDEAS: dict[str, Idea] = {
     "as it was: by score, 75 %": BEFORE,
     "anchors: greedy, all": replace(NOW, anchors="all"),
     "anchors: by score": replace(NOW, anchors="score"),
-    "anchors: k-center": replace(NOW, anchors="k-centre"),
+    "anchors: k-centre": replace(NOW, anchors="k-centre"),
     "anchors: random": replace(NOW, anchors="random"),
     "20 % of the anchors random": replace(NOW, at_random=0.2),
     "among all rows": replace(NOW, among=0.0),
@@ -303,7 +303,7 @@ def as_markdown(rows: list[dict[str, Any]]) -> str:
             for row in rows
             if row["idea"] == idea
         ]
-        lines.append(f"| {idea} | {' | '.join(cells)} |")
+        lines.append(f"| {idea.replace('centre', 'center')} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
